@@ -1,0 +1,61 @@
+# Every target does its own set-up: a virtual environment, pinned packages and the build.
+#   make train       run the default recipe and show that it learned
+#   make test        the whole CPU test suite
+#   make lint        ruff, mypy, clang-format
+#   make bench       benchmarks against the installed peers on the CPU
+#   make wheel       the wheel of build mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) in dist/
+#   make gpu-check   on a machine with an NVIDIA GPU: build, test, sanitize, benchmark; needs no network
+#   make size        lines per folder
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# On a GPU the newest build; else the release that the pins were made for, with the triton that belongs to it.
+TORCH := $(if $(shell nvidia-smi -L 2>/dev/null),"torch>=2.11",torch==2.13.0 triton==3.7.1)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml tools/constraints.txt
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+
+.PHONY: train test lint format bench wheel gpu-check size clean
+
+train: $(VENV)/built
+	$(BIN)/python -m grpo_trainer
+
+test: $(VENV)/built
+	$(BIN)/python -m pytest -n auto tests
+
+lint: $(VENV)/built
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+format: $(VENV)/built
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+bench: $(VENV)/built
+	$(BIN)/python -m pytest benchmarks --benchmark-only
+
+wheel: $(VENV)/packages
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
+
+gpu-check:
+	$(PYTHON) tools/gpu_check.py
+
+size:
+	@$(PYTHON) tools/size.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info grpo_kernels/*.so
+
+# Everything but our own package. torch first, and alone, so that no other package chooses its version.
+$(VENV)/packages: tools/constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
+	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py dev)
+	touch $@
+
+$(VENV)/built: $(VENV)/packages $(SOURCES)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps -e .
+	touch $@

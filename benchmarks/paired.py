@@ -1,0 +1,46 @@
+"""Ratios that can be trusted on a machine whose speed drifts: the two sides take turns in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Call = Callable[[], Any]
+
+
+class Ratio(NamedTuple):
+    """Times in microseconds a call; ratio is theirs over ours, the median over the pairs."""
+
+    ours: float
+    theirs: float
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return (
+            f"ours {self.ours:10.1f} us, theirs {self.theirs:10.1f} us, ratio {self.ratio:7.2f} "
+            f"({self.low:.2f} .. {self.high:.2f})"
+        )
+
+
+def seconds(call: Call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats
+
+
+def paired(ours: Call, theirs: Call, pairs: int = 15, target: float = 0.02) -> Ratio:
+    """Each side of a pair runs for about `target` seconds (at least once)."""
+    repeats = []
+    for call in (ours, theirs):
+        call()
+        repeats.append(max(1, int(target / max(seconds(call, 3), 1e-9))))
+    times = [(seconds(ours, repeats[0]), seconds(theirs, repeats[1])) for _ in range(pairs)]
+    ratios = sorted(b / a for a, b in times)
+    ours_time, theirs_time = (statistics.median(side) * 1e6 for side in zip(*times, strict=True))
+    tenth = len(ratios) // 10
+    return Ratio(ours_time, theirs_time, statistics.median(ratios), ratios[tenth], ratios[-1 - tenth])

@@ -1,0 +1,23 @@
+#include <pybind11/pybind11.h>
+
+#include "allocate.h"
+#include "build_facts.h"
+#include "simd/levels.h"
+
+// Importing the module runs the static registrations linked into it; what is left to offer is how it was
+// built.
+PYBIND11_MODULE(GRPO_MODULE_NAME, module) {
+  module.def("poison_allocations", [](bool on) { grpo_kernels::poison_allocations = on; });
+  module.def("build_facts", [] {
+    pybind11::dict facts;
+    facts["compiler"] = GRPO_COMPILER;
+    facts["flags"] = GRPO_FLAGS;
+    facts["torch_target"] = GRPO_TORCH_TARGET;
+    facts["built_with_torch"] = GRPO_BUILT_WITH_TORCH;
+    facts["simd_compiled"] = GRPO_SIMD_LEVELS;
+    facts["simd_here"] = grpo_kernels::simd_name(grpo_kernels::simd_level());
+    facts["cuda"] = GRPO_CUDA_VERSION;
+    facts["cuda_architectures"] = GRPO_CUDA_ARCHITECTURES;
+    return facts;
+  });
+}

@@ -1,0 +1,8 @@
+#include <torch/csrc/stable/library.h>
+
+#include "cpu_ops.h"
+
+// Every CPU kernel that torch can call, in one place. The schemas are defined in grpo_kernels/ops.
+STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+  library.impl("group_advantages_cpu", TORCH_BOX(&grpo_kernels::group_advantages_cpu));
+}

@@ -1,0 +1,15 @@
+#include <torch/csrc/stable/library.h>
+
+#include "cuda_ops.h"
+
+// Every CUDA kernel that torch can call, in one place. Compiled for the host, by tests, the same ops take CPU
+// tensors.
+#ifdef GRPO_KERNELS_EMULATE
+#define GRPO_DEVICE CPU
+#else
+#define GRPO_DEVICE CUDA
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_DEVICE, library) {
+  library.impl("_group_advantages_cuda", TORCH_BOX(&grpo_kernels::group_advantages_cuda));
+}

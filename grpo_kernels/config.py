@@ -1,0 +1,267 @@
+"""Settings of the ops: frozen dataclasses that check themselves.
+
+A config says *what* is computed in the words of the papers and of the peers; the integers and floats that the kernels
+read are derived from it once, when it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+CENTERS = ("none", "mean", "leave_one_out", "length", "baseline", "runner_up")
+SCALES = ("none", "std", "batch_std", "mean")
+SINGLETONS = ("zero", "raw", "parent")
+COMBINES = ("sum_then_normalize", "normalize_then_sum")
+WHITENS = ("none", "rows", "tokens")
+GAINS = ("none", "nonzero")
+
+_DEFAULTS: dict[str, Any] = {
+    "center": "mean",
+    "scale": "std",
+    "ddof": 1,
+    "eps": 1e-6,
+    "std_floor": 0.0,
+    "singleton": "zero",
+    "shrinkage": 0.0,
+    "clip": None,
+    "reward_weights": None,
+    "combine": "sum_then_normalize",
+    "whiten": "none",
+    "whiten_eps": 0.0,
+    "gain": "none",
+}
+
+# What each estimator changes in _DEFAULTS. Names with a peer's prefix reproduce that peer's function to rounding.
+_ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"scale": "none"},
+    "rloo": {"center": "leave_one_out", "scale": "none"},
+    "opo": {"center": "length", "scale": "none"},
+    "maxrl": {"scale": "mean"},
+    "gdpo": {"combine": "normalize_then_sum", "whiten": "rows", "whiten_eps": 1e-6},
+    "grpo_passk": {"center": "runner_up"},
+    "reinforce_plus_plus_baseline": {
+        "scale": "none",
+        "singleton": "raw",
+        "whiten": "tokens",
+        "whiten_eps": 1e-8,
+    },
+    "gpg": {"scale": "none", "gain": "nonzero"},
+    "remax": {"center": "baseline", "scale": "none", "singleton": "raw"},
+    "batch_std": {"scale": "batch_std"},
+    "trl-group": {"eps": 1e-4},
+    "trl-batch": {"scale": "batch_std", "eps": 1e-4},
+    "trl-none": {"scale": "none"},
+    "trl-gdpo": {"eps": 1e-4, "combine": "normalize_then_sum", "whiten": "rows", "whiten_eps": 1e-4},
+    "trl-rloo": {"center": "leave_one_out", "scale": "none"},
+    "trl-rloo-normalized": {
+        "center": "leave_one_out",
+        "scale": "none",
+        "whiten": "rows",
+        "whiten_eps": 1e-4,
+    },
+    "trl-async": {"ddof": 0, "eps": 1e-8},
+    "verl-grpo": {"singleton": "raw"},
+    "verl-grpo-vectorized": {"singleton": "raw"},
+    "verl-dr-grpo": {"scale": "none", "singleton": "raw"},
+    "verl-rloo": {"center": "leave_one_out", "scale": "none", "singleton": "raw"},
+    "verl-rloo-vectorized": {"center": "leave_one_out", "scale": "none"},
+    "verl-opo": {"center": "length", "scale": "none", "singleton": "raw"},
+    "verl-gdpo": {
+        "singleton": "raw",
+        "combine": "normalize_then_sum",
+        "whiten": "tokens",
+        "whiten_eps": 1e-8,
+    },
+    "verl-grpo-passk": {"center": "runner_up"},
+    "verl-reinforce-plus-plus-baseline": {
+        "scale": "none",
+        "singleton": "raw",
+        "whiten": "tokens",
+        "whiten_eps": 1e-8,
+    },
+    "verl-gpg": {"scale": "none", "singleton": "raw", "gain": "nonzero"},
+    "verl-remax": {"center": "baseline", "scale": "none", "singleton": "raw"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageConfig:
+    """How rewards become advantages; a field left at ``None`` takes the estimator's value.
+
+    estimator       starting point, one of :meth:`AdvantageConfig.names`
+    center          what is subtracted: none | mean | leave_one_out | length (token-weighted mean) | baseline (one value
+                    per row) | runner_up (pass@k: the best row gets best minus second, the others 0)
+    scale           what is divided by: none | std (of the group) | batch_std | mean (of the group)
+    ddof            0 or 1, for every standard deviation
+    eps, std_floor  the divisor is max(std, std_floor) + eps
+    singleton       a group with one scored row: zero | raw (its reward, over 1 + eps if scaled by std) | parent (the
+                    statistics of the group that the subgroup is part of)
+    shrinkage       kappa: a subgroup of n rows uses n/(n+kappa) of its own mean and std, the rest from its group
+    clip            final advantages are limited to [-clip, clip]; None: not limited
+    reward_weights  one weight per reward column; None: all 1
+    combine         sum_then_normalize | normalize_then_sum (GDPO)
+    whiten          none | rows | tokens (each row counts `lengths` times): a second normalisation over the batch,
+                    rows: over std + whiten_eps, tokens: over sqrt(var + whiten_eps)
+    gain            none | nonzero (GPG: times scored rows / rows with a reward that is not 0)
+    """
+
+    # The None defaults exist only until __post_init__ has filled them in, hence the ignores.
+    estimator: str = "grpo"
+    center: str = None  # type: ignore[assignment]
+    scale: str = None  # type: ignore[assignment]
+    ddof: int = None  # type: ignore[assignment]
+    eps: float = None  # type: ignore[assignment]
+    std_floor: float = None  # type: ignore[assignment]
+    singleton: str = None  # type: ignore[assignment]
+    shrinkage: float = None  # type: ignore[assignment]
+    clip: float | None = None
+    reward_weights: tuple[float, ...] | None = None
+    combine: str = None  # type: ignore[assignment]
+    whiten: str = None  # type: ignore[assignment]
+    whiten_eps: float = None  # type: ignore[assignment]
+    gain: str = None  # type: ignore[assignment]
+
+    # What the kernels read, in the order of csrc/include/grpo_kernels/segment_stats.h.
+    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
+    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+    weight_list: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+
+    _presets: ClassVar[dict[str, AdvantageConfig]] = {}
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.estimator, str) or self.estimator not in _ESTIMATORS:
+            raise _unknown("AdvantageConfig", "estimator", self.estimator, _ESTIMATORS)
+        for field, default in (_DEFAULTS | _ESTIMATORS[self.estimator]).items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, default)
+        self._check_values()
+        self._check_combinations()
+        clip = math.inf if self.clip is None else self.clip
+        object.__setattr__(
+            self,
+            "modes",
+            [
+                CENTERS.index(self.center),
+                SCALES.index(self.scale),
+                SINGLETONS.index(self.singleton),
+                COMBINES.index(self.combine),
+                WHITENS.index(self.whiten),
+                GAINS.index(self.gain),
+            ],
+        )
+        coefficients = [self.ddof, self.eps, self.std_floor, self.shrinkage, clip, self.whiten_eps]
+        object.__setattr__(self, "coefficients", [float(value) for value in coefficients])
+        object.__setattr__(self, "weight_list", list(self.reward_weights or ()))
+
+    def _check_values(self) -> None:
+        choices = {
+            "center": CENTERS,
+            "scale": SCALES,
+            "singleton": SINGLETONS,
+            "combine": COMBINES,
+            "whiten": WHITENS,
+            "gain": GAINS,
+        }
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise _unknown("AdvantageConfig", field, getattr(self, field), allowed)
+        if self.ddof not in (0, 1) or isinstance(self.ddof, bool):
+            raise ValueError(f"AdvantageConfig: ddof must be 0 or 1, got {self.ddof!r}")
+        for field in ("eps", "std_floor", "shrinkage", "whiten_eps"):
+            _finite("AdvantageConfig", field, getattr(self, field), minimum=0.0)
+        if self.clip is not None:
+            _finite("AdvantageConfig", "clip", self.clip, minimum=0.0, open_end=True)
+        if self.reward_weights is not None:
+            if isinstance(self.reward_weights, str) or not isinstance(self.reward_weights, Sequence):
+                got = type(self.reward_weights).__name__
+                raise TypeError(f"AdvantageConfig: reward_weights must be a sequence of numbers, got {got}")
+            if not self.reward_weights:
+                raise ValueError("AdvantageConfig: reward_weights must have one number per reward, got none")
+            for weight in self.reward_weights:
+                _finite("AdvantageConfig", "reward_weights", weight)
+            object.__setattr__(self, "reward_weights", tuple(float(w) for w in self.reward_weights))
+
+    def _check_combinations(self) -> None:
+        group_centers = ("mean", "leave_one_out", "length")
+        if self.shrinkage and not (self.center == "mean" and self.scale in ("none", "std")):
+            raise ValueError(
+                "AdvantageConfig: shrinkage must be 0 unless center is 'mean' and scale is 'none' or 'std', "
+                f"got shrinkage={self.shrinkage!r} with center={self.center!r}, scale={self.scale!r}"
+            )
+        if self.singleton == "parent" and self.center not in group_centers:
+            raise ValueError(
+                f"AdvantageConfig: singleton must not be 'parent' unless center is one of {group_centers}, "
+                f"got center={self.center!r}"
+            )
+        if self.center == "runner_up" and self.singleton != "zero":
+            raise ValueError(
+                "AdvantageConfig: singleton must be 'zero' with center='runner_up', as one row has no runner-up, "
+                f"got {self.singleton!r}"
+            )
+        if self.combine == "normalize_then_sum" and (
+            self.center not in ("mean", "leave_one_out") or self.scale == "batch_std" or self.gain != "none"
+        ):
+            raise ValueError(
+                "AdvantageConfig: combine must be 'sum_then_normalize' unless center is 'mean' or 'leave_one_out', "
+                "scale is per group and gain is 'none', "
+                f"got center={self.center!r}, scale={self.scale!r}, gain={self.gain!r}"
+            )
+        stages = [f for f in ("whiten", "gain") if getattr(self, f) != "none"]
+        stages += ["scale"] if self.scale == "batch_std" else []
+        if len(stages) > 1:
+            raise ValueError(
+                "AdvantageConfig: only one of whiten, gain and scale='batch_std' may act on the batch, got "
+                + ", ".join(f"{f}={getattr(self, f)!r}" for f in stages)
+            )
+
+    @property
+    def needs_lengths(self) -> bool:
+        return self.center == "length" or self.whiten == "tokens"
+
+    @property
+    def needs_baselines(self) -> bool:
+        return self.center == "baseline"
+
+    @property
+    def needs_parent(self) -> bool:
+        return self.singleton == "parent" or self.shrinkage > 0
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(_ESTIMATORS)
+
+    @classmethod
+    def of(cls, config: AdvantageConfig | str) -> AdvantageConfig:
+        """The config itself, or the one of that name."""
+        if isinstance(config, AdvantageConfig):
+            return config
+        if not isinstance(config, str):
+            raise TypeError(
+                f"group_advantages: config must be an AdvantageConfig or a str, got {type(config).__name__}"
+            )
+        if config not in cls._presets:
+            raise _unknown("group_advantages", "config", config, _ESTIMATORS)
+        return cls._presets[config]
+
+
+def _unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:
+    near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return ValueError(f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def _finite(where: str, argument: str, value: object, minimum: float | None = None, open_end: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{where}: {argument} must be a number, got {type(value).__name__} {value!r}")
+    low_enough = minimum is None or value > minimum or (value == minimum and not open_end)
+    if not math.isfinite(value) or not low_enough:
+        rule = "" if minimum is None else f" {'above' if open_end else 'of at least'} {minimum:g}"
+        raise ValueError(f"{where}: {argument} must be a finite number{rule}, got {value!r}")
+
+
+AdvantageConfig._presets.update({name: AdvantageConfig(name) for name in _ESTIMATORS})

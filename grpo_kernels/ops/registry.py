@@ -1,0 +1,54 @@
+"""Registration of an op with torch, the same for every op.
+
+Each backend has a torch op of its own, <op>_<backend>, all with one schema and one fake. So the compiled backends are
+called without a Python layer in between, which for a small op costs more than the work, and choosing a backend stays
+plain Python that torch.compile can trace.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from grpo_kernels import _native  # noqa: F401  registers the compiled implementations
+from grpo_kernels.dispatch import Supports
+
+NAMESPACE = "grpo_kernels"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+# Where the Python implementation of a backend lives; "cpu" is compiled only.
+_FOLDERS = {"reference": "reference", "triton": "triton", "cuda": "native"}
+
+
+def define(op: str, schema: str, supports: Supports, fake: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Defines <op>_<backend> for every backend in `supports`; returns the callables by backend name."""
+    callables: dict[str, Callable[..., Any]] = {}
+    for backend in supports:
+        name = f"{op}_{backend}"
+        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        if backend in _FOLDERS:
+            _library.impl(name, _lazy(op, backend), "CompositeExplicitAutograd")
+        callables[backend] = getattr(getattr(torch.ops, NAMESPACE), name).default
+    return callables
+
+
+def define_compiled(schema: str) -> None:
+    """Defines an op that only compiled code implements and only a backend calls."""
+    _library.define(schema)
+
+
+def _lazy(op: str, backend: str) -> Callable[..., Any]:
+    """The backend's forward(), imported at the first call: importing grpo_kernels must not import triton."""
+    module = None
+
+    def forward(*args: Any) -> Any:
+        nonlocal module
+        if module is None:
+            module = importlib.import_module(f"{NAMESPACE}.{_FOLDERS[backend]}.{op}")
+        return module.forward(*args)
+
+    return forward

@@ -1,0 +1,1 @@
+"""The reference trainer of grpo-kernels."""

@@ -1,0 +1,89 @@
+"""Build modes of the compiled part; everything else is in pyproject.toml.
+
+GRPO_KERNELS_BUILD   what is built
+  none               nothing: a pure-Python wheel, in which the Triton and reference backends work
+  cpu                the CPU kernels; needs a C++ compiler
+  cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
+  auto (default)     cuda if nvcc is there and torch is a CUDA build, else cpu if there is a C++ compiler, else none
+A compile that fails is an error in every mode.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+MODES = ("auto", "none", "cpu", "cuda")
+
+
+def nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
+
+
+def build_mode() -> str:
+    mode = os.environ.get("GRPO_KERNELS_BUILD", "auto")
+    if mode not in MODES:
+        raise SystemExit(f"GRPO_KERNELS_BUILD must be one of {', '.join(MODES)}, got {mode!r}")
+    if mode != "auto":
+        return mode
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler or sys.platform != "linux":
+        why = "no C++ compiler found" if sys.platform == "linux" else f"{sys.platform} is not supported"
+        print(f"grpo-kernels: {why}, building without compiled kernels", file=sys.stderr)
+        return "none"
+    import torch
+
+    return "cuda" if torch.version.cuda and nvcc() else "cpu"
+
+
+class CMakeBuild(build_ext):
+    """Builds all modules with one CMake run, straight into the folder where setuptools expects them."""
+
+    def run(self) -> None:
+        if not self.extensions:
+            return
+        output = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(build),
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DGRPO_OUTPUT_DIR={output}",
+            f"-DGRPO_WITH_CUDA={'ON' if len(self.extensions) > 1 else 'OFF'}",
+        ]
+        if shutil.which("ninja"):
+            configure += ["-G", "Ninja"]
+        if len(self.extensions) > 1:
+            compiler = nvcc()
+            if compiler is None:
+                raise SystemExit("GRPO_KERNELS_BUILD=cuda needs nvcc, on PATH or in $CUDA_HOME/bin; found none")
+            configure.append(f"-DCMAKE_CUDA_COMPILER={compiler}")
+        # Flags for the whole project, e.g. -DGRPO_CUDA_ARCHITECTURES=90-real for the GPU at hand.
+        configure += os.environ.get("CMAKE_ARGS", "").split()
+        subprocess.run(configure, check=True)
+        jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
+        subprocess.run(["cmake", "--build", str(build), "--parallel", jobs], check=True)
+
+
+modules = {"none": [], "cpu": ["_C"], "cuda": ["_C", "_C_cuda"]}[build_mode()]
+
+setup(
+    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python"),
+    package_dir={"grpo_trainer": "python/grpo_trainer"},
+    package_data={"grpo_kernels": ["py.typed"]},
+    ext_modules=[Extension(f"grpo_kernels.{name}", sources=[]) for name in modules],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,49 @@
+"""Set-up for all tests: the GPU-less stand-ins for Triton and CUDA, poisoned memory, seeds."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# Must be set before triton is imported anywhere. With a GPU the kernels run for real.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import hypothesis
+import pytest
+
+from grpo_kernels import _native, capability
+from tests.emulation import build
+
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.load_profile("project")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist already uses every core
+    torch.set_num_threads(2 if not hasattr(config, "workerinput") else 1)
+    emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
+    if not torch.cuda.is_available() and emulate:
+        torch.ops.load_library(str(build.library()))
+        capability.enable_emulated_cuda()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Memory that nobody wrote holds NaN, in torch's own allocations and in those of the compiled ops."""
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for module in (_native.cpu_module, _native.cuda_module):
+        if module is not None:
+            module.poison_allocations(True)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,50 @@
+"""Compiles the CUDA kernels for the host, once per state of their sources."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDERS = ("csrc", "tests/emulation")
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def library(sanitize: bool = False) -> Path:
+    """The shared library; loading it gives the CUDA ops to CPU tensors."""
+    sources = sorted(p for f in FOLDERS for p in (ROOT / f).rglob("*") if p.suffix in {".cu", ".cuh", ".h", ".cpp"})
+    digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources) + torch.__version__.encode())
+    folder = ROOT / "build" / "emulation"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{'sanitized' if sanitize else 'plain'}-{digest.hexdigest()[:16]}.so"
+    with (folder / "lock").open("w") as lock:  # test processes start together
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            _compile(partial, sanitize)
+            partial.rename(target)
+    return target
+
+
+def _compile(target: Path, sanitize: bool) -> None:
+    torch_dir = Path(torch.__file__).parent
+    command = [str(compiler()), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
+    command += ["-DGRPO_KERNELS_EMULATE", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+    command += ["-fsanitize=address", "-fno-omit-frame-pointer"] if sanitize else []
+    command += [f"-I{ROOT / f}" for f in ("csrc/include", "csrc/common", "csrc/cuda", "tests/emulation")]
+    command += ["-isystem", str(torch_dir / "include")]
+    command += ["-x", "c++", *map(str, sorted((ROOT / "csrc/cuda").glob("*.cu")))]
+    command += [*map(str, sorted((ROOT / "csrc/cuda").glob("*.cpp"))), "-x", "none"]
+    command += [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"compiling the CUDA kernels for the host failed:\n{done.stderr}")

@@ -1,0 +1,241 @@
+// Compiles the project's CUDA kernels, unchanged, as host C++20 and runs them on the CPU, so that their logic
+// is tested where there is no GPU. Tests only. csrc/cuda/launch.h includes it under -DGRPO_KERNELS_EMULATE.
+//
+// What it adds over a GPU: threads run in an order drawn from a seed, shared memory starts as garbage, and
+// misused barriers and warp operations are errors that name the thread. What it lacks: threads change places
+// only at synchronising calls and atomics, so a loop that waits for a plain load never ends; blocks run one
+// after the other, so a block cannot wait for a later one; arithmetic is the host's. Neither __CUDACC__ nor
+// __CUDA_ARCH__ is defined.
+#pragma once
+
+// All headers whose own use of the names below must not be disturbed come first.
+#include <math.h>
+
+#include <cmath>
+#include <concepts>
+#include <cstdint>
+#include <cstring>
+
+#include "cuda_emulator_schedule.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __grid_constant__
+
+// The C library declares functions of these names.
+#define __expf(x) expf(x)
+#define __exp10f(x) powf(10.0f, x)
+#define __logf(x) logf(x)
+#define __log2f(x) log2f(x)
+#define __powf(x, y) powf(x, y)
+
+using cudaStream_t = void*;
+inline constexpr int warpSize = 32;
+
+// For tests to call by name; they write the state of their own library only.
+extern "C" {
+__attribute__((used, visibility("default"))) inline void grpo_kernels_set_schedule_seed(std::uint64_t seed) {
+  grpo_kernels::emulation::scheduler.set_seed(seed);
+}
+__attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_schedule_seed() {
+  return grpo_kernels::emulation::scheduler.seed();
+}
+}
+
+#pragma GCC visibility push(hidden)
+
+namespace grpo_kernels::emulation {
+
+// The launches from here on run as the first, second, ... after any other call with this seed.
+inline void set_schedule_seed(std::uint64_t seed) { scheduler.set_seed(seed); }
+inline std::uint64_t schedule_seed() { return scheduler.seed(); }
+
+// The types CUDA has warp operations for; smaller ones convert to int at the call, as there.
+template <typename T>
+concept WarpValue = std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8);
+
+template <typename To, typename From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <typename T>
+inline T shuffle(Operation operation, unsigned mask, T value, unsigned argument, int width,
+                 const Site& where) {
+  if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
+    std::string reason = std::string(name_of(operation)) + " with width " + std::to_string(width);
+    scheduler.fail(std::move(reason), where);
+  }
+  // As the hardware does it: the argument counts modulo 32, and a lane that would read outside its segment
+  // reads itself, but an exclusive or may reach an earlier segment.
+  const unsigned lane = scheduler.lane();
+  const unsigned first = lane & ~(width - 1u);
+  const unsigned last = lane | (width - 1u);
+  argument &= 31;
+  unsigned source = lane;
+  if (operation == Operation::kShfl) {
+    source = first | (argument & (width - 1u));
+  } else if (operation == Operation::kShflUp) {
+    if (lane >= first + argument) source = lane - argument;
+  } else if (operation == Operation::kShflDown) {
+    if (lane + argument <= last) source = lane + argument;
+  } else if ((lane ^ argument) <= last) {
+    source = lane ^ argument;
+  }
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = scheduler.warp_collective(operation, mask, sizeof(T), bits, source, where);
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+inline unsigned vote(Operation operation, unsigned mask, unsigned value, const Site& where) {
+  return static_cast<unsigned>(scheduler.warp_collective(operation, mask, 4, value, 0, where));
+}
+
+// Threads change places only where they call the scheduler, so a plain update is atomic.
+template <typename T, typename Update>
+inline T atomic(T* address, Update update) {
+  scheduler.yield(/*always=*/false);
+  const T old = *address;
+  *address = update(old);
+  return old;
+}
+
+}  // namespace grpo_kernels::emulation
+
+#define GRPO_OP(name) grpo_kernels::emulation::Operation::k##name
+#define GRPO_SITE grpo_kernels::emulation::Site where = grpo_kernels::emulation::Site::current()
+
+inline void __syncthreads(GRPO_SITE) {
+  grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(Syncthreads), false, where);
+}
+inline int __syncthreads_or(int predicate, GRPO_SITE) {
+  return grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(SyncthreadsOr), predicate != 0, where);
+}
+inline int __syncthreads_and(int predicate, GRPO_SITE) {
+  return grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(SyncthreadsAnd), predicate != 0, where);
+}
+inline int __syncthreads_count(int predicate, GRPO_SITE) {
+  return grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(SyncthreadsCount), predicate != 0, where);
+}
+
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, GRPO_SITE) {
+  grpo_kernels::emulation::vote(GRPO_OP(Syncwarp), mask, 0, where);
+}
+template <grpo_kernels::emulation::WarpValue T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, GRPO_SITE) {
+  return grpo_kernels::emulation::shuffle(GRPO_OP(Shfl), mask, value, source, width, where);
+}
+template <grpo_kernels::emulation::WarpValue T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, GRPO_SITE) {
+  return grpo_kernels::emulation::shuffle(GRPO_OP(ShflUp), mask, value, delta, width, where);
+}
+template <grpo_kernels::emulation::WarpValue T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, GRPO_SITE) {
+  return grpo_kernels::emulation::shuffle(GRPO_OP(ShflDown), mask, value, delta, width, where);
+}
+template <grpo_kernels::emulation::WarpValue T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, GRPO_SITE) {
+  return grpo_kernels::emulation::shuffle(GRPO_OP(ShflXor), mask, value, lane_mask, width, where);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(Ballot), mask, predicate != 0, where);
+}
+inline int __any_sync(unsigned mask, int predicate, GRPO_SITE) {
+  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(Any), mask, predicate != 0, where));
+}
+inline int __all_sync(unsigned mask, int predicate, GRPO_SITE) {
+  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(All), mask, predicate != 0, where));
+}
+// CUDA promises no more than that the calling lane is active.
+inline unsigned __activemask() { return 1u << grpo_kernels::emulation::scheduler.lane(); }
+template <grpo_kernels::emulation::WarpValue T>
+inline unsigned __match_any_sync(unsigned mask, T value, GRPO_SITE) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  return static_cast<unsigned>(
+      grpo_kernels::emulation::scheduler.warp_collective(GRPO_OP(MatchAny), mask, sizeof(T), bits, 0, where));
+}
+
+inline unsigned __reduce_add_sync(unsigned mask, unsigned value, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(ReduceAdd), mask, value, where);
+}
+inline int __reduce_add_sync(unsigned mask, int value, GRPO_SITE) {
+  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(ReduceAdd), mask, value, where));
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(ReduceMin), mask, value, where);
+}
+inline int __reduce_min_sync(unsigned mask, int value, GRPO_SITE) {
+  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(ReduceMinSigned), mask, value, where));
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(ReduceMax), mask, value, where);
+}
+inline int __reduce_max_sync(unsigned mask, int value, GRPO_SITE) {
+  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(ReduceMaxSigned), mask, value, where));
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned value, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(ReduceAnd), mask, value, where);
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(ReduceOr), mask, value, where);
+}
+inline unsigned __reduce_xor_sync(unsigned mask, unsigned value, GRPO_SITE) {
+  return grpo_kernels::emulation::vote(GRPO_OP(ReduceXor), mask, value, where);
+}
+#undef GRPO_OP
+#undef GRPO_SITE
+
+inline void __threadfence() { grpo_kernels::emulation::scheduler.yield(/*always=*/false); }
+inline void __threadfence_block() { grpo_kernels::emulation::scheduler.yield(/*always=*/false); }
+inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*always=*/true); }
+
+// One overload per type CUDA has, rather than a template, so that arguments convert as they do there.
+#define GRPO_ATOMIC(name, T, expression)                                                  \
+  inline T name(T* address, T value) {                                                    \
+    return grpo_kernels::emulation::atomic(                                               \
+        address, [value]([[maybe_unused]] T old) { return static_cast<T>(expression); }); \
+  }
+#define GRPO_INTEGER_ATOMICS(T)                                                                              \
+  GRPO_ATOMIC(atomicMax, T, old > value ? old : value)                                                       \
+  GRPO_ATOMIC(atomicMin, T, old < value ? old : value)                                                       \
+  GRPO_ATOMIC(atomicExch, T, value)                                                                          \
+  GRPO_ATOMIC(atomicOr, T, old | value)                                                                      \
+  GRPO_ATOMIC(atomicAnd, T, old& value)                                                                      \
+  GRPO_ATOMIC(atomicXor, T, old ^ value)                                                                     \
+  inline T atomicCAS(T* address, T expected, T desired) {                                                    \
+    return grpo_kernels::emulation::atomic(address, [=](T old) { return old == expected ? desired : old; }); \
+  }
+GRPO_INTEGER_ATOMICS(int)
+GRPO_INTEGER_ATOMICS(unsigned)
+GRPO_INTEGER_ATOMICS(unsigned long long)
+GRPO_ATOMIC(atomicMax, long long, old > value ? old : value)
+GRPO_ATOMIC(atomicMin, long long, old < value ? old : value)
+// Signed overflow wraps in CUDA's atomics.
+GRPO_ATOMIC(atomicAdd, int, static_cast<unsigned>(old) + static_cast<unsigned>(value))
+GRPO_ATOMIC(atomicSub, int, static_cast<unsigned>(old) - static_cast<unsigned>(value))
+GRPO_ATOMIC(atomicAdd, unsigned, old + value)
+GRPO_ATOMIC(atomicSub, unsigned, old - value)
+GRPO_ATOMIC(atomicAdd, unsigned long long, old + value)
+GRPO_ATOMIC(atomicAdd, float, old + value)
+GRPO_ATOMIC(atomicAdd, double, old + value)
+GRPO_ATOMIC(atomicExch, float, value)
+// Counts up to a limit and around: the ticket with which the last block of a grid knows itself.
+GRPO_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
+#undef GRPO_INTEGER_ATOMICS
+#undef GRPO_ATOMIC
+
+#pragma GCC visibility pop
+
+#include "cuda_emulator_math.h"

@@ -1,0 +1,112 @@
+// Shared memory of the one block the kernel emulator runs at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "cuda_emulator_fiber.h"
+
+// Static shared arrays should hold garbage when a block starts, but the compiler places them one by one: a
+// named section does not take those of templates. Thread-local variables are different: all of a library's,
+// templates' included, are one contiguous block per OS thread, which can be found and filled.
+// AddressSanitizer puts no red zones around thread-local variables, so its build uses plain statics instead:
+// it sees overruns of static arrays, this one sees reads before writes.
+#if defined(__linux__) && !defined(GRPO_EMULATOR_ASAN)
+#define GRPO_EMULATOR_POISON_STATIC 1
+#include <link.h>
+#define __shared__ static thread_local
+#else
+#define __shared__ static
+#endif
+
+#pragma GCC visibility push(hidden)
+namespace grpo_kernels::emulation {
+
+// As float, double and bfloat16 a NaN, as an index -1.
+inline constexpr int kPoison = 0xFF;
+
+#ifdef GRPO_EMULATOR_POISON_STATIC
+
+inline thread_local unsigned char thread_local_anchor = 0;
+
+struct ThreadLocalBlock {
+  std::size_t anchor_offset = 0;
+  std::size_t bytes = 0;
+};
+
+inline int match_thread_local_block(dl_phdr_info* info, std::size_t, void* found) {
+  const auto* const begin = static_cast<const unsigned char*>(info->dlpi_tls_data);
+  if (begin == nullptr) return 0;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
+    const std::size_t bytes = info->dlpi_phdr[i].p_memsz;
+    if (&thread_local_anchor < begin || &thread_local_anchor >= begin + bytes) continue;
+    *static_cast<ThreadLocalBlock*>(found) = {static_cast<std::size_t>(&thread_local_anchor - begin), bytes};
+    return 1;
+  }
+  return 0;
+}
+
+// Host code of the same library may have thread-local variables of its own. It does not run during a launch,
+// so the whole block is put back when the launch ends. (In a program that links libc statically, libc's
+// variables would be in the block as well; do not do that.)
+class StaticShared {
+ public:
+  StaticShared() {
+    // The layout is the same for every OS thread.
+    static const ThreadLocalBlock layout = [] {
+      thread_local_anchor = 0;  // The block of a thread exists from its first use on.
+      ThreadLocalBlock block;
+      dl_iterate_phdr(match_thread_local_block, &block);
+      return block;
+    }();
+    begin_ = &thread_local_anchor - layout.anchor_offset;
+    saved_.assign(begin_, begin_ + layout.bytes);
+  }
+  StaticShared(const StaticShared&) = delete;
+  StaticShared& operator=(const StaticShared&) = delete;
+  ~StaticShared() {
+    if (!saved_.empty()) std::memcpy(begin_, saved_.data(), saved_.size());
+  }
+
+  void poison() {
+    if (!saved_.empty()) std::memset(begin_, kPoison, saved_.size());
+  }
+
+ private:
+  unsigned char* begin_ = nullptr;
+  std::vector<unsigned char> saved_;
+};
+
+#else
+
+class StaticShared {
+ public:
+  void poison() {}
+};
+
+#endif
+
+// Allocated anew for every block and to the byte, so that AddressSanitizer sees overruns and pointers kept
+// from an earlier block.
+class DynamicShared {
+ public:
+  explicit DynamicShared(std::size_t bytes) : memory_(std::malloc(bytes)) {
+    if (memory_ == nullptr && bytes > 0) throw std::bad_alloc();
+    if (bytes > 0) std::memset(memory_.get(), kPoison, bytes);
+  }
+  void* get() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> memory_;
+};
+
+}  // namespace grpo_kernels::emulation
+#pragma GCC visibility pop

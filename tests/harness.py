@@ -1,0 +1,48 @@
+"""What every op's tests share: which backends can run, and how exact a result has to be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import dispatch
+
+
+def backends(supports: dispatch.Supports, dtype: torch.dtype = torch.float32) -> list[str]:
+    """The backends to test here: with a GPU the real ones, without one Triton's interpreter and the emulated CUDA."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = [name for name in dispatch.BACKENDS if dispatch.refusal(name, device, dtype, supports) is None]
+    if device == "cuda" and dispatch.refusal("cpu", "cpu", dtype, supports) is None:
+        found.append("cpu")
+    return found
+
+
+def device_of(backend: str) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
+
+
+def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str = "result") -> None:
+    """No further from the float64 gold than twice the reference in the working dtype, plus a few last digits.
+
+    Non-finite values must be the same everywhere.
+    """
+    got, working, gold = got.detach().cpu(), working.detach().cpu(), gold.detach().cpu()
+    assert got.shape == gold.shape, f"{what}: shape {list(got.shape)} instead of {list(gold.shape)}"
+    if got.numel() == 0:
+        return
+    finite = gold.isfinite()
+    torch.testing.assert_close(
+        got[~finite].double(), gold[~finite], rtol=0, atol=0, equal_nan=True, msg=f"{what}: non-finite"
+    )
+    error = (got.double() - gold)[finite].abs()
+    budget = (working.double() - gold)[finite].abs()
+    assert error.isfinite().all(), f"{what}: not finite where the gold is"
+    if error.numel() == 0:
+        return
+    floor = 4 * torch.finfo(got.dtype).eps * float(gold[finite].abs().max())
+    allowed = 2 * float(budget.max()) + floor
+    worst = int(error.argmax())
+    assert float(error.max()) <= allowed, (
+        f"{what}: error {float(error.max()):.3g} at {worst} (got {got[finite].flatten()[worst]:.9g}, gold "
+        f"{gold[finite].flatten()[worst]:.9g}), allowed {allowed:.3g}"
+    )

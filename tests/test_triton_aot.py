@@ -1,0 +1,288 @@
+"""Ahead-of-time compilation of the Triton kernels for every supported GPU, none of which is needed here.
+
+The tool compiles in its own process throughout: other tests set TRITON_INTERPRET, which is fixed for a
+process once triton is imported. For the same reason this module must not import triton itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "tools" / "aot_compile.py"
+OPS_DIR = ROOT / "grpo_kernels" / "triton"
+OPS = sorted(name[:-3] for name in os.listdir(OPS_DIR) if name.endswith(".py") and not name.startswith("_"))
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+
+PRELUDE = """
+import os
+import triton
+import triton.language as tl
+from grpo_kernels.triton._aot import AotCase
+
+@triton.jit
+def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n, other=0.0)
+    tl.store(y_ptr + offsets, x * factor / tl.sum(x, 0), mask=offsets < n)
+
+@triton.jit
+def big_tile(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets)
+    tl.store(y_ptr + offsets, x / tl.sum(x, 0))
+
+TYPES = {"x_ptr": "*fp32", "y_ptr": "*fp32", "n": "i32", "factor": "fp32"}
+POINTERS = {"x_ptr": "*fp32", "y_ptr": "*fp32"}
+"""
+
+
+@dataclass
+class Outcome:
+    status: int
+    stdout: str
+    stderr: str
+    rows: list[dict[str, Any]]
+
+
+@pytest.fixture
+def compile_module(tmp_path: Path) -> Any:
+    """Write a kernel module and run the tool on it."""
+
+    def run(body: str, *targets: str) -> Outcome:
+        module = tmp_path / "sample_op.py"
+        module.write_text(PRELUDE + body)
+        return run_tool(tmp_path, "--op", str(module), *(["--target", *targets] if targets else []))
+
+    return run
+
+
+def run_tool(tmp_path: Path, *args: str) -> Outcome:
+    report = tmp_path / "report.json"
+    # A caller in the interpreter, and without any GPU, is the case that has to work.
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(TOOL), *args, "--json", str(report)]
+    # Not from the checkout root: the tool has to find the package by itself.
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
+    rows = json.loads(report.read_text())["rows"] if report.exists() else []
+    return Outcome(done.returncode, done.stdout, done.stderr, rows)
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The tool as a module; importing it does not import triton."""
+    spec = importlib.util.spec_from_file_location("aot_compile_under_test", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_reports_resources_for_every_target(compile_module: Any) -> None:
+    outcome = compile_module(
+        """
+tuned = triton.heuristics({"BLOCK": lambda args: 1024})(scale)
+AOT_SIGNATURES = (
+    AotCase(scale, TYPES, {"BLOCK": 1024}, aligned=("x_ptr", "y_ptr", "n")),
+    AotCase(tuned, TYPES, {"BLOCK": 2048}, num_warps=8, num_stages=1, label="wide"),
+)
+"""
+    )
+    assert outcome.status == 0, outcome.stderr
+    found = [(row["kernel"], row["label"], row["target"]) for row in outcome.rows]
+    assert found == [("scale", label, target) for label in ("", "wide") for target in TARGETS]
+    for row in outcome.rows:
+        used = row["resources"]
+        assert used["registers"] > 0 and used["shared_bytes"] > 0 and used["binary_bytes"] > 0
+        assert row["op"] == "sample_op" and row["error"] == ""
+        spills = ["spilled_vgprs", "spilled_sgprs"]
+        if row["target"].startswith("sm_"):
+            spills = ["spill_store_bytes", "spill_load_bytes"]
+        assert [used[name] for name in spills] == [0, 0]
+        shown = rf"sample_op +scale +{row['label'] or '-'} +{row['target']} .* ok$"
+        assert re.search(shown, outcome.stdout, flags=re.MULTILINE), outcome.stdout
+
+
+def test_a_spill_needs_a_reason(compile_module: Any) -> None:
+    outcome = compile_module(
+        """
+few = {"maxnreg": 32, "waves_per_eu": 8}
+spill = {"num_warps": 1, "aligned": ("x_ptr", "y_ptr"), "options": few}
+AOT_SIGNATURES = (
+    AotCase(big_tile, POINTERS, {"BLOCK": 8192}, label="strict", **spill),
+    AotCase(big_tile, POINTERS, {"BLOCK": 8192}, label="excused", spills_ok="The test wants it to.", **spill),
+)
+"""
+    )
+    assert outcome.status == 1
+    assert len(outcome.rows) == 2 * len(TARGETS)
+    for row in outcome.rows:
+        used = row["resources"]
+        assert used["spill_store_bytes"] or used["spilled_vgprs"]
+        assert bool(row["error"]) == (row["label"] == "strict")
+        assert (f"sample_op: big_tile[{row['label']}] on {row['target']}: spills" in outcome.stderr) == (
+            row["label"] == "strict"
+        )
+
+
+def test_an_excused_spill_alone_is_accepted(compile_module: Any) -> None:
+    outcome = compile_module(
+        """
+AOT_SIGNATURES = (
+    AotCase(big_tile, POINTERS, {"BLOCK": 8192}, options={"maxnreg": 32}, spills_ok="The test wants it to."),
+)
+""",
+        "sm_90",
+    )
+    assert outcome.status == 0, outcome.stderr
+    assert outcome.rows[0]["resources"]["spill_store_bytes"] > 0
+    assert "spills ok" in outcome.stdout
+
+
+def test_a_broken_kernel_is_named_and_hides_no_other(compile_module: Any) -> None:
+    outcome = compile_module(
+        """
+class Abort(dict):
+    # Ends the compiling process the way an LLVM assertion does.
+    def __iter__(self):
+        os.abort()
+
+@triton.jit
+def wrong_type(x_ptr, y_ptr):
+    tl.store(y_ptr, x_ptr * y_ptr)
+
+@triton.jit
+def wrong_syntax(x_ptr, y_ptr):
+    try:
+        tl.store(y_ptr, tl.load(x_ptr))
+    except ValueError:
+        pass
+
+AOT_SIGNATURES = (
+    AotCase(wrong_type, POINTERS, {}),
+    AotCase(wrong_syntax, POINTERS, {}),
+    AotCase(big_tile, POINTERS, Abort(BLOCK=64), label="aborts"),
+    AotCase(big_tile, POINTERS, {"BLOCK": 64}, label="good"),
+)
+""",
+        "sm_80",
+        "gfx942",
+    )
+    assert outcome.status == 1
+    for name in ("wrong_type", "wrong_syntax", "big_tile[aborts]"):
+        for target in ("sm_80", "gfx942"):
+            assert f"FAIL sample_op: {name} on {target}: " in outcome.stderr
+    assert "ended abnormally (exit code -6)" in outcome.stderr
+    assert [row["error"] for row in outcome.rows if row["label"] == "good"] == ["", ""]
+
+
+def test_a_case_must_describe_the_kernels_arguments(compile_module: Any) -> None:
+    outcome = compile_module(
+        """
+block = {"BLOCK": 64}
+AOT_SIGNATURES = (
+    AotCase(big_tile, {"x_ptr": "*fp32"}, block, label="missing"),
+    AotCase(big_tile, POINTERS | {"z_ptr": "*fp32"}, block, label="extra"),
+    AotCase(big_tile, POINTERS | {"BLOCK": "i32"}, {}, label="runtime"),
+    AotCase(scale, TYPES, block, label="hint", aligned=("factor",)),
+    AotCase(big_tile, POINTERS, block, label="option", options={"max_n_reg": 32}),
+)
+""",
+        "sm_80",
+    )
+    assert outcome.status == 1
+    errors = {row["label"]: row["error"] for row in outcome.rows}
+    assert "y_ptr: neither in signature nor in constexprs" in errors["missing"]
+    assert "z_ptr: not an argument of the kernel" in errors["extra"]
+    assert "BLOCK: declared tl.constexpr but not in constexprs" in errors["runtime"]
+    assert "factor: aligned, but not a pointer or an integer" in errors["hint"]
+    assert "unknown option max_n_reg" in errors["option"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("", "must declare a non-empty tuple AOT_SIGNATURES"),
+        ("AOT_SIGNATURES = ()", "must declare a non-empty tuple AOT_SIGNATURES"),
+        ("AOT_SIGNATURES = (scale,)", "which is not an AotCase"),
+        (
+            "AOT_SIGNATURES = (AotCase(scale, TYPES, {}), AotCase(scale, TYPES, {}))",
+            "need different labels: scale",
+        ),
+        ("def broken(:", "SyntaxError"),
+    ],
+)
+def test_a_module_without_usable_cases_fails(compile_module: Any, body: str, message: str) -> None:
+    outcome = compile_module(body)
+    assert outcome.status == 1
+    assert "sample_op.py: " in outcome.stderr and message in outcome.stderr
+
+
+def test_an_unknown_op_fails(tmp_path: Path) -> None:
+    outcome = run_tool(tmp_path, "--op", "no_such_op")
+    assert outcome.status == 1
+    assert "FAIL no_such_op: ModuleNotFoundError" in outcome.stderr
+
+
+def test_ptxas_log_with_a_called_function(tool: ModuleType) -> None:
+    log = """
+ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas info    : Function properties for kernel
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Function properties for helper
+    0 bytes stack frame, 4 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size
+"""
+    expected = {"registers": 40, "scratch_bytes": 16, "spill_store_bytes": 12, "spill_load_bytes": 16}
+    assert tool.parse_ptxas(log) == expected
+
+
+def test_missing_numbers_are_an_error_rather_than_zero(tool: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="did not report"):
+        tool.parse_ptxas("ptxas info : Used 40 registers")
+    with pytest.raises(RuntimeError, match="vgpr_count"):
+        tool.parse_amdgcn("    .sgpr_count: 19\n")
+
+
+def test_shared_memory_is_limited_by_the_target(tool: ModuleType) -> None:
+    case = tool.AotCase(None, {}, {})
+    used = tool.Resources(registers=32, scratch_bytes=0, shared_bytes=200 * 1024, binary_bytes=1)
+    refused = [name for name in TARGETS if "shared memory" in tool.verdict(case, name, used)]
+    assert refused == ["sm_80", "gfx942"]
+
+
+def test_scalar_spills_count(tool: ModuleType) -> None:
+    numbers = {"registers": 64, "scratch_bytes": 0, "shared_bytes": 0, "binary_bytes": 1}
+    used = tool.Resources(**numbers, spilled_vgprs=0, spilled_sgprs=1)
+    assert "spills" in tool.verdict(tool.AotCase(None, {}, {}), "gfx942", used)
+
+
+def test_the_tool_finds_every_op(tool: ModuleType) -> None:
+    assert tool.find_ops() == OPS
+    assert list(tool.TARGETS) == TARGETS
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_op_compiles_for_every_target(op: str, tmp_path: Path) -> None:
+    outcome = run_tool(tmp_path, "--op", op)
+    # A module that declares no cases fails here as well: the tool refuses it.
+    assert outcome.status == 0, outcome.stdout + outcome.stderr
+    cases = {(row["kernel"], row["label"]) for row in outcome.rows}
+    assert cases
+    expected = {(*case, target) for case in cases for target in TARGETS}
+    assert {(row["kernel"], row["label"], row["target"]) for row in outcome.rows} == expected

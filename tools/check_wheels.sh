@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Builds the wheel of every build mode and the sdist, installs each wheel into a fresh environment, and runs the op
+# tests against it from outside the checkout. Uses the packages of .venv to build (make test makes it).
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PATH="$root/.venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# From the sdist, so that what it lacks is found here.
+git -C "$root" archive --format=tar HEAD | (mkdir "$work/source" && tar -x -C "$work/source")
+(cd "$work/source" && GRPO_KERNELS_BUILD=none python setup.py -q sdist -d "$work/sdist" >/dev/null)
+cp -r "$root/tests" "$work/tests"
+modes="none cpu"
+if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then modes="$modes cuda"; fi
+
+for mode in $modes; do
+  echo "== wheel: GRPO_KERNELS_BUILD=$mode"
+  GRPO_KERNELS_BUILD=$mode python -m pip wheel -q --no-build-isolation --no-deps -w "$work/$mode" "$work"/sdist/*.tar.gz
+  wheel=$(ls "$work/$mode"/*.whl)
+  basename "$wheel"
+  python - "$wheel" "$mode" <<'PY'
+import sys, zipfile
+names = zipfile.ZipFile(sys.argv[1]).namelist()
+mode = sys.argv[2]
+compiled = sorted(name.split("/")[1].split(".")[0] for name in names if name.endswith(".so"))
+assert compiled == {"none": [], "cpu": ["_C"], "cuda": ["_C", "_C_cuda"]}[mode], compiled
+assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} == {"grpo_kernels", "grpo_trainer"}, names
+assert "grpo_kernels/py.typed" in names
+assert (mode == "none") == sys.argv[1].endswith("py3-none-any.whl"), sys.argv[1]
+PY
+  python -m venv "$work/env-$mode"
+  python_there="$work/env-$mode/bin/python"
+  "$python_there" -m pip install -q -c "$root/tools/constraints.txt" torch==2.13.0 triton==3.7.1 numpy pytest hypothesis
+  "$python_there" -m pip install -q --no-deps "$wheel"
+  (cd "$work" && "$python_there" -m grpo_kernels && "$python_there" -m pytest -q -p no:cacheprovider \
+    tests/ops/test_group_advantages.py tests/ops/test_group_advantages_errors.py)
+  rm -rf "$work/env-$mode"
+done
