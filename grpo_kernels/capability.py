@@ -1,8 +1,7 @@
-"""What can run here: each backend is probed once, and a backend that cannot run has a reason."""
+"""What can run here; a backend that cannot has a reason. Plain code, without caches, that torch.compile traces."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 
@@ -18,11 +17,12 @@ DEVICES: dict[str, set[str] | None] = {
     "reference": None,
 }
 
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
 # Backends whose kernels were compiled for the host, by tests.
 _emulated: set[str] = set()
 
 
-@functools.cache
 def missing(backend: str) -> str | None:
     """Why the backend cannot run in this process, or None."""
     if backend in _emulated:
@@ -32,7 +32,7 @@ def missing(backend: str) -> str | None:
             return f"CUDA kernels: {_native.cuda_error}"
         return None if torch.cuda.is_available() else "no CUDA device"
     if backend == "triton":
-        if importlib.util.find_spec("triton") is None:
+        if not _TRITON_INSTALLED:
             return "triton is not installed"
         if interpreting() or torch.cuda.is_available() or torch.xpu.is_available():
             return None
@@ -49,11 +49,11 @@ def interpreting() -> bool:
 
 def runs_on(backend: str, device_type: str) -> bool:
     devices = DEVICES[backend]
-    return devices is None or device_type in devices or (backend == "triton" and interpreting())
+    interpreted = backend == "triton" and device_type == "cpu" and interpreting()
+    return devices is None or device_type in devices or interpreted
 
 
 def enable_emulated_cuda() -> None:
     """For tests without a GPU: the CUDA kernels were compiled for the host and take CPU tensors when asked for."""
     DEVICES["cuda"] = {"cpu"}
     _emulated.add("cuda")
-    missing.cache_clear()

@@ -15,7 +15,7 @@ NAN = float("nan")
 
 # What the rewards of a batch look like, each after a way to be wrong: exact ties (binary, grid), a variance lost to an
 # offset, eps deciding the result (tiny), squares far from 1 (wide), a rounded mean beside equal values (equal).
-_VALUES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+VALUES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "normal": lambda n, g: torch.randn(n, generator=g),
     "binary": lambda n, g: torch.randint(0, 2, (n,), generator=g).float(),
     "grid": lambda n, g: torch.randint(-8, 9, (n,), generator=g) / 4,
@@ -74,12 +74,13 @@ def group_sizes(draw: st.DrawFn, max_rows: int) -> list[int]:
 
 @st.composite
 def ids(draw: st.DrawFn, sizes: list[int]) -> Tensor:
-    """One int64 id per row: neighbours or shuffled; counting from 0, sparse, negative or at the ends of int64."""
+    """One int64 id per row: neighbours or shuffled; counting from 0, sparse, negative, or anywhere in int64."""
     count = len(sizes)
     any_id = st.integers(-(2**63), 2**63 - 1)
     names = draw(
         st.just(list(range(count)))
         | st.just([7 - 1000 * i for i in range(count)])
+        | st.just([(i - 2) << 32 for i in range(count)])  # alike in their low 32 bits
         | st.lists(any_id, min_size=count, max_size=count, unique=True)
     )
     rows = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
@@ -87,7 +88,13 @@ def ids(draw: st.DrawFn, sizes: list[int]) -> Tensor:
 
 
 @st.composite
-def batches(draw: st.DrawFn, max_rows: int = 100, columns: int = 1, dtype: torch.dtype = torch.float32) -> Batch:
+def batches(
+    draw: st.DrawFn,
+    max_rows: int = 100,
+    columns: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kinds: tuple[str, ...] = tuple(VALUES),
+) -> Batch:
     """Rewards of ragged groups with everything that may come with them; some batches have no scored row at all."""
     sizes = draw(group_sizes(max_rows))
     groups = draw(ids(sizes))
@@ -95,10 +102,10 @@ def batches(draw: st.DrawFn, max_rows: int = 100, columns: int = 1, dtype: torch
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     rewards = torch.empty(n, columns)
     for column in range(columns):
-        kind = draw(st.sampled_from(sorted(_VALUES)))
+        kind = draw(st.sampled_from(kinds))
         for name in groups.unique():  # so that "equal" differs between groups
             own = groups == name
-            rewards[own, column] = _VALUES[kind](int(own.sum()), generator)
+            rewards[own, column] = VALUES[kind](int(own.sum()), generator)
     missing = draw(st.sampled_from((0.0, 0.0, 0.2, 0.6, 1.0)))
     rewards[torch.rand(rewards.shape, generator=generator) < missing] = NAN
     invalid = draw(st.sampled_from((0.0, 0.0, 0.3, 1.0)))

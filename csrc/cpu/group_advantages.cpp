@@ -11,6 +11,7 @@
 #include "checks.h"
 #include "cpu_ops.h"
 #include "row_groups.h"
+#include "scattered_groups.h"
 #include "simd/levels.h"
 
 namespace grpo_kernels {
@@ -151,30 +152,21 @@ void write_statistics(const AdvantageOutputs<T>& out, int64_t row, const Segment
   out.degenerate[row] = !entry.live;
 }
 
-// Nothing but rewards, as in simd/group_advantages.h: rows that are neighbours in one go, others by way of
-// entries.
+// Nothing but rewards, as in simd/group_advantages.h.
 template <typename T>
-void plain_groups(const Inputs<T>& in, const AdvantageOutputs<T>& out, const RowGroups& groups, int64_t group_size) {
-  const bool scattered = !groups.order.empty();
+void plain_groups(const Inputs<T>& in, const AdvantageOutputs<T>& out, const int64_t* ids, int64_t group_size) {
+  RowGroups groups;
+  if (ids != nullptr) {
+    const IdRange range = scan_ids(ids, in.rows);
+    if (!range.sorted) return ScatteredGroups<T>(in.rewards, ids, in.rows, range, in.plan).run(out);
+    groups = groups_of_runs(ids, in.rows);
+  }
   const int64_t* starts = groups.starts.empty() ? nullptr : groups.starts.data();
-  const PlainGroups<T> plain{in.rewards, groups.order.data(), starts, group_size, in.plan, out};
+  const PlainGroups<T> plain{in.rewards, nullptr, starts, group_size, in.plan, out};
   const int64_t count = starts == nullptr ? in.rows / group_size : groups.size();
   const int64_t grain = kRowsPerTask / std::max<int64_t>(1, in.rows / std::max<int64_t>(1, count)) + 1;
-  std::vector<SegmentEntry<T>> entries(scattered ? count : 0);
-  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    if (scattered) {
-      GRPO_SIMD_CALL(plain_entries, plain, begin, end, entries.data());
-    } else {
-      GRPO_SIMD_CALL(plain_groups, plain, begin, end);
-    }
-  });
-  if (!scattered) return;
-  const double bound = in.plan.needs_batch() ? INFINITY : in.plan.clip;
-  for_each_row(groups, [&](int64_t row, int64_t segment) {
-    const double advantage = advantage_of(in, entries[segment], row, static_cast<double>(in.rewards[row]));
-    out.advantages[row] = static_cast<T>(clip_to(advantage, bound));
-    write_statistics(out, row, entries[segment]);
-  });
+  torch::stable::parallel_for(0, count, grain,
+                              [&](int64_t begin, int64_t end) { GRPO_SIMD_CALL(plain_groups, plain, begin, end); });
 }
 
 template <typename T>
@@ -218,7 +210,7 @@ Moments batch_moments(const Inputs<T>& in, const AdvantageOutputs<T>& out) {
         for (int64_t row = chunk * kRowsPerTask; row < last; ++row) {
           const double reward = in.reward(row, kCombined);
           if (std::isnan(reward)) continue;
-          const double weight = in.plan.whiten == Whiten::kTokens ? in.length(row) : 1;
+          const double weight = batch_weight(in.plan, in.length(row), out.size[row] == 1, out.degenerate[row]);
           visit(parts[chunk], weight, batch_value(in.plan, reward, out.advantages[row]));
         }
       }
@@ -253,12 +245,10 @@ void finish_batch(const Inputs<T>& in, const AdvantageOutputs<T>& out) {
 
 template <typename T>
 void compute(const Inputs<T>& in, const AdvantageOutputs<T>& out, const int64_t* ids, int64_t group_size) {
-  RowGroups groups;
-  if (ids != nullptr) groups = groups_from_ids(ids, in.rows);
   if (in.plain()) {
-    plain_groups(in, out, groups, group_size);
+    plain_groups(in, out, ids, group_size);
   } else {
-    if (ids == nullptr) groups = uniform_groups(in.rows, group_size);
+    RowGroups groups = ids == nullptr ? uniform_groups(in.rows, group_size) : groups_from_ids(ids, in.rows);
     if (in.subgroups != nullptr) groups = split_groups(groups, in.subgroups);
     general_groups(in, out, groups);
   }
@@ -296,6 +286,8 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
   const Tensor std = empty_vector(rewards, rows, float_code);
   const Tensor size = empty_vector(rewards, rows, aoti_torch_dtype_int32());
   const Tensor degenerate = empty_vector(rewards, rows, aoti_torch_dtype_bool());
+
+  if (rows == 0) return {advantages, mean, std, size, degenerate};  // where given arrays have no address either
 
   auto run = [&](auto zero) {
     using T = decltype(zero);

@@ -1,72 +1,13 @@
 #include "row_groups.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <utility>
 
 namespace grpo_kernels {
 namespace {
-
-struct IdRange {
-  int64_t low = std::numeric_limits<int64_t>::max();
-  int64_t high = std::numeric_limits<int64_t>::min();
-  bool sorted = true;
-};
-
-IdRange scan(const int64_t* ids, int64_t rows) {
-  IdRange range;
-  int64_t descents = 0;
-  for (int64_t i = 0; i < rows; ++i) {
-    range.low = std::min(range.low, ids[i]);
-    range.high = std::max(range.high, ids[i]);
-    descents += i > 0 && ids[i] < ids[i - 1];
-  }
-  range.sorted = descents == 0;
-  return range;
-}
-
-RowGroups groups_of_runs(const int64_t* ids, int64_t rows) {
-  RowGroups groups;
-  for (int64_t i = 0; i < rows; ++i) {
-    if (i == 0 || ids[i] != ids[i - 1]) groups.starts.push_back(i);
-  }
-  groups.starts.push_back(rows);
-  groups.parents = groups.size();
-  return groups;
-}
-
-// Dense numbers 0..count-1 for ids, by first appearance: an open-addressing table at most half full.
-class IdNumbering {
- public:
-  explicit IdNumbering(int64_t rows) {
-    while ((int64_t{1} << bits_) < 2 * rows) ++bits_;
-    slots_.resize(size_t{1} << bits_);
-  }
-
-  int32_t number(int64_t id) {
-    const size_t mask = slots_.size() - 1;
-    // Fibonacci hashing: the high bits of the product mix strided ids well.
-    size_t slot = (static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull) >> (64 - bits_);
-    while (slots_[slot].number >= 0) {
-      if (slots_[slot].id == id) return slots_[slot].number;
-      slot = (slot + 1) & mask;
-    }
-    slots_[slot] = {id, count_};
-    return count_++;
-  }
-
-  int32_t count() const { return count_; }
-
- private:
-  struct Slot {
-    int64_t id = 0;
-    int32_t number = -1;
-  };
-  int bits_ = 1;
-  int32_t count_ = 0;
-  std::vector<Slot> slots_;
-};
 
 // Counting sort of rows by number, keeping the order of rows within a segment.
 RowGroups groups_from_numbers(std::vector<int32_t> numbers, int64_t count) {
@@ -84,6 +25,33 @@ RowGroups groups_from_numbers(std::vector<int32_t> numbers, int64_t count) {
 
 }  // namespace
 
+IdRange scan_ids(const int64_t* ids, int64_t rows) {
+  constexpr int64_t kRowsPerTask = 16384;
+  std::vector<IdRange> parts((rows + kRowsPerTask - 1) / kRowsPerTask);
+  const int64_t tasks = static_cast<int64_t>(parts.size());
+  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task * kRowsPerTask, last = std::min(rows, first + kRowsPerTask);
+      IdRange part;
+      int64_t descents = 0;
+      for (int64_t i = first; i < last; ++i) {
+        part.low = std::min(part.low, ids[i]);
+        part.high = std::max(part.high, ids[i]);
+        descents += i > 0 && ids[i] < ids[i - 1];
+      }
+      part.sorted = descents == 0;
+      parts[task] = part;
+    }
+  });
+  IdRange range;
+  for (const IdRange& part : parts) {
+    range.low = std::min(range.low, part.low);
+    range.high = std::max(range.high, part.high);
+    range.sorted = range.sorted && part.sorted;
+  }
+  return range;
+}
+
 RowGroups uniform_groups(int64_t rows, int64_t group_size) {
   RowGroups groups;
   groups.starts.resize(rows / group_size + 1);
@@ -92,16 +60,23 @@ RowGroups uniform_groups(int64_t rows, int64_t group_size) {
   return groups;
 }
 
-RowGroups groups_from_ids(const int64_t* ids, int64_t rows) {
-  const IdRange range = scan(ids, rows);
-  if (rows == 0 || range.sorted) return groups_of_runs(ids, rows);
+RowGroups groups_of_runs(const int64_t* ids, int64_t rows) {
+  RowGroups groups;
+  for (int64_t i = 0; i < rows; ++i) {
+    if (i == 0 || ids[i] != ids[i - 1]) groups.starts.push_back(i);
+  }
+  groups.starts.push_back(rows);
+  groups.parents = groups.size();
+  return groups;
+}
 
+RowGroups groups_from_ids(const int64_t* ids, int64_t rows) {
+  const IdRange range = scan_ids(ids, rows);
+  if (range.sorted) return groups_of_runs(ids, rows);
   std::vector<int32_t> numbers(rows);
-  // Unsigned, as the difference of two int64 can overflow.
-  const uint64_t width = static_cast<uint64_t>(range.high) - static_cast<uint64_t>(range.low);
-  if (width < static_cast<uint64_t>(4 * rows + 1024)) {  // close enough together to count without hashing
+  if (range.dense(rows)) {
     for (int64_t i = 0; i < rows; ++i) numbers[i] = static_cast<int32_t>(ids[i] - range.low);
-    return groups_from_numbers(std::move(numbers), static_cast<int64_t>(width) + 1);
+    return groups_from_numbers(std::move(numbers), static_cast<int64_t>(range.width()) + 1);
   }
   IdNumbering numbering(rows);
   for (int64_t i = 0; i < rows; ++i) numbers[i] = numbering.number(ids[i]);

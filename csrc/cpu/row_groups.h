@@ -1,14 +1,15 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace grpo_kernels {
 
-// Which rows belong together. Segment s holds rows order[starts[s]] .. order[starts[s + 1] - 1], in ascending
-// order; an empty `order` stands for the identity, rows of a segment being neighbours. Subgroups refine
-// groups: the segments of one group are neighbours and parent[s] is its number; without subgroups a segment
-// is a group and `parent` is empty.
+// Which rows belong together. Segment s holds rows order[starts[s]] .. order[starts[s + 1] - 1], in ascending order; an
+// empty `order` stands for the identity, rows of a segment being neighbours. Subgroups refine groups: the segments of
+// one group are neighbours and parent[s] is its number; without subgroups a segment is a group and `parent` is empty.
 struct RowGroups {
   std::vector<int32_t> order;
   std::vector<int64_t> starts;
@@ -19,12 +20,63 @@ struct RowGroups {
   int64_t size() const { return static_cast<int64_t>(starts.size()) - 1; }
 };
 
+struct IdRange {
+  int64_t low = std::numeric_limits<int64_t>::max();
+  int64_t high = std::numeric_limits<int64_t>::min();
+  bool sorted = true;
+
+  // Unsigned, as the difference of two int64 can overflow.
+  uint64_t width() const { return static_cast<uint64_t>(high) - static_cast<uint64_t>(low); }
+  // Close enough together to number by subtraction, without hashing.
+  bool dense(int64_t rows) const { return width() < static_cast<uint64_t>(4 * rows + 1024); }
+};
+
+IdRange scan_ids(const int64_t* ids, int64_t rows);
+
 RowGroups uniform_groups(int64_t rows, int64_t group_size);
+
+// Of ids in ascending order: every run is a group.
+RowGroups groups_of_runs(const int64_t* ids, int64_t rows);
 
 // Any ids: unsorted, sparse, negative. Linear time.
 RowGroups groups_from_ids(const int64_t* ids, int64_t rows);
 
 // Splits every group by the labels of its rows.
 RowGroups split_groups(const RowGroups& groups, const int64_t* labels);
+
+// The high bits of the product mix strided ids well (Fibonacci hashing).
+inline uint64_t hash_id(int64_t id) { return static_cast<uint64_t>(id) * 0x9E3779B97F4A7C15ull; }
+
+// Dense numbers 0 .. count - 1 for ids, by first appearance: an open-addressing table at most half full.
+class IdNumbering {
+ public:
+  explicit IdNumbering(int64_t rows) {
+    while ((int64_t{1} << bits_) < 2 * rows) ++bits_;
+    slots_.resize(std::size_t{1} << bits_);
+  }
+
+  int32_t number(int64_t id) {
+    const std::size_t mask = slots_.size() - 1;
+    // not the highest bits, which are the same for all ids where rows were divided by them
+    std::size_t slot = (hash_id(id) << 10) >> (64 - bits_);
+    while (slots_[slot].number >= 0) {
+      if (slots_[slot].id == id) return slots_[slot].number;
+      slot = (slot + 1) & mask;
+    }
+    slots_[slot] = {id, count_};
+    return count_++;
+  }
+
+  int32_t count() const { return count_; }
+
+ private:
+  struct Slot {
+    int64_t id = 0;
+    int32_t number = -1;
+  };
+  int bits_ = 1;
+  int32_t count_ = 0;
+  std::vector<Slot> slots_;
+};
 
 }  // namespace grpo_kernels

@@ -86,8 +86,8 @@ __device__ SegmentStats team_stats(const Rows<T>& rows, const Segment& segment, 
   const double mean = all.mean();
   double squares = 0;
   for (int64_t k = team.rank; k < segment.count; k += team.size) {
-    const double distance = rows.reward(rows.at(segment.first + k), column) - mean;
-    if (!isnan(distance)) squares += distance * distance;
+    const double reward = rows.reward(rows.at(segment.first + k), column);
+    if (!isnan(reward)) squares += (reward - mean) * (reward - mean);
   }
   all.m2 = team_sum(team, squares, shared);
   return all;
@@ -204,7 +204,7 @@ __device__ Moments thread_moments(const Rows<T>& rows, int64_t first, int64_t st
     for (int64_t row = first; row < rows.a.rows; row += stride) {
       const double reward = rows.reward(row, -1);
       if (isnan(reward)) continue;
-      const double weight = rows.a.plan.whiten == Whiten::kTokens ? rows.length(row) : 1;
+      const double weight = batch_weight(rows.a.plan, rows.length(row), rows.a.size[row] == 1, rows.a.degenerate[row]);
       const double value = batch_value(rows.a.plan, reward, static_cast<double>(rows.a.advantages[row]));
       if (pass == 0) {
         own.weight += weight;

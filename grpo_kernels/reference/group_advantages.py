@@ -30,7 +30,7 @@ def forward(
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = _Plan(*modes, *coefficients)
-    columns = rewards.reshape(len(rewards), -1)
+    columns = rewards if rewards.dim() == 2 else rewards[:, None]
     weight = columns.new_tensor(weights) if weights else columns.new_ones(columns.shape[1])
     takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if valid is None else valid
     if subgroups is not None:
@@ -55,13 +55,16 @@ def forward(
         _, var = _batch_moments(combined, scored.to(combined.dtype), plan)
         std = var.sqrt().expand_as(combined).clone()
         divisor = std.clamp(min=plan.std_floor) + plan.eps
-        advantages = torch.where(divisor > 0, advantages / divisor, 0)
+        advantages = torch.where(std != 0, advantages / divisor, 0)
     if plan.whiten != WHITEN_NONE:
         counts = lengths if plan.whiten == WHITEN_TOKENS else torch.ones_like(combined)
-        mean, var = _batch_moments(advantages, torch.where(scored, counts, 0).to(combined.dtype), plan)
+        counted = scored
+        if plan.center == CENTER_LEAVE_ONE_OUT:  # undefined for a row alone; a raw reward in its place counts
+            counted = scored & (live | (stats.count != 1))
+        mean, var = _batch_moments(advantages, torch.where(counted, counts, 0).to(combined.dtype), plan)
         in_root = plan.whiten == WHITEN_TOKENS
         divisor = (var + plan.whiten_eps).sqrt() if in_root else var.sqrt() + plan.whiten_eps
-        advantages = torch.where(var > 0, (advantages - mean) / divisor, 0)
+        advantages = torch.where(var != 0, (advantages - mean) / divisor, 0)
     if plan.gain == GAIN_NONZERO:
         advantages = advantages * scored.sum() / (scored & (combined != 0)).sum().clamp(min=1)
     advantages = torch.where(live & scored, advantages, 0)
@@ -133,7 +136,7 @@ def _normalize(
     if plan.center == CENTER_LEAVE_ONE_OUT:
         value = value * count / (count - 1)
     if plan.center == CENTER_RUNNER_UP:
-        value = torch.where(reward == own.high, value, 0)
+        value = value.clamp(min=0)  # only the best is above it
 
     raw = reward - center if plan.center == CENTER_BASELINE else reward
     raw = raw / (1 + plan.eps) if plan.scale == SCALE_STD else raw
@@ -150,7 +153,7 @@ def _batch_moments(values: Tensor, counts: Tensor, plan: _Plan) -> tuple[Tensor,
     total = counts.sum()
     mean = torch.where(total > 0, (counts * torch.where(counts > 0, values, 0)).sum() / total, 0)
     squares = (counts * torch.where(counts > 0, values - mean, 0) ** 2).sum()
-    return mean, torch.where((total > plan.ddof) & (squares > 0), squares / (total - plan.ddof), 0)
+    return mean, torch.where((total > plan.ddof) & (squares != 0), squares / (total - plan.ddof), 0)
 
 
 class _Segments:

@@ -27,7 +27,7 @@ WRITE_ALL, WRITE_STATISTICS, ADD_COLUMN = (tl.constexpr(i) for i in range(3))
 
 # Rows of segments in one program: what fits in registers as float64, less where row numbers take some too.
 _TILE = 512
-_SORTED_TILE = 256
+_SORTED_TILE = 128
 _ROWS_PER_PROGRAM = 1024
 _MAX_PARTS = 1024
 
@@ -158,15 +158,17 @@ def _map(
     if ((CENTER != CENTER_NONE) & (CENTER != BASELINE)) | (SCALE == SCALE_STD):
         live = live & (flat == 0)
     if SCALE == SCALE_STD:
-        divisor = tl.maximum(std, std_floor) + eps
-        live = live & (divisor > 0)
-        factor = factor / tl.where(divisor > 0, divisor, 1.0)
+        divisor = tl.where(std < std_floor, std_floor, std) + eps
+        live = live & (divisor != 0)
+        factor = factor / tl.where(divisor != 0, divisor, 1.0)
     if SCALE == SCALE_MEAN:
         live = live & (mean > 0)
         factor = factor / tl.where(mean > 0, mean + eps, 1.0)
 
     lonely = alone & (borrows == 0)
-    raw_factor = 1 / (1 + eps) if SCALE == SCALE_STD else 1.0
+    raw_factor = tl.zeros_like(mean) + 1.0
+    if SCALE == SCALE_STD:
+        raw_factor = raw_factor / (raw_factor + eps)
     center = tl.where(lonely, 0.0, center)
     factor = tl.where(lonely, raw_factor, factor)
     live = tl.where(lonely, SINGLETON == SINGLETON_RAW, live)
@@ -218,8 +220,8 @@ def _segments_kernel(
 
 
 @triton.jit
-def _batch_rows(values_ptr, lengths_ptr, advantages_ptr, row, end, SCALE: tl.constexpr, WHITEN: tl.constexpr,
-                GAIN: tl.constexpr):  # fmt: skip
+def _batch_rows(values_ptr, lengths_ptr, advantages_ptr, size_ptr, degenerate_ptr, row, end, CENTER: tl.constexpr,
+                SCALE: tl.constexpr, WHITEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """Weight and value of rows in the batch's moments."""
     inside = row < end
     reward = tl.load(values_ptr + row, mask=inside, other=float("nan")).to(tl.float64)
@@ -232,13 +234,17 @@ def _batch_rows(values_ptr, lengths_ptr, advantages_ptr, row, end, SCALE: tl.con
     weight = scored.to(tl.float64)
     if WHITEN == WHITEN_TOKENS:
         weight = tl.where(scored, tl.load(lengths_ptr + row, mask=inside, other=0.0), 0.0)
+    if CENTER == LEAVE_ONE_OUT:  # undefined for a row alone; a raw reward in its place counts
+        alone = tl.load(size_ptr + row, mask=inside, other=0) == 1
+        weight = tl.where(alone & (tl.load(degenerate_ptr + row, mask=inside, other=0) != 0), 0.0, weight)
     return weight, tl.where(scored, value, 0.0)
 
 
 @triton.jit
 def _moments_kernel(
-    values_ptr, lengths_ptr, advantages_ptr, parts_ptr, number, rows_per_part, SCALE: tl.constexpr,
-    WHITEN: tl.constexpr, GAIN: tl.constexpr, BLOCK: tl.constexpr, MAX_PARTS: tl.constexpr,
+    values_ptr, lengths_ptr, advantages_ptr, size_ptr, degenerate_ptr, parts_ptr, number, rows_per_part,
+    CENTER: tl.constexpr, SCALE: tl.constexpr, WHITEN: tl.constexpr, GAIN: tl.constexpr, BLOCK: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
     """parts[3, MAX_PARTS]: weight, mean and sum of squared distances of one share of the rows; two passes."""
     part = tl.program_id(0).to(tl.int64)
@@ -248,7 +254,9 @@ def _moments_kernel(
     weights = tl.zeros([BLOCK], tl.float64)
     for offset in range(0, rows_per_part, BLOCK):
         row = begin + offset + tl.arange(0, BLOCK)
-        weight, value = _batch_rows(values_ptr, lengths_ptr, advantages_ptr, row, end, SCALE, WHITEN, GAIN)
+        weight, value = _batch_rows(
+            values_ptr, lengths_ptr, advantages_ptr, size_ptr, degenerate_ptr, row, end, CENTER, SCALE, WHITEN, GAIN
+        )
         weights += weight
         total += weight * value
     all_weight = tl.sum(weights, axis=0)
@@ -256,7 +264,9 @@ def _moments_kernel(
     squares = tl.zeros([BLOCK], tl.float64)
     for offset in range(0, rows_per_part, BLOCK):
         row = begin + offset + tl.arange(0, BLOCK)
-        weight, value = _batch_rows(values_ptr, lengths_ptr, advantages_ptr, row, end, SCALE, WHITEN, GAIN)
+        weight, value = _batch_rows(
+            values_ptr, lengths_ptr, advantages_ptr, size_ptr, degenerate_ptr, row, end, CENTER, SCALE, WHITEN, GAIN
+        )
         squares += weight * (value - mean) * (value - mean)
     tl.store(parts_ptr + part, all_weight)
     tl.store(parts_ptr + MAX_PARTS + part, mean)
@@ -277,21 +287,22 @@ def _finish_kernel(
     weight = tl.sum(weights, axis=0)
     mean = tl.sum(weights * means, axis=0) / tl.where(weight > 0, weight, 1.0)
     distances = tl.sum(squares + weights * (means - mean) * (means - mean), axis=0)
-    enough = (weight > ddof) & (distances > 0)
+    enough = (weight > ddof) & (distances != 0)
     variance = tl.where(enough, distances / tl.where(enough, weight - ddof, 1.0), 0.0)
     std = tl.sqrt(variance)
 
     shift = mean * 0.0
     divisor = shift + 1.0
     if SCALE == SCALE_BATCH_STD:
-        divisor = tl.maximum(std, std_floor) + eps
+        divisor = tl.where(std < std_floor, std_floor, std) + eps
     if WHITEN != WHITEN_NONE:
         shift = mean
         divisor = tl.sqrt(variance + whiten_eps) if WHITEN == WHITEN_TOKENS else std + whiten_eps
-        divisor = tl.where(variance > 0, divisor, 0.0)
     if GAIN == GAIN_NONZERO:  # the moments are those of (reward != 0)
         divisor = tl.maximum(mean * weight, 1.0) / tl.maximum(weight, 1.0)
-    factor = tl.where(divisor > 0, 1 / tl.where(divisor > 0, divisor, 1.0), 0.0)
+    factor = 1 / tl.where(divisor != 0, divisor, 1.0)
+    if (WHITEN != WHITEN_NONE) | (SCALE == SCALE_BATCH_STD):
+        factor = tl.where(variance != 0, factor, 0.0)
 
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < number
@@ -367,7 +378,9 @@ def forward(
             "BLOCK": _ROWS_PER_PROGRAM,
             "MAX_PARTS": _MAX_PARTS,
         }
-        _moments_kernel[(parts,)](combined, lengths, advantages, moments, rows, rows_per_part, **kinds)
+        _moments_kernel[(parts,)](
+            combined, lengths, advantages, size, degenerate, moments, rows, rows_per_part, CENTER=center, **kinds
+        )
         result = rewards.new_empty(rows)
         _finish_kernel[(triton.cdiv(rows, _ROWS_PER_PROGRAM),)](
             combined, advantages, std, degenerate, moments, result, rows, parts, ddof, eps, std_floor, whiten_eps,
@@ -392,7 +405,7 @@ def _columns(
         rewards = rewards.where(part[:, None] if rewards.dim() == 2 else part, math.nan)
     if rewards.dim() == 1 and not weights and not by_column:
         return rewards, None
-    columns = list(rewards.reshape(len(rewards), -1).unbind(1))
+    columns = list(rewards.unbind(1)) if rewards.dim() == 2 else [rewards]
     combined = torch.zeros_like(columns[0], dtype=torch.float64)
     scored = torch.zeros_like(columns[0], dtype=torch.bool)
     for c, column in enumerate(columns):
@@ -440,7 +453,11 @@ def _aot_cases() -> tuple[AotCase, ...]:
             | {"number": "i32", "ddof": "fp64"},
             {"lengths_ptr": None, "CENTER": 1, **wide},
         ),
-        AotCase(_moments_kernel, shared | {"lengths_ptr": "*fp64", "rows_per_part": "i32"}, kinds),
+        AotCase(
+            _moments_kernel,
+            shared | {"lengths_ptr": "*fp64", "size_ptr": "*i32", "degenerate_ptr": "*i8", "rows_per_part": "i32"},
+            {"CENTER": 2, **kinds},
+        ),
         AotCase(
             _finish_kernel,
             shared | finish | {"std_ptr": "*fp32", "degenerate_ptr": "*i8", "result_ptr": "*fp32", "parts": "i32"},

@@ -45,6 +45,10 @@ __attribute__((used, visibility("default"))) inline void grpo_kernels_set_schedu
 __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_schedule_seed() {
   return grpo_kernels::emulation::scheduler.seed();
 }
+// Kernel launches since the seed was set.
+__attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launches() {
+  return grpo_kernels::emulation::scheduler.launches();
+}
 }
 
 #pragma GCC visibility push(hidden)
@@ -68,8 +72,7 @@ inline To bits_as(From from) {
 }
 
 template <typename T>
-inline T shuffle(Operation operation, unsigned mask, T value, unsigned argument, int width,
-                 const Site& where) {
+inline T shuffle(Operation operation, unsigned mask, T value, unsigned argument, int width, const Site& where) {
   if (width < 1 || width > 32 || (width & (width - 1)) != 0) {
     std::string reason = std::string(name_of(operation)) + " with width " + std::to_string(width);
     scheduler.fail(std::move(reason), where);
@@ -202,10 +205,10 @@ inline void __threadfence_block() { grpo_kernels::emulation::scheduler.yield(/*a
 inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*always=*/true); }
 
 // One overload per type CUDA has, rather than a template, so that arguments convert as they do there.
-#define GRPO_ATOMIC(name, T, expression)                                                  \
-  inline T name(T* address, T value) {                                                    \
-    return grpo_kernels::emulation::atomic(                                               \
-        address, [value]([[maybe_unused]] T old) { return static_cast<T>(expression); }); \
+#define GRPO_ATOMIC(name, T, expression)                                                                            \
+  inline T name(T* address, T value) {                                                                              \
+    return grpo_kernels::emulation::atomic(address,                                                                 \
+                                           [value]([[maybe_unused]] T old) { return static_cast<T>(expression); }); \
   }
 #define GRPO_INTEGER_ATOMICS(T)                                                                              \
   GRPO_ATOMIC(atomicMax, T, old > value ? old : value)                                                       \

@@ -64,13 +64,12 @@ enum class Operation : std::uint8_t {
 };
 
 inline const char* name_of(Operation operation) {
-  static constexpr const char* kNames[] = {"__syncthreads",       "__syncthreads_or",  "__syncthreads_and",
-                                           "__syncthreads_count", "__syncwarp",        "__shfl_sync",
-                                           "__shfl_up_sync",      "__shfl_down_sync",  "__shfl_xor_sync",
-                                           "__ballot_sync",       "__any_sync",        "__all_sync",
-                                           "__match_any_sync",    "__reduce_add_sync", "__reduce_min_sync",
-                                           "__reduce_max_sync",   "__reduce_min_sync", "__reduce_max_sync",
-                                           "__reduce_and_sync",   "__reduce_or_sync",  "__reduce_xor_sync"};
+  static constexpr const char* kNames[] = {
+      "__syncthreads",     "__syncthreads_or",  "__syncthreads_and", "__syncthreads_count", "__syncwarp",
+      "__shfl_sync",       "__shfl_up_sync",    "__shfl_down_sync",  "__shfl_xor_sync",     "__ballot_sync",
+      "__any_sync",        "__all_sync",        "__match_any_sync",  "__reduce_add_sync",   "__reduce_min_sync",
+      "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync",   "__reduce_or_sync",
+      "__reduce_xor_sync"};
   return kNames[static_cast<int>(operation)];
 }
 
@@ -119,6 +118,10 @@ class Scheduler {
     const std::lock_guard<std::mutex> lock(mutex_);
     seed_ = seed;
     launches_ = 0;
+  }
+  std::uint64_t launches() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return launches_;
   }
   std::uint64_t seed() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -228,8 +231,8 @@ inline void Scheduler::run_blocks(dim3 grid, dim3 block, std::size_t shared_byte
   constexpr std::size_t kMaxSharedBytes = 227 * 1024;
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
-  if (threads == 0 || threads > 1024 || block.z > 64 || blocks == 0 || grid.x > 0x7FFFFFFF ||
-      grid.y > 65535 || grid.z > 65535 || shared_bytes > kMaxSharedBytes) {
+  if (threads == 0 || threads > 1024 || block.z > 64 || blocks == 0 || grid.x > 0x7FFFFFFF || grid.y > 65535 ||
+      grid.z > 65535 || shared_bytes > kMaxSharedBytes) {
     throw std::runtime_error("kernel launch: invalid configuration argument");
   }
   gridDim = grid;
@@ -270,8 +273,8 @@ inline void Scheduler::run_block(std::size_t shared_bytes, StaticShared& static_
   // The fibers stopped in the midst of the kernel; none of them can be used for another block as it is.
   for (std::size_t i = 0; i < fibers_.size(); ++i) fibers_[i]->prepare(fiber_main, i);
   if (exception_ != nullptr) std::rethrow_exception(std::exchange(exception_, nullptr));
-  throw std::runtime_error(std::exchange(failure_, {}) + " [schedule seed " + std::to_string(seed_) +
-                           ", launch " + std::to_string(launches_) + "]");
+  throw std::runtime_error(std::exchange(failure_, {}) + " [schedule seed " + std::to_string(seed_) + ", launch " +
+                           std::to_string(launches_) + "]");
 }
 
 inline void Scheduler::start_threads() {

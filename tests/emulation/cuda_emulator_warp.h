@@ -14,8 +14,7 @@
 namespace grpo_kernels::emulation {
 
 inline std::uint64_t Scheduler::warp_collective(Operation operation, std::uint32_t mask, unsigned bytes,
-                                                std::uint64_t value, unsigned source_lane,
-                                                const Site& where) {
+                                                std::uint64_t value, unsigned source_lane, const Site& where) {
   Warp& warp = warps_[current_ / 32];
   const unsigned self = lane();
   if (!(mask >> self & 1)) {
@@ -51,8 +50,8 @@ inline void Scheduler::check_agreement(const Warp& warp, unsigned lane) {
   for (std::uint32_t left = waiting; left != 0; left &= left - 1) {
     const Request& other = warp.requests[std::countr_zero(left)];
     if (!(other.mask >> lane & 1) || agrees(other)) continue;
-    std::string reason = std::string("reaches ") + name_of(mine.operation) + " with mask " +
-                         hexadecimal(mine.mask) + " on " + std::to_string(mine.bytes) + " bytes while lane " +
+    std::string reason = std::string("reaches ") + name_of(mine.operation) + " with mask " + hexadecimal(mine.mask) +
+                         " on " + std::to_string(mine.bytes) + " bytes while lane " +
                          std::to_string(std::countr_zero(left)) + " of its warp waits for it in " +
                          name_of(other.operation) + " with mask " + hexadecimal(other.mask) + " on " +
                          std::to_string(other.bytes) + " bytes" + at(other.where);

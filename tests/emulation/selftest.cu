@@ -34,8 +34,7 @@ __device__ T block_sum(T value) {
 }
 
 template <typename T, bool kBarrier>
-__global__ void __launch_bounds__(1024)
-    row_sums(const T* __restrict__ rows, T* __restrict__ sums, int columns) {
+__global__ void __launch_bounds__(1024) row_sums(const T* __restrict__ rows, T* __restrict__ sums, int columns) {
   T sum = 0;
   for (int i = threadIdx.x; i < columns; i += blockDim.x) sum += rows[int64_t{blockIdx.x} * columns + i];
   sum = block_sum<T, kBarrier>(sum);
@@ -248,21 +247,19 @@ int selftest_next_host_value() { return host_value++; }
 
 int selftest_row_sums(const float* rows, float* sums, int count, int columns, int block, int barrier) {
   return guarded([&] {
-    launch(barrier ? row_sums<float, true> : row_sums<float, false>, count, block, 0, nullptr, rows, sums,
-           columns);
+    launch(barrier ? row_sums<float, true> : row_sums<float, false>, count, block, 0, nullptr, rows, sums, columns);
   });
 }
 int selftest_row_sums_double(const double* rows, double* sums, int count, int columns, int block) {
   return guarded([&] { launch(row_sums<double, true>, count, block, 0, nullptr, rows, sums, columns); });
 }
 int selftest_reverse_warps(int* values, int syncwarp) {
-  return guarded(
-      [&] { launch(syncwarp ? reverse_warps<true> : reverse_warps<false>, 1, 256, 0, nullptr, values); });
+  return guarded([&] { launch(syncwarp ? reverse_warps<true> : reverse_warps<false>, 1, 256, 0, nullptr, values); });
 }
 int selftest_rotate_rounds(int* values, int block, int rounds, int second_barrier) {
   return guarded([&] {
-    launch(second_barrier ? rotate_rounds<true> : rotate_rounds<false>, 1, block, block * sizeof(int),
-           nullptr, values, rounds);
+    launch(second_barrier ? rotate_rounds<true> : rotate_rounds<false>, 1, block, block * sizeof(int), nullptr, values,
+           rounds);
   });
 }
 int selftest_reverse_dynamic(double* values, int count) {

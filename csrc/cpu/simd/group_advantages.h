@@ -19,7 +19,7 @@ struct SegmentEntry {
   int32_t size;
   bool live;
 
-  GRPO_HD SegmentEntry() {}
+  SegmentEntry() = default;
   GRPO_HD SegmentEntry(const RowMap& map, double count)
       : center(map.center),
         factor(map.factor),

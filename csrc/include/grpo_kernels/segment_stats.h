@@ -100,6 +100,9 @@ struct SegmentStats {
   GRPO_HD double length_mean() const { return length > 0 ? length_reward / length : mean(); }
 };
 
+// NaN stays NaN: an infinite reward is to be seen in the results.
+GRPO_HD double at_least(double value, double floor) { return value < floor ? floor : value; }
+
 // advantage = (reward - center) * factor for the rows of a live segment, 0 for those of a dead one.
 struct RowMap {
   double mean = 0, std = 0;  // what is reported
@@ -141,7 +144,7 @@ GRPO_HD RowMap map_rows(const AdvantagePlan& plan, const SegmentStats& own, cons
   if (!plan.group_centered()) map.center = 0;
   map.live = !(flat && (plan.group_centered() || plan.scale == Scale::kStd));
   if (plan.scale == Scale::kStd) {
-    map.factor /= (map.std > plan.std_floor ? map.std : plan.std_floor) + plan.eps;
+    map.factor /= at_least(map.std, plan.std_floor) + plan.eps;
   }
   if (plan.scale == Scale::kMean) {
     map.live = map.live && map.mean > 0;  // MaxRL divides by a success rate; without successes there is none
@@ -181,7 +184,7 @@ struct BatchMap {
 };
 
 GRPO_HD double batch_variance(const Moments& batch, double ddof) {
-  return batch.weight > ddof && batch.m2 > 0 ? batch.m2 / (batch.weight - ddof) : 0;
+  return batch.weight > ddof && batch.m2 != 0 ? batch.m2 / (batch.weight - ddof) : 0;
 }
 
 GRPO_HD BatchMap map_batch(const AdvantagePlan& plan, const Moments& batch) {
@@ -189,7 +192,7 @@ GRPO_HD BatchMap map_batch(const AdvantagePlan& plan, const Moments& batch) {
   const double variance = batch_variance(batch, plan.ddof);
   map.std = sqrt(variance);
   double divisor = 1;
-  if (plan.scale == Scale::kBatchStd) divisor = (map.std > plan.std_floor ? map.std : plan.std_floor) + plan.eps;
+  if (plan.scale == Scale::kBatchStd) divisor = at_least(map.std, plan.std_floor) + plan.eps;
   if (plan.whiten == Whiten::kRows) divisor = map.std + plan.whiten_eps;
   if (plan.whiten == Whiten::kTokens) divisor = sqrt(variance + plan.whiten_eps);
   if (plan.whiten != Whiten::kNone) map.shift = batch.mean;
@@ -197,9 +200,16 @@ GRPO_HD BatchMap map_batch(const AdvantagePlan& plan, const Moments& batch) {
     const double nonzero = batch.mean * batch.weight;
     divisor = (nonzero > 1 ? nonzero : 1) / (batch.weight > 1 ? batch.weight : 1);
   }
-  const bool no_spread = plan.whiten != Whiten::kNone && variance == 0;
-  map.factor = divisor > 0 && !no_spread ? 1 / divisor : 0;
+  const bool by_spread = plan.whiten != Whiten::kNone || plan.scale == Scale::kBatchStd;
+  map.factor = by_spread && variance == 0 ? 0 : 1 / divisor;
   return map;
+}
+
+// What a scored row counts for in the batch's moments. A row alone in its group has no leave-one-out mean, so no
+// advantage that could count; a raw reward in its place does.
+GRPO_HD double batch_weight(const AdvantagePlan& plan, double length, bool alone, bool degenerate) {
+  if (plan.center == Center::kLeaveOneOut && alone && degenerate) return 0;
+  return plan.whiten == Whiten::kTokens ? length : 1;
 }
 
 // The value whose batch moments map_batch needs.
