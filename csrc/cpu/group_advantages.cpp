@@ -158,11 +158,11 @@ void plain_groups(const Inputs<T>& in, const AdvantageOutputs<T>& out, const int
   RowGroups groups;
   if (ids != nullptr) {
     const IdRange range = scan_ids(ids, in.rows);
-    if (!range.sorted) return ScatteredGroups<T>(in.rewards, ids, in.rows, range, in.plan).run(out);
+    if (!range.sorted) return scattered_groups(in.rewards, ids, in.rows, range, in.plan, out);
     groups = groups_of_runs(ids, in.rows);
   }
   const int64_t* starts = groups.starts.empty() ? nullptr : groups.starts.data();
-  const PlainGroups<T> plain{in.rewards, nullptr, starts, group_size, in.plan, out};
+  const PlainGroups<T> plain{in.rewards, starts, group_size, in.plan, out};
   const int64_t count = starts == nullptr ? in.rows / group_size : groups.size();
   const int64_t grain = kRowsPerTask / std::max<int64_t>(1, in.rows / std::max<int64_t>(1, count)) + 1;
   torch::stable::parallel_for(0, count, grain,

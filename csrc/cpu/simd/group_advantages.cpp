@@ -9,36 +9,13 @@ namespace grpo_kernels::GRPO_SIMD {
 namespace {
 
 template <typename T>
-struct Neighbours {
-  const T* values;
-  GRPO_HD Lanes load_from(int64_t k, int64_t count) const { return load(values + k, count); }
-};
-
-template <typename T>
-struct Scattered {
-  const T* values;
-  const int32_t* order;
-  GRPO_HD Lanes load_from(int64_t k, int64_t count) const {
-    const int32_t* o = order + k;
-    if (count >= kLanes) {
-      // one by one into registers: through memory the wide load would wait for eight narrow stores
-      return {{Quad{values[o[0]], values[o[1]], values[o[2]], values[o[3]]},
-               Quad{values[o[4]], values[o[5]], values[o[6]], values[o[7]]}}};
-    }
-    T some[kLanes];
-    for (int l = 0; l < kLanes; ++l) some[l] = l < count ? values[o[l]] : static_cast<T>(NAN);
-    return load(some, kLanes);
-  }
-};
-
-template <typename Values>
-GRPO_HD SegmentStats stats_of(const Values& values, int64_t count) {
+GRPO_HD SegmentStats stats_of(const T* values, int64_t count) {
   const Quad one = broadcast(1), none = broadcast(0);
   Lanes scored{}, sum{};
   Lanes low{{broadcast(INFINITY), broadcast(INFINITY)}}, high{{broadcast(-INFINITY), broadcast(-INFINITY)}};
-  const Lanes first = values.load_from(0, count);  // kept for the second pass: most groups have no more
+  const Lanes first = load(values, count);  // kept for the second pass: most groups have no more
   for (int64_t k = 0; k < count; k += kLanes) {
-    const Lanes value = k == 0 ? first : values.load_from(k, count - k);
+    const Lanes value = k == 0 ? first : load(values + k, count - k);
     for (int h = 0; h < 2; ++h) {
       const Quad v = value.part[h];
       scored.part[h] += v == v ? one : none;
@@ -56,7 +33,7 @@ GRPO_HD SegmentStats stats_of(const Values& values, int64_t count) {
   const Quad mean = broadcast(stats.mean());
   Lanes squares{};
   for (int64_t k = 0; k < count; k += kLanes) {
-    const Lanes value = k == 0 ? first : values.load_from(k, count - k);
+    const Lanes value = k == 0 ? first : load(values + k, count - k);
     for (int h = 0; h < 2; ++h) {
       const Quad v = value.part[h];
       const Quad distance = v == v ? v - mean : none;
@@ -74,7 +51,7 @@ GRPO_HD void all_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end
   for (int64_t g = begin; g < end; ++g) {
     const int64_t first = groups.starts == nullptr ? g * groups.group_size : groups.starts[g];
     const int64_t count = groups.starts == nullptr ? groups.group_size : groups.starts[g + 1] - first;
-    const SegmentStats own = stats_of(Neighbours<T>{groups.rewards + first}, count);
+    const SegmentStats own = stats_of(groups.rewards + first, count);
     const RowMap map = map_rows(plan, own, nullptr);
     const Quad center = broadcast(map.center), factor = broadcast(map.factor);
     // NaN marks a row without an advantage; a dead group makes every row one.
@@ -104,14 +81,14 @@ template <typename T>
 GRPO_HD void all_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, SegmentEntry<T>* entries) {
   for (int64_t g = begin; g < end; ++g) {
     const int64_t first = groups.starts[g], count = groups.starts[g + 1] - first;
-    const SegmentStats own = stats_of(Scattered<T>{groups.rewards, groups.order + first}, count);
+    const SegmentStats own = stats_of(groups.rewards + first, count);
     entries[g] = SegmentEntry<T>(map_rows(groups.plan, own, nullptr), own.count);
   }
 }
 
 }  // namespace
 
-SegmentStats segment_stats(const double* values, int64_t count) { return stats_of(Neighbours<double>{values}, count); }
+SegmentStats segment_stats(const double* values, int64_t count) { return stats_of(values, count); }
 
 void plain_groups(const PlainGroups<float>& groups, int64_t begin, int64_t end) { all_groups(groups, begin, end); }
 void plain_groups(const PlainGroups<double>& groups, int64_t begin, int64_t end) { all_groups(groups, begin, end); }

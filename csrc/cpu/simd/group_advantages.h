@@ -29,12 +29,11 @@ struct SegmentEntry {
         live(map.live) {}
 };
 
-// Rows with one reward each and nothing else to look at: the common case. Group g holds rows order[starts[g]]
-// .. order[starts[g + 1] - 1]; order null: the identity; starts null: groups of group_size.
+// Rows with one reward each and nothing else to look at: the common case. Group g holds rows starts[g] ..
+// starts[g + 1] - 1; starts null: groups of group_size.
 template <typename T>
 struct PlainGroups {
   const T* rewards;
-  const int32_t* order;
   const int64_t* starts;
   int64_t group_size;
   AdvantagePlan plan;
@@ -47,7 +46,7 @@ struct PlainGroups {
 // estimators need
 //                  (second, length, length_reward)
 // plain_groups     all outputs of groups begin .. end - 1, whose rows are neighbours
-// plain_entries    the entries of groups begin .. end - 1, whose rows may lie anywhere
+// plain_entries    the entries of groups begin .. end - 1
 #define GRPO_DECLARE_FOR(T)                                                    \
   void plain_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end); \
   void plain_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, SegmentEntry<T>* entries);
