@@ -7,6 +7,7 @@ plain Python that torch.compile can trace.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -23,8 +24,18 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _FOLDERS = {"reference": "reference", "triton": "triton", "cuda": "native"}
 
 
-def define(op: str, schema: str, supports: Supports, fake: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Defines <op>_<backend> for every backend in `supports`; returns the callables by backend name."""
+def define(
+    op: str,
+    schema: str,
+    supports: Supports,
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> dict[str, Callable[..., Any]]:
+    """Defines <op>_<backend> for every backend in `supports`; returns the callables by backend name.
+
+    `autograd` is (setup_context, backward) as torch.library.register_autograd takes them; both are called with the
+    backend's name put in front of their arguments. None: not differentiable.
+    """
     callables: dict[str, Callable[..., Any]] = {}
     for backend in supports:
         name = f"{op}_{backend}"
@@ -32,6 +43,11 @@ def define(op: str, schema: str, supports: Supports, fake: Callable[..., Any]) -
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if backend in _FOLDERS:
             _library.impl(name, _lazy(op, backend), "CompositeExplicitAutograd")
+        if autograd is not None:
+            setup_context, backward = (functools.partial(function, backend) for function in autograd)
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{name}", backward, setup_context=_keywords(setup_context), lib=_library
+            )
         callables[backend] = getattr(getattr(torch.ops, NAMESPACE), name).default
     return callables
 
@@ -39,6 +55,15 @@ def define(op: str, schema: str, supports: Supports, fake: Callable[..., Any]) -
 def define_compiled(schema: str) -> None:
     """Defines an op that only compiled code implements and only a backend calls."""
     _library.define(schema)
+
+
+def _keywords(setup_context: Callable[..., Any]) -> Callable[..., Any]:
+    """torch looks at the names of the parameters, which a partial hides from it."""
+
+    def named(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, output)
+
+    return named
 
 
 def _lazy(op: str, backend: str) -> Callable[..., Any]:
