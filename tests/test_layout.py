@@ -22,7 +22,7 @@ ALLOWED = {
     "triton": {"triton", "segments"},
     "native": {"_native", "segments"},
     "segments": set(),
-    "config": set(),
+    "config": {"config"},
     "checks": set(),
     "dispatch": {"capability", "checks"},
     "capability": {"_native"},

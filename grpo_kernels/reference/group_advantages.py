@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# As in grpo_kernels/config.py, whose order of names gives the integers.
+# As in grpo_kernels/config/advantages.py, whose order of names gives the integers.
 CENTER_NONE, CENTER_MEAN, CENTER_LEAVE_ONE_OUT, CENTER_LENGTH, CENTER_BASELINE, CENTER_RUNNER_UP = range(6)
 SCALE_NONE, SCALE_STD, SCALE_BATCH_STD, SCALE_MEAN = range(4)
 SINGLETON_ZERO, SINGLETON_RAW, SINGLETON_PARENT = range(3)

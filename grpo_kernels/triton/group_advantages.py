@@ -14,7 +14,7 @@ from torch import Tensor
 from grpo_kernels import segments
 from grpo_kernels.triton._aot import AotCase
 
-# The order of names in grpo_kernels/config.py.
+# The order of names in grpo_kernels/config/advantages.py.
 MEAN, LEAVE_ONE_OUT, LENGTH, BASELINE, RUNNER_UP = (tl.constexpr(i) for i in range(1, 6))
 CENTER_NONE = tl.constexpr(0)
 SCALE_STD, SCALE_BATCH_STD, SCALE_MEAN = (tl.constexpr(i) for i in range(1, 4))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.config import CENTERS, COMBINES, GAINS, SCALES, SINGLETONS, WHITENS
+from grpo_kernels.config.advantages import CENTERS, COMBINES, GAINS, SCALES, SINGLETONS, WHITENS
 from grpo_kernels.ops.group_advantages import SUPPORTS
 from tests.harness import backends, device_of
 

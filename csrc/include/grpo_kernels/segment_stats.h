@@ -10,7 +10,7 @@
 // reproducible.
 namespace grpo_kernels {
 
-// The order of names in grpo_kernels/config.py.
+// The order of names in grpo_kernels/config/advantages.py.
 enum class Center : int64_t { kNone, kMean, kLeaveOneOut, kLength, kBaseline, kRunnerUp };
 enum class Scale : int64_t { kNone, kStd, kBatchStd, kMean };
 enum class Singleton : int64_t { kZero, kRaw, kParent };

@@ -1,16 +1,13 @@
-"""Settings of the ops: frozen dataclasses that check themselves.
-
-A config says *what* is computed in the words of the papers and of the peers; the integers and floats that the kernels
-read are derived from it once, when it is made.
-"""
+"""AdvantageConfig: how rewards become advantages."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
+
+from grpo_kernels.config.rules import finite, unknown
 
 CENTERS = ("none", "mean", "leave_one_out", "length", "baseline", "runner_up")
 SCALES = ("none", "std", "batch_std", "mean")
@@ -135,7 +132,7 @@ class AdvantageConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.estimator, str) or self.estimator not in _ESTIMATORS:
-            raise _unknown("AdvantageConfig", "estimator", self.estimator, _ESTIMATORS)
+            raise unknown("AdvantageConfig", "estimator", self.estimator, _ESTIMATORS)
         for field, default in (_DEFAULTS | _ESTIMATORS[self.estimator]).items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, default)
@@ -169,13 +166,13 @@ class AdvantageConfig:
         }
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
-                raise _unknown("AdvantageConfig", field, getattr(self, field), allowed)
+                raise unknown("AdvantageConfig", field, getattr(self, field), allowed)
         if self.ddof not in (0, 1) or isinstance(self.ddof, bool):
             raise ValueError(f"AdvantageConfig: ddof must be 0 or 1, got {self.ddof!r}")
         for field in ("eps", "std_floor", "shrinkage", "whiten_eps"):
-            _finite("AdvantageConfig", field, getattr(self, field), minimum=0.0)
+            finite("AdvantageConfig", field, getattr(self, field), minimum=0.0)
         if self.clip is not None:
-            _finite("AdvantageConfig", "clip", self.clip, minimum=0.0, open_end=True)
+            finite("AdvantageConfig", "clip", self.clip, minimum=0.0, open_end=True)
         if self.reward_weights is not None:
             if isinstance(self.reward_weights, str) or not isinstance(self.reward_weights, Sequence):
                 got = type(self.reward_weights).__name__
@@ -183,7 +180,7 @@ class AdvantageConfig:
             if not self.reward_weights:
                 raise ValueError("AdvantageConfig: reward_weights must have one number per reward, got none")
             for weight in self.reward_weights:
-                _finite("AdvantageConfig", "reward_weights", weight)
+                finite("AdvantageConfig", "reward_weights", weight)
             object.__setattr__(self, "reward_weights", tuple(float(w) for w in self.reward_weights))
 
     def _check_combinations(self) -> None:
@@ -245,23 +242,8 @@ class AdvantageConfig:
                 f"group_advantages: config must be an AdvantageConfig or a str, got {type(config).__name__}"
             )
         if config not in cls._presets:
-            raise _unknown("group_advantages", "config", config, _ESTIMATORS)
+            raise unknown("group_advantages", "config", config, _ESTIMATORS)
         return cls._presets[config]
-
-
-def _unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:
-    near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return ValueError(f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{hint}")
-
-
-def _finite(where: str, argument: str, value: object, minimum: float | None = None, open_end: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{where}: {argument} must be a number, got {type(value).__name__} {value!r}")
-    low_enough = minimum is None or value > minimum or (value == minimum and not open_end)
-    if not math.isfinite(value) or not low_enough:
-        rule = "" if minimum is None else f" {'above' if open_end else 'of at least'} {minimum:g}"
-        raise ValueError(f"{where}: {argument} must be a finite number{rule}, got {value!r}")
 
 
 AdvantageConfig._presets.update({name: AdvantageConfig(name) for name in _ESTIMATORS})

@@ -1,0 +1,9 @@
+"""Settings of the ops: frozen dataclasses that check themselves.
+
+A config says *what* is computed in the words of the papers and of the peers; the integers and floats that the kernels
+read are derived from it once, when it is made.
+"""
+
+from grpo_kernels.config.advantages import AdvantageConfig
+
+__all__ = ["AdvantageConfig"]
