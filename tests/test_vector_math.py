@@ -1,0 +1,88 @@
+"""csrc/cpu/simd/vector_math.h: how exact its functions are, and that every instruction set gives the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.emulation import build
+
+ROOT = build.ROOT
+FUNCTIONS = {"exp": np.exp, "expm1": np.expm1, "tanh": np.tanh, "slope": lambda x: 1 / np.cosh(x) ** 2}
+NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
+# Units in the last place.
+BOUNDS = {"exp": 2, "expm1": 2, "tanh": 4, "slope": 8}
+FLAGS: dict[str, list[str]] = {"baseline": [], "avx2": ["-mavx2", "-mfma"]}
+TYPES = {np.float32: ("apply_float", np.float64), np.float64: ("apply_double", np.longdouble)}
+
+pytestmark = pytest.mark.skipif(
+    build.compiler() is None or not (ROOT / "csrc").exists(), reason="needs a C++ compiler and the sources"
+)
+
+
+@functools.cache
+def library(level: str) -> ctypes.CDLL:
+    cpu = Path("/proc/cpuinfo")
+    if level == "avx2" and not (cpu.exists() and " avx2 " in cpu.read_text()):
+        pytest.skip("no AVX2 here")
+    target = Path(tempfile.mkdtemp()) / f"{level}.so"
+    command = [str(build.compiler()), "-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    command += ["-Wno-psabi", "-fPIC", "-shared", f"-DGRPO_SIMD={level}", *FLAGS[level]]
+    command += [f"-I{ROOT / 'csrc' / folder}" for folder in ("include", "cpu")]
+    subprocess.run([*command, str(ROOT / "tests/simd/vector_math.cpp"), "-o", str(target)], check=True)
+    return ctypes.CDLL(str(target))
+
+
+def apply(function: str, x: np.ndarray, level: str = "baseline") -> np.ndarray:
+    result = np.empty_like(x)
+    call = getattr(library(level), TYPES[x.dtype.type][0])
+    call(NUMBERS[function], x.ctypes.data_as(ctypes.c_void_p), result.ctypes.data_as(ctypes.c_void_p),
+         ctypes.c_int64(len(x)))  # fmt: skip
+    return result
+
+
+def samples(function: str, dtype: type) -> np.ndarray:
+    """Numbers over the whole range of the function and, as many, of every magnitude towards 0."""
+    bottom, top = (-86.5, 88.7) if dtype is np.float32 else (-707.0, 709.7)
+    if function in ("tanh", "slope"):
+        bottom, top = -12, 12
+    random = np.random.default_rng(0)
+    wide = random.uniform(bottom, top, 40_000)
+    near = random.uniform(-2, 2, 40_000) * 10.0 ** -random.uniform(0, 30, 40_000)
+    return np.concatenate([wide, near, random.uniform(-2, 2, 40_000)]).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_are_exact_to_a_few_units_in_the_last_place(function: str, dtype: type) -> None:
+    x = samples(function, dtype)
+    exact = FUNCTIONS[function](x.astype(TYPES[dtype][1]))
+    unit = np.spacing(np.abs(exact).astype(dtype)).astype(TYPES[dtype][1])
+    error = np.abs(apply(function, x).astype(TYPES[dtype][1]) - exact) / unit
+    worst = int(error.argmax())
+    assert error[worst] <= BOUNDS[function], f"{error[worst]:.2f} units at {x[worst]!r}"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_instruction_set_gives_the_same_bits(function: str, dtype: type) -> None:
+    x = samples(function, dtype)
+    assert apply(function, x, "avx2").tobytes() == apply(function, x).tobytes()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
+def test_ends_of_the_range(dtype: type) -> None:
+    inf, nan = np.inf, np.nan
+    top, bottom = (88.73, -87.4) if dtype is np.float32 else (709.79, -708.6)
+    x = np.array([nan, inf, -inf, 0.0, top, bottom, np.finfo(dtype).max, -np.finfo(dtype).max], dtype)
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(apply("exp", x), [nan, inf, 0, 1, inf, 0, inf, 0])
+        np.testing.assert_array_equal(apply("expm1", x), [nan, inf, -1, 0, inf, -1, inf, -1])
+    np.testing.assert_array_equal(apply("tanh", x), [nan, 1, -1, 0, 1, -1, 1, -1])
+    np.testing.assert_array_equal(apply("slope", x), [nan, 0, 0, 1, 0, 0, 0, 0])
