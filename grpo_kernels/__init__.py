@@ -3,15 +3,18 @@
 from grpo_kernels.config import AdvantageConfig
 from grpo_kernels.dispatch import available_backends, use_backend
 from grpo_kernels.functional.group_advantages import GroupAdvantages, group_advantages, group_ids
+from grpo_kernels.functional.token_logprobs import TokenLogprobs, token_logprobs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdvantageConfig",
     "GroupAdvantages",
+    "TokenLogprobs",
     "__version__",
     "available_backends",
     "group_advantages",
     "group_ids",
+    "token_logprobs",
     "use_backend",
 ]

@@ -30,21 +30,24 @@ def define(
     supports: Supports,
     fake: Callable[..., Any],
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    implementation: str | None = None,
 ) -> dict[str, Callable[..., Any]]:
     """Defines <op>_<backend> for every backend in `supports`; returns the callables by backend name.
 
     `autograd` is (setup_context, backward) as torch.library.register_autograd takes them; both are called with the
-    backend's name put in front of their arguments. None: not differentiable.
+    backend's name put in front of their arguments. None: not differentiable. `implementation` is "module.function" in
+    each backend's folder, "<op>.forward" if left out.
     """
+    module, function = (implementation or f"{op}.forward").split(".")
     callables: dict[str, Callable[..., Any]] = {}
     for backend in supports:
         name = f"{op}_{backend}"
         _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if backend in _FOLDERS:
-            _library.impl(name, _lazy(op, backend), "CompositeExplicitAutograd")
+            _library.impl(name, _lazy(module, function, backend), "CompositeExplicitAutograd")
         if autograd is not None:
-            setup_context, backward = (functools.partial(function, backend) for function in autograd)
+            setup_context, backward = (functools.partial(part, backend) for part in autograd)
             torch.library.register_autograd(
                 f"{NAMESPACE}::{name}", backward, setup_context=_keywords(setup_context), lib=_library
             )
@@ -66,14 +69,14 @@ def _keywords(setup_context: Callable[..., Any]) -> Callable[..., Any]:
     return named
 
 
-def _lazy(op: str, backend: str) -> Callable[..., Any]:
-    """The backend's forward(), imported at the first call: importing grpo_kernels must not import triton."""
-    module = None
+def _lazy(module: str, function: str, backend: str) -> Callable[..., Any]:
+    """The backend's function, imported at the first call: importing grpo_kernels must not import triton."""
+    found: Callable[..., Any] | None = None
 
-    def forward(*args: Any) -> Any:
-        nonlocal module
-        if module is None:
-            module = importlib.import_module(f"{NAMESPACE}.{_FOLDERS[backend]}.{op}")
-        return module.forward(*args)
+    def call(*args: Any) -> Any:
+        nonlocal found
+        if found is None:
+            found = getattr(importlib.import_module(f"{NAMESPACE}.{_FOLDERS[backend]}.{module}"), function)
+        return found(*args)
 
-    return forward
+    return call

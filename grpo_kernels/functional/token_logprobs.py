@@ -1,0 +1,150 @@
+"""Logits to the log-probabilities of chosen tokens, and the entropy of every row."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import checks, dispatch
+from grpo_kernels.ops import token_logprobs as op
+
+_OP = "token_logprobs"
+
+
+class TokenLogprobs(NamedTuple):
+    """One entry per target, in float32, or float64 for float64 logits.
+
+    logprobs  log-probability of the target, never above 0
+    entropy   of the row's distribution in nats, never below 0; None unless asked for
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+) -> TokenLogprobs:
+    """log softmax(softcap(logit_scale * logits) / temperature) at the targets, without the softmax in memory.
+
+    logits            [..., V]; bfloat16, float16, float32 (float64 on the CPU); neighbouring columns, else copied
+    targets           [...], integers; -100: log-probability and entropy 0, no gradient, the row is not read
+    temperature       above 0; a number, or a tensor with one per target ([...]) or per first dimension ([B], [B, 1])
+    softcap           above 0: logits become softcap * tanh(x / softcap); None: left as they are
+    logit_scale       above 0
+    return_entropy    also the entropy of every row, differentiable
+    inplace_backward  the backward writes the gradient over the logits, which saves as much memory as they take; nothing
+                      else may need them, and backward runs once. Not under torch.compile
+    backend           "cuda", "triton", "cpu", "reference"; None: the first that can
+
+    A logit of -inf is a masked token, with probability 0 whatever the softcap. NaN and +inf make their row NaN and no
+    other. Nothing waits for the GPU: a target that is no column is an error on the CPU and gives NaN on a GPU, and in a
+    tensor of temperatures one that is not positive and finite gives NaN. Only logits have a gradient, only a first one.
+    """
+    checks.tensor(_OP, "logits", logits, checks.FLOATS)
+    checks.tensor(_OP, "targets", targets, checks.INTEGERS)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{_OP}: logits must have shape [..., V] with V > 0, got {list(logits.shape)}")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{_OP}: targets must have shape {list(logits.shape[:-1])}, one for each row of the logits, "
+            f"got {list(targets.shape)}"
+        )
+    _same_device("targets", targets, logits)
+    row_temperature, temperature = _temperature(temperature, targets, logits)
+    softcap = None if softcap is None else _positive("softcap", softcap)
+    logit_scale = _positive("logit_scale", logit_scale)
+    if inplace_backward:
+        _check_inplace(logits)
+
+    chosen = dispatch.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS)
+    rows = _rows(logits)
+    shape = rows.shape[:2]
+    logprobs, entropy, _ = op.FORWARD[chosen](
+        rows,
+        targets.long().reshape(shape).contiguous(),
+        None if row_temperature is None else row_temperature.reshape(shape).contiguous(),
+        temperature,
+        softcap,
+        logit_scale,
+        return_entropy,
+        inplace_backward,
+    )
+    return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """[A, B, V] with neighbouring columns: a view of what is [..., V] or a slice of it like logits[:, :-1]."""
+    if logits.dim() < 3:
+        logits = logits[None] if logits.dim() == 2 else logits[None, None]
+    rows = logits if logits.dim() == 3 else logits.flatten(0, -3)
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def _temperature(temperature: float | Tensor, targets: Tensor, logits: Tensor) -> tuple[Tensor | None, float]:
+    if not isinstance(temperature, Tensor):
+        return None, _positive("temperature", temperature)
+    checks.tensor(_OP, "temperature", temperature, checks.FLOATS)
+    _same_device("temperature", temperature, logits)
+    if temperature.requires_grad:
+        raise ValueError(
+            f"{_OP}: temperature must not require grad, got requires_grad=True; it has no gradient here, "
+            "pass temperature.detach()"
+        )
+    shape = targets.shape
+    full = temperature
+    if full.dim() == 1 and full.shape == shape[:1]:
+        full = full.reshape(-1, *(1 for _ in shape[1:]))
+    fits = full.dim() == len(shape) and all(a in (1, b) for a, b in zip(full.shape, shape, strict=True))
+    if not fits:
+        raise ValueError(
+            f"{_OP}: temperature must have the shape of the targets, {list(shape)}, or one element for each of the "
+            f"first dimension, got {list(temperature.shape)}"
+        )
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return full.to(wide).expand(shape), 1.0
+
+
+def _positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{_OP}: {name} must be a number, got {type(value).__name__} {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{_OP}: {name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def _same_device(name: str, value: Tensor, logits: Tensor) -> None:
+    if value.device != logits.device:
+        raise ValueError(f"{_OP}: {name} must be on {logits.device} like the logits, got {value.device}")
+
+
+def _check_inplace(logits: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{_OP}: inplace_backward must be False under torch.compile, got True; "
+            "a compiled graph cannot know that its input is overwritten"
+        )
+    if logits.requires_grad and logits.is_leaf:
+        raise ValueError(
+            f"{_OP}: inplace_backward must be False for logits that are a leaf, got True; "
+            "their values would be lost and their gradient would share their memory"
+        )
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape, strict=True) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{_OP}: logits must not overlap themselves in memory with inplace_backward=True, "
+                f"got strides {list(logits.stride())}"
+            )
+        extent = stride * (size - 1) + extent
