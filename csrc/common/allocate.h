@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <array>
 #include <cstring>
 
 namespace grpo_kernels {
@@ -14,19 +15,29 @@ using torch::stable::Tensor;
 // kernel wrote shows. On the host only.
 inline bool poison_allocations = false;
 
-// An uninitialised vector beside `like`. Straight through the C shim: torch::stable::new_empty goes through
-// the dispatcher, which for a small op costs more than the op.
-inline Tensor empty_vector(const Tensor& like, int64_t length, int32_t dtype) {
-  const int64_t stride = 1;
+// An uninitialised contiguous tensor beside `like`. Straight through the C shim: torch::stable::new_empty goes
+// through the dispatcher, which for a small op costs more than the op.
+inline Tensor empty_tensor(const Tensor& like, const int64_t* sizes, int64_t dimensions, int32_t dtype) {
+  std::array<int64_t, 8> strides{};
+  STD_TORCH_CHECK(dimensions <= static_cast<int64_t>(strides.size()), "cannot allocate ", dimensions, " dimensions");
+  int64_t length = 1;
+  for (int64_t d = dimensions - 1; d >= 0; --d) {
+    strides[d] = length > 0 ? length : 1;
+    length *= sizes[d];
+  }
   int32_t device_type = 0;
   AtenTensorHandle handle = nullptr;
   STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == AOTI_TORCH_SUCCESS &&
-                      aoti_torch_empty_strided(1, &length, &stride, dtype, device_type, like.get_device_index(),
-                                               &handle) == AOTI_TORCH_SUCCESS,
-                  "cannot allocate a vector of ", length, " elements");
-  Tensor vector(handle);
-  if (poison_allocations && vector.is_cpu()) memset(vector.mutable_data_ptr(), 0xFF, length * vector.element_size());
-  return vector;
+                      aoti_torch_empty_strided(dimensions, sizes, strides.data(), dtype, device_type,
+                                               like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS,
+                  "cannot allocate a tensor of ", length, " elements");
+  Tensor tensor(handle);
+  if (poison_allocations && tensor.is_cpu()) memset(tensor.mutable_data_ptr(), 0xFF, length * tensor.element_size());
+  return tensor;
+}
+
+inline Tensor empty_vector(const Tensor& like, int64_t length, int32_t dtype) {
+  return empty_tensor(like, &length, 1, dtype);
 }
 
 inline int32_t dtype_of(const Tensor& tensor) {

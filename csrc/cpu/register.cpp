@@ -5,4 +5,7 @@
 // Every CPU kernel that torch can call, in one place. The schemas are defined in grpo_kernels/ops.
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("group_advantages_cpu", TORCH_BOX(&grpo_kernels::group_advantages_cpu));
+  library.impl("token_logprobs_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_cpu));
+  library.impl("token_logprobs_backward_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cpu));
+  library.impl("token_logprobs_backward_inplace_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_inplace_cpu));
 }
