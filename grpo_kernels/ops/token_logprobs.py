@@ -11,7 +11,7 @@ from grpo_kernels.ops import registry
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
-SUPPORTS = {"cpu": _ALL, "reference": _ALL}
+SUPPORTS = {"triton": _GPU, "cpu": _ALL, "reference": _ALL}
 
 # Logits are [A, B, V] with neighbouring columns, what belongs to a row is [A, B]. The results are log-probabilities,
 # entropies (empty unless wanted) and, for the backward, the log-sum-exp of every row as float64: rounded to float32 it

@@ -20,8 +20,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "capped": {"temperature": 1.3, "softcap": 30.0, "logit_scale": 1.5},
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# V = 1: one token, certain. 31: less than any vector. 1023: ragged. 5003: more than one tile of a kernel.
-SIZES = [1, 31, 1023, 5003]
+# V = 1: one token, certain. 31: less than any vector. 1023: ragged. 5008: several tiles of a kernel, all aligned.
+SIZES = [1, 31, 1023, 5008]
 
 
 # Values and gradients
