@@ -32,6 +32,14 @@ for name in gk.AdvantageConfig.names():
                 more["subgroups"] = torch.randint(-1, 3, (rows,))
             rewards = torch.randn(rows, 2) if config.combine == "normalize_then_sum" else torch.randn(rows)
             gk.group_advantages(rewards, groups, config=name, backend="cuda", **more)
+for columns, dtype in ((1, torch.float32), (31, torch.bfloat16), (1041, torch.float16), (1041, torch.float32)):
+    for shift in (0, 1):  # rows at any address, and to the last byte of their memory
+        memory = torch.randn(3 * columns + shift).to(dtype)
+        logits = memory[shift:].view(3, columns).requires_grad_()
+        targets, cap = torch.tensor([0, -100, columns - 1]), 9.0 if shift else None
+        result = gk.token_logprobs(logits, targets, softcap=cap, return_entropy=True, backend="cuda")
+        (result.logprobs.sum() + result.entropy.sum()).backward()
+gk.token_logprobs(torch.randn(2, 7), torch.tensor([7, -1]), backend="cuda")
 if len(sys.argv) > 2:  # an op called with a size that its arrays do not have
     order = torch.tensor([0, 1, 2, 2_000])
     starts = torch.tensor([0, 4, 4, 4, 4])

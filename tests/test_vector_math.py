@@ -1,4 +1,4 @@
-"""csrc/cpu/simd/vector_math.h: how exact its functions are, and that every instruction set gives the same bits."""
+"""The functions under the CPU kernels: how exact they are, and that every instruction set gives the same bits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.emulation import build
 
@@ -34,7 +35,7 @@ def library(level: str) -> ctypes.CDLL:
     target = Path(tempfile.mkdtemp()) / f"{level}.so"
     command = [str(build.compiler()), "-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     command += ["-Wno-psabi", "-fPIC", "-shared", f"-DGRPO_SIMD={level}", *FLAGS[level]]
-    command += [f"-I{ROOT / 'csrc' / folder}" for folder in ("include", "cpu")]
+    command += [f"-I{ROOT / folder}" for folder in ("csrc/include", "csrc/cpu", "tests/emulation")]
     subprocess.run([*command, str(ROOT / "tests/simd/vector_math.cpp"), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
 
@@ -86,3 +87,34 @@ def test_ends_of_the_range(dtype: type) -> None:
         np.testing.assert_array_equal(apply("expm1", x), [nan, inf, -1, 0, inf, -1, inf, -1])
     np.testing.assert_array_equal(apply("tanh", x), [nan, 1, -1, 0, 1, -1, 1, -1])
     np.testing.assert_array_equal(apply("slope", x), [nan, 0, 0, 1, 0, 0, 0, 0])
+
+
+HALVES = {"half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def convert(function: str, x: torch.Tensor, dtype: torch.dtype, level: str) -> torch.Tensor:
+    result = torch.empty(x.shape, dtype=dtype)
+    getattr(library(level), function)(
+        ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(result.data_ptr()), ctypes.c_int64(len(x))
+    )
+    return result
+
+
+@pytest.mark.parametrize("level", FLAGS)
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("who", ["", "emulator_"])
+def test_halves_convert_as_in_torch(who: str, name: str, level: str) -> None:
+    dtype = HALVES[name]
+    every = torch.arange(2**16).to(torch.uint16).view(dtype)
+    wide = convert(f"{who}widen_{name}", every, torch.float32, level)
+    assert torch.equal(wide.nan_to_num(7.0), every.float().nan_to_num(7.0)) and wide.isnan().equal(every.isnan())
+    # every half, what is exactly between two of them, what is next to that, and anything
+    between = (wide[:-1].double() / 2 + wide[1:].double() / 2).float()
+    some = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32)
+    near = [between, between.nextafter(torch.tensor(0.0)), between.nextafter(torch.tensor(float("inf")))]
+    x = torch.cat([wide, *near, some])
+    x = x[: len(x) // 8 * 8]
+    narrow = convert(f"{who}narrow_{name}", x, dtype, level)
+    known = ~x.isnan()
+    assert torch.equal(narrow[known].view(torch.int16), x[known].to(dtype).view(torch.int16))
+    assert narrow[~known].isnan().all()

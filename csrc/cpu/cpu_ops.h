@@ -17,11 +17,10 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
                                       std::vector<double> weights, std::vector<int64_t> modes,
                                       std::vector<double> coefficients);
 
-using LogprobTensors = std::tuple<Tensor, Tensor, Tensor>;
-
-LogprobTensors token_logprobs_cpu(Tensor logits, Tensor targets, std::optional<Tensor> row_temperature,
-                                  double temperature, std::optional<double> softcap, double logit_scale,
-                                  bool want_entropy, bool inplace_backward);
+std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(Tensor logits, Tensor targets,
+                                                      std::optional<Tensor> row_temperature, double temperature,
+                                                      std::optional<double> softcap, double logit_scale,
+                                                      bool want_entropy, bool inplace_backward);
 Tensor token_logprobs_backward_cpu(std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
                                    Tensor logits, Tensor targets, Tensor normalizer, std::optional<Tensor> entropy,
                                    std::optional<Tensor> row_temperature, double temperature,

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "allocate.h"
 #include "cpu_ops.h"
 #include "logit_tensors.h"
 #include "scratch.h"
@@ -90,89 +89,57 @@ void backward_rows(const LogitRows<T>& in, const Upstream<T>& upstream, T* gradi
   });
 }
 
-// run(a pointer of the type of the logits)
-template <typename Run>
-void for_dtype(const Tensor& logits, Run run) {
-  switch (logits.scalar_type()) {
-    case ScalarType::Float:
-      return run(static_cast<float*>(nullptr));
-    case ScalarType::Double:
-      return run(static_cast<double*>(nullptr));
-    case ScalarType::Half:
-      return run(static_cast<Half*>(nullptr));
-    case ScalarType::BFloat16:
-      return run(static_cast<BFloat16*>(nullptr));
-    default:
-      STD_TORCH_CHECK(false, kLogprobsOp, ": logits must be float16, bfloat16, float32 or float64");
-  }
-}
-
 template <typename T>
-LogitRows<T> rows_of(const Tensor& logits, const Tensor& targets, const std::optional<Tensor>& row_temperature,
-                     const LogitScaling& scaling) {
-  const LogitLayout layout = check_logits(logits);
-  check_array(kLogprobsOp, "targets", targets, layout.rows, ScalarType::Long);
-  check_optional("row_temperature", row_temperature, layout.rows, wide_dtype(logits.scalar_type()));
-  return {static_cast<const T*>(logits.const_data_ptr()), layout, static_cast<const int64_t*>(targets.const_data_ptr()),
-          optional_data<Wide<T>>(row_temperature), scaling};
+LogitRows<T> rows_of(const Tensor& logits, const RowTensors& rows) {
+  return {static_cast<const T*>(logits.const_data_ptr()), check_rows(logits, rows),
+          static_cast<const int64_t*>(rows.targets.const_data_ptr()), optional_data<Wide<T>>(rows.row_temperature),
+          rows.scaling};
 }
 
-void backward_into(const Tensor& gradient, const std::optional<Tensor>& grad_logprobs,
-                   const std::optional<Tensor>& grad_entropy, const Tensor& logits, const Tensor& targets,
-                   const Tensor& normalizer, const std::optional<Tensor>& entropy,
-                   const std::optional<Tensor>& row_temperature, const LogitScaling& scaling) {
-  const ScalarType wide = wide_dtype(logits.scalar_type());
-  for_dtype(logits, [&](auto* type) {
+void backward_into(const Tensor& gradient, const Tensor& logits, const RowTensors& rows,
+                   const UpstreamTensors& tensors) {
+  for_logit_dtype<true>(logits, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const LogitRows<T> in = rows_of<T>(logits, targets, row_temperature, scaling);
-    check_array(kLogprobsOp, "normalizer", normalizer, in.layout.rows, ScalarType::Double);
-    check_optional("grad_logprobs", grad_logprobs, in.layout.rows, wide);
-    check_optional("grad_entropy", grad_entropy, in.layout.rows, wide);
-    check_optional("entropy", entropy, in.layout.rows, wide);
-    STD_TORCH_CHECK(!grad_entropy || entropy, kLogprobsOp, ": entropy must be given with grad_entropy");
+    const LogitRows<T> in = rows_of<T>(logits, rows);
+    check_upstream(in.layout, wide_dtype(logits.scalar_type()), tensors);
     if (in.layout.rows == 0) return;
-    const Upstream<T> upstream{optional_data<Wide<T>>(grad_logprobs), optional_data<Wide<T>>(grad_entropy),
-                               optional_data<Wide<T>>(entropy),
-                               static_cast<const double*>(normalizer.const_data_ptr())};
-    backward_rows(in, upstream, static_cast<T*>(gradient.mutable_data_ptr()), check_logits(gradient));
+    const Upstream<T> upstream{optional_data<Wide<T>>(tensors.grad_logprobs),
+                               optional_data<Wide<T>>(tensors.grad_entropy), optional_data<Wide<T>>(tensors.entropy),
+                               static_cast<const double*>(tensors.normalizer.const_data_ptr())};
+    backward_rows(in, upstream, data_of<T>(gradient), check_logits(gradient));
   });
 }
 
 }  // namespace
 
-LogprobTensors token_logprobs_cpu(Tensor logits, Tensor targets, std::optional<Tensor> row_temperature,
-                                  double temperature, std::optional<double> softcap, double logit_scale,
-                                  bool want_entropy, bool /*inplace_backward*/) {
-  STD_TORCH_CHECK(logits.dim() == 3, kLogprobsOp, ": logits must have shape [A, B, V]");
-  const int64_t shape[2] = {logits.size(0), logits.size(1)}, nothing = 0;
-  const int32_t wide =
-      logits.scalar_type() == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
-  const Tensor logprobs = empty_tensor(logits, shape, 2, wide);
-  const Tensor entropy = want_entropy ? empty_tensor(logits, shape, 2, wide) : empty_tensor(logits, &nothing, 1, wide);
-  const Tensor normalizer = empty_tensor(logits, shape, 2, aoti_torch_dtype_float64());
-  for_dtype(logits, [&](auto* type) {
+std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(Tensor logits, Tensor targets,
+                                                      std::optional<Tensor> row_temperature, double temperature,
+                                                      std::optional<double> softcap, double logit_scale,
+                                                      bool want_entropy, bool /*inplace_backward*/) {
+  const LogprobTensors results = empty_results(logits, want_entropy);
+  for_logit_dtype<true>(logits, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const LogitRows<T> in =
-        rows_of<T>(logits, targets, row_temperature, {temperature, softcap.value_or(0), logit_scale});
+        rows_of<T>(logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}});
     if (in.layout.rows == 0) return;
-    forward_rows(in, static_cast<Wide<T>*>(logprobs.mutable_data_ptr()),
-                 want_entropy ? static_cast<Wide<T>*>(entropy.mutable_data_ptr()) : nullptr,
-                 static_cast<double*>(normalizer.mutable_data_ptr()));
+    const auto& [logprobs, entropy, normalizer] = results;
+    forward_rows(in, data_of<Wide<T>>(logprobs), want_entropy ? data_of<Wide<T>>(entropy) : nullptr,
+                 data_of<double>(normalizer));
   });
-  return {logprobs, entropy, normalizer};
+  return results;
 }
 
 Tensor token_logprobs_backward_cpu(std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
                                    Tensor logits, Tensor targets, Tensor normalizer, std::optional<Tensor> entropy,
                                    std::optional<Tensor> row_temperature, double temperature,
                                    std::optional<double> softcap, double logit_scale) {
-  STD_TORCH_CHECK(logits.dim() == 3, kLogprobsOp, ": logits must have shape [A, B, V]");
+  check_logits(logits);
   const int64_t shape[3] = {logits.size(0), logits.size(1), logits.size(2)};
   const Tensor gradient = empty_tensor(logits, shape, 3, dtype_of(logits));
   const std::size_t bytes = static_cast<std::size_t>(gradient.numel()) * gradient.element_size();
-  if (bytes >= kHugeGradient) advise_huge_pages(gradient.mutable_data_ptr(), bytes);
-  backward_into(gradient, grad_logprobs, grad_entropy, logits, targets, normalizer, entropy, row_temperature,
-                {temperature, softcap.value_or(0), logit_scale});
+  if (bytes >= kHugeGradient) advise_huge_pages(data_of<void>(gradient), bytes);
+  backward_into(gradient, logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}},
+                {grad_logprobs, grad_entropy, normalizer, entropy});
   return gradient;
 }
 
@@ -180,8 +147,8 @@ void token_logprobs_backward_inplace_cpu(Tensor logits, std::optional<Tensor> gr
                                          std::optional<Tensor> grad_entropy, Tensor targets, Tensor normalizer,
                                          std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
                                          double temperature, std::optional<double> softcap, double logit_scale) {
-  backward_into(logits, grad_logprobs, grad_entropy, logits, targets, normalizer, entropy, row_temperature,
-                {temperature, softcap.value_or(0), logit_scale});
+  backward_into(logits, logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}},
+                {grad_logprobs, grad_entropy, normalizer, entropy});
 }
 
 }  // namespace grpo_kernels

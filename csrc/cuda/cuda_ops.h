@@ -18,4 +18,14 @@ AdvantageTensors group_advantages_cuda(Tensor rewards, std::optional<Tensor> ord
                                        std::vector<double> weights, std::vector<int64_t> modes,
                                        std::vector<double> coefficients);
 
+std::tuple<Tensor, Tensor, Tensor> token_logprobs_cuda(Tensor logits, Tensor targets,
+                                                       std::optional<Tensor> row_temperature, double temperature,
+                                                       std::optional<double> softcap, double logit_scale,
+                                                       bool want_entropy);
+// The gradient is written into the first argument, which may be the logits.
+void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_logprobs,
+                                  std::optional<Tensor> grad_entropy, Tensor logits, Tensor targets, Tensor normalizer,
+                                  std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
+                                  double temperature, std::optional<double> softcap, double logit_scale);
+
 }  // namespace grpo_kernels

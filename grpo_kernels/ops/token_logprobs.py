@@ -11,7 +11,7 @@ from grpo_kernels.ops import registry
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
-SUPPORTS = {"triton": _GPU, "cpu": _ALL, "reference": _ALL}
+SUPPORTS = {"cuda": _GPU, "triton": _GPU, "cpu": _ALL, "reference": _ALL}
 
 # Logits are [A, B, V] with neighbouring columns, what belongs to a row is [A, B]. The results are log-probabilities,
 # entropies (empty unless wanted) and, for the backward, the log-sum-exp of every row as float64: rounded to float32 it
@@ -23,6 +23,14 @@ SCHEMA = (
 )
 BACKWARD_SCHEMA = f"(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, {_SAVED}) -> Tensor"
 INPLACE_SCHEMA = f"(Tensor(a!) logits, Tensor? grad_logprobs, Tensor? grad_entropy, {_SAVED}) -> ()"
+
+registry.define_compiled(
+    f"_token_logprobs_cuda(Tensor logits, Tensor targets, {_SCALING}, bool want_entropy) -> (Tensor, Tensor, Tensor)"
+)
+registry.define_compiled(
+    "_token_logprobs_backward_cuda(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, "
+    f"{_SAVED}) -> ()"
+)
 
 
 def _fake(

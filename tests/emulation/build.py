@@ -38,6 +38,7 @@ def library(sanitize: bool = False) -> Path:
 def _compile(target: Path, sanitize: bool) -> None:
     torch_dir = Path(torch.__file__).parent
     command = [str(compiler()), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
+    command += ["-fvisibility=hidden"]  # as in the release
     command += ["-DGRPO_KERNELS_EMULATE", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
     command += ["-fsanitize=address", "-fno-omit-frame-pointer"] if sanitize else []
     command += [f"-I{ROOT / f}" for f in ("csrc/include", "csrc/common", "csrc/cuda", "tests/emulation")]

@@ -241,4 +241,5 @@ GRPO_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
 
 #pragma GCC visibility pop
 
+#include "cuda_emulator_half.h"
 #include "cuda_emulator_math.h"

@@ -1,5 +1,9 @@
-// The functions of csrc/cpu/simd/vector_math.h applied to arrays, for test_vector_math.py.
+// The functions of csrc/cpu/simd/vector_math.h and the conversions of half_lanes.h applied to arrays, and those of the
+// kernel emulator, for test_vector_math.py.
 #include "simd/vector_math.h"
+
+#include "cuda_emulator_half.h"
+#include "simd/half_lanes.h"
 
 using namespace grpo_kernels::GRPO_SIMD;
 
@@ -18,9 +22,36 @@ void apply(int function, const typename LaneMath<V>::Scalar* from, typename Lane
   }
 }
 
+template <typename T>
+void widen(const T* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += 8) store_lanes(to + i, load_lanes(from + i));
+}
+
+template <typename T>
+void narrow(const float* from, T* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += 8) store_lanes(to + i, load_lanes(from + i));
+}
+
 }  // namespace
 
 extern "C" {
+void widen_half(const grpo_kernels::Half* from, float* to, int64_t count) { widen(from, to, count); }
+void widen_bfloat16(const grpo_kernels::BFloat16* from, float* to, int64_t count) { widen(from, to, count); }
+void narrow_half(const float* from, grpo_kernels::Half* to, int64_t count) { narrow(from, to, count); }
+void narrow_bfloat16(const float* from, grpo_kernels::BFloat16* to, int64_t count) { narrow(from, to, count); }
+// Without the emulator's types, which are not visible outside, in the signatures.
+void emulator_widen_half(const uint16_t* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = __half2float(__ushort_as_half(from[i]));
+}
+void emulator_widen_bfloat16(const uint16_t* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = __bfloat162float(__ushort_as_bfloat16(from[i]));
+}
+void emulator_narrow_half(const float* from, uint16_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = __half_as_ushort(__float2half_rn(from[i]));
+}
+void emulator_narrow_bfloat16(const float* from, uint16_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) to[i] = __bfloat16_as_ushort(__float2bfloat16_rn(from[i]));
+}
 void apply_float(int function, const float* from, float* to, int64_t count) {
   apply<Floats>(function, from, to, count);
 }
