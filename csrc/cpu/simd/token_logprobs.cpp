@@ -26,7 +26,7 @@ struct VectorMath {
   static GRPO_HD V zero_where_equal(const V& z, Scalar top, const V& other) {
     return (V)(~(Bits)(z == top) & (Bits)other);
   }
-  static GRPO_HD V at_least(const V& x, Scalar floor) { return x < floor ? every(floor) : x; }
+  static GRPO_HD V at_least(const V& x, Scalar floor) { return larger(every(floor), x); }
 };
 
 // The math of the lone doubles between blocks, without libm, whose digits depend on the machine.

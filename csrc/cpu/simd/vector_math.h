@@ -77,10 +77,15 @@ GRPO_HD V absolute(const V& x) {
   return (V)((typename Math::Bits)x & (~typename Math::Bits{} >> 1));
 }
 
-// b where a is NaN: maxima ignore NaN if the running maximum is b.
+// b where either is NaN, as in the processors' instructions: NaN is ignored in a, as by a running maximum in b, and
+// kept in b, as by a limit in a.
 template <typename V>
 GRPO_HD V larger(const V& a, const V& b) {
   return a > b ? a : b;
+}
+template <typename V>
+GRPO_HD V smaller(const V& a, const V& b) {
+  return a < b ? a : b;
 }
 
 template <typename V>
@@ -92,8 +97,7 @@ struct Reduced {
 template <typename V>
 GRPO_HD Reduced<V> reduce_exp(const V& any) {
   using Math = LaneMath<V>;
-  V x = any < Math::kLow ? every<V>(Math::kLow) : any;
-  x = x > Math::kHigh ? every<V>(Math::kHigh) : x;
+  const V x = smaller(every<V>(Math::kHigh), larger(every<V>(Math::kLow), any));
   const V rounded = x * Math::kLog2e + Math::kRound;
   const V n = rounded - Math::kRound;
   const V r = (x - n * Math::kLn2High) - n * Math::kLn2Low;
