@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import subprocess
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.emulation import build
+from tests.simd import levels
 
-ROOT = build.ROOT
 FUNCTIONS = {"exp": np.exp, "expm1": np.expm1, "tanh": np.tanh, "slope": lambda x: 1 / np.cosh(x) ** 2}
 NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 # Units in the last place.
 BOUNDS = {"exp": 2, "expm1": 2, "tanh": 4, "slope": 8}
-FLAGS: dict[str, list[str]] = {"baseline": [], "avx2": ["-mavx2", "-mfma"]}
 TYPES = {np.float32: ("apply_float", np.float64), np.float64: ("apply_double", np.longdouble)}
 
-pytestmark = pytest.mark.skipif(
-    build.compiler() is None or not (ROOT / "csrc").exists(), reason="needs a C++ compiler and the sources"
-)
+pytestmark = levels.needs_sources
 
 
-@functools.cache
 def library(level: str) -> ctypes.CDLL:
-    cpu = Path("/proc/cpuinfo")
-    if level == "avx2" and not (cpu.exists() and " avx2 " in cpu.read_text()):
-        pytest.skip("no AVX2 here")
-    target = Path(tempfile.mkdtemp()) / f"{level}.so"
-    command = [str(build.compiler()), "-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    command += ["-Wno-psabi", "-fPIC", "-shared", f"-DGRPO_SIMD={level}", *FLAGS[level]]
-    command += [f"-I{ROOT / folder}" for folder in ("csrc/include", "csrc/cpu", "tests/emulation")]
-    subprocess.run([*command, str(ROOT / "tests/simd/vector_math.cpp"), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    return levels.library("vector_math.cpp", level)
 
 
 def apply(function: str, x: np.ndarray, level: str = "baseline") -> np.ndarray:
@@ -72,9 +55,10 @@ def test_results_are_exact_to_a_few_units_in_the_last_place(function: str, dtype
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_instruction_set_gives_the_same_bits(function: str, dtype: type) -> None:
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bits(level: str, function: str, dtype: type) -> None:
     x = samples(function, dtype)
-    assert apply(function, x, "avx2").tobytes() == apply(function, x).tobytes()
+    assert apply(function, x, level).tobytes() == apply(function, x).tobytes()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
@@ -100,7 +84,7 @@ def convert(function: str, x: torch.Tensor, dtype: torch.dtype, level: str) -> t
     return result
 
 
-@pytest.mark.parametrize("level", FLAGS)
+@pytest.mark.parametrize("level", levels.FLAGS)
 @pytest.mark.parametrize("name", HALVES)
 @pytest.mark.parametrize("who", ["", "emulator_"])
 def test_halves_convert_as_in_torch(who: str, name: str, level: str) -> None:
