@@ -19,7 +19,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kSmallThreads = 64;
 constexpr int64_t kSmallColumns = 1024;
-constexpr int64_t kMaxBlocks = 1 << 16;
+constexpr int64_t kMaxBlocks = 1 << 14;  // more rows than that take turns
 constexpr int kChunk = 8;
 #define GRPO_BOUNDS __launch_bounds__(kThreads)
 
