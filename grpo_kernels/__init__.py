@@ -1,8 +1,9 @@
 """Fused CPU, Triton and CUDA kernels for GRPO-style reinforcement learning of language models."""
 
-from grpo_kernels.config import AdvantageConfig
+from grpo_kernels.config import AdvantageConfig, LossConfig
 from grpo_kernels.dispatch import available_backends, use_backend
 from grpo_kernels.functional.group_advantages import GroupAdvantages, group_advantages, group_ids
+from grpo_kernels.functional.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.functional.token_logprobs import TokenLogprobs, token_logprobs
 
 __version__ = "0.1.0"
@@ -10,11 +11,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AdvantageConfig",
     "GroupAdvantages",
+    "LossConfig",
+    "PolicyLoss",
     "TokenLogprobs",
     "__version__",
     "available_backends",
     "group_advantages",
     "group_ids",
+    "policy_loss",
     "token_logprobs",
     "use_backend",
 ]

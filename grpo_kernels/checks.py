@@ -25,6 +25,11 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
     return value
 
 
+def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} like the first argument, got {value.device}")
+
+
 def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], like: Tensor) -> Tensor:
     """A tensor with one element for each row of `like`, on its device."""
     checked = tensor(op, name, value, dtypes)

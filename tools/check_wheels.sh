@@ -29,6 +29,12 @@ assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} ==
 assert "grpo_kernels/py.typed" in names
 assert (mode == "none") == sys.argv[1].endswith("py3-none-any.whl"), sys.argv[1]
 PY
+  # a source file that the build forgot would show where the module is loaded, which without a GPU it is not
+  mkdir "$work/content-$mode" && python -m zipfile -e "$wheel" "$work/content-$mode"
+  for module in $(find "$work/content-$mode" -name "*.so"); do
+    missing=$(nm -D --undefined-only --demangle "$module" | grep "grpo_kernels::" || true)
+    if [ -n "$missing" ]; then echo "$module lacks: $missing" >&2; exit 1; fi
+  done
   python -m venv "$work/env-$mode"
   python_there="$work/env-$mode/bin/python"
   "$python_there" -m pip install -q -c "$root/tools/constraints.txt" torch==2.13.0 triton==3.7.1 numpy pytest pytest-xdist hypothesis

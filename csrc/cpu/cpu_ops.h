@@ -30,4 +30,15 @@ void token_logprobs_backward_inplace_cpu(Tensor logits, std::optional<Tensor> gr
                                          std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
                                          double temperature, std::optional<double> softcap, double logit_scale);
 
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> old, Tensor advantages,
+                                  std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
+                                  std::optional<Tensor> segments, std::optional<Tensor> ref,
+                                  std::optional<Tensor> sampling, std::optional<Tensor> is_weights,
+                                  std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
+                                  std::optional<Tensor> weights, std::optional<Tensor> normalizers,
+                                  std::vector<double> counts, std::vector<int64_t> modes,
+                                  std::vector<double> coefficients, bool needs_entropy_gradient);
+
 }  // namespace grpo_kernels

@@ -28,4 +28,16 @@ void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_lo
                                   std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
                                   double temperature, std::optional<double> softcap, double logit_scale);
 
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> old, Tensor advantages,
+                                   std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
+                                   std::optional<Tensor> segments, std::optional<Tensor> ref,
+                                   std::optional<Tensor> sampling, std::optional<Tensor> is_weights,
+                                   std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
+                                   std::optional<Tensor> weights, std::optional<Tensor> normalizers,
+                                   std::optional<Tensor> task_starts, std::vector<double> counts,
+                                   std::vector<int64_t> modes, std::vector<double> coefficients,
+                                   bool needs_entropy_gradient);
+
 }  // namespace grpo_kernels

@@ -14,4 +14,5 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_DEVICE, library) {
   library.impl("_group_advantages_cuda", TORCH_BOX(&grpo_kernels::group_advantages_cuda));
   library.impl("_token_logprobs_cuda", TORCH_BOX(&grpo_kernels::token_logprobs_cuda));
   library.impl("_token_logprobs_backward_cuda", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cuda));
+  library.impl("_policy_loss_cuda", TORCH_BOX(&grpo_kernels::policy_loss_cuda));
 }

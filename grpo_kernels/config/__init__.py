@@ -5,5 +5,6 @@ read are derived from it once, when it is made.
 """
 
 from grpo_kernels.config.advantages import AdvantageConfig
+from grpo_kernels.config.loss import LossConfig
 
-__all__ = ["AdvantageConfig"]
+__all__ = ["AdvantageConfig", "LossConfig"]

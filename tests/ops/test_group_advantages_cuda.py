@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-
 import pytest
 import torch
 
 import grpo_kernels as gk
-from tests.emulation import build
+from tests import emulation
+from tests.emulation import launches
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available() or build.compiler() is None or not (build.ROOT / "csrc").exists(),
-    reason="counts launches of the kernels emulated on the host",
-)
-
-
-def launches(call: Callable[[], object]) -> int:
-    library = ctypes.CDLL(str(build.library()))
-    library.grpo_kernels_set_schedule_seed(ctypes.c_uint64(1))
-    call()
-    count = library.grpo_kernels_launches
-    count.restype = ctypes.c_uint64
-    return int(count())
+pytestmark = emulation.only
 
 
 # 65,536 rows take the emulator seconds; the choice of kernels does not look at the size of the groups.
@@ -49,13 +35,12 @@ def test_larger_batches_take_three_launches_for_a_batch_statistic() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"])
 def test_same_bits_under_every_schedule(name: str) -> None:
-    library = ctypes.CDLL(str(build.library()))
     rewards = torch.randn(300, 2)
     groups, subgroups = torch.randint(0, 9, (300,)), torch.randint(-1, 3, (300,))
     more = {"lengths": torch.randint(1, 9, (300,))} if name == "reinforce_plus_plus_baseline" else {}
     results = []
     for seed in range(5):
-        library.grpo_kernels_set_schedule_seed(ctypes.c_uint64(seed))
+        emulation.set_schedule(seed)
         results.append(gk.group_advantages(rewards, groups, subgroups=subgroups, config=name, backend="cuda", **more))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))

@@ -55,9 +55,7 @@ struct LaneMath<Quad> {
 
 template <typename V>
 GRPO_HD V every(typename LaneMath<V>::Scalar value) {
-  V lanes;
-  for (int l = 0; l < LaneMath<V>::kCount; ++l) lanes[l] = value;
-  return lanes;
+  return value - V{};  // one broadcast; GCC 12 makes a loop over the lanes eight insertions
 }
 
 template <typename V>
@@ -102,10 +100,18 @@ GRPO_HD Reduced<V> reduce_exp(const V& any) {
   const V n = rounded - Math::kRound;
   const V r = (x - n * Math::kLn2High) - n * Math::kLn2Low;
   constexpr int kDegree = sizeof(Math::kTerms) / sizeof(Math::kTerms[0]) - 1;
-  V sum = every<V>(Math::kTerms[kDegree]);
-  for (int i = kDegree - 1; i >= 0; --i) sum = sum * r + Math::kTerms[i];
+  const V square = r * r;
+  V sum;
+  if constexpr (kDegree == 4) {
+    // floats: even and odd powers side by side, as one chain of additions would be what everything waits for
+    const V odd = square * Math::kTerms[3] + Math::kTerms[1];
+    sum = (square * Math::kTerms[4] + Math::kTerms[2]) * square + Math::kTerms[0] + odd * r;
+  } else {  // doubles: that would cost half a unit in the last place
+    sum = every<V>(Math::kTerms[kDegree]);
+    for (int i = kDegree - 1; i >= 0; --i) sum = sum * r + Math::kTerms[i];
+  }
   Reduced<V> reduced;
-  reduced.minus_one = r + r * r * sum;
+  reduced.minus_one = r + square * sum;
   reduced.half_scale = (V)(((typename Math::Bits)rounded + Math::kHalfExponent) << Math::kMantissa);
   return reduced;
 }

@@ -1,0 +1,178 @@
+// Compiled once per instruction set (GRPO_SIMD). Only project headers whose functions are always inlined may be used
+// here: an inline function of the standard library could be merged with a copy built for another instruction set.
+#include "simd/policy_loss.h"
+
+#include "grpo_kernels/policy_walk.h"
+#include "simd/lanes.h"
+#include "simd/vector_math.h"
+
+namespace grpo_kernels::GRPO_SIMD {
+namespace {
+
+typedef int32_t FloatFlags __attribute__((vector_size(32)));
+typedef int64_t DoubleFlags __attribute__((vector_size(32)));
+
+template <typename T>
+struct VectorOf {
+  using Value = Floats;
+  using Flag = FloatFlags;
+};
+template <>
+struct VectorOf<double> {
+  using Value = Quad;
+  using Flag = DoubleFlags;
+};
+
+// What policy_walk.h computes with.
+template <typename T>
+struct VectorMath {
+  using Scalar = T;
+  using Value = typename VectorOf<T>::Value;
+  using Flag = typename VectorOf<T>::Flag;
+  using Counter = Flag;
+  static constexpr int kCount = sizeof(Value) / sizeof(T);
+
+  GRPO_HD static Value all(T value) { return every<Value>(value); }
+  GRPO_HD static Flag none() { return Flag{}; }
+  GRPO_HD static Flag negate(const Flag& flag) { return ~flag; }
+  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) { return flag ? yes : no; }
+  GRPO_HD static Value exp(const Value& x) { return GRPO_SIMD::exp(x); }
+  GRPO_HD static Value expm1(const Value& x) { return GRPO_SIMD::expm1(x); }
+  GRPO_HD static Value log(Value x) {  // of one rare loss only
+    for (int l = 0; l < kCount; ++l) x[l] = sizeof(T) == 4 ? logf(x[l]) : ::log(x[l]);
+    return x;
+  }
+
+  GRPO_HD static void count(Counter& counter, const Flag& flag) { counter -= flag; }  // a true lane is -1
+
+  GRPO_HD static Value load(const T* from, int64_t left) {
+    Value value{};
+    if (left >= kCount) {
+      memcpy(&value, from, sizeof value);
+      return value;
+    }
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) value[l] = from[l];
+    }
+    return value;
+  }
+
+  GRPO_HD static void store(T* to, int64_t left, const Value& value) {
+    if (left >= kCount) {
+      memcpy(to, &value, sizeof value);
+      return;
+    }
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) to[l] = value[l];
+    }
+  }
+
+  // The first `left` lanes, and of those the ones whose byte is not 0; null: all of them.
+  GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
+    if (from != nullptr && left >= kCount) {
+      // every lane looks at its own byte of a word that all have: no conversion of bytes, which costs as much as an exp
+      constexpr int kLast = kCount - 1;
+      uint32_t words[2];
+      memcpy(words, from, kCount);
+      Flag bytes;
+      if constexpr (sizeof(T) == 4) {
+        const int32_t a = static_cast<int32_t>(words[0]), b = static_cast<int32_t>(words[kLast / 4]);
+        bytes =
+            Flag{a, a, a, a, b, b, b, b} & Flag{0xFF, 0xFF00, 0xFF0000, ~0xFFFFFF, 0xFF, 0xFF00, 0xFF0000, ~0xFFFFFF};
+      } else {
+        const int64_t a = static_cast<int64_t>(words[0]);
+        bytes = Flag{a, a, a, a} & Flag{0xFF, 0xFF00, 0xFF0000, 0xFF000000};
+      }
+      return bytes != 0;
+    }
+    Flag flags{};
+    for (int l = 0; l < kCount; ++l) flags[l] = l < left && (from == nullptr || from[l]) ? -1 : 0;
+    return flags;
+  }
+
+  GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
+    Flag flags{};
+    for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
+    return flags;
+  }
+};
+
+template <typename Lanes>
+GRPO_HD void fold(Lanes& lanes, double& into) {
+  double sum = 0;
+  for (unsigned l = 0; l < sizeof(Lanes) / sizeof(lanes[0]); ++l) sum += static_cast<double>(lanes[l]);
+  into += sum;
+}
+
+// From lanes to double; the lanes start again at 0.
+template <typename T>
+GRPO_HD void flush(StepSums<VectorMath<T>>& lanes, PolicySums& sums) {
+  fold(lanes.policy, sums.policy);
+  fold(lanes.kl, sums.kl);
+  fold(lanes.plain_kl, sums.plain_kl);
+  fold(lanes.entropy, sums.entropy);
+  fold(lanes.plain_entropy, sums.plain_entropy);
+  fold(lanes.through, sums.through);
+  fold(lanes.log_ratio, sums.log_ratio);
+  fold(lanes.ratio, sums.ratio);
+  fold(lanes.phi, sums.phi);
+  fold(lanes.is, sums.is);
+  fold(lanes.is_square, sums.is_square);
+  fold(lanes.gap, sums.gap);
+  fold(lanes.low, sums.low);
+  fold(lanes.high, sums.high);
+  fold(lanes.clipped, sums.clipped);
+  fold(lanes.dual, sums.dual);
+  fold(lanes.is_count, sums.is_count);
+  fold(lanes.gap_count, sums.gap_count);
+  fold(lanes.off_policy, sums.off_policy);
+  lanes = StepSums<VectorMath<T>>{};
+}
+
+template <typename T>
+GRPO_HD void flush(const StepExtremes<VectorMath<T>>& lanes, PolicySums& sums) {
+  for (int l = 0; l < VectorMath<T>::kCount; ++l) {
+    sums.ratio_min = lanes.ratio_min[l] < sums.ratio_min ? lanes.ratio_min[l] : sums.ratio_min;
+    sums.ratio_max = lanes.ratio_max[l] > sums.ratio_max ? lanes.ratio_max[l] : sums.ratio_max;
+    sums.is_min = lanes.is_min[l] < sums.is_min ? lanes.is_min[l] : sums.is_min;
+    sums.is_max = lanes.is_max[l] > sums.is_max ? lanes.is_max[l] : sums.is_max;
+    sums.gap_max = lanes.gap_max[l] > sums.gap_max ? lanes.gap_max[l] : sums.gap_max;
+  }
+}
+
+template <typename T, bool kIsClip>
+void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+  constexpr int64_t kCount = VectorMath<T>::kCount, kBetweenFlushes = 64 * kCount;
+  PolicyWalk<VectorMath<T>, kIsClip> walk(tokens, plan);
+  PolicySums found;
+  for (int64_t begin = 0; begin < count; begin += kBetweenFlushes) {
+    const int64_t end = count < begin + kBetweenFlushes ? count : begin + kBetweenFlushes;
+    int64_t k = begin;
+    for (; k + kCount <= end; k += kCount) walk.step(k, kCount);
+    if (k < end) walk.step(k, end - k);
+    flush<T>(walk.sums, found);
+  }
+  flush<T>(walk.extremes, found);
+  found.weigh(tokens.shares);
+  sums.merge(found);
+}
+
+template <typename T>
+void walk(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+  if (plan.loss == Loss::kClip) {
+    run<T, true>(tokens, plan, count, sums);
+  } else {
+    run<T, false>(tokens, plan, count, sums);
+  }
+}
+
+}  // namespace
+
+void policy_tokens(const PolicyTokens<float>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+  walk(tokens, plan, count, sums);
+}
+void policy_tokens(const PolicyTokens<double>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+  walk(tokens, plan, count, sums);
+}
+
+}  // namespace grpo_kernels::GRPO_SIMD
