@@ -122,7 +122,7 @@ __device__ PolicySums team_sums(PolicySums sums, const Team& team, double* share
 
 // What a thread has added up, in double.
 template <typename T>
-__device__ PolicySums widened(const StepSums<ScalarMath<T>>& s, const StepExtremes<ScalarMath<T>>& e) {
+__device__ PolicySums widened(const StepSums<ScalarTermMath<T>>& s, const StepExtremes<ScalarTermMath<T>>& e) {
   PolicySums sums;
   sums.policy = s.policy;
   sums.kl = s.kl;
@@ -155,7 +155,7 @@ __device__ PolicySums widened(const StepSums<ScalarMath<T>>& s, const StepExtrem
 template <typename T, bool kIsClip>
 __device__ PolicySums walk_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count,
                                   const Team& team) {
-  PolicyWalk<ScalarMath<T>, kIsClip> walk(tokens, plan);
+  PolicyWalk<ScalarTermMath<T>, kIsClip> walk(tokens, plan);
   for (int64_t k = team.rank; k < count; k += team.size) walk.step(k, 1);
   PolicySums sums = widened(walk.sums, walk.extremes);
   sums.weigh(tokens.shares);

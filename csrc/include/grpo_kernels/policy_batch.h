@@ -145,7 +145,7 @@ struct RowFacts {
     if (in.is_weights != nullptr && !in.is_by_row) {
       weight = static_cast<double>(in.is_weights[t]);
     } else if (plan.correction != Correction::kNone && !plan.corrects_sequences()) {
-      weight = mismatch_weight<ScalarMath<double>>(plan, gap(before, sampled), TermNumbers<double>(plan));
+      weight = mismatch_weight<ScalarTermMath<double>>(plan, gap(before, sampled), TermNumbers<double>(plan));
     } else {
       return;
     }
@@ -160,7 +160,7 @@ struct RowFacts {
     tokens.row_is_far = !(drift / count <= plan.off_policy_threshold);
     tokens.row_log_ratio = static_cast<T>(log_ratio / count);
     if (plan.corrects_sequences()) {
-      const double weight = mismatch_weight<ScalarMath<double>>(plan, mismatch, TermNumbers<double>(plan));
+      const double weight = mismatch_weight<ScalarTermMath<double>>(plan, mismatch, TermNumbers<double>(plan));
       tokens.row_is = static_cast<T>(weight);
       sums.add_is(weight);
     } else if (in.is_by_row && counts.tokens > 0) {

@@ -33,7 +33,7 @@ struct TermNumbers {
 
 // One number at a time.
 template <typename T>
-struct ScalarMath {
+struct ScalarTermMath {
   using Scalar = T;
   using Value = T;
   using Flag = bool;
