@@ -18,7 +18,7 @@ from grpo_kernels.ops import registry
 _reference = importlib.import_module("grpo_kernels.reference.policy_loss")
 
 _WIDE = (torch.float32, torch.float64)
-SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
+SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 METRICS = 34
 
 SCHEMA = (
