@@ -14,6 +14,7 @@ from grpo_kernels.ops.policy_loss import SUPPORTS
 from tests.harness import backends, device_of
 from tests.ops.test_policy_loss_spec import LOSSES, ragged, segments_of
 
+pytestmark = pytest.mark.grid
 F64 = torch.float64
 CASES = [(backend, dtype) for dtype in (F64, torch.float32) for backend in backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]

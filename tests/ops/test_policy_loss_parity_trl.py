@@ -19,6 +19,7 @@ from tests.strategies import NAN
 
 pytest.importorskip("trl")
 
+pytestmark = pytest.mark.grid
 CASES = [(backend, dtype) for dtype in (torch.float64, torch.float32) for backend in backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
 

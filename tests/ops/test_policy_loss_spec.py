@@ -13,6 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.policy_loss import SUPPORTS
 from tests.harness import backends, device_of
 
+pytestmark = pytest.mark.grid
 F64 = torch.float64
 BACKENDS = backends(SUPPORTS, F64)
 CASES = [(backend, dtype) for dtype in (F64, torch.float32) for backend in backends(SUPPORTS, dtype)]
