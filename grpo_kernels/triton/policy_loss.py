@@ -21,7 +21,7 @@ _PART = 1024  # tokens of a row that one program takes
 _BLOCK = 1024
 _ROW_BLOCK = 256  # rows
 _TILE = 64  # tokens that are compared with each other, to find their segments
-_ROWS_PER_BLOCK = 8
+_ROWS_PER_BLOCK = 4
 _MAX_BLOCKS = 1024
 _BLOCKS = 32
 
