@@ -136,7 +136,7 @@ class WholeRow {
     if (plan_.by_segment()) open_segments(scratch);
     if (plan_.loss == Loss::kGeoMean) mark_end(scratch);
     PolicySums of_row;
-    GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, last_ - first_, of_row);
+    GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, in_.kind(), last_ - first_, of_row);
     if (plan_.by_segment()) close_segments(scratch);
     if (plan_.spreads_over_row()) {
       const double members = plan_.loss == Loss::kGeoMean ? counts_.kept : counts_.tokens;
@@ -223,7 +223,7 @@ class SparseTokens {
     while (last_ > first_ && !tokens.mask[last_ - 1]) --last_;
   }
 
-  void run(const PolicyPlan& plan, PolicySums& sums) {
+  void run(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
     constexpr int64_t kSparse = 4;  // copying a token there and back costs a quarter of working on it
     std::fill(tokens_.gradient, tokens_.gradient + first_, T{0});
     std::fill(tokens_.gradient + last_, tokens_.gradient + count_, T{0});
@@ -235,9 +235,9 @@ class SparseTokens {
       for (const T** array : arrays(part)) *array = at_or_null(*array, first_);
       part.mask = members == span ? nullptr : part.mask + first_;
       part.gradient += first_;
-      GRPO_SIMD_CALL(policy_tokens, part, plan, span, sums);
+      GRPO_SIMD_CALL(policy_tokens, part, plan, kind, span, sums);
     } else {
-      run_alone(plan, sums);
+      run_alone(plan, kind, sums);
     }
   }
 
@@ -253,7 +253,7 @@ class SparseTokens {
             &tokens.is_weights, &tokens.entropy, &tokens.weights, &tokens.advantages};
   }
 
-  void run_alone(const PolicyPlan& plan, PolicySums& sums) {
+  void run_alone(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
     static thread_local std::vector<int32_t> places;
     static thread_local std::vector<T> memory;
     places.resize(last_ - first_ + 8);
@@ -269,7 +269,7 @@ class SparseTokens {
     }
     part.mask = nullptr;
     part.gradient = room;
-    GRPO_SIMD_CALL(policy_tokens, part, plan, count, sums);
+    GRPO_SIMD_CALL(policy_tokens, part, plan, kind, count, sums);
     std::fill(tokens_.gradient + first_, tokens_.gradient + last_, T{0});
     for (int64_t i = 0; i < count; ++i) tokens_.gradient[places[i]] = room[i];
   }
@@ -280,11 +280,11 @@ class SparseTokens {
 };
 
 template <typename T>
-void run_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+void run_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count, PolicySums& sums) {
   if (tokens.mask == nullptr) {
-    GRPO_SIMD_CALL(policy_tokens, tokens, plan, count, sums);
+    GRPO_SIMD_CALL(policy_tokens, tokens, plan, kind, count, sums);
   } else {
-    SparseTokens<T>(tokens, count).run(plan, sums);
+    SparseTokens<T>(tokens, count).run(plan, kind, sums);
   }
 }
 
@@ -325,7 +325,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* by_entropy, double* metri
     torch::stable::parallel_for(0, tasks_count, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
-        run_tokens(tokens, in.plan, tasks[i].count, parts[i]);
+        run_tokens(tokens, in.plan, in.kind(), tasks[i].count, parts[i]);
       }
     });
     for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);
@@ -382,7 +382,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> old, Te
   if (starts != nullptr) check_rows(starts, inputs.rows, tokens);
 
   const int32_t float_code = dtype_of(logprobs);
-  const Tensor loss = empty_vector(logprobs, 1, float_code);
+  const Tensor loss = empty_tensor(logprobs, nullptr, 0, float_code);
   const Tensor metrics = empty_vector(logprobs, kPolicyMetrics, aoti_torch_dtype_float64());
   const Tensor gradient = empty_vector(logprobs, tokens, float_code);
   const Tensor by_entropy = empty_vector(logprobs, needs_entropy_gradient ? tokens : 0, float_code);

@@ -43,7 +43,7 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> old, T
   }
 
   const int32_t float_code = dtype_of(logprobs);
-  const Tensor loss = empty_vector(logprobs, 1, float_code);
+  const Tensor loss = empty_tensor(logprobs, nullptr, 0, float_code);
   const Tensor metrics = empty_vector(logprobs, kPolicyMetrics, aoti_torch_dtype_float64());
   const Tensor gradient = empty_vector(logprobs, tokens, float_code);
   const Tensor by_entropy = empty_vector(logprobs, needs_entropy_gradient ? tokens : 0, float_code);

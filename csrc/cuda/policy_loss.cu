@@ -152,11 +152,12 @@ __device__ PolicySums widened(const StepSums<ScalarTermMath<T>>& s, const StepEx
 }
 
 // Tokens rank, rank + size, ... of `count`; few enough for a thread that float sums lose nothing that matters.
-template <typename T, bool kIsClip>
+template <typename T, WalkKind kKind>
 __device__ PolicySums walk_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count,
                                   const Team& team) {
-  PolicyWalk<ScalarTermMath<T>, kIsClip> walk(tokens, plan);
+  PolicyWalk<ScalarTermMath<T>, kKind> walk(tokens, plan);
   for (int64_t k = team.rank; k < count; k += team.size) walk.step(k, 1);
+  walk.settle();
   PolicySums sums = widened(walk.sums, walk.extremes);
   sums.weigh(tokens.shares);
   return sums;
@@ -189,7 +190,7 @@ __device__ void clear_behind_rows(const PolicyArrays<T>& arrays) {
   }
 }
 
-template <typename T, bool kIsClip>
+template <typename T, WalkKind kKind>
 __global__ void GRPO_BOUNDS(kTaskThreads) tokens_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   clear_behind_rows(arrays);
   const PolicyBatch<T> in = batch_of(arrays);
@@ -211,7 +212,7 @@ __global__ void GRPO_BOUNDS(kTaskThreads) tokens_kernel(const __grid_constant__ 
     const Counts row_counts = arrays.row_counts == nullptr ? Counts{} : arrays.row_counts[row];
     const Shares shares = in.shares(arrays.totals == nullptr ? Counts{} : arrays.totals[0], row_counts);
     const PolicyTokens<T> tokens = tokens_of(in, row, first, shares, arrays.gradient);
-    part.sums = team_sums(walk_tokens<T, kIsClip>(tokens, in.plan, count, team), team, nullptr);
+    part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
     if (arrays.by_entropy != nullptr) {
       for (int64_t k = team.rank; k < count; k += team.size) {
         arrays.by_entropy[first + k] = in.entropy_gradient(first + k, shares);
@@ -292,7 +293,7 @@ __device__ void mark_end(const PolicyArrays<T>& arrays, const PolicyBatch<T>& in
   for (int64_t t = first + team.rank; t < last; t += team.size) arrays.terms[t] = static_cast<double>(t) == end;
 }
 
-template <typename T, bool kIsClip>
+template <typename T, WalkKind kKind>
 __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
   clear_behind_rows(arrays);
@@ -314,7 +315,7 @@ __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ Policy
       tokens.term_gradient = arrays.term_gradient + first;
     }
     __syncthreads();
-    const PolicySums sums = team_sums(walk_tokens<T, kIsClip>(tokens, in.plan, count, team), team, shared);
+    const PolicySums sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, shared);
     __syncthreads();
     if (in.plan.by_segment()) close_segments(arrays, in, row, team);
     if (in.plan.spreads_over_row()) {
@@ -414,16 +415,18 @@ void launch_policy_loss(const PolicyArrays<T>& arrays, void* stream) {
     launch(count_kernel<T>, dim3(blocks_for(batch.rows, warps, 4096)), dim3(kThreads), 0, stream, arrays);
     launch(total_kernel, dim3(1), dim3(1024), 0, stream, arrays.row_counts, batch.rows, arrays.totals);
   }
-  const bool is_clip = batch.plan.loss == Loss::kClip;
+  const WalkKind kind = batch.kind();
   if (batch.by_row()) {
     // a thread has at least a few tokens
     const int64_t mean = batch.cu_seqlens == nullptr ? batch.width : batch.tokens / (batch.rows + 1) + 1;
     int threads = kWarp;
     while (threads < kThreads && threads * 8 < mean) threads *= 2;
-    const auto kernel = is_clip ? rows_kernel<T, true> : rows_kernel<T, false>;
+    const auto kernel = kind == WalkKind::kAny ? rows_kernel<T, WalkKind::kAny> : rows_kernel<T, WalkKind::kClip>;
     launch(kernel, dim3(blocks_for(batch.rows, 1, 1 << 20)), dim3(threads), 0, stream, arrays);
   } else {
-    const auto kernel = is_clip ? tokens_kernel<T, true> : tokens_kernel<T, false>;
+    auto* kernel = tokens_kernel<T, WalkKind::kAny>;
+    if (kind == WalkKind::kClip) kernel = tokens_kernel<T, WalkKind::kClip>;
+    if (kind == WalkKind::kPlainClip) kernel = tokens_kernel<T, WalkKind::kPlainClip>;
     const unsigned blocks = blocks_for(arrays.tasks, kTaskThreads / kWarp, INT32_MAX);
     launch(kernel, dim3(blocks), dim3(kTaskThreads), 0, stream, arrays);
   }

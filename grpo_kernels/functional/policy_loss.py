@@ -113,7 +113,7 @@ def _checked(given: _Inputs) -> _Inputs:
         segments=None if segments is None else segments.int(),
         is_weights=None if given.is_weights is None else arguments.per_row_or_token("is_weights", given.is_weights),
         entropy=arguments.floats("entropy", given.entropy),
-        weights=None if weights is None else arguments.number(weights.detach()),
+        weights=None if weights is None else arguments.number(weights, detach=True),
         **{name: arguments.floats(name, getattr(given, name), detach=True) for name in detached},
     )
 
@@ -125,8 +125,12 @@ class _Arguments:
         self.shape, self.rows, self.device = logprobs.shape, rows, logprobs.device
         self.dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
 
-    def number(self, value: Tensor) -> Tensor:
-        return value.to(self.dtype).contiguous()
+    def number(self, value: Tensor, detach: bool = False) -> Tensor:
+        if detach and value.requires_grad:
+            value = value.detach()
+        if value.dtype != self.dtype:
+            value = value.to(self.dtype)
+        return value.contiguous()
 
     def optional(self, name: str, value: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
         if value is None:
@@ -141,7 +145,7 @@ class _Arguments:
 
     def floats(self, name: str, value: Tensor | None, detach: bool = False) -> Tensor | None:
         value = self.optional(name, value, checks.FLOATS)
-        return None if value is None else self.number(value.detach() if detach else value)
+        return None if value is None else self.number(value, detach)
 
     def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
         checks.tensor(_OP, name, value, checks.FLOATS)
@@ -153,7 +157,7 @@ class _Arguments:
                     f"got {list(value.shape)}"
                 )
             value = value.reshape(-1)
-        return self.number(value.detach())
+        return self.number(value, detach=True)
 
 
 def _row_count(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -36,7 +36,7 @@ _ENTROPY_COEF = 16  # position in the coefficients
 
 def _fake(logprobs: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = logprobs.numel()
-    loss, metrics = logprobs.new_empty(1), logprobs.new_empty(METRICS, dtype=torch.float64)
+    loss, metrics = logprobs.new_empty(()), logprobs.new_empty(METRICS, dtype=torch.float64)
     return loss, metrics, logprobs.new_empty(tokens), logprobs.new_empty(tokens if args[-1] else 0)
 
 
@@ -77,4 +77,4 @@ def apply(backend: str, *args: Any) -> tuple[Tensor, Tensor]:
     entropy, coefficients = args[_ENTROPY], args[-1]
     needs = entropy is not None and entropy.requires_grad and coefficients[_ENTROPY_COEF] != 0
     loss, metrics, _, _ = FORWARD[backend](*args, needs)
-    return loss.view(()), metrics
+    return loss, metrics

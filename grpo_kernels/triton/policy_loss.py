@@ -129,7 +129,7 @@ def _run(
     def new(*shape: int, dtype: torch.dtype = torch.float64, when: bool = True) -> Optional[Tensor]:
         return logprobs.new_empty(shape, dtype=dtype) if when else None
 
-    loss, gradient = new(1, dtype=logprobs.dtype), new(tokens, dtype=logprobs.dtype)
+    loss, gradient = new(dtype=logprobs.dtype), new(tokens, dtype=logprobs.dtype)
     by_entropy = new(tokens if needs_entropy_gradient else 0, dtype=logprobs.dtype)
     metrics, totals = new(sums.METRICS.value), new(sums.TOTALS)
     made = {

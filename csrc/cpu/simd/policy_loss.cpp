@@ -35,7 +35,23 @@ struct VectorMath {
   GRPO_HD static Value all(T value) { return every<Value>(value); }
   GRPO_HD static Flag none() { return Flag{}; }
   GRPO_HD static Flag negate(const Flag& flag) { return ~flag; }
-  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) { return flag ? yes : no; }
+  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
+#ifdef __AVX__
+    // what GCC makes of `flag ? yes : no` compares the flag with 0 again, twice
+    if constexpr (sizeof(T) == 4) {
+      return __builtin_ia32_blendvps256(no, yes, (Value)flag);
+    } else {
+      return __builtin_ia32_blendvpd256(no, yes, (Value)flag);
+    }
+#else
+    return (Value)((flag & (Flag)yes) | (~flag & (Flag)no));
+#endif
+  }
+  GRPO_HD static Value lower(const Value& a, const Value& b) { return smaller(a, b); }
+  GRPO_HD static Value higher(const Value& a, const Value& b) { return larger(a, b); }
+  GRPO_HD static Flag select_flag(const Flag& flag, const Flag& yes, const Flag& no) {
+    return (flag & yes) | (~flag & no);
+  }
   GRPO_HD static Value exp(const Value& x) { return GRPO_SIMD::exp(x); }
   GRPO_HD static Value expm1(const Value& x) { return GRPO_SIMD::expm1(x); }
   GRPO_HD static Value log(Value x) {  // of one rare loss only
@@ -69,7 +85,8 @@ struct VectorMath {
 
   // The first `left` lanes, and of those the ones whose byte is not 0; null: all of them.
   GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
-    if (from != nullptr && left >= kCount) {
+    if (left >= kCount) {
+      if (from == nullptr) return ~Flag{};
       // every lane looks at its own byte of a word that all have: no conversion of bytes, which costs as much as an exp
       constexpr int kLast = kCount - 1;
       uint32_t words[2];
@@ -97,11 +114,19 @@ struct VectorMath {
   }
 };
 
+GRPO_HD double sum(const Quad& lanes) {
+  const Pair pair = __builtin_shufflevector(lanes, lanes, 0, 1) + __builtin_shufflevector(lanes, lanes, 2, 3);
+  return pair[0] + pair[1];
+}
+
 template <typename Lanes>
-GRPO_HD void fold(Lanes& lanes, double& into) {
-  double sum = 0;
-  for (unsigned l = 0; l < sizeof(Lanes) / sizeof(lanes[0]); ++l) sum += static_cast<double>(lanes[l]);
-  into += sum;
+GRPO_HD void fold(const Lanes& lanes, double& into) {
+  if constexpr (sizeof(lanes[0]) == 4) {
+    const Quad low = __builtin_convertvector(__builtin_shufflevector(lanes, lanes, 0, 1, 2, 3), Quad);
+    into += sum(low + __builtin_convertvector(__builtin_shufflevector(lanes, lanes, 4, 5, 6, 7), Quad));
+  } else {
+    into += sum(__builtin_convertvector(lanes, Quad));
+  }
 }
 
 // From lanes to double; the lanes start again at 0.
@@ -140,16 +165,17 @@ GRPO_HD void flush(const StepExtremes<VectorMath<T>>& lanes, PolicySums& sums) {
   }
 }
 
-template <typename T, bool kIsClip>
+template <typename T, WalkKind kKind, bool kAllTakePart>
 void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
   constexpr int64_t kCount = VectorMath<T>::kCount, kBetweenFlushes = 64 * kCount;
-  PolicyWalk<VectorMath<T>, kIsClip> walk(tokens, plan);
+  PolicyWalk<VectorMath<T>, kKind> walk(tokens, plan);
   PolicySums found;
   for (int64_t begin = 0; begin < count; begin += kBetweenFlushes) {
     const int64_t end = count < begin + kBetweenFlushes ? count : begin + kBetweenFlushes;
     int64_t k = begin;
-    for (; k + kCount <= end; k += kCount) walk.step(k, kCount);
+    for (; k + kCount <= end; k += kCount) walk.template step<kAllTakePart>(k, kCount);
     if (k < end) walk.step(k, end - k);
+    walk.settle();
     flush<T>(walk.sums, found);
   }
   flush<T>(walk.extremes, found);
@@ -158,21 +184,27 @@ void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, P
 }
 
 template <typename T>
-void walk(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
-  if (plan.loss == Loss::kClip) {
-    run<T, true>(tokens, plan, count, sums);
-  } else {
-    run<T, false>(tokens, plan, count, sums);
+void walk(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count, PolicySums& sums) {
+  switch (kind) {
+    case WalkKind::kPlainClip:
+      return tokens.mask == nullptr ? run<T, WalkKind::kPlainClip, true>(tokens, plan, count, sums)
+                                    : run<T, WalkKind::kPlainClip, false>(tokens, plan, count, sums);
+    case WalkKind::kClip:
+      return run<T, WalkKind::kClip, false>(tokens, plan, count, sums);
+    default:
+      return run<T, WalkKind::kAny, false>(tokens, plan, count, sums);
   }
 }
 
 }  // namespace
 
-void policy_tokens(const PolicyTokens<float>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
-  walk(tokens, plan, count, sums);
+void policy_tokens(const PolicyTokens<float>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count,
+                   PolicySums& sums) {
+  walk(tokens, plan, kind, count, sums);
 }
-void policy_tokens(const PolicyTokens<double>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
-  walk(tokens, plan, count, sums);
+void policy_tokens(const PolicyTokens<double>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count,
+                   PolicySums& sums) {
+  walk(tokens, plan, kind, count, sums);
 }
 
 }  // namespace grpo_kernels::GRPO_SIMD

@@ -5,6 +5,10 @@
 // The arrays of a policy loss, what its kernels are told of one row, and what they find out about it first.
 namespace grpo_kernels {
 
+// What is compiled for itself: the loss that nearly everybody uses, and that loss over tokens of which nothing is known
+// but log-probs, advantages, a mask and for a k3 KL those of the reference.
+enum class WalkKind { kAny, kClip, kPlainClip };
+
 // An array that was not given is null.
 template <typename T>
 struct PolicyBatch {
@@ -34,6 +38,14 @@ struct PolicyBatch {
   }
   // Whether a row has to be looked at as a whole before its tokens.
   GRPO_HD bool by_row() const { return plan.needs_row() || segments != nullptr; }
+
+  GRPO_HD WalkKind kind() const {
+    if (plan.loss != Loss::kClip) return WalkKind::kAny;
+    const bool of_rows = by_row() || plan.ratio != Ratio::kToken;
+    const bool more = sampling != nullptr || is_weights != nullptr || entropy != nullptr || weights != nullptr;
+    const bool other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
+    return of_rows || more || other_kl || old == nullptr ? WalkKind::kClip : WalkKind::kPlainClip;
+  }
 
   // The shares of tokens that have no weights of their own.
   GRPO_HD Shares shares(const Counts& batch, const Counts& row) const {

@@ -24,26 +24,33 @@ struct StepExtremes {
     is_max = Math::all(-INFINITY), gap_max = Math::all(-INFINITY);
 };
 
-// kIsClip: the one loss that nearly everybody uses is compiled for itself.
-template <typename Math, bool kIsClip>
+template <typename Math, WalkKind kKind>
 struct PolicyWalk {
   using M = Math;
   using T = typename Math::Scalar;
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
+  static constexpr bool kIsClip = kKind != WalkKind::kAny;
+  static constexpr bool kIsPlain = kKind == WalkKind::kPlainClip;
 
   const PolicyTokens<T>& a;
-  const PolicyPlan plan;
+  const PolicyPlan& plan;
   const TermNumbers<T> numbers;
   StepSums<Math> sums;
   StepExtremes<Math> extremes;
 
-  GRPO_HD PolicyWalk(const PolicyTokens<T>& tokens, const PolicyPlan& given)
-      : a(tokens), plan(with_loss(given)), numbers(plan) {}
+  GRPO_HD PolicyWalk(const PolicyTokens<T>& tokens, const PolicyPlan& given) : a(tokens), plan(given), numbers(given) {}
 
-  GRPO_HD static PolicyPlan with_loss(PolicyPlan plan) {
-    if (kIsClip) plan.loss = Loss::kClip;
-    return plan;
+  // What the kind says, in a form that the compiler sees.
+  GRPO_HD bool has(const void* optional) const { return !kIsPlain && optional != nullptr; }
+  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : plan.loss; }
+  GRPO_HD Kl kl_kind() const { return kIsPlain ? Kl::kK3 : plan.kl; }
+  GRPO_HD bool is_token_ratio() const { return kIsPlain || plan.ratio == Ratio::kToken; }
+
+  // Completes the sums of which another tells.
+  GRPO_HD void settle() {
+    if (!has(a.weights)) sums.kl = sums.plain_kl;
+    if (kIsClip) sums.clipped = sums.low + sums.high;
   }
 
   // 0 where the slot takes no part, whatever it holds.
@@ -54,7 +61,7 @@ struct PolicyWalk {
   // The factor of the policy term for rollout mismatch, and what is measured of it.
   GRPO_HD V correction(int64_t k, int64_t left, const Flag& valid, const V& old) {
     V weight = M::all(a.row_is);
-    if (a.sampling != nullptr) {
+    if (has(a.sampling)) {
       const V gap = old - load(a.sampling, k, left, valid);
       const Flag scored = valid & (gap == gap);
       const V known = M::select(scored, gap, M::all(0));
@@ -67,12 +74,12 @@ struct PolicyWalk {
         measure(weight, valid);
       }
     }
-    if (a.is_weights != nullptr) {
+    if (has(a.is_weights)) {
       weight = load(a.is_weights, k, left, valid);
       measure(weight, valid);
     }
     // these two have taken the tokens' weights into one of the row
-    const bool of_row = plan.loss == Loss::kVespo || plan.loss == Loss::kGeoMean;
+    const bool of_row = loss() == Loss::kVespo || loss() == Loss::kGeoMean;
     return of_row ? M::all(a.row_is) : weight;
   }
 
@@ -87,7 +94,7 @@ struct PolicyWalk {
 
   // Entropy of the tokens, and which of them are kept for their entropy.
   GRPO_HD Flag entropies(int64_t k, int64_t left, const Flag& valid, const V& weight) {
-    if (a.entropy == nullptr) return valid;
+    if (!has(a.entropy)) return valid;
     const V entropy = load(a.entropy, k, left, valid);
     const Flag kept = valid & (entropy >= M::all(a.entropy_floor));
     sums.plain_entropy += entropy;
@@ -96,46 +103,51 @@ struct PolicyWalk {
     return kept;
   }
 
+  // kAllTakePart: there is no mask, and all lanes have a token.
+  template <bool kAllTakePart = false>
   GRPO_HD void step(int64_t k, int64_t left) {
     const V zero = M::all(0);
-    Flag valid = M::load_flags(at_or_null(a.mask, k), left);
-    if (a.segments != nullptr) valid = valid & M::not_negative(a.segments + k, left);
+    Flag valid = M::negate(M::none());
+    if (!kAllTakePart) valid = M::load_flags(at_or_null(a.mask, k), left);
+    if (has(a.segments)) valid = valid & M::not_negative(a.segments + k, left);
     TermInput<M> in;
     in.lp = load(a.logprobs, k, left, valid);
-    in.old = a.old == nullptr ? in.lp : load(a.old, k, left, valid);
+    in.old = !kIsPlain && a.old == nullptr ? in.lp : load(a.old, k, left, valid);
     const V of_row = M::all(a.row_advantage);
     const V advantage = a.advantages == nullptr ? of_row : load(a.advantages, k, left, valid);
-    in.advantage = plan.loss == Loss::kGeoMean ? of_row : advantage;
+    in.advantage = loss() == Loss::kGeoMean ? of_row : advantage;
     in.phi_positive = M::all(a.phi_positive);
     in.phi_other = M::all(a.phi_other);
     in.score = in.lp;
     const V distance = in.lp - in.old;
     in.log_ratio = distance;
-    if (plan.by_sequence() || plan.loss == Loss::kGeoMean) in.log_ratio = M::all(a.row_log_ratio);
+    if (!kIsPlain && (plan.by_sequence() || loss() == Loss::kGeoMean)) in.log_ratio = M::all(a.row_log_ratio);
     Flag here = valid;
-    if (a.terms != nullptr) {
+    if (has(a.terms)) {
       here = valid & M::load_flags(a.terms + k, left);
       if (a.log_ratios != nullptr) {
         in.log_ratio = load(a.log_ratios, k, left, here);
         in.score = load(a.scores, k, left, here);
       }
     }
-    const V weight = a.weights == nullptr ? M::all(1) : load(a.weights, k, left, valid);
+    const V weight = has(a.weights) ? load(a.weights, k, left, valid) : M::all(1);
     const Flag kept = entropies(k, left, valid, weight);
-    const Term<M> term = policy_term<M>(plan, in, numbers);
+    const Term<M> term = policy_term<M>(loss(), in, numbers);
 
-    V factor = correction(k, left, valid, in.old);
+    V factor = weight;
+    if (!kIsPlain) factor = correction(k, left, valid, in.old) * weight;
     Flag counts = here;
-    if (plan.loss != Loss::kGeoMean) counts = counts & kept;
-    if (a.row_is_far) {
+    if (loss() != Loss::kGeoMean) counts = counts & kept;
+    if (!kIsPlain && a.row_is_far) {
       const Flag dropped = valid & (advantage < zero);
       M::count(sums.off_policy, dropped);
       counts = counts & M::negate(dropped);
     }
-    factor = M::select(counts, factor * weight, zero);
+    factor = M::select(counts, factor, zero);
     sums.policy += M::select(counts, term.value, zero) * factor;
     const V scale = factor * M::all(static_cast<T>(a.shares.policy));
-    V gradient = M::select(counts, term.by_score, zero) * scale;
+    V gradient = zero;
+    if (!kIsClip) gradient = M::select(counts, term.by_score, zero) * scale;
     V through = M::select(counts, term.by_ratio, zero) * scale;
     const V of_kl = kl(k, left, valid, weight, in.lp, term, through);
     finish(k, left, gradient, through, of_kl);
@@ -146,26 +158,27 @@ struct PolicyWalk {
   GRPO_HD V kl(int64_t k, int64_t left, const Flag& valid, const V& weight, const V& lp, const Term<M>& term,
                V& through) {
     if (a.ref == nullptr) return M::all(0);
-    KlTerm<M> kl = kl_term<M>(plan, lp - load(a.ref, k, left, valid), numbers);
+    KlTerm<M> kl = kl_term<M>(kl_kind(), lp - load(a.ref, k, left, valid), numbers);
+    if (!kIsPlain && plan.kl_straight) kl.slope = lp - load(a.ref, k, left, valid);
     const V scale = M::select(valid, weight * M::all(static_cast<T>(plan.kl_coef * a.shares.kl)), M::all(0));
-    if (plan.kl_unbiased) {
+    if (!kIsPlain && plan.kl_unbiased) {
       kl.value *= term.ratio;
       kl.slope *= term.ratio;
       if (plan.kl_coef != 0) through += M::select(term.inside & valid, kl.value, M::all(0)) * scale;
     }
     kl.value = M::select(valid, kl.value, M::all(0));
     sums.plain_kl += kl.value;
-    sums.kl += kl.value * weight;
+    if (has(a.weights)) sums.kl += kl.value * weight;
     if (plan.kl_coef == 0) return M::all(0);  // what is only measured may overflow
     return M::select(valid, kl.slope, M::all(0)) * scale;
   }
 
   GRPO_HD void finish(int64_t k, int64_t left, const V& own, const V& through, const V& of_kl) {
     V gradient = own + of_kl;
-    if (a.term_gradient != nullptr) {
+    if (has(a.term_gradient)) {
       M::store(a.term_gradient + k, left, own + through);
       gradient = of_kl;
-    } else if (plan.spreads_over_row()) {
+    } else if (!kIsPlain && plan.spreads_over_row()) {
       sums.through += through;
     } else {
       gradient += through;
@@ -176,9 +189,9 @@ struct PolicyWalk {
   GRPO_HD void tally(const Flag& valid, const Flag& here, const V& distance, const V& advantage, const Term<M>& term) {
     const V zero = M::all(0);
     V log_ratio = distance;
-    if (plan.ratio == Ratio::kToken && plan.loss != Loss::kGeoMean) log_ratio = term.log_ratio;
+    if (is_token_ratio() && loss() != Loss::kGeoMean) log_ratio = term.log_ratio;
     sums.log_ratio += M::select(valid, log_ratio, zero);
-    if (plan.loss == Loss::kGeoMean) {  // counted where tokens are clipped, not where the row has its term
+    if (loss() == Loss::kGeoMean) {  // counted where tokens are clipped, not where the row has its term
       const Flag below = distance<M::all(-numbers.low), above = distance> M::all(numbers.high);
       const Flag better = valid & (advantage > zero), worse = valid & (advantage < zero);
       M::count(sums.high, above & better);
@@ -189,13 +202,14 @@ struct PolicyWalk {
     } else {
       M::count(sums.low, term.low & here);
       M::count(sums.high, term.high & here);
-      M::count(sums.clipped, term.clipped & here);
-      M::count(sums.dual, term.dual & here);
+      if (!kIsClip) M::count(sums.clipped, term.clipped & here);
+      if (!kIsClip || numbers.has_dual) M::count(sums.dual, term.dual & here);
     }
-    if (plan.loss == Loss::kVespo) sums.phi += M::select(here, term.weight, zero);
+    if (loss() == Loss::kVespo) sums.phi += M::select(here, term.weight, zero);
     sums.ratio += M::select(here, term.ratio, zero);
-    extremes.ratio_min = M::select(here & (term.ratio < extremes.ratio_min), term.ratio, extremes.ratio_min);
-    extremes.ratio_max = M::select(here & (term.ratio > extremes.ratio_max), term.ratio, extremes.ratio_max);
+    // what is no number is neither
+    extremes.ratio_min = M::lower(M::select(here, term.ratio, M::all(INFINITY)), extremes.ratio_min);
+    extremes.ratio_max = M::higher(M::select(here, term.ratio, M::all(-INFINITY)), extremes.ratio_max);
   }
 };
 
