@@ -12,6 +12,41 @@ namespace {
 typedef int32_t FloatFlags __attribute__((vector_size(32)));
 typedef int64_t DoubleFlags __attribute__((vector_size(32)));
 
+// Two vectors that go through the same steps: an exp is a chain of instructions each of which waits for the one before,
+// and a processor does not look far enough ahead to find the next step's.
+template <typename V>
+struct Twin {
+  V a, b;
+  Twin& operator+=(const Twin& other) { return *this = *this + other; }
+  Twin& operator*=(const Twin& other) { return *this = *this * other; }
+};
+
+#define GRPO_TWIN_OPERATOR(op)                                                               \
+  template <typename V>                                                                      \
+  GRPO_HD auto operator op(const Twin<V>& x, const Twin<V>& y)->Twin<decltype(x.a op y.a)> { \
+    return {x.a op y.a, x.b op y.b};                                                         \
+  }
+GRPO_TWIN_OPERATOR(+)
+GRPO_TWIN_OPERATOR(-)
+GRPO_TWIN_OPERATOR(*)
+GRPO_TWIN_OPERATOR(/)
+GRPO_TWIN_OPERATOR(<)
+GRPO_TWIN_OPERATOR(>)
+GRPO_TWIN_OPERATOR(<=)
+GRPO_TWIN_OPERATOR(>=)
+GRPO_TWIN_OPERATOR(==)
+GRPO_TWIN_OPERATOR(&)
+GRPO_TWIN_OPERATOR(|)
+#undef GRPO_TWIN_OPERATOR
+template <typename V>
+GRPO_HD Twin<V> operator-(const Twin<V>& x) {
+  return {-x.a, -x.b};
+}
+template <typename V>
+GRPO_HD Twin<V> operator~(const Twin<V>& x) {
+  return {~x.a, ~x.b};
+}
+
 template <typename T>
 struct VectorOf {
   using Value = Floats;
@@ -23,18 +58,13 @@ struct VectorOf<double> {
   using Flag = DoubleFlags;
 };
 
-// What policy_walk.h computes with.
+// One vector of what policy_walk.h computes with.
 template <typename T>
 struct VectorMath {
-  using Scalar = T;
   using Value = typename VectorOf<T>::Value;
   using Flag = typename VectorOf<T>::Flag;
-  using Counter = Flag;
   static constexpr int kCount = sizeof(Value) / sizeof(T);
 
-  GRPO_HD static Value all(T value) { return every<Value>(value); }
-  GRPO_HD static Flag none() { return Flag{}; }
-  GRPO_HD static Flag negate(const Flag& flag) { return ~flag; }
   GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
 #ifdef __AVX__
     // what GCC makes of `flag ? yes : no` compares the flag with 0 again, twice
@@ -47,19 +77,11 @@ struct VectorMath {
     return (Value)((flag & (Flag)yes) | (~flag & (Flag)no));
 #endif
   }
-  GRPO_HD static Value lower(const Value& a, const Value& b) { return smaller(a, b); }
-  GRPO_HD static Value higher(const Value& a, const Value& b) { return larger(a, b); }
-  GRPO_HD static Flag select_flag(const Flag& flag, const Flag& yes, const Flag& no) {
-    return (flag & yes) | (~flag & no);
-  }
-  GRPO_HD static Value exp(const Value& x) { return GRPO_SIMD::exp(x); }
-  GRPO_HD static Value expm1(const Value& x) { return GRPO_SIMD::expm1(x); }
+
   GRPO_HD static Value log(Value x) {  // of one rare loss only
     for (int l = 0; l < kCount; ++l) x[l] = sizeof(T) == 4 ? logf(x[l]) : ::log(x[l]);
     return x;
   }
-
-  GRPO_HD static void count(Counter& counter, const Flag& flag) { counter -= flag; }  // a true lane is -1
 
   GRPO_HD static Value load(const T* from, int64_t left) {
     Value value{};
@@ -114,13 +136,57 @@ struct VectorMath {
   }
 };
 
+// What policy_walk.h computes with: two vectors.
+template <typename T>
+struct TwinMath {
+  using One = VectorMath<T>;
+  using Scalar = T;
+  using Value = Twin<typename One::Value>;
+  using Flag = Twin<typename One::Flag>;
+  using Counter = Flag;
+  static constexpr int kCount = 2 * One::kCount, kHalf = One::kCount;
+
+  GRPO_HD static Value all(T value) {
+    const auto one = every<typename One::Value>(value);
+    return {one, one};
+  }
+  GRPO_HD static Flag none() { return Flag{}; }
+  GRPO_HD static Flag negate(const Flag& flag) { return ~flag; }
+  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
+    return {One::select(flag.a, yes.a, no.a), One::select(flag.b, yes.b, no.b)};
+  }
+  GRPO_HD static Flag select_flag(const Flag& flag, const Flag& yes, const Flag& no) {
+    return (flag & yes) | (~flag & no);
+  }
+  GRPO_HD static Value lower(const Value& x, const Value& y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
+  GRPO_HD static Value higher(const Value& x, const Value& y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+  GRPO_HD static Value exp(const Value& x) { return {GRPO_SIMD::exp(x.a), GRPO_SIMD::exp(x.b)}; }
+  GRPO_HD static Value expm1(const Value& x) { return {GRPO_SIMD::expm1(x.a), GRPO_SIMD::expm1(x.b)}; }
+  GRPO_HD static Value log(const Value& x) { return {One::log(x.a), One::log(x.b)}; }
+  GRPO_HD static void count(Counter& counter, const Flag& flag) { counter = counter - flag; }  // a true lane is -1
+  GRPO_HD static Value load(const T* from, int64_t left) {
+    return {One::load(from, left), One::load(from + kHalf, left - kHalf)};
+  }
+  GRPO_HD static void store(T* to, int64_t left, const Value& value) {
+    One::store(to, left, value.a);
+    One::store(to + kHalf, left - kHalf, value.b);
+  }
+  GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
+    return {One::load_flags(from, left), One::load_flags(at_or_null(from, kHalf), left - kHalf)};
+  }
+  GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
+    return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
+  }
+};
+
 GRPO_HD double sum(const Quad& lanes) {
   const Pair pair = __builtin_shufflevector(lanes, lanes, 0, 1) + __builtin_shufflevector(lanes, lanes, 2, 3);
   return pair[0] + pair[1];
 }
 
 template <typename Lanes>
-GRPO_HD void fold(const Lanes& lanes, double& into) {
+GRPO_HD void fold(const Twin<Lanes>& twin, double& into) {
+  const Lanes lanes = twin.a + twin.b;
   if constexpr (sizeof(lanes[0]) == 4) {
     const Quad low = __builtin_convertvector(__builtin_shufflevector(lanes, lanes, 0, 1, 2, 3), Quad);
     into += sum(low + __builtin_convertvector(__builtin_shufflevector(lanes, lanes, 4, 5, 6, 7), Quad));
@@ -131,7 +197,7 @@ GRPO_HD void fold(const Lanes& lanes, double& into) {
 
 // From lanes to double; the lanes start again at 0.
 template <typename T>
-GRPO_HD void flush(StepSums<VectorMath<T>>& lanes, PolicySums& sums) {
+GRPO_HD void flush(StepSums<TwinMath<T>>& lanes, PolicySums& sums) {
   fold(lanes.policy, sums.policy);
   fold(lanes.kl, sums.kl);
   fold(lanes.plain_kl, sums.plain_kl);
@@ -151,24 +217,28 @@ GRPO_HD void flush(StepSums<VectorMath<T>>& lanes, PolicySums& sums) {
   fold(lanes.is_count, sums.is_count);
   fold(lanes.gap_count, sums.gap_count);
   fold(lanes.off_policy, sums.off_policy);
-  lanes = StepSums<VectorMath<T>>{};
+  lanes = StepSums<TwinMath<T>>{};
 }
 
 template <typename T>
-GRPO_HD void flush(const StepExtremes<VectorMath<T>>& lanes, PolicySums& sums) {
-  for (int l = 0; l < VectorMath<T>::kCount; ++l) {
-    sums.ratio_min = lanes.ratio_min[l] < sums.ratio_min ? lanes.ratio_min[l] : sums.ratio_min;
-    sums.ratio_max = lanes.ratio_max[l] > sums.ratio_max ? lanes.ratio_max[l] : sums.ratio_max;
-    sums.is_min = lanes.is_min[l] < sums.is_min ? lanes.is_min[l] : sums.is_min;
-    sums.is_max = lanes.is_max[l] > sums.is_max ? lanes.is_max[l] : sums.is_max;
-    sums.gap_max = lanes.gap_max[l] > sums.gap_max ? lanes.gap_max[l] : sums.gap_max;
-  }
+GRPO_HD void flush(const StepExtremes<TwinMath<T>>& lanes, PolicySums& sums) {
+  const auto extreme = [](const auto& twin, bool lowest, double& into) {
+    const auto lanes = lowest ? smaller(twin.a, twin.b) : larger(twin.a, twin.b);
+    for (int l = 0; l < VectorMath<T>::kCount; ++l) {
+      if (lowest ? lanes[l] < into : lanes[l] > into) into = lanes[l];
+    }
+  };
+  extreme(lanes.ratio_min, true, sums.ratio_min);
+  extreme(lanes.ratio_max, false, sums.ratio_max);
+  extreme(lanes.is_min, true, sums.is_min);
+  extreme(lanes.is_max, false, sums.is_max);
+  extreme(lanes.gap_max, false, sums.gap_max);
 }
 
 template <typename T, WalkKind kKind, bool kAllTakePart>
 void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
-  constexpr int64_t kCount = VectorMath<T>::kCount, kBetweenFlushes = 64 * kCount;
-  PolicyWalk<VectorMath<T>, kKind> walk(tokens, plan);
+  constexpr int64_t kCount = TwinMath<T>::kCount, kBetweenFlushes = 64 * kCount;
+  PolicyWalk<TwinMath<T>, kKind> walk(tokens, plan);
   PolicySums found;
   for (int64_t begin = 0; begin < count; begin += kBetweenFlushes) {
     const int64_t end = count < begin + kBetweenFlushes ? count : begin + kBetweenFlushes;

@@ -79,11 +79,27 @@ GRPO_HD V absolute(const V& x) {
 // kept in b, as by a limit in a.
 template <typename V>
 GRPO_HD V larger(const V& a, const V& b) {
+#ifdef __AVX__  // GCC does not find the instruction where one of them is constant
+  if constexpr (sizeof(a[0]) == 4) {
+    return __builtin_ia32_maxps256(a, b);
+  } else {
+    return __builtin_ia32_maxpd256(a, b);
+  }
+#else
   return a > b ? a : b;
+#endif
 }
 template <typename V>
 GRPO_HD V smaller(const V& a, const V& b) {
+#ifdef __AVX__
+  if constexpr (sizeof(a[0]) == 4) {
+    return __builtin_ia32_minps256(a, b);
+  } else {
+    return __builtin_ia32_minpd256(a, b);
+  }
+#else
   return a < b ? a : b;
+#endif
 }
 
 template <typename V>

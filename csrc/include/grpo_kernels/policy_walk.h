@@ -33,13 +33,19 @@ struct PolicyWalk {
   static constexpr bool kIsClip = kKind != WalkKind::kAny;
   static constexpr bool kIsPlain = kKind == WalkKind::kPlainClip;
 
-  const PolicyTokens<T>& a;
-  const PolicyPlan& plan;
+  const PolicyTokens<T> a;  // not a reference: the compiler would read it again after every store
+  const PolicyPlan plan;
   const TermNumbers<T> numbers;
+  const T policy_share, kl_share;
   StepSums<Math> sums;
   StepExtremes<Math> extremes;
 
-  GRPO_HD PolicyWalk(const PolicyTokens<T>& tokens, const PolicyPlan& given) : a(tokens), plan(given), numbers(given) {}
+  GRPO_HD PolicyWalk(const PolicyTokens<T>& tokens, const PolicyPlan& given)
+      : a(tokens),
+        plan(given),
+        numbers(given),
+        policy_share(static_cast<T>(tokens.shares.policy)),
+        kl_share(static_cast<T>(given.kl_coef * tokens.shares.kl)) {}
 
   // What the kind says, in a form that the compiler sees.
   GRPO_HD bool has(const void* optional) const { return !kIsPlain && optional != nullptr; }
@@ -65,7 +71,7 @@ struct PolicyWalk {
       const V gap = old - load(a.sampling, k, left, valid);
       const Flag scored = valid & (gap == gap);
       const V known = M::select(scored, gap, M::all(0));
-      const V size = known < M::all(0) ? -known : known;
+      const V size = M::select(known < M::all(0), -known, known);
       sums.gap += size;
       M::count(sums.gap_count, scored);
       extremes.gap_max = M::select(scored & (size > extremes.gap_max), size, extremes.gap_max);
@@ -145,7 +151,7 @@ struct PolicyWalk {
     }
     factor = M::select(counts, factor, zero);
     sums.policy += M::select(counts, term.value, zero) * factor;
-    const V scale = factor * M::all(static_cast<T>(a.shares.policy));
+    const V scale = factor * M::all(policy_share);
     V gradient = zero;
     if (!kIsClip) gradient = M::select(counts, term.by_score, zero) * scale;
     V through = M::select(counts, term.by_ratio, zero) * scale;
@@ -160,7 +166,7 @@ struct PolicyWalk {
     if (a.ref == nullptr) return M::all(0);
     KlTerm<M> kl = kl_term<M>(kl_kind(), lp - load(a.ref, k, left, valid), numbers);
     if (!kIsPlain && plan.kl_straight) kl.slope = lp - load(a.ref, k, left, valid);
-    const V scale = M::select(valid, weight * M::all(static_cast<T>(plan.kl_coef * a.shares.kl)), M::all(0));
+    const V scale = M::select(valid, weight * M::all(kl_share), M::all(0));
     if (!kIsPlain && plan.kl_unbiased) {
       kl.value *= term.ratio;
       kl.slope *= term.ratio;
