@@ -75,11 +75,14 @@ def _eager(op: Callable[..., Any], setup_context: Callable[..., Any], backward: 
         def backward(ctx: Any, *grads: Any) -> Any:
             return backward(ctx, *grads)
 
+    # what Function.apply does besides is for torch.func, which does not come here
+    apply = super(torch.autograd.Function, Gradient).apply
+
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return op(*args)
         if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
-            return Gradient.apply(*args)
+            return apply(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 

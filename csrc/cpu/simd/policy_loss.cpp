@@ -11,6 +11,7 @@ namespace {
 
 typedef int32_t FloatFlags __attribute__((vector_size(32)));
 typedef int64_t DoubleFlags __attribute__((vector_size(32)));
+typedef long long MaskOfDoubles __attribute__((vector_size(32)));  // what the compiler's own function calls them
 
 // Two vectors that go through the same steps: an exp is a chain of instructions each of which waits for the one before,
 // and a processor does not look far enough ahead to find the next step's.
@@ -51,11 +52,13 @@ template <typename T>
 struct VectorOf {
   using Value = Floats;
   using Flag = FloatFlags;
+  using Integer = int32_t;
 };
 template <>
 struct VectorOf<double> {
   using Value = Quad;
   using Flag = DoubleFlags;
+  using Integer = int64_t;
 };
 
 // One vector of what policy_walk.h computes with.
@@ -83,16 +86,33 @@ struct VectorMath {
     return x;
   }
 
+  // The first `left` lanes.
+  GRPO_HD static Flag first(int64_t left) {
+    Flag place;
+    for (int l = 0; l < kCount; ++l) place[l] = l;
+    // the comparison wants a number of the lanes' own width, and every number above kCount is as good as another
+    const auto count = static_cast<typename VectorOf<T>::Integer>(left < kCount ? left : kCount);
+    return place < count;
+  }
+
   GRPO_HD static Value load(const T* from, int64_t left) {
     Value value{};
     if (left >= kCount) {
       memcpy(&value, from, sizeof value);
       return value;
     }
+#ifdef __AVX__
+    if constexpr (sizeof(T) == 4) {
+      return __builtin_ia32_maskloadps256((const Value*)from, first(left));
+    } else {
+      return __builtin_ia32_maskloadpd256((const Value*)from, (MaskOfDoubles)first(left));
+    }
+#else
     for (int l = 0; l < kCount; ++l) {
       if (l < left) value[l] = from[l];
     }
     return value;
+#endif
   }
 
   GRPO_HD static void store(T* to, int64_t left, const Value& value) {
@@ -100,9 +120,17 @@ struct VectorMath {
       memcpy(to, &value, sizeof value);
       return;
     }
+#ifdef __AVX__
+    if constexpr (sizeof(T) == 4) {
+      __builtin_ia32_maskstoreps256((Value*)to, first(left), value);
+    } else {
+      __builtin_ia32_maskstorepd256((Value*)to, (MaskOfDoubles)first(left), value);
+    }
+#else
     for (int l = 0; l < kCount; ++l) {
       if (l < left) to[l] = value[l];
     }
+#endif
   }
 
   // The first `left` lanes, and of those the ones whose byte is not 0; null: all of them.
@@ -124,8 +152,9 @@ struct VectorMath {
       }
       return bytes != 0;
     }
+    if (from == nullptr) return first(left);
     Flag flags{};
-    for (int l = 0; l < kCount; ++l) flags[l] = l < left && (from == nullptr || from[l]) ? -1 : 0;
+    for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] ? -1 : 0;
     return flags;
   }
 
@@ -196,31 +225,33 @@ GRPO_HD void fold(const Twin<Lanes>& twin, double& into) {
 }
 
 // From lanes to double; the lanes start again at 0.
-template <typename T>
+template <typename T, WalkKind kKind>
 GRPO_HD void flush(StepSums<TwinMath<T>>& lanes, PolicySums& sums) {
   fold(lanes.policy, sums.policy);
   fold(lanes.kl, sums.kl);
   fold(lanes.plain_kl, sums.plain_kl);
-  fold(lanes.entropy, sums.entropy);
-  fold(lanes.plain_entropy, sums.plain_entropy);
-  fold(lanes.through, sums.through);
   fold(lanes.log_ratio, sums.log_ratio);
   fold(lanes.ratio, sums.ratio);
-  fold(lanes.phi, sums.phi);
-  fold(lanes.is, sums.is);
-  fold(lanes.is_square, sums.is_square);
-  fold(lanes.gap, sums.gap);
   fold(lanes.low, sums.low);
   fold(lanes.high, sums.high);
   fold(lanes.clipped, sums.clipped);
   fold(lanes.dual, sums.dual);
-  fold(lanes.is_count, sums.is_count);
-  fold(lanes.gap_count, sums.gap_count);
-  fold(lanes.off_policy, sums.off_policy);
+  if (kKind != WalkKind::kPlainClip) {
+    fold(lanes.entropy, sums.entropy);
+    fold(lanes.plain_entropy, sums.plain_entropy);
+    fold(lanes.through, sums.through);
+    fold(lanes.phi, sums.phi);
+    fold(lanes.is, sums.is);
+    fold(lanes.is_square, sums.is_square);
+    fold(lanes.gap, sums.gap);
+    fold(lanes.is_count, sums.is_count);
+    fold(lanes.gap_count, sums.gap_count);
+    fold(lanes.off_policy, sums.off_policy);
+  }
   lanes = StepSums<TwinMath<T>>{};
 }
 
-template <typename T>
+template <typename T, WalkKind kKind>
 GRPO_HD void flush(const StepExtremes<TwinMath<T>>& lanes, PolicySums& sums) {
   const auto extreme = [](const auto& twin, bool lowest, double& into) {
     const auto lanes = lowest ? smaller(twin.a, twin.b) : larger(twin.a, twin.b);
@@ -230,6 +261,7 @@ GRPO_HD void flush(const StepExtremes<TwinMath<T>>& lanes, PolicySums& sums) {
   };
   extreme(lanes.ratio_min, true, sums.ratio_min);
   extreme(lanes.ratio_max, false, sums.ratio_max);
+  if (kKind == WalkKind::kPlainClip) return;
   extreme(lanes.is_min, true, sums.is_min);
   extreme(lanes.is_max, false, sums.is_max);
   extreme(lanes.gap_max, false, sums.gap_max);
@@ -246,9 +278,9 @@ void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, P
     for (; k + kCount <= end; k += kCount) walk.template step<kAllTakePart>(k, kCount);
     if (k < end) walk.step(k, end - k);
     walk.settle();
-    flush<T>(walk.sums, found);
+    flush<T, kKind>(walk.sums, found);
   }
-  flush<T>(walk.extremes, found);
+  flush<T, kKind>(walk.extremes, found);
   found.weigh(tokens.shares);
   sums.merge(found);
 }
