@@ -51,13 +51,22 @@ def define(
             torch.library.register_autograd(
                 f"{NAMESPACE}::{name}", backward, setup_context=_keywords(setup_context), lib=_library
             )
-        callables[backend] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        callables[backend] = overload(op, backend)
         if autograd is not None:
             callables[backend] = _eager(callables[backend], setup_context, backward)
     return callables
 
 
-def _eager(op: Callable[..., Any], setup_context: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+def overload(op: str, backend: str) -> Callable[..., Any]:
+    """The op as torch knows it."""
+    found: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), f"{op}_{backend}").default
+    return found
+
+
+_Function = Callable[..., Any]
+
+
+def _eager(op: _Function, setup_context: _Function, backward: _Function) -> _Function:
     """The op with its gradient, without what torch's own registration adds: 0.2 ms a call, more than many a kernel.
 
     torch.compile and torch.func look at the registration, and get the op itself.

@@ -147,6 +147,47 @@ def _vespo_weight(log_weight, k, rate):
     return tl.where(weight == float("inf"), 0.0, weight)
 
 
+@triton.jit
+def _tell_row(
+    stats_ptr, is_weights_ptr, row, rows, here, kept_here, ratio, gaps, drift, logs, advantages, last_kept, k_positive,
+    rate_positive, k_other, rate_other, correction_min, correction_max, threshold, LOSS: tl.constexpr,
+    RATIO: tl.constexpr, CORRECTION: tl.constexpr, OFF_POLICY: tl.constexpr, IS_BY_ROW: tl.constexpr,
+):  # fmt: skip
+    """From the sums over a row to what its tokens have to know of it."""
+    of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
+    corrects_row: tl.constexpr = (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == SEQUENCE_MASK)
+    is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_BY_ROW)
+    divisor = tl.maximum(here, 1.0)
+    factor = here * 0.0 + 1.0
+    if is_of_row:
+        if corrects_row:
+            least, most = tl.full([], correction_min, tl.float64), tl.full([], correction_max, tl.float64)
+            factor = mismatch_weight(gaps, least, most, CORRECTION)
+        else:
+            factor = tl.load(is_weights_ptr + row).to(tl.float64)
+        measured = factor
+        if not corrects_row:  # of a row without tokens nothing is measured
+            measured = tl.where(here > 0, factor, float("nan"))
+        tl.store(stats_ptr + S_IS * rows + row, measured)
+    if of_sequence:
+        tl.store(stats_ptr + S_LOG_RATIO * rows + row, ratio / divisor)
+    if LOSS == VESPO:
+        factor = divisor * 0.0 + 1.0
+        logs = _limit(logs)
+        tl.store(stats_ptr + S_PHI_POSITIVE * rows + row, _vespo_weight(logs, k_positive, rate_positive))
+        tl.store(stats_ptr + S_PHI_OTHER * rows + row, _vespo_weight(logs, k_other, rate_other))
+    if LOSS == GEO_MEAN:
+        if not is_of_row:
+            factor = tl.exp(logs / divisor)
+        tl.store(stats_ptr + S_LOG_RATIO * rows + row, ratio / tl.maximum(kept_here, 1.0))
+        tl.store(stats_ptr + S_ADVANTAGE * rows + row, advantages / divisor)
+        tl.store(stats_ptr + S_LAST_KEPT * rows + row, last_kept.to(tl.float64))
+    tl.store(stats_ptr + S_FACTOR * rows + row, factor)
+    if OFF_POLICY:
+        far = (drift / divisor <= threshold) == 0
+        tl.store(stats_ptr + S_FAR * rows + row, far.to(tl.float64))
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def rows_kernel(
     logprobs_ptr, old_ptr, advantages_ptr, mask_ptr, cu_seqlens_ptr, segments_ptr, sampling_ptr, is_weights_ptr,
@@ -214,33 +255,9 @@ def rows_kernel(
     tl.store(stats_ptr + S_KEPT * rows + row, kept_here)
     tl.store(stats_ptr + S_TERMS * rows + row, terms)
 
-    divisor = tl.maximum(here, 1.0)
-    factor = here * 0.0 + 1.0
-    log_sum = tl.sum(logs, axis=0)
-    if is_of_row:
-        if corrects_row:
-            least, most = tl.full([], correction_min, tl.float64), tl.full([], correction_max, tl.float64)
-            factor = mismatch_weight(tl.sum(gaps, axis=0), least, most, CORRECTION)
-        else:
-            factor = tl.load(is_weights_ptr + row).to(tl.float64)
-        measured = factor
-        if not corrects_row:  # of a row without tokens nothing is measured
-            measured = tl.where(here > 0, factor, float("nan"))
-        tl.store(stats_ptr + S_IS * rows + row, measured)
-    if of_sequence:
-        tl.store(stats_ptr + S_LOG_RATIO * rows + row, tl.sum(ratio, axis=0) / divisor)
-    if LOSS == VESPO:
-        factor = divisor * 0.0 + 1.0
-        log_sum = _limit(log_sum)
-        tl.store(stats_ptr + S_PHI_POSITIVE * rows + row, _vespo_weight(log_sum, k_positive, rate_positive))
-        tl.store(stats_ptr + S_PHI_OTHER * rows + row, _vespo_weight(log_sum, k_other, rate_other))
-    if LOSS == GEO_MEAN:
-        if not is_of_row:
-            factor = tl.exp(log_sum / divisor)
-        tl.store(stats_ptr + S_LOG_RATIO * rows + row, tl.sum(ratio, axis=0) / tl.maximum(kept_here, 1.0))
-        tl.store(stats_ptr + S_ADVANTAGE * rows + row, tl.sum(advantages, axis=0) / divisor)
-        tl.store(stats_ptr + S_LAST_KEPT * rows + row, tl.max(last_kept, axis=0).to(tl.float64))
-    tl.store(stats_ptr + S_FACTOR * rows + row, factor)
-    if OFF_POLICY:
-        far = (tl.sum(drift, axis=0) / divisor <= threshold) == 0
-        tl.store(stats_ptr + S_FAR * rows + row, far.to(tl.float64))
+    _tell_row(
+        stats_ptr, is_weights_ptr, row, rows, here, kept_here, tl.sum(ratio, axis=0), tl.sum(gaps, axis=0),
+        tl.sum(drift, axis=0), tl.sum(logs, axis=0), tl.sum(advantages, axis=0), tl.max(last_kept, axis=0), k_positive,
+        rate_positive, k_other, rate_other, correction_min, correction_max, threshold, LOSS, RATIO, CORRECTION,
+        OFF_POLICY, IS_BY_ROW,
+    )  # fmt: skip

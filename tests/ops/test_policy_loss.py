@@ -12,6 +12,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.config.loss import _RATIOS_OF, AGGREGATIONS, KLS, LOSSES, METRICS
 from grpo_kernels.ops import policy_loss as op
+from grpo_kernels.ops import registry
 from tests.harness import assert_within_budget, backends, device_of
 
 BACKENDS = backends(op.SUPPORTS)
@@ -202,7 +203,9 @@ def forward_arguments(config: gk.LossConfig, device: torch.device, packed: bool)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_opcheck(backend: str, level: str, packed: bool) -> None:
     config = gk.LossConfig.trl(loss_type="grpo", importance_sampling_level=level, beta=0.1, entropy_coef=0.1)
-    torch.library.opcheck(op.FORWARD[backend], forward_arguments(config, device_of(backend), packed))
+    torch.library.opcheck(
+        registry.overload("policy_loss", backend), forward_arguments(config, device_of(backend), packed)
+    )
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])

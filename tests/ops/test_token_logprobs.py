@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.token_logprobs import BACKWARD, FORWARD, INPLACE, SUPPORTS
+from grpo_kernels.ops import registry
+from grpo_kernels.ops.token_logprobs import FORWARD, INPLACE, SUPPORTS
 from grpo_kernels.reference import token_logprobs as reference
 from tests.harness import backends, device_of
 from tests.token_rows import BACKENDS, FAST, KERNELS, assert_matches, assert_same, rows_of, run, upstream_of
@@ -173,7 +174,7 @@ def forward_arguments(backend: str, full: bool, dtype: torch.dtype = torch.float
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_opcheck(backend: str, full: bool) -> None:
     logits, targets, *options = forward_arguments(backend, full)
-    torch.library.opcheck(FORWARD[backend], (logits.requires_grad_(), targets, *options))
+    torch.library.opcheck(registry.overload("token_logprobs", backend), (logits.requires_grad_(), targets, *options))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -182,8 +183,8 @@ def test_opcheck_of_the_backward(backend: str) -> None:
     logprobs, entropy, normalizer = FORWARD[backend](logits, targets, temperature, *scaling, True, False)
     saved = (targets, normalizer, entropy, temperature, *scaling)
     g, h = torch.randn_like(logprobs), torch.randn_like(entropy)
-    torch.library.opcheck(BACKWARD[backend], (g, h, logits, *saved))
-    torch.library.opcheck(BACKWARD[backend], (g, None, logits, *saved))
+    torch.library.opcheck(registry.overload("token_logprobs_backward", backend), (g, h, logits, *saved))
+    torch.library.opcheck(registry.overload("token_logprobs_backward", backend), (g, None, logits, *saved))
     torch.library.opcheck(INPLACE[backend], (logits, g, h, *saved))
 
 
