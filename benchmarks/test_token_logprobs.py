@@ -7,9 +7,7 @@ which in place takes no new memory. On the CPU the first touch of that new memor
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch import Tensor
 from trl.trainer.utils import selective_log_softmax
 
 import grpo_kernels as gk
+from benchmarks.memory import peak_memory
 from benchmarks.paired import paired
 
 ROWS, VOCABULARY = 512, 151936
@@ -91,23 +90,6 @@ def test_ratio(benchmark: Any, what: str, theirs: str, dtype: torch.dtype) -> No
     size = logits.element_size() * logits.numel()
     benchmark.extra_info["bytes"] = size if what == "forward" else 3 * size
     assert bar is None or result.ratio >= bar
-
-
-def peak_memory(call: Case) -> int:
-    """Bytes of memory that the call used at its peak beside what was in use."""
-    reset = Path("/proc/self/clear_refs")
-    if not reset.exists():
-        pytest.skip("asks Linux for the peak")
-
-    def kilobytes(name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(name)).split()[1])
-
-    gc.collect()
-    reset.write_text("5")
-    before = kilobytes("VmRSS:")
-    call()
-    return (kilobytes("VmHWM:") - before) * 1024
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -3,6 +3,8 @@
 from grpo_kernels.config import AdvantageConfig, LossConfig
 from grpo_kernels.dispatch import available_backends, use_backend
 from grpo_kernels.functional.group_advantages import GroupAdvantages, group_advantages, group_ids
+from grpo_kernels.functional.linear_logprobs import linear_logprobs
+from grpo_kernels.functional.linear_policy_loss import linear_policy_loss
 from grpo_kernels.functional.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.functional.token_logprobs import TokenLogprobs, token_logprobs
 
@@ -18,6 +20,8 @@ __all__ = [
     "available_backends",
     "group_advantages",
     "group_ids",
+    "linear_logprobs",
+    "linear_policy_loss",
     "policy_loss",
     "token_logprobs",
     "use_backend",

@@ -21,7 +21,7 @@ _KINDS = ("tokens", "rows", "segments")
 Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """In the order that the op takes them."""
 
     logprobs: Tensor
@@ -82,25 +82,44 @@ def policy_loss(
     backend            "cuda", "triton", "cpu", "reference"; None: the first that can
     """
     settings = LossConfig.of(config)
-    given = _Inputs(
+    given = Inputs(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights,
         entropy, None, weights,
     )  # fmt: skip
-    inputs = _checked(given)
-    _check_needs(settings, inputs, normalizer)
+    return policy_loss_of(_OP, given, normalizer, settings, backend)
+
+
+def policy_loss_of(
+    op_name: str, given: Inputs, normalizer: Normalizer | None, settings: LossConfig, backend: str | None
+) -> PolicyLoss:  # fmt: skip
+    inputs, normalizers, counts = prepare(op_name, given, normalizer, settings)
     inputs = inputs._replace(entropy_floor=_entropy_floor(inputs, settings.top_entropy_quantile))
-    counts, normalizers = _normalizers(normalizer, settings, inputs.logprobs)
-    chosen = dispatch.select(_OP, backend, inputs.logprobs.device.type, inputs.logprobs.dtype, op.SUPPORTS)
+    chosen = dispatch.select(op_name, backend, inputs.logprobs.device.type, inputs.logprobs.dtype, op.SUPPORTS)
     loss, metrics = op.apply(chosen, *inputs, normalizers, counts, settings.modes, settings.coefficients)
-    by_row = advantages.shape != logprobs.shape
-    return PolicyLoss(loss, PolicyLossMetrics(metrics, settings, by_row, entropy is not None))
+    by_row = given.advantages.shape != given.logprobs.shape
+    return PolicyLoss(loss, PolicyLossMetrics(metrics, settings, by_row, given.entropy is not None))
 
 
-def _checked(given: _Inputs) -> _Inputs:
+class Prepared(NamedTuple):
+    """What the op is called with: checked, in one dtype and one memory layout."""
+
+    inputs: Inputs
+    normalizers: Tensor | None
+    counts: list[float]
+
+
+def prepare(op_name: str, given: Inputs, normalizer: Normalizer | None, settings: LossConfig) -> Prepared:
+    inputs = _checked(op_name, given)
+    _check_needs(op_name, settings, inputs, normalizer)
+    counts, normalizers = _normalizers(op_name, normalizer, settings, inputs.logprobs)
+    return Prepared(inputs, normalizers, counts)
+
+
+def _checked(op_name: str, given: Inputs) -> Inputs:
     """In one dtype and one memory layout; gradient flows to log-probs and entropy only."""
-    checks.tensor(_OP, "logprobs", given.logprobs, checks.FLOATS)
-    rows = _row_count(given.logprobs, given.cu_seqlens)
-    arguments = _Arguments(given.logprobs, rows)
+    checks.tensor(op_name, "logprobs", given.logprobs, checks.FLOATS)
+    rows = _row_count(op_name, given.logprobs, given.cu_seqlens)
+    arguments = _Arguments(op_name, given.logprobs, rows)
     mask = arguments.optional("mask", given.mask, (torch.bool, *_NUMBERS))
     segments = arguments.optional("segments", given.segments, checks.INTEGERS)
     detached = ("old_logprobs", "ref_logprobs", "sampling_logprobs")
@@ -121,7 +140,8 @@ def _checked(given: _Inputs) -> _Inputs:
 class _Arguments:
     """Brings every argument to the dtype and the memory layout of the log-probs."""
 
-    def __init__(self, logprobs: Tensor, rows: int) -> None:
+    def __init__(self, op_name: str, logprobs: Tensor, rows: int) -> None:
+        self.op_name = op_name
         self.shape, self.rows, self.device = logprobs.shape, rows, logprobs.device
         self.dtype = torch.float64 if logprobs.dtype == torch.float64 else torch.float32
 
@@ -135,11 +155,11 @@ class _Arguments:
     def optional(self, name: str, value: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
         if value is None:
             return None
-        checks.tensor(_OP, name, value, dtypes)
-        checks.same_device(_OP, name, value, self.device)
+        checks.tensor(self.op_name, name, value, dtypes)
+        checks.same_device(self.op_name, name, value, self.device)
         if value.shape != self.shape:
             raise ValueError(
-                f"{_OP}: {name} must have the shape of logprobs, {list(self.shape)}, got {list(value.shape)}"
+                f"{self.op_name}: {name} must have the shape of logprobs, {list(self.shape)}, got {list(value.shape)}"
             )
         return value.contiguous()
 
@@ -148,37 +168,37 @@ class _Arguments:
         return None if value is None else self.number(value, detach)
 
     def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
-        checks.tensor(_OP, name, value, checks.FLOATS)
-        checks.same_device(_OP, name, value, self.device)
+        checks.tensor(self.op_name, name, value, checks.FLOATS)
+        checks.same_device(self.op_name, name, value, self.device)
         if value.shape != self.shape:
             if tuple(value.shape) not in ((self.rows,), (self.rows, 1)):
                 raise ValueError(
-                    f"{_OP}: {name} must have one value per row, {[self.rows]}, or per token, {list(self.shape)}, "
-                    f"got {list(value.shape)}"
+                    f"{self.op_name}: {name} must have one value per row, {[self.rows]}, or per token, "
+                    f"{list(self.shape)}, got {list(value.shape)}"
                 )
             value = value.reshape(-1)
         return self.number(value, detach=True)
 
 
-def _row_count(logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
+def _row_count(op_name: str, logprobs: Tensor, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens is None:
         if logprobs.dim() != 2:
             raise ValueError(
-                f"{_OP}: logprobs must have shape [B, T], or [M] with cu_seqlens, got {list(logprobs.shape)}"
+                f"{op_name}: logprobs must have shape [B, T], or [M] with cu_seqlens, got {list(logprobs.shape)}"
             )
         return logprobs.shape[0]
     if logprobs.dim() != 1:
-        raise ValueError(f"{_OP}: logprobs must have shape [M] with cu_seqlens, got {list(logprobs.shape)}")
-    checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
-    checks.same_device(_OP, "cu_seqlens", cu_seqlens, logprobs.device)
+        raise ValueError(f"{op_name}: logprobs must have shape [M] with cu_seqlens, got {list(logprobs.shape)}")
+    checks.tensor(op_name, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+    checks.same_device(op_name, "cu_seqlens", cu_seqlens, logprobs.device)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
-        raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
+        raise ValueError(f"{op_name}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
     return len(cu_seqlens) - 1
 
 
-def _check_needs(settings: LossConfig, inputs: _Inputs, normalizer: Normalizer | None) -> None:
+def _check_needs(op_name: str, settings: LossConfig, inputs: Inputs, normalizer: Normalizer | None) -> None:
     def refuse(name: str, rule: str, got: object) -> None:
-        raise ValueError(f"{_OP}: {name} must be {rule}, got {got}")
+        raise ValueError(f"{op_name}: {name} must be {rule}, got {got}")
 
     def described(value: Tensor | None) -> object:
         return None if value is None else f"a tensor of shape {list(value.shape)}"
@@ -209,7 +229,9 @@ def _check_needs(settings: LossConfig, inputs: _Inputs, normalizer: Normalizer |
         refuse("normalizer", "left out with aggregation='token-sum', which divides by nothing", normalizer)
 
 
-def _normalizers(given: Normalizer | None, settings: LossConfig, logprobs: Tensor) -> tuple[list[float], Tensor | None]:
+def _normalizers(
+    op_name: str, given: Normalizer | None, settings: LossConfig, logprobs: Tensor
+) -> tuple[list[float], Tensor | None]:
     """What is known of tokens, rows and segments: as numbers, NaN for what is to be counted, and as a tensor."""
     if given is None:
         return [math.nan] * 3, None
@@ -219,13 +241,13 @@ def _normalizers(given: Normalizer | None, settings: LossConfig, logprobs: Tenso
     numbers, tensors = [math.nan] * 3, False
     for name, value in given.items():
         if name not in _KINDS:
-            raise ValueError(f"{_OP}: normalizer must be for one of {', '.join(_KINDS)}, got {name!r}")
+            raise ValueError(f"{op_name}: normalizer must be for one of {', '.join(_KINDS)}, got {name!r}")
         if isinstance(value, Tensor):
             if value.numel() != 1:
-                raise ValueError(f"{_OP}: normalizer must have one element, got shape {list(value.shape)}")
+                raise ValueError(f"{op_name}: normalizer must have one element, got shape {list(value.shape)}")
             tensors = True
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{_OP}: normalizer must be a positive number, got {value!r}")
+            raise ValueError(f"{op_name}: normalizer must be a positive number, got {value!r}")
         else:
             numbers[_KINDS.index(name)] = float(value)
     if not tensors:
@@ -240,7 +262,7 @@ def _normalizers(given: Normalizer | None, settings: LossConfig, logprobs: Tenso
     return numbers, torch.stack(columns)
 
 
-def _entropy_floor(inputs: _Inputs, quantile: float) -> Tensor | None:
+def _entropy_floor(inputs: Inputs, quantile: float) -> Tensor | None:
     """The entropy that the kept share of tokens reaches, as torch.quantile has it, which refuses above 2^24 values."""
     entropy = inputs.entropy
     if quantile >= 1 or entropy is None:

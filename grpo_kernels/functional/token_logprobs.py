@@ -61,10 +61,8 @@ def token_logprobs(
             f"{_OP}: targets must have shape {list(logits.shape[:-1])}, one for each row of the logits, "
             f"got {list(targets.shape)}"
         )
-    _same_device("targets", targets, logits)
-    row_temperature, temperature = _temperature(temperature, targets, logits)
-    softcap = None if softcap is None else _positive("softcap", softcap)
-    logit_scale = _positive("logit_scale", logit_scale)
+    checks.same_device(_OP, "targets", targets, logits.device)
+    scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
     if inplace_backward:
         _check_inplace(logits)
 
@@ -74,10 +72,8 @@ def token_logprobs(
     logprobs, entropy, _ = op.FORWARD[chosen](
         rows,
         targets.long().reshape(shape).contiguous(),
-        None if row_temperature is None else row_temperature.reshape(shape).contiguous(),
-        temperature,
-        softcap,
-        logit_scale,
+        None if scaling.row_temperature is None else scaling.row_temperature.reshape(shape).contiguous(),
+        *scaling[1:],
         return_entropy,
         inplace_backward,
     )
@@ -92,14 +88,34 @@ def _rows(logits: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def _temperature(temperature: float | Tensor, targets: Tensor, logits: Tensor) -> tuple[Tensor | None, float]:
-    if not isinstance(temperature, Tensor):
-        return None, _positive("temperature", temperature)
-    checks.tensor(_OP, "temperature", temperature, checks.FLOATS)
-    _same_device("temperature", temperature, logits)
+class Scaling(NamedTuple):
+    """How logits become what the softmax is of: softcap(logit_scale * x) / temperature."""
+
+    row_temperature: Tensor | None  # in the shape of the targets; None: the number
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+def check_scaling(
+    op_name: str, temperature: float | Tensor, softcap: float | None, logit_scale: float, targets: Tensor,
+    dtype: torch.dtype,
+) -> Scaling:  # fmt: skip
+    row_temperature, number = None, 1.0
+    if isinstance(temperature, Tensor):
+        row_temperature = _row_temperature(op_name, temperature, targets, dtype)
+    else:
+        number = _positive(op_name, "temperature", temperature)
+    cap = None if softcap is None else _positive(op_name, "softcap", softcap)
+    return Scaling(row_temperature, number, cap, _positive(op_name, "logit_scale", logit_scale))
+
+
+def _row_temperature(op_name: str, temperature: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    checks.tensor(op_name, "temperature", temperature, checks.FLOATS)
+    checks.same_device(op_name, "temperature", temperature, targets.device)
     if temperature.requires_grad:
         raise ValueError(
-            f"{_OP}: temperature must not require grad, got requires_grad=True; it has no gradient here, "
+            f"{op_name}: temperature must not require grad, got requires_grad=True; it has no gradient here, "
             "pass temperature.detach()"
         )
     shape = targets.shape
@@ -109,24 +125,18 @@ def _temperature(temperature: float | Tensor, targets: Tensor, logits: Tensor) -
     fits = full.dim() == len(shape) and all(a in (1, b) for a, b in zip(full.shape, shape, strict=True))
     if not fits:
         raise ValueError(
-            f"{_OP}: temperature must have the shape of the targets, {list(shape)}, or one element for each of the "
+            f"{op_name}: temperature must have the shape of the targets, {list(shape)}, or one element for each of the "
             f"first dimension, got {list(temperature.shape)}"
         )
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return full.to(wide).expand(shape), 1.0
+    return full.to(torch.promote_types(dtype, torch.float32)).expand(shape)
 
 
-def _positive(name: str, value: object) -> float:
+def _positive(op_name: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{_OP}: {name} must be a number, got {type(value).__name__} {value!r}")
+        raise TypeError(f"{op_name}: {name} must be a number, got {type(value).__name__} {value!r}")
     if not 0 < value < math.inf:
-        raise ValueError(f"{_OP}: {name} must be positive and finite, got {value}")
+        raise ValueError(f"{op_name}: {name} must be positive and finite, got {value}")
     return float(value)
-
-
-def _same_device(name: str, value: Tensor, logits: Tensor) -> None:
-    if value.device != logits.device:
-        raise ValueError(f"{_OP}: {name} must be on {logits.device} like the logits, got {value.device}")
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -18,6 +18,7 @@ from grpo_kernels import _native  # noqa: F401  registers the compiled implement
 from grpo_kernels.dispatch import Supports
 
 NAMESPACE = "grpo_kernels"
+_Function = Callable[..., Any]
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 # Where the Python implementation of a backend lives; "cpu" is compiled only.
@@ -30,21 +31,23 @@ def define(
     supports: Supports,
     fake: Callable[..., Any],
     autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-    implementation: str | None = None,
+    implementation: str | _Function | None = None,
 ) -> dict[str, Callable[..., Any]]:
     """Defines <op>_<backend> for every backend in `supports`; returns the callables by backend name.
 
     `autograd` is (setup_context, backward) as torch.library.register_autograd takes them; both are called with the
     backend's name put in front of their arguments. None: not differentiable. `implementation` is "module.function" in
-    each backend's folder, "<op>.forward" if left out.
+    each backend's folder, "<op>.forward" if left out; or a function of the backend's name and the arguments.
     """
-    module, function = (implementation or f"{op}.forward").split(".")
     callables: dict[str, Callable[..., Any]] = {}
     for backend in supports:
         name = f"{op}_{backend}"
         _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        if backend in _FOLDERS:
+        if callable(implementation):
+            _library.impl(name, functools.partial(implementation, backend), "CompositeExplicitAutograd")
+        elif backend in _FOLDERS:
+            module, function = (implementation or f"{op}.forward").split(".")
             _library.impl(name, _lazy(module, function, backend), "CompositeExplicitAutograd")
         if autograd is not None:
             setup_context, backward = (functools.partial(part, backend) for part in autograd)
@@ -61,9 +64,6 @@ def overload(op: str, backend: str) -> Callable[..., Any]:
     """The op as torch knows it."""
     found: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), f"{op}_{backend}").default
     return found
-
-
-_Function = Callable[..., Any]
 
 
 def _eager(op: _Function, setup_context: _Function, backward: _Function) -> _Function:

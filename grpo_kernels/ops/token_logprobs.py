@@ -13,6 +13,8 @@ _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
 SUPPORTS = {"cuda": _GPU, "triton": _GPU, "cpu": _ALL, "reference": _ALL}
 
+IGNORED = -100  # the target of a row that is not looked at
+
 # Logits are [A, B, V] with neighbouring columns, what belongs to a row is [A, B]. The results are log-probabilities,
 # entropies (empty unless wanted) and, for the backward, the log-sum-exp of every row as float64: rounded to float32 it
 # would be what limits the gradient.

@@ -73,7 +73,7 @@ def forward(
     want_entropy: bool,
     inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kept, columns = _columns(logits, targets)
+    kept, columns = columns_of(logits, targets)
     z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(wide(logits))
     logprobs, entropy, normalizer = distribution(z, columns, want_entropy)
     wrong = kept & (columns != targets)
@@ -98,7 +98,7 @@ def backward(
 ) -> Tensor:
     x = wide(logits)
     scaling = Scaling(row_temperature, temperature, softcap, logit_scale)
-    kept, columns = _columns(logits, targets)
+    kept, columns = columns_of(logits, targets)
     high = normalizer.to(x.dtype)
     low = (normalizer - high.double()).to(x.dtype)
     log_p = (scaling.apply(x) - high[..., None]) - low[..., None]
@@ -122,7 +122,7 @@ def backward_inplace(logits: Tensor, grad_logprobs: Tensor | None, grad_entropy:
     logits.copy_(backward(grad_logprobs, grad_entropy, logits, *saved))
 
 
-def _columns(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def columns_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Which rows count, and their targets with a column in place of what is none."""
     kept = targets != IGNORED
     vocabulary = logits.shape[-1]
