@@ -41,4 +41,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> old, Te
                                   std::vector<double> counts, std::vector<int64_t> modes,
                                   std::vector<double> coefficients, bool needs_entropy_gradient);
 
+// Advice about memory that nobody has written yet.
+void expect_large_tensor_cpu(Tensor tensor);
+
 }  // namespace grpo_kernels

@@ -9,4 +9,5 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("token_logprobs_backward_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cpu));
   library.impl("token_logprobs_backward_inplace_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_inplace_cpu));
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
+  library.impl("_expect_large_tensor_cpu", TORCH_BOX(&grpo_kernels::expect_large_tensor_cpu));
 }

@@ -110,7 +110,11 @@ void backward_into(const Tensor& gradient, const Tensor& logits, const RowTensor
   });
 }
 
+std::size_t bytes_of(const Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()) * tensor.element_size(); }
+
 }  // namespace
+
+void expect_large_tensor_cpu(Tensor tensor) { advise_huge_pages(data_of<void>(tensor), bytes_of(tensor)); }
 
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(Tensor logits, Tensor targets,
                                                       std::optional<Tensor> row_temperature, double temperature,
@@ -136,8 +140,7 @@ Tensor token_logprobs_backward_cpu(std::optional<Tensor> grad_logprobs, std::opt
   check_logits(logits);
   const int64_t shape[3] = {logits.size(0), logits.size(1), logits.size(2)};
   const Tensor gradient = empty_tensor(logits, shape, 3, dtype_of(logits));
-  const std::size_t bytes = static_cast<std::size_t>(gradient.numel()) * gradient.element_size();
-  if (bytes >= kHugeGradient) advise_huge_pages(data_of<void>(gradient), bytes);
+  if (bytes_of(gradient) >= kHugeGradient) expect_large_tensor_cpu(gradient);
   backward_into(gradient, logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}},
                 {grad_logprobs, grad_entropy, normalizer, entropy});
   return gradient;
