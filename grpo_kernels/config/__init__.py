@@ -5,6 +5,9 @@ read are derived from it once, when it is made.
 """
 
 from grpo_kernels.config.advantages import AdvantageConfig
-from grpo_kernels.config.loss import LossConfig
+from grpo_kernels.config.loss import LossConfig, name_configs
+from grpo_kernels.config.loss_peers import TRL_LOSS_TYPES
 
 __all__ = ["AdvantageConfig", "LossConfig"]
+
+name_configs(TRL_LOSS_TYPES)

@@ -175,13 +175,13 @@ class LossConfig:
         return from_verl(**fields)
 
     @classmethod
-    def of(cls, config: LossConfig | str) -> LossConfig:
+    def of(cls, config: LossConfig | str, op: str = "policy_loss") -> LossConfig:
         """The config itself, or that of a TRL loss_type."""
         if isinstance(config, LossConfig):
             return config
         if not isinstance(config, str):
-            raise TypeError(f"policy_loss: config must be a LossConfig or a str, got {type(config).__name__}")
-        return cls.trl(loss_type=config)
+            raise TypeError(f"{op}: config must be a LossConfig or a str, got {type(config).__name__}")
+        return _NAMED.get(config) or cls.trl(loss_type=config)
 
     def _check_names(self) -> None:
         choices = {"loss": LOSSES, "ratio": RATIOS, "kl": KLS, "correction": CORRECTIONS}
@@ -313,3 +313,11 @@ class LossConfig:
             bound(self.correction_max, math.inf),
             bound(self.off_policy_threshold, math.inf),
         ]
+
+
+# Made once: torch.compile can read a config, but not follow how one is made.
+_NAMED: dict[str, LossConfig] = {}
+
+
+def name_configs(names: tuple[str, ...]) -> None:
+    _NAMED.update({name: LossConfig.trl(loss_type=name) for name in names})

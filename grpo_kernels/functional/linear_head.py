@@ -42,7 +42,9 @@ def check_head(
     checks.tensor(op, "hidden", hidden, checks.FLOATS)
     checks.tensor(op, "weight", weight, checks.FLOATS)
     checks.tensor(op, "targets", targets, checks.INTEGERS)
-    if hidden.dim() == 0 or targets.shape != hidden.shape[:-1]:
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"{op}: hidden must have shape [..., H] with H > 0, got {list(hidden.shape)}")
+    if targets.shape != hidden.shape[:-1]:
         raise ValueError(
             f"{op}: targets must have the shape of hidden but its last dimension, {list(hidden.shape[:-1])}, "
             f"got {list(targets.shape)}"
@@ -103,7 +105,7 @@ def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | Non
         return given.reshape(-1).nonzero().squeeze(1)
     if given.dim() != 1:
         raise ValueError(f"{op}: positions must be a mask or have shape [P], got {list(given.shape)}")
-    if given.device.type == "cpu" and given.numel() > 0:
+    if given.device.type == "cpu" and given.numel() > 0 and not torch.compiler.is_compiling():
         ordered = given.long().sort().values
         if int(ordered[0]) < 0 or int(ordered[-1]) >= targets.numel() or bool((ordered.diff() == 0).any()):
             raise ValueError(

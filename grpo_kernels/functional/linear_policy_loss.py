@@ -47,12 +47,11 @@ def linear_policy_loss(
     weight_grad   the weight's gradient is added to this tensor in the forward pass, and weight gets none of its own;
                   for accumulation over micro-batches. The loss must then be given to backward() as it is
     """
-    settings = LossConfig.of(config)
+    settings = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
     size = check_chunk_size(_OP, chunk_size)
-    if memory not in ("fast", "low"):
-        raise ValueError(f"{_OP}: memory must be 'fast' or 'low', got {memory!r}")
-    takes_part = _participants(mask, check_positions(_OP, positions, targets), targets)
+    _check_form(hidden, cu_seqlens, memory)
+    takes_part = _participants(mask, check_positions(_OP, positions, targets), targets, cu_seqlens, segments)
     want_entropy = return_entropy or settings.entropy_coef != 0 or settings.top_entropy_quantile < 1
     unknown = torch.zeros(head.shape, dtype=head.wide, device=head.hidden.device)
     given = Inputs(
@@ -81,6 +80,15 @@ def linear_policy_loss(
     return PolicyLoss(loss, PolicyLossMetrics(metrics, settings, by_row, want_entropy))
 
 
+def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str) -> None:
+    if hidden.dim() != (3 if cu_seqlens is None else 2):
+        raise ValueError(
+            f"{_OP}: hidden must have shape [B, T, H], or [M, H] with cu_seqlens, got {list(hidden.shape)}"
+        )
+    if memory not in ("fast", "low"):
+        raise ValueError(f"{_OP}: memory must be 'fast' or 'low', got {memory!r}")
+
+
 def _is_differentiable(head: LinearHead) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in head[:3])
 
@@ -91,8 +99,14 @@ def _compacts(compact: bool | None, positions: Tensor | None, head: LinearHead) 
     return compact and not torch.compiler.is_compiling()
 
 
-def _participants(mask: Tensor | None, places: Tensor | None, targets: Tensor) -> Tensor:
+def _participants(
+    mask: Tensor | None, places: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None, segments: Tensor | None
+) -> Tensor:  # fmt: skip
     takes_part = targets != _IGNORED
+    if cu_seqlens is not None and cu_seqlens.dim() == 1 and len(cu_seqlens) > 0:
+        takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
+    if segments is not None and segments.shape == targets.shape:
+        takes_part = takes_part & (segments >= 0)
     if mask is not None:
         checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
         if mask.shape != targets.shape:
@@ -179,11 +193,6 @@ def _order(inputs: Inputs, settings: LossConfig) -> tuple[Tensor, Tensor]:
     shape = inputs.logprobs.shape
     takes_part = inputs.mask
     assert takes_part is not None
-    if inputs.segments is not None:
-        takes_part = takes_part & (inputs.segments >= 0)
-    if inputs.cu_seqlens is not None:
-        place = torch.arange(shape[0], device=takes_part.device)
-        takes_part = takes_part & (place < inputs.cu_seqlens[-1])
     moves = takes_part
     has_more = settings.kl_coef != 0 or settings.entropy_coef != 0 or settings.loss == "dro"
     of_token = inputs.advantages.shape == shape
@@ -199,6 +208,8 @@ def _order(inputs: Inputs, settings: LossConfig) -> tuple[Tensor, Tensor]:
 
 def _spread(of_rows: Tensor, inputs: Inputs) -> Tensor:
     shape = inputs.logprobs.shape
+    if len(of_rows) == 0:
+        return of_rows.new_zeros(shape)
     return of_rows[:, None].expand(shape) if inputs.cu_seqlens is None else of_rows[_rows_of(inputs, shape)]
 
 
@@ -209,7 +220,7 @@ def _rows_of(inputs: Inputs, shape: torch.Size) -> Tensor:
     if inputs.cu_seqlens is None:
         return place // max(shape[1], 1)
     rows = torch.searchsorted(inputs.cu_seqlens[1:].contiguous(), place, right=True)
-    return rows.clamp(max=len(inputs.cu_seqlens) - 2)
+    return rows.clamp(max=max(len(inputs.cu_seqlens) - 2, 0))
 
 
 def _ends(inputs: Inputs, shape: torch.Size, places: Tensor | None) -> list[int]:

@@ -44,6 +44,10 @@ class Head(NamedTuple):
     def wide(self) -> torch.dtype:
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
+    def clean(self, counts: Tensor) -> Head:
+        """With 0 for the hidden states of rows that do not count: NaN there times a gradient of 0 would be NaN."""
+        return self._replace(hidden=torch.where(counts[:, None], self.hidden, 0))
+
 
 def rows_per_chunk(rows: int, vocabulary: int, device_type: str) -> int:
     """A third of the rows where they are many, as long as their logits are not too large.

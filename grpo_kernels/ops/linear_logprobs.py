@@ -52,7 +52,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The logits are computed again, of the rows that have a gradient."""
     head, (normalizer, entropy, needs, chunk_rows) = Head(*args[:_HEAD_ARGUMENTS]), args[_HEAD_ARGUMENTS:]
+    counts = head.targets != token_logprobs.IGNORED
+    grad_logprobs = None if grad_logprobs is None else torch.where(counts, grad_logprobs, 0)
+    grad_entropy = None if grad_entropy is None else torch.where(counts, grad_entropy, 0)
     places = moving(grad_logprobs, grad_entropy)
+    if places is None:
+        head = head.clean(counts)
     rows = len(head.hidden) if places is None else len(places)
     products = Products(backend, head, min(chunk_rows, rows), ghost)
     gradients = Gradients(products, needs, sparse=places is not None)
@@ -187,7 +192,7 @@ class _Sharded(torch.autograd.Function):
         if grad_entropy is not None and grad_entropy.numel() == 0:
             grad_entropy = None
         needs = list(ctx.needs_input_grad[-3:])
-        # every rank takes part in the sum, whatever it needs itself
+        # whether hidden states need a gradient has to be the same on all ranks, or they would wait for each other
         hidden, *others = backward(
             backend,
             None if grad_logprobs is None else grad_logprobs.contiguous(),

@@ -101,6 +101,8 @@ def forward(backend: str, *args: Any, into: Tensor | None = None) -> tuple[Tenso
     rows = len(head.hidden) if chunking.places is None else len(chunking.places)
     ahead = 0 if chunking.ahead is None else len(chunking.ahead)
     size = chunking.chunk_rows
+    if chunking.places is None and policy.mask is not None:
+        head = head.clean(policy.mask.reshape(-1))
     batch = _Batch(backend, head, policy, chunking)
     products = Products(backend, head, min(size, max(rows, ahead)))
     on_cpu = head.hidden.device.type == "cpu"

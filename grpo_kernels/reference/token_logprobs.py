@@ -48,6 +48,7 @@ def wide(logits: Tensor) -> Tensor:
 def distribution(z: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
     """Log-probability, entropy and log-sum-exp (in float64) of every row; targets are columns."""
     top = z.amax(-1, keepdim=True)
+    is_empty = top[..., 0] == -math.inf
     top = torch.where(top.isinf(), math.nan, top)  # no number at all, or an overflow
     is_top = z == top
     below = torch.where(is_top, 0, torch.exp(z - top))
@@ -58,9 +59,11 @@ def distribution(z: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor
     logprobs = (z.gather(-1, targets[..., None])[..., 0] - top) - log_sum
     entropy = None
     if want_entropy:
-        spread = torch.where(below == 0, 0, below * (top[..., None] - z)).sum(-1)
+        gap = torch.where(below == 0, 0, top[..., None] - z)  # by itself, or torch's gradient of it is 0 times infinity
+        spread = (below * gap).sum(-1)
         entropy = log_sum + spread / (1 + others)
-    return logprobs, entropy, top.double() + log_sum.double()
+    # of no numbers at all it is what another part of the vocabulary may be added to
+    return logprobs, entropy, torch.where(is_empty, -math.inf, top.double() + log_sum.double())
 
 
 def forward(
@@ -127,7 +130,7 @@ def columns_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     kept = targets != IGNORED
     vocabulary = logits.shape[-1]
     columns = targets.clamp(0, vocabulary - 1)
-    if targets.device.type == "cpu":
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = targets[kept & (columns != targets)]
         if wrong.numel() > 0:
             raise RuntimeError(

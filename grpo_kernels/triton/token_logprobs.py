@@ -132,10 +132,12 @@ def _forward_kernel(
         spoiled = tl.where(fails, float("nan"), 0.0)
         logprob = (z - row_top).to(tl.float64) - log_sum + spoiled
         tl.store(logprobs_ptr + row, tl.where(logprob > 0, 0.0, logprob).to(tl.float32))
-        tl.store(normalizer_ptr + row, row_top.to(tl.float64) + log_sum + spoiled)
+        # of no number at all it is what another part of the vocabulary may be added to
+        total = tl.where((others < 0) & known, float("-inf"), row_top.to(tl.float64) + log_sum + spoiled)
+        tl.store(normalizer_ptr + row, total)
         if entropy_ptr is not None:
-            total = tl.sum((spread - gap * sum) * decay, axis=0).to(tl.float64)
-            entropy = log_sum + total / (1.0 + others) + spoiled
+            spreads = tl.sum((spread - gap * sum) * decay, axis=0).to(tl.float64)
+            entropy = log_sum + spreads / (1.0 + others) + spoiled
             tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy).to(tl.float32))
 
 
