@@ -55,9 +55,9 @@ def rows_per_chunk(rows: int, vocabulary: int, device_type: str) -> int:
     A chunk reads the weight twice, and reads and writes its gradient: 16 bytes an element for 6 flops a row, so with
     256 rows or more arithmetic is what takes the time; the products of a few hundred more are another few percent
     faster. What the naive way has at its peak is at least three times the logits of all rows: a third of them is a
-    ninth of it. From 128 MiB (on a GPU a GiB) on, more gain nothing.
+    ninth of it. From 192 MiB (on a GPU a GiB) on, more gain nothing.
     """
-    most = max(64, (2**25 if device_type == "cpu" else 2**28) // vocabulary)
+    most = max(64, (3 * 2**24 if device_type == "cpu" else 2**28) // vocabulary)
     count = max(-(-rows // most), min(3, -(-rows // 256)), 1)
     return max(1, -(-rows // count // 16) * 16)  # chunks of one size, in whole blocks of the products
 
