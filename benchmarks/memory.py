@@ -1,4 +1,4 @@
-"""Memory as the process has it: allocators that torch does not know of included."""
+"""Memory as the process has it, allocators that torch does not know of included; on a GPU as torch has it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 def _give_back() -> None:
@@ -19,7 +20,12 @@ def _give_back() -> None:
 
 
 def peak_memory(call: Callable[[], Any]) -> int:
-    """Bytes of memory that the call used at its peak beside what was in use."""
+    """Bytes of memory that the call used at its peak beside what was in use: the GPU's if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         pytest.skip("asks Linux for the peak")

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 Call = Callable[[], Any]
 
 
@@ -27,9 +29,12 @@ class Ratio(NamedTuple):
 
 
 def seconds(call: Call, repeats: int) -> float:
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    wait()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
+    wait()
     return (time.perf_counter() - start) / repeats
 
 

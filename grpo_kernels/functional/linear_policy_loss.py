@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,29 +135,17 @@ def _check_weight_grad(weight_grad: Tensor | None, head: LinearHead) -> None:
         raise ValueError(f"{_OP}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
 
 
-def _policy(prepared: Prepared, settings: LossConfig) -> tuple[object, ...]:
+def _policy(prepared: Prepared, settings: LossConfig) -> op.Policy:
     i = prepared.inputs
-    return (
+    return op.Policy(
         i.old_logprobs, i.advantages, i.mask, i.cu_seqlens, i.segments, i.ref_logprobs, i.sampling_logprobs,
         i.is_weights, i.weights, prepared.normalizers, prepared.counts, settings.modes, settings.coefficients,
     )  # fmt: skip
 
 
-class _Chunking(NamedTuple):
-    """As the op takes it."""
-
-    shape: list[int]
-    want_entropy: bool
-    needs_entropy_gradient: bool
-    ahead: Tensor | None
-    places: Tensor | None
-    ends: list[int] | None
-    chunk_rows: int
-
-
 def _chunking(
     head: LinearHead, inputs: Inputs, settings: LossConfig, compact: bool, chunk_size: int | None
-) -> _Chunking | None:
+) -> op.Chunking | None:
     """None where a chunk's gradient cannot be known before the others are."""
     if settings.top_entropy_quantile < 1:
         return None
@@ -179,7 +166,7 @@ def _chunking(
         if longest > size or size == 0:
             return None
     gradient = inputs.entropy is not None and settings.entropy_coef != 0
-    return _Chunking(list(head.shape), inputs.entropy is not None, gradient, ahead, places, ends, size)
+    return op.Chunking(list(head.shape), inputs.entropy is not None, gradient, ahead, places, ends, size)
 
 
 def _is_of_rows(settings: LossConfig) -> bool:
