@@ -20,6 +20,8 @@ def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if type(value).__name__ == "DTensor":  # by its name: importing the class takes a second
+        raise TypeError(f"{op}: {name} must be a tensor of this rank, got DTensor; use to_local() or full_tensor()")
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}")
     return value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import dispatch
+from grpo_kernels import _native, dispatch
+
+needs_cpu_kernels = pytest.mark.skipif(_native.cpu_module is None, reason="the CPU kernels are not built")
 
 
 def backends(supports: dispatch.Supports, dtype: torch.dtype = torch.float32) -> list[str]:

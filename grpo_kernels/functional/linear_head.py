@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grpo_kernels import checks
 from grpo_kernels.functional.token_logprobs import Scaling, check_scaling
+from grpo_kernels.ops.token_logprobs import IGNORED
 
 
 class LinearHead(NamedTuple):
@@ -78,6 +79,16 @@ def _as_autocast_has_it(
         return hidden, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def check_targets(op: str, head: LinearHead, backend: str) -> None:
+    """Looks at data: where that does not wait, and is not traced. A GPU's kernels give NaN for such a row."""
+    targets, columns = head.targets, head.weight.shape[0]
+    if targets.device.type != "cpu" or backend not in ("cpu", "reference") or torch.compiler.is_compiling():
+        return
+    is_wrong = ((targets < 0) | (targets >= columns)) & (targets != IGNORED)
+    if bool(is_wrong.any()):
+        raise RuntimeError(f"{op}: targets must be in [0, {columns}) or {IGNORED}, got {int(targets[is_wrong][0])}")
 
 
 def check_chunk_size(op: str, chunk_size: object) -> int | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import dispatch
-from grpo_kernels.functional.linear_head import LinearHead, check_chunk_size, check_head, check_positions
+from grpo_kernels.functional.linear_head import LinearHead, check_chunk_size, check_head, check_positions, check_targets
 from grpo_kernels.functional.token_logprobs import TokenLogprobs
 from grpo_kernels.ops import linear_logprobs as op
 
@@ -79,6 +79,7 @@ def _compute(
     rows, columns = head.hidden.shape[0], head.weight.shape[0]
     size = chunk_size or op.rows_per_chunk(rows, columns, head.hidden.device.type)
     if vocab_start is None:
+        check_targets(_OP, head, backend)
         logprobs, entropy, _ = op.apply(backend, *head.arguments(), want_entropy, size)
         return logprobs, entropy
     if torch.compiler.is_compiling():

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from grpo_kernels import checks, dispatch
 from grpo_kernels.config import LossConfig
-from grpo_kernels.functional.linear_head import LinearHead, check_chunk_size, check_head, check_positions
+from grpo_kernels.functional.linear_head import LinearHead, check_chunk_size, check_head, check_positions, check_targets
 from grpo_kernels.functional.linear_logprobs import linear_logprobs
 from grpo_kernels.functional.policy_loss import Inputs, Normalizer, PolicyLoss, Prepared, policy_loss_of, prepare
 from grpo_kernels.functional.policy_loss_metrics import PolicyLossMetrics
 from grpo_kernels.ops import linear_policy_loss as op
+from grpo_kernels.ops.token_logprobs import IGNORED
 
 _OP = "linear_policy_loss"
-_IGNORED = -100
 
 
 def linear_policy_loss(
@@ -51,6 +51,7 @@ def linear_policy_loss(
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, memory)
     takes_part = _participants(mask, check_positions(_OP, positions, targets), targets, cu_seqlens, segments)
+    head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
     want_entropy = return_entropy or settings.entropy_coef != 0 or settings.top_entropy_quantile < 1
     unknown = torch.zeros(head.shape, dtype=head.wide, device=head.hidden.device)
     given = Inputs(
@@ -59,19 +60,19 @@ def linear_policy_loss(
     )  # fmt: skip
     prepared = prepare(_OP, given, normalizer, settings)
     chosen = dispatch.select(_OP, backend, head.hidden.device.type, head.hidden.dtype, op.SUPPORTS)
+    check_targets(_OP, head, chosen)
     compact = _compacts(compact, positions, head)
     is_fast = memory == "fast" and chosen != "reference" and _is_differentiable(head)
     chunking = _chunking(head, prepared.inputs, settings, compact, size) if is_fast else None
+    _check_weight_grad(weight_grad, head, chunking)
     if chunking is None:
-        if weight_grad is not None:
-            raise ValueError(f"{_OP}: weight_grad must be None where memory='low' runs, got a tensor")
         found = linear_logprobs(
-            hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-            positions=takes_part if compact else None, return_entropy=want_entropy, chunk_size=size, backend=chosen,
+            hidden, weight, head.targets.view(head.shape), bias=bias, temperature=temperature, softcap=softcap,
+            logit_scale=logit_scale, positions=takes_part if compact else None, return_entropy=want_entropy,
+            chunk_size=size, backend=chosen,
         )  # fmt: skip
         given = given._replace(logprobs=found.logprobs, entropy=found.entropy)
         return policy_loss_of(_OP, given, normalizer, settings, chosen)
-    _check_weight_grad(weight_grad, head)
     needs = [tensor is not None and tensor.requires_grad for tensor in head[:3]]
     policy = _policy(prepared, settings)
     loss, metrics = op.apply(chosen, weight_grad, *head.arguments(), *policy, *chunking, needs)
@@ -101,7 +102,7 @@ def _compacts(compact: bool | None, positions: Tensor | None, head: LinearHead) 
 def _participants(
     mask: Tensor | None, places: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None, segments: Tensor | None
 ) -> Tensor:  # fmt: skip
-    takes_part = targets != _IGNORED
+    takes_part = targets != IGNORED
     if cu_seqlens is not None and cu_seqlens.dim() == 1 and len(cu_seqlens) > 0:
         takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
     if segments is not None and segments.shape == targets.shape:
@@ -119,7 +120,7 @@ def _participants(
     return takes_part
 
 
-def _check_weight_grad(weight_grad: Tensor | None, head: LinearHead) -> None:
+def _check_weight_grad(weight_grad: Tensor | None, head: LinearHead, chunking: op.Chunking | None) -> None:
     if weight_grad is None:
         return
     if torch.compiler.is_compiling():
@@ -133,6 +134,11 @@ def _check_weight_grad(weight_grad: Tensor | None, head: LinearHead) -> None:
         )
     if weight_grad.requires_grad or not head.weight.requires_grad:
         raise ValueError(f"{_OP}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
+    if chunking is None:
+        raise ValueError(
+            f"{_OP}: weight_grad must be None where memory='low' runs (see memory; the reference and a call "
+            "without gradient do, too), got a tensor"
+        )
 
 
 def _policy(prepared: Prepared, settings: LossConfig) -> op.Policy:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.group_advantages import FORWARD, SUPPORTS
-from tests.harness import assert_within_budget, backends, device_of
+from tests.harness import assert_within_budget, backends, device_of, needs_cpu_kernels
 from tests.strategies import NAN, Batch, batches, laid_out
 
 BACKENDS = backends(SUPPORTS)
@@ -282,7 +282,7 @@ def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
     for_all(backend, check, examples=20, columns=(1, 3))
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+@needs_cpu_kernels
 def test_number_of_threads_changes_no_bit() -> None:
     before = torch.get_num_threads()
     rewards, groups = torch.randn(40_000), torch.randint(0, 3000, (40_000,))

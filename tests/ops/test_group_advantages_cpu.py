@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.ops.group_advantages import SUPPORTS
-from tests.harness import assert_within_budget, backends
+from tests.harness import assert_within_budget, needs_cpu_kernels
 
-pytestmark = pytest.mark.skipif("cpu" not in backends(SUPPORTS), reason="the CPU kernels are not built")
+pytestmark = needs_cpu_kernels
 
 ROWS = 300_001  # above the limit of one step, 2^18
 

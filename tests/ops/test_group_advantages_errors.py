@@ -12,7 +12,7 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels.config.advantages import CENTERS, COMBINES, GAINS, SCALES, SINGLETONS, WHITENS
 from grpo_kernels.ops.group_advantages import SUPPORTS
-from tests.harness import backends, device_of
+from tests.harness import backends, device_of, needs_cpu_kernels
 
 BACKENDS = backends(SUPPORTS)
 NAN, INF = float("nan"), float("inf")
@@ -290,7 +290,7 @@ def test_unknown_backend_lists_those_that_exist(name: str) -> None:
         pass
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+@needs_cpu_kernels
 def test_backend_for_another_device_is_refused_with_the_reason_and_the_way_out() -> None:
     reason = r"^group_advantages: backend 'cpu' cannot run here: .*meta.*use backend='reference' or leave it out$"
     with pytest.raises(RuntimeError, match=reason):

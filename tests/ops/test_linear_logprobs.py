@@ -10,7 +10,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_logprobs import SUPPORTS
-from tests.harness import assert_within_budget, backends, device_of
+from tests.harness import assert_within_budget, backends, device_of, needs_cpu_kernels
 
 KERNELS = [name for name in backends(SUPPORTS) if name != "reference"]
 F64 = torch.float64
@@ -48,6 +48,7 @@ def run(
     return found | {name: leaf.grad for name, leaf in leaves.items()}
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, 20, 50])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_float64_is_the_reference(entropy: bool, chunk_size: int | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops._head import Products
 from grpo_kernels.ops.linear_logprobs import SUPPORTS
-from tests.harness import assert_within_budget, backends, device_of
+from tests.harness import assert_within_budget, backends, device_of, needs_cpu_kernels
 
 BACKENDS = backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
@@ -174,6 +174,7 @@ def test_what_is_in_other_positions_is_not_looked_at(backend: str) -> None:
 # Gradients
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize(("frozen", "product"), [("weight", "to_weight"), ("hidden", "to_hidden")])
 def test_nothing_is_computed_for_what_is_frozen(monkeypatch: pytest.MonkeyPatch, frozen: str, product: str) -> None:
     given = batch()
@@ -199,6 +200,7 @@ def test_one_result_alone_has_its_gradient(backend: str, which: int) -> None:
         torch.testing.assert_close(leaves[name].grad, both[f"by {name}"], rtol=1e-6, atol=1e-6)
 
 
+@needs_cpu_kernels
 def test_rows_without_a_gradient_change_no_bit_of_the_others() -> None:
     given = batch(dtype=torch.float32)
     still = torch.arange(ROWS) % 3 == 0
@@ -212,6 +214,7 @@ def test_rows_without_a_gradient_change_no_bit_of_the_others() -> None:
     assert_same(second, first)
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_rows_without_a_gradient_cost_no_precision(chunk_size: int | None) -> None:
     """Against the rows with one alone, where the products have other shapes, in which BLAS adds in another order."""
@@ -303,7 +306,9 @@ def test_hidden_states_but_the_last() -> None:
 def test_a_target_that_is_no_column(backend: str, target: int) -> None:
     given = batch(5, dtype=torch.float32)
     given["targets"][3] = target
-    with pytest.raises(RuntimeError, match=rf"targets must be in \[0, {VOCABULARY}\) or -100, got {target}"):
+    with pytest.raises(
+        RuntimeError, match=rf"^linear_logprobs: targets must be in \[0, {VOCABULARY}\) or -100, got {target}"
+    ):
         gk.linear_logprobs(**given, backend=backend, chunk_size=2)
 
 

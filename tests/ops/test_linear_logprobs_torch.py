@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import grpo_kernels as gk
 from grpo_kernels.ops import registry
 from grpo_kernels.ops.linear_logprobs import FORWARD
-from tests.harness import device_of
+from tests.harness import device_of, needs_cpu_kernels
 from tests.ops.test_linear_logprobs_edges import (
     BACKENDS,
     F64,
@@ -35,7 +35,9 @@ def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[tup
     return (*leaves, given["targets"], temperature, 0.7, 9.0 if full else None, 0.5), full, 3
 
 
-@pytest.mark.parametrize(("backend", "full"), [("cpu", False), *((name, True) for name in KERNELS)])
+@pytest.mark.parametrize(
+    ("backend", "full"), [pytest.param("cpu", False, marks=needs_cpu_kernels), *((name, True) for name in KERNELS)]
+)
 def test_opcheck(backend: str, full: bool) -> None:
     head, *rest = forward_arguments(backend, full, torch.float32)
     torch.library.opcheck(registry.overload("linear_logprobs", backend), (*head, *rest))
@@ -46,7 +48,11 @@ EVERYTHING = [True, True, True]
 
 @pytest.mark.parametrize(
     ("backend", "needs"),
-    [*((name, EVERYTHING) for name in KERNELS), ("cpu", [True, False, False]), ("cpu", [False, True, False])],
+    [
+        *((name, EVERYTHING) for name in KERNELS),
+        pytest.param("cpu", [True, False, False], marks=needs_cpu_kernels),
+        pytest.param("cpu", [False, True, False], marks=needs_cpu_kernels),
+    ],
 )
 def test_opcheck_of_the_backward(backend: str, needs: list[bool]) -> None:
     head, *rest = forward_arguments(backend, True, torch.bfloat16)
@@ -110,6 +116,7 @@ def test_autocast_is_casting_by_hand() -> None:
         assert leaves[name].grad.dtype == torch.float32 and torch.equal(leaves[name].grad, by_hand[name].grad), name
 
 
+@needs_cpu_kernels
 def test_autocast_leaves_float64_alone() -> None:
     given = batch()
     with torch.autocast("cpu", torch.bfloat16):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_policy_loss import SUPPORTS
-from tests.harness import assert_within_budget, backends, device_of
+from tests.harness import assert_within_budget, backends, device_of, needs_cpu_kernels
 
 KERNELS = [name for name in backends(SUPPORTS) if name != "reference"]
 F64 = torch.float64
@@ -86,6 +86,7 @@ def run(given: dict[str, Any], backend: str, dtype: torch.dtype = F64, **options
     return {"loss": result.loss, "metrics": result.metrics.tensor} | {n: leaf.grad for n, leaf in leaves.items()}
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("chunk_size", [None, 1, 3, 7, 8, 100])
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", CONFIGS)

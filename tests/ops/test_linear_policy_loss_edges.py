@@ -13,11 +13,11 @@ import grpo_kernels as gk
 from grpo_kernels.config.loss import METRICS
 from grpo_kernels.ops import linear_policy_loss as op
 from grpo_kernels.ops._head import Products, chunks
-from tests.harness import backends, device_of
+from tests.harness import backends, device_of, needs_cpu_kernels
 
 BACKENDS = backends(op.SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-pytestmark = pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+pytestmark = needs_cpu_kernels
 F64, NAN, INF = torch.float64, math.nan, math.inf
 ROWS, WIDTH, HIDDEN, VOCABULARY = 4, 7, 5, 31
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "segments", "mask", "targets")
@@ -290,11 +290,12 @@ def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> 
 
 
 @pytest.mark.parametrize("poison", [NAN, INF], ids=str)
+@pytest.mark.parametrize("compact", [None, False])
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_masked_tokens_hold_changes_no_bit(name: str, memory: str, poison: float) -> None:
+def test_what_masked_tokens_hold_changes_no_bit(name: str, memory: str, compact: bool | None, poison: float) -> None:
     given = batch(name)
-    options = {"config": CONFIGS[name], "memory": memory, "chunk_size": 9}
+    options = {"config": CONFIGS[name], "memory": memory, "chunk_size": 9, "compact": compact}
     expected = run(given, **options)
     given["hidden"][~given["mask"]] = poison
     given["hidden"][0, 2] = poison  # whose target does not count

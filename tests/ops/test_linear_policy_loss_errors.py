@@ -86,6 +86,17 @@ def test_what_the_config_needs() -> None:
     refused(ValueError, "normalizer must be a positive number", "0", normalizer=0)
 
 
+@pytest.mark.parametrize("target", [-1, VOCABULARY])
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_a_target_that_is_no_column(memory: str, target: int) -> None:
+    given = batch()
+    given["targets"][1, 0], given["mask"][1, 0] = target, True
+    with pytest.raises(
+        RuntimeError, match=rf"^linear_policy_loss: targets must be in \[0, {VOCABULARY}\).*got {target}"
+    ):
+        gk.linear_policy_loss(**given, memory=memory)
+
+
 def test_a_config_of_another_type() -> None:
     refused(TypeError, "config must be a LossConfig", "dict", config={})
 

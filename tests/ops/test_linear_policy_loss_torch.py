@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels.config.loss import METRICS
 from grpo_kernels.ops import linear_policy_loss as op
 from grpo_kernels.ops import registry
-from tests.harness import assert_within_budget, device_of
+from tests.harness import assert_within_budget, device_of, needs_cpu_kernels
 from tests.ops.test_linear_policy_loss_edges import (
     CONFIGS,
     F64,
@@ -48,7 +48,9 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> No
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
-@pytest.mark.parametrize(("backend", "name"), [(None, "dapo"), ("cpu", "sequence")])
+@pytest.mark.parametrize(
+    ("backend", "name"), [(None, "dapo"), pytest.param("cpu", "sequence", marks=needs_cpu_kernels)]
+)
 def test_compiles_into_one_graph(backend: str | None, name: str, memory: str) -> None:
     torch.compiler.reset()
     given = {k: v.float() if v.is_floating_point() else v for k, v in batch(name).items()}
@@ -133,6 +135,7 @@ def test_the_options_are_all_of_the_signature() -> None:
     assert set(inspect.signature(gk.linear_policy_loss).parameters) == required | others | set(OPTIONS)
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_changes_the_result(name: str, memory: str) -> None:
@@ -151,6 +154,7 @@ def test_an_option_changes_the_result(name: str, memory: str) -> None:
     assert not torch.allclose(after["by hidden"], before["by hidden"], rtol=1e-6, atol=0)
 
 
+@needs_cpu_kernels
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_return_entropy_measures_it_and_changes_nothing_else(memory: str) -> None:
     given, places = batch(), [METRICS.index(name) for name in ("entropy_sum", "entropy_loss")]

@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels.config.loss import _RATIOS_OF, AGGREGATIONS, KLS, LOSSES, METRICS
 from grpo_kernels.ops import policy_loss as op
 from grpo_kernels.ops import registry
-from tests.harness import assert_within_budget, backends, device_of
+from tests.harness import assert_within_budget, backends, device_of, needs_cpu_kernels
 
 BACKENDS = backends(op.SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
@@ -241,7 +241,7 @@ def test_repeated_calls_agree_to_the_bit(backend: str, level: str) -> None:
         assert torch.equal(value.nan_to_num(-1), second[name].nan_to_num(-1)), name
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+@needs_cpu_kernels
 @pytest.mark.parametrize("config", ["dapo", "vespo"])
 def test_number_of_threads_changes_no_bit(config: str) -> None:
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from tests.harness import device_of
+from tests.harness import device_of, needs_cpu_kernels
 from tests.token_rows import (
     BACKENDS,
     FAST,
@@ -268,7 +268,7 @@ def test_a_row_does_not_change_with_its_neighbours(backend: str) -> None:
             torch.testing.assert_close(one[row : row + 1], other, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.skipif("cpu" not in BACKENDS, reason="the CPU kernels are not built")
+@needs_cpu_kernels
 def test_number_of_threads_changes_no_bit() -> None:
     before = torch.get_num_threads()
     logits, targets = rows_of((37, 9001), torch.bfloat16)
