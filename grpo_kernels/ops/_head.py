@@ -167,19 +167,20 @@ class Products:
             out += self.head.bias
         return rows, logits
 
+    def factor(self, by_logits: Tensor) -> Tensor:
+        """As the two products of the gradients take it: rounded once for both, where tensor cores need halves."""
+        return by_logits.to(self.weight.dtype)
+
     def to_hidden(self, by_logits: Tensor) -> Tensor:
-        if self.on_tensor_cores:
-            return torch.mm(by_logits.to(self.weight.dtype), self.weight)
         return torch.mm(by_logits, self.weight).to(self.head.hidden.dtype)
 
     def to_weight(self, by_logits: Tensor, rows: Tensor, total: Tensor, add: bool) -> None:
         """Writes to `total` or adds to it. Not 0 times what was there: that may be memory that nobody wrote."""
         if self.on_tensor_cores and total.dtype == torch.float32:
-            half = by_logits.to(rows.dtype).t()
             if add:
-                torch.ops.aten.addmm.dtype_out(total, half, rows, torch.float32, out=total)
+                torch.ops.aten.addmm.dtype_out(total, by_logits.t(), rows, torch.float32, out=total)
             else:
-                torch.ops.aten.mm.dtype_out(half, rows, torch.float32, out=total)
+                torch.ops.aten.mm.dtype_out(by_logits.t(), rows, torch.float32, out=total)
         elif add:
             total.addmm_(by_logits.to(total.dtype).t(), rows.to(total.dtype))
         else:
@@ -206,10 +207,11 @@ class Gradients:
     def add(self, by_logits: Tensor, rows: Tensor, chosen: slice | Tensor) -> None:
         if len(rows) == 0:
             return
+        factor = self.products.factor(by_logits) if self.needs_hidden or self.needs_weight else by_logits
         if self.needs_hidden:
-            self.hidden[chosen] = self.products.to_hidden(by_logits)
+            self.hidden[chosen] = self.products.to_hidden(factor)
         if self.needs_weight:
-            self.products.to_weight(by_logits, rows, self.weight, add=self.is_written)
+            self.products.to_weight(factor, rows, self.weight, add=self.is_written)
             self.is_written = True
         if self.needs_bias:
             self.bias += by_logits.sum(0)
