@@ -37,8 +37,8 @@ def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], 
     checked = tensor(op, name, value, dtypes)
     if checked.shape != like.shape[:1]:
         raise ValueError(
-            f"{op}: {name} must have shape [{like.shape[0]}], one element per reward, got {list(checked.shape)}"
+            f"{op}: {name} must have shape [{like.shape[0]}], one element per row, got {list(checked.shape)}"
         )
     if checked.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the rewards, got {checked.device}")
+        raise ValueError(f"{op}: {name} must be on {like.device} like the first argument, got {checked.device}")
     return checked

@@ -17,7 +17,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 
 # What a part of the package may import of the package; parts are folders or top-level modules.
 ALLOWED = {
-    "functional": {"checks", "config", "dispatch", "functional", "ops"},
+    "functional": {"checks", "config", "dispatch", "functional", "ops", "segments"},
     "ops": {"dispatch", "_native", "ops"},
     "reference": {"reference"},
     "triton": {"triton", "segments"},

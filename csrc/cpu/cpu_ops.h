@@ -41,6 +41,21 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> old, Te
                                   std::vector<double> counts, std::vector<int64_t> modes,
                                   std::vector<double> coefficients, bool needs_entropy_gradient);
 
+// labels, group_ids, num_groups, silhouette, best_k, verdict, status
+using SimilarityTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+// labels, num_groups, silhouette, best_k, verdict
+using ClusterTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SimilarityTensors similarity_groups_cpu(Tensor embeddings, std::optional<Tensor> order, std::optional<Tensor> offsets,
+                                        int64_t num_groups, int64_t size, std::optional<Tensor> valid,
+                                        std::vector<int64_t> modes, std::vector<double> coefficients);
+std::tuple<Tensor, Tensor> pairwise_cosine_cpu(Tensor embeddings, std::optional<Tensor> order,
+                                               std::optional<Tensor> offsets, int64_t num_groups, int64_t size,
+                                               std::optional<Tensor> valid);
+ClusterTensors cluster_distances_cpu(Tensor distances, std::vector<int64_t> modes, std::vector<double> coefficients);
+std::tuple<Tensor, Tensor> agglomerate_cpu(Tensor distances, int64_t linkage);
+std::tuple<Tensor, Tensor> silhouette_cpu(Tensor distances, Tensor labels);
+
 // Advice about memory that nobody has written yet.
 void expect_large_tensor_cpu(Tensor tensor);
 

@@ -9,5 +9,10 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("token_logprobs_backward_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cpu));
   library.impl("token_logprobs_backward_inplace_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_inplace_cpu));
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
+  library.impl("similarity_groups_cpu", TORCH_BOX(&grpo_kernels::similarity_groups_cpu));
+  library.impl("pairwise_cosine_cpu", TORCH_BOX(&grpo_kernels::pairwise_cosine_cpu));
+  library.impl("cluster_distances_cpu", TORCH_BOX(&grpo_kernels::cluster_distances_cpu));
+  library.impl("agglomerate_cpu", TORCH_BOX(&grpo_kernels::agglomerate_cpu));
+  library.impl("silhouette_cpu", TORCH_BOX(&grpo_kernels::silhouette_cpu));
   library.impl("_expect_large_tensor_cpu", TORCH_BOX(&grpo_kernels::expect_large_tensor_cpu));
 }

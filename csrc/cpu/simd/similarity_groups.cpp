@@ -1,0 +1,187 @@
+// Compiled once per instruction set. Only C headers and project headers whose functions are always inlined may
+// be used here: an inline function of the standard library could be merged with a copy built for another
+// instruction set.
+#include "simd/similarity_groups.h"
+
+#include "simd/half_lanes.h"
+#include "simd/host_crew.h"
+
+namespace grpo_kernels::GRPO_SIMD {
+namespace {
+
+// Where there is fused multiply-add, products are not rounded: instruction sets with and without it differ in the last
+// place, those with it do not.
+GRPO_HD Floats multiply_add(const Floats& a, const Floats& b, const Floats& sum) {
+#ifdef __FMA__
+  return __builtin_ia32_vfmaddps256(a, b, sum);
+#else
+  return a * b + sum;
+#endif
+}
+
+GRPO_HD double fold(const Floats& lanes) {
+  const FloatQuad low = __builtin_shufflevector(lanes, lanes, 0, 1, 2, 3);
+  const FloatQuad high = __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7);
+  return fold_sum({{__builtin_convertvector(low, Quad), __builtin_convertvector(high, Quad)}});
+}
+
+// A tile of kUp x kAcross products keeps twelve sums, three and a row's next lanes in sixteen registers.
+constexpr int kUp = 4, kAcross = 3;
+
+GRPO_HD void multiply_tile(const float* const (&up)[kUp], const float* const (&across)[kAcross], int64_t count,
+                           double (&result)[kUp][kAcross]) {
+  Floats sums[kUp][kAcross] = {};
+  const auto step = [&](auto load) {
+    Floats b[kAcross];
+#pragma GCC unroll 8
+    for (int j = 0; j < kAcross; ++j) b[j] = load(across[j]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kUp; ++i) {
+      const Floats a = load(up[i]);
+#pragma GCC unroll 8
+      for (int j = 0; j < kAcross; ++j) sums[i][j] = multiply_add(a, b[j], sums[i][j]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + 8 <= count; d += 8) step([d](const float* row) { return load_lanes(row + d); });
+  if (d < count) step([d, count](const float* row) { return load_some(row + d, count - d, 0.0f); });
+  for (int i = 0; i < kUp; ++i) {
+    for (int j = 0; j < kAcross; ++j) result[i][j] = fold(sums[i][j]);
+  }
+}
+
+// Adds the products of one block of the rows' depth. `row(i)` is where the block begins.
+template <typename Row>
+GRPO_HD void multiply_block(const Row& row, int n, int64_t count, bool is_first, const PromptMemory& memory) {
+  const float *up[kUp], *across[kAcross];
+  double result[kUp][kAcross];
+  for (int i = 0; i < n; i += kUp) {
+    for (int u = 0; u < kUp; ++u) up[u] = row(i + u < n ? i + u : i);
+    for (int j = i; j < n; j += kAcross) {
+      for (int a = 0; a < kAcross; ++a) across[a] = row(j + a < n ? j + a : j);
+      multiply_tile(up, across, count, result);
+      for (int u = 0; u < kUp && i + u < n; ++u) {
+        double* const to = memory.matrix + static_cast<int64_t>(i + u) * memory.stride + j;
+        for (int a = 0; a < kAcross && j + a < n; ++a) to[a] = is_first ? result[u][a] : to[a] + result[u][a];
+      }
+    }
+  }
+}
+
+template <typename T>
+GRPO_HD void widen(const T* from, int64_t count, float* to) {
+  int64_t d = 0;
+  for (; d + 8 <= count; d += 8) store_lanes(to + d, load_lanes(from + d));
+  if (d < count) store_some(to + d, count - d, load_some(from + d, count - d, T{}));
+}
+
+template <typename T>
+GRPO_HD void multiply_halves(const T* const* rows, int n, int64_t depth, const PromptMemory& memory) {
+  for (int64_t d = 0; d < depth; d += kDepthBlock) {
+    const int64_t count = depth - d < kDepthBlock ? depth - d : kDepthBlock;
+    for (int i = 0; i < n; ++i) widen(rows[i] + d, count, memory.rows + i * kDepthBlock);
+    multiply_block([&](int i) { return memory.rows + i * kDepthBlock; }, n, count, d == 0, memory);
+  }
+}
+
+GRPO_HD void fill(double* row, int from, int to, double value) {
+  for (int i = from; i < to; ++i) row[i] = value;
+}
+
+GRPO_HD Tree tree_of(const PromptMemory& memory, int32_t* merges, double* heights) {
+  return {memory.tree, memory.stride, memory.vector(0), memory.integer(0), memory.vector(1), merges, heights};
+}
+
+GRPO_HD Cuts cuts_of(const PromptMemory& memory) {
+  return {memory.matrix,     memory.stride,     memory.vector(2),  memory.vector(3),  memory.vector(4),
+          memory.vector(5),  memory.integer(1), memory.vector(6),  memory.integer(2), memory.silhouettes()};
+}
+
+// The tree's distances, and the smallest and largest there are.
+GRPO_HD void start_tree(int linkage, const PromptMemory& memory, int n, double& lowest, double& highest) {
+  const double factor = as_linked(linkage, 1);
+  Quad low = broadcast(INFINITY), high = broadcast(0);
+  fill(memory.vector(0), n, memory.stride, INFINITY);  // of tree_of, the nearest
+  for (int i = 0; i < n; ++i) {
+    double* const from = memory.matrix + static_cast<int64_t>(i) * memory.stride;
+    double* const to = memory.tree + static_cast<int64_t>(i) * memory.stride;
+    fill(from, n, memory.stride, 0);  // 0 is not the largest
+    from[i] = 0;
+    for (int j = 0; j < memory.stride; j += HostCrew::kPack) {
+      const Quad distances = load_quad(from + j);
+      high = larger(distances, high);
+      store_quad(to + j, distances * broadcast(factor));
+    }
+    fill(to, n, memory.stride, INFINITY);
+    to[i] = INFINITY;
+    for (int j = 0; j < memory.stride; j += HostCrew::kPack) low = smaller(load_quad(to + j), low);
+  }
+  lowest = INFINITY, highest = 0;
+  for (int l = 0; l < HostCrew::kPack; ++l) {
+    lowest = low[l] < lowest ? low[l] : lowest;
+    highest = high[l] > highest ? high[l] : highest;
+  }
+  lowest /= factor;
+}
+
+}  // namespace
+
+void multiply_rows(const float* const* rows, int n, int64_t depth, const PromptMemory& memory) {
+  for (int64_t d = 0; d < depth; d += kDepthBlock) {
+    const int64_t count = depth - d < kDepthBlock ? depth - d : kDepthBlock;
+    multiply_block([&](int i) { return rows[i] + d; }, n, count, d == 0, memory);
+  }
+}
+void multiply_rows(const Half* const* rows, int n, int64_t depth, const PromptMemory& memory) {
+  multiply_halves(rows, n, depth, memory);
+}
+void multiply_rows(const BFloat16* const* rows, int n, int64_t depth, const PromptMemory& memory) {
+  multiply_halves(rows, n, depth, memory);
+}
+
+void measure(const PromptMemory& memory, int n) {
+  double* const norms = memory.vector(0);
+  const auto row = [&](int i) { return memory.matrix + static_cast<int64_t>(i) * memory.stride; };
+  for (int i = 0; i < n; ++i) norms[i] = row(i)[i];
+  for (int i = 0; i < n; ++i) {
+    row(i)[i] = 0;
+    for (int j = i + 1; j < n; ++j) row(i)[j] = cosine_distance(row(i)[j], norms[i], norms[j]);
+    for (int j = i + 1; j < n; ++j) row(j)[i] = row(i)[j];
+  }
+}
+
+Grouping group_items(const SimilaritySettings& settings, const PromptMemory& memory, int n, int32_t* labels) {
+  double lowest = INFINITY, highest = 0;
+  double* const scores = memory.vector(8);
+  int32_t* const merges = memory.integer(3);
+  if (n >= 3) {
+    start_tree(settings.linkage, memory, n, lowest, highest);
+    const HostCrew crew;
+    agglomerate(crew, settings.linkage, tree_of(memory, merges, memory.vector(9)), n);
+    score_cuts(crew, cuts_of(memory), merges, n, settings.k_min, last_k(settings, n), scores);
+  }
+  const Grouping found = choose_cut(settings, scores, n, lowest, highest);
+  if (n < 3) {
+    for (int i = 0; i < n; ++i) labels[i] = 0;
+  } else {
+    write_labels(merges, n, found.groups, memory.integer(5), labels);
+  }
+  return found;
+}
+
+void link_items(int linkage, const PromptMemory& memory, int n, int32_t* merges, double* heights) {
+  double lowest, highest, previous = 0;
+  start_tree(linkage, memory, n, lowest, highest);
+  agglomerate(HostCrew(), linkage, tree_of(memory, merges, heights), n);
+  for (int m = 0; m + 1 < n; ++m) {  // of equal heights rounding may put a later one below
+    previous = heights[m] > previous ? heights[m] : previous;
+    heights[m] = as_height(linkage, previous);
+  }
+}
+
+double score_items(const PromptMemory& memory, int n, const int32_t* first) {
+  for (int i = 0; i < n; ++i) fill(memory.matrix + static_cast<int64_t>(i) * memory.stride, n, memory.stride, 0);
+  return score_labels(HostCrew(), cuts_of(memory), first, n);
+}
+
+}  // namespace grpo_kernels::GRPO_SIMD
