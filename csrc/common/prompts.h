@@ -3,24 +3,14 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "checks.h"
 #include "grpo_kernels/similarity.h"
 
-// Which rows are whose: prompt p has the rows order[begin(p)] to order[end(p) - 1].
 namespace grpo_kernels {
 
 constexpr const char* kSimilarityOp = "similarity_groups";
-
-struct Prompts {
-  int64_t count, size;     // size: that of each, or without regularity the largest
-  const int64_t* order;    // null: rows are in order
-  const int64_t* offsets;  // null: all have `size` rows
-
-  GRPO_HD int64_t begin(int64_t prompt) const { return offsets == nullptr ? prompt * size : offsets[prompt]; }
-  GRPO_HD int rows(int64_t prompt) const { return static_cast<int>(begin(prompt + 1) - begin(prompt)); }
-  GRPO_HD int64_t row(int64_t place) const { return order == nullptr ? place : order[place]; }
-};
 
 inline Prompts check_prompts(int64_t rows, const std::optional<Tensor>& order, const std::optional<Tensor>& offsets,
                              int64_t count, int64_t size) {

@@ -40,4 +40,15 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> old, T
                                    std::vector<int64_t> modes, std::vector<double> coefficients,
                                    bool needs_entropy_gradient);
 
+// labels, group_ids, num_groups, silhouette, best_k, verdict
+using ClusteredRows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+std::tuple<Tensor, Tensor> pairwise_cosine_cuda(Tensor embeddings, std::optional<Tensor> order,
+                                                std::optional<Tensor> offsets, int64_t num_groups, int64_t size,
+                                                std::optional<Tensor> valid);
+ClusteredRows cluster_distances_cuda(Tensor distances, std::optional<Tensor> order, std::optional<Tensor> offsets,
+                                     int64_t rows, std::vector<int64_t> modes, std::vector<double> coefficients);
+std::tuple<Tensor, Tensor> agglomerate_cuda(Tensor distances, int64_t linkage);
+std::tuple<Tensor, Tensor> silhouette_cuda(Tensor distances, Tensor labels);
+
 }  // namespace grpo_kernels

@@ -3,12 +3,8 @@
 
 #include "launch.h"
 #include "team.cuh"
+#include "to_float.cuh"
 #include "token_logprobs.h"
-
-#ifndef GRPO_KERNELS_EMULATE
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#endif
 
 // One block per row. Every thread sums its own part of the row relative to the largest logit it has seen, eight
 // logits at a time; then the parts are merged in a fixed order. Rows are read 16 bytes at a time, up to the first and
@@ -24,17 +20,6 @@ constexpr int kChunk = 8;
 #define GRPO_BOUNDS __launch_bounds__(kThreads)
 
 using Math = ScalarMath<float>;
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(Half value) { return __half2float(__ushort_as_half(value.bits)); }
-__device__ __forceinline__ float to_float(BFloat16 value) { return __bfloat162float(__ushort_as_bfloat16(value.bits)); }
-__device__ __forceinline__ void from_float(float value, float& to) { to = value; }
-__device__ __forceinline__ void from_float(float value, Half& to) {
-  to.bits = __half_as_ushort(__float2half_rn(value));
-}
-__device__ __forceinline__ void from_float(float value, BFloat16& to) {
-  to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
-}
 
 template <typename T>
 struct __align__(16) Piece {

@@ -11,7 +11,7 @@ from grpo_kernels.ops import registry
 
 _EMBEDDINGS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT = (torch.float32,)
-SUPPORTS = {"cpu": _EMBEDDINGS, "reference": (*_EMBEDDINGS, torch.float64)}
+SUPPORTS = {"cuda": _EMBEDDINGS, "cpu": _EMBEDDINGS, "reference": (*_EMBEDDINGS, torch.float64)}
 OF_DISTANCES = dict.fromkeys(SUPPORTS, _FLOAT)
 MOST_ROWS = 256
 
@@ -55,6 +55,14 @@ def _fake_tree(distances: Tensor, _: int) -> tuple[Tensor, Tensor]:
 def _fake_silhouette(distances: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     return distances.new_empty(distances.shape[:1]), distances.new_empty(distances.shape[:2])
 
+
+registry.define_compiled(f"_pairwise_cosine_cuda({_LAYOUT}) -> (Tensor, Tensor)")
+registry.define_compiled(
+    "_cluster_distances_cuda(Tensor distances, Tensor? order, Tensor? offsets, int rows, int[] modes, "
+    "float[] coefficients) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+registry.define_compiled("_agglomerate_cuda(Tensor distances, int linkage) -> (Tensor, Tensor)")
+registry.define_compiled("_silhouette_cuda(Tensor distances, Tensor labels) -> (Tensor, Tensor)")
 
 FORWARD = registry.define(
     "similarity_groups",

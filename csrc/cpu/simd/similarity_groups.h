@@ -34,15 +34,15 @@ struct PromptMemory {
 // group_items    the groups of n items from their distances (used up), labels in order of first appearance
 // link_items     the merges of their tree, [2 (n - 1)], and their heights; the distances are kept
 // score_items    the silhouette of given clusters from the distances (used up); those of items in memory.silhouettes()
-#define GRPO_DECLARE(level)                                                                                        \
-  namespace grpo_kernels::level {                                                                                  \
-  void multiply_rows(const float* const* rows, int n, int64_t depth, const PromptMemory& memory);                  \
-  void multiply_rows(const Half* const* rows, int n, int64_t depth, const PromptMemory& memory);                   \
-  void multiply_rows(const BFloat16* const* rows, int n, int64_t depth, const PromptMemory& memory);               \
-  void measure(const PromptMemory& memory, int n);                                                                 \
-  Grouping group_items(const SimilaritySettings& settings, const PromptMemory& memory, int n, int32_t* labels);    \
-  void link_items(int linkage, const PromptMemory& memory, int n, int32_t* merges, double* heights);               \
-  double score_items(const PromptMemory& memory, int n, const int32_t* first);                                     \
+#define GRPO_DECLARE(level)                                                                                     \
+  namespace grpo_kernels::level {                                                                               \
+  void multiply_rows(const float* const* rows, int n, int64_t depth, const PromptMemory& memory);               \
+  void multiply_rows(const Half* const* rows, int n, int64_t depth, const PromptMemory& memory);                \
+  void multiply_rows(const BFloat16* const* rows, int n, int64_t depth, const PromptMemory& memory);            \
+  void measure(const PromptMemory& memory, int n);                                                              \
+  Grouping group_items(const SimilaritySettings& settings, const PromptMemory& memory, int n, int32_t* labels); \
+  void link_items(int linkage, const PromptMemory& memory, int n, int32_t* merges, double* heights);            \
+  double score_items(const PromptMemory& memory, int n, const int32_t* first);                                  \
   }
 GRPO_DECLARE(baseline)
 GRPO_DECLARE(avx2)

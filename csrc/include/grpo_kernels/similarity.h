@@ -22,10 +22,27 @@ struct SimilaritySettings {
 constexpr int kSimilarityModes = 5, kSimilarityCoefficients = 4;
 
 GRPO_HD SimilaritySettings similarity_settings(const int64_t* modes, const double* coefficients) {
-  return {static_cast<int>(modes[0]), static_cast<int>(modes[1]), static_cast<int>(modes[2]),
-          static_cast<int>(modes[3]), static_cast<int>(modes[4]), coefficients[0],
-          coefficients[1],            coefficients[2],            coefficients[3]};
+  return {static_cast<int>(modes[0]),
+          static_cast<int>(modes[1]),
+          static_cast<int>(modes[2]),
+          static_cast<int>(modes[3]),
+          static_cast<int>(modes[4]),
+          coefficients[0],
+          coefficients[1],
+          coefficients[2],
+          coefficients[3]};
 }
+
+// Which rows are whose: prompt p has the rows row(begin(p)) to row(begin(p + 1) - 1).
+struct Prompts {
+  int64_t count, size;     // size: that of each, or where they differ of the largest
+  const int64_t* order;    // null: rows are in order
+  const int64_t* offsets;  // null: all have `size` rows
+
+  GRPO_HD int64_t begin(int64_t prompt) const { return offsets == nullptr ? prompt * size : offsets[prompt]; }
+  GRPO_HD int rows(int64_t prompt) const { return static_cast<int>(begin(prompt + 1) - begin(prompt)); }
+  GRPO_HD int64_t row(int64_t place) const { return order == nullptr ? place : order[place]; }
+};
 
 struct Grouping {
   int groups, best_k;
