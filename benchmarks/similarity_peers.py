@@ -1,0 +1,96 @@
+"""What there is to group similar responses with: scikit-learn as it is used, and the best of SciPy's relatives."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import fastcluster
+import numpy as np
+import torch
+from sklearn.cluster import AgglomerativeClustering
+from sklearn.metrics import silhouette_score
+from torch import Tensor
+
+Array = np.ndarray
+
+
+class Cut(NamedTuple):
+    labels: Array
+    score: float
+
+
+def distances_of(x: Array) -> Array:
+    unit = x / np.linalg.norm(x, axis=1, keepdims=True)
+    distances = np.clip(1 - unit @ unit.T, 0, 2)
+    np.fill_diagonal(distances, 0)  # or silhouette_score refuses it
+    return distances
+
+
+def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
+    """A fit and a score for every k, prompt by prompt, as in the published similarity-group GRPO."""
+    found = []
+    for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
+        distances = distances_of(x)
+        best = Cut(np.zeros(size, int), -1.0)
+        for k in range(2, size):
+            model = AgglomerativeClustering(n_clusters=k, metric="precomputed", linkage="average")
+            labels = model.fit_predict(distances)
+            score = silhouette_score(distances, labels, metric="precomputed")
+            if score > best.score:
+                best = Cut(labels, score)
+        found.append(best)
+    return found
+
+
+def by_fastcluster(embeddings: Tensor, size: int) -> list[Cut]:
+    """One tree, and every cut's silhouette from the one before: two rows of sums added."""
+    found = []
+    upper = np.triu_indices(size, 1)
+    for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
+        distances = distances_of(x)
+        merges = fastcluster.linkage(distances[upper], method="average")[:, :2].astype(int)
+        found.append(_best_cut(distances, merges, size))
+    return found
+
+
+def _best_cut(distances: Array, merges: Array, size: int) -> Cut:
+    sums = distances.astype(np.float64)
+    counts = np.ones(size)
+    own, items = np.arange(size), np.arange(size)
+    slot = dict(enumerate(range(size)))
+    best = Cut(own, -1.0)
+    for m, (a, b) in enumerate(merges):
+        low, high = slot.pop(a), slot.pop(b)
+        slot[size + m] = low
+        sums[low] += sums[high]
+        sums[high] = np.inf
+        counts[low] += counts[high]
+        own = np.where(own == high, low, own)
+        k = size - 1 - m
+        if k < 2:
+            break
+        means = sums / counts[:, None]
+        mates = counts[own] - 1
+        within = sums[own, items] / np.maximum(mates, 1)
+        means[own, items] = np.inf
+        nearest = means.min(0)
+        score = float(np.where(mates == 0, 0, (nearest - within) / np.maximum(nearest, within)).mean())
+        if score >= best.score:  # the smallest k that is best
+            best = Cut(own, score)
+    return best
+
+
+def partition(labels: Array | Tensor) -> list[int]:
+    """In order of first appearance."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(label, len(seen)) for label in labels.tolist()]
+
+
+def mixture(prompts: int, size: int, depth: int, seed: int = 0) -> Tensor:
+    """Responses around three points, at a cosine of about 0.8 to each other within one."""
+    random = torch.Generator().manual_seed(seed)
+    centers = torch.randn(prompts, 3, depth, generator=random)
+    which = torch.randint(3, (prompts, size), generator=random)
+    noise = torch.randn(prompts, size, depth, generator=random)
+    points = centers.gather(1, which[:, :, None].expand(-1, -1, depth)) + 0.5 * noise
+    return points.view(-1, depth)
