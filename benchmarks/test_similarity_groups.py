@@ -1,5 +1,5 @@
-"""similarity_groups against scikit-learn as it is used, fastcluster with every cut's silhouette from the one before, and
-torch's batched product: `make bench`, or
+"""similarity_groups against scikit-learn as it is used, fastcluster with every cut's silhouette from the one before,
+and torch's batched product: `make bench`, or
 pytest benchmarks/test_similarity_groups.py --benchmark-only -s -k ratio for the bars.
 
 Work at the least, per prompt of K responses: K^2 D / 2 multiplications for the products, 2 K^2 additions for the cuts'
@@ -87,9 +87,7 @@ def test_ratio_of_memory() -> None:
     embeddings = mixture(4 * PROMPTS, size, DEPTH)
     chunk = PROMPTS * size * size * 4
     taken = peak_memory(lambda: gk.similarity_groups(embeddings, size))
-    print(
-        f"\nP={4 * PROMPTS}, K={size}: {taken / 2**20:.1f} MiB at the peak; {PROMPTS} prompts' distances are {chunk / 2**20:.1f}"
-    )
+    print(f"\nP={4 * PROMPTS}, K={size}: {taken / 2**20:.1f} MiB; distances of {PROMPTS}: {chunk / 2**20:.1f} MiB")
     assert taken <= chunk
 
 
