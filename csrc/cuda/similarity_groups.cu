@@ -19,7 +19,7 @@ __host__ __device__ int64_t stride_for(int64_t size) { return size | 1; }  // od
 
 // What a block works in; `items` of each vector.
 struct Workspace {
-  static constexpr int kVectors = 10, kIntegers = 8;
+  static constexpr int kVectors = 11, kIntegers = 8;
 
   double *matrix, *vectors;
   int32_t* integers;
@@ -37,7 +37,8 @@ struct Workspace {
   __device__ double* heights() const { return vector(2); }
   __device__ double* scores() const { return vector(3); }
   __device__ Cuts cuts() const {
-    return {matrix, stride, vector(4), vector(5), vector(6), vector(7), integer(3), vector(8), integer(4), vector(9)};
+    return {matrix,    stride,     vector(4), vector(5),  vector(6), vector(7),
+            vector(8), integer(3), vector(9), integer(4), vector(10)};
   }
 };
 

@@ -7,8 +7,9 @@
 
 // Silhouettes: of every cut of a tree in one walk over its merges, and of given labels.
 //
-// sums[c][i] is the distance of item i to all items of cluster c; merging two clusters adds two rows. An item's own
-// mean and the nearest other cluster follow from its column, so items do not need each other.
+// sums[c][i] is the distance of item i to all items of cluster c, and infinite for its own, so that the nearest other
+// cluster is the smallest mean of the item's column; inside[i] is the sum for its own. Merging two clusters adds two
+// rows. Items do not need each other.
 //
 // A Crew, beside what linkage.h asks for, has
 //   Vector, Bits, kPack           so many items at once
@@ -24,7 +25,8 @@ struct Cuts {
   double* sums;  // n rows of `stride`
   int stride;
   double* own;      // [n]: the item's cluster,
-  double* mates;    // [n]: how many others are in it
+  double* mates;    // [n]: how many others are in it,
+  double* inside;   // [n]: the sum of their distances
   double* inverse;  // [n]: of a cluster, 1 / items
   double* size;     // [n]: of a cluster
   int32_t* live;    // [n]: the clusters there are
@@ -47,16 +49,18 @@ GRPO_HD V silhouette_of(const V& inside, const V& mates, const V& nearest) {
 template <typename Crew>
 GRPO_HD void look_at_all(const Cuts& cuts, int live, int i) {
   using V = typename Crew::Vector;
-  const V own = Crew::load(cuts.own + i), infinite = Crew::every(INFINITY);
-  V nearest = infinite, inside = Crew::every(0);
-  for (int l = 0; l < live; ++l) {
+  const auto mean = [&](int l) {
     const int c = cuts.live[l];
-    const V sum = Crew::load(cuts.row(c) + i);
-    const auto is_own = own == Crew::every(c);
-    inside = Crew::select(is_own, sum, inside);
-    nearest = Crew::smaller(Crew::select(is_own, infinite, sum * Crew::every(cuts.inverse[c])), nearest);
+    return Crew::load(cuts.row(c) + i) * Crew::every(cuts.inverse[c]);
+  };
+  V nearest = mean(0), other = nearest;  // two, so that they need not wait for each other
+  for (int l = 1; l + 1 < live; l += 2) {
+    nearest = Crew::smaller(mean(l), nearest);
+    other = Crew::smaller(mean(l + 1), other);
   }
-  Crew::store(cuts.result + i, silhouette_of<Crew>(inside, Crew::load(cuts.mates + i), nearest));
+  nearest = Crew::smaller(Crew::smaller(mean(live - 1), other), nearest);
+  const V inside = Crew::load(cuts.inside + i), mates = Crew::load(cuts.mates + i);
+  Crew::store(cuts.result + i, silhouette_of<Crew>(inside, mates, nearest));
 }
 
 struct Plain {
@@ -73,7 +77,7 @@ GRPO_HD void look_if_needed(const Cuts& cuts, int live, int i) {
     for (int l = 0; l < live; ++l) {
       const int c = cuts.live[l];
       const double mean = cuts.row(c)[i] * cuts.inverse[c];
-      if (c != static_cast<int>(cuts.own[i]) && mean < nearest) {
+      if (mean < nearest) {
         nearest = mean;
         which = c;
       }
@@ -81,8 +85,7 @@ GRPO_HD void look_if_needed(const Cuts& cuts, int live, int i) {
     cuts.nearest[i] = nearest;
     cuts.which[i] = which;
   }
-  const double inside = cuts.row(static_cast<int>(cuts.own[i]))[i];
-  cuts.result[i] = silhouette_of<Plain>(inside, cuts.mates[i], cuts.nearest[i]);
+  cuts.result[i] = silhouette_of<Plain>(cuts.inside[i], cuts.mates[i], cuts.nearest[i]);
 }
 
 template <typename Crew>
@@ -100,7 +103,8 @@ template <typename Crew>
 GRPO_HD void start_alone(const Crew& crew, const Cuts& cuts, int n) {
   crew.for_each(n, [&](int i) {
     cuts.own[i] = i;
-    cuts.mates[i] = 0;
+    cuts.mates[i] = cuts.inside[i] = 0;
+    cuts.row(i)[i] = INFINITY;
     cuts.inverse[i] = cuts.size[i] = 1;
     cuts.live[i] = i;
     cuts.which[i] = -1;
@@ -116,8 +120,10 @@ GRPO_HD void join(const Crew& crew, const Cuts& cuts, int live, int low, int hig
   const V v_low = Crew::every(low), v_high = Crew::every(high), others = Crew::every(size - 1);
   double *const to = cuts.row(low), *const from = cuts.row(high);
   crew.for_each_pack(n, [&](int i) {
-    Crew::store(to + i, Crew::load(to + i) + Crew::load(from + i));
-    const V own = Crew::load(cuts.own + i);
+    const V sum_low = Crew::load(to + i), sum_high = Crew::load(from + i), own = Crew::load(cuts.own + i);
+    Crew::store(to + i, sum_low + sum_high);
+    const V joined = Crew::select(own == v_low, sum_high, Crew::select(own == v_high, sum_low, Crew::every(0)));
+    Crew::store(cuts.inside + i, Crew::load(cuts.inside + i) + joined);
     const V now = Crew::select(own == v_high, v_low, own);
     Crew::store(cuts.own + i, now);
     Crew::store(cuts.mates + i, Crew::select(now == v_low, others, Crew::load(cuts.mates + i)));
@@ -138,8 +144,7 @@ GRPO_HD void join(const Crew& crew, const Cuts& cuts, int live, int low, int hig
   crew.sync();
 }
 
-// scores[k] for k from k_min to min(k_max, n - 1); the others are left alone. `sums` holds the distances, 0 on the
-// diagonal, and is used up.
+// scores[k] for k from k_min to min(k_max, n - 1); the others are left alone. `sums` holds the distances and is used up.
 template <typename Crew>
 GRPO_HD void score_cuts(const Crew& crew, const Cuts& cuts, const int32_t* merges, int n, int k_min, int k_max,
                         double* scores) {
