@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 def case(seed: int, dtype: torch.dtype, prompts: int = 7, size: int = 6) -> Case:
-    """Ragged prompts, the first without anybody; absent places between others, duplicates, equal and missing rewards."""
+    """Ragged prompts, the first without anybody; gaps between responses, duplicates, equal and missing rewards."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(prompts, size, 3)) + 0.7
     x[rng.random((prompts, size)) < 0.1] = 0
@@ -46,7 +46,7 @@ def case(seed: int, dtype: torch.dtype, prompts: int = 7, size: int = 6) -> Case
     distances = np.full((prompts, size, size), INF)
     for p, i, j in itertools.product(range(prompts), range(size), range(size)):
         if present[p, i] and present[p, j]:
-            same = i == j or (x[p, i] == x[p, j]).all() and x[p, i].any()
+            same = i == j or ((x[p, i] == x[p, j]).all() and x[p, i].any())
             norms = math.sqrt(float(x[p, i] @ x[p, i]) * float(x[p, j] @ x[p, j]))
             cosine = float(x[p, min(i, j)] @ x[p, max(i, j)]) / norms if norms else 0.0
             distances[p, i, j] = 0.0 if same else min(max(1 - cosine, 0.0), 2.0)
@@ -362,6 +362,16 @@ def test_prompts_and_padding_do_not_matter(seed: int) -> None:
             torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
+@pytest.mark.parametrize("value", [NAN, 0.0, -INF])
+def test_what_stands_at_absent_places_does_not_matter(value: float) -> None:
+    c = case(5, torch.float32)
+    diagonal = torch.eye(6, dtype=torch.bool)
+    spoilt = torch.where(c.distances.isfinite() | diagonal, c.distances, value)
+    wanted = everything(c)
+    for name, got in everything(c._replace(distances=spoilt)).items():
+        torch.testing.assert_close(got, wanted[name], rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_places(dtype: torch.dtype) -> None:
     for size in (0, 1, 3):
@@ -430,95 +440,3 @@ def test_torch_compile_sees_one_graph() -> None:
     compiled = torch.compile(everything, backend="eager", fullgraph=True)(c)
     for name, value in everything(c).items():
         torch.testing.assert_close(compiled[name], value, rtol=0, atol=0, equal_nan=True)
-
-
-D = torch.zeros(2, 3, 3)
-R, L = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)
-REFUSALS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
-    ("no tensor", lambda: diversity.vendi_score([0.0]), TypeError, "vendi_score: distances must be a tensor"),  # type: ignore[arg-type]
-    ("half", lambda: diversity.vendi_score(D.half()), TypeError, "vendi_score: distances must be of dtype"),
-    ("shape", lambda: diversity.similarity_weights(D[0]), ValueError, r"distances must have shape \[P, K, K\], got \[3, 3\]"),
-    ("metric", lambda: diversity.leave_one_out_logdet(D - 1), ValueError, "leave_one_out_logdet: distances must be 0 on"),
-    ("gradient", lambda: diversity.vendi_score(D.clone().requires_grad_()), ValueError, "must not require grad"),
-    ("least", lambda: diversity.similarity_weights(D, least=0.0), ValueError, "least must be a finite number above 0"),
-    ("eps", lambda: diversity.similarity_weights(D, eps=-1.0), ValueError, "eps must be a finite number of at least 0"),
-    ("ridge", lambda: diversity.leave_one_out_logdet(D, eps=0.0), ValueError, "eps must be a finite number above 0"),
-    ("threshold", lambda: diversity.threshold_components(D, NAN), ValueError, "threshold must be a finite number"),
-    ("no threshold", lambda: diversity.threshold_components(D, None), TypeError, "threshold must be a number, got None"),  # type: ignore[arg-type]
-    ("labels", lambda: diversity.uniqueness_weights(R), TypeError, "uniqueness_weights: labels must be of dtype"),  # type: ignore[arg-type]
-    ("flat", lambda: diversity.semantic_entropy(L[0]), ValueError, r"labels must have shape \[P, K\], got \[3\]"),
-    ("share", lambda: diversity.distinctness_weights(L, least=1.5), ValueError, r"least must be in \[0, 1\], got 1.5"),
-    ("bound", lambda: diversity.agreement_weights(L, entropy_bound=-0.1), ValueError, r"entropy_bound must be in \[0, 1\]"),
-    ("lam", lambda: diversity.mmr_rewards(R, D, lam=1.1), ValueError, r"mmr_rewards: lam must be in \[0, 1\], got 1.1"),
-    ("lams", lambda: diversity.mmr_rewards(R, D, lam=R[0]), ValueError, r"lam must have shape \[2\]"),
-    ("rewards", lambda: diversity.mmr_rewards(R[:1], D, lam=1), ValueError, r"rewards must have shape \[2, 3\], got \[1, 3\]"),
-    ("integers", lambda: diversity.mmr_rewards(L, D, lam=1), TypeError, "mmr_rewards: rewards must be of dtype"),
-    ("reward gradient", lambda: diversity.set_advantages(R.clone().requires_grad_(), L, set_size=2), ValueError, "grad"),
-    ("set", lambda: diversity.set_advantages(R, L, set_size=4), ValueError, "set_size must be 1 to the 3 places"),
-    ("no set", lambda: diversity.set_advantages(R, L, set_size=0), ValueError, "set_size must be 1 to the 3 places"),
-    ("half a set", lambda: diversity.set_advantages(R, L, set_size=1.5), TypeError, "set_size must be an int, got float"),  # type: ignore[arg-type]
-    ("values", lambda: diversity.pad_rows(torch.tensor(1.0), 1), ValueError, r"values must have shape \[N, ...\]"),
-    ("unsigned", lambda: diversity.pad_rows(L[0].to(torch.uint8), 1), ValueError, "pad_rows: fill must be given"),
-    ("ids", lambda: diversity.pad_rows(R[0], L[0, :2]), ValueError, r"pad_rows: groups must have shape \[3\]"),
-    ("divides", lambda: diversity.pad_rows(R[0], 2), ValueError, "pad_rows: groups must divide the number of rows, 3"),
-    ("row", lambda: diversity.unpad_rows(R[0], 1), ValueError, r"unpad_rows: values must have shape \[P, K, ...\]"),
-    ("size", lambda: diversity.unpad_rows(R, 2), ValueError, "unpad_rows: groups must be 3"),
-    ("too many", lambda: diversity.unpad_rows(R, torch.arange(3)), ValueError, "got 3 of at most 1"),
-    ("too large", lambda: diversity.unpad_rows(R, torch.zeros(4).int()), ValueError, "got 1 of at most 4"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("run", "error", "message"), [pytest.param(*r[1:], id=r[0]) for r in REFUSALS])
-def test_refusals(run: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        run()
-
-
-@pytest.mark.parametrize("shape", [(11,), (11, 2)])
-def test_pad_rows_and_back(shape: tuple[int, ...]) -> None:
-    ids = torch.tensor([3, -1, 3, 9, 9, 3, -1, 9, 3, 2**40, 9])
-    values = torch.rand(shape)
-    padded = diversity.pad_rows(values, ids)
-    assert padded.shape == (4, 4, *shape[1:])
-    for p, one in enumerate((-1, 3, 9, 2**40)):
-        rows = values[ids == one]
-        assert torch.equal(padded[p, : len(rows)], rows)
-        assert padded[p, len(rows) :].isnan().all()
-    assert torch.equal(diversity.unpad_rows(padded, ids), values)
-    larger = diversity.pad_rows(values, ids, num_groups=6, max_size=5)
-    assert larger.shape[:2] == (6, 5) and larger[4:].isnan().all()
-    assert torch.equal(larger[:4, :4].nan_to_num(7), padded.nan_to_num(7))
-    assert torch.equal(diversity.unpad_rows(larger, ids), values)
-
-
-def test_pad_rows_of_neighbours() -> None:
-    values = torch.arange(6)
-    padded = diversity.pad_rows(values, 3)
-    assert padded.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert torch.equal(diversity.unpad_rows(padded, 3), values)
-
-
-def test_pad_rows_fills_with_what_absent_is() -> None:
-    ids = torch.tensor([0, 1, 1])
-    assert diversity.pad_rows(torch.arange(3), ids).tolist() == [[0, -1], [1, 2]]
-    assert diversity.pad_rows(torch.ones(3, dtype=torch.bool), ids).tolist() == [[True, False], [True, True]]
-    assert diversity.pad_rows(torch.ones(3, dtype=torch.uint8), ids, fill=9).tolist() == [[1, 9], [1, 1]]
-    assert diversity.pad_rows(torch.ones(3), ids, fill=0).tolist() == [[1, 0], [1, 1]]
-    assert diversity.pad_rows(torch.ones(0), ids[:0]).shape == (0, 0)
-    assert diversity.unpad_rows(torch.ones(0, 0), ids[:0]).shape == (0,)
-
-
-def test_the_layout_is_that_of_the_distances() -> None:
-    x, ids = torch.randn(9, 5), torch.tensor([4, 1, 4, 4, 0, 1, 1, 1, 0])
-    rows = gk.similarity_groups(x, ids).labels
-    places = gk.cluster_distances(gk.pairwise_cosine(x, ids)).labels
-    assert torch.equal(diversity.pad_rows(rows, ids), places)
-    assert torch.equal(diversity.unpad_rows(places, ids), rows)
-
-
-def test_pad_rows_keeps_gradients() -> None:
-    values = torch.rand(3, dtype=torch.float64, requires_grad=True)
-    ids = torch.tensor([1, 0, 1])
-    assert torch.autograd.gradcheck(
-        lambda v: diversity.unpad_rows(diversity.pad_rows(v, ids, fill=0) ** 2, ids), values
-    )
