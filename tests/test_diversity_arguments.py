@@ -1,9 +1,11 @@
-"""gk.diversity: what it refuses, and rows to the padded layout and back."""
+"""gk.diversity: what it refuses, rows to the padded layout and back, and the example of its document."""
 
 from __future__ import annotations
 
+import doctest
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels import diversity as div
 
+DOCUMENT = Path(__file__).parent.parent / "docs" / "diversity.md"
 D = torch.zeros(2, 3, 3)
 R, L = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)
 
@@ -100,6 +103,14 @@ def test_pad_rows_and_back(shape: tuple[int, ...]) -> None:
     assert larger.shape[:2] == (6, 5) and larger[4:].isnan().all()
     assert torch.equal(larger[:4, :4].nan_to_num(7), padded.nan_to_num(7))
     assert torch.equal(div.unpad_rows(larger, ids), values)
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="tests are run from outside the checkout")
+def test_the_example_of_the_document() -> None:
+    blocks = "".join(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(blocks, {}, DOCUMENT.name, str(DOCUMENT), 0)
+    assert doctest.DocTestRunner().run(examples).failed == 0
+    assert len(examples.examples) > 10
 
 
 def test_pad_rows_of_neighbours() -> None:

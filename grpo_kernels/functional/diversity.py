@@ -5,7 +5,7 @@ labels [P, K] from cluster_distances or threshold_components, rewards [P, K]. pa
 to it and back. In plain torch for any device: inside float64, one pass for all prompts, nothing waits for a GPU.
 
 A response is absent where the diagonal of the distances is infinite, its label is negative or its reward is NaN. It
-changes nothing about the others, as if the prompt were smaller; its own result is 0, a NaN reward staying NaN.
+changes nothing about the others, as if the prompt were smaller; its own result is 0, in mmr_rewards NaN.
 A prompt's result depends on that prompt alone. S = 1 - distance is the cosine similarity, n_c the size of a response's
 cluster, K the number of responses that are there. Not differentiable.
 """
