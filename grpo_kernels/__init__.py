@@ -2,6 +2,7 @@
 
 from grpo_kernels.config import AdvantageConfig, LossConfig, SimilarityConfig
 from grpo_kernels.dispatch import available_backends, use_backend
+from grpo_kernels.functional import diversity
 from grpo_kernels.functional.group_advantages import GroupAdvantages, group_advantages, group_ids
 from grpo_kernels.functional.linear_logprobs import linear_logprobs
 from grpo_kernels.functional.linear_policy_loss import linear_policy_loss
@@ -13,6 +14,7 @@ from grpo_kernels.functional.similarity_groups import (
     cluster_distances,
     similarity_groups,
 )
+from grpo_kernels.functional.similarity_metrics import SimilarityAdvantages, similarity_advantages, similarity_metrics
 from grpo_kernels.functional.similarity_parts import Dendrogram, Silhouette, agglomerate, pairwise_cosine, silhouette
 from grpo_kernels.functional.token_logprobs import TokenLogprobs, token_logprobs
 
@@ -26,6 +28,7 @@ __all__ = [
     "PolicyLoss",
     "RowStatus",
     "Silhouette",
+    "SimilarityAdvantages",
     "SimilarityConfig",
     "SimilarityGroups",
     "TokenLogprobs",
@@ -34,6 +37,7 @@ __all__ = [
     "agglomerate",
     "available_backends",
     "cluster_distances",
+    "diversity",
     "group_advantages",
     "group_ids",
     "linear_logprobs",
@@ -41,7 +45,9 @@ __all__ = [
     "pairwise_cosine",
     "policy_loss",
     "silhouette",
+    "similarity_advantages",
     "similarity_groups",
+    "similarity_metrics",
     "token_logprobs",
     "use_backend",
 ]

@@ -1,4 +1,4 @@
-"""Which rows belong together, for ops that return something for each group."""
+"""Which rows belong together, for ops that return something for each group, and rows in the layout [P, K]."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from torch import Tensor
 
 from grpo_kernels import checks, segments
 
+# Padding alone has no kernel that limits a group.
+_ANY_SIZE = 2**31 - 1
+_VALUES = (*checks.FLOATS, *checks.INTEGERS, torch.bool)
+
 
 class GroupLayout(NamedTuple):
     """Group p has the rows order[offsets[p]] to order[offsets[p + 1] - 1]; both None: `size` neighbours each."""
 
     order: Tensor | None
     offsets: Tensor | None
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count is of no use here
     size: int  # of the largest
 
 
@@ -68,3 +72,71 @@ def _of_ids(op: str, ids: Tensor, num_groups: int | None, max_size: int | None, 
         raise ValueError(f"{op}: groups must have at most {most} rows each, got one of {max_size}")
     wanted = torch.arange(num_groups + 1, device=ids.device).clamp(max=count)
     return GroupLayout(found.order, found.starts[wanted], num_groups, max_size)
+
+
+def places(layout: GroupLayout, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row order[i] is at place[i] of the padded layout, p * size + (which one of group p it is)."""
+    at = torch.arange(count, device=device)
+    if layout.order is None or layout.offsets is None:
+        return at, at
+    group = torch.searchsorted(layout.offsets[1:].contiguous(), at, right=True)
+    return layout.order, group * layout.size + at - layout.offsets[group]
+
+
+def pad_rows(
+    values: Tensor,
+    groups: int | Tensor,
+    *,
+    fill: float | None = None,
+    num_groups: int | None = None,
+    max_size: int | None = None,
+) -> Tensor:
+    """Rows [N, ...] to [P, K, ...], the layout of pairwise_cosine: groups by ascending id, their rows in order.
+
+    fill  what stands where a group has no row; None: NaN for floats, -1 for integers, False for bool, which is what
+          "absent" is written as everywhere here
+    num_groups, max_size
+          as in similarity_groups: finding them waits for a GPU once
+    """
+    name = "pad_rows"
+    checks.tensor(name, "values", values, _VALUES)
+    if values.dim() == 0:
+        raise ValueError(f"{name}: values must have shape [N, ...], got []")
+    if fill is None and values.dtype == torch.uint8:
+        raise ValueError(f"{name}: fill must be given for uint8, which has no -1, got None")
+    if fill is None:
+        fill = float("nan") if values.is_floating_point() else 0 if values.dtype == torch.bool else -1
+    layout = check_layout(name, groups, values, num_groups, max_size, _ANY_SIZE)
+    order, place = places(layout, values.shape[0], values.device)
+    padded = values.new_full((layout.count * layout.size, *values.shape[1:]), fill)
+    return padded.index_put((place,), values[order]).view(layout.count, layout.size, *values.shape[1:])
+
+
+def unpad_rows(values: Tensor, groups: int | Tensor) -> Tensor:
+    """What pad_rows made [P, K, ...] of, as rows [N, ...] again; with the same groups. Nothing waits for a GPU."""
+    name = "unpad_rows"
+    checks.tensor(name, "values", values, _VALUES)
+    if values.dim() < 2:
+        raise ValueError(f"{name}: values must have shape [P, K, ...], got {list(values.shape)}")
+    count, size = values.shape[:2]
+    flat = values.flatten(0, 1)
+    if isinstance(groups, Tensor):
+        if groups.dim() != 1:
+            raise ValueError(f"{name}: groups must have shape [N], got {list(groups.shape)}")
+        checks.same_device(name, "groups", groups, values.device)
+        # Elsewhere than on the CPU the sizes are asserted without waiting.
+        sizes = (None, None) if groups.device.type == "cpu" else (count, size)
+        layout = check_layout(name, groups, groups, sizes[0], sizes[1], _ANY_SIZE)
+        if layout.count > count or layout.size > size:
+            raise ValueError(
+                f"{name}: groups must be no more than {count}, of at most {size} rows, as values are, "
+                f"got {layout.count} of at most {layout.size}"
+            )
+        layout, rows = layout._replace(size=size), len(groups)
+    else:
+        layout, rows = check_layout(name, groups, flat, None, None, _ANY_SIZE), count * size
+        if layout.size != size:
+            raise ValueError(f"{name}: groups must be {size}, the second size of values, got {groups}")
+    order, place = places(layout, rows, values.device)
+    found = flat[place]
+    return torch.empty_like(found).index_put((order,), found)

@@ -102,10 +102,11 @@ def cluster_distances(
     settings = SimilarityConfig.of(config, "cluster_distances")
     given = check_distances("cluster_distances", distances)
     chosen = dispatch.select("cluster_distances", backend, given.device.type, given.dtype, op.OF_DISTANCES)
-    labels, *of_prompts = op.CLUSTERS[chosen](given, settings.modes, settings.coefficients)
+    labels, count, score, best_k, verdict = op.CLUSTERS[chosen](given, settings.modes, settings.coefficients)
     first = torch.arange(labels.shape[0], device=labels.device)[:, None] * labels.shape[1]
     status = (labels < 0).to(torch.uint8) * int(RowStatus.MASKED)
-    return SimilarityGroups(labels, torch.where(labels < 0, -1, labels + first), *of_prompts, status)
+    ids = torch.where(labels < 0, -1, labels + first)
+    return SimilarityGroups(labels, ids, count, score, best_k, verdict, status)
 
 
 def check_embeddings(name: str, embeddings: Tensor) -> Tensor:
@@ -130,11 +131,12 @@ def check_distances(name: str, distances: Tensor) -> Tensor:
         raise ValueError(f"{name}: distances must have at most {op.MOST_ROWS} places, got {distances.shape[1]}")
     given = distances.detach().float().contiguous()
     if given.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_metric(name, given)
+        check_metric(name, given)
     return given
 
 
-def _check_metric(name: str, distances: Tensor) -> None:
+def check_metric(name: str, distances: Tensor) -> None:
+    """Whether they are what pairwise_cosine gives; waits for a GPU, so only for the CPU."""
     present = distances.diagonal(dim1=1, dim2=2).isfinite()
     pairs = present[:, :, None] & present[:, None]
     for rule, is_broken in (
@@ -152,6 +154,6 @@ def _check_metric(name: str, distances: Tensor) -> None:
 
 
 __all__ = [
-    "GroupLayout", "RowStatus", "SimilarityGroups", "Verdict", "check_distances", "check_embeddings", "check_valid",
-    "cluster_distances", "similarity_groups",
+    "GroupLayout", "RowStatus", "SimilarityGroups", "Verdict", "check_distances", "check_embeddings", "check_metric",
+    "check_valid", "cluster_distances", "similarity_groups",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_kernels import checks, dispatch
 from grpo_kernels.config.rules import unknown
 from grpo_kernels.config.similarity import LINKAGES
-from grpo_kernels.functional.group_layout import check_layout
+from grpo_kernels.functional.group_layout import check_layout, places
 from grpo_kernels.functional.similarity_groups import check_distances, check_embeddings, check_valid
 from grpo_kernels.ops import similarity_groups as op
 
@@ -94,18 +94,14 @@ def silhouette(
         return Silhouette(*op.SILHOUETTE[chosen](given, labels.int().contiguous()))
     if labels.dim() != 1:
         raise ValueError(f"{name}: labels must have shape [N] with groups, got {list(labels.shape)}")
-    sizes = (None, None) if isinstance(groups, int) else (prompts, size)
-    layout = check_layout(name, groups, labels, *sizes, op.MOST_ROWS)
+    known = isinstance(groups, Tensor)
+    layout = check_layout(name, groups, labels, prompts if known else None, size if known else None, op.MOST_ROWS)
     if (layout.count, layout.size) != (prompts, size):
         raise ValueError(
             f"{name}: groups must be those of the distances, {prompts} of at most {size} rows, "
             f"got {layout.count} of at most {layout.size}"
         )
-    order = torch.arange(len(labels), device=labels.device) if layout.order is None else layout.order
-    place = at = torch.arange(len(labels), device=labels.device)
-    if layout.offsets is not None:
-        prompt = torch.searchsorted(layout.offsets[1:].contiguous(), at, right=True)
-        place = prompt * size + at - layout.offsets[prompt]
+    order, place = places(layout, len(labels), labels.device)
     padded = labels.new_full((prompts * size,), -1, dtype=torch.int32)
     padded[place] = labels[order].int()
     score, samples = op.SILHOUETTE[chosen](given, padded.view(prompts, size))
