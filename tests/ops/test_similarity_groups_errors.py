@@ -235,7 +235,7 @@ def test_distances_that_differ_there_and_back(op: str) -> None:
     distances_refused(ValueError, op, "distances", "symmetric", "[1, 0, 2]", distances=apart)
 
 
-@pytest.mark.parametrize("value", [0.5, -1.0, 2.0**-100, NAN, -INF])
+@pytest.mark.parametrize("value", [0.5, -1.0, 2.0**-100, NAN])
 @distances_ops
 def test_distances_to_oneself_that_are_not_zero(op: str, value: float) -> None:
     parts = ("distances", "0 on the diagonal", repr(value), "[1, 1")
