@@ -66,13 +66,16 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: div.pad_rows(R[0], 2), "pad_rows: groups must divide the number of rows, 3, got 2"),
     (lambda: div.pad_rows(R[0], L[0], max_size=2), "pad_rows: max_size must be at least 3 for these groups, got 2"),
     (lambda: div.unpad_rows(R[0], 1), "unpad_rows: values must have shape [P, K, ...], got [3]"),
-    (lambda: div.unpad_rows(R, 2), "unpad_rows: groups must be 3, the second size of values, got 2"),
+    (
+        lambda: div.unpad_rows(R, 2),
+        "unpad_rows: groups must be those of values, 2 of at most 3 rows, got 3 of at most 2",
+    ),
     (lambda: div.unpad_rows(R, L), "unpad_rows: groups must have shape [N], got [2, 3]"),
     (
         lambda: div.unpad_rows(R, torch.arange(3)),
-        "no more than 2, of at most 3 rows, as values are, got 3 of at most 1",
+        "those of values, 2 of at most 3 rows, got 3 of at most 1",
     ),
-    (lambda: div.unpad_rows(R, L.new_zeros(4)), "no more than 2, of at most 3 rows, as values are, got 1 of at most 4"),
+    (lambda: div.unpad_rows(R, L.new_zeros(4)), "those of values, 2 of at most 3 rows, got 1 of at most 4"),
 ]
 
 

@@ -94,7 +94,7 @@ struct Embeddings {
     for (int i = 0; i < count; ++i) {
       const double norm = memory.matrix[static_cast<int64_t>(i) * memory.stride + i];
       uint8_t& of_row = status[prompts.row(prompts.begin(prompt) + places[i])];
-      of_row = !std::isfinite(norm) ? kNotFinite : norm == 0 ? kZeroVector : kInUse;
+      of_row = status_of(norm);
       if (of_row == kNotFinite) continue;
       places[kept] = places[i];
       from[kept++] = i;
@@ -301,13 +301,13 @@ std::tuple<Tensor, Tensor> agglomerate_cpu(Tensor distances, int64_t linkage) {
 
 std::tuple<Tensor, Tensor> silhouette_cpu(Tensor distances, Tensor labels) {
   const DistanceTensor given(distances);
-  check_array(kSimilarityOp, "labels", labels, given.prompts * given.size, torch::headeronly::ScalarType::Int);
+  check_array(kSimilarityOp, "labels", labels, given.prompts * given.size, torch::headeronly::ScalarType::Long);
   const int64_t shape[2] = {given.prompts, given.size};
   const Tensor scores = empty_vector(distances, given.prompts, aoti_torch_dtype_float32());
   const Tensor samples = empty_tensor(distances, shape, 2, aoti_torch_dtype_float32());
   for_each_prompt(given.as_prompts(), 0, [&](int64_t p) {
     const PromptMemory memory = memory_for(static_cast<int>(given.size), false);
-    const int32_t* const of = static_cast<const int32_t*>(labels.const_data_ptr()) + p * given.size;
+    const int64_t* const of = static_cast<const int64_t*>(labels.const_data_ptr()) + p * given.size;
     int places[kMostItems];
     int32_t first[kMostItems];
     const int count = given.read(p, memory, places, [&](int k) { return of[k] >= 0; });

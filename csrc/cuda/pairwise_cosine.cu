@@ -60,10 +60,6 @@ __device__ void find_rows(const EmbeddingArrays<T>& in, int64_t prompt, int firs
   rows[threadIdx.x] = found;
 }
 
-__device__ __forceinline__ uint8_t status_of(double norm) {
-  return !isfinite(norm) ? kNotFinite : norm == 0 ? kZeroVector : kInUse;
-}
-
 __device__ __forceinline__ bool is_used(const TileRow& row) { return row.row >= 0 && row.status != kNotFinite; }
 
 template <typename T>

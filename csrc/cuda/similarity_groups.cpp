@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> agglomerate_cuda(Tensor distances, int64_t linkage) {
 
 std::tuple<Tensor, Tensor> silhouette_cuda(Tensor distances, Tensor labels) {
   const Prompts prompts = check_distances(distances);
-  check_array(kSimilarityOp, "labels", labels, prompts.count * prompts.size, torch::headeronly::ScalarType::Int);
+  check_array(kSimilarityOp, "labels", labels, prompts.count * prompts.size, torch::headeronly::ScalarType::Long);
   const int64_t shape[2] = {prompts.count, prompts.size};
   const Tensor scores = empty_vector(distances, prompts.count, aoti_torch_dtype_float32());
   const Tensor samples = empty_tensor(distances, shape, 2, aoti_torch_dtype_float32());
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> silhouette_cuda(Tensor distances, Tensor labels) {
     const DeviceGuard guard(distances.get_device_index());
     std::optional<Tensor> matrices;
     launch_silhouettes(
-        {floats_of(distances), prompts, static_cast<const int32_t*>(labels.const_data_ptr()),
+        {floats_of(distances), prompts, static_cast<const int64_t*>(labels.const_data_ptr()),
          room_for_matrices(matrices, distances, prompts), data_of<float>(scores), data_of<float>(samples)},
         current_stream(distances.get_device_index()));
   }

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(256) silhouette_kernel(const __grid_constant__
   const BlockCrew crew{work.exchange};
   for (int64_t p = blockIdx.x; p < in.prompts.count; p += gridDim.x) {
     const float* const distances = in.distances + p * size * size;
-    const int32_t* const labels = in.labels + p * size;
+    const int64_t* const labels = in.labels + p * size;
     const int n = find_places(crew, work, distances, size, [&](int k) { return labels[k] >= 0; });
     read_matrix(crew, work, distances, size, n, 1, 0);
     int32_t* const first = work.integer(5);

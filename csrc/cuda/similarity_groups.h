@@ -41,7 +41,7 @@ struct TreeArrays {
 struct SilhouetteArrays {
   const float* distances;
   Prompts prompts;
-  const int32_t* labels;  // [P, size]
+  const int64_t* labels;  // [P, size]
   double* matrices;
   float *scores, *samples;  // [P], [P, size]
 };

@@ -32,6 +32,8 @@ def check_layout(
             raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
         if value is not None and value < 0:
             raise ValueError(f"{op}: {name} must not be negative, got {value}")
+    if max_size is not None and max_size > most:
+        raise ValueError(f"{op}: max_size must be at most {most}, got {max_size}")
     count = rows.shape[0]
     if isinstance(groups, Tensor):
         return _of_ids(op, checks.per_row(op, "groups", groups, checks.INTEGERS, rows), num_groups, max_size, most)
@@ -83,6 +85,21 @@ def places(layout: GroupLayout, count: int, device: torch.device) -> tuple[Tenso
     return layout.order, group * layout.size + at - layout.offsets[group]
 
 
+def layout_within(op: str, groups: int | Tensor, rows: Tensor, count: int, size: int, rule: str) -> GroupLayout:
+    """The layout of rows in something of shape [count, size] that was made with the same groups."""
+    if isinstance(groups, Tensor):
+        # elsewhere than on the CPU the sizes are asserted without waiting
+        on_cpu = groups.device.type == "cpu"
+        layout = check_layout(op, groups, rows, None if on_cpu else count, None if on_cpu else size, _ANY_SIZE)
+        fits = layout.count <= count and layout.size <= size
+    else:
+        layout = check_layout(op, groups, rows, None, None, _ANY_SIZE)
+        fits = (layout.count, layout.size) == (count, size)
+    if not fits:
+        raise ValueError(f"{op}: groups must be {rule}, got {layout.count} of at most {layout.size} rows")
+    return layout._replace(size=size)
+
+
 def pad_rows(
     values: Tensor,
     groups: int | Tensor,
@@ -120,23 +137,14 @@ def unpad_rows(values: Tensor, groups: int | Tensor) -> Tensor:
         raise ValueError(f"{name}: values must have shape [P, K, ...], got {list(values.shape)}")
     count, size = values.shape[:2]
     flat = values.flatten(0, 1)
+    rows = flat
     if isinstance(groups, Tensor):
         if groups.dim() != 1:
             raise ValueError(f"{name}: groups must have shape [N], got {list(groups.shape)}")
         checks.same_device(name, "groups", groups, values.device)
-        # Elsewhere than on the CPU the sizes are asserted without waiting.
-        sizes = (None, None) if groups.device.type == "cpu" else (count, size)
-        layout = check_layout(name, groups, groups, sizes[0], sizes[1], _ANY_SIZE)
-        if layout.count > count or layout.size > size:
-            raise ValueError(
-                f"{name}: groups must be no more than {count}, of at most {size} rows, as values are, "
-                f"got {layout.count} of at most {layout.size}"
-            )
-        layout, rows = layout._replace(size=size), len(groups)
-    else:
-        layout, rows = check_layout(name, groups, flat, None, None, _ANY_SIZE), count * size
-        if layout.size != size:
-            raise ValueError(f"{name}: groups must be {size}, the second size of values, got {groups}")
-    order, place = places(layout, rows, values.device)
+        rows = groups
+    rule = f"those of values, {count} of at most {size} rows"
+    layout = layout_within(name, groups, rows, count, size, rule)
+    order, place = places(layout, len(rows), values.device)
     found = flat[place]
     return torch.empty_like(found).index_put((order,), found)

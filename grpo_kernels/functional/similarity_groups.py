@@ -34,7 +34,7 @@ class RowStatus(enum.IntFlag):
     IN_USE = 0
     MASKED = 1  # valid is False: left out
     NOT_FINITE = 2  # or its squared norm beyond float32: left out
-    ZERO_VECTOR = 4  # in use, at distance 1 from all others
+    ZERO_VECTOR = 4  # or its squared norm below 1e-30: in use, at distance 1 from all others
 
 
 class SimilarityGroups(NamedTuple):
@@ -137,13 +137,10 @@ def check_distances(name: str, distances: Tensor) -> Tensor:
 
 def check_metric(name: str, distances: Tensor) -> None:
     """Whether they are what pairwise_cosine gives; waits for a GPU, so only for the CPU."""
-    present = distances.diagonal(dim1=1, dim2=2).isfinite()
-    pairs = present[:, :, None] & present[:, None]
+    own = distances.diagonal(dim1=1, dim2=2)
+    pairs = (own == 0)[:, :, None] & (own == 0)[:, None]
     for rule, is_broken in (
-        (
-            "be 0 on the diagonal, or infinite",
-            pairs.diagonal(dim1=1, dim2=2) & (distances.diagonal(dim1=1, dim2=2) != 0),
-        ),
+        ("be 0 on the diagonal, or infinite", (own != 0) & (own != torch.inf)),
         ("be finite and at least 0 where both places are in use", pairs & ~(distances.isfinite() & (distances >= 0))),
         ("be symmetric", pairs & (distances != distances.mT)),
     ):

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_kernels import checks, dispatch
 from grpo_kernels.config.rules import unknown
 from grpo_kernels.config.similarity import LINKAGES
-from grpo_kernels.functional.group_layout import check_layout, places
+from grpo_kernels.functional.group_layout import check_layout, layout_within, places
 from grpo_kernels.functional.similarity_groups import check_distances, check_embeddings, check_valid
 from grpo_kernels.ops import similarity_groups as op
 
@@ -91,18 +91,13 @@ def silhouette(
             raise ValueError(
                 f"{name}: labels must have shape {list(given.shape[:2])}, or [N] with groups, got {list(labels.shape)}"
             )
-        return Silhouette(*op.SILHOUETTE[chosen](given, labels.int().contiguous()))
+        return Silhouette(*op.SILHOUETTE[chosen](given, labels.long().contiguous()))
     if labels.dim() != 1:
         raise ValueError(f"{name}: labels must have shape [N] with groups, got {list(labels.shape)}")
-    known = isinstance(groups, Tensor)
-    layout = check_layout(name, groups, labels, prompts if known else None, size if known else None, op.MOST_ROWS)
-    if (layout.count, layout.size) != (prompts, size):
-        raise ValueError(
-            f"{name}: groups must be those of the distances, {prompts} of at most {size} rows, "
-            f"got {layout.count} of at most {layout.size}"
-        )
+    rule = f"those of the distances, {prompts} of at most {size} rows"
+    layout = layout_within(name, groups, labels, prompts, size, rule)
     order, place = places(layout, len(labels), labels.device)
-    padded = labels.new_full((prompts * size,), -1, dtype=torch.int32)
-    padded[place] = labels[order].int()
+    padded = labels.new_full((prompts * size,), -1, dtype=torch.int64)
+    padded[place] = labels[order].long()
     score, samples = op.SILHOUETTE[chosen](given, padded.view(prompts, size))
     return Silhouette(score, torch.empty_like(samples.view(-1)[place]).index_put((order,), samples.view(-1)[place]))

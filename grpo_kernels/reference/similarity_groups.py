@@ -10,6 +10,7 @@ from torch import Tensor
 _SINGLE, _COMPLETE, _AVERAGE, _WARD = range(4)
 _CLUSTERED, _ALL_SAME, _ALL_DIFFERENT, _SMALL, _EMPTY, _UNCLEAR = range(6)
 _MASKED, _NOT_FINITE, _ZERO_VECTOR = 1, 2, 4
+_LEAST_NORM = 1e-30  # squared; below, float32 loses digits
 
 
 def forward(
@@ -37,9 +38,8 @@ def pairwise_cosine(
         products = torch.stack([(x * row).sum(-1) for row in x]) if len(x) else x.new_zeros(0, 0)
         norms = products.diagonal()
         masked = torch.zeros_like(rows, dtype=torch.bool) if valid is None else ~valid[rows]
-        # squared norms are float32 on other backends
-        infinite = ~(norms <= torch.finfo(torch.float32).max)
-        is_zero = norms == 0
+        infinite = ~(norms <= torch.finfo(torch.float32).max)  # of which the terms are elsewhere
+        is_zero = norms < _LEAST_NORM
         status[rows] = torch.where(
             masked, _MASKED, torch.where(infinite, _NOT_FINITE, torch.where(is_zero, _ZERO_VECTOR, 0))
         ).to(torch.uint8)

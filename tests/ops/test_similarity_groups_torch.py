@@ -43,7 +43,7 @@ def arguments_of(op: str, device: torch.device, full: bool) -> tuple[Any, ...]:
         return distances_on(device), config.modes, config.coefficients
     if op == "silhouette":
         # opcheck takes no NaN for equal: all places are in use
-        labels = torch.tensor([[0, 1, 0, 2], [0, 0, 1, 1]], dtype=torch.int32, device=device)
+        labels = torch.tensor([[0, 1, 0, 2], [0, 0, 1, 1]], dtype=torch.int64, device=device)
         return grid_distances(2, 4, 9).to(device), labels
     rows = torch.randn(8, 7, device=device)
     layout: Layout = (None, None, 2, 4)

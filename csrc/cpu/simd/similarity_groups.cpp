@@ -102,8 +102,9 @@ GRPO_HD Tree tree_of(const PromptMemory& memory, int32_t* merges, double* height
 }
 
 GRPO_HD Cuts cuts_of(const PromptMemory& memory) {
-  return {memory.matrix,    memory.stride,    memory.vector(2),  memory.vector(3), memory.vector(4),  memory.vector(5),
-          memory.vector(6), memory.integer(1), memory.vector(7), memory.integer(2), memory.silhouettes()};
+  return {memory.matrix,    memory.stride,     memory.vector(2),    memory.vector(3),
+          memory.vector(4), memory.vector(5),  memory.vector(6),    memory.integer(1),
+          memory.vector(7), memory.integer(2), memory.silhouettes()};
 }
 
 // The tree's distances, and the smallest and largest there are.

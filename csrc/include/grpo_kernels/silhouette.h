@@ -144,7 +144,8 @@ GRPO_HD void join(const Crew& crew, const Cuts& cuts, int live, int low, int hig
   crew.sync();
 }
 
-// scores[k] for k from k_min to min(k_max, n - 1); the others are left alone. `sums` holds the distances and is used up.
+// scores[k] for k from k_min to min(k_max, n - 1); the others are left alone. `sums` holds the distances and is used
+// up.
 template <typename Crew>
 GRPO_HD void score_cuts(const Crew& crew, const Cuts& cuts, const int32_t* merges, int n, int k_min, int k_max,
                         double* scores) {

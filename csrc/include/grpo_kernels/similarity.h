@@ -50,9 +50,17 @@ struct Grouping {
   uint8_t verdict;
 };
 
+// A row's squared norm says whether it can be used: it has to be a float32, as its terms are, and far enough from the
+// smallest of them for its digits to be right.
+constexpr double kMostNorm = 3.4028234663852886e38, kLeastNorm = 1e-30;
+
+GRPO_HD uint8_t status_of(double norm) {
+  return !(norm <= kMostNorm) ? kNotFinite : norm < kLeastNorm ? kZeroVector : kInUse;
+}
+
 // s = g_ij / sqrt(g_ii g_jj) in double, where equal rows give exactly 1. What is kept is a float.
 GRPO_HD float cosine_distance(double product, double norm_i, double norm_j) {
-  if (norm_i == 0 || norm_j == 0) return 1;
+  if (norm_i < kLeastNorm || norm_j < kLeastNorm) return 1;
   const double distance = 1 - product / sqrt(norm_i * norm_j);
   return static_cast<float>(distance < 0 ? 0 : distance > 2 ? 2 : distance);
 }
