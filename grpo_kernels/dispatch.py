@@ -18,6 +18,8 @@ _PREFERENCE = {"cpu": ("cpu", "reference")}
 _PREFERENCE_GPU = ("cuda", "triton", "reference")
 
 Supports = Mapping[str, tuple[torch.dtype, ...]]
+Limits = Mapping[str, str]
+_NO_LIMITS: Limits = {}
 
 
 def _checked(name: str | None, where: str) -> str | None:
@@ -30,30 +32,39 @@ def _checked(name: str | None, where: str) -> str | None:
 _forced: str | None = _checked(os.environ.get("GRPO_KERNELS_BACKEND") or None, "GRPO_KERNELS_BACKEND")
 
 
-def refusal(backend: str, device_type: str, dtype: torch.dtype, supports: Supports) -> str | None:
-    """Why this backend cannot take such a tensor, or None."""
+def refusal(
+    backend: str, device_type: str, dtype: torch.dtype, supports: Supports, limits: Limits = _NO_LIMITS
+) -> str | None:
+    """Why this backend cannot take such a tensor, or None. `limits` says of backends why they cannot take this call."""
     if backend not in supports:
         return "it is not implemented for this op"
     if not capability.runs_on(backend, device_type):
         return f"it does not run on {device_type} tensors"
     if dtype not in supports[backend]:
         return f"it takes {dtype_names(supports[backend])}, not {dtype_names((dtype,))}"
-    return capability.missing(backend)
+    return limits.get(backend) or capability.missing(backend)
 
 
-def select(op: str, requested: str | None, device_type: str, dtype: torch.dtype, supports: Supports) -> str:
+def select(
+    op: str,
+    requested: str | None,
+    device_type: str,
+    dtype: torch.dtype,
+    supports: Supports,
+    limits: Limits = _NO_LIMITS,
+) -> str:
     choice = requested or _forced
     candidates = _PREFERENCE.get(device_type, _PREFERENCE_GPU)
     if choice is not None:
         _checked(choice, f"{op}: backend")
-        reason = refusal(choice, device_type, dtype, supports)
+        reason = refusal(choice, device_type, dtype, supports, limits)
         if reason is None:
             return choice
-        others = [name for name in candidates if refusal(name, device_type, dtype, supports) is None]
+        others = [name for name in candidates if refusal(name, device_type, dtype, supports, limits) is None]
         way_out = f"; use backend={others[0]!r} or leave it out" if others else ""
         raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
     for name in candidates:
-        if refusal(name, device_type, dtype, supports) is None:
+        if refusal(name, device_type, dtype, supports, limits) is None:
             return name
     raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}")
 

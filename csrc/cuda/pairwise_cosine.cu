@@ -70,7 +70,7 @@ __device__ void write_status(const EmbeddingArrays<T>& in, const Tile& tile, con
 }
 
 template <typename T, int kTile>
-__global__ void __launch_bounds__(kThreads) cosine_kernel(const __grid_constant__ EmbeddingArrays<T> in, int tiles) {
+__global__ void __launch_bounds__(kThreads, 2) cosine_kernel(const __grid_constant__ EmbeddingArrays<T> in, int tiles) {
   constexpr int kEach = kTile / kSide;
   __shared__ float up[kTile][kChunk + 1], across[kTile][kChunk + 1];
   __shared__ TileRow up_rows[kTile], across_rows[kTile];

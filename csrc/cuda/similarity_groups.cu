@@ -113,7 +113,7 @@ __device__ void find_extremes(const BlockCrew& crew, const Workspace& work, int 
   crew.sync();
 }
 
-__global__ void __launch_bounds__(256) cluster_kernel(const __grid_constant__ ClusterArrays in) {
+__global__ void __launch_bounds__(256, 1) cluster_kernel(const __grid_constant__ ClusterArrays in) {
   GRPO_DYNAMIC_SHARED(double, shared);
   const int size = static_cast<int>(in.prompts.size);
   const Workspace work = workspace(shared, in.matrices, size);
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(256) cluster_kernel(const __grid_constant__ Cl
   }
 }
 
-__global__ void __launch_bounds__(256) tree_kernel(const __grid_constant__ TreeArrays in) {
+__global__ void __launch_bounds__(256, 1) tree_kernel(const __grid_constant__ TreeArrays in) {
   GRPO_DYNAMIC_SHARED(double, shared);
   const int size = static_cast<int>(in.prompts.size), most = size - 1;
   const Workspace work = workspace(shared, in.matrices, size);
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(256) tree_kernel(const __grid_constant__ TreeA
   }
 }
 
-__global__ void __launch_bounds__(256) silhouette_kernel(const __grid_constant__ SilhouetteArrays in) {
+__global__ void __launch_bounds__(256, 1) silhouette_kernel(const __grid_constant__ SilhouetteArrays in) {
   GRPO_DYNAMIC_SHARED(double, shared);
   const int size = static_cast<int>(in.prompts.size);
   const Workspace work = workspace(shared, in.matrices, size);

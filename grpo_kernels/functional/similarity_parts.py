@@ -53,7 +53,7 @@ def pairwise_cosine(
     given = check_embeddings(name, embeddings)
     layout = check_layout(name, groups, given, num_groups, max_size, op.MOST_ROWS)
     mask = check_valid(name, valid, given)
-    chosen = dispatch.select(name, backend, given.device.type, given.dtype, op.SUPPORTS)
+    chosen = dispatch.select(name, backend, given.device.type, given.dtype, op.SUPPORTS, op.too_large(layout.size))
     distances: Tensor = op.COSINE[chosen](given, *layout, mask)[0]
     return distances
 
@@ -69,7 +69,9 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
     if linkage not in LINKAGES:
         raise unknown(name, "linkage", linkage, LINKAGES)
     given = check_distances(name, distances)
-    chosen = dispatch.select(name, backend, given.device.type, given.dtype, op.OF_DISTANCES)
+    chosen = dispatch.select(
+        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, op.too_large(given.shape[1])
+    )
     return Dendrogram(*op.TREE[chosen](given, LINKAGES.index(linkage)))
 
 
@@ -84,7 +86,9 @@ def silhouette(
     given = check_distances(name, distances)
     checks.tensor(name, "labels", labels, checks.INTEGERS)
     checks.same_device(name, "labels", labels, given.device)
-    chosen = dispatch.select(name, backend, given.device.type, given.dtype, op.OF_DISTANCES)
+    chosen = dispatch.select(
+        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, op.too_large(given.shape[1])
+    )
     prompts, size = given.shape[:2]
     if groups is None:
         if labels.shape != given.shape[:2]:

@@ -11,11 +11,26 @@ from grpo_kernels.ops import registry
 
 _EMBEDDINGS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT = (torch.float32,)
-SUPPORTS = {"cuda": _EMBEDDINGS, "cpu": _EMBEDDINGS, "reference": (*_EMBEDDINGS, torch.float64)}
+SUPPORTS = {
+    "cuda": _EMBEDDINGS,
+    "triton": _EMBEDDINGS,
+    "cpu": _EMBEDDINGS,
+    "reference": (*_EMBEDDINGS, torch.float64),
+}
 OF_DISTANCES = dict.fromkeys(SUPPORTS, _FLOAT)
 MOST_ROWS = 256
+_MOST_ROWS_OF = {"triton": 64}  # a tile of their distances stays in registers
 
 _LAYOUT = "Tensor embeddings, Tensor? order, Tensor? offsets, int num_groups, int size, Tensor? valid"
+
+
+def too_large(size: int) -> dict[str, str]:
+    """Of the backends that cannot take prompts of so many rows the reason."""
+    return {
+        backend: f"it takes prompts of at most {most} rows, got {size}"
+        for backend, most in _MOST_ROWS_OF.items()
+        if size > most
+    }
 
 
 def _per_prompt(like: Tensor, prompts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
