@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels import capability
 from grpo_kernels.ops.similarity_groups import SUPPORTS
 from tests.harness import backends
 
@@ -28,6 +30,13 @@ def sizes_for(backend: str, *sizes: int) -> list[int]:
     """Of these sizes of a prompt the ones the backend takes, and without a GPU those that it takes soon."""
     most = 64 if backend == "triton" else 256
     return [size for size in sizes if size <= (most if backend in FAST else min(most, 40))]
+
+
+def next_to(value: float, toward: float, backend: str) -> float:
+    """The number beside it, as the backend is told limits: Triton's interpreter makes float32 of them."""
+    if backend == "triton" and capability.interpreting():
+        return float(np.nextafter(np.float32(value), np.float32(toward)))
+    return math.nextafter(value, toward)
 
 
 def share_of(backend: str, count: int) -> int:

@@ -29,6 +29,8 @@ from tests.similarity_prompts import (
     wanted,
 )
 
+pytestmark = pytest.mark.grid
+
 # Where the second implementation adds in another order, a score at a threshold may fall on either side. So no threshold
 # is a number that small integers give, and cuts that are equally good on paper are within the tolerance.
 APART = {"tie_tolerance": 1e-6, "min_silhouette": 0.1234567}

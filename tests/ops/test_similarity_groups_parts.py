@@ -26,6 +26,8 @@ from tests.similarity_prompts import (
     tree,
 )
 
+pytestmark = pytest.mark.grid
+
 SINGLE = torch.finfo(torch.float32).eps
 # Heights are computed in float64 from the same distances and rounded to float32 once, by half a digit; a whole one
 # leaves room for Triton's sums.

@@ -13,6 +13,8 @@ import grpo_kernels as gk
 from tests.harness import device_of, needs_cpu_kernels
 from tests.similarity_prompts import BACKENDS, DTYPES, FAST, INF, KINDS, NAN, assert_same, batch_of, share_of, sizes_for
 
+pytestmark = pytest.mark.grid
+
 WIDTHS = (1, 7, 8, 31, 512, 513, 1024, 1500)
 Status = gk.RowStatus
 

@@ -19,11 +19,14 @@ from tests.similarity_prompts import (
     batch_of,
     canonical,
     grid_distances,
+    next_to,
     share_of,
     sizes_for,
     tree,
     wanted,
 )
+
+pytestmark = pytest.mark.grid
 
 Verdict = gk.Verdict
 NOTHING: dict[str, Any] = {"min_silhouette": -1.0, "distance_floor": 0.0}  # no threshold in the way
@@ -137,7 +140,7 @@ def test_distance_floor_is_met_by_distances_up_to_it_and_comes_before_a_good_cut
     pairs = symmetric(4, 0.25, {(0, 1): 2**-10, (2, 3): 2**-10})
     score = 1 - 2**-8
     assert_prompt(clusters(pairs, backend, distance_floor=0.25), [0] * 4, score, 2, Verdict.ALL_SAME)
-    below = math.nextafter(0.25, 0)
+    below = next_to(0.25, 0, backend)
     assert_prompt(clusters(pairs, backend, distance_floor=below), [0, 0, 1, 1], score, 2, Verdict.CLUSTERED)
     single = {"collapse": "singletons", "different": "singletons", "different_at": 0.0}
     assert_prompt(clusters(pairs, backend, distance_floor=0.3, **single), [0] * 4, score, 2, Verdict.ALL_SAME)
@@ -155,7 +158,7 @@ def test_distance_floor_is_the_documented_one_by_default(backend: str) -> None:
 def test_all_different_is_further_apart_than_different_at(backend: str) -> None:
     """Equal distances have silhouette 0 in every cut."""
     equal = symmetric(5, 0.5)
-    below = math.nextafter(0.5, 0)
+    below = next_to(0.5, 0, backend)
     assert_prompt(clusters(equal, backend, different_at=below), [0] * 5, 0.0, 2, Verdict.ALL_DIFFERENT)
     assert_prompt(clusters(equal, backend, different_at=0.5), [0] * 5, 0.0, 2, Verdict.UNCLEAR)
     assert_prompt(clusters(symmetric(5, 0.29), backend), [0] * 5, 0.0, 2, Verdict.UNCLEAR)
@@ -245,7 +248,7 @@ def test_k_is_chosen_within_its_limits(backend: str, settings: dict[str, Any], k
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cut_that_is_not_good_enough_collapses_but_is_reported(backend: str, linkage: str) -> None:
-    threshold = math.nextafter(0.875, 1)
+    threshold = next_to(0.875, 1, backend)
     got = clusters(nested(), backend, linkage, k_max=3, min_silhouette=threshold)
     assert_prompt(got, [0] * 8, 0.875, 3, Verdict.UNCLEAR)
 

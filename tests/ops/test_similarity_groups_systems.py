@@ -9,6 +9,8 @@ import grpo_kernels as gk
 from tests.harness import device_of
 from tests.similarity_prompts import BACKENDS, FAST, KERNELS, share_of, sizes_for
 
+pytestmark = pytest.mark.grid
+
 Verdict = gk.Verdict
 
 
@@ -124,14 +126,13 @@ def test_prompts_with_like_names_stay_apart(backend: str) -> None:
 # identical responses were split for that, with silhouettes up to 0.625.
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [384, 1024, 1536, 4096])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_identical_responses_are_never_split(backend: str, width: int, dtype: torch.dtype) -> None:
     """Not even where every cut is good enough and no distance is too small."""
     config = gk.SimilarityConfig(distance_floor=0.0, min_silhouette=-1.0, collapse="singletons")
-    for responses in (8, 32, 64):
+    for responses in (8, 32, 64) if backend in FAST else (32,):
         prompts = 40 if backend in FAST else 1
         rows = torch.randn(prompts, 1, width).to(dtype).expand(-1, responses, -1).flatten(0, 1).to(device_of(backend))
         got = gk.similarity_groups(rows, responses, config=config, backend=backend)
