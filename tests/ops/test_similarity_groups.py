@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from tests.harness import device_of
+from tests.harness import device_of, needs_cpu_kernels
 from tests.similarity_prompts import (
     BACKENDS,
     FAST,
@@ -283,3 +283,24 @@ def test_name_of_a_linkage_is_its_default_config(backend: str, linkage: str) -> 
     rows = batch_of(3, ["mixture"], [8]).rows.to(device_of(backend))
     expected = gk.similarity_groups(rows, 8, config=gk.SimilarityConfig(linkage), backend=backend)
     assert_same(gk.similarity_groups(rows, 8, config=linkage, backend=backend), expected)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("linkage", LINKAGES)
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cpu"])
+def test_labels_are_those_of_the_cpu(backend: str, linkage: str) -> None:
+    """From embeddings, whose distances differ by rounding: 20,000 prompts, a few of them in Triton's interpreter."""
+    prompts, depth = 5000 if backend == "cuda" else share_of(backend, 500), 24
+    random = torch.Generator().manual_seed(LINKAGES.index(linkage))
+    sizes = torch.randint(3, 13, (prompts,), generator=random)
+    ids = torch.repeat_interleave(torch.arange(prompts), sizes)
+    centers = torch.randn(prompts, 3, depth, generator=random)
+    which = torch.randint(3, ids.shape, generator=random)
+    spread = torch.tensor([0.0, 0.2, 0.5, 1.0])[ids % 4, None]
+    rows = centers[ids, which] + spread * torch.randn(len(ids), depth, generator=random)
+    device = device_of(backend)
+    expected = gk.similarity_groups(rows, ids, config=linkage, backend="cpu")
+    got = gk.similarity_groups(rows.to(device), ids.to(device), config=linkage, backend=backend)
+    assert torch.equal(got.labels.cpu(), expected.labels)
+    # distances are 1e-6 apart at most, those within a cluster of small spread are 20 times as small as between them
+    torch.testing.assert_close(got.silhouette.cpu(), expected.silhouette, rtol=0, atol=4e-5)
