@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import checks, dispatch
 from grpo_kernels.config import SimilarityConfig
-from grpo_kernels.functional.group_layout import GroupLayout, check_layout
+from grpo_kernels.functional.group_layout import check_layout
 from grpo_kernels.ops import similarity_groups as op
 
 _OP = "similarity_groups"
@@ -150,9 +150,3 @@ def check_metric(name: str, distances: Tensor) -> None:
             where = is_broken.nonzero()[0].tolist()
             value = distances[where[0], where[1], where[-1]].item()
             raise ValueError(f"{name}: distances must {rule}, got {value} at {where}")
-
-
-__all__ = [
-    "GroupLayout", "RowStatus", "SimilarityGroups", "Verdict", "check_distances", "check_embeddings", "check_metric",
-    "check_valid", "cluster_distances", "similarity_groups",
-]  # fmt: skip
