@@ -1,8 +1,9 @@
 """Fused CPU, Triton and CUDA kernels for GRPO-style reinforcement learning of language models."""
 
-from grpo_kernels.config import AdvantageConfig, LossConfig, SimilarityConfig
+from grpo_kernels.config import AdvantageConfig, LossConfig, SegmentConfig, SimilarityConfig
 from grpo_kernels.dispatch import available_backends, use_backend
 from grpo_kernels.functional import diversity
+from grpo_kernels.functional.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
 from grpo_kernels.functional.group_advantages import GroupAdvantages, group_advantages, group_ids
 from grpo_kernels.functional.linear_logprobs import linear_logprobs
 from grpo_kernels.functional.linear_policy_loss import linear_policy_loss
@@ -23,12 +24,15 @@ __version__ = "0.1.0"
 __all__ = [
     "AdvantageConfig",
     "Dendrogram",
+    "EndpointSegments",
     "GroupAdvantages",
     "LossConfig",
     "PolicyLoss",
     "RowStatus",
     "Silhouette",
     "SimilarityAdvantages",
+    "SegmentConfig",
+    "SegmentThreshold",
     "SimilarityConfig",
     "SimilarityGroups",
     "TokenLogprobs",
@@ -38,6 +42,7 @@ __all__ = [
     "available_backends",
     "cluster_distances",
     "diversity",
+    "endpoint_segments",
     "group_advantages",
     "group_ids",
     "linear_logprobs",
