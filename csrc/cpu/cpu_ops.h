@@ -56,6 +56,14 @@ ClusterTensors cluster_distances_cpu(Tensor distances, std::vector<int64_t> mode
 std::tuple<Tensor, Tensor> agglomerate_cpu(Tensor distances, int64_t linkage);
 std::tuple<Tensor, Tensor> silhouette_cpu(Tensor distances, Tensor labels);
 
+// advantages, returns, endpoint_mask, segment_ids, num_segments
+using SegmentTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SegmentTensors endpoint_segments_cpu(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask,
+                                     std::optional<Tensor> values, std::optional<Tensor> cu_seqlens,
+                                     std::optional<Tensor> groups, Tensor threshold, std::vector<int64_t> modes,
+                                     std::vector<double> coefficients);
+
 // Advice about memory that nobody has written yet.
 void expect_large_tensor_cpu(Tensor tensor);
 

@@ -14,5 +14,6 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("cluster_distances_cpu", TORCH_BOX(&grpo_kernels::cluster_distances_cpu));
   library.impl("agglomerate_cpu", TORCH_BOX(&grpo_kernels::agglomerate_cpu));
   library.impl("silhouette_cpu", TORCH_BOX(&grpo_kernels::silhouette_cpu));
+  library.impl("endpoint_segments_cpu", TORCH_BOX(&grpo_kernels::endpoint_segments_cpu));
   library.impl("_expect_large_tensor_cpu", TORCH_BOX(&grpo_kernels::expect_large_tensor_cpu));
 }

@@ -1,0 +1,223 @@
+#include "simd/endpoint_segments.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "allocate.h"
+#include "checks.h"
+#include "cpu_ops.h"
+#include "logit_tensors.h"
+#include "scratch.h"
+#include "simd/levels.h"
+
+namespace grpo_kernels {
+namespace {
+
+constexpr const char* kOp = "endpoint_segments";
+constexpr int64_t kTokensPerTask = 4096;  // below this a second thread costs more than it saves
+
+template <typename T>
+struct SegmentBatch {
+  const T *rewards, *logprobs, *old, *values;
+  const bool* mask;
+  int64_t rows, width;
+  const int64_t* bounds;         // of packed rows; null: `width` each
+  std::vector<double> baseline;  // without values: of each row
+
+  int64_t begin(int64_t row) const { return bounds == nullptr ? row * width : bounds[row]; }
+  int64_t length(int64_t row) const { return begin(row + 1) - begin(row); }
+  int64_t tokens() const { return rows == 0 ? 0 : begin(rows) - begin(0); }
+
+  SegmentRow<T> row(int64_t r) const {
+    const int64_t at = begin(r);
+    return {rewards + at, values == nullptr ? nullptr : values + at, values == nullptr ? baseline[r] : 0, mask + at,
+            length(r)};
+  }
+
+  template <typename Visit>
+  void for_each_row(Visit visit) const {
+    const int64_t each = std::max<int64_t>(1, tokens() / std::max<int64_t>(rows, 1));
+    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kTokensPerTask / each), [&](int64_t first, int64_t end) {
+      for (int64_t r = first; r < end; ++r) visit(r);
+    });
+  }
+};
+
+// Rows in the order of their groups, and where each group begins.
+struct RowGroups {
+  std::vector<int64_t> order, starts;
+
+  RowGroups(const int64_t* ids, int64_t rows) : order(rows) {
+    std::iota(order.begin(), order.end(), int64_t{0});
+    if (ids != nullptr) {
+      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return ids[a] < ids[b]; });
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      if (i == 0 || (ids != nullptr && ids[order[i]] != ids[order[i - 1]])) starts.push_back(i);
+    }
+    starts.push_back(rows);
+  }
+
+  // f(rows of a group, how many)
+  template <typename F>
+  void for_each(F f) const {
+    for (std::size_t g = 0; g + 1 < starts.size(); ++g) f(order.data() + starts[g], starts[g + 1] - starts[g]);
+  }
+};
+
+// Without a critic: the mean return of the group's rows that have tokens.
+template <typename T>
+void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, const RowGroups& groups) {
+  std::vector<double> returns(batch.rows);
+  std::vector<char> has_tokens(batch.rows);
+  batch.for_each_row([&](int64_t r) {
+    const int64_t at = batch.begin(r);
+    for (int64_t t = batch.length(r) - 1; t >= 0; --t) {
+      if (!batch.mask[at + t]) continue;
+      has_tokens[r] = 1;
+      returns[r] = static_cast<double>(batch.rewards[at + t]) + settings.gamma * returns[r];
+    }
+  });
+  groups.for_each([&](const int64_t* rows, int64_t count) {
+    double sum = 0, number = 0;
+    for (int64_t i = 0; i < count; ++i)
+      sum += has_tokens[rows[i]] ? returns[rows[i]] : 0, number += has_tokens[rows[i]];
+    for (int64_t i = 0; i < count; ++i) batch.baseline[rows[i]] = number > 0 ? sum / number : 0;
+  });
+}
+
+template <typename T>
+struct SegmentResults {
+  T *advantages, *returns;
+  bool* ends;
+  int32_t *ids, *numbers;
+};
+
+void refuse_not_finite(const std::atomic<int64_t>& row, int64_t rows) {
+  STD_TORCH_CHECK(row.load() == rows, kOp, ": rewards, values and log-probs must be finite where the mask counts, got ",
+                  "something else in row ", row.load());
+}
+
+void note_first(std::atomic<int64_t>& first, int64_t row) {
+  int64_t known = first.load();
+  while (row < known && !first.compare_exchange_weak(known, row)) {
+  }
+}
+
+template <typename T>
+void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings, double tau, const RowGroups& groups,
+                   const SegmentResults<T>& out) {
+  static thread_local Scratch<double> kept;
+  double* const advantages = kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of tokens, then credits of segments
+  std::vector<TokenSums> sums(batch.rows);
+  std::atomic<int64_t> wrong{batch.rows};
+  batch.for_each_row([&](int64_t r) {
+    const int64_t at = batch.begin(r);
+    sums[r] = token_advantages(settings, batch.row(r), advantages + at, out.returns + at);
+    if (!std::isfinite(sums[r].squares)) note_first(wrong, r);
+  });
+  refuse_not_finite(wrong, batch.rows);
+  double squares = 0, tokens = 0;
+  for (const TokenSums& of_row : sums) squares += of_row.squares, tokens += static_cast<double>(of_row.tokens);
+  const double scale = std::max(tokens > 0 ? std::sqrt(squares / tokens) : 0.0, settings.epsilon);
+
+  std::vector<EndpointMoments> moments(batch.rows);
+  batch.for_each_row([&](int64_t r) {
+    static thread_local Scratch<double> room;
+    const int64_t at = batch.begin(r), length = batch.length(r);
+    double* const weights = room.get(std::max<int64_t>(length, 1));
+    GRPO_SIMD_CALL(segment_weights, batch.logprobs + at, batch.old + at, length, weights);
+    for (int64_t t = 0; t < length; ++t) {
+      if (batch.mask[at + t] && !std::isfinite(weights[t])) return note_first(wrong, r);
+    }
+    const SegmentRow<T> row = batch.row(r);
+    out.numbers[r] =
+        cut_row(settings, row, advantages + at, weights, scale, tau, sums[r].tokens, out.ids + at, out.ends + at);
+    moments[r] = credit_row(settings, row, out.ids + at, advantages + at);
+  });
+  refuse_not_finite(wrong, batch.rows);
+  groups.for_each([&](const int64_t* rows, int64_t count) {
+    EndpointMoments together;
+    for (int64_t i = 0; i < count; ++i) together.merge(moments[rows[i]]);
+    for (int64_t i = 0; i < count; ++i) moments[rows[i]] = together;
+  });
+  batch.for_each_row([&](int64_t r) {
+    const int64_t at = batch.begin(r);
+    write_row(settings, moments[r], out.ends + at, out.ids + at, advantages + at, batch.length(r), out.advantages + at);
+  });
+}
+
+template <typename T>
+SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& old, const Tensor& mask,
+                   const std::optional<Tensor>& values, const std::optional<Tensor>& cu_seqlens,
+                   const std::optional<Tensor>& ids, double tau, const SegmentSettings& settings) {
+  const int64_t total = rewards.numel();
+  const auto dtype = rewards.scalar_type();
+  for (const auto& [name, tensor] : {std::pair{"rewards", &rewards}, {"logprobs", &logprobs}, {"old_logprobs", &old}}) {
+    check_array(kOp, name, *tensor, total, dtype);
+  }
+  if (values) check_array(kOp, "values", *values, total, dtype);
+  check_array(kOp, "mask", mask, total, torch::headeronly::ScalarType::Bool);
+  SegmentBatch<T> batch{data_of<const T>(rewards),
+                        data_of<const T>(logprobs),
+                        data_of<const T>(old),
+                        optional_data<T>(values),
+                        data_of<const bool>(mask),
+                        cu_seqlens ? cu_seqlens->numel() - 1 : rewards.size(0),
+                        cu_seqlens ? 0 : rewards.size(1),
+                        optional_data<int64_t>(cu_seqlens),
+                        {}};
+  for (int64_t r = 0; cu_seqlens && r < batch.rows; ++r) {
+    STD_TORCH_CHECK(batch.begin(r) >= 0 && batch.length(r) >= 0 && batch.begin(r + 1) <= total, kOp,
+                    ": cu_seqlens must ascend within [0, ", total, "], got ", batch.begin(r), " before ",
+                    batch.begin(r + 1));
+  }
+  if (ids) check_array(kOp, "groups", *ids, batch.rows, torch::headeronly::ScalarType::Long);
+  const int64_t shape[2] = {rewards.size(0), rewards.dim() == 2 ? rewards.size(1) : 0};
+  const auto like = [&](int32_t code) { return empty_tensor(rewards, shape, rewards.dim(), code); };
+  const SegmentTensors results{like(dtype_of(rewards)), like(dtype_of(rewards)), like(aoti_torch_dtype_bool()),
+                               like(aoti_torch_dtype_int32()),
+                               empty_vector(rewards, batch.rows, aoti_torch_dtype_int32())};
+  const auto& [advantages, returns, ends, segment_ids, numbers] = results;
+  const SegmentResults<T> out{data_of<T>(advantages), data_of<T>(returns), data_of<bool>(ends),
+                              data_of<int32_t>(segment_ids), data_of<int32_t>(numbers)};
+  // packed tensors may have tokens that are no row's
+  for (const auto& [first, end] : {std::pair<int64_t, int64_t>{0, batch.rows == 0 ? total : batch.begin(0)},
+                                  {batch.rows == 0 ? total : batch.begin(batch.rows), total}}) {
+    std::fill(out.advantages + first, out.advantages + end, T{});
+    std::fill(out.returns + first, out.returns + end, T{});
+    std::fill(out.ends + first, out.ends + end, false);
+    std::fill(out.ids + first, out.ids + end, -1);
+  }
+  const int64_t* const of_rows = optional_data<int64_t>(ids);
+  batch.baseline.assign(batch.rows, 0);  // an empty tensor's values are null, too
+  if (!values) find_baselines(batch, settings, RowGroups(of_rows, batch.rows));
+  find_segments(batch, settings, tau, RowGroups(settings.norm == kPromptNorm ? of_rows : nullptr, batch.rows), out);
+  return results;
+}
+
+}  // namespace
+
+SegmentTensors endpoint_segments_cpu(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask,
+                                     std::optional<Tensor> values, std::optional<Tensor> cu_seqlens,
+                                     std::optional<Tensor> groups, Tensor threshold, std::vector<int64_t> modes,
+                                     std::vector<double> coefficients) {
+  STD_TORCH_CHECK(modes.size() == kSegmentModes && coefficients.size() == kSegmentCoefficients, kOp,
+                  ": config has another number of settings than the kernels");
+  STD_TORCH_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp,
+                  ": rewards must have shape [B, T], or [M] with cu_seqlens");
+  STD_TORCH_CHECK(groups || (values && modes[3] != kPromptNorm), kOp, ": groups must be given");
+  check_array(kOp, "threshold", threshold, 1, torch::headeronly::ScalarType::Double);
+  const double tau = *static_cast<const double*>(threshold.const_data_ptr());
+  const SegmentSettings settings = segment_settings(modes.data(), coefficients.data());
+  const bool is_double = rewards.scalar_type() == torch::headeronly::ScalarType::Double;
+  return is_double ? run<double>(rewards, logprobs, old_logprobs, mask, values, cu_seqlens, groups, tau, settings)
+                   : run<float>(rewards, logprobs, old_logprobs, mask, values, cu_seqlens, groups, tau, settings);
+}
+
+}  // namespace grpo_kernels
