@@ -41,6 +41,11 @@ def sort_rows(rows: int, groups: Tensor | None, group_size: int, subgroups: Tens
     return Segments(order, starts, parent, _starts(parents))
 
 
+def ascending(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """cu_seqlens, but that whatever they hold no row reaches outside the tokens or into another row."""
+    return cu_seqlens.clamp(0, tokens).cummax(0).values
+
+
 def _changes(sorted_ids: Tensor) -> Tensor:
     """True at the first row of each run of equal ids."""
     changes = torch.ones_like(sorted_ids, dtype=torch.bool)

@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_kernels.ops import registry
 
 _FLOATS = (torch.float32, torch.float64)
-SUPPORTS = {"cpu": _FLOATS, "reference": _FLOATS}
+SUPPORTS = {"triton": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
 
 SCHEMA = (
     "(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask, Tensor? values, Tensor? cu_seqlens, "
