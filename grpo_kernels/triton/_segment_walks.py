@@ -33,8 +33,10 @@ def count_tokens(mask_ptr, token, end):
 def load_values(values_ptr, baselines_ptr, row, token, counts):
     """Of tokens the critic's values, or the one of their row."""
     if values_ptr is not None:
-        return tl.load(values_ptr + token, mask=counts, other=0.0).to(tl.float64)
-    return tl.where(counts, tl.load(baselines_ptr + row), 0.0)
+        values = tl.load(values_ptr + token, mask=counts, other=0.0).to(tl.float64)
+    else:
+        values = tl.where(counts, tl.load(baselines_ptr + row), 0.0)
+    return values
 
 
 @triton.jit
@@ -92,16 +94,21 @@ def cut_ratios(moved, seen, advantage, count, PROXY: tl.constexpr):
 
 
 @triton.jit
-def next_segment(counts, plus, weight, advantage, first, moved, seen, length, count, tau, margin, most,
-                 RULE: tl.constexpr, PROXY: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+def first_place(counts, begin, WINDOW: tl.constexpr):
+    """Of the window's tokens that count the first from `begin` on; WINDOW if there is none."""
+    place = tl.arange(0, WINDOW)
+    return tl.min(tl.where(counts & (place >= begin), place, WINDOW), axis=0)
+
+
+@triton.jit
+def close_segment(counts, plus, weight, advantage, first, moved, seen, length, count, tau, margin, most,
+                  RULE: tl.constexpr, PROXY: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
     """The segment that is open, or opens, at place `first` of the window.
 
-    Returns the place it starts at, the place behind its last token, whether it ends there, and what is known of it so
-    far: P, Q and length, all 0 if it ends. `moved`, `seen` and `length` are those of its tokens before the window.
+    Returns the place behind its last token in the window, whether it ends there, and what is known of it so far: P, Q
+    and length, all 0 if it ends. `moved`, `seen` and `length` are those of its tokens before the window.
     """
     place = tl.arange(0, WINDOW)
-    opens = tl.min(tl.where(counts & (place >= first), place, WINDOW), axis=0)
-    first = tl.where(length > 0, first, opens)
     here = place >= first
     p = moved + tl.cumsum(tl.where(here, plus, 0.0), axis=0)
     q = seen + tl.cumsum(tl.where(here, weight, 0.0), axis=0)
@@ -122,4 +129,4 @@ def next_segment(counts, plus, weight, advantage, first, moved, seen, length, co
     moved = tl.where(ends, 0.0, tl.sum(tl.where(is_last, p, 0.0), axis=0))
     seen = tl.where(ends, 0.0, tl.sum(tl.where(is_last, q, 0.0), axis=0))
     length = tl.where(ends, 0, length + WINDOW - first)
-    return first, behind, ends, moved, seen, length
+    return behind, ends, moved, seen, length

@@ -19,13 +19,14 @@ from torch import Tensor
 from grpo_kernels import segments
 from grpo_kernels.triton._aot import AotCase
 from grpo_kernels.triton._segment_walks import (
+    close_segment,
     count_tokens,
     cut_terms,
     first_of,
+    first_place,
     hand_back,
     is_finite,
     load_values,
-    next_segment,
     row_bounds,
     weigh,
 )
@@ -34,7 +35,7 @@ from grpo_kernels.triton._segment_walks import (
 BROADCAST = tl.constexpr(1)
 NO_NORM, PROMPT_NORM = tl.constexpr(0), tl.constexpr(2)
 
-_TILE, _NARROWEST, _TILE_WARPS = 512, 32, 4
+_TILE, _NARROWEST, _TILE_WARPS = 512, 32, 8
 _WINDOW = 32  # tokens among which one warp looks for the ends of segments
 _ROWS_AT_ONCE, _GROUP_ROWS = 1024, 32
 _MOST_CHUNKS = 64  # programs that write the results of one row
@@ -98,15 +99,15 @@ def _baselines_kernel(row_returns_ptr, order_ptr, starts_ptr, baselines_ptr, row
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _tokens_kernel(
-    rewards_ptr, logprobs_ptr, old_ptr, values_ptr, baselines_ptr, mask_ptr, bounds_ptr, advantages_ptr, weights_ptr,
-    returns_ptr, sums_ptr, rows: "i64", width: "i64", gamma: "fp64", lam: "fp64", BLOCK: tl.constexpr,
+    rewards_ptr, logprobs_ptr, old_ptr, values_ptr, baselines_ptr, mask_ptr, bounds_ptr, advantages_ptr, returns_ptr,
+    sums_ptr, rows: "i64", width: "i64", gamma: "fp64", lam: "fp64", BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sums[2, rows]: how many tokens count, and the squares of their advantages; NaN where something is not finite."""
     gamma, lam = tl.full([], gamma, tl.float64), tl.full([], lam, tl.float64)
     row = tl.program_id(0).to(tl.int64)
     begin, end = row_bounds(bounds_ptr, row, width)
     place = tl.arange(0, BLOCK)
-    tokens = tl.zeros([BLOCK], tl.float64)
+    tokens = tl.zeros([BLOCK], tl.int32)
     squares = tl.zeros([BLOCK], tl.float64)
     carry = tl.zeros([], tl.float64)
     for tile in range(tl.cdiv(end - begin, BLOCK) - 1, -1, -1):
@@ -124,12 +125,11 @@ def _tokens_kernel(
         now = tl.load(logprobs_ptr + token, mask=counts, other=0.0).to(tl.float64)
         old = tl.load(old_ptr + token, mask=counts, other=0.0).to(tl.float64)
         tl.store(advantages_ptr + token, advantage, mask=counts)
-        tl.store(weights_ptr + token, weigh(now, old), mask=counts)
         tl.store(returns_ptr + token, tl.where(counts, following, 0.0), mask=token < end)
         square = tl.where(is_finite(now) & is_finite(old), advantage * advantage, float("nan"))
         squares += tl.where(counts, square, 0.0)
-        tokens += counts.to(tl.float64)
-    tl.store(sums_ptr + row, tl.sum(tokens, axis=0))
+        tokens += counts.to(tl.int32)
+    tl.store(sums_ptr + row, tl.sum(tokens, axis=0).to(tl.float64))
     tl.store(sums_ptr + rows + row, tl.sum(squares, axis=0))
 
 
@@ -149,8 +149,9 @@ def _scale_kernel(sums_ptr, scale_ptr, rows: "i64", epsilon: "fp64", BLOCK: tl.c
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _cuts_kernel(
-    mask_ptr, bounds_ptr, advantages_ptr, weights_ptr, sums_ptr, scale_ptr, threshold_ptr, ids_ptr, numbers_ptr,
-    width: "i64", most: "i32", epsilon: "fp64", RULE: tl.constexpr, PROXY: tl.constexpr, WINDOW: tl.constexpr,
+    logprobs_ptr, old_ptr, mask_ptr, bounds_ptr, advantages_ptr, sums_ptr, scale_ptr, threshold_ptr, ids_ptr,
+    numbers_ptr, width: "i64", most: "i32", epsilon: "fp64", RULE: tl.constexpr, PROXY: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """ids: the number of every token's segment in its row, -1 where it does not count."""
     row = tl.program_id(0).to(tl.int64)
@@ -167,16 +168,20 @@ def _cuts_kernel(
         token = window + place
         counts = count_tokens(mask_ptr, token, end)
         advantage = tl.load(advantages_ptr + token, mask=counts, other=0.0) / scale
-        plus, weight = cut_terms(advantage, tl.load(weights_ptr + token, mask=counts, other=0.0), PROXY)
+        now = tl.load(logprobs_ptr + token, mask=counts, other=0.0).to(tl.float64)
+        old = tl.load(old_ptr + token, mask=counts, other=0.0).to(tl.float64)
+        plus, weight = cut_terms(advantage, weigh(now, old), PROXY)
         ids = tl.full([WINDOW], -1, tl.int32)
-        behind = tl.zeros([], tl.int32)
-        while behind < WINDOW:
-            first, behind, ends, moved, seen, length = next_segment(
-                counts, plus, weight, advantage, behind, moved, seen, length, count, tau, margin, most, RULE, PROXY,
+        # not a constant to begin with, which Triton 3.7 for AMD would take for the value in every round
+        first = tl.where(length > 0, 0, first_place(counts, 0, WINDOW))
+        while first < WINDOW:
+            behind, ends, moved, seen, length = close_segment(
+                counts, plus, weight, advantage, first, moved, seen, length, count, tau, margin, most, RULE, PROXY,
                 WINDOW,
             )  # fmt: skip
             ids = tl.where((place >= first) & (place < behind), number, ids)
             number += ends.to(tl.int32)
+            first = first_place(counts, behind, WINDOW)
         tl.store(ids_ptr + token, ids, mask=token < end)
     tl.store(numbers_ptr + row, number + (length > 0).to(tl.int32))
 
@@ -333,8 +338,7 @@ def forward(
     counted, per_row = mask.view(torch.uint8), (rows,)
     tile = min(max(int(triton.next_power_of_2(width or total)), _NARROWEST), _TILE)
     tiles: dict[str, Any] = {"BLOCK": tile, "num_warps": max(tile // _TILE * _TILE_WARPS, 1)}
-    credits, weights = doubles(2, total)
-    sums, scale, moments = doubles(2, rows), doubles(1), doubles(5, rows)
+    credits, sums, scale, moments = doubles(total), doubles(2, rows), doubles(1), doubles(5, rows)
     baselines = norms = None
     with _on_device(rewards):
         if values is None:
@@ -342,13 +346,13 @@ def forward(
             _returns_kernel[per_row](rewards, counted, bounds, row_returns, width, gamma, **tiles)
             _baselines_kernel[per_row](row_returns, order, starts, baselines, rows, BLOCK=_GROUP_ROWS, num_warps=1)
         _tokens_kernel[per_row](
-            rewards, logprobs, old_logprobs, values, baselines, counted, bounds, credits, weights, returns, sums, rows,
+            rewards, logprobs, old_logprobs, values, baselines, counted, bounds, credits, returns, sums, rows,
             width, gamma, lam, **tiles,
         )  # fmt: skip
         _scale_kernel[(1,)](sums, scale, rows, epsilon, BLOCK=_ROWS_AT_ONCE)
         _cuts_kernel[per_row](
-            counted, bounds, credits, weights, sums, scale, threshold, ids, numbers, width, min(most, 2**31 - 1),
-            epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1,
+            logprobs, old_logprobs, counted, bounds, credits, sums, scale, threshold, ids, numbers, width,
+            min(most, 2**31 - 1), epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1,
         )  # fmt: skip
         # the cuts are done with the advantages of tokens: their memory is free for those of segments
         _credits_kernel[per_row](
@@ -379,7 +383,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
     critic, no_critic = {"baselines_ptr": None}, {"values_ptr": None}
     inputs = dict.fromkeys(("rewards_ptr", "logprobs_ptr", "old_ptr"), "*fp32")
     factors = {"gamma": "fp64", "lam": "fp64"}
-    doubles = ("row_returns_ptr", "baselines_ptr", "advantages_ptr", "weights_ptr", "sums_ptr", "scale_ptr",
+    doubles = ("row_returns_ptr", "baselines_ptr", "advantages_ptr", "sums_ptr", "scale_ptr",
                "threshold_ptr", "credits_ptr", "moments_ptr", "norms_ptr")  # fmt: skip
     types = rows | inputs | factors | packed | dict.fromkeys(doubles, "*fp64")
     types |= {"values_ptr": "*fp32", "mask_ptr": "*u8", "returns_ptr": "*fp32", "ids_ptr": "*i32", "ends_ptr": "*i8"}
