@@ -85,25 +85,27 @@ def cut_terms(advantage, weight, PROXY: tl.constexpr):
 
 
 @triton.jit
-def cut_ratios(moved, seen, advantage, count, PROXY: tl.constexpr):
-    """With a token the segment's variance if each keeps its own advantage, and if all have this token's."""
+def cut_variances(moved, seen, advantage, PROXY: tl.constexpr):
+    """With a token: the segment's variance if each keeps its own advantage, and if all have this token's.
+
+    Not divided by the tokens of the row, as nothing they are compared with is.
+    """
     if PROXY == COHERENT:
         shared = seen * advantage
-        return moved * moved / count, shared * shared / count
-    return moved / count, seen * advantage * advantage / count
+        return moved * moved, shared * shared
+    return moved, seen * advantage * advantage
 
 
 @triton.jit
-def first_place(counts, begin, WINDOW: tl.constexpr):
-    """Of the window's tokens that count the first from `begin` on; WINDOW if there is none."""
-    place = tl.arange(0, WINDOW)
-    return tl.min(tl.where(counts & (place >= begin), place, WINDOW), axis=0)
+def first_from(places, begin, WINDOW: tl.constexpr):
+    """Of the window's places that count the first from `begin` on; WINDOW if there is none."""
+    return tl.min(tl.where(places >= begin, places, WINDOW), axis=0)
 
 
 @triton.jit
-def close_segment(counts, plus, weight, advantage, first, moved, seen, length, count, tau, margin, most,
+def close_segment(places, plus, weight, advantage, first, moved, seen, length, tau, epsilon, most,
                   RULE: tl.constexpr, PROXY: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """The segment that is open, or opens, at place `first` of the window.
+    """The segment that is open, or opens, at place `first` of the window; `places` are WINDOW where no token counts.
 
     Returns the place behind its last token in the window, whether it ends there, and what is known of it so far: P, Q
     and length, all 0 if it ends. `moved`, `seen` and `length` are those of its tokens before the window.
@@ -113,14 +115,14 @@ def close_segment(counts, plus, weight, advantage, first, moved, seen, length, c
     p = moved + tl.cumsum(tl.where(here, plus, 0.0), axis=0)
     q = seen + tl.cumsum(tl.where(here, weight, 0.0), axis=0)
     n = length + place - first + 1
-    ppo, grpo = cut_ratios(p, q, advantage, count, PROXY)
+    ppo, grpo = cut_variances(p, q, advantage, PROXY)
     # at a token the segment ends before it or with it
-    before = counts == 0
+    before = places == WINDOW
     with_it = n == most
     if RULE == BOUNDED:
-        before = before | (grpo > tau * ppo + margin)
+        before = before | (grpo > tau * ppo + epsilon)
     else:
-        with_it = with_it | ((n >= 2) & (n * tau * (ppo + margin) >= grpo))
+        with_it = with_it | ((n >= 2) & (n * tau * (ppo + epsilon) >= grpo))
     before = before & (n > 1)
     stop = tl.min(tl.where(here & (before | with_it), place, WINDOW), axis=0)
     ends = stop < WINDOW

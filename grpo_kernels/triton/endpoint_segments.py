@@ -22,8 +22,8 @@ from grpo_kernels.triton._segment_walks import (
     close_segment,
     count_tokens,
     cut_terms,
+    first_from,
     first_of,
-    first_place,
     hand_back,
     is_finite,
     load_values,
@@ -149,16 +149,14 @@ def _scale_kernel(sums_ptr, scale_ptr, rows: "i64", epsilon: "fp64", BLOCK: tl.c
 
 @triton.jit(do_not_specialize=_RUNTIME)
 def _cuts_kernel(
-    logprobs_ptr, old_ptr, mask_ptr, bounds_ptr, advantages_ptr, sums_ptr, scale_ptr, threshold_ptr, ids_ptr,
-    numbers_ptr, width: "i64", most: "i32", epsilon: "fp64", RULE: tl.constexpr, PROXY: tl.constexpr,
+    logprobs_ptr, old_ptr, mask_ptr, bounds_ptr, advantages_ptr, scale_ptr, threshold_ptr, ids_ptr, numbers_ptr,
+    width: "i64", most: "i32", epsilon: "fp64", RULE: tl.constexpr, PROXY: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
     """ids: the number of every token's segment in its row, -1 where it does not count."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = row_bounds(bounds_ptr, row, width)
     scale, tau = tl.load(scale_ptr), tl.load(threshold_ptr)
-    count = tl.maximum(tl.load(sums_ptr + row), 1.0)
-    margin = tl.full([], epsilon, tl.float64) / count
     place = tl.arange(0, WINDOW)
     number = tl.zeros([], tl.int32)
     length = tl.zeros([], tl.int32)
@@ -171,17 +169,17 @@ def _cuts_kernel(
         now = tl.load(logprobs_ptr + token, mask=counts, other=0.0).to(tl.float64)
         old = tl.load(old_ptr + token, mask=counts, other=0.0).to(tl.float64)
         plus, weight = cut_terms(advantage, weigh(now, old), PROXY)
+        places = tl.where(counts, place, WINDOW)
         ids = tl.full([WINDOW], -1, tl.int32)
         # not a constant to begin with, which Triton 3.7 for AMD would take for the value in every round
-        first = tl.where(length > 0, 0, first_place(counts, 0, WINDOW))
+        first = tl.where(length > 0, 0, first_from(places, 0, WINDOW))
         while first < WINDOW:
             behind, ends, moved, seen, length = close_segment(
-                counts, plus, weight, advantage, first, moved, seen, length, count, tau, margin, most, RULE, PROXY,
-                WINDOW,
+                places, plus, weight, advantage, first, moved, seen, length, tau, epsilon, most, RULE, PROXY, WINDOW
             )  # fmt: skip
             ids = tl.where((place >= first) & (place < behind), number, ids)
             number += ends.to(tl.int32)
-            first = first_place(counts, behind, WINDOW)
+            first = first_from(places, behind, WINDOW)
         tl.store(ids_ptr + token, ids, mask=token < end)
     tl.store(numbers_ptr + row, number + (length > 0).to(tl.int32))
 
@@ -351,7 +349,7 @@ def forward(
         )  # fmt: skip
         _scale_kernel[(1,)](sums, scale, rows, epsilon, BLOCK=_ROWS_AT_ONCE)
         _cuts_kernel[per_row](
-            logprobs, old_logprobs, counted, bounds, credits, sums, scale, threshold, ids, numbers, width,
+            logprobs, old_logprobs, counted, bounds, credits, scale, threshold, ids, numbers, width,
             min(most, 2**31 - 1), epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1,
         )  # fmt: skip
         # the cuts are done with the advantages of tokens: their memory is free for those of segments
