@@ -51,4 +51,12 @@ ClusteredRows cluster_distances_cuda(Tensor distances, std::optional<Tensor> ord
 std::tuple<Tensor, Tensor> agglomerate_cuda(Tensor distances, int64_t linkage);
 std::tuple<Tensor, Tensor> silhouette_cuda(Tensor distances, Tensor labels);
 
+// advantages, returns, endpoint_mask, segment_ids, num_segments; bounds are cu_seqlens made to ascend
+using SegmentTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask,
+                                      std::optional<Tensor> values, std::optional<Tensor> bounds,
+                                      std::optional<Tensor> order, std::optional<Tensor> starts, Tensor threshold,
+                                      std::vector<int64_t> modes, std::vector<double> coefficients);
+
 }  // namespace grpo_kernels

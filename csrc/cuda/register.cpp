@@ -19,4 +19,5 @@ STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_DEVICE, library) {
   library.impl("_cluster_distances_cuda", TORCH_BOX(&grpo_kernels::cluster_distances_cuda));
   library.impl("_agglomerate_cuda", TORCH_BOX(&grpo_kernels::agglomerate_cuda));
   library.impl("_silhouette_cuda", TORCH_BOX(&grpo_kernels::silhouette_cuda));
+  library.impl("_endpoint_segments_cuda", TORCH_BOX(&grpo_kernels::endpoint_segments_cuda));
 }

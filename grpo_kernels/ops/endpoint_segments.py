@@ -10,12 +10,16 @@ from torch import Tensor
 from grpo_kernels.ops import registry
 
 _FLOATS = (torch.float32, torch.float64)
-SUPPORTS = {"triton": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
+SUPPORTS = {"cuda": _FLOATS, "triton": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
 
 SCHEMA = (
     "(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask, Tensor? values, Tensor? cu_seqlens, "
     "Tensor? groups, Tensor threshold, int[] modes, float[] coefficients) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+registry.define_compiled(
+    "_endpoint_segments_cuda"
+    + SCHEMA.replace("Tensor? cu_seqlens, Tensor? groups", "Tensor? bounds, Tensor? order, Tensor? starts")
 )
 
 
