@@ -68,9 +68,10 @@ __device__ __forceinline__ double scan_sum(double value) {
 template <typename T, typename Lam, typename Visit>
 __device__ double walk_back(const SegmentRow<T>& row, double gamma, Lam lam_at, Visit visit) {
   double carry = 0;
-  for (int64_t end = row.length; end > 0; end -= kWarp) {
-    const int64_t t = end - 1 - lane();
-    const bool counts = t >= 0 && row.mask[t];
+  // windows count from the row's first token, so that padding behind it changes no sum
+  for (int64_t window = (row.length - 1) / kWarp; window >= 0; --window) {
+    const int64_t t = window * kWarp + kWarp - 1 - lane();
+    const bool counts = t < row.length && row.mask[t];
     const double reward = counts ? static_cast<double>(row.rewards[t]) : 0, value = counts ? row.value(t) : 0;
     const double lam = counts ? lam_at(t) : 0;
     const Map to_carry = scan_maps(counts ? Map{lam * gamma, (1 - lam) * value + lam * reward} : Map{1, 0});
