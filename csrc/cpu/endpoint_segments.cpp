@@ -137,7 +137,7 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
     }
     const SegmentRow<T> row = batch.row(r);
     out.numbers[r] =
-        cut_row(settings, row, advantages + at, weights, scale, tau, out.ids + at, out.ends + at);
+        cut_row(settings, row, advantages + at, weights, scale, tau, sums[r].tokens, out.ids + at, out.ends + at);
     moments[r] = credit_row(settings, row, out.ids + at, advantages + at);
   });
   refuse_not_finite(wrong, batch.rows);

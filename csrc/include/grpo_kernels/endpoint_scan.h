@@ -55,7 +55,7 @@ struct TokenSums {
 // Advantages of tokens, from the last: each sees those that follow it, masked ones are not there.
 template <typename T>
 GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const SegmentRow<T>& row, double* advantages,
-                                   T* returns) {
+                                 T* returns) {
   double following = 0, next_value = 0;
   TokenSums sums{0, 0};
   for (int64_t t = row.length - 1; t >= 0; --t) {
@@ -75,56 +75,18 @@ GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const Segmen
   return sums;
 }
 
-// A stand-in for the length of the token's score gradient: the ratio times how far from certain the token is.
-GRPO_HD double token_weight(double logprob, double old) {
-  const double log_ratio = fmin(fmax(logprob - old, -kMostLogRatio), kMostLogRatio);
-  return exp(log_ratio) * -expm1(fmin(logprob, 0.0));
-}
-
-// What a token adds to P and Q of Algorithm 2.
-struct CutTerms {
-  double moved, seen;
-};
-
-GRPO_HD CutTerms cut_terms(const SegmentSettings& settings, double advantage, double weight) {
-  if (settings.proxy == kCoherent) return {weight * advantage, weight};
-  return {weight * weight * advantage * advantage, weight * weight};
-}
-
-// Of a segment that ends with this token, given P and Q: the variance if each token keeps its own advantage, and if all
-// have this one's. Not divided by the tokens of the row, as nothing they are compared with is.
-struct CutVariances {
-  double ppo, grpo;
-};
-
-GRPO_HD CutVariances cut_variances(const SegmentSettings& settings, const CutTerms& sums, double advantage) {
-  if (settings.proxy == kCoherent) return {sums.moved * sums.moved, (sums.seen * advantage) * (sums.seen * advantage)};
-  return {sums.moved, sums.seen * advantage * advantage};
-}
-
-// Whether a token that would be the segment's `length`-th opens the next one instead.
-GRPO_HD bool ends_before(const SegmentSettings& settings, const CutVariances& variances, int64_t length, double tau) {
-  return settings.rule == kBounded && length > 1 && variances.grpo > tau * variances.ppo + settings.epsilon;
-}
-
-// Whether the segment ends with its `length`-th token.
-GRPO_HD bool ends_with(const SegmentSettings& settings, const CutVariances& variances, int64_t length, double tau) {
-  if (length == settings.most) return true;
-  return settings.rule == kLiteral && length >= 2 &&
-         static_cast<double>(length) * tau * (variances.ppo + settings.epsilon) >= variances.grpo;
-}
-
 // Cuts the row, left to right; `weights` stand in for the lengths of tokens' gradients. The number of segments.
 template <typename T>
 GRPO_HD int32_t cut_row(const SegmentSettings& settings, const SegmentRow<T>& row, const double* advantages,
-                        const double* weights, double scale, double tau, int32_t* ids, bool* ends) {
-  CutTerms open{0, 0};  // P and Q of the open segment, which has
-  int64_t length = 0;   // so many tokens
+                        const double* weights, double scale, double tau, int64_t tokens, int32_t* ids, bool* ends) {
+  const double count = static_cast<double>(tokens), margin = settings.epsilon / count;
+  double moved = 0, seen = 0;  // P and Q of the open segment, which has
+  int64_t length = 0;          // so many tokens
   int32_t number = 0;
   const auto close = [&](int64_t last) {
     ends[last] = true;
     ++number;
-    open = {0, 0};
+    moved = seen = 0;
     length = 0;
   };
   for (int64_t t = 0; t < row.length; ++t) {
@@ -134,14 +96,20 @@ GRPO_HD int32_t cut_row(const SegmentSettings& settings, const SegmentRow<T>& ro
       if (length > 0) close(t - 1);
       continue;
     }
-    const double advantage = advantages[t] / scale;
-    const CutTerms own = cut_terms(settings, advantage, weights[t]);
-    const CutVariances variances = cut_variances(settings, {open.moved + own.moved, open.seen + own.seen}, advantage);
-    if (ends_before(settings, variances, length + 1, tau)) close(t - 1);
+    const double a = advantages[t] / scale;
+    const double w = settings.proxy == kCoherent ? weights[t] : weights[t] * weights[t];
+    const double plus = settings.proxy == kCoherent ? w * a : w * a * a;
+    const double p = moved + plus, q = seen + w;
+    const double ppo = (settings.proxy == kCoherent ? p * p : p) / count;
+    const double grpo = (settings.proxy == kCoherent ? (q * a) * (q * a) : q * a * a) / count;
+    if (settings.rule == kBounded && length > 0 && grpo > tau * ppo + margin) close(t - 1);
     ids[t] = number;
     ++length;
-    open = {open.moved + own.moved, open.seen + own.seen};
-    if (ends_with(settings, variances, length, tau)) close(t);
+    moved += plus;
+    seen += w;
+    const bool reached =
+        settings.rule == kLiteral && length >= 2 && static_cast<double>(length) * tau * (ppo + margin) >= grpo;
+    if (reached || length == settings.most) close(t);
   }
   if (length > 0) close(row.length - 1);
   return number;
