@@ -113,7 +113,8 @@ template <typename T>
 void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings, double tau, const RowGroups& groups,
                    const SegmentResults<T>& out) {
   static thread_local Scratch<double> kept;
-  double* const advantages = kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of tokens, then credits of segments
+  double* const advantages =
+      kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of tokens, then credits of segments
   std::vector<TokenSums> sums(batch.rows);
   std::atomic<int64_t> wrong{batch.rows};
   batch.for_each_row([&](int64_t r) {
@@ -188,7 +189,7 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
                               data_of<int32_t>(segment_ids), data_of<int32_t>(numbers)};
   // packed tensors may have tokens that are no row's
   for (const auto& [first, end] : {std::pair<int64_t, int64_t>{0, batch.rows == 0 ? total : batch.begin(0)},
-                                  {batch.rows == 0 ? total : batch.begin(batch.rows), total}}) {
+                                   {batch.rows == 0 ? total : batch.begin(batch.rows), total}}) {
     std::fill(out.advantages + first, out.advantages + end, T{});
     std::fill(out.returns + first, out.returns + end, T{});
     std::fill(out.ends + first, out.ends + end, false);

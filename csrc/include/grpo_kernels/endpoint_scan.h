@@ -55,7 +55,7 @@ struct TokenSums {
 // Advantages of tokens, from the last: each sees those that follow it, masked ones are not there.
 template <typename T>
 GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const SegmentRow<T>& row, double* advantages,
-                                 T* returns) {
+                                   T* returns) {
   double following = 0, next_value = 0;
   TokenSums sums{0, 0};
   for (int64_t t = row.length - 1; t >= 0; --t) {
