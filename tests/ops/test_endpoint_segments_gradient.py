@@ -1,7 +1,7 @@
 """What gradient the segments' advantages give, in an environment whose policy gradient is known exactly.
 
-Responses of LENGTH tokens out of two, from a policy with a logit for every position and token before; each of the 2^LENGTH
-responses has a reward of its own, at its last token. `pytest -s` prints how far each way of using the segments is off.
+Responses of LENGTH tokens out of two, from a policy with a logit for every position and token before; each of the
+2^LENGTH responses has a reward of its own, at its last token. `pytest -s` prints how far each form is off.
 """
 
 from __future__ import annotations
