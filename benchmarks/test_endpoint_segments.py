@@ -1,8 +1,8 @@
 """endpoint_segments against a loop over tokens, against copying its inputs, and over four decades of tokens:
 `make bench`, or pytest benchmarks/test_endpoint_segments.py --benchmark-only -s -k ratio for the bars.
 
-Bytes at the least, per token: 17 read (four float32, one bool) and 13 written (two float32, one int32, one bool). A copy
-of the inputs moves 34. Each token takes one exp, one expm1 and two walks along the row, each waiting for the token before.
+Bytes at the least, per token: 17 read (four float32, one bool) and 13 written (two float32, one int32, one bool). A
+copy of the inputs moves 34. Each token takes one exp, one expm1 and two walks along the row.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ namespace grpo_kernels {
 namespace {
 
 constexpr const char* kOp = "endpoint_segments";
+constexpr int64_t kMostKept = 1 << 22;    // numbers that stay in memory from call to call
 constexpr int64_t kTokensPerTask = 4096;  // below this a second thread costs more than it saves
 
 template <typename T>
@@ -107,12 +108,24 @@ void refuse_not_finite(double sum, int64_t row) {
                   "something else in row ", row);
 }
 
-// Cuts a row and finds its segments' advantages, which it leaves in the place of the first tokens' own.
+// Cuts a row and finds its segments' advantages, in `credits`. The tokens' own are found once more: keeping those of
+// all rows, from when their scale is looked for, costs more.
 template <typename T>
-Cuts cut_and_credit(const SegmentSettings& settings, const SegmentRow<T>& row, double* advantages, const T* weights,
-                    double scale, double tau, int32_t* ids, bool* ends, EndpointMoments* moments) {
-  static thread_local Scratch<Segment> kept;
-  Segment* const segments = kept.get(std::max<int64_t>(row.length, 1));
+Cuts cut_and_credit(const SegmentSettings& settings, const SegmentRow<T>& row, const T* logprobs, const T* old,
+                    double scale, double tau, T* returns, int32_t* ids, bool* ends, double* credits,
+                    EndpointMoments* moments) {
+  static thread_local Scratch<double> kept_advantages;
+  static thread_local Scratch<T> kept_weights;
+  static thread_local Scratch<Segment> kept_segments;
+  const int64_t room = std::max<int64_t>(row.length, 1);
+  double* const advantages = kept_advantages.get(room);
+  T* const weights = kept_weights.get(room);
+  Segment* const segments = kept_segments.get(room);
+  token_advantages(settings, row, [&](int64_t t, double advantage, double expected) {
+    advantages[t] = advantage;
+    returns[t] = static_cast<T>(expected);
+  });
+  GRPO_SIMD_CALL(segment_weights, logprobs, old, row.length, weights);
   const auto cut = [&](auto is_bounded, auto is_coherent) {
     return cut_row<is_bounded, is_coherent>(settings, row, advantages, weights, scale, tau, ids, segments);
   };
@@ -126,7 +139,7 @@ Cuts cut_and_credit(const SegmentSettings& settings, const SegmentRow<T>& row, d
   std::fill(ends, ends + row.length, false);
   for (int32_t j = 0; j < cuts.count; ++j) {
     ends[segments[j].last] = true;
-    advantages[j] = segments[j].gained;
+    credits[j] = segments[j].gained;
   }
   return cuts;
 }
@@ -151,13 +164,10 @@ template <typename T>
 void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings, double tau, const RowGroups& groups,
                    const SegmentResults<T>& out) {
   static thread_local Scratch<double> kept;
-  double* const advantages =
-      kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of tokens, then of segments
+  double* const credits = kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of a row, where it begins
   std::vector<TokenSums> sums(batch.rows);
-  batch.for_each_row([&](int64_t r) {
-    const int64_t at = batch.begin(r);
-    sums[r] = token_advantages(settings, batch.row(r), advantages + at, out.returns + at);
-  });
+  batch.for_each_row(
+      [&](int64_t r) { sums[r] = token_advantages(settings, batch.row(r), [](int64_t, double, double) {}); });
   double squares = 0, tokens = 0;
   for (int64_t r = 0; r < batch.rows; ++r) {
     refuse_not_finite(sums[r].squares, r);
@@ -168,12 +178,9 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
   std::vector<EndpointMoments> moments(batch.rows);
   std::vector<Cuts> cuts(batch.rows);
   batch.for_each_row([&](int64_t r) {
-    static thread_local Scratch<T> room;
-    const int64_t at = batch.begin(r), length = batch.length(r);
-    T* const weights = room.get(std::max<int64_t>(length, 1));
-    GRPO_SIMD_CALL(segment_weights, batch.logprobs + at, batch.old + at, length, weights);
-    cuts[r] = cut_and_credit(settings, batch.row(r), advantages + at, weights, scale, tau, out.ids + at, out.ends + at,
-                             &moments[r]);
+    const int64_t at = batch.begin(r);
+    cuts[r] = cut_and_credit(settings, batch.row(r), batch.logprobs + at, batch.old + at, scale, tau, out.returns + at,
+                             out.ids + at, out.ends + at, credits + at, &moments[r]);
     out.numbers[r] = cuts[r].count;
   });
   for (int64_t r = 0; r < batch.rows; ++r) refuse_not_finite(cuts[r].weights, r);
@@ -184,9 +191,10 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
   });
   batch.for_each_row([&](int64_t r) {
     const int64_t at = batch.begin(r);
-    write_row(settings, moments[r], out.ends + at, out.ids + at, advantages + at, out.numbers[r], batch.length(r),
+    write_row(settings, moments[r], out.ends + at, out.ids + at, credits + at, out.numbers[r], batch.length(r),
               out.advantages + at);
   });
+  kept.keep_at_most(kMostKept);
 }
 
 template <typename T>
@@ -216,7 +224,11 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
   }
   if (ids) check_array(kOp, "groups", *ids, batch.rows, torch::headeronly::ScalarType::Long);
   const int64_t shape[2] = {rewards.size(0), rewards.dim() == 2 ? rewards.size(1) : 0};
-  const auto like = [&](int32_t code) { return empty_tensor(rewards, shape, rewards.dim(), code); };
+  const auto like = [&](int32_t code) {
+    Tensor made = empty_tensor(rewards, shape, rewards.dim(), code);
+    advise_huge_pages(made.mutable_data_ptr(), total * made.element_size());
+    return made;
+  };
   const SegmentTensors results{like(dtype_of(rewards)), like(dtype_of(rewards)), like(aoti_torch_dtype_bool()),
                                like(aoti_torch_dtype_int32()),
                                empty_vector(rewards, batch.rows, aoti_torch_dtype_int32())};

@@ -167,7 +167,7 @@ def _mask(mask: Tensor | None, rewards: Tensor, cu_seqlens: Tensor | None) -> Te
     if mask.shape != rewards.shape:
         raise ValueError(f"{_OP}: mask must have the shape of rewards, {list(rewards.shape)}, got {list(mask.shape)}")
     checks.same_device(_OP, "mask", mask, rewards.device)
-    return (mask != 0).contiguous()
+    return (mask if mask.dtype == torch.bool else mask != 0).contiguous()
 
 
 def _row_groups(groups: int | Tensor | None, rows: int, like: Tensor, needed: bool) -> Tensor | None:

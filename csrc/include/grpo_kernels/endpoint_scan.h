@@ -54,22 +54,21 @@ struct TokenSums {
 };
 
 // Advantages of tokens, from the last: each sees those that follow it, masked ones are not there.
-template <typename T>
-GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const SegmentRow<T>& row, double* advantages,
-                                   T* returns) {
+// visit(t, advantage, return); also of masked tokens, as 0.
+template <typename T, typename Visit>
+GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const SegmentRow<T>& row, Visit visit) {
   double following = 0, next_value = 0;
   TokenSums sums;
   for (int64_t t = row.length - 1; t >= 0; --t) {
     if (!row.mask[t]) {
-      returns[t] = 0;
+      visit(t, 0.0, 0.0);
       continue;
     }
     const double value = row.value(t);
     following = static_cast<double>(row.rewards[t]) + settings.gamma * next_value - value +
                 settings.gamma * settings.lam * following;
     next_value = value;
-    advantages[t] = following;
-    returns[t] = static_cast<T>(following + value);
+    visit(t, following, following + value);
     sums.squares += following * following;
     ++sums.tokens;
   }
