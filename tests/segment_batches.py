@@ -201,9 +201,7 @@ def lengths_of(ids: Tensor) -> list[int]:
     return torch.bincount(ids[ids >= 0].cpu()).tolist()
 
 
-def plan(
-    advantages: Any, *, weights: Any = 0.5, mask: Any = None, gamma: float = 1.0, lam: float = 0.0
-) -> Batch:  # fmt: skip
+def plan(advantages: Any, *, weights: Any = 0.5, mask: Any = None) -> Batch:
     """Rows whose tokens have these advantages with lam 0, and these weights in the cut test."""
     wanted = torch.as_tensor(advantages, dtype=F64)
     wanted = wanted if wanted.dim() == 2 else wanted[None]
