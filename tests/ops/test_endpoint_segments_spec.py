@@ -389,6 +389,19 @@ def test_tokens_weigh_by_ratio_and_probability(backend: str) -> None:
         assert cuts_of(batch, backend, group_variance_threshold=ratio * 0.9999) == [[1, 1]]
 
 
+@on_backends
+def test_ties_lengthen_bounded_segments_and_end_literal_ones(backend: str) -> None:
+    """Weights of 1 and advantages of 1 and -1, all exact: two open tokens have P = 0 and (Q a)^2 = 4 = group_epsilon."""
+    batch = plan([4.0, -4.0, 4.0, -4.0])
+    certain = torch.full_like(batch.rewards, -1e3)
+    batch = dataclasses.replace(batch, logprobs=certain, old_logprobs=certain)
+    assert cuts_of(batch, backend, group_epsilon=4.0) == [[2, 2]]
+    assert cuts_of(batch, backend, group_epsilon=3.999) == [[1, 1, 1, 1]]
+    literal = {"rule": "literal", "group_epsilon": 4.0}
+    assert cuts_of(batch, backend, group_variance_threshold=0.5, **literal) == [[2, 2]]
+    assert cuts_of(batch, backend, group_variance_threshold=0.499, **literal) == [[4]]
+
+
 # What segments do not depend on
 
 
