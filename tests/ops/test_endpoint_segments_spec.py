@@ -391,7 +391,7 @@ def test_tokens_weigh_by_ratio_and_probability(backend: str) -> None:
 
 @on_backends
 def test_ties_lengthen_bounded_segments_and_end_literal_ones(backend: str) -> None:
-    """Weights of 1 and advantages of 1 and -1, all exact: two open tokens have P = 0 and (Q a)^2 = 4 = group_epsilon."""
+    """Weights of 1 and advantages of 1 and -1, all exact: of two tokens P is 0 and (Q a)^2 is 4."""
     batch = plan([4.0, -4.0, 4.0, -4.0])
     certain = torch.full_like(batch.rewards, -1e3)
     batch = dataclasses.replace(batch, logprobs=certain, old_logprobs=certain)
@@ -418,6 +418,15 @@ def test_scale_of_rewards_changes_no_cut(backend: str, rule: str, factor: float)
         one, other = batch.run(config_of(rule=rule), backend), scaled.run(config_of(rule=rule), backend)
         assert torch.equal(one.segment_ids, other.segment_ids)
         torch.testing.assert_close(other.advantages, one.advantages * factor, rtol=1e-9, atol=1e-9 * factor)
+
+
+@on_backends
+def test_rewards_far_below_group_epsilon_are_noise(backend: str) -> None:
+    """The scale is group_epsilon at least."""
+    signs = torch.tensor([1.0, -1.0]).repeat(10)
+    for size, eps, wanted in ((1e-4, 1e-6, [1] * 20), (1e-10, 1e-6, [16, 4]), (1e-10, 1e-12, [1] * 20)):
+        assert cuts_of(plan(signs * size), backend, group_epsilon=eps) == [wanted]
+    assert cuts_of(plan([0.0] * 20), backend) == [[16, 4]]
 
 
 def picked(result: gk.EndpointSegments, rows: Any) -> gk.EndpointSegments:
