@@ -60,11 +60,13 @@ def for_all(backend: str, check: Callable[..., None], *more: st.SearchStrategy[A
 def test_every_setting_on_random_batches(backend: str, rule: str, proxy: str, credit: str, norm: str) -> None:
     ties = []
 
-    def check(batch: Batch, discounts: tuple[float, float], size: int, tau: float, packed: bool) -> None:
+    def check(
+        batch: Batch, discounts: tuple[float, float], size: int, tau: float, eps: float, packed: bool
+    ) -> None:  # fmt: skip
         gamma, lam = discounts
         config = config_of(
             rule=rule, proxy=proxy, credit=credit, norm=norm, gamma=gamma, lam=lam, group_max_size=size,
-            group_variance_threshold=tau,
+            group_variance_threshold=tau, group_epsilon=eps,
         )  # fmt: skip
         given_ = batch.with_garbage().packed(before=3, after=2) if packed else batch.with_garbage()
         gold = given_.gold(config)
@@ -72,8 +74,8 @@ def test_every_setting_on_random_batches(backend: str, rule: str, proxy: str, cr
         if not ties[-1]:
             assert_gold(given_.run(config, backend), gold, f"{config}")
 
-    more = st.sampled_from(DISCOUNTS), st.sampled_from(SIZES), st.sampled_from(TAUS), st.booleans()
-    for_all(backend, check, *more)
+    numbers = (DISCOUNTS, SIZES, TAUS, (1e-6, 0.1))
+    for_all(backend, check, *map(st.sampled_from, numbers), st.booleans())
     assert sum(ties) <= len(ties) / 4
 
 
