@@ -420,6 +420,23 @@ def test_scale_of_rewards_changes_no_cut(backend: str, rule: str, factor: float)
         torch.testing.assert_close(other.advantages, one.advantages * factor, rtol=1e-9, atol=1e-9 * factor)
 
 
+@proxies
+@rules
+@on_backends
+def test_cuts_do_not_look_ahead(backend: str, rule: str, proxy: str) -> None:
+    """But through the advantages, which here are tokens' own: a row's beginning is cut without its end as with it."""
+    for seed in range(4 if backend in FAST else 1):
+        batch = batch_of(seed, 1, width_for(backend, 60), gaps=0.02, empty=0.0)
+        config = config_of(rule=rule, proxy=proxy, gamma=0.0)
+        ids = batch.run(config, backend).segment_ids[0]
+        for end in range(1, batch.mask.shape[1], 7):
+            before = torch.arange(batch.mask.shape[1]) < end
+            # the end in a row of its own, for the scale to stay as it is
+            halves = batch.rows(torch.tensor([0, 0]))
+            halves = dataclasses.replace(halves, mask=halves.mask & torch.stack((before, ~before)))
+            assert torch.equal(halves.run(config, backend).segment_ids[0, :end], ids[:end])
+
+
 @on_backends
 def test_rewards_far_below_group_epsilon_are_noise(backend: str) -> None:
     """The scale is group_epsilon at least."""
