@@ -8,6 +8,7 @@ from grpo_kernels.functional.group_advantages import GroupAdvantages, group_adva
 from grpo_kernels.functional.linear_logprobs import linear_logprobs
 from grpo_kernels.functional.linear_policy_loss import linear_policy_loss
 from grpo_kernels.functional.policy_loss import PolicyLoss, policy_loss
+from grpo_kernels.functional.segment_metrics import segment_metrics
 from grpo_kernels.functional.similarity_groups import (
     RowStatus,
     SimilarityGroups,
@@ -29,10 +30,10 @@ __all__ = [
     "LossConfig",
     "PolicyLoss",
     "RowStatus",
-    "Silhouette",
-    "SimilarityAdvantages",
     "SegmentConfig",
     "SegmentThreshold",
+    "Silhouette",
+    "SimilarityAdvantages",
     "SimilarityConfig",
     "SimilarityGroups",
     "TokenLogprobs",
@@ -49,6 +50,7 @@ __all__ = [
     "linear_policy_loss",
     "pairwise_cosine",
     "policy_loss",
+    "segment_metrics",
     "silhouette",
     "similarity_advantages",
     "similarity_groups",

@@ -3,9 +3,10 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "allocate.h"
@@ -19,6 +20,7 @@ namespace grpo_kernels {
 namespace {
 
 constexpr const char* kOp = "endpoint_segments";
+constexpr int64_t kMostKept = 1 << 22;    // numbers that stay in memory from call to call
 constexpr int64_t kTokensPerTask = 4096;  // below this a second thread costs more than it saves
 
 template <typename T>
@@ -77,11 +79,13 @@ void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, con
   std::vector<char> has_tokens(batch.rows);
   batch.for_each_row([&](int64_t r) {
     const int64_t at = batch.begin(r);
-    for (int64_t t = batch.length(r) - 1; t >= 0; --t) {
-      if (!batch.mask[at + t]) continue;
+    double following = 0;
+    for (int64_t t = at + batch.length(r) - 1; t >= at; --t) {
+      if (!batch.mask[t]) continue;
       has_tokens[r] = 1;
-      returns[r] = static_cast<double>(batch.rewards[at + t]) + settings.gamma * returns[r];
+      following = static_cast<double>(batch.rewards[t]) + settings.gamma * following;
     }
+    returns[r] = following;
   });
   groups.for_each([&](const int64_t* rows, int64_t count) {
     double sum = 0, number = 0;
@@ -98,14 +102,61 @@ struct SegmentResults {
   int32_t *ids, *numbers;
 };
 
-void refuse_not_finite(const std::atomic<int64_t>& row, int64_t rows) {
-  STD_TORCH_CHECK(row.load() == rows, kOp, ": rewards, values and log-probs must be finite where the mask counts, got ",
-                  "something else in row ", row.load());
+// `sum` is of something that is not finite where a number of the row is not.
+void refuse_not_finite(double sum, int64_t row) {
+  STD_TORCH_CHECK(std::isfinite(sum), kOp, ": rewards, values and log-probs must be finite where the mask counts, got ",
+                  "something else in row ", row);
 }
 
-void note_first(std::atomic<int64_t>& first, int64_t row) {
-  int64_t known = first.load();
-  while (row < known && !first.compare_exchange_weak(known, row)) {
+// Cuts a row and finds its segments' advantages, in `credits`. The tokens' own are found once more: keeping those of
+// all rows, from when their scale is looked for, costs more.
+template <typename T>
+Cuts cut_and_credit(const SegmentSettings& settings, const SegmentRow<T>& row, const T* logprobs, const T* old,
+                    double scale, double tau, T* returns, int32_t* ids, bool* ends, double* credits,
+                    EndpointMoments* moments) {
+  static thread_local Scratch<double> kept_advantages;
+  static thread_local Scratch<T> kept_weights;
+  static thread_local Scratch<Segment> kept_segments;
+  const int64_t room = std::max<int64_t>(row.length, 1);
+  double* const advantages = kept_advantages.get(room);
+  T* const weights = kept_weights.get(room);
+  Segment* const segments = kept_segments.get(room);
+  token_advantages(settings, row, [&](int64_t t, double advantage, double expected) {
+    advantages[t] = advantage;
+    returns[t] = static_cast<T>(expected);
+  });
+  GRPO_SIMD_CALL(segment_weights, logprobs, old, row.length, weights);
+  const auto cut = [&](auto is_bounded, auto is_coherent) {
+    return cut_row<is_bounded, is_coherent>(settings, row, advantages, weights, scale, tau, ids, segments);
+  };
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  const bool is_coherent = settings.proxy == kCoherent;
+  const Cuts cuts = settings.rule == kBounded ? is_coherent ? cut(yes, yes) : cut(yes, no)
+                    : is_coherent             ? cut(no, yes)
+                                              : cut(no, no);
+  *moments = credit_segments(settings, segments, cuts.count);
+  std::fill(ends, ends + row.length, false);
+  for (int32_t j = 0; j < cuts.count; ++j) {
+    ends[segments[j].last] = true;
+    credits[j] = segments[j].gained;
+  }
+  return cuts;
+}
+
+template <typename T>
+void write_row(const SegmentSettings& settings, const EndpointMoments& moments, const bool* ends, const int32_t* ids,
+               const double* credits, int32_t number, int64_t length, T* advantages) {
+  std::fill(advantages, advantages + length, T{});
+  int64_t next = 0;
+  for (int32_t j = 0; j < number; ++j) {
+    const int64_t last = static_cast<const bool*>(std::memchr(ends + next, true, length - next)) - ends;
+    const double credit = settings.norm == kNoNorm ? credits[j] : moments.normalized(credits[j], settings.epsilon);
+    advantages[last] = static_cast<T>(credit);
+    if (settings.credit == kBroadcast) {
+      for (int64_t t = last; t >= next && ids[t] == j; --t) advantages[t] = static_cast<T>(credit);
+    }
+    next = last + 1;
   }
 }
 
@@ -113,34 +164,26 @@ template <typename T>
 void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings, double tau, const RowGroups& groups,
                    const SegmentResults<T>& out) {
   static thread_local Scratch<double> kept;
-  double* const advantages = kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of tokens, then credits of segments
+  double* const credits = kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of a row, where it begins
   std::vector<TokenSums> sums(batch.rows);
-  std::atomic<int64_t> wrong{batch.rows};
-  batch.for_each_row([&](int64_t r) {
-    const int64_t at = batch.begin(r);
-    sums[r] = token_advantages(settings, batch.row(r), advantages + at, out.returns + at);
-    if (!std::isfinite(sums[r].squares)) note_first(wrong, r);
-  });
-  refuse_not_finite(wrong, batch.rows);
+  batch.for_each_row(
+      [&](int64_t r) { sums[r] = token_advantages(settings, batch.row(r), [](int64_t, double, double) {}); });
   double squares = 0, tokens = 0;
-  for (const TokenSums& of_row : sums) squares += of_row.squares, tokens += static_cast<double>(of_row.tokens);
+  for (int64_t r = 0; r < batch.rows; ++r) {
+    refuse_not_finite(sums[r].squares, r);
+    squares += sums[r].squares, tokens += static_cast<double>(sums[r].tokens);
+  }
   const double scale = std::max(tokens > 0 ? std::sqrt(squares / tokens) : 0.0, settings.epsilon);
 
   std::vector<EndpointMoments> moments(batch.rows);
+  std::vector<Cuts> cuts(batch.rows);
   batch.for_each_row([&](int64_t r) {
-    static thread_local Scratch<double> room;
-    const int64_t at = batch.begin(r), length = batch.length(r);
-    double* const weights = room.get(std::max<int64_t>(length, 1));
-    GRPO_SIMD_CALL(segment_weights, batch.logprobs + at, batch.old + at, length, weights);
-    for (int64_t t = 0; t < length; ++t) {
-      if (batch.mask[at + t] && !std::isfinite(weights[t])) return note_first(wrong, r);
-    }
-    const SegmentRow<T> row = batch.row(r);
-    out.numbers[r] =
-        cut_row(settings, row, advantages + at, weights, scale, tau, sums[r].tokens, out.ids + at, out.ends + at);
-    moments[r] = credit_row(settings, row, out.ids + at, advantages + at);
+    const int64_t at = batch.begin(r);
+    cuts[r] = cut_and_credit(settings, batch.row(r), batch.logprobs + at, batch.old + at, scale, tau, out.returns + at,
+                             out.ids + at, out.ends + at, credits + at, &moments[r]);
+    out.numbers[r] = cuts[r].count;
   });
-  refuse_not_finite(wrong, batch.rows);
+  for (int64_t r = 0; r < batch.rows; ++r) refuse_not_finite(cuts[r].weights, r);
   groups.for_each([&](const int64_t* rows, int64_t count) {
     EndpointMoments together;
     for (int64_t i = 0; i < count; ++i) together.merge(moments[rows[i]]);
@@ -148,8 +191,10 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
   });
   batch.for_each_row([&](int64_t r) {
     const int64_t at = batch.begin(r);
-    write_row(settings, moments[r], out.ends + at, out.ids + at, advantages + at, batch.length(r), out.advantages + at);
+    write_row(settings, moments[r], out.ends + at, out.ids + at, credits + at, out.numbers[r], batch.length(r),
+              out.advantages + at);
   });
+  kept.keep_at_most(kMostKept);
 }
 
 template <typename T>
@@ -179,7 +224,11 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
   }
   if (ids) check_array(kOp, "groups", *ids, batch.rows, torch::headeronly::ScalarType::Long);
   const int64_t shape[2] = {rewards.size(0), rewards.dim() == 2 ? rewards.size(1) : 0};
-  const auto like = [&](int32_t code) { return empty_tensor(rewards, shape, rewards.dim(), code); };
+  const auto like = [&](int32_t code) {
+    Tensor made = empty_tensor(rewards, shape, rewards.dim(), code);
+    advise_huge_pages(made.mutable_data_ptr(), total * made.element_size());
+    return made;
+  };
   const SegmentTensors results{like(dtype_of(rewards)), like(dtype_of(rewards)), like(aoti_torch_dtype_bool()),
                                like(aoti_torch_dtype_int32()),
                                empty_vector(rewards, batch.rows, aoti_torch_dtype_int32())};
@@ -188,7 +237,7 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
                               data_of<int32_t>(segment_ids), data_of<int32_t>(numbers)};
   // packed tensors may have tokens that are no row's
   for (const auto& [first, end] : {std::pair<int64_t, int64_t>{0, batch.rows == 0 ? total : batch.begin(0)},
-                                  {batch.rows == 0 ? total : batch.begin(batch.rows), total}}) {
+                                   {batch.rows == 0 ? total : batch.begin(batch.rows), total}}) {
     std::fill(out.advantages + first, out.advantages + end, T{});
     std::fill(out.returns + first, out.returns + end, T{});
     std::fill(out.ends + first, out.ends + end, false);

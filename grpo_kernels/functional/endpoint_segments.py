@@ -126,10 +126,10 @@ def endpoint_segments(
     first, now, old, critic = given
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     used = torch.full((), tau, dtype=torch.float64, device=first.device)
-    results = op.FORWARD[chosen](
+    advantages, returns, ends, ids, numbers = op.FORWARD[chosen](
         first, now, old, counted, critic, bounds, of_row, used, settings.modes, settings.coefficients
     )
-    return EndpointSegments(*results, used)
+    return EndpointSegments(advantages, returns, ends, ids, numbers, used)
 
 
 def _tokens(
@@ -137,30 +137,27 @@ def _tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     checks.tensor(_OP, "rewards", rewards, checks.FLOATS)
     if rewards.dim() != (2 if cu_seqlens is None else 1):
-        raise ValueError(
-            f"{_OP}: rewards must have shape [B, T], or [M] with cu_seqlens, got {list(rewards.shape)}"
-        )
+        raise ValueError(f"{_OP}: rewards must have shape [B, T], or [M] with cu_seqlens, got {list(rewards.shape)}")
     wide = torch.float64 if rewards.dtype == torch.float64 else torch.float32
-    found: list[Tensor | None] = []
-    for name, value in (("rewards", rewards), ("logprobs", logprobs), ("old_logprobs", old), ("values", values)):
-        if value is None and name == "values":
-            found.append(None)
-            continue
+
+    def checked(name: str, value: Tensor) -> Tensor:
         checks.tensor(_OP, name, value, checks.FLOATS)
         if value.shape != rewards.shape:
             raise ValueError(
                 f"{_OP}: {name} must have the shape of rewards, {list(rewards.shape)}, got {list(value.shape)}"
             )
         checks.same_device(_OP, name, value, rewards.device)
-        found.append(value.detach().to(wide).contiguous())
+        return value.detach().to(wide).contiguous()
+
     if cu_seqlens is not None:
         checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int64, torch.int32))
         checks.same_device(_OP, "cu_seqlens", cu_seqlens, rewards.device)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
             raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
-    first, now, before, critic = found
-    assert first is not None and now is not None and before is not None
-    return first, now, before, critic
+    return (
+        checked("rewards", rewards), checked("logprobs", logprobs), checked("old_logprobs", old),
+        None if values is None else checked("values", values),
+    )  # fmt: skip
 
 
 def _mask(mask: Tensor | None, rewards: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -170,7 +167,7 @@ def _mask(mask: Tensor | None, rewards: Tensor, cu_seqlens: Tensor | None) -> Te
     if mask.shape != rewards.shape:
         raise ValueError(f"{_OP}: mask must have the shape of rewards, {list(rewards.shape)}, got {list(mask.shape)}")
     checks.same_device(_OP, "mask", mask, rewards.device)
-    return (mask != 0).contiguous()
+    return (mask if mask.dtype == torch.bool else mask != 0).contiguous()
 
 
 def _row_groups(groups: int | Tensor | None, rows: int, like: Tensor, needed: bool) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -86,7 +87,7 @@ def forward(
 def _rows(rewards: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
+        return list(itertools.pairwise(bounds))
     width = rewards.shape[1]
     return [(b * width, (b + 1) * width) for b in range(rewards.shape[0])]
 

@@ -4,10 +4,11 @@
 
 #include "grpo_kernels/endpoint_scan.h"
 
-// segment_weights  exp(now - old), the difference limited, times 1 - exp(now), of `count` tokens
+// segment_weights  exp(now - old), the difference limited, times 1 - exp(now), of `count` tokens;
+//                  as exact as they are, as it stands in for something else anyway
 #define GRPO_DECLARE(level)                                                                   \
   namespace grpo_kernels::level {                                                             \
-  void segment_weights(const float* now, const float* old, int64_t count, double* weights);   \
+  void segment_weights(const float* now, const float* old, int64_t count, float* weights);    \
   void segment_weights(const double* now, const double* old, int64_t count, double* weights); \
   }
 GRPO_DECLARE(baseline)

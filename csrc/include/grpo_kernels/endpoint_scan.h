@@ -6,7 +6,8 @@
 #include "grpo_kernels/host_device.h"
 
 // A row of tokens to segments that share an advantage: what GROUP-PPO's Algorithm 2 asks of each token, and the
-// advantages of segments, as walks along the row. Everything is float64 inside.
+// advantages of segments, as walks along the row. Everything is float64 inside, but for
+// the weights of tokens.
 namespace grpo_kernels {
 
 enum SegmentRule : int { kBounded = 0, kLiteral = 1 };
@@ -48,71 +49,88 @@ struct SegmentRow {
 };
 
 struct TokenSums {
-  int64_t tokens;
-  double squares;  // of the tokens' advantages
+  int64_t tokens = 0;
+  double squares = 0;  // of the tokens' advantages; not finite if one of them is not
 };
 
 // Advantages of tokens, from the last: each sees those that follow it, masked ones are not there.
-template <typename T>
-GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const SegmentRow<T>& row, double* advantages,
-                                 T* returns) {
+// visit(t, advantage, return); also of masked tokens, as 0.
+template <typename T, typename Visit>
+GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const SegmentRow<T>& row, Visit visit) {
   double following = 0, next_value = 0;
-  TokenSums sums{0, 0};
+  TokenSums sums;
   for (int64_t t = row.length - 1; t >= 0; --t) {
     if (!row.mask[t]) {
-      returns[t] = 0;
+      visit(t, 0.0, 0.0);
       continue;
     }
     const double value = row.value(t);
     following = static_cast<double>(row.rewards[t]) + settings.gamma * next_value - value +
                 settings.gamma * settings.lam * following;
     next_value = value;
-    advantages[t] = following;
-    returns[t] = static_cast<T>(following + value);
+    visit(t, following, following + value);
     sums.squares += following * following;
     ++sums.tokens;
   }
   return sums;
 }
 
-// Cuts the row, left to right; `weights` stand in for the lengths of tokens' gradients. The number of segments.
-template <typename T>
-GRPO_HD int32_t cut_row(const SegmentSettings& settings, const SegmentRow<T>& row, const double* advantages,
-                        const double* weights, double scale, double tau, int64_t tokens, int32_t* ids, bool* ends) {
-  const double count = static_cast<double>(tokens), margin = settings.epsilon / count;
-  double moved = 0, seen = 0;  // P and Q of the open segment, which has
-  int64_t length = 0;          // so many tokens
-  int32_t number = 0;
+// A segment that was closed: where it ends, and what its advantage is made of, later the advantage itself.
+struct Segment {
+  double gained, discount,
+      value;  // rewards, discounted to its first token; gamma to its length; before its first token
+  int64_t last;
+};
+
+struct Cuts {
+  int32_t count;
+  double weights;  // their sum; not finite if one of them is not
+};
+
+// Cuts a row, left to right: what GROUP-PPO's Algorithm 2 asks of each token. `weights` stand in for the lengths of
+// tokens' gradients. Both sides of its test are over the number of the row's tokens, which is left out here.
+template <bool kIsBounded, bool kIsCoherent, typename T>
+GRPO_HD Cuts cut_row(const SegmentSettings& settings, const SegmentRow<T>& row, const double* advantages,
+                     const T* weights, double scale, double tau, int32_t* ids, Segment* segments) {
+  const double per_scale = 1 / scale;
+  double moved = 0, seen = 0;                  // P and Q of the open segment, which has
+  double gained = 0, discount = 1, value = 0;  // and what Segment says of it
+  int64_t length = 0;
+  Cuts cuts{0, 0};
   const auto close = [&](int64_t last) {
-    ends[last] = true;
-    ++number;
-    moved = seen = 0;
+    segments[cuts.count++] = {gained, discount, value, last};
+    moved = seen = gained = 0;
+    discount = 1;
     length = 0;
   };
   for (int64_t t = 0; t < row.length; ++t) {
-    ends[t] = false;
     if (!row.mask[t]) {
       ids[t] = -1;
       if (length > 0) close(t - 1);
       continue;
     }
-    const double a = advantages[t] / scale;
-    const double w = settings.proxy == kCoherent ? weights[t] : weights[t] * weights[t];
-    const double plus = settings.proxy == kCoherent ? w * a : w * a * a;
+    const double a = advantages[t] * per_scale;
+    const double weight = static_cast<double>(weights[t]);
+    const double w = kIsCoherent ? weight : weight * weight;
+    const double plus = kIsCoherent ? w * a : w * a * a;
     const double p = moved + plus, q = seen + w;
-    const double ppo = (settings.proxy == kCoherent ? p * p : p) / count;
-    const double grpo = (settings.proxy == kCoherent ? (q * a) * (q * a) : q * a * a) / count;
-    if (settings.rule == kBounded && length > 0 && grpo > tau * ppo + margin) close(t - 1);
-    ids[t] = number;
+    const double ppo = kIsCoherent ? p * p : p;
+    const double grpo = kIsCoherent ? (q * a) * (q * a) : q * a * a;
+    if (kIsBounded && length > 0 && grpo > tau * ppo + settings.epsilon) close(t - 1);
+    if (length == 0) value = row.value(t);
+    ids[t] = cuts.count;
     ++length;
     moved += plus;
     seen += w;
+    cuts.weights += w;
+    gained += discount * static_cast<double>(row.rewards[t]);
+    discount *= settings.gamma;
     const bool reached =
-        settings.rule == kLiteral && length >= 2 && static_cast<double>(length) * tau * (ppo + margin) >= grpo;
+        !kIsBounded && length >= 2 && static_cast<double>(length) * tau * (ppo + settings.epsilon) >= grpo;
     if (reached || length == settings.most) close(t);
   }
   if (length > 0) close(row.length - 1);
-  return number;
+  return cuts;
 }
 
 // Of endpoints' advantages: merged in a fixed order.
@@ -144,51 +162,19 @@ struct EndpointMoments {
   }
 };
 
-// Advantages of segments, right to left: each at its last token. They are float64 until they are normalised.
-template <typename T>
-GRPO_HD EndpointMoments credit_row(const SegmentSettings& settings, const SegmentRow<T>& row, const int32_t* ids,
-                                   double* credits) {
-  double following = 0, next_value = 0, gained = 0, discount = 1;
-  int64_t first = -1, last = -1;
+// Advantages of a row's segments, from the last, in the place of what the rewards gained.
+GRPO_HD EndpointMoments credit_segments(const SegmentSettings& settings, Segment* segments, int32_t count) {
+  double following = 0, next_value = 0;
   EndpointMoments moments;
-  const auto finish = [&] {
-    const double value = row.value(first);
-    const double delta = gained + discount * next_value - value;
-    following = delta + discount * settings.lam * following;
-    next_value = value;
-    credits[last] = following;
+  for (int32_t j = count - 1; j >= 0; --j) {
+    Segment& segment = segments[j];
+    following =
+        segment.gained + segment.discount * next_value - segment.value + segment.discount * settings.lam * following;
+    next_value = segment.value;
+    segment.gained = following;
     moments.add(following);
-  };
-  for (int64_t t = row.length - 1; t >= 0; --t) {
-    credits[t] = 0;
-    if (ids[t] < 0) continue;
-    if (first < 0 || ids[t] != ids[first]) {
-      if (first >= 0) finish();
-      last = t;
-      gained = 0;
-      discount = 1;
-    }
-    first = t;
-    gained = static_cast<double>(row.rewards[t]) + settings.gamma * gained;
-    discount *= settings.gamma;
   }
-  if (first >= 0) finish();
   return moments;
-}
-
-// What the row's advantages become; credits are those of credit_row.
-template <typename T>
-GRPO_HD void write_row(const SegmentSettings& settings, const EndpointMoments& moments, const bool* ends,
-                       const int32_t* ids, const double* credits, int64_t length, T* advantages) {
-  double shared = 0;
-  for (int64_t t = length - 1; t >= 0; --t) {
-    if (ends[t]) {
-      shared = settings.norm == kNoNorm ? credits[t] : moments.normalized(credits[t], settings.epsilon);
-      advantages[t] = static_cast<T>(shared);
-    } else {
-      advantages[t] = settings.credit == kBroadcast && ids[t] >= 0 ? static_cast<T>(shared) : T{};
-    }
-  }
 }
 
 }  // namespace grpo_kernels
