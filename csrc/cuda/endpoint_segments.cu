@@ -155,11 +155,18 @@ __global__ void GRPO_BOUNDS(kBatchThreads) scale_kernel(const __grid_constant__ 
   if (threadIdx.x == 0) *in.scale = fmax(tokens > 0 ? sqrt(squares / tokens) : 0, in.settings.epsilon);
 }
 
+// A stand-in for the length of the token's score gradient: the ratio times how far from certain the token is.
+__device__ double token_weight(double logprob, double old) {
+  const double log_ratio = fmin(fmax(logprob - old, -kMostLogRatio), kMostLogRatio);
+  return exp(log_ratio) * -expm1(fmin(logprob, 0.0));
+}
+
 // Numbers the row's segments; how many there are. Tokens are looked at a warp's at a time, and again from the next one
 // on each time a segment ends among them.
 template <typename T>
 __device__ int32_t cut_row(const SegmentArrays<T>& in, int64_t begin, int64_t row_length) {
-  const double scale = *in.scale, tau = *in.threshold;
+  const bool is_bounded = in.settings.rule == kBounded, is_coherent = in.settings.proxy == kCoherent;
+  const double per_scale = 1 / *in.scale, tau = *in.threshold, epsilon = in.settings.epsilon;
   CutTerms open{0, 0};  // P and Q of the open segment, which has
   int64_t length = 0;   // so many tokens
   int32_t number = 0;
@@ -170,9 +177,9 @@ __device__ int32_t cut_row(const SegmentArrays<T>& in, int64_t begin, int64_t ro
     double advantage = 0;
     CutTerms own{0, 0};
     if (counts) {
-      advantage = in.credits[begin + t] / scale;
+      advantage = in.credits[begin + t] * per_scale;
       const double now = static_cast<double>(in.logprobs[begin + t]), old = static_cast<double>(in.old[begin + t]);
-      own = cut_terms(in.settings, advantage, token_weight(now, old));
+      own = cut_terms(is_coherent, advantage, token_weight(now, old));
     }
     int32_t id = -1;
     for (int first = 0; first < kWarp;) {
@@ -183,10 +190,12 @@ __device__ int32_t cut_row(const SegmentArrays<T>& in, int64_t begin, int64_t ro
       }
       const bool here = lane() >= first;
       const CutTerms sums{open.moved + scan_sum(here ? own.moved : 0), open.seen + scan_sum(here ? own.seen : 0)};
-      const CutVariances variances = cut_variances(in.settings, sums, advantage);
+      const CutVariances variances = cut_variances(is_coherent, sums, advantage);
       const int64_t n = length + lane() - first + 1;
-      const bool before = counts ? ends_before(in.settings, variances, n, tau) : n > 1;
-      const bool with_it = counts && ends_with(in.settings, variances, n, tau);
+      // at a token the segment ends before it, or with it
+      const bool before = n > 1 && (!counts || (is_bounded && variances.opens_next(tau, epsilon)));
+      const bool reached = !is_bounded && n >= 2 && variances.reached_by(n, tau, epsilon);
+      const bool with_it = counts && (reached || n == in.settings.most);
       const unsigned stops = __ballot_sync(kAllLanes, here && (before || with_it));
       const int stop = stops == 0 ? kWarp : __ffs(static_cast<int>(stops)) - 1;
       const unsigned stops_before = __ballot_sync(kAllLanes, before);

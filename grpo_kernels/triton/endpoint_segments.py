@@ -156,7 +156,7 @@ def _cuts_kernel(
     """ids: the number of every token's segment in its row, -1 where it does not count."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = row_bounds(bounds_ptr, row, width)
-    scale, tau = tl.load(scale_ptr), tl.load(threshold_ptr)
+    per_scale, tau = 1 / tl.load(scale_ptr), tl.load(threshold_ptr)
     place = tl.arange(0, WINDOW)
     number = tl.zeros([], tl.int32)
     length = tl.zeros([], tl.int32)
@@ -165,7 +165,7 @@ def _cuts_kernel(
     for window in range(begin, end, WINDOW):
         token = window + place
         counts = count_tokens(mask_ptr, token, end)
-        advantage = tl.load(advantages_ptr + token, mask=counts, other=0.0) / scale
+        advantage = tl.load(advantages_ptr + token, mask=counts, other=0.0) * per_scale
         now = tl.load(logprobs_ptr + token, mask=counts, other=0.0).to(tl.float64)
         old = tl.load(old_ptr + token, mask=counts, other=0.0).to(tl.float64)
         plus, weight = cut_terms(advantage, weigh(now, old), PROXY)

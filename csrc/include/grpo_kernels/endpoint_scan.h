@@ -6,8 +6,8 @@
 #include "grpo_kernels/host_device.h"
 
 // A row of tokens to segments that share an advantage: what GROUP-PPO's Algorithm 2 asks of each token, and the
-// advantages of segments, as walks along the row. Everything is float64 inside, but for
-// the weights of tokens.
+// advantages of segments, as walks along the row. Everything is float64 inside, but for the weights of tokens on the
+// CPU.
 namespace grpo_kernels {
 
 enum SegmentRule : int { kBounded = 0, kLiteral = 1 };
@@ -87,19 +87,48 @@ struct Cuts {
   double weights;  // their sum; not finite if one of them is not
 };
 
+// What a token adds to P and Q of GROUP-PPO's Algorithm 2.
+struct CutTerms {
+  double moved, seen;
+
+  GRPO_HD CutTerms operator+(const CutTerms& other) const { return {moved + other.moved, seen + other.seen}; }
+};
+
+GRPO_HD CutTerms cut_terms(bool is_coherent, double advantage, double weight) {
+  const double seen = is_coherent ? weight : weight * weight;
+  return {is_coherent ? seen * advantage : seen * advantage * advantage, seen};
+}
+
+// Of a segment that ends with this token, its P and Q in `sums`: the variance if each token keeps its own advantage,
+// and if all have this one's. Not over the number of the row's tokens, as nothing they are compared with is.
+struct CutVariances {
+  double ppo, grpo;
+
+  GRPO_HD bool opens_next(double tau, double epsilon) const { return grpo > tau * ppo + epsilon; }
+  GRPO_HD bool reached_by(int64_t length, double tau, double epsilon) const {
+    return static_cast<double>(length) * tau * (ppo + epsilon) >= grpo;
+  }
+};
+
+GRPO_HD CutVariances cut_variances(bool is_coherent, const CutTerms& sums, double advantage) {
+  const double shared = sums.seen * advantage;
+  return {is_coherent ? sums.moved * sums.moved : sums.moved, shared * (is_coherent ? shared : advantage)};
+}
+
 // Cuts a row, left to right: what GROUP-PPO's Algorithm 2 asks of each token. `weights` stand in for the lengths of
 // tokens' gradients. Both sides of its test are over the number of the row's tokens, which is left out here.
 template <bool kIsBounded, bool kIsCoherent, typename T>
 GRPO_HD Cuts cut_row(const SegmentSettings& settings, const SegmentRow<T>& row, const double* advantages,
                      const T* weights, double scale, double tau, int32_t* ids, Segment* segments) {
   const double per_scale = 1 / scale;
-  double moved = 0, seen = 0;                  // P and Q of the open segment, which has
+  CutTerms open{0, 0};                         // P and Q of the open segment, which has
   double gained = 0, discount = 1, value = 0;  // and what Segment says of it
   int64_t length = 0;
   Cuts cuts{0, 0};
   const auto close = [&](int64_t last) {
     segments[cuts.count++] = {gained, discount, value, last};
-    moved = seen = gained = 0;
+    open = {0, 0};
+    gained = 0;
     discount = 1;
     length = 0;
   };
@@ -111,22 +140,17 @@ GRPO_HD Cuts cut_row(const SegmentSettings& settings, const SegmentRow<T>& row, 
     }
     const double a = advantages[t] * per_scale;
     const double weight = static_cast<double>(weights[t]);
-    const double w = kIsCoherent ? weight : weight * weight;
-    const double plus = kIsCoherent ? w * a : w * a * a;
-    const double p = moved + plus, q = seen + w;
-    const double ppo = kIsCoherent ? p * p : p;
-    const double grpo = kIsCoherent ? (q * a) * (q * a) : q * a * a;
-    if (kIsBounded && length > 0 && grpo > tau * ppo + settings.epsilon) close(t - 1);
+    const CutTerms own = cut_terms(kIsCoherent, a, weight);
+    const CutVariances variances = cut_variances(kIsCoherent, open + own, a);
+    if (kIsBounded && length > 0 && variances.opens_next(tau, settings.epsilon)) close(t - 1);
     if (length == 0) value = row.value(t);
     ids[t] = cuts.count;
     ++length;
-    moved += plus;
-    seen += w;
-    cuts.weights += w;
+    open = open + own;
+    cuts.weights += own.seen;
     gained += discount * static_cast<double>(row.rewards[t]);
     discount *= settings.gamma;
-    const bool reached =
-        !kIsBounded && length >= 2 && static_cast<double>(length) * tau * (ppo + settings.epsilon) >= grpo;
+    const bool reached = !kIsBounded && length >= 2 && variances.reached_by(length, tau, settings.epsilon);
     if (reached || length == settings.most) close(t);
   }
   if (length > 0) close(row.length - 1);
