@@ -389,6 +389,21 @@ def test_tokens_weigh_by_ratio_and_probability(backend: str) -> None:
         assert cuts_of(batch, backend, group_variance_threshold=ratio * 0.9999) == [[1, 1]]
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@on_backends
+def test_log_ratio_is_limited_to_20_either_way(backend: str, sign: float) -> None:
+    """The first token's to 20, that of the second is 19.5: the weights differ by a factor of exp(0.5)."""
+    weight = torch.tensor(0.5 * sign, dtype=F64).exp().item()
+    ratio = ((weight + 1) * 3 / (weight + 3)) ** 2
+    batch = plan([1.0, 3.0])
+    now = torch.tensor([[-1e3, -1e3]], dtype=F64)
+    for far in (20.0, 25.0, 700.0):
+        old = now - sign * torch.tensor([[far, 19.5]], dtype=F64)
+        far_off = dataclasses.replace(batch, logprobs=now, old_logprobs=old)
+        for tau, lengths in ((ratio * 1.0001, [2]), (ratio * 0.9999, [1, 1])):
+            assert cuts_of(far_off, backend, group_variance_threshold=tau, group_epsilon=1e-30) == [lengths]
+
+
 @on_backends
 def test_ties_lengthen_bounded_segments_and_end_literal_ones(backend: str) -> None:
     """Weights of 1 and advantages of 1 and -1, all exact: of two tokens P is 0 and (Q a)^2 is 4."""
