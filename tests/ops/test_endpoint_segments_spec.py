@@ -223,7 +223,7 @@ def test_segments_are_consecutive_within_runs_and_limited(backend: str, rule: st
 
     sizes, taus = st.sampled_from((1, 2, 3, 16, 500)), st.sampled_from((0.3, 1.0, 3.0, 1e6))
     batch = batches() if backend in FAST else batches(max_rows=2, max_width=12)
-    settings(max_examples=25 if backend in FAST else 2)(given(batch, sizes, taus)(check))()
+    settings(max_examples=15 if backend in FAST else 2)(given(batch, sizes, taus)(check))()
 
 
 @on_backends
@@ -347,7 +347,7 @@ def test_literal_rule_closes_no_segment_of_one_token(backend: str, proxy: str) -
 
     batch = batches() if backend in FAST else batches(max_rows=2, max_width=12)
     taus = st.sampled_from((0.5, 1.0, 30.0, 1e6))
-    settings(max_examples=25 if backend in FAST else 2)(given(batch, taus)(check))()
+    settings(max_examples=15 if backend in FAST else 2)(given(batch, taus)(check))()
     assert cuts_of(plan([1.0] * 7), backend, rule="literal", proxy=proxy, group_variance_threshold=1e6) == [
         [2, 2, 2, 1]
     ]
