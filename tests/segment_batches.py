@@ -154,10 +154,11 @@ def batch_of(
 
 @st.composite
 def batches(draw: st.DrawFn, max_rows: int = 8, max_width: int = 70) -> Batch:
+    """Mostly with enough tokens for every setting to matter."""
     return batch_of(
         draw(st.integers(0, 2**32 - 1)),
-        draw(st.integers(0, 2) | st.integers(1, max_rows)),
-        draw(st.integers(0, 2) | st.integers(1, max_width)),
+        draw(st.sampled_from([rows for rows in (3, 5, 8, 1, 2, 0) if rows <= max_rows])),
+        draw(st.sampled_from([width for width in (70, 40, 20, 33, 12, 50, 2, 1, 0) if width <= max_width])),
         rewards=draw(st.sampled_from(REWARDS)),
         gaps=draw(st.sampled_from((0.0, 0.02, 0.2, 0.7))),
         empty=draw(st.sampled_from((0.0, 0.2))),

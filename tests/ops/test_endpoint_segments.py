@@ -83,10 +83,10 @@ def test_every_setting_on_random_batches(backend: str, rule: str, proxy: str, cr
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_size_and_threshold(backend: str, size: int, tau: float) -> None:
-    """With both rules and proxies, and every kind of rewards; no case is left out."""
-    kinds = REWARDS[:3] if backend in FAST else REWARDS[:1]
+    """With both rules and proxies; no case is left out."""
+    kinds = REWARDS[:2] if backend in FAST else REWARDS[:1]
     for seed, kind in enumerate(kinds):
-        batch = batch_of(seed, 3, 40 if backend in FAST else 12, rewards=kind)
+        batch = batch_of(seed, 2, 40 if backend in FAST else 12, rewards=kind)
         for rule, proxy in ((rule, proxy) for rule in RULES for proxy in PROXIES):
             config = config_of(rule=rule, proxy=proxy, group_max_size=size, group_variance_threshold=tau, gamma=0.99)
             gold = batch.gold(config)
@@ -111,7 +111,7 @@ def test_every_discount_with_and_without_values(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_long_rows(backend: str) -> None:
-    batch = batch_of(3, 3, 1500 if backend in FAST else 150, rewards="terminal", gaps=0.01, empty=0.0)
+    batch = batch_of(3, 2, 1000 if backend in FAST else 150, rewards="terminal", gaps=0.01, empty=0.0)
     for size in (16, 4000):
         config = config_of(gamma=0.999, lam=0.95, group_max_size=size)
         gold = batch.gold(config)
@@ -130,21 +130,14 @@ def test_many_rows(backend: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ratio_is_limited_to_exp_20(backend: str) -> None:
-    """Beyond it every gap of the log-probs gives the same, whichever way."""
-    now = torch.tensor([[-1.0, -30, -1, -60, -2, -0.5]], dtype=F64)
-    for far in (25.0, 1e3, 1e300):
-        old = torch.tensor([[-1.0, -30 + 21, -1 - far, -60 + min(far, 55), -2.0, -0.5]], dtype=F64)
-        batch = Batch(
-            torch.tensor([[1.0, 1.1, 0.4, 1, 2, 1]], dtype=F64),
-            now,
-            old,
-            now < 0,
-            0 * now,
-            torch.zeros(1, dtype=torch.int64),
-        )
+def test_log_probs_that_are_far_apart(backend: str) -> None:
+    """Weights from 1e-9 to 1e9, at a threshold that they bring no tie to."""
+    for seed in range(10 if backend in FAST else 1):
+        batch = batch_of(seed, 2, 40 if backend in FAST else 12, wild=True)
+        far = torch.where(torch.arange(batch.mask.shape[1]) % 9 == 4, 1e30, 0.0)
+        batch = dataclasses.replace(batch, old_logprobs=batch.old_logprobs - far)
         for rule in RULES:
-            config = config_of(rule=rule, lam=0.0, group_variance_threshold=1.3)
+            config = config_of(rule=rule, group_variance_threshold=1.3)
             gold = batch.gold(config)
             assert gold.margin > TIE
             assert_gold(batch.run(config, backend), gold)

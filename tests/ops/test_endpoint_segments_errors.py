@@ -236,6 +236,21 @@ def test_first_row_with_something_else_is_named() -> None:
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("value", [INF, -INF], ids=str)
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs"])
+def test_logprob_that_is_infinite(name: str, value: float, packed: bool) -> None:
+    for with_values in (True, False):
+        assert_row_is_named(not_finite(name, value, packed, with_values))
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("name", ["rewards", "logprobs", "old_logprobs"])
+def test_row_is_named_and_not_the_first_of_its_prompt(name: str) -> None:
+    assert_row_is_named(not_finite(name, NAN, packed=False, with_values=False) | {"groups": 4})
+
+
+@needs_cpu_kernels
 def test_what_does_not_count_may_be_anything() -> None:
     for name in TOKENS:
         given = arguments(mask=torch.ones(4, 5))
