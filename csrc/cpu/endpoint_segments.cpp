@@ -72,6 +72,12 @@ struct RowGroups {
   }
 };
 
+// `sum` is of something that is not finite where a number of the row is not.
+void refuse_not_finite(double sum, int64_t row) {
+  STD_TORCH_CHECK(std::isfinite(sum), kOp, ": rewards, values and log-probs must be finite where the mask counts, got ",
+                  "something else in row ", row);
+}
+
 // Without a critic: the mean return of the group's rows that have tokens.
 template <typename T>
 void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, const RowGroups& groups) {
@@ -87,6 +93,7 @@ void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, con
     }
     returns[r] = following;
   });
+  for (int64_t r = 0; r < batch.rows; ++r) refuse_not_finite(returns[r], r);
   groups.for_each([&](const int64_t* rows, int64_t count) {
     double sum = 0, number = 0;
     for (int64_t i = 0; i < count; ++i)
@@ -101,12 +108,6 @@ struct SegmentResults {
   bool* ends;
   int32_t *ids, *numbers;
 };
-
-// `sum` is of something that is not finite where a number of the row is not.
-void refuse_not_finite(double sum, int64_t row) {
-  STD_TORCH_CHECK(std::isfinite(sum), kOp, ": rewards, values and log-probs must be finite where the mask counts, got ",
-                  "something else in row ", row);
-}
 
 // Cuts a row and finds its segments' advantages, in `credits`. The tokens' own are found once more: keeping those of
 // all rows, from when their scale is looked for, costs more.

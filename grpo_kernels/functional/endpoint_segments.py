@@ -196,7 +196,7 @@ def _threshold(threshold: float | SegmentThreshold | None, settings: SegmentConf
     if threshold is None:
         return float(settings.group_variance_threshold)
     if isinstance(threshold, SegmentThreshold):
-        return threshold.value
+        threshold = threshold.value
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
         raise TypeError(f"{_OP}: threshold must be a number or a SegmentThreshold, got {type(threshold).__name__}")
     if not settings.min_threshold <= threshold <= settings.max_threshold:
