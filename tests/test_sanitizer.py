@@ -40,6 +40,13 @@ for columns, dtype in ((1, torch.float32), (31, torch.bfloat16), (1041, torch.fl
         result = gk.token_logprobs(logits, targets, softcap=cap, return_entropy=True, backend="cuda")
         (result.logprobs.sum() + result.entropy.sum()).backward()
 gk.token_logprobs(torch.randn(2, 7), torch.tensor([7, -1]), backend="cuda")
+for bounds in ([0, 40, 40, 73], [9, 41, 60, 73], [-9, 50, 20, 900], [5]):  # whatever they hold, in bounds
+    groups, tokens = torch.arange(len(bounds) - 1) % 2, torch.randn(3, 73)
+    for values in (torch.randn(73), None):
+        gk.endpoint_segments(
+            *tokens, torch.rand(73) < 0.9, values=values, groups=groups, cu_seqlens=torch.tensor(bounds),
+            config={"norm": "prompt", "credit": "broadcast"}, backend="cuda",
+        )
 if len(sys.argv) > 2:  # an op called with a size that its arrays do not have
     order = torch.tensor([0, 1, 2, 2_000])
     starts = torch.tensor([0, 4, 4, 4, 4])

@@ -408,6 +408,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
             for rule in range(2)
             for proxy in range(2)
         ),
+        case(_cuts_kernel, "padded, fp64", 1, {"RULE": 1, "PROXY": 0, "WINDOW": _WINDOW} | padded, **fp64),
         case(_credits_kernel, "packed, critic", _TILE_WARPS, wide | critic),
         case(_credits_kernel, "padded, fp64", _TILE_WARPS, wide | padded | no_critic, **fp64),
         case(_moments_kernel, "batch", 4, one_group),
