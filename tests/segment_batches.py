@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -210,3 +211,18 @@ def plan(advantages: Any, *, weights: Any = 0.5, mask: Any = None) -> Batch:
     logprobs = torch.log1p(-torch.as_tensor(weights, dtype=F64)).expand_as(wanted).clone()
     ids = torch.zeros(len(wanted), dtype=torch.int64)
     return Batch(wanted, logprobs, logprobs, counted, torch.zeros_like(wanted), ids)
+
+
+rules = pytest.mark.parametrize("rule", RULES)
+proxies = pytest.mark.parametrize("proxy", PROXIES)
+on_backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def width_for(backend: str, width: int) -> int:
+    return width if backend in FAST else min(width, 24)
+
+
+def cuts_of(batch: Batch, backend: str, **fields: Any) -> list[list[int]]:
+    """The lengths of each row's segments, without looking past a token's own reward unless told otherwise."""
+    ids = batch.run(config_of(**{"lam": 0.0} | fields), backend).segment_ids
+    return [lengths_of(row) for row in ids]

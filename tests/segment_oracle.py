@@ -112,6 +112,19 @@ def normalised(advantages: Numbers, pools: Places, eps: float) -> Numbers:
     return found
 
 
+def all_cuts(
+    places: Places, weights: Numbers, advantages: Numbers, config: gk.SegmentConfig, threshold: float
+) -> tuple[list[int], float]:
+    """Where the segments of a row begin, counted in its tokens, and the smallest margin."""
+    starts, margin = [], 1.0
+    for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
+        while len(run):
+            starts.append(int(run[0]))
+            length, close = first_cut(weights[run], advantages[run], config, threshold)
+            margin, run = min(margin, close), run[length:]
+    return starts, margin
+
+
 def expected(
     rewards: Tensor,
     logprobs: Tensor,
@@ -153,12 +166,8 @@ def expected(
     counts = []
     for row, places in enumerate(rows):
         weights = np.exp(np.clip(now[places] - old[places], -CLAMP, CLAMP)) * (1 - np.exp(now[places]))
-        starts: list[int] = []
-        for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
-            while len(run):
-                starts.append(int(run[0]))
-                length, close = first_cut(weights[run], dense[places[run]] / scale, config, threshold)
-                margin, run = min(margin, close), run[length:]
+        starts, close = all_cuts(places, weights, dense[places] / scale, config, threshold)
+        margin = min(margin, close)
         counts.append(len(starts))
         if not starts:
             continue

@@ -12,9 +12,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from tests.harness import device_of
 from tests.segment_batches import (
-    BACKENDS,
     F64,
-    FAST,
     NORMS,
     RULES,
     Batch,
@@ -22,14 +20,13 @@ from tests.segment_batches import (
     batch_of,
     config_of,
     lengths_of,
+    on_backends,
     plan,
+    width_for,
 )
 
-on_backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-def width_for(backend: str, width: int) -> int:
-    return width if backend in FAST else min(width, 24)
+# one case in ten for Triton's interpreter
+pytestmark = pytest.mark.grid
 
 
 def with_outcome(batch: Batch, outcome: float) -> Batch:

@@ -193,7 +193,10 @@ def test_policy_loss_at_endpoints(backend: str) -> None:
     by_default = gk.LossConfig.of("grpo")
     assert by_default.aggregation == "seq-mean-token-mean"
     terms = clipped((now - old).exp(), result.advantages)
-    rows = [terms[row, ends].mean() for row, ends in enumerate(result.endpoint_mask) if ends.any()]
+    # TRL's loss counts rows without a token
+    rows = [
+        terms[row, ends].mean() if ends.any() else terms[row, :0].sum() for row, ends in enumerate(result.endpoint_mask)
+    ]
     assert_same_loss(got.loss, torch.stack(rows).mean(), now)
     config = gk.LossConfig(aggregation="token-mean")
     got = gk.policy_loss(now, old, result.advantages, mask=result.endpoint_mask, config=config)
