@@ -126,17 +126,10 @@ def all_cuts(
 
 
 def expected(
-    rewards: Tensor,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    mask: Tensor | None = None,
-    *,
-    values: Tensor | None = None,
-    groups: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    config: gk.SegmentConfig,
-    tau: float | None = None,
-) -> Gold:
+    rewards: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor | None = None, *,
+    values: Tensor | None = None, groups: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    config: gk.SegmentConfig, tau: float | None = None,
+) -> Gold:  # fmt: skip
     """On the numbers as they are, whatever their dtype; `groups` are ids."""
     shape = rewards.shape
     if cu_seqlens is None:
