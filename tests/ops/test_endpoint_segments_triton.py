@@ -39,6 +39,7 @@ def test_no_kernel_is_compiled_again_for_another_number(tmp_path: Path) -> None:
     assert not [line for line in lines if line.endswith("FREE")]
 
 
+@pytest.mark.slow
 def test_the_loop_over_segments_ends_on_amd(tmp_path: Path) -> None:
     """Triton 3.7 for AMD takes a while loop's condition for true if it is in the first round, with constants."""
     code = (

@@ -15,7 +15,7 @@ from grpo_kernels.ops import endpoint_segments as op
 from tests import harness
 
 BACKENDS = [name for name in harness.backends(op.SUPPORTS) if name in ("cuda", "triton")]
-pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("backend", BACKENDS)]
 if not BACKENDS:
     pytest.skip("neither backend can run here", allow_module_level=True)
 
