@@ -1,0 +1,350 @@
+"""The policy: a language model of transformers, its value head, and what training asks of it.
+
+A batch is prompts, left-padded, and responses to them, right-padded; row i answers prompt `prompt_of[i]`. Position t of a
+response's log-probs, values and hidden states belongs to its t-th token, and has seen everything before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import grpo_kernels as gk
+from grpo_trainer.recipe import Model, Tiny
+
+END, PAD, START, UNKNOWN = "<end>", "<pad>", "<start>", "<unknown>"
+
+
+@dataclasses.dataclass
+class Batch:
+    prompts: Tensor  # [P, S] token ids
+    prompt_mask: Tensor  # [P, S] bool
+    tokens: Tensor  # [N, T] token ids of the responses, the end included
+    mask: Tensor  # [N, T] bool
+    prompt_of: Tensor  # [N]
+
+    def rows(self, rows: Tensor) -> Batch:
+        """These responses, with the prompts that they need and no more columns than they need."""
+        used, prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
+        width = max(1, int(self.mask[rows].sum(1).max()))
+        first = int(self.prompt_mask[used].int().argmax(1).min())
+        prompts, prompt_mask = self.prompts[used][:, first:], self.prompt_mask[used][:, first:]
+        return Batch(prompts, prompt_mask, self.tokens[rows][:, :width], self.mask[rows][:, :width], prompt_of)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
+
+
+class Policy(nn.Module):
+    """Everything that has weights goes through forward, so that wrappers for many devices see it."""
+
+    def __init__(self, lm: Any, tokenizer: Any, temperature: float = 1.0, backend: str | None = None) -> None:
+        super().__init__()
+        self.lm, self.tokenizer = lm, tokenizer
+        self.temperature, self.backend = temperature, backend
+        self.value_head: nn.Linear | None = None
+        self.is_seq2seq = bool(lm.config.is_encoder_decoder)
+        self.end = int(tokenizer.eos_token_id)
+        self.pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
+        self.has_plain_head = not self.is_seq2seq and self._head_is_plain()
+
+    def add_value_head(self) -> None:
+        size = self.lm.config.d_model if self.is_seq2seq else self.lm.config.hidden_size
+        self.value_head = nn.Linear(size, 1, dtype=torch.float32, device=self.device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.lm.parameters()).device
+
+    @property
+    def inner(self) -> Any:
+        """The model of transformers, without what peft wraps around it."""
+        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+
+    def forward(self, what: str, batch: Batch, **arguments: Any) -> Any:
+        return getattr(self, f"_{what}")(batch, **arguments)
+
+    def _logprobs(self, batch: Batch, share: bool = True) -> Tensor:
+        return self._of_states(batch, self._states(batch, share))
+
+    def _values(self, batch: Batch, share: bool = True) -> Tensor:
+        assert self.value_head is not None
+        return self.value_head(self._states(batch, share).float()).squeeze(-1)
+
+    def _loss(
+        self, batch: Batch, share: bool = True, config: Any = "grpo", with_values: bool = False, **given: Any
+    ) -> tuple[gk.PolicyLoss, Tensor | None]:
+        """The policy loss, straight from hidden states where the head allows it; and the values, for a critic."""
+        states = self._states(batch, share)
+        values = None
+        if with_values:
+            assert self.value_head is not None
+            values = self.value_head(states.float()).squeeze(-1)
+        old, advantages = given.pop("old_logprobs"), given.pop("advantages")
+        mask = given.pop("mask", None)
+        mask = batch.mask if mask is None else mask & batch.mask
+        if self.has_plain_head:
+            head = self.inner.get_output_embeddings()
+            loss = gk.linear_policy_loss(
+                states, head.weight, batch.tokens, old, advantages, bias=head.bias, temperature=self.temperature,
+                mask=mask, config=config, backend=self.backend, **given,
+            )  # fmt: skip
+        else:
+            entropy = given.pop("return_entropy", False)
+            found = gk.token_logprobs(
+                states, batch.tokens, temperature=self.temperature, return_entropy=entropy, backend=self.backend
+            )
+            loss = gk.policy_loss(
+                found.logprobs, old, advantages, mask=mask, entropy=found.entropy, config=config,
+                backend=self.backend, **given,
+            )  # fmt: skip
+        return loss, values
+
+    def _of_states(self, batch: Batch, states: Tensor) -> Tensor:
+        """Log-probs of the responses' tokens, 0 beyond their ends."""
+        targets = torch.where(batch.mask, batch.tokens, -100)
+        if not self.has_plain_head:
+            return gk.token_logprobs(states, targets, temperature=self.temperature, backend=self.backend).logprobs
+        head = self.inner.get_output_embeddings()
+        return gk.linear_logprobs(
+            states, head.weight, targets, bias=head.bias, temperature=self.temperature, backend=self.backend
+        ).logprobs
+
+    def _states(self, batch: Batch, share: bool) -> Tensor:
+        """[N, T, H] before the head; logits [N, T, V] where the head is more than a product."""
+        if self.is_seq2seq:
+            return self._decoder_logits(batch)
+        run = self._trunk if self.has_plain_head else self._logits
+        if share:
+            return self._after_shared_prompts(batch, run)
+        prompts, prompt_mask = batch.prompts[batch.prompt_of], batch.prompt_mask[batch.prompt_of]
+        ids, mask = torch.cat((prompts, batch.tokens), 1)[:, :-1], torch.cat((prompt_mask, batch.mask), 1)[:, :-1]
+        found, _ = run(ids, mask, positions_of(mask), None)
+        return found[:, prompts.shape[1] - 1 :]
+
+    def _after_shared_prompts(self, batch: Batch, run: Any) -> Tensor:
+        """Each prompt once; what attention keeps of it is repeated for its responses, and so is the gradient."""
+        from transformers import DynamicCache
+
+        first, cache = run(batch.prompts, batch.prompt_mask, positions_of(batch.prompt_mask), DynamicCache())
+        start = first[:, -1:][batch.prompt_of]
+        if batch.tokens.shape[1] == 1:
+            return start
+        cache.batch_select_indices(batch.prompt_of)
+        mask = torch.cat((batch.prompt_mask[batch.prompt_of], batch.mask[:, :-1]), 1)
+        rest, _ = run(batch.tokens[:, :-1], mask, positions_of(mask)[:, batch.prompts.shape[1] :], cache)
+        return torch.cat((start, rest), 1)
+
+    def _trunk(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        found = self.inner.base_model(
+            input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache,
+            use_cache=cache is not None,
+        )  # fmt: skip
+        return found.last_hidden_state, cache
+
+    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        found = self.lm(
+            input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache,
+            use_cache=cache is not None,
+        )  # fmt: skip
+        return found.logits, cache
+
+    def _decoder_logits(self, batch: Batch) -> Tensor:
+        encoded = self.lm.get_encoder()(input_ids=batch.prompts, attention_mask=batch.prompt_mask.long())
+        encoded.last_hidden_state = encoded.last_hidden_state[batch.prompt_of]
+        start = batch.tokens.new_full((len(batch.tokens), 1), self.lm.config.decoder_start_token_id)
+        found = self.lm(
+            encoder_outputs=encoded, attention_mask=batch.prompt_mask[batch.prompt_of].long(),
+            decoder_input_ids=torch.cat((start, batch.tokens[:, :-1]), 1), use_cache=False,
+        )  # fmt: skip
+        return found.logits
+
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether the logits are the last hidden state times the head's weight (no scale, no cap): tried on one token."""
+        head = self.inner.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or type(head.weight) is not nn.Parameter:
+            return False
+        was_training = self.lm.training
+        self.lm.eval()
+        ids = torch.tensor([[self.end]], device=self.device)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        hidden, _ = self._trunk(ids, mask, positions_of(mask), None)
+        logits, _ = self._logits(ids, mask, positions_of(mask), None)
+        self.lm.train(was_training)
+        expected = head(hidden)
+        return expected.shape == logits.shape and torch.allclose(expected.float(), logits.float(), rtol=1e-3, atol=1e-3)
+
+
+class Reference:
+    """The policy that KL is measured from: the adapters off, another model, or a frozen copy made at this moment."""
+
+    def __init__(self, policy: Policy, settings: Model) -> None:
+        import copy
+
+        self.policy = policy
+        self.other: Policy | None = None
+        if settings.reference_model_path is not None:
+            lm = load_lm(dataclasses.replace(settings, path=settings.reference_model_path, lora=None))
+            self.other = Policy(lm, policy.tokenizer, policy.temperature, policy.backend)
+        elif settings.lora is None:
+            self.other = Policy(copy.deepcopy(policy.lm), policy.tokenizer, policy.temperature, policy.backend)
+        if self.other is not None:
+            self.other.requires_grad_(False).eval().to(policy.device)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> Tensor:
+        if self.other is not None:
+            return self.other("logprobs", batch)
+        with self.policy.lm.disable_adapter(), evaluating(self.policy):
+            return self.policy("logprobs", batch)
+
+
+@contextlib.contextmanager
+def evaluating(policy: Policy) -> Iterator[None]:
+    """Without dropout."""
+    was_training = policy.training
+    policy.eval()
+    try:
+        yield
+    finally:
+        policy.train(was_training)
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """Of tokens, counted where the mask is true."""
+    return (mask.long().cumsum(1) - 1).clamp(min=0)
+
+
+def pad(rows: Sequence[Sequence[int]], value: int, left: bool) -> tuple[Tensor, Tensor]:
+    """Ids [N, longest] and which of them are there."""
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), value, dtype=torch.int64)
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, place] = torch.tensor(list(row), dtype=torch.int64)
+        mask[i, place] = True
+    return ids, mask
+
+
+def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]], chat: bool) -> list[int]:
+    if isinstance(prompt, list) or chat:
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(prompt)["input_ids"])
+
+
+def load_policy(settings: Model, corpus: Sequence[str], backend: str | None) -> Policy:
+    """The policy and its tokenizer; `corpus` is what a tiny model's tokenizer is trained on."""
+    if settings.path == "tiny":
+        tokenizer = train_tokenizer(corpus, settings.tiny.vocabulary, settings.tiny.architecture == "seq2seq")
+        lm = make_tiny(settings.tiny, tokenizer).to(getattr(torch, settings.dtype))
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"model.path: the tokenizer must have an end-of-sequence token, got none in {settings.path!r}")
+        lm = load_lm(settings)
+    if settings.lora is not None:
+        lm = _with_adapters(lm, settings)
+    if settings.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Policy(lm, tokenizer, backend=backend)
+
+
+def load_lm(settings: Model) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    remote = settings.trust_remote_code
+    config = AutoConfig.from_pretrained(settings.path, trust_remote_code=remote)
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    extra: dict[str, Any] = {}
+    if settings.four_bit:
+        from transformers import BitsAndBytesConfig
+
+        if not torch.cuda.is_available():
+            raise ValueError("model.four_bit: needs a GPU, and there is none")
+        compute = torch.bfloat16 if settings.dtype == "float32" else getattr(torch, settings.dtype)
+        extra["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+        )
+    return kind.from_pretrained(
+        settings.path, dtype=getattr(torch, settings.dtype), attn_implementation=settings.attention,
+        trust_remote_code=remote, **extra,
+    )  # fmt: skip
+
+
+def _with_adapters(lm: Any, settings: Model) -> Any:
+    import peft
+
+    assert settings.lora is not None
+    lora = settings.lora
+    if settings.four_bit:
+        lm = peft.prepare_model_for_kbit_training(lm, use_gradient_checkpointing=settings.gradient_checkpointing)
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets or "all-linear"
+    )
+    return peft.get_peft_model(lm, config)
+
+
+def make_tiny(settings: Tiny, tokenizer: Any) -> Any:
+    """Without a download; its weights follow torch's seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+    size = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    if settings.architecture == "seq2seq":
+        return T5ForConditionalGeneration(T5Config(
+            **size, d_model=settings.hidden, d_ff=settings.intermediate, num_layers=settings.layers,
+            num_heads=settings.heads, d_kv=settings.hidden // settings.heads, dropout_rate=0.0,
+            decoder_start_token_id=tokenizer.pad_token_id, feed_forward_proj="gated-gelu",
+        ))  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(
+        **size, bos_token_id=tokenizer.bos_token_id, hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate, num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads, num_key_value_heads=settings.heads, tie_word_embeddings=True,
+        max_position_embeddings=4096,
+    ))  # fmt: skip
+
+
+def train_tokenizer(corpus: Sequence[str], vocabulary: int, is_seq2seq: bool) -> Any:
+    """Byte pairs of the corpus, digits by themselves; prompts begin with START, or end with END before an encoder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    inner.decoder = decoders.ByteLevel()
+    special = [PAD, END, START, UNKNOWN]
+    inner.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
+    )
+    frame = f"$A {END}" if is_seq2seq else f"{START} $A"
+    marks = [(mark, inner.token_to_id(mark)) for mark in (START, END)]
+    inner.post_processor = processors.TemplateProcessing(single=frame, special_tokens=marks)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=END, pad_token=PAD, bos_token=START, unk_token=UNKNOWN,
+        padding_side="left", clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """As transformers and peft load it: safetensors, config, tokenizer; the value head beside it."""
+    from safetensors.torch import save_file
+
+    policy.lm.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+    if policy.value_head is not None:
+        save_file(dict(policy.value_head.state_dict()), folder / "value_head.safetensors")

@@ -1,0 +1,301 @@
+"""A recipe: everything a run depends on. Each key is explained by its `help`, and changes something."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import grpo_kernels as gk
+from grpo_trainer.settings import build, key, override
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    architecture: Literal["causal", "seq2seq"] = key("causal", "a decoder (Llama), or an encoder and a decoder (T5)")
+    hidden: int = key(128, "size of the hidden states")
+    layers: int = key(2, "of each of encoder and decoder")
+    heads: int = key(4, "attention heads")
+    intermediate: int = key(256, "size within the feed-forward layers")
+    vocabulary: int = key(160, "tokens of the tokenizer that is trained on the recipe's demonstrations")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    rank: int = key(8, "of the adapters")
+    alpha: float = key(16.0, "their scale is alpha / rank")
+    dropout: float = key(0.0, "on the adapters' inputs, in training")
+    targets: list[str] | None = key(None, "names of the layers that get one; nothing: all linear layers but the head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    path: str = key("tiny", "a folder or a name on the hub; tiny: made here, nothing is downloaded")
+    tiny: Tiny = key(Tiny, "of path: tiny")
+    dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "of the weights")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "implementation of attention")
+    trust_remote_code: bool = key(False, "whether code that comes with a model may run")
+    lora: Lora | None = key(None, "train low-rank adapters in place of the weights")
+    four_bit: bool = key(False, "load the weights in 4 bits (bitsandbytes, a GPU), for lora")
+    gradient_checkpointing: bool = key(False, "compute activations again in the backward pass")
+    chat_template: bool = key(False, "put prompts through the tokenizer's chat template")
+    max_prompt_tokens: int = key(512, "longer prompts are left out, counted and logged")
+    reference_model_path: str | None = key(None, "the policy that KL is measured from; nothing: where RL starts from")
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    task: str | None = key("arithmetic", "bundled task that makes its own data; nothing: files")
+    options: dict[str, Any] = key({}, "arguments of the bundled task")
+    train: str | None = key(None, "JSONL with a prompt a line, for RL; with demonstrations also for SFT")
+    sft: str | None = key(None, "JSONL of demonstrations; nothing: train")
+    validation: str | None = key(None, "JSONL to tune on")
+    test: str | None = key(None, "JSONL of the last evaluation")
+    prompt: str = key("prompt", "column of the prompt")
+    demonstration: str = key("demonstration", "column of the demonstrated response")
+    limit: int | None = key(None, "at most so many lines of each file")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    lr: float = key(1e-5, "learning rate after the warm-up")
+    betas: list[float] = key([0.9, 0.95], "of AdamW")
+    eps: float = key(1e-8, "of AdamW")
+    weight_decay: float = key(0.0, "of AdamW, on matrices")
+    warmup: int = key(0, "steps over which the learning rate rises from 0")
+    schedule: Literal["constant", "linear", "cosine"] = key("linear", "what it does then")
+    final: float = key(0.1, "share of the learning rate that is left at the end")
+    grad_clip: float = key(1.0, "largest norm of a gradient; 0: none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sft:
+    steps: int = key(600, "optimizer steps")
+    batch: int = key(64, "demonstrations a step")
+    micro_batch: int = key(64, "demonstrations a forward pass")
+    optimizer: Optimizer = key(Optimizer, "of this phase")
+    split: str | None = key(None, "part of the data of this phase, as `grpo-data split` names it")
+    polychromic: float = key(0.0, "weight of the set's diversity in the weights of demonstrations of one prompt")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    prompts: int = key(64, "prompts a step")
+    group_size: int = key(8, "responses to each prompt")
+    temperature: float = key(1.0, "of sampling; log-probs are those of the tempered policy throughout")
+    top_p: float = key(1.0, "sample from the most probable tokens that together have so much probability")
+    top_k: int = key(0, "sample from so many most probable tokens; 0: from all")
+    max_new_tokens: int = key(32, "longer responses are cut off, and count as truncated")
+    min_new_tokens: int = key(0, "the end is not sampled before")
+    batch: int = key(512, "responses that are sampled together, of prompts of similar length")
+    mask_truncated: bool = key(False, "leave truncated responses out of the loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    name: str = key("exact", "a bundled reward, or module:function, which is code that the recipe runs")
+    weight: float = key(1.0, "in the sum of rewards")
+    options: dict[str, Any] = key({}, "arguments of a bundled reward")
+    on_error: Literal["raise", "skip"] = key("raise", "a reward that fails or is NaN: end, or leave the response out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Similarity:
+    embedder: str = key("auto", "hashed, minilm, a sentence-transformers name or folder; auto: minilm if it is there")
+    text: Literal["answer", "whole"] = key("answer", "what is embedded: what follows the last </think>, or all")
+    unfinished: Literal["exclude", "whole", "tail"] = key("exclude", "with answer, of a response whose thought does not end")
+    tail: int = key(256, "characters of unfinished: tail")
+    cache: int = key(4096, "texts whose embeddings are kept")
+    config: dict[str, Any] = key({}, "fields of SimilarityConfig")
+    sharing: float = key(0.0, "divide the deviation of a reward by its cluster's size to this power")
+    between: float = key(0.0, "weight of the advantages within the prompt, next to those within clusters")
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    lr: float = key(1e-3, "learning rate of the value head")
+    coef: float = key(0.5, "weight of its squared error")
+    clip: float | None = key(None, "how far a value may move from the one at sampling before its error is flat")
+    warmup: int = key(0, "first steps that train the value head alone")
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    name: str = key("grpo", "names a set of defaults for what follows; --help lists them")
+    advantage: dict[str, Any] = key({}, "fields of AdvantageConfig")
+    loss: dict[str, Any] = key({}, "fields of LossConfig")
+    similarity: Similarity | None = key(None, "similarity sub-groups")
+    segments: dict[str, Any] = key({}, "fields of SegmentConfig, for group_ppo; also under `group_params`' names")
+    sparse: bool = key(False, "group_ppo: the loss at endpoints alone, as the original has it; biased")
+    critic: Critic | None = key(None, "a value head, for ppo and group_ppo")
+    top_k_ratio: float = key(1.0, "share of each group, the largest advantages in magnitude, that enters the loss")
+    set_size: int = key(0, "polychromic set advantage over sets of so many responses; 0: none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rl:
+    steps: int = key(80, "rollouts")
+    epochs: int = key(2, "passes over each rollout")
+    minibatches: int = key(2, "optimizer steps a pass")
+    micro_batch: int = key(128, "responses a forward pass")
+    optimizer: Optimizer = key(Optimizer, "of this phase")
+    rollout: Rollout = key(Rollout, "how responses are sampled")
+    rewards: list[Reward] = key([], "what responses are worth; none: that of the task")
+    algorithm: Algorithm = key(Algorithm, "from rewards to the loss")
+    share_prompts: bool = key(True, "compute a prompt once for all its responses in the update; not with checkpointing")
+    dropout: bool = key(False, "keep dropout on in the update")
+    split: str | None = key(None, "part of the data of this phase, as `grpo-data split` names it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """One of the two."""
+
+    sft: Sft | None = key(None, "supervised phase")
+    rl: Rl | None = key(None, "reinforcement phase")
+
+    def __post_init__(self) -> None:
+        if (self.sft is None) == (self.rl is None):
+            raise ValueError("phases: each must have either sft or rl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    every: int = key(20, "RL steps between evaluations on the validation split; 0: only before and after")
+    prompts: int | None = key(None, "at most so many prompts; nothing: all")
+    batch: int = key(512, "prompts that are answered together")
+    samples: int = key(0, "sampled responses a prompt, for pass@k and diversity; 0: greedy only")
+    temperature: float = key(1.0, "of those samples")
+    pass_k: list[int] = key([1, 4, 8], "of pass@k; those beyond `samples` are left out")
+    tracked: int = key(4, "prompts whose responses are shown before and after in the report")
+
+
+@dataclasses.dataclass(frozen=True)
+class Logging:
+    to: list[Literal["wandb", "tensorboard", "trackio"]] = key([], "besides metrics.jsonl, which is always written")
+    project: str = key("grpo-kernels", "of wandb and trackio")
+    every: int = key(1, "steps between lines")
+    progress: bool = key(True, "a progress bar with reward, KL and the time left")
+    samples: int = key(2, "responses a step that go to samples.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoints:
+    every: int = key(0, "steps between checkpoints; 0: one at the end of each phase")
+    keep: int = key(2, "how many are kept, the last ones")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    name: str = key("run", "of the run")
+    seed: int = key(0, "of weights, data order and sampling")
+    output: str = key("runs/{name}", "folder of logs, checkpoints and the report; {name} and {seed} are filled in")
+    threads: int | None = key(None, "of the CPU; nothing: as many as cores that are free")
+    backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = key("auto", "of grpo_kernels")
+    model: Model = key(Model, "the policy")
+    data: Data = key(Data, "prompts, answers and demonstrations")
+    phases: list[Phase] = key([], "in this order")
+    evaluation: Evaluation = key(Evaluation, "on splits that are not trained on")
+    logging: Logging = key(Logging, "what is written down")
+    checkpoints: Checkpoints = key(Checkpoints, "what a run can go on from")
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output.format(name=self.name, seed=self.seed))
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+    """The recipe of a YAML file, or a bundled one by name. `base: other.yaml` in it is read first."""
+    values = _read(_find(path))
+    for assignment in overrides or []:
+        override(values, assignment)
+    return build(Recipe, values)
+
+
+def bundled() -> dict[str, Path]:
+    folder = Path(__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _find(path: str | Path) -> Path:
+    if Path(path).is_file():
+        return Path(path)
+    found = bundled().get(str(path))
+    if found is None:
+        raise FileNotFoundError(f"recipe: no file {str(path)!r}, and the bundled ones are {', '.join(bundled())}")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    values = yaml.safe_load(path.read_text()) or {}
+    if not isinstance(values, dict):
+        raise TypeError(f"{path}: must be a mapping, got {type(values).__name__}")
+    base = values.pop("base", None)
+    return values if base is None else _merge(_read(path.parent / base), values)
+
+
+def _merge(below: Any, above: Any) -> Any:
+    """Mappings key by key, lists element by element where both are of mappings, anything else replaced."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {name: _merge(below[name], value) if name in below else value for name, value in above.items()}
+    if isinstance(below, list) and isinstance(above, list) and all(isinstance(each, dict) for each in below + above):
+        merged = [_merge(a, b) for a, b in zip(below, above, strict=False)]
+        return merged + (below if len(below) > len(above) else above)[len(merged) :]
+    return above
+
+
+def _check(recipe: Recipe) -> None:
+    """Rules beyond types; each names the key, the rule and the value."""
+    rules: list[tuple[str, Any, bool, str]] = []
+    model = recipe.model
+    rules.append(("model.four_bit", model.four_bit, not model.four_bit or model.lora is not None, "goes with lora only"))
+    if recipe.data.task is None:
+        rules.append(("data.train", recipe.data.train, recipe.data.train is not None, "must be given without a task"))
+    for i, phase in enumerate(recipe.phases):
+        for name, part in (("sft", phase.sft), ("rl", phase.rl)):
+            if part is None:
+                continue
+            at = f"phases.{i}.{name}"
+            rules += [(f"{at}.{n}", getattr(part, n), getattr(part, n) > 0, "must be positive") for n in ("steps", "micro_batch")]
+            lr, clip = part.optimizer.lr, part.optimizer.grad_clip
+            rules.append((f"{at}.optimizer.lr", lr, 0 < lr < math.inf, "must be positive"))
+            rules.append((f"{at}.optimizer.grad_clip", clip, clip >= 0, "must not be negative"))
+        if phase.rl is not None:
+            rules += _rl_rules(f"phases.{i}.rl", phase.rl)
+    for name, value, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"{name}: {rule}, got {value!r}")
+
+
+def _rl_rules(at: str, rl: Rl) -> list[tuple[str, Any, bool, str]]:
+    rollout, algorithm = rl.rollout, rl.algorithm
+    rows = rollout.prompts * rollout.group_size
+    return [
+        (f"{at}.epochs", rl.epochs, rl.epochs > 0, "must be positive"),
+        (f"{at}.minibatches", rl.minibatches, 0 < rl.minibatches <= rollout.prompts, "must be 1 to rollout.prompts"),
+        (f"{at}.rollout.group_size", rollout.group_size, rollout.group_size > 0, "must be positive"),
+        (f"{at}.rollout.prompts", rollout.prompts, rollout.prompts > 0, "must be positive"),
+        (f"{at}.rollout.temperature", rollout.temperature, rollout.temperature > 0, "must be positive"),
+        (f"{at}.rollout.top_p", rollout.top_p, 0 < rollout.top_p <= 1, "must be in (0, 1]"),
+        (f"{at}.rollout.max_new_tokens", rollout.max_new_tokens, rollout.max_new_tokens > 0, "must be positive"),
+        (f"{at}.algorithm.top_k_ratio", algorithm.top_k_ratio, 0 < algorithm.top_k_ratio <= 1, "must be in (0, 1]"),
+        (f"{at}.algorithm.set_size", algorithm.set_size,
+         algorithm.set_size == 0 or 2 <= algorithm.set_size <= rollout.group_size, "must be 0, or 2 to the group size"),
+        (f"{at}.rollout", rows, rows > 1, "must have more than one response"),
+    ]  # fmt: skip
+
+
+# What each algorithm is made of: fields of AdvantageConfig and LossConfig, which the recipe's own override.
+ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
+    "grpo": {"advantage": {"estimator": "grpo"}, "loss": {"kl": "k3", "kl_coef": 0.01}},
+    "dr_grpo": {"advantage": {"estimator": "dr_grpo"}, "loss": {"aggregation": "seq-mean-token-sum-norm"}},
+    "rloo": {"advantage": {"estimator": "rloo"}, "loss": {}},
+    "reinforce": {"advantage": {"estimator": "rloo"}, "loss": {"loss": "reinforce"}},
+}
+_ = gk

@@ -1,0 +1,182 @@
+"""Sampling: responses to prompts, with the log-probs that they were sampled with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_trainer.model import Batch, Policy, encode_prompt, evaluating, pad, positions_of
+
+
+@dataclasses.dataclass
+class Rollout:
+    """Responses in the order of their prompts, `group_size` each. What is stored is token ids: text is never read back."""
+
+    items: list[dict[str, Any]]  # the data's lines, one for each prompt
+    batch: Batch
+    logprobs: Tensor  # [N, T] of the tempered policy when it sampled
+    truncated: Tensor  # [N] bool: cut off by max_new_tokens
+    texts: list[str]
+
+    @property
+    def group_size(self) -> int:
+        return len(self.texts) // max(len(self.items), 1)
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.batch.mask.sum(1)
+
+
+def usable(policy: Policy, items: Sequence[dict[str, Any]], prompt: str, limit: int, chat: bool) -> list[dict[str, Any]]:
+    """Items with their prompts as ids under "prompt_ids"; those that are too long are left out."""
+    found = [item | {"prompt_ids": encode_prompt(policy.tokenizer, item[prompt], chat)} for item in items]
+    return [item for item in found if 0 < len(item["prompt_ids"]) <= limit]
+
+
+@torch.no_grad()
+def roll_out(
+    policy: Policy, items: list[dict[str, Any]], group_size: int, *, max_new_tokens: int, generator: torch.Generator | None,
+    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0, batch: int = 512,
+) -> Rollout:  # fmt: skip
+    """group_size responses to each item; temperature 0: the most probable token each time. Prompts of similar length
+    are answered together."""
+    ids = [item["prompt_ids"] for item in items]
+    together = max(1, batch // group_size)
+    tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
+    logprobs: list[list[float]] = [[] for _ in tokens]
+    by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    with evaluating(policy):
+        for first in range(0, len(ids), together):
+            some = by_length[first : first + together]
+            found = _sample(policy, [ids[i] for i in some], group_size, max_new_tokens, generator, temperature, top_p,
+                            top_k, min_new_tokens)  # fmt: skip
+            for i, prompt in enumerate(some):
+                for j in range(group_size):
+                    tokens[prompt * group_size + j], logprobs[prompt * group_size + j] = found[i * group_size + j]
+    prompts, prompt_mask = pad(ids, policy.pad, left=not policy.is_seq2seq)
+    rows, mask = pad(tokens, policy.pad, left=False)
+    stored = torch.zeros(rows.shape)
+    for i, values in enumerate(logprobs):
+        stored[i, : len(values)] = torch.tensor(values)
+    prompt_of = torch.arange(len(tokens)) // group_size
+    texts = [policy.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
+    truncated = torch.tensor([row[-1:] != [policy.end] for row in tokens], dtype=torch.bool)
+    together_batch = Batch(prompts, prompt_mask, rows, mask, prompt_of).to(policy.device)
+    return Rollout(items, together_batch, stored.to(policy.device), truncated.to(policy.device), texts)
+
+
+def _sample(
+    policy: Policy, prompts: list[list[int]], copies: int, most: int, generator: torch.Generator | None,
+    temperature: float, top_p: float, top_k: int, least: int,
+) -> list[tuple[list[int], list[float]]]:  # fmt: skip
+    ids, mask = pad(prompts, policy.pad, left=not policy.is_seq2seq)
+    ids, mask = ids.to(policy.device), mask.to(policy.device)
+    decoder = (_EncoderDecoder if policy.is_seq2seq else _Decoder)(policy, ids, mask, copies)
+    rows = torch.arange(len(prompts) * copies, device=policy.device)  # that are not finished
+    tokens = torch.full((len(rows), most), policy.pad, device=policy.device)
+    logprobs = torch.zeros((len(rows), most), device=policy.device)
+    lengths = torch.zeros(len(rows), dtype=torch.int64, device=policy.device)
+    for t in range(most):
+        logits = decoder.logits.float()
+        if t < least:
+            logits = logits.index_fill(1, torch.tensor([policy.end], device=logits.device), float("-inf"))
+        if temperature == 0:
+            chosen = logits.argmax(-1)
+        else:
+            allowed = _filtered(logits / temperature, top_p, top_k).softmax(-1)
+            chosen = torch.multinomial(allowed, 1, generator=generator).squeeze(1)
+            logprobs[rows, t] = gk.token_logprobs(
+                logits, chosen, temperature=temperature, backend=policy.backend
+            ).logprobs
+        tokens[rows, t] = chosen
+        lengths[rows] += 1
+        # a finished row goes on, unread, until half of them are
+        going = (chosen != policy.end) & ~decoder.finished
+        decoder.finished = ~going
+        left = int(going.sum())
+        if left == 0 or t == most - 1:
+            break
+        if left <= len(rows) // 2:
+            kept = going.nonzero().squeeze(1)
+            rows, chosen = rows[kept], chosen[kept]
+            decoder.keep(kept)
+        decoder.step(chosen)
+    # what a finished row said after its end is not part of it
+    ends = (tokens == policy.end).int()
+    until_end = torch.where(ends.any(1), ends.argmax(1) + 1, lengths)
+    return [
+        (row[:length], values[:length])
+        for row, values, length in zip(tokens.tolist(), logprobs.tolist(), until_end.tolist(), strict=True)
+    ]
+
+
+class _Decoder:
+    """The next token's logits of each row, after prompts that were computed once for all their copies."""
+
+    def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, copies: int) -> None:
+        from transformers import DynamicCache
+
+        self.policy = policy
+        found = policy.lm(
+            input_ids=ids, attention_mask=mask.long(), position_ids=positions_of(mask), past_key_values=DynamicCache(),
+            use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        self.cache = found.past_key_values
+        self.cache.batch_repeat_interleave(copies)
+        self.logits = found.logits[:, -1].repeat_interleave(copies, 0)
+        self.mask = mask.repeat_interleave(copies, 0)
+        self.finished = torch.zeros(len(self.mask), dtype=torch.bool, device=ids.device)
+
+    def step(self, chosen: Tensor) -> None:
+        self.mask = torch.cat((self.mask, torch.ones_like(self.mask[:, :1])), 1)
+        found = self.policy.lm(
+            input_ids=chosen[:, None], attention_mask=self.mask.long(), position_ids=positions_of(self.mask)[:, -1:],
+            past_key_values=self.cache, use_cache=True,
+        )  # fmt: skip
+        self.logits = found.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.mask, self.finished = self.mask[rows], self.finished[rows]
+
+
+class _EncoderDecoder:
+    def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, copies: int) -> None:
+        self.policy = policy
+        self.encoded = policy.lm.get_encoder()(input_ids=ids, attention_mask=mask.long())
+        self.encoded.last_hidden_state = self.encoded.last_hidden_state.repeat_interleave(copies, 0)
+        self.mask = mask.repeat_interleave(copies, 0)
+        self.finished = torch.zeros(len(self.mask), dtype=torch.bool, device=ids.device)
+        self.cache: Any = None
+        self.step(torch.full((len(self.mask),), policy.lm.config.decoder_start_token_id, device=ids.device))
+
+    def step(self, chosen: Tensor) -> None:
+        found = self.policy.lm(
+            encoder_outputs=self.encoded, attention_mask=self.mask.long(), decoder_input_ids=chosen[:, None],
+            past_key_values=self.cache, use_cache=True,
+        )  # fmt: skip
+        self.cache, self.logits = found.past_key_values, found.logits[:, -1]
+
+    def keep(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+        self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]
+        self.mask, self.finished = self.mask[rows], self.finished[rows]
+
+
+def _filtered(logits: Tensor, top_p: float, top_k: int) -> Tensor:
+    """-inf for tokens that are not sampled; the most probable one always is."""
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if top_p < 1:
+        ordered, order = logits.sort(-1, descending=True)
+        chances = ordered.softmax(-1)
+        before = chances.cumsum(-1) - chances
+        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(dropped, float("-inf"))
+    return logits
