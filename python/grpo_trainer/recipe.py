@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-import grpo_kernels as gk
 from grpo_trainer.settings import build, key, override
 
 
@@ -289,13 +288,3 @@ def _rl_rules(at: str, rl: Rl) -> list[tuple[str, Any, bool, str]]:
          algorithm.set_size == 0 or 2 <= algorithm.set_size <= rollout.group_size, "must be 0, or 2 to the group size"),
         (f"{at}.rollout", rows, rows > 1, "must have more than one response"),
     ]  # fmt: skip
-
-
-# What each algorithm is made of: fields of AdvantageConfig and LossConfig, which the recipe's own override.
-ALGORITHMS: dict[str, dict[str, dict[str, Any]]] = {
-    "grpo": {"advantage": {"estimator": "grpo"}, "loss": {"kl": "k3", "kl_coef": 0.01}},
-    "dr_grpo": {"advantage": {"estimator": "dr_grpo"}, "loss": {"aggregation": "seq-mean-token-sum-norm"}},
-    "rloo": {"advantage": {"estimator": "rloo"}, "loss": {}},
-    "reinforce": {"advantage": {"estimator": "rloo"}, "loss": {"loss": "reinforce"}},
-}
-_ = gk

@@ -1,0 +1,214 @@
+"""From rewards to what the loss is given: every named algorithm, in terms of grpo_kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_trainer.recipe import Algorithm, Similarity
+from grpo_trainer.rollout import Rollout
+from grpo_trainer.settings import unknown
+
+_CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
+_ROW_MEAN = {"aggregation": "seq-mean-token-mean"}
+_SETS = {"estimator": "dr_grpo"}
+
+# Fields of AdvantageConfig and of LossConfig; what a recipe says itself goes over them.
+ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({"estimator": "grpo"}, {"kl": "k3", "kl_coef": 0.01}),
+    "dr_grpo": ({"estimator": "dr_grpo"}, {}),
+    "dapo": ({"estimator": "grpo"}, _CLIP_HIGHER),
+    "rloo": ({"estimator": "rloo"}, {}),
+    "reinforce": ({"estimator": "rloo"}, {"loss": "reinforce"}),
+    "reinforce_plus_plus": ({"estimator": "reinforce_plus_plus_baseline"}, {"kl": "k2", "kl_coef": 0.01}),
+    "opo": ({"estimator": "opo"}, {}),
+    "maxrl": ({"estimator": "maxrl"}, {}),
+    "gpg": ({"estimator": "gpg"}, {"loss": "reinforce"}),
+    "pass_k": ({"estimator": "grpo_passk"}, {}),
+    "gdpo": ({"estimator": "gdpo"}, {}),
+    "gspo": ({"estimator": "grpo"}, {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4} | _ROW_MEAN),
+    "gmpo": ({"estimator": "grpo"}, {"loss": "geo_mean", "clip_low": 0.4, "clip_high": 0.4,
+                                     "aggregation": "seq-mean-token-sum"}),
+    "cispo": ({"estimator": "grpo"}, {"loss": "cispo", "clip_low": None, "clip_high": 4.0}),
+    "sapo": ({"estimator": "grpo"}, {"loss": "sapo"} | _ROW_MEAN),
+    "similarity_group_grpo": ({"estimator": "grpo", "shrinkage": 4.0}, {"kl": "k3", "kl_coef": 0.01}),
+    "polychromic": (_SETS, {"kl": "k3", "kl_coef": 0.01}),
+    "ppo": ({}, {}),
+    "group_ppo": ({}, {"ratio": "segment"}),
+}  # fmt: skip
+WITH_CRITIC = ("ppo", "group_ppo")
+WITH_CLUSTERS = ("similarity_group_grpo", "polychromic")
+
+
+@dataclasses.dataclass
+class Plan:
+    """An algorithm with its settings filled in, and the one thing about it that changes: the threshold of segments."""
+
+    settings: Algorithm
+    advantage: gk.AdvantageConfig | None
+    loss: gk.LossConfig
+    similarity: Similarity | None
+    segments: gk.SegmentConfig | None
+    threshold: gk.SegmentThreshold | None
+
+    @classmethod
+    def of(cls, settings: Algorithm, max_new_tokens: int) -> Plan:
+        if settings.name not in ALGORITHMS:
+            raise ValueError(unknown("algorithm.name", settings.name, list(ALGORITHMS)))
+        advantage, loss = ALGORITHMS[settings.name]
+        loss = loss | settings.loss
+        if loss.get("aggregation") == "seq-mean-token-sum-norm":
+            loss = {"max_length": max_new_tokens} | loss
+        has_critic = settings.name in WITH_CRITIC
+        _refuse(settings, has_critic)
+        segments = None
+        if has_critic:
+            fields = {"group_max_size": 1} if settings.name == "ppo" else {}
+            segments = gk.SegmentConfig.of(fields | settings.segments, "algorithm.segments")
+            if settings.sparse:
+                loss = loss | {"ratio": "token"}
+        clusters = settings.similarity
+        if clusters is None and settings.name in WITH_CLUSTERS:
+            clusters = Similarity()
+        threshold = gk.SegmentThreshold(segments) if segments is not None and settings.name == "group_ppo" else None
+        config = None if has_critic else gk.AdvantageConfig(**(advantage | settings.advantage))
+        return cls(settings, config, gk.LossConfig(**_tuples(loss)), clusters, segments, threshold)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss.kl != "none"
+
+
+@dataclasses.dataclass
+class Credit:
+    """What each response, or each of its tokens, is worth to the loss."""
+
+    advantages: Tensor  # [N] or [N, T]
+    mask: Tensor | None = None  # [N, T]: tokens that enter the loss
+    segments: Tensor | None = None  # [N, T]
+    returns: Tensor | None = None  # [N, T], what a critic learns
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    clusters: gk.SimilarityGroups | None = None
+
+
+def credit(
+    plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, embeddings: Tensor | None, values: Tensor | None
+) -> Credit:
+    """rewards [N, R], NaN where a reward was not given; weights [R]; embeddings of the responses, NaN for those left out."""
+    if plan.segments is not None:
+        assert values is not None
+        found = _by_segments(plan, rollout, total(rewards, weights), values)
+    elif plan.settings.name == "polychromic":
+        assert embeddings is not None
+        found = _by_sets(plan, rollout, total(rewards, weights), embeddings)
+    else:
+        found = _by_rows(plan, rollout, rewards, weights, embeddings)
+    if plan.settings.top_k_ratio < 1:
+        _keep_largest(found, rollout, plan.settings.top_k_ratio)
+    return found
+
+
+def total(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of the rewards that were given; NaN where none was."""
+    given = ~rewards.isnan()
+    return torch.where(given.any(1), torch.where(given, rewards * weights, 0).sum(1), torch.nan)
+
+
+def _by_rows(plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, embeddings: Tensor | None) -> Credit:
+    assert plan.advantage is not None
+    size = rollout.group_size
+    config = dataclasses.replace(plan.advantage, reward_weights=tuple(weights.tolist()))
+    lengths = rollout.lengths
+    if plan.similarity is None:
+        found = gk.group_advantages(rewards, size, lengths=lengths, config=config)
+        return Credit(found.advantages)
+    assert embeddings is not None
+    clusters = gk.similarity_groups(embeddings, size, config=gk.SimilarityConfig(**_tuples(plan.similarity.config)))
+    within = gk.group_advantages(rewards, size, subgroups=clusters.labels, lengths=lengths, config=config)
+    advantages = within.advantages
+    if plan.similarity.sharing > 0:
+        # among many alike each counts for less, so that a strategy's weight does not follow from how common it is
+        advantages = advantages / _cluster_sizes(clusters).to(advantages) ** plan.similarity.sharing
+    if plan.similarity.between > 0:
+        alone = dataclasses.replace(config, shrinkage=0.0)
+        among_all = gk.group_advantages(rewards, size, lengths=lengths, config=alone).advantages
+        advantages = advantages + plan.similarity.between * torch.where(clusters.labels >= 0, among_all, 0)
+    return Credit(advantages, metrics=gk.similarity_metrics(clusters), clusters=clusters)
+
+
+def _by_sets(plan: Plan, rollout: Rollout, rewards: Tensor, embeddings: Tensor) -> Credit:
+    """Polychromic: a set is worth its mean reward times its diversity, a response what sets with it are worth more."""
+    assert plan.similarity is not None
+    size = rollout.group_size
+    clusters = gk.similarity_groups(embeddings, size, config=gk.SimilarityConfig(**_tuples(plan.similarity.config)))
+    found = gk.diversity.set_advantages(
+        rewards.view(-1, size), clusters.labels.view(-1, size), set_size=plan.settings.set_size or min(4, size)
+    )
+    return Credit(found.flatten().to(rewards.dtype), metrics=gk.similarity_metrics(clusters), clusters=clusters)
+
+
+def _by_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tensor) -> Credit:
+    assert plan.segments is not None
+    mask = rollout.batch.mask & ~rewards.isnan()[:, None]
+    at_end = torch.zeros_like(rollout.logprobs)
+    last = (rollout.lengths - 1).clamp(min=0)[:, None]
+    at_end.scatter_(1, last, rewards.nan_to_num()[:, None].to(at_end))
+    groups = rollout.group_size if plan.segments.norm == "prompt" else None
+    found = gk.endpoint_segments(
+        at_end, rollout.logprobs, rollout.logprobs, mask, values=values, groups=groups, threshold=plan.threshold,
+        config=plan.segments,
+    )  # fmt: skip
+    result = Credit(found.advantages, mask, returns=found.returns)
+    if plan.threshold is not None:
+        result.metrics = gk.segment_metrics(found, rollout.group_size)
+        plan.threshold.update(found)
+    if plan.settings.sparse:
+        result.mask = found.endpoint_mask
+    elif plan.loss.ratio.startswith("segment"):
+        result.segments = found.segment_ids
+    return result
+
+
+def _keep_largest(found: Credit, rollout: Rollout, ratio: float) -> None:
+    """Of each group the share with the largest advantages in magnitude; the others do not enter the loss at all."""
+    size = rollout.group_size
+    magnitude = found.advantages.abs()
+    of_row = (magnitude if magnitude.dim() == 1 else magnitude.amax(1)).view(-1, size)
+    kept = max(1, round(ratio * size))
+    order = of_row.argsort(1, descending=True, stable=True)
+    keeps = torch.zeros_like(of_row, dtype=torch.bool).scatter_(1, order[:, :kept], True).flatten()
+    mask = rollout.batch.mask if found.mask is None else found.mask
+    found.mask = mask & keeps[:, None]
+    found.metrics["train/kept_rows"] = float(keeps.sum())
+
+
+def _cluster_sizes(clusters: gk.SimilarityGroups) -> Tensor:
+    """Of each response's cluster; 1 for those that are in none."""
+    ids = clusters.group_ids
+    _, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return torch.where(ids >= 0, counts[place], 1)
+
+
+def _refuse(settings: Algorithm, has_critic: bool) -> None:
+    name = settings.name
+    rules = [
+        ("advantage", settings.advantage, bool(settings.advantage) and has_critic, "is of algorithms without a critic"),
+        ("segments", settings.segments, bool(settings.segments) and not has_critic, "is of ppo and group_ppo"),
+        ("sparse", settings.sparse, settings.sparse and name != "group_ppo", "is of group_ppo"),
+        ("critic", settings.critic, settings.critic is not None and not has_critic, "is of ppo and group_ppo"),
+        ("set_size", settings.set_size, settings.set_size > 0 and name != "polychromic", "is of polychromic"),
+        ("similarity", settings.similarity, settings.similarity is not None and has_critic,
+         "is of algorithms without a critic"),
+    ]  # fmt: skip
+    for key, value, refused, rule in rules:
+        if refused:
+            raise ValueError(f"algorithm.{key}: {rule}, got {value!r} with {name!r}")
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """YAML has lists where the configs have tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
