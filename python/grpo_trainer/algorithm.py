@@ -122,7 +122,7 @@ def _by_rows(plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, emb
     assert plan.advantage is not None
     size = rollout.group_size
     config = dataclasses.replace(plan.advantage, reward_weights=tuple(weights.tolist()))
-    lengths = rollout.lengths
+    lengths = rollout.lengths if config.needs_lengths else None
     if plan.similarity is None:
         found = gk.group_advantages(rewards, size, lengths=lengths, config=config)
         return Credit(found.advantages)

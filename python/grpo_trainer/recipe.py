@@ -33,6 +33,7 @@ class Model:
     path: str = key("tiny", "a folder or a name on the hub; tiny: made here, nothing is downloaded")
     tiny: Tiny = key(Tiny, "of path: tiny")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "of the weights")
+    mixed_precision: Literal["no", "bf16", "fp16"] = key("no", "of the forward pass, with weights in float32")
     attention: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "implementation of attention")
     trust_remote_code: bool = key(False, "whether code that comes with a model may run")
     lora: Lora | None = key(None, "train low-rank adapters in place of the weights")
@@ -129,6 +130,7 @@ class Algorithm:
     sparse: bool = key(False, "group_ppo: the loss at endpoints alone, as the original has it; biased")
     critic: Critic | None = key(None, "a value head, for ppo and group_ppo")
     top_k_ratio: float = key(1.0, "share of each group, the largest advantages in magnitude, that enters the loss")
+    drop_flat: bool = key(True, "leave groups without any advantage out of the loss, and out of what it divides by")
     set_size: int = key(0, "polychromic set advantage over sets of so many responses; 0: none")
 
 

