@@ -318,13 +318,19 @@ def make_tiny(settings: Tiny, tokenizer: Any) -> Any:
 
 
 def train_tokenizer(corpus: Sequence[str], vocabulary: int, is_seq2seq: bool) -> Any:
-    """Byte pairs of the corpus, digits by themselves; prompts begin with START, or end with END before an encoder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """Byte pairs of the corpus, each digit by itself, words and first digits with the space before them.
+
+    Prompts begin with START, or end with END before an encoder.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     inner = Tokenizer(models.BPE(unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(r" ?\d| ?[^\s\d]+|\s"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     inner.decoder = decoders.ByteLevel()
     special = [PAD, END, START, UNKNOWN]
