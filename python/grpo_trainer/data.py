@@ -40,3 +40,18 @@ def stratified(lines: Sequence[Line], by: Sequence[float], ratio: float, parts: 
         some = order[part * len(order) // parts : (part + 1) * len(order) // parts]
         first |= set(rng.sample(some, round(ratio * len(some))))
     return [lines[i] for i in sorted(first)], [line for i, line in enumerate(lines) if i not in first]
+
+
+def ranks_of(lines: Sequence[Line], by: str) -> list[float]:
+    """A column of numbers, or the quotient of two as "A/B", whose divisor counts as 1 at least."""
+    names = by.split("/")
+    if len(names) > 2:
+        raise ValueError(f"--by: must be a column or A/B, got {by!r}")
+    columns = []
+    for name in names:
+        for number, line in enumerate(lines, 1):
+            value = line.get(name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"--by: {name} must be a number on every line, got {value!r} on line {number}")
+        columns.append([float(line[name]) for line in lines])
+    return columns[0] if len(columns) == 1 else [a / max(b, 1.0) for a, b in zip(*columns, strict=True)]

@@ -41,7 +41,7 @@ def evaluate(
     ]
     metrics = {
         "reward": _mean(worth),
-        "exact": _mean([float(value == 1) for value in worth]),
+        "exact": _mean([float(value >= settings.solved) for value in worth]),
         "truncated": float(greedy.truncated.double().mean()),
         "length": float(greedy.lengths.double().mean()),
         "prompts": float(len(items)),
@@ -58,7 +58,7 @@ def evaluate(
         metrics["sampled_reward"] = _mean(values)
         for k in settings.pass_k:
             if k <= n:
-                metrics[f"pass@{k}"] = _mean([pass_at_k(n, sum(r == 1 for r in line["rewards"]), k) for line in lines])
+                metrics[f"pass@{k}"] = _mean([pass_at_k(n, sum(r >= settings.solved for r in line["rewards"]), k) for line in lines])
     return Result(metrics, lines)
 
 

@@ -21,7 +21,6 @@ class Log:
         self.trackers: list[Any] = []
         if not is_main:
             return
-        folder.mkdir(parents=True, exist_ok=True)
         self.trackers = [_tracker(kind, settings, folder, name, recipe) for kind in settings.to]
 
     def metrics(self, phase: str, step: int, values: dict[str, float]) -> None:
@@ -74,6 +73,7 @@ class Log:
         path.write_text("".join(line + "\n" for line in kept))
 
     def _write(self, name: str, entry: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

@@ -169,6 +169,7 @@ class Evaluation:
     samples: int = key(0, "sampled responses a prompt, for pass@k and diversity; 0: greedy only")
     temperature: float = key(1.0, "of those samples")
     pass_k: list[int] = key([1, 4, 8], "of pass@k; those beyond `samples` are left out")
+    solved: float = key(1.0, "a response with a reward of at least this is right: for exact and pass@k")
     tracked: int = key(4, "prompts whose responses are shown before and after in the report")
 
 

@@ -25,7 +25,7 @@ from grpo_trainer import checkpoint, tasks
 from grpo_trainer.algorithm import Credit, Plan, credit, total
 from grpo_trainer.data import read_jsonl
 from grpo_trainer.embed import load_embedder
-from grpo_trainer.evaluate import evaluate
+from grpo_trainer.evaluate import Result, evaluate
 from grpo_trainer.log import Log
 from grpo_trainer.model import Batch, Policy, Reference, evaluating, load_policy, pad
 from grpo_trainer.recipe import Data, Optimizer, Phase, Recipe, Reward, Rl, Sft
@@ -74,6 +74,7 @@ class Trainer:
             start_phase, start_step = self._resume()
         else:
             checkpoint.refuse_used(self.recipe.folder)
+            self.recipe.folder.mkdir(parents=True, exist_ok=True)
             (self.recipe.folder / "recipe.json").write_text(checkpoint.to_json(plain(self.recipe)))
         for number, phase in enumerate(self.recipe.phases):
             if number < start_phase:
@@ -95,14 +96,20 @@ class Trainer:
             self.log.event("prompts left out", split=split, count=left_out, limit=self.recipe.model.max_prompt_tokens)
         return found
 
-    def evaluate(self, split: str, phase: int, step: int) -> dict[str, float]:
+    def evaluation_of(self, split: str) -> Result | None:
         items = self.items(split)[: self.recipe.evaluation.prompts]
         if not items:
-            return {}
+            return None
         generator = torch.Generator(self.policy.device).manual_seed(self.seed_of("evaluation", split))
-        result = evaluate(
+        return evaluate(
             self.policy, items, self.recipe.evaluation, self.rewards, self.functions, self.max_new_tokens, generator
         )
+
+    def evaluate(self, split: str, phase: int, step: int) -> dict[str, float]:
+        """Figures of the policy as it is, logged; nothing if the split is empty."""
+        result = self.evaluation_of(split)
+        if result is None:
+            return {}
         metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
         self.log.metrics("eval", step, {"eval/phase": float(phase)} | metrics)
         if self.accelerator.is_main_process:
@@ -515,5 +522,13 @@ def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:
     return Trainer(recipe).run(resume)
 
 
-def folder_of(recipe: Recipe) -> Path:
-    return recipe.folder
+def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
+    """Another model on a split of the recipe's data."""
+    other = dataclasses.replace(
+        recipe, model=dataclasses.replace(recipe.model, path=path, lora=None),
+        logging=dataclasses.replace(recipe.logging, to=[]),
+    )  # fmt: skip
+    result = Trainer(other).evaluation_of(split)
+    if result is None:
+        raise ValueError(f"data: the split {split!r} has no usable line")
+    return result
