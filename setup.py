@@ -81,9 +81,9 @@ class CMakeBuild(build_ext):
 modules = {"none": [], "cpu": ["_C"], "cuda": ["_C", "_C_cuda"]}[build_mode()]
 
 setup(
-    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python"),
-    package_dir={"grpo_trainer": "python/grpo_trainer"},
-    package_data={"grpo_kernels": ["py.typed"]},
+    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes"],
+    package_dir={"grpo_trainer": "python/grpo_trainer", "grpo_trainer.recipes": "recipes"},
+    package_data={"grpo_kernels": ["py.typed"], "grpo_trainer.recipes": ["*.yaml"]},
     ext_modules=[Extension(f"grpo_kernels.{name}", sources=[]) for name in modules],
     cmdclass={"build_ext": CMakeBuild},
 )

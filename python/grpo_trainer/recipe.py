@@ -219,8 +219,10 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def bundled() -> dict[str, Path]:
-    folder = Path(__file__).parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    here = Path(__file__).parent
+    # installed, or in a checkout
+    folders = [here / "recipes", here.parent.parent / "recipes"]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def _find(path: str | Path) -> Path:

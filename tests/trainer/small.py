@@ -1,0 +1,51 @@
+"""A recipe that takes a second, and what it is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.settings import build, override
+
+
+def values(folder: Path) -> dict[str, Any]:
+    tiny = {"hidden": 32, "layers": 1, "heads": 2, "intermediate": 64, "vocabulary": 120}
+    return {
+        "name": "small",
+        "output": str(folder),
+        "threads": 1,
+        "model": {"path": "tiny", "tiny": tiny},
+        "data": {
+            "task": "arithmetic",
+            "options": {"demonstrations": 64, "train": 24, "validation": 8, "test": 8, "boxes": 0.0},
+        },
+        "phases": [
+            {"sft": {"steps": 4, "batch": 16, "micro_batch": 16, "optimizer": {"lr": 1e-2}}},
+            {
+                "rl": {
+                    "steps": 4,
+                    "epochs": 2,
+                    "minibatches": 2,
+                    "micro_batch": 16,
+                    "optimizer": {"lr": 1e-3},
+                    "rollout": {"prompts": 6, "group_size": 4, "max_new_tokens": 12},
+                    "rewards": [{"name": "tests.trainer.small:digits"}],
+                }
+            },
+        ],
+        "evaluation": {"every": 2, "batch": 8},
+        "logging": {"progress": False},
+    }
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    found = values(folder)
+    for assignment in overrides:
+        override(found, assignment)
+    return build(Recipe, found)
+
+
+def digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """A reward that a model without any skill gets different amounts of."""
+    return [sum(letter.isdigit() for letter in text) / 10 for text in completions]

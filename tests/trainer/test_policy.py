@@ -1,0 +1,158 @@
+"""The policy scores responses as it sampled them, however the prompts are shared, padded and split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from grpo_trainer.model import Policy, Reference, evaluating, load_policy, pad
+from grpo_trainer.recipe import Lora, Model, Tiny
+from grpo_trainer.rollout import Rollout, _filtered, roll_out, usable
+
+CORPUS = [f"Ann has {i} shells, sells {i % 9}. How many? {i} - {i % 9} = {i - i % 9}. #### {i}" for i in range(60)]
+PROMPTS = [text[: 12 + i] for i, text in enumerate(CORPUS[:7])]
+KINDS = ("causal", "seq2seq")
+
+
+def policy_of(kind: str, lora: Lora | None = None) -> Policy:
+    torch.manual_seed(1)
+    tiny = Tiny(architecture=kind, hidden=32, layers=2, heads=2, intermediate=64, vocabulary=100)  # type: ignore[arg-type]
+    return load_policy(Model(tiny=tiny, lora=lora), CORPUS, None)
+
+
+def rolled(policy: Policy, **settings: float) -> Rollout:
+    items = usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
+    given = {"max_new_tokens": 9, "batch": 6} | settings
+    return roll_out(policy, items, 3, generator=torch.Generator().manual_seed(0), **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampling_and_scoring_agree(kind: str, temperature: float) -> None:
+    policy = policy_of(kind)
+    policy.temperature = temperature
+    rollout = rolled(policy, temperature=temperature)
+    with torch.no_grad(), evaluating(policy):
+        for share in (True, False):
+            found = policy("logprobs", rollout.batch, share=share)
+            torch.testing.assert_close(found, rollout.logprobs, rtol=1e-4, atol=1e-5)
+        rows = torch.tensor([1, 4, 20, 11])
+        part = rollout.batch.rows(rows)
+        of_part = policy("logprobs", part)
+    torch.testing.assert_close(of_part, rollout.logprobs[rows][:, : of_part.shape[1]], rtol=1e-4, atol=1e-5)
+    if kind == "causal":
+        lengths = [len(item["prompt_ids"]) for item in rollout.items]
+        shortest = lengths.index(min(lengths))
+        assert rollout.batch.rows(torch.tensor([3 * shortest])).prompts.shape[1] == min(lengths) < max(lengths)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_those_of_the_model_alone(kind: str) -> None:
+    """Row by row through the model as transformers has it, without padding or cache."""
+    policy = policy_of(kind)
+    rollout = rolled(policy)
+    for i in range(0, len(rollout.texts), 5):
+        prompt = torch.tensor([rollout.items[i // 3]["prompt_ids"]])
+        tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
+        with torch.no_grad(), evaluating(policy):
+            if kind == "causal":
+                logits = policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1]
+            else:
+                start = torch.tensor([[policy.lm.config.decoder_start_token_id]])
+                inputs = torch.cat((start, tokens[None, :-1]), 1)
+                logits = policy.lm(input_ids=prompt, decoder_input_ids=inputs).logits[0]
+        expected = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+        torch.testing.assert_close(rollout.logprobs[i, : len(tokens)], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_responses_end_at_their_first_end_or_are_truncated() -> None:
+    policy = policy_of("causal")
+    rollout = rolled(policy, max_new_tokens=40)
+    ends = 0
+    for row, mask, cut in zip(rollout.batch.tokens, rollout.batch.mask, rollout.truncated.tolist(), strict=True):
+        tokens = row[mask].tolist()
+        assert tokens and policy.end not in tokens[:-1]
+        assert cut == (tokens[-1] != policy.end) and (not cut or len(tokens) == 40)
+        ends += not cut
+    assert 0 < ends < len(rollout.texts)
+
+
+def test_sampling_follows_the_policys_probabilities() -> None:
+    """First tokens of 6,000 responses to one prompt, against the softmax: chi-squared within five sigma."""
+    policy = policy_of("causal")
+    items = usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
+    rollout = roll_out(policy, items, 6000, max_new_tokens=1, generator=torch.Generator().manual_seed(3), batch=6000)
+    with torch.no_grad():
+        chances = policy.lm(torch.tensor([items[0]["prompt_ids"]])).logits[0, -1].softmax(-1).double()
+    counts = torch.bincount(rollout.batch.tokens[:, 0], minlength=len(chances)).double()
+    often = chances * 6000 >= 5
+    apart = ((counts - chances * 6000).square() / (chances * 6000))[often].sum()
+    degrees = int(often.sum())
+    assert abs(float(apart) - degrees) < 5 * (2 * degrees) ** 0.5
+
+
+def test_filters_keep_the_most_probable_tokens() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert _filtered(logits, 1.0, 2).isfinite().tolist() == [[True, True, False, False]]
+    assert _filtered(logits, 0.5, 0).isfinite().tolist() == [[True, False, False, False]]
+    assert _filtered(logits, 0.51, 0).isfinite().tolist() == [[True, True, False, False]]
+    assert _filtered(logits, 1e-9, 0).isfinite().tolist() == [[True, False, False, False]]
+
+
+def test_prompts_that_do_not_fit_are_left_out() -> None:
+    policy = policy_of("causal")
+    lines = [{"prompt": text} for text in (*PROMPTS, "")]
+    lengths = [len(policy.tokenizer(line["prompt"])["input_ids"]) for line in lines]
+    assert [len(item["prompt_ids"]) for item in usable(policy, lines, "prompt", 9, False)] == [
+        length for length in lengths if length <= 9
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_prompts_give_the_same_gradient(kind: str) -> None:
+    policy = policy_of(kind)
+    rollout = rolled(policy)
+    gradients = []
+    for share in (True, False):
+        policy.zero_grad()
+        loss, _ = policy(
+            "loss", rollout.batch, share=share, old_logprobs=rollout.logprobs, config="grpo",
+            advantages=torch.linspace(-1, 1, len(rollout.texts)),
+        )  # fmt: skip
+        loss.loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+    assert float(gradients[0].norm()) > 0
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["weights", "adapters"])
+def test_the_reference_is_the_policy_until_it_moves(lora: Lora | None) -> None:
+    policy = policy_of("causal", lora)
+    rollout = rolled(policy)
+    reference = Reference(policy, Model(lora=lora))
+    with torch.no_grad(), evaluating(policy):
+        before = policy("logprobs", rollout.batch)
+    assert torch.equal(reference.logprobs(rollout.batch), before)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1
+        with evaluating(policy):
+            moved = policy("logprobs", rollout.batch)
+    assert torch.equal(reference.logprobs(rollout.batch), before) and not torch.equal(moved, before)
+
+
+def test_values_begin_at_zero_and_are_of_each_token() -> None:
+    policy = policy_of("causal")
+    policy.add_value_head()
+    rollout = rolled(policy)
+    assert torch.equal(policy("values", rollout.batch), torch.zeros_like(rollout.logprobs))
+
+
+def test_padding() -> None:
+    ids, mask = pad([[1, 2, 3], [], [4]], 9, left=True)
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [9, 9, 4]] and mask.sum(1).tolist() == [3, 0, 1]
+    ids, mask = pad([[1, 2, 3], [4]], 9, left=False)
+    assert ids.tolist() == [[1, 2, 3], [4, 9, 9]] and mask.tolist()[1] == [True, False, False]

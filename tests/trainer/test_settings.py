@@ -1,0 +1,97 @@
+"""Recipes are checked key by key, and every key is explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from grpo_trainer.recipe import Recipe, bundled, load
+from grpo_trainer.settings import build, explain, fields_of, override, plain
+from tests.trainer import small
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sead": 1}, r"^sead: no such key; the nearest is 'seed', all are backend, checkpoints, data"),
+        ({"model": {"paht": "x"}}, r"^model.paht: no such key; the nearest is 'path'"),
+        ({"phases": [{"rl": {"rollout": {"tempratur": 1}}}]}, r"^phases.0.rl.rollout.tempratur: .* 'temperature'"),
+        ({"seed": "one"}, r"^seed: must be int, got str 'one'"),
+        ({"seed": True}, r"^seed: must be int, got bool True"),
+        ({"model": {"dtype": "float23"}}, r"^model.dtype: must be one of .*, got 'float23' \(nearest 'float32'\)"),
+        ({"phases": {}}, r"^phases: must be list of Phase, got dict"),
+        ({"phases": [{}]}, r"^phases: each must have either sft or rl"),
+        ({"model": 3}, r"^model: must be a mapping, got int 3"),
+        ({"data": {"task": None}}, r"^data.train: must be given without a task, got None"),
+        ({"model": {"four_bit": True}}, r"^model.four_bit: goes with lora only, got True"),
+        ({"phases": [{"sft": {"steps": 0}}]}, r"^phases.0.sft.steps: must be positive, got 0"),
+        ({"phases": [{"rl": {"rollout": {"top_p": 1.5}}}]}, r"^phases.0.rl.rollout.top_p: must be in \(0, 1\], got 1.5"),
+        ({"phases": [{"rl": {"minibatches": 65}}]}, r"^phases.0.rl.minibatches: must be 1 to rollout.prompts, got 65"),
+    ],
+)
+def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        build(Recipe, values)
+
+
+def test_numbers_are_read_as_people_write_them() -> None:
+    recipe = build(Recipe, yaml.safe_load("phases: [{sft: {optimizer: {lr: 1e-5, weight_decay: 0}}}]"))
+    assert recipe.phases[0].sft is not None
+    optimizer = recipe.phases[0].sft.optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == (1e-5, 0.0) and isinstance(optimizer.weight_decay, float)
+
+
+def test_overrides() -> None:
+    values: dict[str, Any] = {"phases": [{"sft": {}}, {"rl": {"steps": 3}}]}
+    for assignment in ("phases.1.rl.steps=10", "model.tiny.hidden=64", "name=a b", "model.lora={rank: 4}"):
+        override(values, assignment)
+    recipe = build(Recipe, values)
+    assert recipe.phases[1].rl is not None and recipe.phases[1].rl.steps == 10
+    assert recipe.model.tiny.hidden == 64 and recipe.name == "a b"
+    assert recipe.model.lora is not None and recipe.model.lora.rank == 4
+    for bad, message in (("seed", "key=value"), ("phases.2.rl=1", "number below 2"), ("name.x=1", "goes through 'name'")):
+        with pytest.raises(ValueError, match=f"override: .*{message}"):
+            override(values, bad)
+
+
+def test_a_recipe_survives_being_written_down(tmp_path: Path) -> None:
+    recipe = small.recipe(tmp_path)
+    assert build(Recipe, plain(recipe)) == recipe
+
+
+def test_a_base_is_read_first(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("seed: 3\nphases: [{sft: {steps: 5}}, {rl: {steps: 7}}]\n")
+    (tmp_path / "own.yaml").write_text("base: base.yaml\nname: own\nphases: [{sft: {steps: 1}}]\n")
+    recipe = load(tmp_path / "own.yaml", ["phases.1.rl.epochs=3"])
+    sft, rl = recipe.phases[0].sft, recipe.phases[1].rl
+    assert sft is not None and rl is not None
+    assert (recipe.seed, recipe.name, sft.steps, rl.steps, rl.epochs) == (3, "own", 1, 7, 3)
+    with pytest.raises(FileNotFoundError, match=r"recipe: no file 'arithmatic', and the bundled ones are .*arithmetic"):
+        load("arithmatic")
+
+
+def test_every_key_is_explained() -> None:
+    lines = list(explain(Recipe))
+    assert len(lines) > 80
+    assert all(line.split(": ", 1)[1].strip() for line in lines)
+    assert any(line.startswith("phases[].rl.rollout.temperature (float, default 1.0): ") for line in lines)
+
+
+def test_defaults_are_of_their_types() -> None:
+    def check(kind: type) -> None:
+        for field in fields_of(kind).values():
+            if isinstance(field.default, list | dict) or field.default is None:
+                continue
+            if hasattr(field.default, "__dataclass_fields__"):
+                check(type(field.default))
+
+    check(Recipe)
+    assert build(Recipe, {}) == Recipe()
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_bundled_recipes_are_valid(name: str) -> None:
+    assert load(name).phases

@@ -1,0 +1,286 @@
+"""Runs of a second: what is logged, going on from checkpoints, every algorithm, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
+from grpo_trainer.checkpoint import CheckpointError
+from grpo_trainer.model import Policy
+from grpo_trainer.rewards import RewardError
+from grpo_trainer.train import PhaseRun, Trainer, lr_factor, train
+from tests.trainer import small
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in entry.items() if not k.startswith("time")} for entry in entries]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    return load_file(newest / "model" / "model.safetensors")
+
+
+def test_a_run_writes_down_what_it_did(tmp_path: Path) -> None:
+    final = train(small.recipe(tmp_path / "run"))
+    entries = lines(tmp_path / "run")
+    assert [(e["phase"], e["step"]) for e in entries if e["phase"] != "eval"] == [
+        *(("sft", step) for step in range(1, 5)), *(("rl", step) for step in range(1, 5))
+    ]  # fmt: skip
+    rl = [e for e in entries if e["phase"] == "rl"]
+    assert final["eval/test_prompts"] == 8 and 0 <= final["eval/test_reward"] <= 1.2
+    names = {name for e in rl for name in e}
+    for name in (
+        "train/total_loss train/policy_loss train/kl_mean train/kl_penalty train/kl_std train/ratio_mean train/entropy "
+        "train/advantages_mean train/advantages_std train/grad_norm train/lr rewards/mean rewards/std rewards/min "
+        "rewards/max rewards/median rewards/q25 rewards/q75 group_stats/num_groups group_stats/avg_group_size "
+        "rollout/truncated time/generate time/model time/advantage time/reward time/step"
+    ).split():
+        assert name in names, name
+    assert rl[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6)
+    assert all(math.isfinite(e["train/total_loss"]) for e in rl)
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == "small"
+
+
+def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path) -> None:
+    train(small.recipe(tmp_path, "phases.1.rl.steps=1", "phases.1.rl.epochs=1", "phases.1.rl.minibatches=1"))
+    first = lines(tmp_path)[-3]
+    assert first["phase"] == "rl" and abs(first["train/ratio_max"] - 1) < 1e-4 and abs(first["train/ratio_min"] - 1) < 1e-4
+    train(small.recipe(tmp_path / "more", "phases.1.rl.steps=1", "phases.1.rl.epochs=4"))
+    later = lines(tmp_path / "more")[-3]
+    assert later["train/ratio_max"] > 1.001
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(small.recipe(tmp_path / name, f"seed={seed}", "phases.1.rl.steps=2"))
+    assert timeless(lines(tmp_path / "a")) == timeless(lines(tmp_path / "b"))
+    assert timeless(lines(tmp_path / "a")) != timeless(lines(tmp_path / "c"))
+
+
+def stopped_after(monkeypatch: pytest.MonkeyPatch, recipe: Any, phase: int, step: int) -> None:
+    """Runs until just before a step would begin."""
+    real = PhaseRun._items
+
+    def items(self: PhaseRun, data: Any, at: int) -> Any:
+        if (self.number, at) == (phase, step + 1):
+            raise KeyboardInterrupt
+        return real(self, data, at)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PhaseRun, "_items", items)
+        train(recipe)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["{name: grpo}", "{name: group_ppo}", "{name: similarity_group_grpo, similarity: {embedder: hashed}}"],
+    ids=["grpo", "group_ppo", "similarity"],
+)
+@pytest.mark.parametrize(("phase", "step"), [(0, 2), (1, 0), (1, 2), (1, 3)])
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: int, step: int, algorithm: str
+) -> None:
+    more = (f"phases.1.rl.algorithm={algorithm}", "checkpoints.every=1")
+    train(small.recipe(tmp_path / "whole", *more))
+    recipe = small.recipe(tmp_path / "parts", *more)
+    stopped_after(monkeypatch, recipe, phase, step)
+    train(recipe, resume=True)
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    of_steps = [[e for e in timeless(lines(tmp_path / name)) if e["phase"] != "eval"] for name in ("whole", "parts")]
+    assert of_steps[0] == of_steps[1]
+    assert timeless(lines(tmp_path / "whole"))[-1] == timeless(lines(tmp_path / "parts"))[-1]
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """kill -9 at a few moments of a run in its own process, each time gone on with; the end is that of an unbroken run."""
+    more = ["checkpoints.every=1", "phases.1.rl.steps=6"]
+    train(small.recipe(tmp_path / "whole", *more))
+    code = (
+        "import sys; from pathlib import Path; from grpo_trainer.train import train; from tests.trainer import small\n"
+        "torch = __import__('torch'); torch.set_num_threads(1)\n"
+        f"folder = Path({str(tmp_path / 'parts')!r})\n"
+        f"train(small.recipe(folder, *{more!r}), resume=(folder / 'recipe.json').exists())"
+    )
+    for _ in range(12):
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        before = len(list((tmp_path / "parts" / "checkpoints").glob("[0-9]*"))) if (tmp_path / "parts").exists() else 0
+        give_up = time.time() + 120
+        # until a step was finished, and then a moment that differs from time to time
+        while process.poll() is None and time.time() < give_up:
+            entries = (tmp_path / "parts" / "events.jsonl")
+            if entries.exists() and entries.read_text().count("checkpoint") > before + 2:
+                break
+            time.sleep(0.005)
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0
+    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_checkpoints_that_are_damaged_or_foreign_are_refused(tmp_path: Path) -> None:
+    recipe = small.recipe(tmp_path, "phases.1.rl.steps=1")
+    train(recipe)
+    with pytest.raises(FileExistsError, match="has a run already; go on from it with --resume"):
+        train(recipe)
+    other = small.recipe(tmp_path, "phases.1.rl.steps=1", "phases.1.rl.optimizer.lr=0.5", "seed=4")
+    with pytest.raises(CheckpointError, match=r"of another recipe, which differs in phases.1.rl.optimizer.lr, seed"):
+        train(other, resume=True)
+    train(small.recipe(tmp_path, "phases.1.rl.steps=1", "logging.every=2"), resume=True)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    path = newest / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model/model.safetensors is damaged"):
+        train(recipe, resume=True)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model/model.safetensors is missing"):
+        train(recipe, resume=True)
+
+
+def test_checkpoints_hold_no_pickle_and_only_the_last_are_kept(tmp_path: Path) -> None:
+    train(small.recipe(tmp_path, "checkpoints.every=1", "checkpoints.keep=3"))
+    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert found == ["1-000002", "1-000003", "1-000004"]
+    files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
+    algorithm = {"name": name} | ({"similarity": {"embedder": "hashed"}} if name in WITH_CLUSTERS else {})
+    train(small.recipe(tmp_path, "phases.1.rl.steps=2", f"phases.1.rl.algorithm={json.dumps(algorithm)}"))
+    found = [e for e in lines(tmp_path) if e["phase"] == "rl"]
+    assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in found)
+
+
+def test_reward_rises(tmp_path: Path) -> None:
+    """A dozen steps towards more digits."""
+    train(small.recipe(tmp_path, "phases.1.rl.steps=16", "phases.1.rl.optimizer.lr=5e-3", "evaluation.every=0",
+                       "phases.1.rl.rollout.prompts=12", "phases.1.rl.algorithm.loss={kl: none, kl_coef: 0.0}"))  # fmt: skip
+    rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["phase"] == "rl"]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+
+
+def raises(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    raise KeyError("no such thing")
+
+
+def too_few(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [0.0]
+
+
+def not_a_number(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [math.nan if i % 2 else 0.1 * i for i in range(len(completions))]
+
+
+def nothing(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    return [None] * len(completions)
+
+
+def equal(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+HERE = "tests.trainer.test_train"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", r"reward '.*:raises' raised KeyError: 'no such thing'"),
+        ("too_few", r"reward '.*:too_few' must give one value for each of \d+ responses, got 1"),
+        ("not_a_number", r"reward '.*:not_a_number' must be finite or None, got nan for response 1"),
+        ("missing", r"rewards.name: cannot load '.*:missing'"),
+    ],
+)
+def test_a_reward_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:{name}'}}]"))
+
+
+def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
+    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:not_a_number', on_error: skip}}]"
+    train(small.recipe(tmp_path, reward, "phases.1.rl.steps=1"))
+    entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    assert entry["rewards/skipped"] == 12 and math.isfinite(entry["train/total_loss"])
+
+
+@pytest.mark.parametrize("name", ["nothing", "equal"])
+def test_a_batch_without_any_advantage_is_skipped_and_said_so(tmp_path: Path, name: str) -> None:
+    train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:{name}'}}]", "phases.1.rl.steps=1"))
+    entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    assert entry["train/skipped"] == 1 and "train/total_loss" not in entry
+    assert any(e["event"].startswith("minibatch skipped") for e in lines(tmp_path, "events"))
+
+
+def test_a_reference_that_is_not_the_policy_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_trainer.model import Reference
+
+    real = Reference.logprobs
+    monkeypatch.setattr(Reference, "logprobs", lambda self, batch: real(self, batch) + 1e-3)
+    with pytest.raises(RuntimeError, match="the reference must be the policy before the first step"):
+        train(small.recipe(tmp_path))
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Policy._logprobs
+    monkeypatch.setattr(Policy, "_logprobs", lambda self, batch, share=True: real(self, batch, share) * math.nan)
+    with pytest.raises(FloatingPointError, match="phase 0: the gradient's norm must be finite, got nan"):
+        train(small.recipe(tmp_path))
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    train(small.recipe(tmp_path, "model.max_prompt_tokens=19", "phases.1.rl.steps=1"))
+    found = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
+    assert found and all(e["limit"] == 19 and e["count"] > 0 for e in found)
+    with pytest.raises(ValueError, match=r"data: phase 0 \(sft\) has no usable line"):
+        train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
+
+
+def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
+    trainer = Trainer(small.recipe(tmp_path))
+    run = PhaseRun(trainer, 1, trainer.recipe.phases[1], 0)
+    data = [{"i": i} for i in range(24)]
+    seen = [[item["i"] for item in run._items(data, step)] for step in range(1, 9)]
+    first, second = sum(seen[:4], []), sum(seen[4:], [])
+    assert sorted(first) == sorted(second) == list(range(24)) and first != second
+    assert seen[2] == [item["i"] for item in run._items(data, 3)]
+
+
+def test_learning_rates() -> None:
+    from grpo_trainer.recipe import Optimizer
+
+    warm = Optimizer(warmup=3, schedule="linear", final=0.1)
+    found = [lr_factor(warm, step, 13) for step in range(1, 14)]
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0] and found[-1] == pytest.approx(0.19)
+    assert all(b < a for a, b in zip(found[3:], found[4:], strict=False))
+    assert {lr_factor(Optimizer(schedule="constant"), step, 9) for step in range(1, 10)} == {1.0}
+    cosine = Optimizer(schedule="cosine", final=0.0)
+    assert lr_factor(cosine, 1, 10) == 1.0 and lr_factor(cosine, 6, 10) == pytest.approx(0.5)
