@@ -1,7 +1,7 @@
 """The number that a text says, exactly, as a Fraction; in time linear in the text.
 
-`parse_number` reads a text that is one number, `final_number` finds the answer of a whole response. Units are left out, and
-a percent sign is one: 50% is 50, as the solutions of GSM8K have it, and not 0.5. Words such as "million" are units too.
+`parse_number` reads a text that is one number, `final_number` finds the answer of a whole response. Units are left out,
+and a percent sign is one: 50% is 50, as the solutions of GSM8K have it, and not 0.5. Words such as "million" are units.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBER = re.compile(
     # what belongs to a word is none, and neither is an exponent or an index
     r"(?<![A-Za-z0-9_^])(?<![\^_]\{)(?<!\^-)(?<!\^\{-)"
     rf"(?P<numeral>{_NUMERAL})"
-    rf"(?:e(?P<exponent>[+-]?\d+)(?![A-Za-z0-9])|(?: {{0,3}}[×*x·] {{0,3}}(?P<ten>10))? ?{_POWER}"
+    rf"(?:e(?P<exponent>[+-]?\d+)(?![A-Za-z0-9])|(?: {{0,3}}[\u00d7*x·] {{0,3}}(?P<ten>10))? ?{_POWER}"
     rf"| {{1,3}}(?P<upper>\d+)/(?P<lower>\d+)| {{0,3}}/ {{0,3}}(?P<divisor>{_NUMERAL})|)"
     r"(?P<unread> ?(?:\^|\*\*|[⁰¹²³⁴-⁹⁺⁻]))?",
     re.IGNORECASE,
@@ -52,7 +52,7 @@ _BEFORE = re.compile(rf"{_AROUND}*(?:[A-Za-z] ?={_AROUND}*)?")
 _UNIT = r"[A-Za-z°][A-Za-z%°/]*(?:\^\{?\d\}?|[²³])?"
 _GAP = r"[\s.,;:!)\]}$*\\-]"
 _AFTER = re.compile(rf"[\s$€£¥₹%°*\"'`\\)\]}}.,;:!]*(?:{_UNIT}(?:{_GAP}+{_UNIT}){{0,2}}{_GAP}*)?")
-_OPERATOR = re.compile(rf"%?{_AROUND}*(?:[A-Za-z]{{1,20}}{_AROUND}*)?[-+*/×·÷=≈]{_AROUND}*")
+_OPERATOR = re.compile(rf"%?{_AROUND}*(?:[A-Za-z]{{1,20}}{_AROUND}*)?[-+*/\u00d7·÷=≈]{_AROUND}*")
 _HEADING = re.compile(r"[.):]{1,2}\**\s+[A-Za-z]")
 _SENTENCE_END = re.compile(r"[.!?]\s|\n")
 _HASHES = re.compile(r"(?<!#)####(?!#)")
@@ -80,7 +80,7 @@ class _Found:
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that the text is, with signs of currency, brackets, emphasis or up to three words of units around it."""
+    """The number that the text is, with currency, brackets, emphasis or up to three words of units around it."""
     plain = _plain(text)
     found = _numbers(plain)
     if len(found) != 1:
@@ -132,7 +132,7 @@ def _command(match: re.Match[str]) -> str:
     name = match[1]
     if name in ("boxed", "fbox"):
         return "\\boxed"
-    return "×" if name in ("times", "cdot") else " "
+    return "\u00d7" if name in ("times", "cdot") else " "
 
 
 def _numbers(plain: str) -> list[_Found]:
@@ -199,7 +199,7 @@ def _to_line_ends(plain: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int]
 def _boxed(plain: str) -> Iterator[tuple[int, int]]:
     """The insides of boxes that hold no other box, the last first."""
     opened: list[tuple[int, bool]] = []
-    found = []
+    found: list[tuple[int, int]] = []
     for match in re.finditer(r"(\\boxed\s?)?\{|\}", plain):
         if match[0] != "}":
             opened.append((match.end(), match[1] is not None))

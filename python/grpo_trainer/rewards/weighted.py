@@ -1,0 +1,66 @@
+"""Rewards that are made of components, which can be looked at one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_trainer.settings import unknown
+
+Parts = dict[str, float]
+
+
+class WeightedReward:
+    """A sum of weighted components. A subclass says what the components of one response are."""
+
+    columns: tuple[str, ...] = ()  # of the data, of which at least one must be there
+
+    def __init__(self, name: str, weights: Mapping[str, float]) -> None:
+        self.__name__ = name  # TRL logs a reward under its function's name
+        self.weights = dict(weights)
+
+    def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
+        """Of one response, each within 0 and 1; None: nothing can be said about it."""
+        raise NotImplementedError
+
+    def total(self, parts: Parts) -> float:
+        return math.fsum(weight * parts[name] for name, weight in self.weights.items())
+
+    def components(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> dict[str, list[float]]:
+        """Before weights; NaN where nothing can be said about a response."""
+        rows = self._rows(prompts, completions, columns)
+        names = next((list(parts) for parts in rows if parts is not None), list(self.weights))
+        return {name: [math.nan if parts is None else parts[name] for parts in rows] for name in names}
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
+        rows = self._rows(prompts, completions, columns)
+        return [None if parts is None else self.total(parts) for parts in rows]
+
+    def _rows(
+        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
+    ) -> list[Parts | None]:
+        if self.columns and not any(name in columns for name in self.columns):
+            wanted = " or ".join(repr(name) for name in self.columns)
+            raise ValueError(f"reward {self.__name__}: needs the column {wanted}, the data has {sorted(columns)}")
+        # TRL also passes what belongs to no response
+        by_row = {name: values for name, values in columns.items() if isinstance(values, list | tuple)}
+        by_row = {name: values for name, values in by_row.items() if len(values) == len(completions)}
+        return [
+            self.parts(prompt, response, {name: values[i] for name, values in by_row.items()})
+            for i, (prompt, response) in enumerate(zip(prompts, completions, strict=True))
+        ]
+
+
+def checked_weights(where: str, given: Mapping[str, float] | None, defaults: Mapping[str, float]) -> dict[str, float]:
+    """The defaults with the given weights in their places; none is negative, and they sum to 1."""
+    for name in given or {}:
+        if name not in defaults:
+            raise ValueError(unknown(where, name, list(defaults)))
+    weights = {**defaults, **(given or {})}
+    for name, weight in weights.items():
+        if not isinstance(weight, int | float) or not 0 <= weight <= 1:
+            raise ValueError(f"{where}.{name}: must be within 0 and 1, got {weight!r}")
+    if abs(math.fsum(weights.values()) - 1) > 1e-6:
+        raise ValueError(f"{where}: must sum to 1, got {math.fsum(weights.values())!r} of {weights}")
+    return weights
