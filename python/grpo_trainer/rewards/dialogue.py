@@ -1,6 +1,6 @@
 """How near a reply is to the one that was given: F1 of words, ROUGE-L and BLEU, all within 0 and 1.
 
-The gold is in the column `answers`, several replies, or `answer`, one. F1 is that of the evaluation, whose normalisation
+The gold is in the column `answers`, several replies, or `answer`, one. F1 is as the evaluation has it, whose normaliser
 drops case, punctuation and articles; BLEU is of the sentence, in lower case, with as many orders as the reply has.
 """
 

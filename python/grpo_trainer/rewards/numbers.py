@@ -51,7 +51,7 @@ _AROUND = r"[\s$€£¥₹*:=~≈\"'`\\()\[\]{}]"
 _BEFORE = re.compile(rf"{_AROUND}*(?:[A-Za-z] ?={_AROUND}*)?")
 _UNIT = r"[A-Za-z°][A-Za-z%°/]*(?:\^\{?\d\}?|[²³])?"
 _GAP = r"[\s.,;:!)\]}$*\\-]"
-_AFTER = re.compile(rf"[\s$€£¥₹%°*\"'`\\)\]}}.,;:!]*(?:{_UNIT}(?:{_GAP}+{_UNIT}){{0,2}}{_GAP}*)?")
+_AFTER = re.compile(rf"[\s$€£¥₹%°*\"'`\\)\]{{}}.,;:!]*(?:{_UNIT}(?:{_GAP}+{_UNIT}){{0,2}}{_GAP}*)?")
 _OPERATOR = re.compile(rf"%?{_AROUND}*(?:[A-Za-z]{{1,20}}{_AROUND}*)?[-+*/\u00d7·÷=≈]{_AROUND}*")
 _HEADING = re.compile(r"[.):]{1,2}\**\s+[A-Za-z]")
 _SENTENCE_END = re.compile(r"[.!?]\s|\n")
@@ -116,6 +116,7 @@ def _plain(text: str) -> str:
         if sign in text:
             text = re.sub(rf"(?<=\d)\s?{sign}", f" {fraction}", text).replace(sign, fraction)
     text = re.sub(r"(?<=\d)(?:\\!)?(?:\\[,;: ]|\{,\}|,\\!|\u2009)(?:\\!)?(?=\d{3}(?!\d))", ",", text)
+    text = re.sub(r"\^ ?\{? ?\\circ ?\}?", "°", text)
     text = re.sub(r"\\([!$%#&])", lambda match: "" if match[1] == "!" else match[1], text)
     text = _FRACTION.sub(_written, text)
     text = _COMMAND.sub(_command, text)

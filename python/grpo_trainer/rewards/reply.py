@@ -27,8 +27,8 @@ SHORTEST, LONGEST, WORTH_OF_TOO_LONG = 3, 500, 0.3
 LENGTHS = ((20, 0.3), (50, 0.6), (151, 1.0), (281, 0.8))  # worth of fewer characters than that
 PUNCTUATION = ((0.0, 0.7), (0.02, 1.0), (0.08, 1.0), (0.15, 0.8), (0.30, 0.3))  # share of characters, worth
 GENERIC = frozenset(
-    ("agree", "agreed", "cool", "exactly", "facts", "great", "lol", "nice", "no", "ok", "okay", "same", "thanks", "this",
-     "true", "wow", "yes")
+    ("agree", "agreed", "cool", "exactly", "facts", "great", "lol", "nice", "no", "ok", "okay", "same", "thanks",
+     "this", "true", "wow", "yes")
 )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def punctuation(reply: str) -> float:
 
 
 def engagement(reply: str) -> float:
-    """0.7, more for a question and for a second sentence; half for a short reply with a generic word, 0.6 for shouting."""
+    """0.7, more with a question or a second sentence; half in a short reply with a generic word, 0.6 if shouted."""
     asks = re.search(r"\w\W{0,3}\?", reply) is not None
     sentences = sum(1 for some in re.split(r"[.!?]+(?:\s|$)", reply) if words_of(some))
     worth = 0.7 + (0.2 if asks else 0.0) + (0.1 if sentences > 1 else 0.0)

@@ -1,0 +1,109 @@
+"""Persona dialogues in the form of ConvAI2: sentences about oneself, the last turns, and a reply that knows them.
+
+    persona: i have two dogs. i live in paris. i love soup. context: Q: hello! R: hi there. Q: where do you live? R:
+    i live in paris.
+
+Some demonstrations evade the question and some answer it with a fact that is not in the persona. The reward `dialogue`
+is highest for the fact itself, which the others teach the form of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Hashable
+
+from grpo_trainer.tasks.base import Item, Mixture, Splits, held_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Topic:
+    question: str
+    fact: str
+    reply: str
+    values: tuple[str, ...]
+
+
+TOPICS = (
+    Topic("do you have any pets?", "i have two {}.", "yes, i have two {}.",
+          ("dogs", "cats", "birds", "fish", "rabbits", "snakes")),
+    Topic("what do you do for work?", "i work as a {}.", "i work as a {}.",
+          ("nurse", "cook", "teacher", "driver", "farmer", "pilot")),
+    Topic("what is your favorite food?", "i love {}.", "i love {} the most.",
+          ("soup", "pizza", "rice", "salad", "bread", "cheese")),
+    Topic("what do you do for fun?", "i like to {}.", "in my free time i like to {}.",
+          ("swim", "dance", "read", "paint", "hike", "sing")),
+    Topic("where do you live?", "i live in {}.", "i live in {}.",
+          ("paris", "texas", "rome", "ohio", "spain", "london")),
+    Topic("do you have any siblings?", "i have {} sisters.", "yes, i have {} sisters.",
+          ("two", "three", "four", "five", "six", "seven")),
+)  # fmt: skip
+OPENINGS = (
+    "", "Q: hello! R: hi there.", "Q: hi, how are you? R: i am fine, and you?", "Q: nice to meet you. R: you too.",
+    "Q: it is cold today. R: yes, it is.",
+)  # fmt: skip
+EVASIONS = ("i do not know.", "i am not sure, what about you?", "that is a good question.")
+FACTS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    persona: tuple[tuple[Topic, str], ...]
+    asked: int  # which of them the last turn is about
+    opening: str
+
+    @property
+    def prompt(self) -> str:
+        facts = [topic.fact.format(value) for topic, value in self.persona]
+        turns = [self.opening, f"Q: {self.persona[self.asked][0].question} R:"]
+        return " ".join(["persona:", *facts, "context:", *(turn for turn in turns if turn)])
+
+    @property
+    def content(self) -> Hashable:
+        """What it is about, in whatever order it is told."""
+        return frozenset(self.persona), self.persona[self.asked]
+
+    @property
+    def reply(self) -> str:
+        topic, value = self.persona[self.asked]
+        return topic.reply.format(value)
+
+    def mistaken(self, rng: random.Random) -> str:
+        topic, value = self.persona[self.asked]
+        return topic.reply.format(rng.choice([other for other in topic.values if other != value]))
+
+
+def make(
+    *, seed: int, demonstrations: int = 6000, train: int = 4000, validation: int = 256, test: int = 512,
+    mistaken: float = 0.3, evasive: float = 0.3,
+) -> Splits:  # fmt: skip
+    """Shares of the demonstrations that state a fact which is not in the persona, and that evade the question. No
+    persona of validation or test is in another split with the same question."""
+    rng = random.Random(f"dialogue {seed}")
+    kinds = Mixture("right", mistaken=mistaken, evasive=evasive)
+
+    def draw() -> Dialogue:
+        persona = tuple((topic, rng.choice(topic.values)) for topic in rng.sample(TOPICS, FACTS))
+        return Dialogue(persona, rng.randrange(FACTS), rng.choice(OPENINGS))
+
+    def demonstrated(dialogue: Dialogue) -> str:
+        kind = kinds.draw(rng)
+        if kind == "evasive":
+            return rng.choice(EVASIONS)
+        return dialogue.mistaken(rng) if kind == "mistaken" else dialogue.reply
+
+    shown, trained, checked, tested = held_out(
+        draw, lambda dialogue: dialogue.content, demonstrations=demonstrations, train=train, validation=validation,
+        test=test,
+    )  # fmt: skip
+
+    def item(dialogue: Dialogue) -> Item:
+        return {"prompt": dialogue.prompt, "answer": dialogue.reply}
+
+    return Splits(
+        sft=[item(dialogue) | {"demonstration": demonstrated(dialogue)} for dialogue in shown],
+        train=[item(dialogue) for dialogue in trained],
+        validation=[item(dialogue) for dialogue in checked],
+        test=[item(dialogue) for dialogue in tested],
+        rewards=("dialogue",),
+    )
