@@ -39,7 +39,7 @@ def _drawn(
     draw: Callable[[], Made], key: Callable[[Made], Hashable], count: int, seen: set[Hashable], distinct: bool
 ) -> list[Made]:
     found: list[Made] = []
-    for _ in range(100 * count + 100):
+    for _ in range(20 * count + 1000):
         if len(found) >= count:
             return found
         made = draw()
