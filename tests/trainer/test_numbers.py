@@ -188,6 +188,7 @@ ADVERSARIAL = {
     "list": lambda n: "1," * (n // 2), "round": lambda n: "(" * n + "#5", "curly": lambda n: "{" * n + "5",
     "spaces": lambda n: "1" + " " * n + "^",
     "boxes": lambda n: "\\boxed{" * (n // 14) + "5" + "}" * (n // 14), "open boxes": lambda n: "\\boxed{" * (n // 7),
+    "deep boxes": lambda n: "\\boxed{" * (n // 14) + ". 5" + "}" * (n // 14),
     "empty boxes": lambda n: "\\boxed{x}" * (n // 9) + "3", "answers": lambda n: "answer is " * (n // 10),
     "answer": lambda n: "answer " * (n // 7),
     "blank answer": lambda n: "answer: " + "\n" * n + "5", "marks": lambda n: "#### " * (n // 5) + "x 5",

@@ -108,9 +108,6 @@ def test_bad_options_are_named(name: str, options: dict[str, Any], message: str)
         load_reward(Reward(name=name, options=options))
 
 
-# ---- gsm8k
-
-
 @given(
     text=st.builds(
         lambda said, form, number: said + form.format(number),
@@ -157,9 +154,6 @@ def test_a_truncated_response_gets_nothing_for_its_form() -> None:
 def test_a_gold_without_a_number_is_an_error() -> None:
     with pytest.raises(ValueError, match="'answer' must hold a number, got 'many'"):
         worth(made("gsm8k"), "18", answer="many")
-
-
-# ---- reply
 
 
 def test_the_good_reply_is_worth_most() -> None:
@@ -247,13 +241,12 @@ def test_relevance_by_a_sentence_model() -> None:
     assert [near, far] == pytest.approx([function.components([POST], [t])["relevance"][0] for t in texts], abs=1e-5)
 
 
-# ---- dialogue
-
-
 def test_dialogue_components() -> None:
     parts = made("dialogue").components(["p"] * len(TURNS), TURNS, answer=[GOLD] * len(TURNS))
     assert [parts[name][0] for name in ("f1", "rouge_l", "bleu")] == pytest.approx([1, 1, 1])
     assert parts["f1"][1] == parts["rouge_l"][1] == 1
+    # every n-gram is right, and one of the gold's seven tokens, the stop, is missing
+    assert parts["bleu"][1] == pytest.approx(math.exp(1 - 7 / 6))
     assert [parts[name][2] for name in ("f1", "rouge_l", "bleu")] == [0, 0, 0]
     assert parts["f1"][4] == pytest.approx(2 * 1 / (1 + 5))
     assert parts["length"] == [1.0] * len(TURNS)
@@ -283,9 +276,6 @@ def test_words() -> None:
     assert words_of("Don't, I say: so-so") == ["don't", "i", "say", "so", "so"]
     assert f1("the cat cat sat", "A cat sat down.") == pytest.approx(2 * 2 / 6)
     assert f1("", "") == 0
-
-
-# ---- diversity
 
 
 def test_diversity_is_within_neighbours_of_one_prompt() -> None:

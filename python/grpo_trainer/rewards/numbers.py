@@ -198,7 +198,7 @@ def _to_line_ends(plain: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int]
 
 
 def _boxed(plain: str) -> Iterator[tuple[int, int]]:
-    """The insides of boxes that hold no other box, the last first."""
+    """The insides of boxes, the last to end first."""
     opened: list[tuple[int, bool]] = []
     found: list[tuple[int, int]] = []
     for match in re.finditer(r"(\\boxed\s?)?\{|\}", plain):
@@ -206,13 +206,15 @@ def _boxed(plain: str) -> Iterator[tuple[int, int]]:
             opened.append((match.end(), match[1] is not None))
         elif opened:
             place, is_box = opened.pop()
-            if is_box and not (found and found[-1][0] > place):
+            if is_box:
                 found.append((place, match.start()))
     yield from reversed(found)
 
 
 def _belongs(plain: str, place: int, number: _Found, after_hashes: bool) -> bool:
     """Whether a mark is of this number, and not the start of a heading or of a sentence about something else."""
+    if number.start - place > _NEAR:
+        return False
     between = plain[place : number.start]
     if after_hashes:
         return _BEFORE.fullmatch(between) is not None and _HEADING.match(plain, number.end) is None
