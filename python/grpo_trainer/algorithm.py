@@ -98,7 +98,7 @@ class Credit:
 def credit(
     plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, embeddings: Tensor | None, values: Tensor | None
 ) -> Credit:
-    """rewards [N, R], NaN where a reward was not given; weights [R]; embeddings of the responses, NaN for those left out."""
+    """rewards [N, R], NaN where one was not given; weights [R]; embeddings of the responses, NaN for those left out."""
     if plan.segments is not None:
         assert values is not None
         found = _by_segments(plan, rollout, total(rewards, weights), values)

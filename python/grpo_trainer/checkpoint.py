@@ -90,7 +90,11 @@ def load_policy(recipe: Recipe, state: State, backend: str | None) -> Policy:
     else:
         import peft
 
-        base = model.make_tiny(recipe.model.tiny, tokenizer) if recipe.model.path == "tiny" else model.load_lm(recipe.model)
+        base = (
+            model.make_tiny(recipe.model.tiny, tokenizer)
+            if recipe.model.path == "tiny"
+            else model.load_lm(recipe.model)
+        )
         lm = peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
     policy = model.Policy(lm, tokenizer, backend=backend)
     if (folder / "value_head.safetensors").exists():
@@ -111,7 +115,9 @@ def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
             continue
         average = stored[f"{i}.exp_avg"]
         if average.shape != parameter.shape:
-            raise CheckpointError(f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}")
+            raise CheckpointError(
+                f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}"
+            )
         optimizer.state[parameter] = {
             "step": torch.tensor(float(steps[i])),
             "exp_avg": average.to(parameter.device),
@@ -170,7 +176,9 @@ def _binding(recipe: Recipe) -> dict[str, Any]:
 
 def _differences(a: Any, b: Any, where: str) -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
-        return [path for name in a.keys() | b.keys() for path in _differences(a.get(name), b.get(name), f"{where}.{name}")]
+        return [
+            path for name in a.keys() | b.keys() for path in _differences(a.get(name), b.get(name), f"{where}.{name}")
+        ]
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         return [path for i, (x, y) in enumerate(zip(a, b, strict=True)) for path in _differences(x, y, f"{where}.{i}")]
     return [] if a == b else [where.lstrip(".")]
@@ -196,7 +204,7 @@ def _digests(folder: Path) -> dict[str, str]:
     }
 
 
-class _atomic:  # noqa: N801  reads as a verb where it is used
+class _atomic:
     """A folder to write to, which takes its name only when everything in it is on the disk."""
 
     def __init__(self, place: Path) -> None:

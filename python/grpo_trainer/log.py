@@ -14,7 +14,9 @@ from grpo_trainer.recipe import Logging
 class Log:
     """metrics.jsonl: numbers of a step. samples.jsonl: responses. events.jsonl: what was skipped, saved, resumed."""
 
-    def __init__(self, settings: Logging, folder: Path, name: str, recipe: dict[str, Any], is_main: bool = True) -> None:
+    def __init__(
+        self, settings: Logging, folder: Path, name: str, recipe: dict[str, Any], is_main: bool = True
+    ) -> None:
         self.settings, self.folder, self.is_main = settings, folder, is_main
         self.start = time.time()
         self.bar: Any = None

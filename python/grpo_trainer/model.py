@@ -1,7 +1,7 @@
 """The policy: a language model of transformers, its value head, and what training asks of it.
 
-A batch is prompts, left-padded, and responses to them, right-padded; row i answers prompt `prompt_of[i]`. Position t of a
-response's log-probs, values and hidden states belongs to its t-th token, and has seen everything before it.
+A batch is prompts, left-padded, and responses to them, right-padded; row i answers prompt `prompt_of[i]`. Position t of
+a response's log-probs, values and hidden states belongs to its t-th token, and has seen everything before it.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """Whether the logits are the last hidden state times the head's weight (no scale, no cap): tried on one token."""
+        """Whether logits are the last hidden state times the head's weight, no scale and no cap: tried on a token."""
         head = self.inner.get_output_embeddings()
         if not isinstance(head, nn.Linear) or type(head.weight) is not nn.Parameter:
             return False
@@ -254,7 +254,9 @@ def load_policy(settings: Model, corpus: Sequence[str], backend: str | None) -> 
 
         tokenizer = AutoTokenizer.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"model.path: the tokenizer must have an end-of-sequence token, got none in {settings.path!r}")
+            raise ValueError(
+                f"model.path: the tokenizer must have an end-of-sequence token, got none in {settings.path!r}"
+            )
         lm = load_lm(settings)
     if settings.lora is not None:
         lm = _with_adapters(lm, settings)
@@ -302,7 +304,11 @@ def make_tiny(settings: Tiny, tokenizer: Any) -> Any:
     """Without a download; its weights follow torch's seed."""
     from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-    size = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    size = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     if settings.architecture == "seq2seq":
         return T5ForConditionalGeneration(T5Config(
             **size, d_model=settings.hidden, d_ff=settings.intermediate, num_layers=settings.layers,

@@ -104,7 +104,9 @@ class Reward:
 class Similarity:
     embedder: str = key("auto", "hashed, minilm, a sentence-transformers name or folder; auto: minilm if it is there")
     text: Literal["answer", "whole"] = key("answer", "what is embedded: what follows the last </think>, or all")
-    unfinished: Literal["exclude", "whole", "tail"] = key("exclude", "with answer, of a response whose thought does not end")
+    unfinished: Literal["exclude", "whole", "tail"] = key(
+        "exclude", "with answer, of a response whose thought does not end"
+    )
     tail: int = key(256, "characters of unfinished: tail")
     cache: int = key(4096, "texts whose embeddings are kept")
     config: dict[str, Any] = key({}, "fields of SimilarityConfig")
@@ -258,7 +260,9 @@ def _check(recipe: Recipe) -> None:
     """Rules beyond types; each names the key, the rule and the value."""
     rules: list[tuple[str, Any, bool, str]] = []
     model = recipe.model
-    rules.append(("model.four_bit", model.four_bit, not model.four_bit or model.lora is not None, "goes with lora only"))
+    rules.append(
+        ("model.four_bit", model.four_bit, not model.four_bit or model.lora is not None, "goes with lora only")
+    )
     if recipe.data.task is None:
         rules.append(("data.train", recipe.data.train, recipe.data.train is not None, "must be given without a task"))
     for i, phase in enumerate(recipe.phases):
@@ -266,7 +270,10 @@ def _check(recipe: Recipe) -> None:
             if part is None:
                 continue
             at = f"phases.{i}.{name}"
-            rules += [(f"{at}.{n}", getattr(part, n), getattr(part, n) > 0, "must be positive") for n in ("steps", "micro_batch")]
+            rules += [
+                (f"{at}.{n}", getattr(part, n), getattr(part, n) > 0, "must be positive")
+                for n in ("steps", "micro_batch")
+            ]
             lr, clip = part.optimizer.lr, part.optimizer.grad_clip
             rules.append((f"{at}.optimizer.lr", lr, 0 < lr < math.inf, "must be positive"))
             rules.append((f"{at}.optimizer.grad_clip", clip, clip >= 0, "must not be negative"))

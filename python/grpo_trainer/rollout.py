@@ -15,7 +15,7 @@ from grpo_trainer.model import Batch, Policy, encode_prompt, evaluating, pad, po
 
 @dataclasses.dataclass
 class Rollout:
-    """Responses in the order of their prompts, `group_size` each. What is stored is token ids: text is never read back."""
+    """Responses in the order of their prompts, `group_size` each. Token ids are stored: text is never read back."""
 
     items: list[dict[str, Any]]  # the data's lines, one for each prompt
     batch: Batch
@@ -32,7 +32,9 @@ class Rollout:
         return self.batch.mask.sum(1)
 
 
-def usable(policy: Policy, items: Sequence[dict[str, Any]], prompt: str, limit: int, chat: bool) -> list[dict[str, Any]]:
+def usable(
+    policy: Policy, items: Sequence[dict[str, Any]], prompt: str, limit: int, chat: bool
+) -> list[dict[str, Any]]:
     """Items with their prompts as ids under "prompt_ids"; those that are too long are left out."""
     found = [item | {"prompt_ids": encode_prompt(policy.tokenizer, item[prompt], chat)} for item in items]
     return [item for item in found if 0 < len(item["prompt_ids"]) <= limit]
@@ -40,8 +42,8 @@ def usable(policy: Policy, items: Sequence[dict[str, Any]], prompt: str, limit: 
 
 @torch.no_grad()
 def roll_out(
-    policy: Policy, items: list[dict[str, Any]], group_size: int, *, max_new_tokens: int, generator: torch.Generator | None,
-    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0, batch: int = 512,
+    policy: Policy, items: list[dict[str, Any]], group_size: int, *, max_new_tokens: int,
+    generator: torch.Generator | None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0, batch: int = 512,
 ) -> Rollout:  # fmt: skip
     """group_size responses to each item; temperature 0: the most probable token each time. Prompts of similar length
     are answered together."""

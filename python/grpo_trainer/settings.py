@@ -1,7 +1,7 @@
 """Dataclasses from nested mappings, and back: each key is checked for its name and its type, and explained by `--help`.
 
-A field is made with `key(default, "what it does")`. Types are those a YAML file can hold: bool, int, float, str, None, lists
-and mappings of them, Literal choices, and other dataclasses.
+A field is made with `key(default, "what it does")`. Types are those a YAML file can hold: bool, int, float, str, None,
+lists and mappings of them, Literal choices, and other dataclasses.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         if value not in arguments:
             near = difflib.get_close_matches(str(value), [str(each) for each in arguments], 1, 0.0)
             allowed = ", ".join(repr(each) for each in arguments)
-            raise ValueError(f"{where}: must be one of {allowed}, got {value!r} (nearest {near[0] if near else None!r})")
+            raise ValueError(
+                f"{where}: must be one of {allowed}, got {value!r} (nearest {near[0] if near else None!r})"
+            )
         return value
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, where)

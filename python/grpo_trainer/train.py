@@ -1,7 +1,7 @@
 """The loop: phases of supervised and of reinforcement steps.
 
-Everything random in a step follows from the seed and the step's number: data order, sampling, dropout. So a run that goes on
-from a checkpoint is the run that was never stopped.
+Everything random in a step follows from the seed and the step's number: data order, sampling, dropout. So a run that
+goes on from a checkpoint is the run that was never stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -195,7 +194,10 @@ class PhaseRun:
     def _items(self, data: list[Item], step: int) -> list[Item]:
         """The step's share of the data: every epoch walks over all of it, in an order of its own."""
         count = self.sft.batch if self.sft is not None else self.rl.rollout.prompts  # type: ignore[union-attr]
-        return [data[self._order(len(data), at // len(data))[at % len(data)]] for at in range((step - 1) * count, step * count)]
+        return [
+            data[self._order(len(data), at // len(data))[at % len(data)]]
+            for at in range((step - 1) * count, step * count)
+        ]
 
     def _order(self, count: int, epoch: int) -> list[int]:
         if getattr(self, "_known_order", (None, None))[0] != (count, epoch):
@@ -299,7 +301,9 @@ class PhaseRun:
                 with evaluating(self.t.policy), torch.no_grad():
                     apart = float((self.t.policy("logprobs", part) - of_part).abs().max())
                 if apart != 0:
-                    raise RuntimeError(f"the reference must be the policy before the first step, got log-probs {apart} apart")
+                    raise RuntimeError(
+                        f"the reference must be the policy before the first step, got log-probs {apart} apart"
+                    )
         return found
 
     @torch.no_grad()
@@ -323,7 +327,11 @@ class PhaseRun:
         for _ in range(rl.epochs):
             prompts = torch.randperm(len(rollout.items), generator=shuffled)
             for some in prompts.chunk(rl.minibatches):
-                rows = (some.sort().values[:, None] * rollout.group_size + torch.arange(rollout.group_size)).flatten().to(device)
+                rows = (
+                    (some.sort().values[:, None] * rollout.group_size + torch.arange(rollout.group_size))
+                    .flatten()
+                    .to(device)
+                )
                 rows = rows[self._matters(rollout, found)[rows]]
                 if len(rows) == 0:
                     self.t.log.event("minibatch skipped: no response has an advantage", step=step)
@@ -486,7 +494,11 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Of rewards, groups, lengths and advantages. What has no value is NaN."""
     given = totals[~totals.isnan()].double()
-    quarters = given.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=given.device)) if len(given) else None
+    quarters = (
+        given.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64, device=given.device))
+        if len(given)
+        else None
+    )
     of_group = totals.view(-1, rollout.group_size)
     per_row = found.advantages if found.advantages.dim() == 1 else found.advantages.sum(1)
     nan = math.nan

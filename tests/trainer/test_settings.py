@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-
 from grpo_trainer.recipe import Recipe, bundled, load
 from grpo_trainer.settings import build, explain, fields_of, override, plain
+
 from tests.trainer import small
 
 
@@ -28,7 +28,10 @@ from tests.trainer import small
         ({"data": {"task": None}}, r"^data.train: must be given without a task, got None"),
         ({"model": {"four_bit": True}}, r"^model.four_bit: goes with lora only, got True"),
         ({"phases": [{"sft": {"steps": 0}}]}, r"^phases.0.sft.steps: must be positive, got 0"),
-        ({"phases": [{"rl": {"rollout": {"top_p": 1.5}}}]}, r"^phases.0.rl.rollout.top_p: must be in \(0, 1\], got 1.5"),
+        (
+            {"phases": [{"rl": {"rollout": {"top_p": 1.5}}}]},
+            r"^phases.0.rl.rollout.top_p: must be in \(0, 1\], got 1.5",
+        ),
         ({"phases": [{"rl": {"minibatches": 65}}]}, r"^phases.0.rl.minibatches: must be 1 to rollout.prompts, got 65"),
     ],
 )
@@ -52,7 +55,11 @@ def test_overrides() -> None:
     assert recipe.phases[1].rl is not None and recipe.phases[1].rl.steps == 10
     assert recipe.model.tiny.hidden == 64 and recipe.name == "a b"
     assert recipe.model.lora is not None and recipe.model.lora.rank == 4
-    for bad, message in (("seed", "key=value"), ("phases.2.rl=1", "number below 2"), ("name.x=1", "goes through 'name'")):
+    for bad, message in (
+        ("seed", "key=value"),
+        ("phases.2.rl=1", "number below 2"),
+        ("name.x=1", "goes through 'name'"),
+    ):
         with pytest.raises(ValueError, match=f"override: .*{message}"):
             override(values, bad)
 

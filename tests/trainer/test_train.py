@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.model import Policy
 from grpo_trainer.rewards import RewardError
 from grpo_trainer.train import PhaseRun, Trainer, lr_factor, train
+
 from tests.trainer import small
 
 
@@ -51,11 +53,23 @@ def test_a_run_writes_down_what_it_did(tmp_path: Path) -> None:
     assert final["eval/test_prompts"] == 8 and 0 <= final["eval/test_reward"] <= 1.2
     names = {name for e in rl for name in e}
     for name in (
-        "train/total_loss train/policy_loss train/kl_mean train/kl_penalty train/kl_std train/ratio_mean train/entropy "
-        "train/advantages_mean train/advantages_std train/grad_norm train/lr rewards/mean rewards/std rewards/min "
-        "rewards/max rewards/median rewards/q25 rewards/q75 group_stats/num_groups group_stats/avg_group_size "
-        "rollout/truncated time/generate time/model time/advantage time/reward time/step"
-    ).split():
+        "train/total_loss",
+        "train/policy_loss",
+        "train/kl_mean",
+        "train/kl_penalty",
+        "train/kl_std",
+        "train/ratio_mean",
+        "train/entropy",
+        "train/advantages_mean",
+        "train/advantages_std",
+        "train/grad_norm",
+        "train/lr",
+        *(f"rewards/{part}" for part in ("mean", "std", "min", "max", "median", "q25", "q75")),
+        "group_stats/num_groups",
+        "group_stats/avg_group_size",
+        "rollout/truncated",
+        *(f"time/{part}" for part in ("generate", "model", "advantage", "reward", "step")),
+    ):
         assert name in names, name
     assert rl[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6)
     assert all(math.isfinite(e["train/total_loss"]) for e in rl)
@@ -65,7 +79,9 @@ def test_a_run_writes_down_what_it_did(tmp_path: Path) -> None:
 def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "phases.1.rl.steps=1", "phases.1.rl.epochs=1", "phases.1.rl.minibatches=1"))
     first = lines(tmp_path)[-3]
-    assert first["phase"] == "rl" and abs(first["train/ratio_max"] - 1) < 1e-4 and abs(first["train/ratio_min"] - 1) < 1e-4
+    assert (
+        first["phase"] == "rl" and abs(first["train/ratio_max"] - 1) < 1e-4 and abs(first["train/ratio_min"] - 1) < 1e-4
+    )
     train(small.recipe(tmp_path / "more", "phases.1.rl.steps=1", "phases.1.rl.epochs=4"))
     later = lines(tmp_path / "more")[-3]
     assert later["train/ratio_max"] > 1.001
@@ -115,7 +131,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """kill -9 at a few moments of a run in its own process, each time gone on with; the end is that of an unbroken run."""
+    """kill -9 at several moments of a run, each time gone on with; the end is that of an unbroken run."""
     more = ["checkpoints.every=1", "phases.1.rl.steps=6"]
     train(small.recipe(tmp_path / "whole", *more))
     code = (
@@ -130,7 +146,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         give_up = time.time() + 120
         # until a step was finished, and then a moment that differs from time to time
         while process.poll() is None and time.time() < give_up:
-            entries = (tmp_path / "parts" / "events.jsonl")
+            entries = tmp_path / "parts" / "events.jsonl"
             if entries.exists() and entries.read_text().count("checkpoint") > before + 2:
                 break
             time.sleep(0.005)
@@ -182,8 +198,8 @@ def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
 
 def test_reward_rises(tmp_path: Path) -> None:
     """A dozen steps towards more digits."""
-    train(small.recipe(tmp_path, "phases.1.rl.steps=16", "phases.1.rl.optimizer.lr=5e-3", "evaluation.every=0",
-                       "phases.1.rl.rollout.prompts=12", "phases.1.rl.algorithm.loss={kl: none, kl_coef: 0.0}"))  # fmt: skip
+    more = ["steps=16", "optimizer.lr=5e-3", "rollout.prompts=12", "algorithm.loss={kl: none, kl_coef: 0.0}"]
+    train(small.recipe(tmp_path, "evaluation.every=0", *(f"phases.1.rl.{each}" for each in more)))
     rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["phase"] == "rl"]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
@@ -269,7 +285,7 @@ def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
     run = PhaseRun(trainer, 1, trainer.recipe.phases[1], 0)
     data = [{"i": i} for i in range(24)]
     seen = [[item["i"] for item in run._items(data, step)] for step in range(1, 9)]
-    first, second = sum(seen[:4], []), sum(seen[4:], [])
+    first, second = ([i for step in part for i in step] for part in (seen[:4], seen[4:]))
     assert sorted(first) == sorted(second) == list(range(24)) and first != second
     assert seen[2] == [item["i"] for item in run._items(data, 3)]
 
@@ -280,7 +296,7 @@ def test_learning_rates() -> None:
     warm = Optimizer(warmup=3, schedule="linear", final=0.1)
     found = [lr_factor(warm, step, 13) for step in range(1, 14)]
     assert found[:4] == [0.25, 0.5, 0.75, 1.0] and found[-1] == pytest.approx(0.19)
-    assert all(b < a for a, b in zip(found[3:], found[4:], strict=False))
+    assert all(b < a for a, b in itertools.pairwise(found[3:]))
     assert {lr_factor(Optimizer(schedule="constant"), step, 9) for step in range(1, 10)} == {1.0}
     cosine = Optimizer(schedule="cosine", final=0.0)
     assert lr_factor(cosine, 1, 10) == 1.0 and lr_factor(cosine, 6, 10) == pytest.approx(0.5)

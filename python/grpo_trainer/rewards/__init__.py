@@ -1,7 +1,7 @@
 """What responses are worth: functions with TRL's signature, `prompts, completions, **columns -> list[float | None]`.
 
-None: this reward has nothing to say about the response. A bundled reward is made by a function of its options; any other
-is named `module:function`, the only code that a recipe can run.
+None: this reward has nothing to say about the response. A bundled reward is made by a function of its options; any
+other is named `module:function`, the only code that a recipe can run.
 """
 
 from __future__ import annotations

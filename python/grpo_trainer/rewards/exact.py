@@ -6,7 +6,7 @@ from grpo_trainer.rewards import RewardFunction
 
 
 def answer_of(text: str) -> str | None:
-    head, mark, tail = text.rpartition("####")
+    _, mark, tail = text.rpartition("####")
     return tail.strip() if mark else None
 
 

@@ -49,7 +49,7 @@ def make(
     shares = (forward, reverse, 1 - forward - reverse)
     sft = []
     for problem in shown:
-        orders = rng.choices(ORDERS, shares, k=3) + ["forward"]
+        orders = [*rng.choices(ORDERS, shares, k=3), "forward"]
         text = next(text for order in orders if (text := solved(problem, order)) is not None)
         sft.append(item(problem) | {"demonstration": text})
     return Splits(sft, *([item(problem) for problem in some] for some in (trained, checked, tested)))
