@@ -79,24 +79,19 @@ def last(recipe: Recipe) -> State | None:
     return _read(found[-1], recipe) if found else None
 
 
-def load_policy(recipe: Recipe, state: State, backend: str | None) -> Policy:
+def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
+    """The policy of a checkpoint; `begun` is the recipe's own, whose weights adapters go on top of."""
     from safetensors.torch import load_file
-    from transformers import AutoTokenizer
 
     folder = state.folder / "model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     if recipe.model.lora is None:
         lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)))
+        policy = model.Policy(lm, begun.tokenizer, backend=begun.backend)
     else:
         import peft
 
-        base = (
-            model.make_tiny(recipe.model.tiny, tokenizer)
-            if recipe.model.path == "tiny"
-            else model.load_lm(recipe.model)
-        )
-        lm = peft.PeftModel.from_pretrained(base, str(folder), is_trainable=True)
-    policy = model.Policy(lm, tokenizer, backend=backend)
+        peft.set_peft_model_state_dict(begun.lm, load_file(folder / "adapter_model.safetensors"))
+        policy = begun
     if (folder / "value_head.safetensors").exists():
         policy.add_value_head()
         assert policy.value_head is not None

@@ -25,10 +25,11 @@ class Log:
             return
         self.trackers = [_tracker(kind, settings, folder, name, recipe) for kind in settings.to]
 
-    def metrics(self, phase: str, step: int, values: dict[str, float]) -> None:
-        if not self.is_main or (step % self.settings.every and phase != "eval"):
+    def metrics(self, kind: str, phase: int, step: int, values: dict[str, float]) -> None:
+        if not self.is_main or (step % self.settings.every and kind != "eval"):
             return
-        self._write("metrics", {"phase": phase, "step": step, "time": round(time.time() - self.start, 3)} | values)
+        when = {"phase": kind, "number": phase, "step": step, "time": round(time.time() - self.start, 3)}
+        self._write("metrics", when | values)
         for tracker in self.trackers:
             tracker(values, step)
 
@@ -58,20 +59,19 @@ class Log:
             self.bar[1].stop()
             self.bar = None
 
-    def cut(self, phase: str, step: int) -> None:
-        """Forgets lines after a step of a phase: they will be written again by a run that goes on from there."""
+    def cut(self, phase: int, step: int) -> None:
+        """Forgets what came after a checkpoint, the evaluation there included: it will be written again."""
         path = self.folder / "metrics.jsonl"
         if not self.is_main or not path.exists():
             return
-        kept, seen = [], False
+        kept = []
         for line in path.read_text().splitlines():
             if not line.endswith("}"):
                 continue  # the run was killed while it wrote
             entry = json.loads(line)
-            seen = seen or entry["phase"] == phase
-            if entry["phase"] == phase and entry["step"] > step:
-                break
-            kept.append(line)
+            at = (entry["number"], entry["step"])
+            if at < (phase, step) or (at == (phase, step) and entry["phase"] != "eval"):
+                kept.append(line)
         path.write_text("".join(line + "\n" for line in kept))
 
     def _write(self, name: str, entry: dict[str, Any]) -> None:

@@ -43,7 +43,8 @@ def usable(
 @torch.no_grad()
 def roll_out(
     policy: Policy, items: list[dict[str, Any]], group_size: int, *, max_new_tokens: int,
-    generator: torch.Generator | None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_new_tokens: int = 0, batch: int = 512,
+    generator: torch.Generator | None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
+    min_new_tokens: int = 0, batch: int = 512,
 ) -> Rollout:  # fmt: skip
     """group_size responses to each item; temperature 0: the most probable token each time. Prompts of similar length
     are answered together."""

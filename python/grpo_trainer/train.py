@@ -65,6 +65,7 @@ class Trainer:
         self.functions = [load_reward(each) for each in self.rewards]
         self.policy = load_policy(recipe.model, self._corpus(), self.backend)
         self.seconds: dict[str, float] = defaultdict(float)
+        self._usable: dict[str, list[Item]] = {}
 
     def run(self, resume: bool = False) -> dict[str, float]:
         """All phases from the start, or from the last checkpoint; the last evaluation's figures."""
@@ -86,13 +87,15 @@ class Trainer:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def items(self, split: str) -> list[Item]:
-        found = usable(
-            self.policy, getattr(self.splits, split), self.recipe.data.prompt, self.recipe.model.max_prompt_tokens,
-            self.recipe.model.chat_template,
-        )  # fmt: skip
-        left_out = len(getattr(self.splits, split)) - len(found)
-        if left_out:
-            self.log.event("prompts left out", split=split, count=left_out, limit=self.recipe.model.max_prompt_tokens)
+        """The usable lines of a split."""
+        if split in self._usable:
+            return self._usable[split]
+        lines, data, model = getattr(self.splits, split), self.recipe.data, self.recipe.model
+        found = usable(self.policy, lines, data.prompt, model.max_prompt_tokens, model.chat_template)
+        if len(found) < len(lines):
+            left_out = len(lines) - len(found)
+            self.log.event("prompts left out", split=split, count=left_out, limit=model.max_prompt_tokens)
+        self._usable[split] = found
         return found
 
     def evaluation_of(self, split: str) -> Result | None:
@@ -110,7 +113,7 @@ class Trainer:
         if result is None:
             return {}
         metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
-        self.log.metrics("eval", step, {"eval/phase": float(phase)} | metrics)
+        self.log.metrics("eval", phase, step, metrics)
         if self.accelerator.is_main_process:
             path = self.recipe.folder / "evaluations" / f"{split}-{phase}-{step:06d}.json"
             path.parent.mkdir(exist_ok=True)
@@ -130,9 +133,11 @@ class Trainer:
     def _resume(self) -> tuple[int, int]:
         state = checkpoint.last(self.recipe)
         if state is None:
+            self.log.cut(0, 0)
             return 0, 0
-        self.policy = checkpoint.load_policy(self.recipe, state, self.backend)
+        self.policy = checkpoint.load_policy(self.recipe, state, self.policy)
         self.resumed = state
+        self.log.cut(state.phase, state.step)
         self.log.event("resumed", phase=state.phase, step=state.step)
         return state.phase, state.step
 
@@ -165,12 +170,11 @@ class PhaseRun:
         return "sft" if self.sft is not None else "rl"
 
     def run(self) -> None:
-        t, every = self.t, self.t.recipe.evaluation.every
+        t = self.t
         data = t.items("sft" if self.sft is not None else "train")
         if not data:
             raise ValueError(f"data: phase {self.number} ({self.title}) has no usable line")
-        if self.start == 0:
-            t.evaluate("validation", self.number, 0)
+        self._evaluate_if_due(self.start)
         for step in range(self.start + 1, self.settings.steps + 1):
             torch.manual_seed(t.seed_of("step", self.number, step))
             self._set_lr(step)
@@ -180,16 +184,19 @@ class PhaseRun:
             metrics = self._sft_step(items) if self.sft is not None else self._rl_step(items, step)
             spent = time.perf_counter() - began
             metrics |= {"time/step": spent} | {f"time/{name}": seconds for name, seconds in t.seconds.items()}
-            t.log.metrics(self.title, step, metrics)
+            t.log.metrics(self.title, self.number, step, metrics)
             shown = {name: metrics[key] for name, key in SHOWN if key in metrics}
             t.log.progress(f"{self.title} {self.number}", step, self.settings.steps, shown)
-            if self.rl is not None and every and step % every == 0 and step < self.settings.steps:
-                t.evaluate("validation", self.number, step)
             saves = t.recipe.checkpoints.every
             if (saves and step % saves == 0) or step == self.settings.steps:
                 checkpoint.save(t, self.number, step, self.optimizer, self.plan)
-        t.evaluate("validation", self.number, self.settings.steps)
+            self._evaluate_if_due(step)
         t.log.close()
+
+    def _evaluate_if_due(self, step: int) -> None:
+        every = self.t.recipe.evaluation.every if self.rl is not None else 0
+        if step in (0, self.settings.steps) or (every and step % every == 0):
+            self.t.evaluate("validation", self.number, step)
 
     def _items(self, data: list[Item], step: int) -> list[Item]:
         """The step's share of the data: every epoch walks over all of it, in an order of its own."""
