@@ -22,8 +22,10 @@ pytest.importorskip("accelerate")
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.model import Policy
+from grpo_trainer.phase import PhaseRun, lr_factor
 from grpo_trainer.rewards import RewardError
-from grpo_trainer.train import PhaseRun, Trainer, lr_factor, train
+from grpo_trainer.rl import RlRun
+from grpo_trainer.train import Trainer, train
 
 from tests.trainer import small
 
@@ -281,7 +283,9 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
 
 def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
     trainer = Trainer(small.recipe(tmp_path))
-    run = PhaseRun(trainer, 1, trainer.recipe.phases[1], 0)
+    settings = trainer.recipe.phases[1].rl
+    assert settings is not None
+    run = RlRun(trainer, 1, settings, 0)
     data = [{"i": i} for i in range(24)]
     seen = [[item["i"] for item in run._items(data, step)] for step in range(1, 9)]
     first, second = ([i for step in part for i in step] for part in (seen[:4], seen[4:]))
