@@ -179,7 +179,7 @@ def _keep_largest(found: Credit, rollout: Rollout, ratio: float) -> None:
     magnitude = found.advantages.abs()
     of_row = (magnitude if magnitude.dim() == 1 else magnitude.amax(1)).view(-1, size)
     kept = max(1, round(ratio * size))
-    order = of_row.argsort(1, descending=True, stable=True)
+    order = of_row.sort(stable=True, dim=1, descending=True).indices
     keeps = torch.zeros_like(of_row, dtype=torch.bool).scatter_(1, order[:, :kept], True).flatten()
     mask = rollout.batch.mask if found.mask is None else found.mask
     found.mask = mask & keeps[:, None]

@@ -96,7 +96,12 @@ def _tracker(kind: str, settings: Logging, folder: Path, name: str, recipe: dict
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(str(folder / "tensorboard"))
-        return lambda values, step: [writer.add_scalar(key, value, step) for key, value in values.items()]
+
+        def write(values: dict[str, float], step: int) -> None:
+            for key, value in values.items():
+                writer.add_scalar(key, value, step)
+
+        return write
     module = __import__(kind)
     module.init(project=settings.project, name=name, config=recipe)
     return lambda values, step: module.log(values, step=step)

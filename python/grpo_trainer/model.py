@@ -310,11 +310,13 @@ def make_tiny(settings: Tiny, tokenizer: Any) -> Any:
         "pad_token_id": tokenizer.pad_token_id,
     }
     if settings.architecture == "seq2seq":
-        return T5ForConditionalGeneration(T5Config(
+        config = T5Config(
             **size, d_model=settings.hidden, d_ff=settings.intermediate, num_layers=settings.layers,
             num_heads=settings.heads, d_kv=settings.hidden // settings.heads, dropout_rate=0.0,
-            decoder_start_token_id=tokenizer.pad_token_id, feed_forward_proj="gated-gelu",
-        ))  # fmt: skip
+            feed_forward_proj="gated-gelu",
+        )  # fmt: skip
+        config.decoder_start_token_id = tokenizer.pad_token_id
+        return T5ForConditionalGeneration(config)
     return LlamaForCausalLM(LlamaConfig(
         **size, bos_token_id=tokenizer.bos_token_id, hidden_size=settings.hidden,
         intermediate_size=settings.intermediate, num_hidden_layers=settings.layers,

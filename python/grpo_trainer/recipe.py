@@ -23,7 +23,7 @@ class Tiny:
 @dataclasses.dataclass(frozen=True)
 class Lora:
     rank: int = key(8, "of the adapters")
-    alpha: float = key(16.0, "their scale is alpha / rank")
+    alpha: int = key(16, "their scale is alpha / rank")
     dropout: float = key(0.0, "on the adapters' inputs, in training")
     targets: list[str] | None = key(None, "names of the layers that get one; nothing: all linear layers but the head")
 

@@ -113,4 +113,5 @@ def make(
         return problem.worked(MISREAD if style < terse + misread else ())
 
     sft = [item(problem) | {"demonstration": demonstrated(problem)} for problem in shown]
-    return Splits(sft, *([item(problem) for problem in some] for some in (trained, checked, tested)))
+    train_items, validation_items, test_items = ([item(each) for each in some] for some in (trained, checked, tested))
+    return Splits(sft, train_items, validation_items, test_items)

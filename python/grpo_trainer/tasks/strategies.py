@@ -52,4 +52,5 @@ def make(
         orders = [*rng.choices(ORDERS, shares, k=3), "forward"]
         text = next(text for order in orders if (text := solved(problem, order)) is not None)
         sft.append(item(problem) | {"demonstration": text})
-    return Splits(sft, *([item(problem) for problem in some] for some in (trained, checked, tested)))
+    train_items, validation_items, test_items = ([item(each) for each in some] for some in (trained, checked, tested))
+    return Splits(sft, train_items, validation_items, test_items)
