@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_trainer.settings import build, key, override
+from grpo_trainer.settings import build, key, override, read_yaml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,9 +237,7 @@ def _find(path: str | Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
-    values = yaml.safe_load(path.read_text()) or {}
+    values = read_yaml(path.read_text()) or {}
     if not isinstance(values, dict):
         raise TypeError(f"{path}: must be a mapping, got {type(values).__name__}")
     base = values.pop("base", None)

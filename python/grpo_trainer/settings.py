@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -75,12 +76,10 @@ def explain(kind: type, where: str = "") -> Iterator[str]:
 
 def override(values: dict[str, Any], assignment: str) -> None:
     """`a.b.0.c=value` into nested mappings and lists; the value is read as YAML."""
-    import yaml
-
     path, equals, text = assignment.partition("=")
     if not equals or not path:
         raise ValueError(f"override: must be key=value, got {assignment!r}")
-    value = yaml.safe_load(text)
+    value = read_yaml(text)
     place: Any = values
     *parents, last = path.split(".")
     for name in parents:
@@ -88,6 +87,18 @@ def override(values: dict[str, Any], assignment: str) -> None:
         if not isinstance(place, dict | list):
             raise ValueError(f"override: {path} goes through {name!r}, which is {place!r}")
     place[_index(place, last, path) if isinstance(place, list) else last] = value
+
+
+def read_yaml(text: str) -> Any:
+    """Without code, and with numbers such as 1e-5, which YAML 1.1 takes for text."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader)
 
 
 def plain(value: Any) -> Any:
@@ -142,12 +153,6 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return {str(name): _convert(arguments[1], each, _join(where, str(name))) for name, each in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if kind is float and isinstance(value, str):
-        # YAML reads 1e-5 as text
-        try:
-            return float(value)
-        except ValueError:
-            raise _mismatch(kind, value, where) from None
     if type(value) is not kind:
         raise _mismatch(kind, value, where)
     return value

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from grpo_trainer.recipe import Recipe, bundled, load
-from grpo_trainer.settings import build, explain, fields_of, override, plain
+from grpo_trainer.settings import build, explain, fields_of, override, plain, read_yaml
 
 from tests.trainer import small
 
@@ -41,10 +41,16 @@ def test_what_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
 
 
 def test_numbers_are_read_as_people_write_them() -> None:
-    recipe = build(Recipe, yaml.safe_load("phases: [{sft: {optimizer: {lr: 1e-5, weight_decay: 0}}}]"))
+    recipe = build(Recipe, read_yaml("phases: [{sft: {optimizer: {lr: 1e-5, weight_decay: 0}}}]"))
     assert recipe.phases[0].sft is not None
     optimizer = recipe.phases[0].sft.optimizer
     assert (optimizer.lr, optimizer.weight_decay) == (1e-5, 0.0) and isinstance(optimizer.weight_decay, float)
+
+
+def test_yaml_makes_numbers_but_no_objects() -> None:
+    assert read_yaml("[1e-5, -2E+3, 1.5e2, 1e5x, .5e1, 0.1, 7]") == [1e-5, -2000.0, 150.0, "1e5x", 5.0, 0.1, 7]
+    with pytest.raises(yaml.YAMLError):
+        read_yaml("!!python/object/apply:os.getcwd []")
 
 
 def test_overrides() -> None:
