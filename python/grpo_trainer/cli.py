@@ -22,6 +22,7 @@ def train(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the output folder")
     parser.add_argument("--fresh", action="store_true", help="remove what an earlier run left in the output folder")
+    parser.add_argument("--smoke", action="store_true", help="a size of seconds, to see that everything works")
     parser.add_argument("--keys", action="store_true", help="explain every key of a recipe")
     parser.add_argument("--list", action="store_true", help="the bundled recipes and the algorithms")
     given = parser.parse_args(arguments)
@@ -39,23 +40,23 @@ def train(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.recipe is None:
         parser.error("a recipe is needed; --list names the bundled ones")
-    return _reported(lambda: _train(given.recipe, given.overrides, given.resume, given.fresh))
+    return _reported(lambda: _train(given))
 
 
-def _train(name: str, overrides: list[str], resume: bool, fresh: bool) -> None:
+def _train(given: argparse.Namespace) -> None:
     from grpo_trainer import recipe as recipes
 
-    recipe = recipes.load(name, overrides)
+    recipe = recipes.load(given.recipe, given.overrides, given.smoke)
     _set_threads(recipe.threads)
     import shutil
 
     from grpo_trainer.report import write_report
     from grpo_trainer.train import Trainer
 
-    if fresh and (recipe.folder / "recipe.json").exists():
+    if given.fresh and (recipe.folder / "recipe.json").exists():
         shutil.rmtree(recipe.folder)
     trainer = Trainer(recipe)
-    metrics = trainer.run(resume)
+    metrics = trainer.run(given.resume)
     if trainer.accelerator.is_main_process:
         page = write_report(recipe.folder)
         for key, value in metrics.items():

@@ -212,9 +212,14 @@ class Recipe:
         return Path(self.output.format(name=self.name, seed=self.seed))
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """The recipe of a YAML file, or a bundled one by name. `base: other.yaml` in it is read first."""
+def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = False) -> Recipe:
+    """The recipe of a YAML file, or a bundled one by name. `base: other.yaml` in it is read first.
+
+    smoke  a size that runs in seconds and shows only that everything works
+    """
     values = _read(_find(path))
+    if smoke:
+        values = _merge(values, _smoke(values))
     for assignment in overrides or []:
         override(values, assignment)
     return build(Recipe, values)
@@ -234,6 +239,23 @@ def _find(path: str | Path) -> Path:
     if found is None:
         raise FileNotFoundError(f"recipe: no file {str(path)!r}, and the bundled ones are {', '.join(bundled())}")
     return found
+
+
+def _smoke(values: dict[str, Any]) -> dict[str, Any]:
+    rl = {
+        "steps": 2, "micro_batch": 8, "minibatches": 2,
+        "rollout": {"prompts": 4, "group_size": 4, "max_new_tokens": 12, "batch": 16},
+    }  # fmt: skip
+    sft = {"steps": 4, "batch": 16, "micro_batch": 8}
+    phases = [{name: rl if name == "rl" else sft for name in phase} for phase in values.get("phases", [])]
+    few = {"demonstrations": 96, "train": 32, "validation": 6, "test": 6}
+    is_made = values.get("data", {}).get("task", "arithmetic") is not None
+    samples = min(values.get("evaluation", {}).get("samples", 0), 4)
+    return {
+        "phases": phases,
+        "data": {"options": few} if is_made else {"limit": 32},
+        "evaluation": {"every": 1, "prompts": 6, "samples": samples, "tracked": 2},
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from grpo_trainer.algorithm import Plan
 from grpo_trainer.recipe import Recipe, bundled, load
 from grpo_trainer.settings import build, explain, fields_of, override, plain, read_yaml
 
@@ -107,4 +108,9 @@ def test_defaults_are_of_their_types() -> None:
 
 @pytest.mark.parametrize("name", bundled())
 def test_bundled_recipes_are_valid(name: str) -> None:
-    assert load(name).phases
+    for smoke in (False, True):
+        recipe = load(name, smoke=smoke)
+        assert recipe.phases
+        for phase in recipe.phases:
+            if phase.rl is not None:
+                Plan.of(phase.rl.algorithm, phase.rl.rollout.max_new_tokens)
