@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from grpo_trainer.algorithm import total
+from grpo_trainer.diversity_measures import MOST_EMBEDDED, of_prompts
+from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.model import Policy
-from grpo_trainer.recipe import Evaluation, Reward
+from grpo_trainer.recipe import Evaluation, Reward, Similarity
 from grpo_trainer.rewards import RewardFunction, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
@@ -23,17 +26,24 @@ class Result:
 
     metrics: dict[str, float]
     lines: list[dict[str, Any]]
+    embedder: str | None = None  # that the measures of diversity were made with
 
     def to_json(self) -> dict[str, Any]:
-        return {"metrics": self.metrics, "prompts": self.lines}
+        return {"metrics": self.metrics, "prompts": self.lines, "embedder": self.embedder}
 
 
 def evaluate(
     policy: Policy, items: list[Item], settings: Evaluation, rewards: Sequence[Reward],
     functions: Sequence[RewardFunction], max_new_tokens: int, generator: torch.Generator,
+    embedder: Embedder | None = None,
 ) -> Result:  # fmt: skip
-    """Greedy answers to all prompts; with `samples`, also pass@k and how they differ."""
-    greedy = roll_out(policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch)
+    """Greedy answers to all prompts; with `samples`, also pass@k and how they differ.
+
+    embedder  of the samples, for semantic measures; None: the default of recipes
+    """
+    greedy = roll_out(
+        policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch
+    )
     worth = _worth(greedy, rewards, functions)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": value}
@@ -59,12 +69,24 @@ def evaluate(
         for k in settings.pass_k:
             if k <= n:
                 metrics[f"pass@{k}"] = _mean([pass_at_k(n, sum(r == 1 for r in line["rewards"]), k) for line in lines])
-    return Result(metrics, lines)
+        embedder = _default_embedder() if embedder is None else embedder
+        metrics |= _diversity([line["samples"] for line in lines], embedder)
+    return Result(metrics, lines, embedder.name if settings.samples and embedder is not None else None)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
     """The chance that k of n samples, of which so many are right, have a right one; unbiased in them."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def _diversity(samples: Sequence[Sequence[str]], embedder: Embedder) -> dict[str, float]:
+    embeddings = embedder([text for texts in samples for text in texts[:MOST_EMBEDDED]])
+    return {name: _mean(values) for name, values in of_prompts(samples, embeddings).items()}
+
+
+@functools.cache
+def _default_embedder() -> Embedder:
+    return load_embedder(Similarity())
 
 
 def _worth(rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction]) -> list[float]:
