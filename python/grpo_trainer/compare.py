@@ -1,7 +1,7 @@
 """Two evaluations on the same prompts, prompt by prompt: what is better, by how much, and how sure that is.
 
-Prompts are what is drawn again: the interval says what other prompts of the same kind would have shown. How another seed
-would have trained is beyond it.
+Prompts are what is drawn again: the interval says what other prompts of the same kind would have shown. How another
+seed would have trained is beyond it.
 """
 
 from __future__ import annotations
