@@ -110,7 +110,8 @@ def document(title: str, body: str) -> str:
         "style-src 'unsafe-inline'\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{shown(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<title>{shown(title)}</title>\n<style>{_STYLE}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 
@@ -153,9 +154,10 @@ pre,.said{font:.84rem/1.45 ui-monospace,monospace;white-space:pre-wrap;unicode-b
 pre{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px;overflow-x:auto}
 .example{border:1px solid var(--line);border-radius:8px;padding:10px 14px;margin:12px 0}
 .sides{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr));gap:8px 24px;margin-top:8px}
-.reward{font-variant-numeric:tabular-nums;color:var(--soft);font-size:.85rem}
+.reward{margin-top:7px;font-variant-numeric:tabular-nums;color:var(--soft);font-size:.85rem}
 .up{color:var(--good)}.down{color:var(--bad)}
-.swatch{display:inline-block;width:.8em;height:.8em;border-radius:50%;margin-right:.4em;vertical-align:-.05em}
+.swatch{display:inline-block;width:.8em;height:.8em;border-radius:50%;border:1px solid var(--line);margin-right:.4em;
+vertical-align:-.05em}
 details{margin:10px 0}summary{cursor:pointer}
 """
     + _swatches(LIGHT)

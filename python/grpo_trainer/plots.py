@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _DPI = 5.6, 160
 _BARS = 40
+_MOST_OF_NAME = 16  # characters in a legend
 _MARKED = 30  # curves with fewer points show them
 
 
@@ -66,7 +67,7 @@ class Point(NamedTuple):
     x: float
     y: float
     cluster: int
-    count: int
+    responses: int
 
 
 def window_of(points: int) -> int:
@@ -86,17 +87,19 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
 
 def draw_panels(folder: Path, name: str, panels: Sequence[Panel], xlabel: str) -> Picture:
     """One under the other, over the same steps."""
+    from matplotlib.ticker import MaxNLocator
 
     def paint(figure: Figure, theme: Theme) -> None:
         rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, panel in zip(rows, panels, strict=True):
             for i, curve in enumerate(panel.curves):
                 _paint_curve(axes, curve, theme.colour(i))
-            axes.set_title(panel.title, loc="left", color=theme.ink, fontsize=9)
+            axes.set_title(panel.title, loc="left", color=theme.ink, fontsize=10)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             _dress(axes, theme, [curve.label for curve in panel.curves], panel.is_share)
         rows[-1].set_xlabel(xlabel)
 
-    return _draw(folder, name, paint, 1.0 + 1.75 * len(panels))
+    return _draw(folder, name, paint, 1.0 + 1.7 * len(panels))
 
 
 def draw_stack(folder: Path, name: str, steps: Sequence[float], parts: dict[str, list[float]]) -> Picture:
@@ -133,7 +136,7 @@ def draw_map(folder: Path, name: str, points: Sequence[Point], axis_titles: tupl
             in_none = point.cluster < 0
             colour, edge = (theme.grid, theme.ink) if in_none else (theme.colour(point.cluster), "none")
             on_it = theme.ink if in_none else theme.paper
-            axes.scatter([point.x], [point.y], s=90 + 45 * point.count, color=colour, edgecolors=edge, alpha=0.9)
+            axes.scatter([point.x], [point.y], s=90 + 45 * point.responses, color=colour, edgecolors=edge, alpha=0.9)
             axes.text(point.x, point.y, point.label, ha="center", va="center_baseline", fontsize=8, color=on_it)
         _dress(axes, theme, [], False)
         axes.grid(axis="x", color=theme.grid, linewidth=0.7)
@@ -168,7 +171,7 @@ def _dress(axes: Axes, theme: Theme, labels: Sequence[str], is_share: bool) -> N
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(theme.grid)
-    axes.tick_params(colors=theme.ink, labelsize=9, length=0)
+    axes.tick_params(colors=theme.ink, labelsize=10, length=0)
     axes.xaxis.label.set_color(theme.ink)
     axes.yaxis.label.set_color(theme.ink)
     axes.grid(axis="y", color=theme.grid, linewidth=0.7)
@@ -180,8 +183,8 @@ def _dress(axes: Axes, theme: Theme, labels: Sequence[str], is_share: bool) -> N
         handles = [Line2D([], [], color=theme.colour(i), linewidth=3) for i in range(len(labels))]
         # a name that begins with an underscore would be left out
         axes.legend(
-            handles, [f" {label}" for label in labels], loc="lower right", bbox_to_anchor=(1.0, 0.98), frameon=False,
-            ncols=min(len(labels), 4), fontsize=8.5, labelcolor=theme.ink, handlelength=0.9, borderaxespad=0,
+            handles, [f" {label[:_MOST_OF_NAME]}" for label in labels], loc="lower right", bbox_to_anchor=(1.0, 0.98),
+            frameon=False, ncols=4, fontsize=9.5, labelcolor=theme.ink, handlelength=0.9, borderaxespad=0,
             columnspacing=1.1, handletextpad=0.3,
         )  # fmt: skip
 

@@ -63,7 +63,8 @@ CLUSTERS = (
     Plot("verdicts", "What was found about prompts", (
         ("share of prompts", {
             "clustered": "similarity_groups/share_clustered", "same": "similarity_groups/share_all_same",
-            "different": "similarity_groups/share_all_different", "unclear": "similarity_groups/share_unclear"}, True),),
+            "different": "similarity_groups/share_all_different", "unclear": "similarity_groups/share_unclear",
+        }, True),),
         "Prompts by verdict of the clustering."),
 )  # fmt: skip
 SEGMENTS = (
@@ -154,9 +155,9 @@ def _rewards(run: RunFolder, rl: list[Line]) -> str:
     folder = run.path / "plots"
     curve = Curve("reward", steps, reward, low, high)
     band = (
-        "Mean reward of the sampled responses of each step. Band: ± 1.96 standard deviations of the rewards over the square "
-        "root of the number of prompts. Responses to one prompt are not independent, so prompts are counted and not "
-        "responses; the band is wide rather than narrow."
+        "Mean reward of the sampled responses of each step. Band: ± 1.96 standard deviations of the rewards over the "
+        "square root of the number of prompts. Responses to one prompt are not independent, so prompts are counted and "
+        "not responses; the band is wide rather than narrow."
     )
     drawn = [page.figure("Reward", draw_panels(folder, "reward", [Panel("reward", [curve])], "step"), band)]
     names = [str(reward.get("name")) for reward in _reward_settings(run)]
@@ -175,8 +176,8 @@ def _rewards(run: RunFolder, rl: list[Line]) -> str:
     ]
     drawn.append(page.figure(
         "Spread of rewards", draw_panels(folder, "spread", panels, "step"),
-        "Standard deviation of the rewards of one prompt's responses, mean over prompts; and the share of prompts whose "
-        "responses all have the same reward, from which nothing is learned.",
+        "Standard deviation of the rewards of one prompt's responses, mean over prompts; and the share of prompts "
+        "whose responses all have the same reward, from which nothing is learned.",
     ))  # fmt: skip
     window = window_of(len(steps))
     smooth = f"Here and below: thin lines are single steps, bold ones the mean of {window} neighbouring steps."

@@ -39,16 +39,20 @@ def headline(run: RunFolder) -> str:
         cards.append(
             page.card("Outside generation and model", page.percent(run.share_outside), "of the time of RL steps")
         )
-    return page.element("div", "".join(cards), "cards") + _explained(before, after, compared)
+    return page.element("div", "".join(cards), "cards") + _explained(run, before, after, compared)
 
 
-def _explained(before: Evaluated, after: Evaluated, compared: Comparison) -> str:
+def _explained(run: RunFolder, before: Evaluated, after: Evaluated, compared: Comparison) -> str:
     text = (
         f"On {compared.reward.prompts} prompts of the {shown(before.split)} split: before, phase {before.phase} step "
         f"{before.step}; after, phase {after.phase} step {after.step}. Interval: paired bootstrap over the prompts, "
         f"{compared.resamples:,} resamples, 95 %; p: signs of the differences flipped at random. Both are about other "
         "prompts, not about another seed."
     )
+    tested = [found for found in run.evaluations if found.split == "test" and found.split != before.split]
+    if tested:
+        exact, count = page.percent(number(tested[-1].metrics.get("exact"))), len(tested[-1].prompts)
+        text += f" The test split, after training alone: exact match {exact} of {count} prompts."
     return page.paragraph(text, "soft") + "".join(page.paragraph(shown(note), "soft") for note in compared.notes)
 
 
@@ -124,7 +128,9 @@ def _diversity_plot(run: RunFolder, found: list[Evaluated], steps: list[float]) 
         panels += [Panel(title, curves)] if curves else []
     if not panels:
         return []
-    caption = "Of the sampled responses to one prompt, mean over prompts. As they differ more, self-BLEU falls and the others rise."
+    caption = (
+        "Of the samples of one prompt, mean over prompts. Where they differ, self-BLEU is low and the others are high."
+    )
     return [page.figure("Diversity", draw_panels(run.path / "plots", "diversity", panels, "RL step"), caption)]
 
 

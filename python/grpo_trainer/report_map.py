@@ -106,6 +106,6 @@ def _apart(points: list[Point]) -> list[Point]:
         key = (round(point.x, 3), round(point.y, 3), point.cluster)
         if key in found:
             before = found[key]
-            point = before._replace(label=f"{before.label},{point.label}", count=before.count + point.count)
+            point = before._replace(label=f"{before.label},{point.label}", responses=before.responses + point.responses)
         found[key] = point
     return list(found.values())

@@ -83,7 +83,7 @@ class RunFolder:
         return sum(number(self.setting("phases", i, "rl", "steps")) for i in before)
 
     def lines(self, phase: str) -> list[Line]:
-        return [line for line in self.metrics if line.get("phase") == phase]
+        return [line for line in self.metrics if line.get("phase") == phase and math.isfinite(number(line.get("step")))]
 
     def steps(self, lines: Sequence[Line]) -> list[float]:
         """Of lines of one kind of phase, counted on over phases: a step that is no higher begins another."""
@@ -128,7 +128,7 @@ class RunFolder:
         return f"{written:%Y-%m-%d %H:%M} UTC"
 
     def before_and_after(self) -> tuple[Evaluated, Evaluated] | None:
-        """The evaluation that RL, or else training, began from, and the last; of the test split where both are there."""
+        """The evaluation that RL, or else training, began from, and the last one; of the test split if it has both."""
         first_rl = self.phases.index("rl") if "rl" in self.phases else 0
         for split in ("test", "validation"):
             found = [each for each in self.evaluations if each.split == split and each.phase >= first_rl]
@@ -140,7 +140,7 @@ class RunFolder:
 def number(value: object) -> float:
     """NaN for what is not a number that can be drawn."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else math.nan  # type: ignore[arg-type]
+    return float(value) if is_number and -1e300 < value < 1e300 else math.nan  # type: ignore[operator,arg-type]
 
 
 def series(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
