@@ -1,7 +1,8 @@
 """Two evaluations on the same prompts, prompt by prompt: what is better, by how much, and how sure that is.
 
 Prompts are what is drawn again: the interval says what other prompts of the same kind would have shown. How another
-seed would have trained is beyond it.
+seed would have trained is beyond it. Where few prompts differ the interval is too narrow, as no resample shows what was
+never seen; p is not, so a claim needs both.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ Whatever comes from a model, from data or from a recipe goes through `shown` and
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from grpo_trainer.plots import DARK, LIGHT, Picture, Theme
+from typing import NamedTuple
 
 MOST_SHOWN = 3_000  # characters of one text
 NO_VALUE = "none"
@@ -21,6 +21,33 @@ NO_VALUE = "none"
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
+
+
+class Picture(NamedTuple):
+    light: Path
+    dark: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Theme:
+    name: str
+    paper: str
+    ink: str
+    grid: str
+    colours: tuple[str, ...]
+
+    def colour(self, i: int) -> str:
+        return self.colours[i % len(self.colours)]
+
+
+LIGHT = Theme(
+    "light", "#ffffff", "#3a434d", "#dde1e6",
+    ("#1f6fb4", "#d1690a", "#23855a", "#8a4fb0", "#c2374a", "#6d7f14", "#0d8a99", "#8c6239"),
+)  # fmt: skip
+DARK = Theme(
+    "dark", "#14181d", "#b4bec9", "#333b44",
+    ("#6cb2f2", "#f5a04e", "#5fcf9b", "#c79bea", "#ff8794", "#c3d553", "#55d0de", "#d3a878"),
+)  # fmt: skip
 
 
 def visible(text: object) -> str:

@@ -163,7 +163,7 @@ def _rewards(run: RunFolder, rl: list[Line]) -> str:
     names = [str(reward.get("name")) for reward in _reward_settings(run)]
     parts = {name: values for name in names if has_value(values := series(rl, f"rewards/{name}"))}
     if len(parts) > 1:
-        curves = [Curve(page.visible(name), steps, values) for name, values in parts.items()]
+        curves = [Curve(name, steps, values) for name, values in parts.items()]
         picture = draw_panels(folder, "reward_parts", [Panel("mean, before weights", curves)], "step")
         drawn.append(
             page.figure("Rewards by name", picture, "Means over responses that the reward said something about.")

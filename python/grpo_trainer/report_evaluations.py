@@ -15,6 +15,11 @@ from grpo_trainer.run_folder import Evaluated, RunFolder, has_value, mean, numbe
 _BETWEEN_0_AND_1 = {
     "self-BLEU": "self_bleu", "distinct-1": "distinct_1", "distinct-2": "distinct_2", "semantic": "semantic_diversity",
 }  # fmt: skip
+_VERDICTS = {
+    "up": "better: the interval is above 0, and p below 0.05",
+    "down": "worse: the interval is below 0, and p below 0.05",
+    "": "no change is shown: the interval holds 0",
+}
 _COUNTS = {"Vendi": "vendi", "clusters": "clusters"}
 
 
@@ -61,13 +66,15 @@ def _card(title: str, found: Difference, is_share: bool) -> str:
     scale, unit, digits = (100, " points", 1) if is_share else (1, "", 3)
     low, high = (scale * end for end in found.interval)
     change = f"{scale * found.improvement:+.{digits}f}{unit}, 95 % interval {low:+.{digits}f} to {high:+.{digits}f}"
-    verdict = "up" if low > 0 else "down" if high < 0 else ""
-    said = {"up": "better, and the interval is above 0", "down": "worse, and the interval is below 0"}
+    beyond = "up" if low > 0 else "down" if high < 0 else ""
+    verdict = beyond if found.p_value < 0.05 else ""
     return page.card(
         title,
         f"{form(found.before)} → {form(found.after)}",
         page.element("span", change.replace("-", "\u2212"), verdict),
-        said.get(verdict, "no change is shown: the interval holds 0"),
+        _VERDICTS[verdict]
+        if verdict or not beyond
+        else "no change is shown: p is not below 0.05, too few prompts differ",
         f"{found.improved} better, {found.worse} worse, {found.equal} equal; p = {found.p_value:.2g}",
     )
 

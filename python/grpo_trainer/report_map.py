@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from grpo_trainer import page
-from grpo_trainer.page import shown
-from grpo_trainer.plots import LIGHT, Point, draw_map
+from grpo_trainer.page import LIGHT, shown
+from grpo_trainer.plots import Point, draw_map
 from grpo_trainer.run_folder import Line, RunFolder, has_value, mean, number
 
 _MOST_LISTED = 40

@@ -52,7 +52,8 @@ def rl_line(chosen: random.Random, step: int, rich: bool) -> Line:
         "rollout/length_mean": noisy(20), "rollout/length_max": 28.0, "rollout/truncated": abs(noisy(0.1)),
         "train/grad_norm": noisy(0.7), "train/lr": 1e-4 * (1 - step / 100), "train/total_loss": noisy(0),
         "train/policy_loss": noisy(0), "train/nonzero_advantages": noisy(0.6), "train/advantages_std": noisy(0.8),
-        "time/step": 2.0, "time/generate": 1.1, "time/model": 0.8, "time/reward": 0.05, "time/advantage": 0.01,
+        "time/step": 2.0, "time/generate": 1.1, "time/model": 0.8, "time/reward": 0.05, "time/advantage": 0.01, 
+        "time/embed": 0.02,
         "rewards/skipped": 0.0, "train/skipped": 0.0,
     }  # fmt: skip
     if rich:
@@ -60,6 +61,7 @@ def rl_line(chosen: random.Random, step: int, rich: bool) -> Line:
         line |= {
             "similarity_groups/avg_groups_per_prompt": noisy(2.5), "similarity_groups/avg_silhouette_score": noisy(0.5),
             "similarity_groups/share_clustered": noisy(0.6), "similarity_groups/share_all_same": noisy(0.2),
+            "similarity_groups/share_all_different": noisy(0.1), "similarity_groups/share_unclear": noisy(0.1),
             "group/compression_ratio": noisy(0.7), "group/avg_endpoints_per_sequence": noisy(6),
             "group/threshold": noisy(0.4),
         }  # fmt: skip

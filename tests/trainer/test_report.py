@@ -16,6 +16,7 @@ pytest.importorskip("matplotlib")
 from grpo_trainer import page, plots
 from grpo_trainer.maps import map_line
 from grpo_trainer.report import write_report
+from grpo_trainer.report_evaluations import headline
 from grpo_trainer.run_folder import RunFolder
 
 from tests.trainer import run_folders
@@ -93,11 +94,29 @@ def test_headline_is_the_comparison_of_first_and_last(complete: Path) -> None:
     text = read(complete).text
     assert "30.0 % → 80.0 %" in text
     assert re.search(
-        r"\+50\.0 points, 95 % interval \+\d\d\.\d to \+\d\d\.\d better, and the interval is above 0", text
+        r"\+50\.0 points, 95 % interval \+\d\d\.\d to \+\d\d\.\d better: the interval is above 0, and p below 0.05",
+        text,
     )
     assert "10 better, 0 worse, 10 equal" in text
     assert "validation split: before, phase 1 step 0; after, phase 1 step 45" in text
     assert "The test split, after training alone: exact match 80.0 % of 20 prompts" in text
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict"),
+    [
+        ((0.8, 0.3), "worse: the interval is below 0, and p below 0.05"),
+        ((0.3, 0.35), "no change is shown: the interval holds 0"),
+        ((0.3, 0.5), "no change is shown: p is not below 0.05, too few prompts differ"),
+    ],
+)
+def test_headline_claims_no_more_than_both_figures_say(
+    shares: tuple[float, float], verdict: str, tmp_path: Path
+) -> None:
+    for step, share in enumerate(shares):
+        run_folders.write_evaluation(tmp_path, "validation", 0, step, share, False)
+    (tmp_path / "recipe.json").write_text('{"phases": [{"rl": {"steps": 1}}]}')
+    assert verdict in headline(RunFolder.read(tmp_path))
 
 
 def test_responses_before_and_after_are_those_of_the_first_prompts(complete: Path) -> None:
