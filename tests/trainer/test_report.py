@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from grpo_trainer import page, plots
+from grpo_trainer import page, plots, report, report_map
 from grpo_trainer.maps import map_line
 from grpo_trainer.report import write_report
 from grpo_trainer.report_evaluations import headline
@@ -341,3 +341,38 @@ def test_figures_say_that_there_is_none() -> None:
         "2 h 2 min",
     ]
     assert page.shown("x" * 4_000).endswith("x … and 1,000 more")
+
+
+def test_equal_responses_are_listed_once_and_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[plots.Point] = []
+
+    def note(folder: Path, name: str, points: list[plots.Point], titles: tuple[str, str]) -> page.Picture:
+        drawn.extend(points)
+        return draw_map(folder, name, points, titles)
+
+    draw_map = plots.draw_map
+    monkeypatch.setattr(report_map, "draw_map", note)
+    rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    line = map_line(1, "p", ["a", "a", "b", "c"], rows, torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, 0.0, 0.5, 1.0]))
+    (tmp_path / "recipe.json").write_text("{}")
+    run_folders.write_lines(tmp_path / "maps.jsonl", [line])
+    text = Reader(report_map.map_section(RunFolder.read(tmp_path))).text
+    assert "1: 2 times, cluster 0, reward 0.500 a 2: cluster 1, reward 0.500 b 3: cluster 0, reward 1.000 c" in text
+    assert "4 responses, 3 different ones, in 2 clusters" in text
+    assert {(point.label, point.cluster, point.responses) for point in drawn} == {("1,3", 0, 3), ("2", 1, 1)}
+
+
+def test_band_of_the_reward_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, list[plots.Panel]] = {}
+    draw_panels = plots.draw_panels
+
+    def note(folder: Path, name: str, panels: list[plots.Panel], xlabel: str) -> page.Picture:
+        drawn[name] = panels
+        return draw_panels(folder, name, panels, xlabel)
+
+    monkeypatch.setattr(report, "draw_panels", note)
+    write_report(run_folders.write(tmp_path / "run", steps=2, rich=False))
+    curve = drawn["reward"][0].curves[0]
+    half = 1.96 * 0.4 / math.sqrt(16)
+    assert [high - value for value, high in zip(curve.y, curve.high, strict=True)] == pytest.approx([half] * 2)
+    assert [value - low for value, low in zip(curve.y, curve.low, strict=True)] == pytest.approx([half] * 2)
