@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 
 from grpo_trainer.algorithm import total
+from grpo_trainer.diversity_measures import MOST_EMBEDDED, of_prompts
+from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.model import Policy
-from grpo_trainer.recipe import Evaluation, Reward
-from grpo_trainer.rewards import RewardFunction, score
+from grpo_trainer.recipe import Evaluation, Reward, Similarity
+from grpo_trainer.rewards import RewardFunction, components, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
 
@@ -23,9 +26,10 @@ class Result:
 
     metrics: dict[str, float]
     lines: list[dict[str, Any]]
+    embedder: str | None = None  # that the measures of diversity were made with
 
     def to_json(self) -> dict[str, Any]:
-        return {"metrics": self.metrics, "prompts": self.lines}
+        return {"metrics": self.metrics, "prompts": self.lines, "embedder": self.embedder}
 
 
 def evaluate(
@@ -36,34 +40,36 @@ def evaluate(
     greedy = roll_out(
         policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch
     )
-    worth = _worth(greedy, rewards, functions)
+    worth, right = _worth(greedy, rewards, functions, settings.solved)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": value}
         for item, text, value in zip(items, greedy.texts, worth, strict=True)
     ]
     metrics = {
         "reward": _mean(worth),
-        "exact": _mean([float(value >= settings.solved) for value in worth]),
+        "exact": _mean(right),
         "truncated": float(greedy.truncated.double().mean()),
         "length": float(greedy.lengths.double().mean()),
         "prompts": float(len(items)),
     }
-    if settings.samples:
-        sampled = roll_out(
-            policy, items, settings.samples, max_new_tokens=max_new_tokens, generator=generator,
-            temperature=settings.temperature, batch=settings.batch,
-        )  # fmt: skip
-        values = _worth(sampled, rewards, functions)
-        n = settings.samples
-        for i, line in enumerate(lines):
-            line |= {"samples": sampled.texts[i * n : (i + 1) * n], "rewards": values[i * n : (i + 1) * n]}
-        metrics["sampled_reward"] = _mean(values)
-        for k in settings.pass_k:
-            if k <= n:
-                metrics[f"pass@{k}"] = _mean(
-                    [pass_at_k(n, sum(r >= settings.solved for r in line["rewards"]), k) for line in lines]
-                )
-    return Result(metrics, lines)
+    if not settings.samples:
+        return Result(metrics, lines)
+    n = settings.samples
+    sampled = roll_out(
+        policy, items, n, max_new_tokens=max_new_tokens, generator=generator, temperature=settings.temperature,
+        batch=settings.batch,
+    )  # fmt: skip
+    worth, right = _worth(sampled, rewards, functions, settings.solved)
+    for i, line in enumerate(lines):
+        some = slice(i * n, (i + 1) * n)
+        line |= {"samples": sampled.texts[some], "rewards": worth[some], "right": right[some]}
+    metrics |= {"sampled_reward": _mean(worth), "sampled_exact": _mean(right)}
+    for k in settings.pass_k:
+        if k <= n:
+            metrics[f"pass@{k}"] = _mean([pass_at_k(n, round(sum(line["right"])), k) for line in lines])
+    embedder = _embedder(settings.embedder)
+    metrics |= _diversity([line["samples"] for line in lines], embedder)
+    return Result(metrics, lines, embedder.name)
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -71,11 +77,27 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def _worth(rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction]) -> list[float]:
+def _diversity(samples: Sequence[Sequence[str]], embedder: Embedder) -> dict[str, float]:
+    embeddings = embedder([text for texts in samples for text in texts[:MOST_EMBEDDED]])
+    return {name: _mean(values) for name, values in of_prompts(samples, embeddings).items()}
+
+
+@functools.cache
+def _embedder(name: str) -> Embedder:
+    return load_embedder(Similarity(embedder=name, text="whole"))
+
+
+def _worth(
+    rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction], solved: float
+) -> tuple[list[float], list[float]]:
+    """Of each response its reward, and whether it is right: as a reward's component "correct" says, if one has it."""
     values, _ = score(rewards, functions, rollout)
-    weights = torch.tensor([each.weight for each in rewards], dtype=torch.float64)
-    found: list[float] = total(values, weights).tolist()
-    return found
+    worth = total(values, torch.tensor([each.weight for each in rewards], dtype=torch.float64))
+    for function in functions:
+        correct = components(function, rollout).get("correct")
+        if correct is not None:
+            return worth.tolist(), correct
+    return worth.tolist(), torch.where(worth.isnan(), torch.nan, (worth >= solved).double()).tolist()
 
 
 def _mean(values: Sequence[float]) -> float:

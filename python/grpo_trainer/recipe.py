@@ -171,7 +171,8 @@ class Evaluation:
     samples: int = key(0, "sampled responses a prompt, for pass@k and diversity; 0: greedy only")
     temperature: float = key(1.0, "of those samples")
     pass_k: list[int] = key([1, 4, 8], "of pass@k; those beyond `samples` are left out")
-    solved: float = key(1.0, "a response with a reward of at least this is right: for exact and pass@k")
+    embedder: str = key("auto", "for measures of diversity; names as in similarity")
+    solved: float = key(1.0, "with this reward a response is right, unless a reward says which are: exact, pass@k")
     tracked: int = key(4, "prompts whose responses are shown before and after in the report")
 
 

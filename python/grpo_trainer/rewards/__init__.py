@@ -53,20 +53,30 @@ def _named(path: str) -> Any:
 
 def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> tuple[Tensor, int]:
     """Rewards [N, R] in float64, NaN where there is none; and how many were left out because a function failed."""
-    size = rollout.group_size
-    items = [item for item in rollout.items for _ in range(size)]
-    prompts = [item["prompt"] for item in items]
-    columns = {
-        name: [item.get(name) for item in items]
-        for name in sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
-    }
-    columns["truncated"] = rollout.truncated.tolist()
+    prompts, columns = _columns(rollout)
     found, skipped = [], 0
     for setting, function in zip(settings, functions, strict=True):
         values, failed = _values(setting, function, prompts, rollout.texts, columns)
         found.append(values)
         skipped += failed
     return torch.tensor(found, dtype=torch.float64).T.contiguous(), skipped
+
+
+def components(function: RewardFunction, rollout: Rollout) -> dict[str, list[float]]:
+    """What a reward is made of, of each response; nothing if it does not say."""
+    if not hasattr(function, "components"):
+        return {}
+    prompts, columns = _columns(rollout)
+    found: dict[str, list[float]] = function.components(prompts=prompts, completions=rollout.texts, **columns)
+    return found
+
+
+def _columns(rollout: Rollout) -> tuple[list[str], dict[str, list[Any]]]:
+    """The prompt of each response, and the data's other columns."""
+    items = [item for item in rollout.items for _ in range(rollout.group_size)]
+    names = sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
+    columns = {name: [item.get(name) for item in items] for name in names}
+    return [item["prompt"] for item in items], columns | {"truncated": rollout.truncated.tolist()}
 
 
 def _values(

@@ -1,0 +1,180 @@
+"""Measures of diversity: against sacrebleu, against hand-made counts, and where they have no value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from grpo_trainer.diversity_measures import by_embeddings, distinct, of_prompts, self_bleu, words_of
+from grpo_trainer.embed import Embedder, hashed
+from grpo_trainer.recipe import Evaluation, Reward, Similarity
+
+import grpo_kernels as gk
+
+VOCABULARY = ["3", "+", "4", "=", "7", "so", "Ann", "has", "7", "."]
+EMBEDDED = ("semantic_diversity", "vendi", "clusters", "cluster_entropy")
+
+
+def some_texts(seed: int, count: int, most: int) -> list[str]:
+    chosen = random.Random(seed)
+    return [" ".join(chosen.choices(VOCABULARY, k=chosen.randint(1, most))) for _ in range(count)]
+
+
+def test_words_are_runs_of_letters_and_single_signs() -> None:
+    assert words_of("Don't pay $1,250.5 -- über_all!\n") == (
+        "don", "'", "t", "pay", "$", "1", ",", "250", ".", "5", "-", "-", "über_all", "!",
+    )  # fmt: skip
+    assert words_of(" \n\t") == ()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_self_bleu_is_the_mean_of_sacrebleus(seed: int) -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    texts = some_texts(seed, count=2 + seed % 4, most=1 + seed % 9)
+    expected = [
+        sacrebleu.sentence_bleu(
+            text, texts[:i] + texts[i + 1 :], tokenize="none", lowercase=True, use_effective_order=True
+        ).score
+        for i, text in enumerate(texts)
+    ]
+    assert self_bleu(texts) == pytest.approx(sum(expected) / len(expected) / 100, abs=1e-12)
+
+
+def test_self_bleu_at_its_ends() -> None:
+    assert self_bleu(["a b c d e"] * 3) == 1
+    assert self_bleu(["a b", "c d", "e f"]) == 0
+    assert self_bleu(["", ""]) == 1
+    assert self_bleu(["", "a b c d"]) == 0
+    # of the two that agree 1 and 1, of the third 0
+    assert self_bleu(["a b c d", "a b c d", ""]) == pytest.approx(2 / 3)
+
+
+def test_self_bleu_by_hand() -> None:
+    # precisions of "a b c": 2/3, 1/2 and a first miss of 1/(2 * 1); the other is no longer
+    of_first = (2 / 3 * 1 / 2 * 1 / 2) ** (1 / 3)
+    # of "a b d": the same by symmetry
+    assert self_bleu(["a b c", "a b d"]) == pytest.approx(of_first)
+    # "a": one word of one, but a penalty for being shorter by 2; "a b c": 1/3, then misses of 1/(2 * 2), 1/(4 * 1)
+    assert self_bleu(["a", "a b c"]) == pytest.approx((math.exp(1 - 3) + (1 / 3 * 1 / 4 * 1 / 4) ** (1 / 3)) / 2)
+
+
+def test_a_word_repeated_is_matched_as_often_as_another_text_has_it() -> None:
+    # "a a a a" against "a b": one of four, misses of 1/(2 * 3), 1/(4 * 2), 1/(8 * 1)
+    first = (1 / 4 * 1 / 6 * 1 / 8 * 1 / 8) ** 0.25
+    second = (1 / 2 * 1 / 2) ** 0.5 * math.exp(1 - 4 / 2)
+    assert self_bleu(["a a a a", "a b"]) == pytest.approx((first + second) / 2)
+
+
+def test_distinct_counts_ngrams_of_all_texts_but_none_across_two() -> None:
+    assert distinct(["a b a", "b c"], 1) == pytest.approx(3 / 5)
+    assert distinct(["a b a", "b c"], 2) == pytest.approx(3 / 3)
+    assert distinct(["a b", "a b"], 2) == pytest.approx(1 / 2)
+    assert distinct(["a b c", "a b d"], 3) == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        ([], {"self_bleu": math.nan, "distinct_1": math.nan, "distinct_2": math.nan}),
+        (["a"], {"self_bleu": math.nan, "distinct_1": 1.0, "distinct_2": math.nan}),
+        ([""], {"self_bleu": math.nan, "distinct_1": math.nan, "distinct_2": math.nan}),
+        (["a b"], {"self_bleu": math.nan, "distinct_1": 1.0, "distinct_2": 1.0}),
+    ],
+)
+def test_what_has_no_value_is_nan(texts: list[str], expected: dict[str, float]) -> None:
+    found = {"self_bleu": self_bleu(texts), "distinct_1": distinct(texts, 1), "distinct_2": distinct(texts, 2)}
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_embedded_measures_by_hand() -> None:
+    # two alike, one opposite to nothing: distances 0, 1, 1
+    rows = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0]])
+    found = {name: float(values) for name, values in by_embeddings(rows, 3).items()}
+    assert found == pytest.approx({
+        "semantic_diversity": 2 / 3,
+        "vendi": 9 / 5,
+        "clusters": 2.0,
+        "cluster_entropy": -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)),
+    })  # fmt: skip
+
+
+def test_embedded_measures_of_few_responses() -> None:
+    nan = math.nan
+    rows = torch.tensor([[1.0, 0.0], [nan, nan], [nan, nan], [nan, nan], [1.0, 0.0], [-1.0, 0.0]])
+    found = {name: values.tolist() for name, values in by_embeddings(rows, 2).items()}
+    assert found["semantic_diversity"] == pytest.approx([nan, nan, 2.0], nan_ok=True)
+    assert found["vendi"] == pytest.approx([1.0, nan, 1.0], nan_ok=True)
+    assert found["clusters"] == pytest.approx([1.0, nan, 1.0], nan_ok=True)
+    assert found["cluster_entropy"] == pytest.approx([0.0, nan, 0.0], nan_ok=True)
+
+
+def test_embedded_measures_agree_with_pairs_in_plain_python() -> None:
+    rows = torch.randn(5, 8, dtype=torch.float64)
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    pairs = [1 - float(unit[i] @ unit[j]) for i, j in itertools.combinations(range(5), 2)]
+    found = by_embeddings(rows.float(), 5)
+    assert float(found["semantic_diversity"]) == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
+    assert float(found["clusters"]) == float(gk.similarity_groups(rows.float(), 5).num_groups)
+
+
+def test_measures_of_a_prompt_do_not_depend_on_other_prompts_or_on_order() -> None:
+    prompts = [some_texts(seed, 4, 6) for seed in range(3)]
+    together = of_prompts(prompts, hashed([text for texts in prompts for text in texts]))
+    assert set(together) == {"self_bleu", "distinct_1", "distinct_2", *EMBEDDED}
+    for i, texts in enumerate(prompts):
+        turned = texts[::-1]
+        alone = of_prompts([turned], hashed(turned))
+        for name, values in together.items():
+            assert alone[name][0] == pytest.approx(values[i], abs=1e-6), name
+
+
+def test_no_prompts_have_no_measures() -> None:
+    assert all(values == [] for values in of_prompts([], torch.zeros(0, 1)).values())
+
+
+ANSWERS = {"p": ["3 + 4 = 7", "3 + 4 = 7", "so 8 .", "Ann has 7"], "q": ["7", "7", "7", "7"]}
+
+
+def answered(policy: object, items: list[dict[str, Any]], size: int, **_: object) -> SimpleNamespace:
+    texts = [text for item in items for text in ANSWERS[item["prompt"]][:size]]
+    return SimpleNamespace(
+        items=items, group_size=size, texts=texts, truncated=torch.zeros(len(texts), dtype=torch.bool),
+        lengths=torch.tensor([len(words_of(text)) for text in texts]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("samples", [0, 4])
+def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_trainer import evaluate
+
+    monkeypatch.setattr(evaluate, "roll_out", answered)
+
+    def ends_in_seven(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
+        return [float(text.endswith("7")) for text in completions]
+
+    embedder = Embedder(Similarity(embedder="hashed"), hashed, "hashed")
+    items = [{"prompt": "p"}, {"prompt": "q"}]
+    policy: Any = None
+    result = evaluate.evaluate(
+        policy, items, Evaluation(samples=samples, pass_k=[1, 4]), [Reward()], [ends_in_seven], 8, torch.Generator(),
+        embedder=embedder,
+    )  # fmt: skip
+    assert result.metrics["exact"] == 1
+    measures = ("self_bleu", "distinct_1", "distinct_2", *EMBEDDED)
+    if samples == 0:
+        assert result.to_json()["embedder"] is None
+        assert not set(measures) & set(result.metrics)
+        return
+    assert result.to_json()["embedder"] == "hashed"
+    assert result.metrics["pass@1"] == pytest.approx((3 / 4 + 1) / 2)
+    of_each = of_prompts(list(ANSWERS.values()), hashed([text for texts in ANSWERS.values() for text in texts]))
+    for name in measures:
+        known = [value for value in of_each[name] if not math.isnan(value)]
+        assert result.metrics[name] == pytest.approx(sum(known) / len(known)), name
+    # the second prompt's responses are one word long: it has no bigrams, and must not count as none that differ
+    assert math.isnan(of_each["distinct_2"][1])
