@@ -37,6 +37,10 @@ class Log:
         for sample in samples[: self.settings.samples] if self.is_main else []:
             self._write("samples", {"step": step} | sample)
 
+    def map(self, line: dict[str, Any]) -> None:
+        if self.is_main:
+            self._write("maps", line)
+
     def event(self, kind: str, **facts: Any) -> None:
         if self.is_main:
             self._write("events", {"event": kind, "time": round(time.time() - self.start, 3)} | facts)

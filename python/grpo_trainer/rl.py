@@ -12,12 +12,16 @@ from grpo_trainer import checkpoint
 from grpo_trainer.algorithm import Credit, Plan, credit, total
 from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.figures import loss_metrics, merged, rollout_metrics
+from grpo_trainer.maps import map_line
 from grpo_trainer.model import Reference, evaluating
 from grpo_trainer.phase import PhaseRun
 from grpo_trainer.recipe import Critic, Rl
 from grpo_trainer.rewards import score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
+
+# Steps from one map of a prompt's responses, for the report, to the next.
+MAP_EVERY = 10
 
 
 class RlRun(PhaseRun):
@@ -78,6 +82,12 @@ class RlRun(PhaseRun):
             metrics = rollout_metrics(rollout, total(rewards, weights), rewards, t.rewards, found, reference)
             metrics["rewards/skipped"] = float(skipped)
         metrics |= self._update(rollout, found, reference, values, step)
+        if found.clusters is not None and embeddings is not None and (step - 1) % MAP_EVERY == 0:
+            size = settings.group_size
+            worth = total(rewards, weights)[:size]
+            labels = found.clusters.labels.flatten()[:size]
+            prompt = rollout.items[0]["prompt"]
+            t.log.map(map_line(step, prompt, rollout.texts[:size], embeddings[:size], labels, worth))
         t.log.samples(step, [
             {"prompt": rollout.items[i // settings.group_size]["prompt"], "response": rollout.texts[i],
              "rewards": rewards[i].tolist(), "advantage": float(found.advantages[i].sum())}
