@@ -25,7 +25,7 @@ def train(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="a size of seconds, to see that everything works")
     parser.add_argument("--keys", action="store_true", help="explain every key of a recipe")
     parser.add_argument("--list", action="store_true", help="the bundled recipes and the algorithms")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     from grpo_trainer import recipe as recipes
     from grpo_trainer.settings import explain
 
@@ -72,7 +72,7 @@ def evaluate(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="+", help="one folder or name of a model, or two to compare; then KEY=VALUE")
     parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
     parser.add_argument("--json", type=Path, help="where the result goes, with every response")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     models = [each for each in given.models if "=" not in each]
     overrides = [each for each in given.models if "=" in each]
     if not 1 <= len(models) <= 2:
