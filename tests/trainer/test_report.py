@@ -86,7 +86,7 @@ def test_complete_run_shows_every_section(complete: Path) -> None:
     assert "3 steps of SFT, then 45 steps of similarity_group_grpo" in text
     assert "State finished" in text
     assert "Took 48 s" in text
-    assert "5.0 % of the time of RL steps is spent outside generation" in text
+    assert "Time 5.0 % of the time of RL steps is spent outside generation" in text
     assert "checkpoint 2 phase 0, step 3" in text
 
 
@@ -319,6 +319,16 @@ def test_map_keeps_distances_and_does_not_depend_on_signs_or_lengths() -> None:
     torch.testing.assert_close(other, places, rtol=0, atol=1e-5)
     mirrored = map_line(3, "p", ["t"] * 6, turned * torch.tensor([1, 1, -1, 1, 1]), labels, rewards)
     assert mirrored["explained"] == pytest.approx(line["explained"])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_axes_of_a_map_point_where_their_largest_part_is_positive(axis: int, order: tuple[int, int]) -> None:
+    pair = torch.full((2, 3), 0.1)
+    pair[:, axis] = torch.tensor([0.8, -0.8])
+    line = map_line(1, "p", ["a", "b"], pair[list(order)], torch.zeros(2), torch.zeros(2))
+    first = line["responses"][order.index(0)]["xy"][0]
+    assert first > 0.9
 
 
 def test_map_of_few_or_equal_responses() -> None:
