@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 from grpo_trainer import page, plots, report, report_map
 from grpo_trainer.maps import map_line
 from grpo_trainer.report import write_report
-from grpo_trainer.report_evaluations import headline
+from grpo_trainer.report_evaluations import examples_section, headline
 from grpo_trainer.run_folder import RunFolder
 
 from tests.trainer import run_folders
@@ -195,9 +195,9 @@ def test_evaluations_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
     content = json.loads(last.read_text())
     content["prompts"][1]["prompt"] = "another"
     last.write_text(json.dumps(content))
-    text = read(write_report(folder)).text
-    assert "The evaluations cannot be compared: compare: prompt 2 before has no counterpart after" in text
-    assert "They do not match" in text
+    run = RunFolder.read(folder)
+    assert "The evaluations cannot be compared: compare: prompt 2 before has no counterpart after" in headline(run)
+    assert "They do not match" in examples_section(run)
 
 
 def test_text_of_strangers_is_never_an_element(tmp_path: Path) -> None:
@@ -378,11 +378,12 @@ def test_equal_responses_are_listed_once_and_drawn_as_one(tmp_path: Path, monkey
 
 def test_band_of_the_reward_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, list[plots.Panel]] = {}
-    draw_panels = plots.draw_panels
+    empty = plots.Panel("", [plots.Curve("", [0.0], [0.0])])
+    any_picture = plots.draw_panels(tmp_path, "any", [empty], "step")
 
     def note(folder: Path, name: str, panels: list[plots.Panel], xlabel: str) -> page.Picture:
         drawn[name] = panels
-        return draw_panels(folder, name, panels, xlabel)
+        return any_picture
 
     monkeypatch.setattr(report, "draw_panels", note)
     write_report(run_folders.write(tmp_path / "run", steps=2, rich=False))
