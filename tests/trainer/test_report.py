@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 from grpo_trainer import page, plots, report, report_map
 from grpo_trainer.maps import map_line
 from grpo_trainer.report import write_report
-from grpo_trainer.report_evaluations import headline
+from grpo_trainer.report_evaluations import examples_section, headline
 from grpo_trainer.run_folder import RunFolder
 
 from tests.trainer import run_folders
@@ -86,7 +86,7 @@ def test_complete_run_shows_every_section(complete: Path) -> None:
     assert "3 steps of SFT, then 45 steps of similarity_group_grpo" in text
     assert "State finished" in text
     assert "Took 48 s" in text
-    assert "5.0 % of the time of RL steps is spent outside generation" in text
+    assert "Time 5.0 % of the time of RL steps is spent outside generation" in text
     assert "checkpoint 2 phase 0, step 3" in text
 
 
@@ -138,6 +138,9 @@ def test_pictures_are_drawn_twice_and_not_blank(complete: Path) -> None:
         assert image[..., 3].std() > 0.02, f"{path} is blank"
         coloured = (image[..., :3].amax(2) - image[..., :3].amin(2) > 0.2) & (image[..., 3] > 0.2)
         assert coloured.float().mean() > 0.0005, f"{path} has axes but no data"
+        if path.stem.startswith("time"):
+            # the legend alone would have passed
+            assert coloured[len(coloured) // 2 :].float().mean() > 0.2
 
 
 def test_page_needs_nothing_else_and_has_a_dark_variant_of_each_picture(complete: Path) -> None:
@@ -192,21 +195,22 @@ def test_evaluations_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
     content = json.loads(last.read_text())
     content["prompts"][1]["prompt"] = "another"
     last.write_text(json.dumps(content))
-    text = read(write_report(folder)).text
-    assert "The evaluations cannot be compared: compare: prompt 2 before has no counterpart after" in text
-    assert "They do not match" in text
+    run = RunFolder.read(folder)
+    assert "The evaluations cannot be compared: compare: prompt 2 before has no counterpart after" in headline(run)
+    assert "They do not match" in examples_section(run)
 
 
 def test_text_of_strangers_is_never_an_element(tmp_path: Path) -> None:
     folder = run_folders.write(tmp_path / "run", name=HOSTILE, steps=3)
     recipe = json.loads((folder / "recipe.json").read_text())
-    recipe["phases"][1]["rl"]["rewards"] = [{"name": f"a{HOSTILE}"}, {"name": f"b{HOSTILE}"}]
+    names = [f"$\\frac{{$a{HOSTILE}", f"_b{HOSTILE}"]  # the first is half a formula, the second what legends leave out
+    recipe["phases"][1]["rl"]["rewards"] = [{"name": name} for name in names]
     recipe["phases"][1]["rl"]["algorithm"]["name"] = recipe["model"]["path"] = recipe["data"]["task"] = HOSTILE
     recipe["seed"] = HOSTILE
     (folder / "recipe.json").write_text(json.dumps(recipe))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        line |= {f"rewards/a{HOSTILE}": 0.1, f"rewards/b{HOSTILE}": 0.2, f"time/{HOSTILE}": 0.1}
+        line |= {f"rewards/{name}": 0.1 for name in names} | {f"time/{HOSTILE}": 0.1}
     run_folders.write_lines(folder / "metrics.jsonl", lines)
     for path in (folder / "evaluations").iterdir():
         content = json.loads(path.read_text())
@@ -317,6 +321,16 @@ def test_map_keeps_distances_and_does_not_depend_on_signs_or_lengths() -> None:
     assert mirrored["explained"] == pytest.approx(line["explained"])
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_axes_of_a_map_point_where_their_largest_part_is_positive(axis: int, order: tuple[int, int]) -> None:
+    pair = torch.full((2, 3), 0.1)
+    pair[:, axis] = torch.tensor([0.8, -0.8])
+    line = map_line(1, "p", ["a", "b"], pair[list(order)], torch.zeros(2), torch.zeros(2))
+    first = line["responses"][order.index(0)]["xy"][0]
+    assert first > 0.9
+
+
 def test_map_of_few_or_equal_responses() -> None:
     nan = math.nan
     rows = torch.tensor([[1.0, 0.0], [nan, 0.0], [2.0, 0.0]])
@@ -364,11 +378,12 @@ def test_equal_responses_are_listed_once_and_drawn_as_one(tmp_path: Path, monkey
 
 def test_band_of_the_reward_counts_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, list[plots.Panel]] = {}
-    draw_panels = plots.draw_panels
+    empty = plots.Panel("", [plots.Curve("", [0.0], [0.0])])
+    any_picture = plots.draw_panels(tmp_path, "any", [empty], "step")
 
     def note(folder: Path, name: str, panels: list[plots.Panel], xlabel: str) -> page.Picture:
         drawn[name] = panels
-        return draw_panels(folder, name, panels, xlabel)
+        return any_picture
 
     monkeypatch.setattr(report, "draw_panels", note)
     write_report(run_folders.write(tmp_path / "run", steps=2, rich=False))
