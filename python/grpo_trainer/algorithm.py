@@ -79,6 +79,11 @@ class Plan:
         return cls(settings, config, gk.LossConfig(**_tuples(loss)), clusters, segments, threshold)
 
     @property
+    def clustering(self) -> gk.SimilarityConfig:
+        assert self.similarity is not None
+        return gk.SimilarityConfig(**_tuples(self.similarity.config))
+
+    @property
     def needs_reference(self) -> bool:
         return self.loss.kl != "none"
 
@@ -127,7 +132,7 @@ def _by_rows(plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, emb
         found = gk.group_advantages(rewards, size, lengths=lengths, config=config)
         return Credit(found.advantages)
     assert embeddings is not None
-    clusters = gk.similarity_groups(embeddings, size, config=gk.SimilarityConfig(**_tuples(plan.similarity.config)))
+    clusters = gk.similarity_groups(embeddings, size, config=plan.clustering)
     within = gk.group_advantages(rewards, size, subgroups=clusters.labels, lengths=lengths, config=config)
     advantages = within.advantages
     if plan.similarity.sharing > 0:
@@ -144,7 +149,7 @@ def _by_sets(plan: Plan, rollout: Rollout, rewards: Tensor, embeddings: Tensor) 
     """Polychromic: a set is worth its mean reward times its diversity, a response what sets with it are worth more."""
     assert plan.similarity is not None
     size = rollout.group_size
-    clusters = gk.similarity_groups(embeddings, size, config=gk.SimilarityConfig(**_tuples(plan.similarity.config)))
+    clusters = gk.similarity_groups(embeddings, size, config=plan.clustering)
     found = gk.diversity.set_advantages(
         rewards.view(-1, size), clusters.labels.view(-1, size), set_size=plan.settings.set_size or min(4, size)
     )

@@ -47,6 +47,14 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=1, sort_keys=True) + "\n"
 
 
+def write_text(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    new = path.with_name(f".new-{path.name}")
+    new.write_text(text)
+    _flush(new)
+    new.rename(path)
+
+
 def refuse_used(folder: Path) -> None:
     if (folder / "recipe.json").exists():
         raise FileExistsError(f"{folder} has a run already; go on from it with --resume, or name another output")

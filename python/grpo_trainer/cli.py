@@ -95,7 +95,7 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
         for key, value in result.metrics.items():
             print(f"  {key:<28} {value:.4f}")
     if len(results) == 2:
-        comparison = compare(results[0], results[1])
+        comparison = compare(results[0], results[1], solved=recipe.evaluation.solved)
         print(comparison.table())
         found["comparison"] = comparison.to_json()
     if out is not None:

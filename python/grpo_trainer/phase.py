@@ -63,6 +63,9 @@ class PhaseRun:
     def set_up(self) -> None:
         """What has to be there before the optimizer: a value head, a reference."""
 
+    def on_evaluation(self, step: int) -> None:
+        """What is written down besides, where the policy is evaluated."""
+
     def step(self, items: list[Item], step: int) -> dict[str, float]:
         """Takes the step, and gives its figures."""
         raise NotImplementedError
@@ -95,6 +98,7 @@ class PhaseRun:
         every = self.evaluates_every
         if step in (0, self.settings.steps) or (every and step % every == 0):
             self.t.evaluate("validation", self.number, step)
+            self.on_evaluation(step)
 
     def _items(self, data: list[Item], step: int) -> list[Item]:
         """The step's share of the data: every epoch walks over all of it, in an order of its own."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import grpo_kernels as gk
 from grpo_trainer import checkpoint
 from grpo_trainer.algorithm import Credit, Plan, credit, total
 from grpo_trainer.embed import Embedder, load_embedder
@@ -19,9 +20,6 @@ from grpo_trainer.recipe import Critic, Rl
 from grpo_trainer.rewards import score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
-
-# Steps from one map of a prompt's responses, for the report, to the next.
-MAP_EVERY = 10
 
 
 class RlRun(PhaseRun):
@@ -82,18 +80,28 @@ class RlRun(PhaseRun):
             metrics = rollout_metrics(rollout, total(rewards, weights), rewards, t.rewards, found, reference)
             metrics["rewards/skipped"] = float(skipped)
         metrics |= self._update(rollout, found, reference, values, step)
-        if found.clusters is not None and embeddings is not None and (step - 1) % MAP_EVERY == 0:
-            size = settings.group_size
-            worth = total(rewards, weights)[:size]
-            labels = found.clusters.labels.flatten()[:size]
-            prompt = rollout.items[0]["prompt"]
-            t.log.map(map_line(step, prompt, rollout.texts[:size], embeddings[:size], labels, worth))
         t.log.samples(step, [
             {"prompt": rollout.items[i // settings.group_size]["prompt"], "response": rollout.texts[i],
              "rewards": rewards[i].tolist(), "advantage": float(found.advantages[i].sum())}
             for i in range(min(len(rollout.texts), t.recipe.logging.samples))
         ])  # fmt: skip
         return metrics
+
+    def on_evaluation(self, step: int) -> None:
+        """A map of the responses to one prompt, the same each time: where they lie among each other."""
+        if self.embedder is None or self.plan.similarity is None:
+            return
+        t, settings = self.t, self.settings.rollout
+        generator = torch.Generator(t.policy.device).manual_seed(t.seed_of("map", self.number))
+        some = roll_out(
+            t.policy, t.items("train")[:1], settings.group_size, max_new_tokens=settings.max_new_tokens,
+            generator=generator, temperature=settings.temperature,
+        )  # fmt: skip
+        rewards, _ = score(t.rewards, t.functions, some)
+        embeddings = self.embedder(some.texts)
+        clusters = gk.similarity_groups(embeddings, settings.group_size, config=self.plan.clustering)
+        worth = total(rewards, torch.tensor([each.weight for each in t.rewards]))
+        t.log.map(map_line(step, some.items[0]["prompt"], some.texts, embeddings, clusters.labels, worth))
 
     def _micro_batches(self, rows: Tensor) -> Iterator[Tensor]:
         yield from rows.split(self.settings.micro_batch)

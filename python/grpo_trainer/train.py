@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 from collections import defaultdict
 
 import torch
 
+import grpo_kernels as gk
 from grpo_trainer import checkpoint, tasks
 from grpo_trainer.data import read_jsonl
 from grpo_trainer.evaluate import Result, evaluate
@@ -64,10 +66,14 @@ class Trainer:
             checkpoint.refuse_used(self.recipe.folder)
             self.recipe.folder.mkdir(parents=True, exist_ok=True)
             (self.recipe.folder / "recipe.json").write_text(checkpoint.to_json(plain(self.recipe)))
+        versions = {"torch": torch.__version__, "grpo_kernels": gk.__version__}
+        self.log.event("started", date=datetime.datetime.now().isoformat(timespec="seconds"), **versions)
         for number, phase in enumerate(self.recipe.phases):
             if number < start_phase:
                 continue
             start = start_step if number == start_phase else 0
+            if phase.rl is not None and start == 0 and all(each.rl is None for each in self.recipe.phases[:number]):
+                self.evaluate("test", number, 0)  # what reinforcement is compared with in the end
             if phase.sft is not None:
                 SftRun(self, number, phase.sft, start).run()
             if phase.rl is not None:
@@ -109,7 +115,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             path = self.recipe.folder / "evaluations" / f"{split}-{phase}-{step:06d}.json"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(checkpoint.to_json(result.to_json()))
+            checkpoint.write_text(path, checkpoint.to_json(result.to_json()))
         return metrics
 
     @property
