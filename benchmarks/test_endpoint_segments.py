@@ -76,7 +76,10 @@ def test_ratio_to_copying_the_inputs(benchmark: Any, norm: str, with_critic: boo
         )
 
     found = benchmark.pedantic(lambda: paired(lambda: [t.clone() for t in given.values()], call), rounds=1)
-    print(f"\nnorm={norm}, critic={with_critic}: {found.ratio:.2f} times the time of copying the inputs, bar 6")
+    print(
+        f"\nnorm={norm}, critic={with_critic}: {found.theirs / 1e3:.2f} ms, {found.ratio:.2f} times the time of "
+        f"copying the inputs, {found.ours / 1e3:.2f} ms, bar 6"
+    )
     assert found.ratio <= 6
 
 

@@ -75,10 +75,11 @@ GRPO_HD TokenSums token_advantages(const SegmentSettings& settings, const Segmen
   return sums;
 }
 
-// A segment that was closed: where it ends, and what its advantage is made of, later the advantage itself.
+// A segment that was closed: what its advantage is made of, which later stands in `gained`, and where it ends.
 struct Segment {
-  double gained, discount,
-      value;  // rewards, discounted to its first token; gamma to its length; before its first token
+  double gained;    // rewards, discounted to its first token
+  double discount;  // gamma to its length
+  double value;     // before its first token
   int64_t last;
 };
 
