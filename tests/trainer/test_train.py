@@ -131,27 +131,29 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """kill -9 at several moments of a run, each time gone on with; the end is that of an unbroken run."""
     more = ["checkpoints.every=1", "phases.1.rl.steps=6"]
-    train(small.recipe(tmp_path / "whole", *more))
     code = (
         "import sys; from pathlib import Path; from grpo_trainer.train import train; from tests.trainer import small\n"
         "torch = __import__('torch'); torch.set_num_threads(1)\n"
-        f"folder = Path({str(tmp_path / 'parts')!r})\n"
+        f"folder = Path({str(tmp_path)!r}) / sys.argv[1]\n"
         f"train(small.recipe(folder, *{more!r}), resume=(folder / 'recipe.json').exists())"
     )
+    # in a process of its own, too: tests set switches of torch that change sums
+    subprocess.run([sys.executable, "-c", code, "whole"], check=True, stderr=subprocess.DEVNULL, timeout=120)
+    command = [sys.executable, "-c", code, "parts"]
     events = tmp_path / "parts" / "events.jsonl"
 
     def saved() -> int:
         return events.read_text().count('"checkpoint"') if events.exists() else 0
 
     for moment in range(5):
-        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         before, give_up = saved(), time.time() + 120
         while process.poll() is None and time.time() < give_up and saved() == before:
             time.sleep(0.002)
         time.sleep(0.007 * moment)  # into what follows a checkpoint, further each time
         process.kill()
         process.wait()
-    process = subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=120)
+    process = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120)
     assert process.returncode == 0
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
