@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -13,6 +12,7 @@
 #include "checks.h"
 #include "cpu_ops.h"
 #include "logit_tensors.h"
+#include "row_groups.h"
 #include "scratch.h"
 #include "simd/levels.h"
 
@@ -50,27 +50,24 @@ struct SegmentBatch {
   }
 };
 
-// Rows in the order of their groups, and where each group begins.
-struct RowGroups {
-  std::vector<int64_t> order, starts;
-
-  RowGroups(const int64_t* ids, int64_t rows) : order(rows) {
-    std::iota(order.begin(), order.end(), int64_t{0});
-    if (ids != nullptr) {
-      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return ids[a] < ids[b]; });
-    }
-    for (int64_t i = 0; i < rows; ++i) {
-      if (i == 0 || (ids != nullptr && ids[order[i]] != ids[order[i - 1]])) starts.push_back(i);
-    }
-    starts.push_back(rows);
+// f(visit) for each group, which calls visit(row) for its rows in ascending order. Without ids all rows are one.
+template <typename F>
+void for_each_group(const int64_t* ids, int64_t rows, F f) {
+  if (ids == nullptr) {
+    f([&](auto visit) {
+      for (int64_t r = 0; r < rows; ++r) visit(r);
+    });
+    return;
   }
-
-  // f(rows of a group, how many)
-  template <typename F>
-  void for_each(F f) const {
-    for (std::size_t g = 0; g + 1 < starts.size(); ++g) f(order.data() + starts[g], starts[g + 1] - starts[g]);
+  const RowGroups groups = groups_from_ids(ids, rows);
+  for (int64_t s = 0; s < groups.size(); ++s) {
+    f([&](auto visit) {
+      for (int64_t i = groups.starts[s]; i < groups.starts[s + 1]; ++i) {
+        visit(groups.order.empty() ? i : int64_t{groups.order[i]});
+      }
+    });
   }
-};
+}
 
 // `sum` is of something that is not finite where a number of the row is not.
 void refuse_not_finite(double sum, int64_t row) {
@@ -80,7 +77,7 @@ void refuse_not_finite(double sum, int64_t row) {
 
 // Without a critic: the mean return of the group's rows that have tokens.
 template <typename T>
-void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, const RowGroups& groups) {
+void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, const int64_t* ids) {
   std::vector<double> returns(batch.rows);
   std::vector<char> has_tokens(batch.rows);
   batch.for_each_row([&](int64_t r) {
@@ -94,11 +91,10 @@ void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, con
     returns[r] = following;
   });
   for (int64_t r = 0; r < batch.rows; ++r) refuse_not_finite(returns[r], r);
-  groups.for_each([&](const int64_t* rows, int64_t count) {
+  for_each_group(ids, batch.rows, [&](auto visit_rows) {
     double sum = 0, number = 0;
-    for (int64_t i = 0; i < count; ++i)
-      sum += has_tokens[rows[i]] ? returns[rows[i]] : 0, number += has_tokens[rows[i]];
-    for (int64_t i = 0; i < count; ++i) batch.baseline[rows[i]] = number > 0 ? sum / number : 0;
+    visit_rows([&](int64_t r) { sum += has_tokens[r] ? returns[r] : 0, number += has_tokens[r]; });
+    visit_rows([&](int64_t r) { batch.baseline[r] = number > 0 ? sum / number : 0; });
   });
 }
 
@@ -162,7 +158,7 @@ void write_row(const SegmentSettings& settings, const EndpointMoments& moments, 
 }
 
 template <typename T>
-void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings, double tau, const RowGroups& groups,
+void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings, double tau, const int64_t* ids,
                    const SegmentResults<T>& out) {
   static thread_local Scratch<double> kept;
   double* const credits = kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // of a row, where it begins
@@ -185,10 +181,10 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
     out.numbers[r] = cuts[r].count;
   });
   for (int64_t r = 0; r < batch.rows; ++r) refuse_not_finite(cuts[r].weights, r);
-  groups.for_each([&](const int64_t* rows, int64_t count) {
+  for_each_group(ids, batch.rows, [&](auto visit_rows) {
     EndpointMoments together;
-    for (int64_t i = 0; i < count; ++i) together.merge(moments[rows[i]]);
-    for (int64_t i = 0; i < count; ++i) moments[rows[i]] = together;
+    visit_rows([&](int64_t r) { together.merge(moments[r]); });
+    visit_rows([&](int64_t r) { moments[r] = together; });
   });
   batch.for_each_row([&](int64_t r) {
     const int64_t at = batch.begin(r);
@@ -246,8 +242,8 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
   }
   const int64_t* const of_rows = optional_data<int64_t>(ids);
   batch.baseline.assign(batch.rows, 0);  // an empty tensor's values are null, too
-  if (!values) find_baselines(batch, settings, RowGroups(of_rows, batch.rows));
-  find_segments(batch, settings, tau, RowGroups(settings.norm == kPromptNorm ? of_rows : nullptr, batch.rows), out);
+  if (!values) find_baselines(batch, settings, of_rows);
+  find_segments(batch, settings, tau, settings.norm == kPromptNorm ? of_rows : nullptr, out);
   return results;
 }
 
