@@ -151,7 +151,7 @@ def _by_sets(plan: Plan, rollout: Rollout, rewards: Tensor, embeddings: Tensor) 
     size = rollout.group_size
     clusters = gk.similarity_groups(embeddings, size, config=plan.clustering)
     found = gk.diversity.set_advantages(
-        rewards.view(-1, size), clusters.labels.view(-1, size), set_size=plan.settings.set_size or min(4, size)
+        rewards.view(-1, size), clusters.labels.view(-1, size), set_size=plan.settings.set_size or max(2, size // 2)
     )
     return Credit(found.flatten().to(rewards.dtype), metrics=gk.similarity_metrics(clusters), clusters=clusters)
 

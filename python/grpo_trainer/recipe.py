@@ -133,7 +133,7 @@ class Algorithm:
     critic: Critic | None = key(None, "a value head, for ppo and group_ppo")
     top_k_ratio: float = key(1.0, "share of each group, the largest advantages in magnitude, that enters the loss")
     drop_flat: bool = key(True, "leave groups without any advantage out of the loss, and out of what it divides by")
-    set_size: int = key(0, "polychromic set advantage over sets of so many responses; 0: none")
+    set_size: int = key(0, "polychromic: responses in a set; 0: half of the group")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,6 +318,7 @@ def _rl_rules(at: str, rl: Rl) -> list[tuple[str, Any, bool, str]]:
         (f"{at}.rollout.max_new_tokens", rollout.max_new_tokens, rollout.max_new_tokens > 0, "must be positive"),
         (f"{at}.algorithm.top_k_ratio", algorithm.top_k_ratio, 0 < algorithm.top_k_ratio <= 1, "must be in (0, 1]"),
         (f"{at}.algorithm.set_size", algorithm.set_size,
-         algorithm.set_size == 0 or 2 <= algorithm.set_size <= rollout.group_size, "must be 0, or 2 to the group size"),
+         algorithm.set_size == 0 or 2 <= algorithm.set_size < rollout.group_size,
+         "must be 0, or 2 to less than the group size, as a set of all is worth the same to each"),
         (f"{at}.rollout", rows, rows > 1, "must have more than one response"),
     ]  # fmt: skip

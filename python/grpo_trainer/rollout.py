@@ -35,8 +35,11 @@ class Rollout:
 def usable(
     policy: Policy, items: Sequence[dict[str, Any]], prompt: str, limit: int, chat: bool
 ) -> list[dict[str, Any]]:
-    """Items with their prompts as ids under "prompt_ids"; those that are too long are left out."""
-    found = [item | {"prompt_ids": encode_prompt(policy.tokenizer, item[prompt], chat)} for item in items]
+    """Items with their prompts under "prompt", and as ids under "prompt_ids"; those that are too long are left out."""
+    found = [
+        item | {"prompt": item[prompt], "prompt_ids": encode_prompt(policy.tokenizer, item[prompt], chat)}
+        for item in items
+    ]
     return [item for item in found if 0 < len(item["prompt_ids"]) <= limit]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from grpo_trainer.diversity_measures import by_embeddings, distinct, of_prompts, self_bleu, words_of
-from grpo_trainer.embed import Embedder, hashed
-from grpo_trainer.recipe import Evaluation, Reward, Similarity
+from grpo_trainer.embed import hashed
+from grpo_trainer.recipe import Evaluation, Reward
 
 import grpo_kernels as gk
 
@@ -157,12 +157,11 @@ def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch
     def ends_in_seven(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
         return [float(text.endswith("7")) for text in completions]
 
-    embedder = Embedder(Similarity(embedder="hashed"), hashed, "hashed")
     items = [{"prompt": "p"}, {"prompt": "q"}]
     policy: Any = None
     result = evaluate.evaluate(
-        policy, items, Evaluation(samples=samples, pass_k=[1, 4]), [Reward()], [ends_in_seven], 8, torch.Generator(),
-        embedder=embedder,
+        policy, items, Evaluation(samples=samples, pass_k=[1, 4], embedder="hashed"), [Reward()], [ends_in_seven], 8,
+        torch.Generator(),
     )  # fmt: skip
     assert result.metrics["exact"] == 1
     measures = ("self_bleu", "distinct_1", "distinct_2", *EMBEDDED)
