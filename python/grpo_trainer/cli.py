@@ -50,9 +50,14 @@ def _train(given: argparse.Namespace) -> None:
     _set_threads(recipe.threads)
     import shutil
 
+    from transformers.utils.logging import disable_progress_bar
+
+    from grpo_trainer.compare import compare
     from grpo_trainer.report import write_report
+    from grpo_trainer.run_folder import RunFolder
     from grpo_trainer.train import Trainer
 
+    disable_progress_bar()  # of every checkpoint
     if given.fresh and (recipe.folder / "recipe.json").exists():
         shutil.rmtree(recipe.folder)
     trainer = Trainer(recipe)
@@ -61,6 +66,11 @@ def _train(given: argparse.Namespace) -> None:
         page = write_report(recipe.folder)
         for key, value in metrics.items():
             print(f"{key:<32} {value:.4f}")
+        if (pair := RunFolder.read(recipe.folder).before_and_after()) is not None:
+            before, after = pair
+            began = "RL" if any(phase.rl for phase in recipe.phases) else "training"
+            print(f"\nThe {before.split} split, before {began} and after it:")
+            print(compare(before.content, after.content, solved=recipe.evaluation.solved).table())
         print(f"report: {page}")
 
 
@@ -135,12 +145,13 @@ def _split(given: argparse.Namespace) -> None:
 def report(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("grpo-report", description="Draw a run: plots and one page, finished or not.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--beside", type=Path, nargs="+", default=[], help="runs whose time a step is shown, too")
     given = parser.parse_args(arguments)
 
     def draw() -> None:
         from grpo_trainer.report import write_report
 
-        print(write_report(given.folder))
+        print(write_report(given.folder, given.beside))
 
     return _reported(draw)
 

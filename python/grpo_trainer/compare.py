@@ -92,7 +92,7 @@ def compare(
     seed: int = 0,
 ) -> Comparison:
     """before, after  as `evaluate` gives them or as their JSON says; the prompts may be in different orders
-    solved         a response with a reward of at least this is right
+    solved         a response with a reward of at least this is right, where the evaluations do not say which are
     resamples      of the bootstrap, and sign flips where there are too many to go through all
     """
     if resamples < 1:
@@ -103,11 +103,13 @@ def compare(
         return difference([(value(a), value(b)) for a, b in pairs], resamples, seed)
 
     def right(line: Line) -> float:
+        if "correct" in line:
+            return _number(line["correct"])
         reward = _number(line["reward"])
         return math.nan if math.isnan(reward) else float(reward >= solved)
 
     def passes(k: int) -> Callable[[Line], float]:
-        return lambda line: pass_at_k(len(line["rewards"]), sum(_number(r) >= solved for r in line["rewards"]), k)
+        return lambda line: pass_at_k(len(line["rewards"]), _right_samples(line, solved), k)
 
     reward = among(lambda line: _number(line["reward"]))
     counts = [len(line.get("rewards", ())) for pair in pairs for line in pair]
@@ -197,6 +199,12 @@ def _lines(result: Result | Mapping[str, Any], name: str) -> list[Any]:
     ):
         raise ValueError(f"compare: {name} must be an evaluation, with a prompt and a reward in each of its 'prompts'")
     return lines
+
+
+def _right_samples(line: Line, solved: float) -> int:
+    if "right" in line:
+        return sum(_number(each) == 1 for each in line["right"])
+    return sum(_number(reward) >= solved for reward in line["rewards"])
 
 
 def _number(value: float | None) -> float:

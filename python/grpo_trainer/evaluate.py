@@ -42,8 +42,8 @@ def evaluate(
     )
     worth, right = _worth(greedy, rewards, functions, settings.solved)
     lines: list[dict[str, Any]] = [
-        {"prompt": item["prompt"], "greedy": text, "reward": value}
-        for item, text, value in zip(items, greedy.texts, worth, strict=True)
+        {"prompt": item["prompt"], "greedy": text, "reward": value, "correct": is_right}
+        for item, text, value, is_right in zip(items, greedy.texts, worth, right, strict=True)
     ]
     metrics = {
         "reward": _mean(worth),

@@ -76,8 +76,8 @@ SEGMENTS = (
 )  # fmt: skip
 
 
-def write_report(folder: Path) -> Path:
-    """Plots under folder/plots and folder/report.html."""
+def write_report(folder: Path, beside: Sequence[Path] = ()) -> Path:
+    """Plots under folder/plots and folder/report.html; with the step's time in other runs beside this one's."""
     folder = Path(folder)
     run = RunFolder.read(folder)
     rl = run.lines("rl")
@@ -91,7 +91,7 @@ def write_report(folder: Path) -> Path:
         _plots(run, "Similarity groups", CLUSTERS, rl),
         map_section(run),
         _plots(run, "Token groups", SEGMENTS, rl),
-        _time(run, rl),
+        _time(run, rl, [RunFolder.read(Path(other)) for other in beside]),
         _events(run),
         page.section("Recipe", page.details("all settings of this run", page.element("pre", shown(_yaml(run.recipe))))),
     ]
@@ -207,7 +207,7 @@ def _nothing(what: str) -> str:
     return page.paragraph(f"Not drawn, as nothing was logged: {shown(what)}.", "soft")
 
 
-def _time(run: RunFolder, rl: list[Line]) -> str:
+def _time(run: RunFolder, rl: list[Line], beside: Sequence[RunFolder]) -> str:
     whole = series(rl, "time/step")
     if not has_value(whole):
         return page.section("Time", _nothing("time/step"))
@@ -235,7 +235,16 @@ def _time(run: RunFolder, rl: list[Line]) -> str:
         "Time",
         page.paragraph(told),
         page.grid([page.figure("A step", picture, caption), page.table(["part", "seconds a step", "share"], rows)]),
+        _beside([run, *beside]) if beside else "",
     )
+
+
+def _beside(runs: Sequence[RunFolder]) -> str:
+    """Seconds of each part of the step, a column for each run."""
+    seconds = [run.seconds_of_parts for run in runs]
+    parts = list(dict.fromkeys(part for each in seconds for part in each))
+    rows = [[shown(part), *(page.figures(each[part]) if part in each else "" for each in seconds)] for part in parts]
+    return page.table(["seconds a step", *(str(run.setting("name") or run.path.name) for run in runs)], rows)
 
 
 def _events(run: RunFolder) -> str:

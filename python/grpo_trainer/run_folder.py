@@ -117,6 +117,14 @@ class RunFolder:
         return 1 - inside / whole if whole > 0 else math.nan
 
     @property
+    def seconds_of_parts(self) -> dict[str, float]:
+        """Of an RL step, in the mean over steps; the whole step last."""
+        rl = self.lines("rl")
+        parts = {name.removeprefix("time/"): series(rl, name) for line in rl for name in line if name[:5] == "time/"}
+        known = {name: mean(values) for name, values in parts.items() if has_value(values)}
+        return {name: value for name, value in known.items() if name != "step"} | {"step": known.get("step", math.nan)}
+
+    @property
     def date(self) -> str:
         told = next(
             (event["date"] for event in self.events if event.get("event") == "started" and "date" in event), None

@@ -193,3 +193,17 @@ def test_difference_with_the_same_seed_is_the_same() -> None:
     values = [(0.0, math.sqrt(i)) for i in range(40)]
     assert difference(values, seed=5) == difference(values, seed=5)
     assert difference(values, seed=5).interval != difference(values, seed=6).interval
+
+
+def test_what_is_right_is_what_the_evaluation_says() -> None:
+    """A reward with shares for form is never 1, and a response of 0.9 may be right."""
+
+    def line(prompt: str, correct: float, right: list[float]) -> dict[str, object]:
+        return {"prompt": prompt, "reward": 0.9, "rewards": [0.9, 0.9], "correct": correct, "right": right}
+
+    before = {"prompts": [line("a", 0.0, [0.0, 0.0]), line("b", 1.0, [1.0, 0.0])]}
+    after = {"prompts": [line("a", 1.0, [1.0, 1.0]), line("b", 1.0, [1.0, 1.0])]}
+    found = compare(before, after)
+    assert (found.exact.before, found.exact.after) == (0.5, 1.0)
+    assert (found.pass_at[1].before, found.pass_at[1].after) == (0.25, 1.0)
+    assert found.reward.improvement == 0

@@ -1,0 +1,102 @@
+"""The same step of the trainer with the kernels, with the reference backend, and with the hot path of the originals.
+
+    python -m benchmarks.trainer_step similarity_group --steps 5 --out runs/step
+
+After a short supervised phase the three start from one checkpoint and take turns, step by step. Each leaves a run
+folder; the report of the first shows the others beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from grpo_trainer import recipe as recipes
+from grpo_trainer.checkpoint import to_json
+from grpo_trainer.recipe import Phase, Recipe
+from grpo_trainer.report import write_report
+from grpo_trainer.rl import RlRun
+from grpo_trainer.run_folder import INSIDE
+from grpo_trainer.settings import plain
+from grpo_trainer.train import Trainer
+
+from benchmarks.loops import instead_of_kernels
+
+NAMES = ("kernels", "reference", "loops")
+
+
+def variant(name: str, base: Recipe, folder: Path, start: Path) -> tuple[Trainer, RlRun]:
+    rl = next(phase.rl for phase in base.phases if phase.rl is not None)
+    if name == "loops" and rl.algorithm.name == "group_ppo":
+        rl = dataclasses.replace(rl, algorithm=dataclasses.replace(rl.algorithm, sparse=True))
+    recipe = dataclasses.replace(
+        base, name=name, output=str(folder / name), backend="reference" if name == "reference" else "auto",
+        model=dataclasses.replace(base.model, path=str(start)), phases=[Phase(rl=rl)],
+    )  # fmt: skip
+    trainer = Trainer(recipe)
+    recipe.folder.mkdir(parents=True)
+    (recipe.folder / "recipe.json").write_text(to_json(plain(recipe)))
+    return trainer, RlRun(trainer, 0, rl, 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="arithmetic")
+    parser.add_argument("--steps", type=int, default=6, help="of each; the first is not counted")
+    parser.add_argument("--sft", type=int, default=200, help="supervised steps before")
+    parser.add_argument("--out", type=Path, default=Path("runs/step"))
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    shutil.rmtree(given.out, ignore_errors=True)
+
+    sft = [f"phases.0.sft.steps={given.sft}", "evaluation.prompts=8", "evaluation.samples=0", "logging.progress=false"]
+    base = recipes.load(given.recipe, sft)
+    before = dataclasses.replace(base, output=str(given.out / "before"), phases=base.phases[:1])
+    Trainer(before).run()
+    start = next((given.out / "before" / "checkpoints").iterdir()) / "model"
+
+    runs = {name: variant(name, base, given.out, start) for name in NAMES}
+    for step in range(1, given.steps + 1):
+        for name, (trainer, run) in runs.items():
+            with instead_of_kernels() if name == "loops" else contextlib.nullcontext():
+                torch.manual_seed(trainer.seed_of("step", step))
+                trainer.seconds.clear()
+                began = time.perf_counter()
+                metrics = run.step(run._items(trainer.items("train"), step), step)
+                metrics["time/step"] = time.perf_counter() - began
+            metrics |= {f"time/{part}": seconds for part, seconds in trainer.seconds.items()}
+            if step > 1:
+                trainer.log.metrics("rl", 0, step, metrics)
+                report_line(name, step, metrics)
+    write_report(given.out / NAMES[0], [given.out / name for name in NAMES[1:]])
+    print_table(given.out)
+
+
+def report_line(name: str, step: int, metrics: dict[str, float]) -> None:
+    outside = 1 - sum(metrics.get(f"time/{part}", 0.0) for part in INSIDE) / metrics["time/step"]
+    print(f"{step:3} {name:<10} {metrics['time/step']:7.3f} s, outside the model {outside:6.2%}", flush=True)
+
+
+def print_table(out: Path) -> None:
+    from grpo_trainer.run_folder import RunFolder, series
+
+    runs = {name: RunFolder.read(out / name) for name in NAMES}
+    parts = list(dict.fromkeys(part for run in runs.values() for part in run.seconds_of_parts))
+    print("\n| ms a step, median | " + " | ".join(runs) + " |\n|---|" + "---|" * len(runs))
+    for part in parts:
+        medians = [series(run.lines("rl"), f"time/{part}") for run in runs.values()]
+        print(f"| {part} | " + " | ".join(f"{statistics.median(each) * 1e3:.1f}" for each in medians) + " |")
+    print(
+        "| outside generation and the model | " + " | ".join(f"{run.share_outside:.2%}" for run in runs.values()) + " |"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The trainer with the hot path of its predecessors takes the same step: what the benchmark compares is comparable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("fastcluster")
+
+from grpo_trainer.train import train
+
+from benchmarks.loops import instead_of_kernels
+from tests.trainer import small
+
+LOSS = "loss: {kl: k3, kl_coef: 0.05}"
+# The loop is float32: with a threshold of 1 its rounding decides where a segment of equal advantages is cut.
+SEGMENTS = "segments: {norm: none, adaptive_threshold: false, group_variance_threshold: 2.0, group_max_size: 4}"
+
+
+def norms(folder: Path) -> list[float]:
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [entry["train/grad_norm"] for entry in entries if entry["phase"] == "rl"]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [f"{{name: grpo, {LOSS}}}", f"{{name: group_ppo, sparse: true, critic: {{coef: 0.0}}, {SEGMENTS}}}"],
+    ids=["grpo", "group_ppo"],
+)
+def test_loops_take_the_same_steps(tmp_path: Path, algorithm: str) -> None:
+    def recipe(name: str) -> small.Recipe:
+        return small.recipe(tmp_path / name, f"phases.1.rl.algorithm={algorithm}", "phases.1.rl.steps=2")
+
+    train(recipe("kernels"))
+    with instead_of_kernels():
+        train(recipe("loops"))
+    found = norms(tmp_path / "kernels")
+    assert len(found) == 2 and min(found) > 0
+    # float32, and a second step from weights that differ in their last places
+    assert norms(tmp_path / "loops") == pytest.approx(found, rel=1e-4)
