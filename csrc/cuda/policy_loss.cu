@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(1024) total_kernel(const Counts* rows, int64_t
 }
 
 __device__ PolicySums team_sums(PolicySums sums, const Team& team, double* shared) {
-  double* const added[] = {&sums.policy,        &sums.kl,      &sums.entropy,   &sums.through,   &sums.low,
-                           &sums.high,          &sums.clipped, &sums.dual,      &sums.log_ratio, &sums.plain_kl,
-                           &sums.plain_entropy, &sums.ratio,   &sums.phi,       &sums.is,        &sums.is_square,
-                           &sums.is_count,      &sums.gap,     &sums.gap_count, &sums.off_policy};
+  double* const added[] = {&sums.policy,        &sums.kl,       &sums.entropy,      &sums.through,   &sums.low,
+                           &sums.high,          &sums.clipped,  &sums.dual,         &sums.log_ratio, &sums.plain_kl,
+                           &sums.plain_entropy, &sums.ratio,    &sums.ratio_spread, &sums.phi,       &sums.is,
+                           &sums.is_square,     &sums.is_count, &sums.gap,          &sums.gap_count, &sums.off_policy};
 #pragma unroll
   for (double* value : added) *value = team_sum(team, *value, shared);
   sums.ratio_min = -team_max(team, -sums.ratio_min, shared);
@@ -136,6 +136,7 @@ __device__ PolicySums widened(const StepSums<ScalarTermMath<T>>& s, const StepEx
   sums.plain_kl = s.plain_kl;
   sums.plain_entropy = s.plain_entropy;
   sums.ratio = s.ratio;
+  sums.ratio_spread = s.ratio_spread;
   sums.phi = s.phi;
   sums.is = s.is;
   sums.is_square = s.is_square;

@@ -44,6 +44,7 @@ METRICS = (
     "kl_sum",
     "entropy_sum",
     "ratio_sum",
+    "ratio_spread_sum",
     "ratio_min",
     "ratio_max",
     "phi_sum",

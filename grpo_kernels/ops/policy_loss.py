@@ -19,7 +19,7 @@ _reference = importlib.import_module("grpo_kernels.reference.policy_loss")
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
-METRICS = 34
+METRICS = 35
 
 SCHEMA = (
     "(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? segments, "

@@ -467,6 +467,7 @@ def _sums(
         torch.where(tokens.valid, kl, 0).sum(),
         entropy_sum,
         ratio.nansum(),
+        (ratio - 1).square().nansum(),
         _extreme(ratio, "min"),
         _extreme(ratio, "max"),
         phi.sum(),

@@ -21,12 +21,12 @@ T_ACTIVE, T_TOKENS, T_TERMS, T_KEPT, T_WRONG_SEGMENTS, T_WRONG_ROWS, T_POLICY, T
 
 # A record holds what is measured of a part of a row, in the order of METRICS in grpo_kernels/config/loss.py: sums, and
 # extremes as maxima, the least of something as that of its negative.
-METRICS = tl.constexpr(34)
+METRICS = tl.constexpr(35)
 RECORD = tl.constexpr(64)
 M_LOSS, M_POLICY, M_KL, M_ENTROPY, M_ROWS, M_ACTIVE, M_TOKENS, M_TERMS, M_KEPT, M_LOW, M_HIGH, M_CLIPPED, M_DUAL, \
-    M_LOW_ROWS, M_HIGH_ROWS, M_LOW_MIN, M_HIGH_MAX, M_LOG_RATIO, M_KL_SUM, M_ENTROPY_SUM, M_RATIO, M_RATIO_MIN, \
-    M_RATIO_MAX, M_PHI, M_PHI_ROWS, M_IS, M_IS_SQUARE, M_IS_MIN, M_IS_MAX, M_IS_COUNT, M_GAP, M_GAP_MAX, M_GAP_COUNT, \
-    M_OFF_POLICY, M_THROUGH = (tl.constexpr(i) for i in range(35))  # fmt: skip
+    M_LOW_ROWS, M_HIGH_ROWS, M_LOW_MIN, M_HIGH_MAX, M_LOG_RATIO, M_KL_SUM, M_ENTROPY_SUM, M_RATIO, M_RATIO_SPREAD, \
+    M_RATIO_MIN, M_RATIO_MAX, M_PHI, M_PHI_ROWS, M_IS, M_IS_SQUARE, M_IS_MIN, M_IS_MAX, M_IS_COUNT, M_GAP, M_GAP_MAX, \
+    M_GAP_COUNT, M_OFF_POLICY, M_THROUGH = (tl.constexpr(i) for i in range(36))  # fmt: skip
 
 # Which of them hold the least, and which the largest, of something: as bits, to need no comparison with each.
 _LOWEST = tl.constexpr(sum(1 << column.value for column in (M_LOW_MIN, M_RATIO_MIN, M_IS_MIN)))

@@ -34,6 +34,7 @@ from grpo_kernels.triton._policy_sums import (
     M_POLICY,
     M_RATIO,
     M_RATIO_MIN,
+    M_RATIO_SPREAD,
     M_THROUGH,
     RECORD,
     ROW_TOKEN_MEAN,
@@ -186,6 +187,8 @@ def _tally(record, valid, here, distance, advantage, limited, ratio, weight, is_
         log_ratio = limited
     record = put_sum(record, M_LOG_RATIO, tl.where(valid, log_ratio, 0.0))
     record = put_sum(record, M_RATIO, tl.where(here & (ratio == ratio), ratio, 0.0))
+    off = tl.where(here & (ratio == ratio), ratio - 1.0, 0.0)
+    record = put_sum(record, M_RATIO_SPREAD, off * off)
     if LOSS == VESPO:
         record = put_sum(record, M_PHI, tl.where(here, weight, 0.0))
     return put_extremes(record, M_RATIO_MIN, ratio, here)

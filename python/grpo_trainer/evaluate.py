@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,19 @@ class Result:
     metrics: dict[str, float]
     lines: list[dict[str, Any]]
     embedder: str | None = None  # that the measures of diversity were made with
+
+    @property
+    def of_groups(self) -> dict[str, float]:
+        """Of all responses, the sampled ones if there are any, under the names that such trainers have logged."""
+        groups = [line.get("rewards", [line["reward"]]) for line in self.lines]
+        rewards = [reward for group in groups for reward in group if not math.isnan(reward)]
+        return {
+            "avg_reward": _mean(rewards),
+            "avg_reward_std": statistics.pstdev(rewards) if rewards else math.nan,
+            "avg_group_reward": _mean([_mean(group) for group in groups]),
+            "num_groups": float(len(groups)),
+            "total_responses": float(sum(map(len, groups))),
+        }
 
     def to_json(self) -> dict[str, Any]:
         return {"metrics": self.metrics, "prompts": self.lines, "embedder": self.embedder}

@@ -28,11 +28,13 @@ def merged(tensors: list[Tensor]) -> Tensor:
 def loss_metrics(sums: list[Tensor], losses: list[float], norms: list[float], plan: Plan) -> dict[str, float]:
     m = dict(zip(METRICS, merged(sums).tolist(), strict=True))
     tokens, terms, count = max(m["tokens"], 1), max(m["terms"], 1), len(sums)
+    mean_ratio = m["ratio_sum"] / terms
     found = {
         "train/total_loss": sum(losses) / count,
         "train/policy_loss": m["policy_loss"] / count,
         "train/entropy": m["entropy_sum"] / tokens,
-        "train/ratio_mean": m["ratio_sum"] / terms,
+        "train/ratio_mean": mean_ratio,
+        "train/ratio_std": math.sqrt(max(0.0, m["ratio_spread_sum"] / terms - (mean_ratio - 1) ** 2)),
         "train/ratio_min": m["ratio_min"],
         "train/ratio_max": m["ratio_max"],
         "train/clip_low": m["low_clipped"] / terms,

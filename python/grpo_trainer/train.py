@@ -111,6 +111,8 @@ class Trainer:
         if result is None:
             return {}
         metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
+        if split == "validation":
+            metrics |= {f"eval/{name}": value for name, value in result.of_groups.items()}
         self.log.metrics("eval", phase, step, metrics)
         if self.accelerator.is_main_process:
             path = self.recipe.folder / "evaluations" / f"{split}-{phase}-{step:06d}.json"

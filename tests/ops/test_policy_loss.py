@@ -150,6 +150,21 @@ def test_any_settings_equal_the_reference_in_float64(backend: str, seed: int) ->
             )
 
 
+@pytest.mark.parametrize("backend", ["reference", *KERNELS])
+def test_the_spread_of_ratios(backend: str) -> None:
+    device = device_of(backend)
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(3, 50, generator=generator, dtype=torch.float64) / 3 - 4 for _ in range(2))
+    mask = torch.rand(3, 50, generator=generator) < 0.7
+    result = gk.policy_loss(
+        *(each.to(device) for each in (new, old, torch.ones(3))), mask=mask.to(device), backend=backend
+    )
+    m = result.metrics.to_dict()
+    offset = m["ratio_sum"] / m["terms"] - 1
+    expected = float((new - old).exp()[mask].var(correction=0))
+    assert m["ratio_spread_sum"] / m["terms"] - offset**2 == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("seed", range(100, 106))
 @pytest.mark.parametrize("backend", KERNELS)
 def test_float32_loses_no_more_than_torch_does(backend: str, seed: int) -> None:

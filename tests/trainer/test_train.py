@@ -59,6 +59,7 @@ def test_a_run_writes_down_what_it_did(tmp_path: Path) -> None:
         "train/kl_penalty",
         "train/kl_std",
         "train/ratio_mean",
+        "train/ratio_std",
         "train/entropy",
         "train/advantages_mean",
         "train/advantages_std",
@@ -71,6 +72,11 @@ def test_a_run_writes_down_what_it_did(tmp_path: Path) -> None:
         *(f"time/{part}" for part in ("generate", "model", "advantage", "reward", "step")),
     ):
         assert name in names, name
+    evals = [e for e in entries if e["phase"] == "eval"]
+    for name in ("avg_reward", "avg_reward_std", "avg_group_reward", "num_groups", "total_responses"):
+        assert f"eval/{name}" in evals[0], name
+    assert evals[-2]["eval/avg_reward"] == evals[-2]["eval/validation_reward"]
+    assert rl[-1]["train/ratio_std"] > 0
     assert rl[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6)
     assert all(math.isfinite(e["train/total_loss"]) for e in rl)
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == "small"

@@ -232,6 +232,7 @@ GRPO_HD void flush(StepSums<TwinMath<T>>& lanes, PolicySums& sums) {
   fold(lanes.plain_kl, sums.plain_kl);
   fold(lanes.log_ratio, sums.log_ratio);
   fold(lanes.ratio, sums.ratio);
+  fold(lanes.ratio_spread, sums.ratio_spread);
   fold(lanes.low, sums.low);
   fold(lanes.high, sums.high);
   fold(lanes.clipped, sums.clipped);

@@ -18,7 +18,7 @@ enum class Correction : int64_t { kNone, kTokenTruncate, kTokenMask, kSequenceTr
 
 constexpr int kPolicyModes = 10;
 constexpr int kPolicyCoefficients = 21;
-constexpr int kPolicyMetrics = 34;
+constexpr int kPolicyMetrics = 35;
 
 struct PolicyPlan {
   Loss loss;
@@ -140,7 +140,7 @@ struct PolicySums {
   double through = 0;                      // derivative of the row's loss by its log ratio, where it has one
   double low = 0, high = 0, clipped = 0, dual = 0;
   double log_ratio = 0, plain_kl = 0, plain_entropy = 0;
-  double ratio = 0, ratio_min = INFINITY, ratio_max = -INFINITY;
+  double ratio = 0, ratio_spread = 0, ratio_min = INFINITY, ratio_max = -INFINITY;  // spread: of (ratio - 1)^2
   double phi = 0;
   double is = 0, is_square = 0, is_min = INFINITY, is_max = -INFINITY, is_count = 0;
   double gap = 0, gap_max = -INFINITY, gap_count = 0;
@@ -159,6 +159,7 @@ struct PolicySums {
     plain_kl += other.plain_kl;
     plain_entropy += other.plain_entropy;
     ratio += other.ratio;
+    ratio_spread += other.ratio_spread;
     ratio_min = other.ratio_min < ratio_min ? other.ratio_min : ratio_min;
     ratio_max = other.ratio_max > ratio_max ? other.ratio_max : ratio_max;
     phi += other.phi;
@@ -242,6 +243,7 @@ GRPO_HD void write_metrics(const PolicyPlan& plan, const Counts& batch, const Po
       sums.plain_kl,
       sums.plain_entropy,
       sums.ratio,
+      sums.ratio_spread,
       sums.ratio_min <= sums.ratio_max ? sums.ratio_min : NAN,
       sums.ratio_min <= sums.ratio_max ? sums.ratio_max : NAN,
       sums.phi,

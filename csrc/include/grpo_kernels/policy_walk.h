@@ -12,7 +12,7 @@ template <typename Math>
 struct StepSums {
   using V = typename Math::Value;
   using Counter = typename Math::Counter;
-  V policy{}, kl{}, plain_kl{}, entropy{}, plain_entropy{}, through{}, log_ratio{}, ratio{}, phi{};
+  V policy{}, kl{}, plain_kl{}, entropy{}, plain_entropy{}, through{}, log_ratio{}, ratio{}, ratio_spread{}, phi{};
   V is{}, is_square{}, gap{};
   Counter low{}, high{}, clipped{}, dual{}, is_count{}, gap_count{}, off_policy{};
 };
@@ -213,6 +213,8 @@ struct PolicyWalk {
     }
     if (loss() == Loss::kVespo) sums.phi += M::select(here, term.weight, zero);
     sums.ratio += M::select(here, term.ratio, zero);
+    const V off = M::select(here, term.ratio - M::all(1), zero);
+    sums.ratio_spread += off * off;
     // what is no number is neither
     extremes.ratio_min = M::lower(M::select(here, term.ratio, M::all(INFINITY)), extremes.ratio_min);
     extremes.ratio_max = M::higher(M::select(here, term.ratio, M::all(-INFINITY)), extremes.ratio_max);
