@@ -89,7 +89,7 @@ def last(recipe: Recipe) -> State | None:
 
 def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
     """The policy of a checkpoint; `begun` is the recipe's own, whose weights adapters go on top of."""
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, load_model
 
     folder = state.folder / "model"
     if recipe.model.lora is None:
@@ -101,9 +101,12 @@ def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
         peft.set_peft_model_state_dict(begun.lm, load_file(folder / "adapter_model.safetensors"))
         policy = begun
     if (folder / "value_head.safetensors").exists():
-        policy.add_value_head()
+        critic = folder / "critic.safetensors"
+        policy.add_value_head(separate=critic.exists())
         assert policy.value_head is not None
         policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
+        if critic.exists():
+            load_model(policy.critic, str(critic))
     return policy
 
 

@@ -7,10 +7,12 @@ a response's log-probs, values and hidden states belongs to its t-th token, and 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +51,16 @@ class Policy(nn.Module):
         self.lm, self.tokenizer = lm, tokenizer
         self.temperature, self.backend = temperature, backend
         self.value_head: nn.Linear | None = None
+        self.critic: Any = None  # a language model whose hidden states are valued in place of the policy's
         self.is_seq2seq = bool(lm.config.is_encoder_decoder)
         self.end = int(tokenizer.eos_token_id)
         self.pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
         self.has_plain_head = not self.is_seq2seq and self._head_is_plain()
 
-    def add_value_head(self) -> None:
+    def add_value_head(self, separate: bool = False) -> None:
+        """On the policy's own hidden states, or on those of a copy that is trained for values alone."""
+        if separate:
+            self.critic = copy.deepcopy(self.lm)
         size = self.lm.config.d_model if self.is_seq2seq else self.lm.config.hidden_size
         self.value_head = nn.Linear(size, 1, dtype=torch.float32, device=self.device)
         nn.init.zeros_(self.value_head.weight)
@@ -66,8 +72,7 @@ class Policy(nn.Module):
 
     @property
     def inner(self) -> Any:
-        """The model of transformers, without what peft wraps around it."""
-        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+        return without_peft(self.lm)
 
     def forward(self, what: str, batch: Batch, **arguments: Any) -> Any:
         return getattr(self, f"_{what}")(batch, **arguments)
@@ -76,18 +81,18 @@ class Policy(nn.Module):
         return self._of_states(batch, self._states(batch, share))
 
     def _values(self, batch: Batch, share: bool = True) -> Tensor:
-        assert self.value_head is not None
-        return self.value_head(self._states(batch, share).float()).squeeze(-1)
+        return self._valued(batch, share, None)
 
     def _loss(
-        self, batch: Batch, share: bool = True, config: Any = "grpo", with_values: bool = False, **given: Any
-    ) -> tuple[gk.PolicyLoss, Tensor | None]:
-        """The policy loss, straight from hidden states where the head allows it; and the values, for a critic."""
+        self, batch: Batch, share: bool = True, config: Any = "grpo", values: Literal["none", "alone", "all"] = "none",
+        **given: Any,
+    ) -> tuple[gk.PolicyLoss, Tensor | None]:  # fmt: skip
+        """The policy loss, straight from hidden states where the head allows it; and the values, for a critic.
+
+        values  of a gradient by the values, what reaches the policy's weights: alone: nothing | all: all of it
+        """
         states = self._states(batch, share)
-        values = None
-        if with_values:
-            assert self.value_head is not None
-            values = self.value_head(states.float()).squeeze(-1)
+        valued = None if values == "none" else self._valued(batch, share, states, alone=values == "alone")
         old, advantages = given.pop("old_logprobs"), given.pop("advantages")
         mask = given.pop("mask", None)
         mask = batch.mask if mask is None else mask & batch.mask
@@ -106,7 +111,7 @@ class Policy(nn.Module):
                 found.logprobs, old, advantages, mask=mask, entropy=found.entropy, config=config,
                 backend=self.backend, **given,
             )  # fmt: skip
-        return loss, values
+        return loss, valued
 
     def _of_states(self, batch: Batch, states: Tensor) -> Tensor:
         """Log-probs of the responses' tokens, 0 beyond their ends."""
@@ -122,7 +127,22 @@ class Policy(nn.Module):
         """[N, T, H] before the head; logits [N, T, V] where the head is more than a product."""
         if self.is_seq2seq:
             return self._decoder_logits(batch)
-        run = self._trunk if self.has_plain_head else self._logits
+        return self._after_prompts(batch, share, self._trunk if self.has_plain_head else self._logits)
+
+    def _valued(self, batch: Batch, share: bool, states: Tensor | None, alone: bool = False) -> Tensor:
+        """Values of positions; `states` are the policy's, where they are known already."""
+        assert self.value_head is not None
+        if self.critic is not None or not self.has_plain_head or states is None:
+            lm = self.lm if self.critic is None else self.critic
+            if self.is_seq2seq:
+                states = self._decoder_states(batch, without_peft(lm))
+            else:
+                states = self._after_prompts(batch, share, functools.partial(self._trunk, lm=lm))
+        if alone and self.critic is None:
+            states = states.detach()
+        return self.value_head(states.float()).squeeze(-1)
+
+    def _after_prompts(self, batch: Batch, share: bool, run: Any) -> Tensor:
         if share:
             return self._after_shared_prompts(batch, run)
         prompts, prompt_mask = batch.prompts[batch.prompt_of], batch.prompt_mask[batch.prompt_of]
@@ -143,8 +163,8 @@ class Policy(nn.Module):
         rest, _ = run(batch.tokens[:, :-1], mask, positions_of(mask)[:, batch.prompts.shape[1] :], cache)
         return torch.cat((start, rest), 1)
 
-    def _trunk(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        found = self.inner.base_model(
+    def _trunk(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, lm: Any = None) -> tuple[Tensor, Any]:
+        found = without_peft(self.lm if lm is None else lm).base_model(
             input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache,
             use_cache=cache is not None,
         )  # fmt: skip
@@ -167,6 +187,16 @@ class Policy(nn.Module):
         )  # fmt: skip
         return found.logits
 
+    def _decoder_states(self, batch: Batch, lm: Any) -> Tensor:
+        encoded = lm.get_encoder()(input_ids=batch.prompts, attention_mask=batch.prompt_mask.long())
+        start = batch.tokens.new_full((len(batch.tokens), 1), lm.config.decoder_start_token_id)
+        found = lm.get_decoder()(
+            input_ids=torch.cat((start, batch.tokens[:, :-1]), 1), use_cache=False,
+            encoder_hidden_states=encoded.last_hidden_state[batch.prompt_of],
+            encoder_attention_mask=batch.prompt_mask[batch.prompt_of].long(),
+        )  # fmt: skip
+        return found.last_hidden_state
+
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
         """Whether logits are the last hidden state times the head's weight, no scale and no cap: tried on a token."""
@@ -184,12 +214,15 @@ class Policy(nn.Module):
         return expected.shape == logits.shape and torch.allclose(expected.float(), logits.float(), rtol=1e-3, atol=1e-3)
 
 
+def without_peft(lm: Any) -> Any:
+    """The model of transformers."""
+    return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+
+
 class Reference:
     """The policy that KL is measured from: the adapters off, another model, or a frozen copy made at this moment."""
 
     def __init__(self, policy: Policy, settings: Model) -> None:
-        import copy
-
         self.policy = policy
         self.other: Policy | None = None
         if settings.reference_model_path is not None:
@@ -355,10 +388,12 @@ def train_tokenizer(corpus: Sequence[str], vocabulary: int, is_seq2seq: bool) ->
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """As transformers and peft load it: safetensors, config, tokenizer; the value head beside it."""
-    from safetensors.torch import save_file
+    """As transformers and peft load it: safetensors, config, tokenizer; the value head and the critic beside it."""
+    from safetensors.torch import save_file, save_model
 
     policy.lm.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
     if policy.value_head is not None:
         save_file(dict(policy.value_head.state_dict()), folder / "value_head.safetensors")
+    if policy.critic is not None:
+        save_model(policy.critic, str(folder / "critic.safetensors"))

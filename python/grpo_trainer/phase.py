@@ -151,12 +151,14 @@ def lr_factor(settings: Optimizer, step: int, steps: int) -> float:
 
 
 def parameter_groups(policy: Policy, settings: Optimizer, critic_lr: float) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not, and the value head has a learning rate of its own."""
+    """Matrices decay, vectors do not, and the critic has a learning rate of its own."""
     groups: dict[str, list[Tensor]] = {"matrices": [], "vectors": [], "critic": []}
     for name, parameter in policy.named_parameters():
         if not parameter.requires_grad:
             continue
-        kind = "critic" if name.startswith("value_head") else "matrices" if parameter.dim() > 1 else "vectors"
+        kind = (
+            "critic" if name.startswith(("value_head", "critic")) else "matrices" if parameter.dim() > 1 else "vectors"
+        )
         groups[kind].append(parameter)
     lr = {"matrices": settings.lr, "vectors": settings.lr, "critic": critic_lr}
     decay = {"matrices": settings.weight_decay, "vectors": 0.0, "critic": 0.0}

@@ -116,10 +116,13 @@ class Similarity:
 
 @dataclasses.dataclass(frozen=True)
 class Critic:
-    lr: float = key(1e-3, "learning rate of the value head")
+    separate: bool = key(
+        False, "a copy of the policy, trained for values alone; else a head on the policy's own states"
+    )
+    lr: float = key(1e-3, "learning rate of the value head, and of the separate critic")
     coef: float = key(0.5, "weight of its squared error")
     clip: float | None = key(None, "how far a value may move from the one at sampling before its error is flat")
-    warmup: int = key(0, "first steps that train the value head alone")
+    warmup: int = key(0, "first steps that train the critic alone")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +133,7 @@ class Algorithm:
     similarity: Similarity | None = key(None, "similarity sub-groups")
     segments: dict[str, Any] = key({}, "fields of SegmentConfig, for group_ppo; also under `group_params`' names")
     sparse: bool = key(False, "group_ppo: the loss at endpoints alone, as the original has it; biased")
-    critic: Critic | None = key(None, "a value head, for ppo and group_ppo")
+    critic: Critic | None = key(None, "what a response is going to be worth, for ppo and group_ppo")
     top_k_ratio: float = key(1.0, "share of each group, the largest advantages in magnitude, that enters the loss")
     drop_flat: bool = key(True, "leave groups without any advantage out of the loss, and out of what it divides by")
     set_size: int = key(0, "polychromic: responses in a set; 0: half of the group")

@@ -46,7 +46,7 @@ class RlRun(PhaseRun):
         self.plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
         t.policy.temperature = rl.rollout.temperature
         if self.plan.segments is not None and t.policy.value_head is None:
-            t.policy.add_value_head()
+            t.policy.add_value_head((rl.algorithm.critic or Critic()).separate)
         if self.plan.needs_reference:
             self.reference = checkpoint.reference(t, self.number)
         self.embedder = None if self.plan.similarity is None else load_embedder(self.plan.similarity)
@@ -184,6 +184,7 @@ class RlRun(PhaseRun):
             of_rows = torch.where(mask[rows], found.segments[rows], -1)
             counts["segments"] = float((of_rows.amax(1) + 1).sum())
         critic = self.plan.settings.critic
+        warm = critic is not None and step <= critic.warmup
         sums, loss_sum = [], 0.0
         for some in self._micro_batches(rows):
             part = rollout.batch.rows(some)
@@ -195,13 +196,12 @@ class RlRun(PhaseRun):
             loss, guessed = self.model(
                 "loss", part, share=self._shares(), config=self.plan.loss, old_logprobs=rollout.logprobs[some, cut],
                 advantages=advantages, mask=mask[some, cut], normalizer=counts, return_entropy=True,
-                with_values=values is not None, **given,
+                values="none" if values is None else "alone" if warm else "all", **given,
             )  # fmt: skip
             objective = loss.loss
             if values is not None and guessed is not None and found.returns is not None:
                 error = _value_error(guessed, values[some, cut], found.returns[some, cut], critic)
                 of_critic = (error * part.mask).sum() / float(rollout.batch.mask[rows].sum())
-                warm = critic is not None and step <= critic.warmup
                 objective = of_critic if warm else objective + (0.5 if critic is None else critic.coef) * of_critic
             self.t.accelerator.backward(objective)
             sums.append(loss.metrics.tensor)

@@ -36,10 +36,12 @@ def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if not k.startswith("time")} for entry in entries]
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder: Path, checkpoint: str | None = None) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    newest = sorted((folder / "checkpoints").iterdir())[-1]
+    newest = (
+        sorted((folder / "checkpoints").iterdir())[-1] if checkpoint is None else folder / "checkpoints" / checkpoint
+    )
     return load_file(newest / "model" / "model.safetensors")
 
 
@@ -116,8 +118,13 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, recipe: Any, phase: int, step
 
 @pytest.mark.parametrize(
     "algorithm",
-    ["{name: grpo}", "{name: group_ppo}", "{name: similarity_group_grpo, similarity: {embedder: hashed}}"],
-    ids=["grpo", "group_ppo", "similarity"],
+    [
+        "{name: grpo}",
+        "{name: group_ppo}",
+        "{name: ppo, critic: {separate: true}}",
+        "{name: similarity_group_grpo, similarity: {embedder: hashed}}",
+    ],
+    ids=["grpo", "group_ppo", "critic", "similarity"],
 )
 @pytest.mark.parametrize(("phase", "step"), [(0, 2), (1, 0), (1, 2), (1, 3)])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(
@@ -201,6 +208,17 @@ def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
     train(small.recipe(tmp_path, "phases.1.rl.steps=2", f"phases.1.rl.algorithm={json.dumps(algorithm)}"))
     found = [e for e in lines(tmp_path) if e["phase"] == "rl"]
     assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in found)
+
+
+@pytest.mark.parametrize("separate", ["false", "true"])
+def test_while_the_critic_warms_up_the_policy_stays(tmp_path: Path, separate: str) -> None:
+    critic = f"phases.1.rl.algorithm={{name: ppo, critic: {{warmup: 2, separate: {separate}}}}}"
+    for steps in (2, 3):
+        train(small.recipe(tmp_path / str(steps), critic, f"phases.1.rl.steps={steps}", "checkpoints.keep=9"))
+    before, warm = (weights(tmp_path / "2", f"{place}") for place in ("0-000004", "1-000002"))
+    assert all(torch.equal(before[name], warm[name]) for name in before)
+    after = weights(tmp_path / "3", "1-000003")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def test_reward_rises(tmp_path: Path) -> None:
