@@ -247,6 +247,7 @@ class _atomic:
             self.new.rename(self.place)
             _flush(self.place.parent)
         except OSError as why:
+            shutil.rmtree(self.new, ignore_errors=True)
             raise CheckpointError(f"{self.place}: cannot be written: {why}") from why
 
 

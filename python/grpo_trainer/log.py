@@ -22,6 +22,7 @@ class Log:
         self.start = time.time()
         self.bar: Any = None
         self.trackers: list[Tracker] = []
+        self.running: list[Tracker] = []  # those of them that a run was begun at
         if is_main:
             self.trackers = [TRACKERS[kind](recipe) for kind in self.settings.to]
 
@@ -29,6 +30,7 @@ class Log:
         """Begins a run at each tracker, or goes on with it."""
         for tracker in self.trackers:
             tracker.open()
+            self.running.append(tracker)
 
     def metrics(self, kind: str, phase: int, step: int, values: dict[str, float]) -> None:
         if not self.is_main or (step % self.settings.every and kind != "eval"):
@@ -71,8 +73,8 @@ class Log:
 
     def close(self) -> None:
         self.close_progress()
-        for tracker in self.trackers:
-            tracker.close()
+        while self.running:
+            self.running.pop().close()
 
     def cut(self, phase: int, step: int) -> None:
         """Forgets what came after a checkpoint, the evaluation there included: it will be written again."""
@@ -95,14 +97,9 @@ class Log:
             new.replace(path)
 
     def _write(self, name: str, entry: dict[str, Any]) -> None:
-        path = self.folder / f"{name}.jsonl"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            # where the disk is full, the system's own message names no file
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
 def _bar(title: str, total: int) -> tuple[Any, Any]:

@@ -92,10 +92,16 @@ class Trainer:
 
     def run(self, resume: bool = False) -> dict[str, float]:
         """All phases from the start, or from the last checkpoint; the last evaluation's figures."""
-        with contextlib.nullcontext() if self.backend is None else gk.use_backend(self.backend):
-            found = self._run(resume)
-        self.log.close()
-        return found
+        try:
+            with contextlib.nullcontext() if self.backend is None else gk.use_backend(self.backend):
+                return self._run(resume)
+        except OSError as error:
+            if error.errno is None or error.filename is not None:
+                raise
+            # of a disk that is full the system says no more than that
+            raise OSError(error.errno, error.strerror, str(self.recipe.folder)) from error
+        finally:
+            self.log.close()
 
     def _run(self, resume: bool) -> dict[str, float]:
         start_phase, start_step = 0, 0

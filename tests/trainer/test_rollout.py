@@ -85,7 +85,7 @@ def test_log_probs_are_those_of_a_fresh_pass_over_each_response_alone(
 
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
 def test_mixed_precision_is_that_of_scoring_too(kind: str) -> None:
-    """Sampling and scoring lose the same where they add up in the same order: they are closer than either to float32."""
+    """Sampling and scoring lose the same where they add up in the same order: they are closer than to float32."""
     policy, exact = policy_of(kind, mixed_precision="bf16"), policy_of(kind)
     rollout = sampled(policy, copies=8)
     assert rollout.logprobs.dtype == torch.float32

@@ -82,6 +82,7 @@ def test_a_run_that_goes_on_is_the_same_run(
     stopped_after(monkeypatch, recipe, 1, 1)
     with pytest.raises(FileExistsError):
         train(recipe)  # refused, which must not be seen at a tracker
+    assert [fake.finished for fake in fakes.values()] == [1, 1]
     train(recipe, resume=True)
     first, second = fakes["wandb"].begun
     assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
