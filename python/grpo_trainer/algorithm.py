@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from grpo_trainer.recipe import Algorithm, Similarity
 from grpo_trainer.rollout import Rollout
 from grpo_trainer.settings import unknown
 
+Config = TypeVar("Config")
 _CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
 _ROW_MEAN = {"aggregation": "seq-mean-token-mean"}
 _SETS = {"estimator": "dr_grpo"}
@@ -75,13 +78,16 @@ class Plan:
         if clusters is None and settings.name in WITH_CLUSTERS:
             clusters = Similarity()
         threshold = gk.SegmentThreshold(segments) if segments is not None and settings.name == "group_ppo" else None
-        config = None if has_critic else gk.AdvantageConfig(**(advantage | settings.advantage))
-        return cls(settings, config, gk.LossConfig(**_tuples(loss)), clusters, segments, threshold)
+        config = None if has_critic else _config(gk.AdvantageConfig, advantage | settings.advantage, "advantage")
+        plan = cls(settings, config, _config(gk.LossConfig, loss, "loss"), clusters, segments, threshold)
+        if clusters is not None:
+            _ = plan.clustering  # so that what is wrong with it is said now
+        return plan
 
     @property
     def clustering(self) -> gk.SimilarityConfig:
         assert self.similarity is not None
-        return gk.SimilarityConfig(**_tuples(self.similarity.config))
+        return _config(gk.SimilarityConfig, self.similarity.config, "similarity.config")
 
     @property
     def needs_reference(self) -> bool:
@@ -200,20 +206,38 @@ def _cluster_sizes(clusters: gk.SimilarityGroups) -> Tensor:
 
 def _refuse(settings: Algorithm, has_critic: bool) -> None:
     name = settings.name
-    rules = [
+    rules: list[tuple[str, Any, bool, str]] = [
         ("advantage", settings.advantage, bool(settings.advantage) and has_critic, "is of algorithms without a critic"),
         ("segments", settings.segments, bool(settings.segments) and not has_critic, "is of ppo and group_ppo"),
         ("sparse", settings.sparse, settings.sparse and name != "group_ppo", "is of group_ppo"),
         ("critic", settings.critic, settings.critic is not None and not has_critic, "is of ppo and group_ppo"),
+        ("advantage", settings.advantage, bool(settings.advantage) and name == "polychromic",
+         "is of algorithms other than polychromic, whose sets say what a response is worth"),
+        ("advantage.reward_weights", settings.advantage.get("reward_weights"),
+         "reward_weights" in settings.advantage, "is said by the weight of each of the rewards"),
         ("set_size", settings.set_size, settings.set_size > 0 and name != "polychromic", "is of polychromic"),
         ("similarity", settings.similarity, settings.similarity is not None and has_critic,
          "is of algorithms without a critic"),
+        ("drop_flat", settings.drop_flat, not settings.drop_flat and has_critic, "is of algorithms without a critic"),
     ]  # fmt: skip
+    if name == "polychromic" and settings.similarity is not None:
+        rules += [
+            (f"similarity.{key}", value, value > 0, "is of algorithms other than polychromic")
+            for key, value in (("sharing", settings.similarity.sharing), ("between", settings.similarity.between))
+        ]
     for key, value, refused, rule in rules:
         if refused:
             raise ValueError(f"algorithm.{key}: {rule}, got {value!r} with {name!r}")
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+def _config(kind: Callable[..., Config], fields: dict[str, Any], key: str) -> Config:
     """YAML has lists where the configs have tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    known = list(inspect.signature(kind).parameters)
+    for name in fields:
+        if name not in known:
+            raise ValueError(unknown(f"algorithm.{key}", name, known))
+    tuples = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    try:
+        return kind(**tuples)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"algorithm.{key}: {error}") from error

@@ -94,19 +94,19 @@ def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
     folder = state.folder / "model"
     if recipe.model.lora is None:
         lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)))
-        policy = model.Policy(lm, begun.tokenizer, backend=begun.backend)
+        policy = model.policy_with(lm, begun.tokenizer, recipe.model, begun.backend)
     else:
-        import peft
-
-        peft.set_peft_model_state_dict(begun.lm, load_file(folder / "adapter_model.safetensors"))
+        model.load_adapter(begun, recipe.model, folder)
         policy = begun
-    if (folder / "value_head.safetensors").exists():
-        critic = folder / "critic.safetensors"
-        policy.add_value_head(separate=critic.exists())
-        assert policy.value_head is not None
-        policy.value_head.load_state_dict(load_file(folder / "value_head.safetensors"))
-        if critic.exists():
-            load_model(policy.critic, str(critic))
+    if (folder / "critic.safetensors").exists():
+        policy.add_critic()
+        assert policy.critic is not None
+        load_model(policy.critic.lm, str(folder / "critic.safetensors"))
+    elif (folder / "value_head.safetensors").exists():
+        policy.add_value_head()
+    head = (policy.critic or policy).value_head
+    if head is not None:
+        head.load_state_dict(load_file(folder / "value_head.safetensors"))
     return policy
 
 
@@ -133,17 +133,32 @@ def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
 
 def reference(trainer: Trainer, phase: int) -> Reference:
     """The policy where a phase begins; kept in the run's folder for those that go on from the middle of the phase."""
+    from safetensors.torch import load_file
+
     recipe, policy = trainer.recipe, trainer.policy
     settings = recipe.model
-    if settings.reference_model_path is None and settings.lora is None:
-        place = recipe.folder / f"reference-{phase}"
-        if (place / "state.json").exists():
-            settings = dataclasses.replace(settings, reference_model_path=str(place / "model"))
-        elif trainer.accelerator.is_main_process:
+    if settings.reference_model_path is not None:
+        return model.Reference(policy, settings)
+    place = recipe.folder / f"reference-{phase}"
+    if not (place / "state.json").exists():
+        if trainer.accelerator.is_main_process:
             with _atomic(place) as new:
-                policy.lm.save_pretrained(new / "model")
+                _save_reference(policy, new, only_adapters=settings.lora is not None)
                 (new / "state.json").write_text(to_json({"files": _digests(new)}))
-    return model.Reference(policy, settings)
+        return model.Reference(policy, settings)
+    if settings.lora is None:
+        return model.Reference(policy, dataclasses.replace(settings, reference_model_path=str(place / "model")))
+    return model.Reference(policy, settings, load_file(place / "adapters.safetensors"))
+
+
+def _save_reference(policy: Policy, folder: Path, only_adapters: bool) -> None:
+    from safetensors.torch import save_file
+
+    if only_adapters:
+        save_file({name: value.contiguous() for name, value in model.adapters_of(policy).items()},
+                  folder / "adapters.safetensors")  # fmt: skip
+    else:
+        policy.lm.save_pretrained(folder / "model")
 
 
 def _folder(recipe: Recipe) -> Path:
@@ -221,15 +236,24 @@ class _atomic:
         self.new.mkdir(parents=True)
         return self.new
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, *_: Any) -> None:
+        from safetensors import SafetensorError
+
         if kind is not None:
             shutil.rmtree(self.new, ignore_errors=True)
+            # safetensors says so in an error of its own where the disk is full
+            if issubclass(kind, OSError | SafetensorError):
+                raise CheckpointError(f"{self.place}: cannot be written: {error}") from error
             return
-        for path in [*self.new.rglob("*"), self.new]:
-            _flush(path)
-        shutil.rmtree(self.place, ignore_errors=True)
-        self.new.rename(self.place)
-        _flush(self.place.parent)
+        try:
+            for path in [*self.new.rglob("*"), self.new]:
+                _flush(path)
+            shutil.rmtree(self.place, ignore_errors=True)
+            self.new.rename(self.place)
+            _flush(self.place.parent)
+        except OSError as why:
+            shutil.rmtree(self.new, ignore_errors=True)
+            raise CheckpointError(f"{self.place}: cannot be written: {why}") from why
 
 
 def _flush(path: Path) -> None:

@@ -40,6 +40,8 @@ def train(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.recipe is None:
         parser.error("a recipe is needed; --list names the bundled ones")
+    if given.resume and given.fresh:
+        parser.error("--resume goes on with what --fresh removes")
     return _reported(lambda: _train(given))
 
 
@@ -172,7 +174,7 @@ def _reported(work: Callable[[], None]) -> int:
 
     try:
         work()
-    except (ValueError, TypeError, FileNotFoundError, FileExistsError, CheckpointError, RewardError) as error:
+    except (ValueError, TypeError, OSError, CheckpointError, RewardError) as error:
         if os.environ.get("GRPO_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
 
 
-def read_jsonl(path: str | Path) -> list[Line]:
-    """Every line an object; an error names the file and the line."""
+def read_jsonl(path: str | Path, columns: Mapping[str, str] | None = None) -> list[Line]:
+    """Every line an object; an error names the file and the line.
+
+    columns  that each must have, by the keys of the recipe that name them
+    """
     found = []
     for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         if not text.strip():
@@ -23,6 +26,12 @@ def read_jsonl(path: str | Path) -> list[Line]:
             raise ValueError(f"{path}, line {number}: must be JSON, got {text[:80]!r} ({error})") from None
         if not isinstance(line, dict):
             raise TypeError(f"{path}, line {number}: must be an object, got {type(line).__name__}")
+        for key, column in (columns or {}).items():
+            if column not in line:
+                raise ValueError(
+                    f"{key}: must be a column of every line, got {column!r} with the columns {sorted(line)} "
+                    f"({path}, line {number})"
+                )
         found.append(line)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 from collections import OrderedDict
@@ -76,6 +77,7 @@ def hashed(texts: Sequence[str], size: int = 512) -> Tensor:
     return found
 
 
+@functools.cache
 def _sentence_transformer(name: str) -> Encode:
     from sentence_transformers import SentenceTransformer
 

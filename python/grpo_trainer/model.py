@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -46,21 +45,21 @@ class Batch:
 class Policy(nn.Module):
     """Everything that has weights goes through forward, so that wrappers for many devices see it."""
 
-    def __init__(self, lm: Any, tokenizer: Any, temperature: float = 1.0, backend: str | None = None) -> None:
+    def __init__(
+        self, lm: Any, tokenizer: Any, temperature: float = 1.0, backend: str | None = None, mixed: str = "no"
+    ) -> None:
         super().__init__()
         self.lm, self.tokenizer = lm, tokenizer
+        self.mixed = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed]
         self.temperature, self.backend = temperature, backend
         self.value_head: nn.Linear | None = None
-        self.critic: Any = None  # a language model whose hidden states are valued in place of the policy's
+        self.critic: Policy | None = None  # whose value head is read in place of an own one
         self.is_seq2seq = bool(lm.config.is_encoder_decoder)
         self.end = int(tokenizer.eos_token_id)
         self.pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
         self.has_plain_head = not self.is_seq2seq and self._head_is_plain()
 
-    def add_value_head(self, separate: bool = False) -> None:
-        """On the policy's own hidden states, or on those of a copy that is trained for values alone."""
-        if separate:
-            self.critic = copy.deepcopy(self.lm)
+    def add_value_head(self) -> None:
         size = self.lm.config.d_model if self.is_seq2seq else self.lm.config.hidden_size
         self.value_head = nn.Linear(size, 1, dtype=torch.float32, device=self.device)
         nn.init.zeros_(self.value_head.weight)
@@ -72,35 +71,60 @@ class Policy(nn.Module):
 
     @property
     def inner(self) -> Any:
-        return without_peft(self.lm)
+        """The model of transformers, without what peft wraps around it."""
+        return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+
+    def autocast(self) -> torch.autocast:
+        """Mixed precision: the same in sampling, scoring and the update, or ratios would begin beside 1."""
+        return torch.autocast(self.device.type, self.mixed, enabled=self.mixed is not None)
 
     def forward(self, what: str, batch: Batch, **arguments: Any) -> Any:
-        return getattr(self, f"_{what}")(batch, **arguments)
+        with self.autocast():
+            return getattr(self, f"_{what}")(batch, **arguments)
 
     def _logprobs(self, batch: Batch, share: bool = True) -> Tensor:
-        return self._of_states(batch, self._states(batch, share))
+        return self._of_states(batch, self._states(batch, share)[0])
+
+    @property
+    def has_values(self) -> bool:
+        return self.value_head is not None or self.critic is not None
+
+    def add_critic(self) -> None:
+        """A copy of the policy, with a value head, that is trained for values alone."""
+        mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.mixed]
+        self.critic = Policy(copy.deepcopy(self.lm), self.tokenizer, self.temperature, self.backend, mixed)
+        self.critic.add_value_head()
 
     def _values(self, batch: Batch, share: bool = True) -> Tensor:
-        return self._valued(batch, share, None)
+        if self.critic is not None:
+            return self.critic._values(batch, share)
+        return self._valued(self._states(batch, share)[1])
+
+    def _valued(self, hidden: Tensor) -> Tensor:
+        assert self.value_head is not None
+        with torch.autocast(self.device.type, enabled=False):
+            return self.value_head(hidden.float()).squeeze(-1)
 
     def _loss(
-        self, batch: Batch, share: bool = True, config: Any = "grpo", values: Literal["none", "alone", "all"] = "none",
+        self, batch: Batch, share: bool = True, config: Any = "grpo", values: Literal["none", "all", "head"] = "none",
         **given: Any,
     ) -> tuple[gk.PolicyLoss, Tensor | None]:  # fmt: skip
-        """The policy loss, straight from hidden states where the head allows it; and the values, for a critic.
-
-        values  of a gradient by the values, what reaches the policy's weights: alone: nothing | all: all of it
-        """
-        states = self._states(batch, share)
-        valued = None if values == "none" else self._valued(batch, share, states, alone=values == "alone")
+        """The policy loss, straight from hidden states where the head allows it; and the values, for a critic, whose
+        error goes into all weights or into the value head alone."""
+        states, hidden = self._states(batch, share)
+        valued = None
+        if values != "none" and self.critic is not None:
+            valued = self.critic._values(batch, share)
+        elif values != "none":
+            valued = self._valued(hidden if values == "all" else hidden.detach())
         old, advantages = given.pop("old_logprobs"), given.pop("advantages")
         mask = given.pop("mask", None)
         mask = batch.mask if mask is None else mask & batch.mask
         if self.has_plain_head:
-            head = self.inner.get_output_embeddings()
+            weight, bias = self._head()
             loss = gk.linear_policy_loss(
-                states, head.weight, batch.tokens, old, advantages, bias=head.bias, temperature=self.temperature,
-                mask=mask, config=config, backend=self.backend, **given,
+                states.to(weight.dtype), weight, batch.tokens, old, advantages, bias=bias,
+                temperature=self.temperature, mask=mask, config=config, backend=self.backend, **given,
             )  # fmt: skip
         else:
             entropy = given.pop("return_entropy", False)
@@ -113,89 +137,74 @@ class Policy(nn.Module):
             )  # fmt: skip
         return loss, valued
 
+    def _head(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in the precision that the model itself would multiply them in."""
+        head = self.inner.get_output_embeddings()
+        dtype = self.mixed or head.weight.dtype
+        return head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+
     def _of_states(self, batch: Batch, states: Tensor) -> Tensor:
         """Log-probs of the responses' tokens, 0 beyond their ends."""
         targets = torch.where(batch.mask, batch.tokens, -100)
         if not self.has_plain_head:
             return gk.token_logprobs(states, targets, temperature=self.temperature, backend=self.backend).logprobs
-        head = self.inner.get_output_embeddings()
+        weight, bias = self._head()
         return gk.linear_logprobs(
-            states, head.weight, targets, bias=head.bias, temperature=self.temperature, backend=self.backend
+            states.to(weight.dtype), weight, targets, bias=bias, temperature=self.temperature, backend=self.backend
         ).logprobs
 
-    def _states(self, batch: Batch, share: bool) -> Tensor:
-        """[N, T, H] before the head; logits [N, T, V] where the head is more than a product."""
+    def _states(self, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
+        """What is scored, hidden states [N, T, H], or logits [N, T, V] where the head is more than a product; and the
+        hidden states, where there is a value head."""
         if self.is_seq2seq:
-            return self._decoder_logits(batch)
-        return self._after_prompts(batch, share, self._trunk if self.has_plain_head else self._logits)
-
-    def _valued(self, batch: Batch, share: bool, states: Tensor | None, alone: bool = False) -> Tensor:
-        """Values of positions; `states` are the policy's, where they are known already."""
-        assert self.value_head is not None
-        if self.critic is not None or not self.has_plain_head or states is None:
-            lm = self.lm if self.critic is None else self.critic
-            if self.is_seq2seq:
-                states = self._decoder_states(batch, without_peft(lm))
-            else:
-                states = self._after_prompts(batch, share, functools.partial(self._trunk, lm=lm))
-        if alone and self.critic is None:
-            states = states.detach()
-        return self.value_head(states.float()).squeeze(-1)
-
-    def _after_prompts(self, batch: Batch, share: bool, run: Any) -> Tensor:
+            return self._decoded(batch)
+        run = self._trunk if self.has_plain_head else self._logits
         if share:
             return self._after_shared_prompts(batch, run)
         prompts, prompt_mask = batch.prompts[batch.prompt_of], batch.prompt_mask[batch.prompt_of]
         ids, mask = torch.cat((prompts, batch.tokens), 1)[:, :-1], torch.cat((prompt_mask, batch.mask), 1)[:, :-1]
-        found, _ = run(ids, mask, positions_of(mask), None)
-        return found[:, prompts.shape[1] - 1 :]
+        of_responses = slice(prompts.shape[1] - 1, None)
+        scored, hidden = run(ids, mask, positions_of(mask), None)
+        return scored[:, of_responses], hidden[:, of_responses]
 
-    def _after_shared_prompts(self, batch: Batch, run: Any) -> Tensor:
+    def _after_shared_prompts(self, batch: Batch, run: Any) -> tuple[Tensor, Tensor]:
         """Each prompt once; what attention keeps of it is repeated for its responses, and so is the gradient."""
         from transformers import DynamicCache
 
-        first, cache = run(batch.prompts, batch.prompt_mask, positions_of(batch.prompt_mask), DynamicCache())
-        start = first[:, -1:][batch.prompt_of]
+        cache = DynamicCache()
+        found = run(batch.prompts, batch.prompt_mask, positions_of(batch.prompt_mask), cache)
+        scored, hidden = (each[:, -1:][batch.prompt_of] for each in found)
         if batch.tokens.shape[1] == 1:
-            return start
+            return scored, hidden
         cache.batch_select_indices(batch.prompt_of)
         mask = torch.cat((batch.prompt_mask[batch.prompt_of], batch.mask[:, :-1]), 1)
-        rest, _ = run(batch.tokens[:, :-1], mask, positions_of(mask)[:, batch.prompts.shape[1] :], cache)
-        return torch.cat((start, rest), 1)
+        rest = run(batch.tokens[:, :-1], mask, positions_of(mask)[:, batch.prompts.shape[1] :], cache)
+        return torch.cat((scored, rest[0]), 1), torch.cat((hidden, rest[1]), 1)
 
-    def _trunk(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, lm: Any = None) -> tuple[Tensor, Any]:
-        found = without_peft(self.lm if lm is None else lm).base_model(
+    def _trunk(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
+        found = self.inner.base_model(
             input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache,
             use_cache=cache is not None,
         )  # fmt: skip
-        return found.last_hidden_state, cache
+        return found.last_hidden_state, found.last_hidden_state
 
-    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
+    def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         found = self.lm(
             input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache,
-            use_cache=cache is not None,
+            use_cache=cache is not None, output_hidden_states=self.value_head is not None,
         )  # fmt: skip
-        return found.logits, cache
+        return found.logits, found.logits if self.value_head is None else found.hidden_states[-1]
 
-    def _decoder_logits(self, batch: Batch) -> Tensor:
+    def _decoded(self, batch: Batch) -> tuple[Tensor, Tensor]:
         encoded = self.lm.get_encoder()(input_ids=batch.prompts, attention_mask=batch.prompt_mask.long())
         encoded.last_hidden_state = encoded.last_hidden_state[batch.prompt_of]
         start = batch.tokens.new_full((len(batch.tokens), 1), self.lm.config.decoder_start_token_id)
         found = self.lm(
             encoder_outputs=encoded, attention_mask=batch.prompt_mask[batch.prompt_of].long(),
             decoder_input_ids=torch.cat((start, batch.tokens[:, :-1]), 1), use_cache=False,
+            output_hidden_states=self.value_head is not None,
         )  # fmt: skip
-        return found.logits
-
-    def _decoder_states(self, batch: Batch, lm: Any) -> Tensor:
-        encoded = lm.get_encoder()(input_ids=batch.prompts, attention_mask=batch.prompt_mask.long())
-        start = batch.tokens.new_full((len(batch.tokens), 1), lm.config.decoder_start_token_id)
-        found = lm.get_decoder()(
-            input_ids=torch.cat((start, batch.tokens[:, :-1]), 1), use_cache=False,
-            encoder_hidden_states=encoded.last_hidden_state[batch.prompt_of],
-            encoder_attention_mask=batch.prompt_mask[batch.prompt_of].long(),
-        )  # fmt: skip
-        return found.last_hidden_state
+        return found.logits, found.logits if self.value_head is None else found.decoder_hidden_states[-1]
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
@@ -214,31 +223,51 @@ class Policy(nn.Module):
         return expected.shape == logits.shape and torch.allclose(expected.float(), logits.float(), rtol=1e-3, atol=1e-3)
 
 
-def without_peft(lm: Any) -> Any:
-    """The model of transformers."""
-    return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
-
-
 class Reference:
-    """The policy that KL is measured from: the adapters off, another model, or a frozen copy made at this moment."""
+    """The policy that KL is measured from: another model, or the policy at this moment, a frozen copy of its weights
+    or of its adapters."""
 
-    def __init__(self, policy: Policy, settings: Model) -> None:
+    def __init__(self, policy: Policy, settings: Model, adapters: dict[str, Tensor] | None = None) -> None:
+        """adapters  those of the moment that is meant, for a run that goes on from a later one"""
         self.policy = policy
         self.other: Policy | None = None
+        self.adapters: dict[str, Tensor] = {}
         if settings.reference_model_path is not None:
             lm = load_lm(dataclasses.replace(settings, path=settings.reference_model_path, lora=None))
-            self.other = Policy(lm, policy.tokenizer, policy.temperature, policy.backend)
+            self.other = self._like_policy(lm)
         elif settings.lora is None:
-            self.other = Policy(copy.deepcopy(policy.lm), policy.tokenizer, policy.temperature, policy.backend)
-        if self.other is not None:
-            self.other.requires_grad_(False).eval().to(policy.device)
+            self.other = self._like_policy(copy.deepcopy(policy.lm))
+        else:
+            self.adapters = {name: value.clone() for name, value in (adapters or adapters_of(policy)).items()}
+
+    def _like_policy(self, lm: Any) -> Policy:
+        policy = self.policy
+        mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[policy.mixed]
+        other = Policy(lm, policy.tokenizer, policy.temperature, policy.backend, mixed)
+        return other.requires_grad_(False).eval().to(policy.device)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
         if self.other is not None:
             return self.other("logprobs", batch)
-        with self.policy.lm.disable_adapter(), evaluating(self.policy):
-            return self.policy("logprobs", batch)
+        now = {name: value.clone() for name, value in adapters_of(self.policy).items()}
+        set_adapters(self.policy, self.adapters)
+        try:
+            with evaluating(self.policy):
+                return self.policy("logprobs", batch)
+        finally:
+            set_adapters(self.policy, now)
+
+
+def adapters_of(policy: Policy) -> dict[str, Tensor]:
+    """The weights that are trained, of a model with adapters."""
+    return {name: value.detach() for name, value in policy.lm.named_parameters() if value.requires_grad}
+
+
+@torch.no_grad()
+def set_adapters(policy: Policy, weights: dict[str, Tensor]) -> None:
+    for name, value in adapters_of(policy).items():
+        value.copy_(weights[name])
 
 
 @contextlib.contextmanager
@@ -250,6 +279,25 @@ def evaluating(policy: Policy) -> Iterator[None]:
         yield
     finally:
         policy.train(was_training)
+
+
+def set_training(policy: Policy, dropout: bool) -> None:
+    """For the update. Layers check whether they are in training to recompute their activations, too: with dropout off
+    they alone are, and what is in them is not."""
+    policy.train(dropout)
+    if dropout:
+        return
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in policy.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            own = getattr(layer, "dropout", 0.0)
+            if isinstance(own, float) and own > 0:
+                raise ValueError(
+                    "rl.dropout: must be true with model.gradient_checkpointing for this model, as its layers drop "
+                    f"out by themselves, got false with {own} of {type(layer).__name__}"
+                )
+            layer.training = True
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -269,8 +317,16 @@ def pad(rows: Sequence[Sequence[int]], value: int, left: bool) -> tuple[Tensor, 
     return ids, mask
 
 
+def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+    """For what reads texts: of a chat, what is said in it."""
+    return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+
+
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]], chat: bool) -> list[int]:
     if isinstance(prompt, list) or chat:
+        if tokenizer.chat_template is None:
+            where = "data.prompt: a list of messages" if isinstance(prompt, list) else "model.chat_template: true"
+            raise ValueError(f"{where} needs a tokenizer with a chat template, and that of model.path has none")
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -281,7 +337,7 @@ def load_policy(settings: Model, corpus: Sequence[str], backend: str | None) -> 
     """The policy and its tokenizer; `corpus` is what a tiny model's tokenizer is trained on."""
     if settings.path == "tiny":
         tokenizer = train_tokenizer(corpus, settings.tiny.vocabulary, settings.tiny.architecture == "seq2seq")
-        lm = make_tiny(settings.tiny, tokenizer).to(getattr(torch, settings.dtype))
+        lm = make_tiny(settings.tiny, tokenizer, settings.attention).to(getattr(torch, settings.dtype))
     else:
         from transformers import AutoTokenizer
 
@@ -293,9 +349,13 @@ def load_policy(settings: Model, corpus: Sequence[str], backend: str | None) -> 
         lm = load_lm(settings)
     if settings.lora is not None:
         lm = _with_adapters(lm, settings)
+    return policy_with(lm, tokenizer, settings, backend)
+
+
+def policy_with(lm: Any, tokenizer: Any, settings: Model, backend: str | None) -> Policy:
     if settings.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(lm, tokenizer, backend=backend)
+    return Policy(lm, tokenizer, backend=backend, mixed=settings.mixed_precision)
 
 
 def load_lm(settings: Model) -> Any:
@@ -314,10 +374,25 @@ def load_lm(settings: Model) -> Any:
         extra["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
         )
-    return kind.from_pretrained(
-        settings.path, dtype=getattr(torch, settings.dtype), attn_implementation=settings.attention,
-        trust_remote_code=remote, **extra,
-    )  # fmt: skip
+    with _naming_attention(settings.attention):
+        return kind.from_pretrained(
+            settings.path, dtype=getattr(torch, settings.dtype), attn_implementation=_attention(settings.attention),
+            trust_remote_code=remote, **extra,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _naming_attention(attention: str) -> Iterator[None]:
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if attention == "auto" or "attention" not in str(error).lower():
+            raise
+        raise ValueError(f"model.attention: {attention!r} cannot be used here: {error}") from error
+
+
+def _attention(name: str) -> str | None:
+    return None if name == "auto" else name
 
 
 def _with_adapters(lm: Any, settings: Model) -> Any:
@@ -333,29 +408,43 @@ def _with_adapters(lm: Any, settings: Model) -> Any:
     return peft.get_peft_model(lm, config)
 
 
-def make_tiny(settings: Tiny, tokenizer: Any) -> Any:
+def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
+    """Onto the recipe's own model."""
+    import peft
+    from safetensors.torch import load_file
+
+    if settings.lora is None:
+        raise ValueError(f"model.lora: must be given to load the adapters in {str(folder)!r}, got None")
+    peft.set_peft_model_state_dict(policy.lm, load_file(folder / "adapter_model.safetensors"))
+
+
+def make_tiny(settings: Tiny, tokenizer: Any, attention: str = "auto") -> Any:
     """Without a download; its weights follow torch's seed."""
     from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-    size = {
+    size: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
+        "attn_implementation": _attention(attention),
     }
     if settings.architecture == "seq2seq":
-        config = T5Config(
+        config: Any = T5Config(
             **size, d_model=settings.hidden, d_ff=settings.intermediate, num_layers=settings.layers,
             num_heads=settings.heads, d_kv=settings.hidden // settings.heads, dropout_rate=0.0,
             feed_forward_proj="gated-gelu",
         )  # fmt: skip
         config.decoder_start_token_id = tokenizer.pad_token_id
-        return T5ForConditionalGeneration(config)
-    return LlamaForCausalLM(LlamaConfig(
+        with _naming_attention(attention):
+            return T5ForConditionalGeneration(config)
+    config = LlamaConfig(
         **size, bos_token_id=tokenizer.bos_token_id, hidden_size=settings.hidden,
         intermediate_size=settings.intermediate, num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads, num_key_value_heads=settings.heads, tie_word_embeddings=True,
         max_position_embeddings=4096,
-    ))  # fmt: skip
+    )  # fmt: skip
+    with _naming_attention(attention):
+        return LlamaForCausalLM(config)
 
 
 def train_tokenizer(corpus: Sequence[str], vocabulary: int, is_seq2seq: bool) -> Any:
@@ -393,7 +482,8 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
     policy.lm.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
-    if policy.value_head is not None:
-        save_file(dict(policy.value_head.state_dict()), folder / "value_head.safetensors")
+    head = (policy.critic or policy).value_head
+    if head is not None:
+        save_file(dict(head.state_dict()), folder / "value_head.safetensors")
     if policy.critic is not None:
-        save_model(policy.critic, str(folder / "critic.safetensors"))
+        save_model(policy.critic.lm, str(folder / "critic.safetensors"))

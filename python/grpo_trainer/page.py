@@ -62,6 +62,13 @@ def shown(text: object) -> str:
     return html.escape(visible(whole[:MOST_SHOWN]), quote=True) + (f" … and {left_out:,} more" if left_out > 0 else "")
 
 
+def prompt(given: object) -> str:
+    """Of a chat, who says what."""
+    if isinstance(given, list) and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in given):
+        return shown("\n".join(f"{each['role']}: {each['content']}" for each in given))
+    return shown(given)
+
+
 def element(name: str, inside: str, kind: str = "") -> str:
     """`inside` is HTML."""
     return f'<{name} class="{kind}">{inside}</{name}>' if kind else f"<{name}>{inside}</{name}>"

@@ -92,7 +92,7 @@ class PhaseRun:
             if (saves and step % saves == 0) or step == self.settings.steps:
                 checkpoint.save(t, self.number, step, self.optimizer, self.plan)
             self._evaluate_if_due(step)
-        t.log.close()
+        t.log.close_progress()
 
     def _evaluate_if_due(self, step: int) -> None:
         every = self.evaluates_every
@@ -124,11 +124,14 @@ class PhaseRun:
         """The norm of the gradient before it was clipped. A gradient that is not finite ends the run."""
         most = self.settings.optimizer.grad_clip
         norm = float(self.t.accelerator.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf))
-        if not math.isfinite(norm):
+        # with fp16 a gradient that overflows is expected: the step is left out, and the loss is scaled by less
+        if not math.isfinite(norm) and self.t.accelerator.scaler is None:
             raise FloatingPointError(f"phase {self.number}: the gradient's norm must be finite, got {norm}")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        if not math.isfinite(norm):
+            self.t.log.event("optimizer step skipped: the gradient overflowed", phase=self.number)
+        return norm if math.isfinite(norm) else math.nan
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +33,9 @@ class Model:
     tiny: Tiny = key(Tiny, "of path: tiny")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "of the weights")
     mixed_precision: Literal["no", "bf16", "fp16"] = key("no", "of the forward pass, with weights in float32")
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = key("sdpa", "implementation of attention")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key(
+        "auto", "implementation of attention; auto: the fastest of transformers' own that the model has"
+    )
     trust_remote_code: bool = key(False, "whether code that comes with a model may run")
     lora: Lora | None = key(None, "train low-rank adapters in place of the weights")
     four_bit: bool = key(False, "load the weights in 4 bits (bitsandbytes, a GPU), for lora")
@@ -70,13 +71,18 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Polychromic:
+    weight: float = key(1.0, "0: demonstrations of a prompt count alike; 1: less the more the others resemble them")
+    embedder: str = key("auto", "that tells how alike they are; names as in similarity")
+
+
+@dataclasses.dataclass(frozen=True)
 class Sft:
     steps: int = key(600, "optimizer steps")
     batch: int = key(64, "demonstrations a step")
     micro_batch: int = key(64, "demonstrations a forward pass")
     optimizer: Optimizer = key(Optimizer, "of this phase")
-    split: str | None = key(None, "part of the data of this phase, as `grpo-data split` names it")
-    polychromic: float = key(0.0, "weight of the set's diversity in the weights of demonstrations of one prompt")
+    polychromic: Polychromic | None = key(None, "what is rare among the demonstrations of a prompt counts for more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +141,9 @@ class Algorithm:
     sparse: bool = key(False, "group_ppo: the loss at endpoints alone, as the original has it; biased")
     critic: Critic | None = key(None, "what a response is going to be worth, for ppo and group_ppo")
     top_k_ratio: float = key(1.0, "share of each group, the largest advantages in magnitude, that enters the loss")
-    drop_flat: bool = key(True, "leave groups without any advantage out of the loss, and out of what it divides by")
+    drop_flat: bool = key(
+        True, "leave groups without any advantage out of the loss and its divisors; not with a critic"
+    )
     set_size: int = key(0, "polychromic: responses in a set; 0: half of the group")
 
 
@@ -151,7 +159,6 @@ class Rl:
     algorithm: Algorithm = key(Algorithm, "from rewards to the loss")
     share_prompts: bool = key(True, "compute a prompt once for all its responses in the update; not with checkpointing")
     dropout: bool = key(False, "keep dropout on in the update")
-    split: str | None = key(None, "part of the data of this phase, as `grpo-data split` names it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +216,9 @@ class Recipe:
     checkpoints: Checkpoints = key(Checkpoints, "what a run can go on from")
 
     def __post_init__(self) -> None:
-        _check(self)
+        from grpo_trainer.rules import check
+
+        check(self)
 
     @property
     def folder(self) -> Path:
@@ -249,6 +258,7 @@ def _smoke(values: dict[str, Any]) -> dict[str, Any]:
     rl = {
         "steps": 2, "micro_batch": 8, "minibatches": 2,
         "rollout": {"prompts": 4, "group_size": 4, "max_new_tokens": 12, "batch": 16},
+        "algorithm": {"set_size": 0},
     }  # fmt: skip
     sft = {"steps": 4, "batch": 16, "micro_batch": 8}
     phases = [{name: rl if name == "rl" else sft for name in phase} for phase in values.get("phases", [])]
@@ -278,50 +288,3 @@ def _merge(below: Any, above: Any) -> Any:
         merged = [_merge(a, b) for a, b in zip(below, above, strict=False)]
         return merged + (below if len(below) > len(above) else above)[len(merged) :]
     return above
-
-
-def _check(recipe: Recipe) -> None:
-    """Rules beyond types; each names the key, the rule and the value."""
-    rules: list[tuple[str, Any, bool, str]] = []
-    model = recipe.model
-    rules.append(
-        ("model.four_bit", model.four_bit, not model.four_bit or model.lora is not None, "goes with lora only")
-    )
-    if recipe.data.task is None:
-        rules.append(("data.train", recipe.data.train, recipe.data.train is not None, "must be given without a task"))
-    for i, phase in enumerate(recipe.phases):
-        for name, part in (("sft", phase.sft), ("rl", phase.rl)):
-            if part is None:
-                continue
-            at = f"phases.{i}.{name}"
-            rules += [
-                (f"{at}.{n}", getattr(part, n), getattr(part, n) > 0, "must be positive")
-                for n in ("steps", "micro_batch")
-            ]
-            lr, clip = part.optimizer.lr, part.optimizer.grad_clip
-            rules.append((f"{at}.optimizer.lr", lr, 0 < lr < math.inf, "must be positive"))
-            rules.append((f"{at}.optimizer.grad_clip", clip, clip >= 0, "must not be negative"))
-        if phase.rl is not None:
-            rules += _rl_rules(f"phases.{i}.rl", phase.rl)
-    for name, value, holds, rule in rules:
-        if not holds:
-            raise ValueError(f"{name}: {rule}, got {value!r}")
-
-
-def _rl_rules(at: str, rl: Rl) -> list[tuple[str, Any, bool, str]]:
-    rollout, algorithm = rl.rollout, rl.algorithm
-    rows = rollout.prompts * rollout.group_size
-    return [
-        (f"{at}.epochs", rl.epochs, rl.epochs > 0, "must be positive"),
-        (f"{at}.minibatches", rl.minibatches, 0 < rl.minibatches <= rollout.prompts, "must be 1 to rollout.prompts"),
-        (f"{at}.rollout.group_size", rollout.group_size, rollout.group_size > 0, "must be positive"),
-        (f"{at}.rollout.prompts", rollout.prompts, rollout.prompts > 0, "must be positive"),
-        (f"{at}.rollout.temperature", rollout.temperature, rollout.temperature > 0, "must be positive"),
-        (f"{at}.rollout.top_p", rollout.top_p, 0 < rollout.top_p <= 1, "must be in (0, 1]"),
-        (f"{at}.rollout.max_new_tokens", rollout.max_new_tokens, rollout.max_new_tokens > 0, "must be positive"),
-        (f"{at}.algorithm.top_k_ratio", algorithm.top_k_ratio, 0 < algorithm.top_k_ratio <= 1, "must be in (0, 1]"),
-        (f"{at}.algorithm.set_size", algorithm.set_size,
-         algorithm.set_size == 0 or 2 <= algorithm.set_size < rollout.group_size,
-         "must be 0, or 2 to less than the group size, as a set of all is worth the same to each"),
-        (f"{at}.rollout", rows, rows > 1, "must have more than one response"),
-    ]  # fmt: skip

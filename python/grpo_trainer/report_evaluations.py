@@ -184,7 +184,7 @@ def _answers(title: str, line: Any) -> str:
 
 def _said(title: str, text: object, reward: float | None) -> str:
     worth = "" if reward is None else f", reward {page.figures(reward)}"
-    return page.element("div", title + worth, "reward") + page.element("span", shown(text), "said")
+    return page.element("div", title + worth, "reward") + page.element("span", page.prompt(text), "said")
 
 
 def _solved(run: RunFolder) -> float:

@@ -14,10 +14,10 @@ from grpo_trainer.algorithm import Credit, Plan, credit, total
 from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.figures import loss_metrics, merged, rollout_metrics
 from grpo_trainer.maps import map_line
-from grpo_trainer.model import Reference, evaluating
+from grpo_trainer.model import Reference, evaluating, prompt_text, set_training
 from grpo_trainer.phase import PhaseRun
-from grpo_trainer.recipe import Critic, Rl
-from grpo_trainer.rewards import score
+from grpo_trainer.recipe import Critic, Reward, Rl
+from grpo_trainer.rewards import RewardFunction, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
 
@@ -28,6 +28,8 @@ class RlRun(PhaseRun):
     plan: Plan
     reference: Reference | None = None
     embedder: Embedder | None = None
+    rewards: list[Reward]
+    functions: list[RewardFunction]
 
     @property
     def items_a_step(self) -> int:
@@ -44,9 +46,11 @@ class RlRun(PhaseRun):
     def set_up(self) -> None:
         t, rl = self.t, self.settings
         self.plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+        self.rewards, self.functions = t.rewards_of(self.number)
         t.policy.temperature = rl.rollout.temperature
-        if self.plan.segments is not None and t.policy.value_head is None:
-            t.policy.add_value_head((rl.algorithm.critic or Critic()).separate)
+        if self.plan.segments is not None and not t.policy.has_values:
+            separate = (rl.algorithm.critic or Critic()).separate
+            t.policy.add_critic() if separate else t.policy.add_value_head()
         if self.plan.needs_reference:
             self.reference = checkpoint.reference(t, self.number)
         self.embedder = None if self.plan.similarity is None else load_embedder(self.plan.similarity)
@@ -58,15 +62,11 @@ class RlRun(PhaseRun):
         policy.temperature = settings.temperature
         generator = torch.Generator(policy.device).manual_seed(t.seed_of("sampling", self.number, step))
         with self.timed("generate"):
-            rollout = roll_out(
-                policy, items, settings.group_size, max_new_tokens=settings.max_new_tokens, generator=generator,
-                temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
-                min_new_tokens=settings.min_new_tokens, batch=settings.batch,
-            )  # fmt: skip
+            rollout = self._roll_out(items, generator)
         with self.timed("reward"):
-            rewards, skipped = score(t.rewards, t.functions, rollout)
+            rewards, skipped = score(self.rewards, self.functions, rollout)
             rewards = rewards.to(policy.device, torch.float32)
-            weights = torch.tensor([each.weight for each in t.rewards], device=policy.device)
+            weights = torch.tensor([each.weight for each in self.rewards], device=policy.device)
         with self.timed("embed"):
             embeddings = None if self.embedder is None else self.embedder(rollout.texts).to(policy.device)
         with self.timed("model"):
@@ -77,10 +77,10 @@ class RlRun(PhaseRun):
             if settings.mask_truncated:
                 mask = rollout.batch.mask if found.mask is None else found.mask
                 found.mask = mask & ~rollout.truncated[:, None]
-            metrics = rollout_metrics(rollout, total(rewards, weights), rewards, t.rewards, found, reference)
+            metrics = rollout_metrics(rollout, total(rewards, weights), rewards, self.rewards, found, reference)
             metrics["rewards/skipped"] = float(skipped)
         metrics |= self._update(rollout, found, reference, values, step)
-        t.log.samples(step, [
+        t.log.samples(self.number, step, [
             {"prompt": rollout.items[i // settings.group_size]["prompt"], "response": rollout.texts[i],
              "rewards": rewards[i].tolist(), "advantage": float(found.advantages[i].sum())}
             for i in range(min(len(rollout.texts), t.recipe.logging.samples))
@@ -91,17 +91,23 @@ class RlRun(PhaseRun):
         """A map of the responses to one prompt, the same each time: where they lie among each other."""
         if self.embedder is None or self.plan.similarity is None:
             return
-        t, settings = self.t, self.settings.rollout
+        t = self.t
         generator = torch.Generator(t.policy.device).manual_seed(t.seed_of("map", self.number))
-        some = roll_out(
-            t.policy, t.items("train")[:1], settings.group_size, max_new_tokens=settings.max_new_tokens,
-            generator=generator, temperature=settings.temperature,
-        )  # fmt: skip
-        rewards, _ = score(t.rewards, t.functions, some)
+        some = self._roll_out(t.items("train")[:1], generator)
+        rewards, _ = score(self.rewards, self.functions, some)
         embeddings = self.embedder(some.texts)
-        clusters = gk.similarity_groups(embeddings, settings.group_size, config=self.plan.clustering)
-        worth = total(rewards, torch.tensor([each.weight for each in t.rewards]))
-        t.log.map(map_line(step, some.items[0]["prompt"], some.texts, embeddings, clusters.labels, worth))
+        clusters = gk.similarity_groups(embeddings, some.group_size, config=self.plan.clustering)
+        worth = total(rewards, torch.tensor([each.weight for each in self.rewards]))
+        line = map_line(step, prompt_text(some.items[0]["prompt"]), some.texts, embeddings, clusters.labels, worth)
+        t.log.map(self.number, line)
+
+    def _roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
+        settings = self.settings.rollout
+        return roll_out(
+            self.t.policy, items, settings.group_size, max_new_tokens=settings.max_new_tokens, generator=generator,
+            temperature=settings.temperature, top_p=settings.top_p, top_k=settings.top_k,
+            min_new_tokens=settings.min_new_tokens, batch=settings.batch,
+        )  # fmt: skip
 
     def _micro_batches(self, rows: Tensor) -> Iterator[Tensor]:
         yield from rows.split(self.settings.micro_batch)
@@ -138,7 +144,7 @@ class RlRun(PhaseRun):
     ) -> dict[str, float]:
         rl, device = self.settings, rollout.logprobs.device
         policy = self.t.policy
-        policy.train(rl.dropout)
+        set_training(policy, rl.dropout)
         sums, norms, losses = [], [], []
         shuffled = torch.Generator().manual_seed(self.t.seed_of("minibatches", self.number, step))
         for _ in range(rl.epochs):
@@ -183,8 +189,9 @@ class RlRun(PhaseRun):
         if found.segments is not None:
             of_rows = torch.where(mask[rows], found.segments[rows], -1)
             counts["segments"] = float((of_rows.amax(1) + 1).sum())
-        critic = self.plan.settings.critic
-        warm = critic is not None and step <= critic.warmup
+        critic = self.plan.settings.critic or Critic()
+        is_warm_up = values is not None and step <= critic.warmup
+        fitted = "none" if values is None else "head" if is_warm_up else "all"
         sums, loss_sum = [], 0.0
         for some in self._micro_batches(rows):
             part = rollout.batch.rows(some)
@@ -196,13 +203,13 @@ class RlRun(PhaseRun):
             loss, guessed = self.model(
                 "loss", part, share=self._shares(), config=self.plan.loss, old_logprobs=rollout.logprobs[some, cut],
                 advantages=advantages, mask=mask[some, cut], normalizer=counts, return_entropy=True,
-                values="none" if values is None else "alone" if warm else "all", **given,
+                values=fitted, **given,
             )  # fmt: skip
             objective = loss.loss
             if values is not None and guessed is not None and found.returns is not None:
                 error = _value_error(guessed, values[some, cut], found.returns[some, cut], critic)
                 of_critic = (error * part.mask).sum() / float(rollout.batch.mask[rows].sum())
-                objective = of_critic if warm else objective + (0.5 if critic is None else critic.coef) * of_critic
+                objective = of_critic if is_warm_up else objective + critic.coef * of_critic
             self.t.accelerator.backward(objective)
             sums.append(loss.metrics.tensor)
             loss_sum += float(objective.detach())
@@ -212,9 +219,9 @@ class RlRun(PhaseRun):
         return self.settings.share_prompts and not self.t.recipe.model.gradient_checkpointing
 
 
-def _value_error(guessed: Tensor, before: Tensor, returns: Tensor, critic: Any) -> Tensor:
+def _value_error(guessed: Tensor, before: Tensor, returns: Tensor, critic: Critic) -> Tensor:
     error = (guessed - returns).square() / 2
-    if critic is None or critic.clip is None:
+    if critic.clip is None:
         return error
     limited = before + (guessed - before).clamp(-critic.clip, critic.clip)
     return torch.maximum(error, (limited - returns).square() / 2)

@@ -56,7 +56,7 @@ def roll_out(
     tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
     logprobs: list[list[float]] = [[] for _ in tokens]
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-    with evaluating(policy):
+    with evaluating(policy), policy.autocast():
         for first in range(0, len(ids), together):
             some = by_length[first : first + together]
             found = _sample(policy, [ids[i] for i in some], group_size, max_new_tokens, generator, temperature, top_p,

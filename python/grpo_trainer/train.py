@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 from collections import defaultdict
+from pathlib import Path
 
 import torch
 
 import grpo_kernels as gk
 from grpo_trainer import checkpoint, tasks
+from grpo_trainer.algorithm import Plan
 from grpo_trainer.data import read_jsonl
+from grpo_trainer.embed import load_embedder
 from grpo_trainer.evaluate import Result, evaluate
 from grpo_trainer.log import Log
-from grpo_trainer.model import load_policy
-from grpo_trainer.recipe import Data, Recipe, Reward
-from grpo_trainer.rewards import load_reward
+from grpo_trainer.model import load_adapter, load_policy, prompt_text
+from grpo_trainer.recipe import Data, Recipe, Reward, Similarity
+from grpo_trainer.rewards import RewardFunction, load_reward
 from grpo_trainer.rl import RlRun
 from grpo_trainer.rollout import usable
 from grpo_trainer.settings import plain
@@ -29,10 +33,14 @@ def splits_of(data: Data, seed: int) -> Splits:
     if data.task is not None:
         found = tasks.make(data.task, seed, data.options)
     else:
-        train, sft, validation, test = (
-            [] if path is None else read_jsonl(path) for path in (data.train, data.sft, data.validation, data.test)
+        columns = {"data.prompt": data.prompt}
+        train, validation, test = (
+            [] if path is None else read_jsonl(path, columns) for path in (data.train, data.validation, data.test)
         )
-        shown = sft or [line for line in train if data.demonstration in line]
+        if data.sft is None:
+            shown = [line for line in train if data.demonstration in line]
+        else:
+            shown = read_jsonl(data.sft, columns | {"data.demonstration": data.demonstration})
         found = Splits(shown, train, validation, test)
     cut = slice(data.limit)
     return dataclasses.replace(
@@ -44,21 +52,58 @@ class Trainer:
     def __init__(self, recipe: Recipe) -> None:
         from accelerate import Accelerator
 
+        if recipe.model.mixed_precision == "fp16" and not torch.cuda.is_available():
+            raise ValueError("model.mixed_precision: fp16 needs a GPU, and there is none")
         self.recipe = recipe
-        self.accelerator = Accelerator(mixed_precision=recipe.model.mixed_precision)
+        # the policy autocasts by itself; what scales losses for fp16 is accelerate's
+        self.accelerator = Accelerator(mixed_precision="fp16" if recipe.model.mixed_precision == "fp16" else "no")
         torch.manual_seed(self.seed_of("weights"))
         self.backend = None if recipe.backend == "auto" else recipe.backend
-        self.log = Log(recipe.logging, recipe.folder, recipe.name, plain(recipe), self.accelerator.is_main_process)
+        self.log = Log(recipe, self.accelerator.is_main_process)
         self.splits = splits_of(recipe.data, recipe.seed)
-        rewards = [phase.rl.rewards for phase in recipe.phases if phase.rl is not None and phase.rl.rewards]
-        self.rewards = rewards[0] if rewards else [Reward(name=name) for name in self.splits.rewards]
-        self.functions = [load_reward(each) for each in self.rewards]
+        self._check_phases()
         self.policy = load_policy(recipe.model, self._corpus(), self.backend)
         self.seconds: dict[str, float] = defaultdict(float)
         self._usable: dict[str, list[Item]] = {}
 
+    def _check_phases(self) -> None:
+        """What is wrong with a later phase is said before the first."""
+        of_rl = {number: phase.rl for number, phase in enumerate(self.recipe.phases) if phase.rl is not None}
+        for number, rl in of_rl.items():
+            try:
+                plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"phases.{number}.rl.{error}") from error
+            if plan.similarity is not None:
+                load_embedder(plan.similarity)
+        if self.recipe.evaluation.samples:
+            load_embedder(Similarity(embedder=self.recipe.evaluation.embedder))
+        self._rewards = {number: self._loaded(rl.rewards) for number, rl in of_rl.items()}
+        # one scale from the first evaluation to the last
+        self.evaluated_by = next(iter(self._rewards.values())) if of_rl else self._loaded([])
+
+    def _loaded(self, rewards: list[Reward]) -> tuple[list[Reward], list[RewardFunction]]:
+        chosen = rewards or [Reward(name=name) for name in self.splits.rewards]
+        return chosen, [load_reward(each) for each in chosen]
+
+    def rewards_of(self, phase: int) -> tuple[list[Reward], list[RewardFunction]]:
+        """That an RL phase learns from; those of the task, if it names none."""
+        return self._rewards[phase]
+
     def run(self, resume: bool = False) -> dict[str, float]:
         """All phases from the start, or from the last checkpoint; the last evaluation's figures."""
+        try:
+            with contextlib.nullcontext() if self.backend is None else gk.use_backend(self.backend):
+                return self._run(resume)
+        except OSError as error:
+            if error.errno is None or error.filename is not None:
+                raise
+            # of a disk that is full the system says no more than that
+            raise OSError(error.errno, error.strerror, str(self.recipe.folder)) from error
+        finally:
+            self.log.close()
+
+    def _run(self, resume: bool) -> dict[str, float]:
         start_phase, start_step = 0, 0
         if resume:
             start_phase, start_step = self._resume()
@@ -66,6 +111,7 @@ class Trainer:
             checkpoint.refuse_used(self.recipe.folder)
             self.recipe.folder.mkdir(parents=True, exist_ok=True)
             (self.recipe.folder / "recipe.json").write_text(checkpoint.to_json(plain(self.recipe)))
+        self.log.open()
         versions = {"torch": torch.__version__, "grpo_kernels": gk.__version__}
         self.log.event("started", date=datetime.datetime.now().isoformat(timespec="seconds"), **versions)
         for number, phase in enumerate(self.recipe.phases):
@@ -101,9 +147,7 @@ class Trainer:
         if not items:
             return None
         generator = torch.Generator(self.policy.device).manual_seed(self.seed_of("evaluation", split))
-        return evaluate(
-            self.policy, items, self.recipe.evaluation, self.rewards, self.functions, self.max_new_tokens, generator
-        )
+        return evaluate(self.policy, items, self.recipe.evaluation, *self.evaluated_by, self.max_new_tokens, generator)
 
     def evaluate(self, split: str, phase: int, step: int) -> dict[str, float]:
         """Figures of the policy as it is, logged; nothing if the split is empty."""
@@ -127,7 +171,7 @@ class Trainer:
 
     def _corpus(self) -> list[str]:
         data = self.recipe.data
-        texts = [str(item[data.prompt]) for item in self.splits.sft + self.splits.train]
+        texts = [prompt_text(item[data.prompt]) for item in self.splits.sft + self.splits.train]
         return texts + [str(item[data.demonstration]) for item in self.splits.sft]
 
     def _resume(self) -> tuple[int, int]:
@@ -148,11 +192,13 @@ def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:
 
 def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     """Another model on a split of the recipe's data."""
-    other = dataclasses.replace(
-        recipe, model=dataclasses.replace(recipe.model, path=path, lora=None),
-        logging=dataclasses.replace(recipe.logging, to=[]),
-    )  # fmt: skip
-    result = Trainer(other).evaluation_of(split)
+    is_adapter = (Path(path) / "adapter_config.json").exists()
+    model = recipe.model if is_adapter else dataclasses.replace(recipe.model, path=path, lora=None, four_bit=False)
+    trainer = Trainer(dataclasses.replace(recipe, model=model, logging=dataclasses.replace(recipe.logging, to=[])))
+    trainer.log.is_main = False  # an evaluation is not an event of the run
+    if is_adapter:
+        load_adapter(trainer.policy, recipe.model, Path(path))
+    result = trainer.evaluation_of(split)
     if result is None:
         raise ValueError(f"data: the split {split!r} has no usable line")
     return result

@@ -156,20 +156,21 @@ def test_values_begin_at_zero_and_are_of_each_token() -> None:
 def test_a_critic(kind: str, separate: bool) -> None:
     """A separate one knows nothing of the policy's gradient; before it moves, both read the same states."""
     policy = policy_of("seq2seq" if kind == "seq2seq" else "causal", Lora(rank=2) if kind == "adapters" else None)
-    policy.add_value_head(separate)
-    assert policy.value_head is not None
-    torch.nn.init.normal_(policy.value_head.weight, generator=torch.Generator().manual_seed(0))
+    policy.add_critic() if separate else policy.add_value_head()
+    head = (policy.critic or policy).value_head
+    assert head is not None
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     rollout = rolled(policy)
     rows = {"old_logprobs": rollout.logprobs, "advantages": torch.ones(len(rollout.texts))}
     own = [name for name, p in policy.lm.named_parameters() if p.requires_grad]
-    for values in ("alone", "all"):
+    for values in ("head", "all"):
         policy.zero_grad()
         _, found = policy("loss", rollout.batch, values=values, **rows)
         torch.testing.assert_close(found, policy("values", rollout.batch))
         found.square().sum().backward()
         moved = [name for name, p in policy.lm.named_parameters() if p.grad is not None and float(p.grad.norm()) > 0]
         assert bool(moved) == (values == "all" and not separate) and set(moved) <= set(own)
-        if separate:
+        if policy.critic is not None:
             assert any(p.grad is not None and float(p.grad.norm()) > 0 for p in policy.critic.parameters())
     shared = policy("values", rollout.batch, share=False)
     torch.testing.assert_close(shared, policy("values", rollout.batch), rtol=1e-4, atol=1e-5)

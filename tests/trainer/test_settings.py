@@ -33,6 +33,20 @@ from tests.trainer import small
             {"phases": [{"rl": {"rollout": {"top_p": 1.5}}}]},
             r"^phases.0.rl.rollout.top_p: must be in \(0, 1\], got 1.5",
         ),
+        ({"output": "runs/{nmae}"}, r"^output: may have .* and nothing else, got 'runs/\{nmae\}'"),
+        ({"data": {"train": "mine.jsonl"}}, r"^data.train: goes with task: null, which is 'arithmetic', got 'mine.js"),
+        ({"data": {"limit": 0}}, r"^data.limit: must be positive, got 0"),
+        ({"checkpoints": {"keep": 0}}, r"^checkpoints.keep: must be positive, got 0"),
+        ({"logging": {"every": 0}}, r"^logging.every: must be positive, got 0"),
+        ({"model": {"tiny": {"heads": 3}}}, r"^model.tiny.heads: must divide hidden, 128, got 3"),
+        ({"model": {"four_bit": True, "lora": {}}}, r"^model.four_bit: does not go with path: tiny, got True"),
+        ({"model": {"dtype": "bfloat16", "mixed_precision": "bf16"}}, r"^model.mixed_precision: goes with dtype: floa"),
+        ({"phases": [{"sft": {"optimizer": {"betas": [0.9]}}}]}, r"^phases.0.sft.optimizer.betas: must be two in \[0"),
+        ({"phases": [{"rl": {"rollout": {"batch": 0}}}]}, r"^phases.0.rl.rollout.batch: must be positive, got 0"),
+        (
+            {"phases": [{"rl": {"rollout": {"min_new_tokens": 40}}}]},
+            r"^phases.0.rl.rollout.min_new_tokens: must not exceed max_new_tokens, got 40",
+        ),
         ({"phases": [{"rl": {"minibatches": 65}}]}, r"^phases.0.rl.minibatches: must be 1 to rollout.prompts, got 65"),
     ],
 )
@@ -69,6 +83,26 @@ def test_overrides() -> None:
     ):
         with pytest.raises(ValueError, match=f"override: .*{message}"):
             override(values, bad)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"loss": {"clip_hihg": 0.3}}, r"algorithm.loss.clip_hihg: no such key; the nearest is 'clip_high'"),
+        ({"advantage": {"std_flor": 0.3}}, r"algorithm.advantage.std_flor: no such key; the nearest is 'std_floor'"),
+        ({"similarity": {"config": {"linkag": "x"}}}, r"algorithm.similarity.config.linkag: .* nearest is 'linkage'"),
+        ({"loss": {"clip_high": "much"}}, r"algorithm.loss: LossConfig: clip_high must be .*'much'"),
+        ({"advantage": {"reward_weights": [1.0]}}, r"algorithm.advantage.reward_weights: is said by the weight of ea"),
+        ({"name": "polychromic", "advantage": {"clip": 1.0}}, r"algorithm.advantage: is of algorithms other than poly"),
+        ({"name": "polychromic", "similarity": {"sharing": 1.0}}, r"algorithm.similarity.sharing: is of algorithms o"),
+        ({"name": "ppo", "drop_flat": False}, r"algorithm.drop_flat: is of algorithms without a critic, got False"),
+    ],
+)
+def test_what_an_algorithm_has_no_use_for_is_named(algorithm: dict[str, Any], message: str) -> None:
+    recipe = build(Recipe, {"phases": [{"rl": {"algorithm": algorithm}}]})
+    assert recipe.phases[0].rl is not None
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        Plan.of(recipe.phases[0].rl.algorithm, 8)
 
 
 def test_a_recipe_survives_being_written_down(tmp_path: Path) -> None:

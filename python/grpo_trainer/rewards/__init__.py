@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer.model import prompt_text
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rollout import Rollout
 from grpo_trainer.settings import unknown
 
+Prompt = str | list[dict[str, str]]
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = {
     "exact": "grpo_trainer.rewards.exact:make",
@@ -67,11 +69,12 @@ def components(function: RewardFunction, rollout: Rollout) -> dict[str, list[flo
     if not hasattr(function, "components"):
         return {}
     prompts, columns = _columns(rollout)
-    found: dict[str, list[float]] = function.components(prompts=prompts, completions=rollout.texts, **columns)
+    texts = [prompt_text(prompt) for prompt in prompts]
+    found: dict[str, list[float]] = function.components(prompts=texts, completions=rollout.texts, **columns)
     return found
 
 
-def _columns(rollout: Rollout) -> tuple[list[str], dict[str, list[Any]]]:
+def _columns(rollout: Rollout) -> tuple[list[Prompt], dict[str, list[Any]]]:
     """The prompt of each response, and the data's other columns."""
     items = [item for item in rollout.items for _ in range(rollout.group_size)]
     names = sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
@@ -79,13 +82,27 @@ def _columns(rollout: Rollout) -> tuple[list[str], dict[str, list[Any]]]:
     return [item["prompt"] for item in items], columns | {"truncated": rollout.truncated.tolist()}
 
 
+def _as_texts(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
+    return {"prompts": [prompt_text(prompt) for prompt in prompts], "completions": texts}
+
+
+def _as_trl(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
+    """A prompt of messages is answered by messages."""
+    answers = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return {"prompts": prompts, "completions": answers}
+
+
 def _values(
-    setting: Reward, function: RewardFunction, prompts: list[str], texts: list[str], columns: dict[str, list[Any]]
+    setting: Reward, function: RewardFunction, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
 ) -> tuple[list[float], int]:
     where = f"reward {setting.name!r}"
     may_skip = setting.on_error == "skip"
+    given = _as_texts(prompts, texts) if setting.name in BUNDLED else _as_trl(prompts, texts)
     try:
-        values = list(function(prompts=prompts, completions=texts, **columns))
+        values = list(function(**given, **columns))
     except Exception as error:
         if not may_skip:
             raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,405 @@
+"""Of every key of a recipe another value, and what must differ with it: what its consumer did, not what it was told."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from grpo_trainer import cli, embed, rollout
+from grpo_trainer.algorithm import Plan
+from grpo_trainer.log import Log
+from grpo_trainer.model import Policy
+from grpo_trainer.recipe import Recipe, Similarity
+from grpo_trainer.report_evaluations import examples_section
+from grpo_trainer.rewards import load_reward
+from grpo_trainer.run_folder import RunFolder
+from grpo_trainer.train import Trainer
+
+from grpo_kernels import dispatch
+
+Seen = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    value: Any  # {saved} and {data} in it are filled in: a folder with a model, a JSONL file
+    seen: Seen  # of a Run, or of a Recipe
+    given: tuple[str, ...] = ()  # overrides for both values
+    runs: bool = True
+
+
+@dataclasses.dataclass
+class Run:
+    """A recipe that was run, and what was noticed about it."""
+
+    recipe: Recipe
+    error: str = ""
+    calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    printed: str = ""
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Run:
+        run, printed = cls(recipe), io.StringIO()
+        with contextlib.ExitStack() as stack:
+            for where, name in ((Policy, "forward"), (Policy, "_after_shared_prompts"), (rollout, "_sample")):
+                stack.enter_context(mock.patch.object(where, name, run._counted(getattr(where, name), name)))
+            select = dispatch.select
+            stack.enter_context(mock.patch.object(dispatch, "select", lambda *a: run._chosen(select(*a))))
+            stack.enter_context(mock.patch("os.fsync"))
+            stack.enter_context(contextlib.redirect_stderr(printed))
+            try:
+                Trainer(recipe).run()
+            except Exception as error:
+                run.error = f"{type(error).__name__}: {error}"
+        run.printed = printed.getvalue()
+        return run
+
+    def _counted(self, function: Any, name: str) -> Any:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            self.calls[name] += 1
+            return function(*arguments, **more)
+
+        return counted
+
+    def _chosen(self, backend: str) -> str:
+        self.calls[f"backend {backend}"] += 1
+        return backend
+
+    def lines(self, kind: str | None = None, file: str = "metrics") -> list[dict[str, Any]]:
+        path = self.recipe.folder / f"{file}.jsonl"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in found if kind is None or line.get("phase") == kind]
+
+    def weights(self) -> dict[str, Any]:
+        """Of the last checkpoint, by their bits."""
+        from safetensors.torch import load_file
+
+        assert not self.error, self.error
+        folder = sorted((self.recipe.folder / "checkpoints").iterdir())[-1] / "model"
+        return {
+            name: value.view(torch.uint8).sum(dtype=torch.int64).item()
+            for file in sorted(folder.glob("*.safetensors"))
+            for name, value in load_file(file).items()
+        }
+
+
+def weights(run: Run) -> Any:
+    return run.weights()
+
+
+def metric(name: str, kind: str = "rl") -> Seen:
+    def seen(run: Run) -> list[float]:
+        assert not run.error, run.error
+        found = [line[name] for line in run.lines(kind) if name in line]
+        assert found, f"{name} was not logged"
+        return found
+
+    return seen
+
+
+def metrics_are(prefix: str) -> Seen:
+    return lambda run: sorted({name for line in run.lines("eval") for name in line if name.startswith(prefix)})
+
+
+def calls(name: str) -> Seen:
+    return lambda run: (run.error, run.calls[name])
+
+
+def policy(seen: Callable[[Policy], Any]) -> Seen:
+    return lambda recipe: seen(Trainer(recipe).policy)
+
+
+def in_config(name: str) -> Seen:
+    return policy(lambda policy: getattr(policy.inner.config, name))
+
+
+def threads(recipe: Recipe) -> int:
+    before = torch.get_num_threads()
+    try:
+        cli._set_threads(recipe.threads)
+        return torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def asked_of_transformers(recipe: Recipe) -> list[Any]:
+    import transformers
+
+    asked: list[Any] = []
+
+    def spy(kind: Any) -> Any:
+        real = kind.from_pretrained
+
+        def noted(*a: Any, **k: Any) -> Any:
+            asked.append(k.get("trust_remote_code"))
+            return real(*a, **k)
+
+        return mock.patch.object(kind, "from_pretrained", noted)
+
+    with spy(transformers.AutoTokenizer), spy(transformers.AutoConfig), spy(transformers.AutoModelForCausalLM):
+        Trainer(recipe)
+    assert len(asked) >= 3 and len(set(asked)) == 1
+    return asked
+
+
+def construction_error(recipe: Recipe) -> str:
+    try:
+        Trainer(recipe)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def splits(recipe: Recipe) -> Any:
+    trainer = Trainer(recipe)
+    names = ("sft", "train", "validation", "test")
+    return {name: [item["prompt_ids"] for item in trainer.items(name)] for name in names}
+
+
+def similarity_of(recipe: Recipe) -> Similarity:
+    rl = recipe.phases[0].rl
+    assert rl is not None and rl.algorithm.similarity is not None
+    return rl.algorithm.similarity
+
+
+RESPONSES = ("<think> a", "<think> b </think> the answer is 3", "<think> no end of a long thought", "of many words")
+
+
+def embedded(recipe: Recipe) -> list[list[float]]:
+    return [row.nan_to_num(9.0).tolist() for row in embed.load_embedder(similarity_of(recipe))(RESPONSES)]
+
+
+def times_embedded(recipe: Recipe) -> int:
+    embedder = embed.load_embedder(similarity_of(recipe))
+    for _ in range(2):
+        embedder(["one", "two", "three"])
+    return embedder.misses
+
+
+def embedder_name(wanted: Callable[[Recipe], str]) -> Seen:
+    def seen(recipe: Recipe) -> str:
+        with mock.patch.object(embed, "_sentence_transformer", lambda name: embed.hashed):
+            return embed.load_embedder(Similarity(embedder=wanted(recipe))).name
+
+    return seen
+
+
+def clustering(recipe: Recipe) -> Any:
+    rl = recipe.phases[0].rl
+    assert rl is not None
+    return Plan.of(rl.algorithm, rl.rollout.max_new_tokens).clustering
+
+
+def reward_of_right(recipe: Recipe) -> Any:
+    rl = recipe.phases[0].rl
+    assert rl is not None
+    return load_reward(rl.rewards[0])(prompts=["?"], completions=["#### 3"], answer=["3"])
+
+
+def tracked(run: Run) -> str:
+    return examples_section(RunFolder.read(run.recipe.folder))
+
+
+def fake_wandb(recipe: Recipe) -> list[Any]:
+    asked: list[Any] = []
+    module = types.ModuleType("wandb")
+    module.init = lambda **given: asked.append(given["project"])  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"wandb": module}):
+        log = Log(recipe)
+        log.open()
+    return [*asked, [type(tracker).__name__ for tracker in log.trackers]]
+
+
+def samples_of_evaluation(run: Run) -> list[Any]:
+    content = json.loads((run.recipe.folder / "evaluations" / "test-0-000000.json").read_text())
+    return [line["samples"] for line in content["prompts"]]
+
+
+def folders(run: Run) -> list[str]:
+    return sorted(path.name for path in (run.recipe.folder / "checkpoints").iterdir())
+
+
+def recomputed_layers(recipe: Recipe) -> int:
+    """Forward passes of a layer, of which there is one more where activations are computed again."""
+    trainer = Trainer(recipe)
+    passes = Counter[bool]()
+    layer = trainer.policy.inner.base_model.layers[0].mlp
+    layer.register_forward_pre_hook(lambda *_: passes.update([torch.is_grad_enabled()]))
+    trainer.run()
+    return passes[True]
+
+
+def not_a_number(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float("nan") if i == 0 else 0.1 * i for i in range(len(completions))]
+
+
+def equal(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+HERE = "tests.trainer.key_cases"
+FILES = ("data={{task: null, train: '{data}', test: '{data}'}}",)
+SAVED = ("model.path={saved}",)
+LORA = ("model.lora={{rank: 2, dropout: 0.5}}",)
+RL, SFT, ROLLOUT, ALGORITHM = "phases[].rl.", "phases[].sft.", "phases[].rl.rollout.", "phases[].rl.algorithm."
+CLUSTERS = ("phases.0.rl.algorithm={{name: similarity_group_grpo, similarity: {{embedder: hashed}}}}",)
+SEGMENTS = ("phases.0.rl.algorithm={{name: group_ppo}}",)
+CRITIC = ("phases.0.rl.algorithm={{name: group_ppo, critic: {{}}}}",)
+SAMPLED = ("evaluation={{every: 0, samples: 2, embedder: hashed}}",)
+ALONE = ("phases=[{{sft: {{steps: 2, batch: 8, micro_batch: 8, optimizer: {{lr: 0.01}}}}}}]",)
+
+
+def made(value: Any, seen: Seen, *given: str) -> Case:
+    return Case(value, seen, given, runs=False)
+
+
+def ran(value: Any, seen: Seen, *given: str) -> Case:
+    return Case(value, seen, given)
+
+
+def of_optimizer(at: str, *given: str) -> dict[str, Case]:
+    values: dict[str, Any] = {
+        "lr": 0.02, "betas": [0.5, 0.6], "eps": 0.1, "weight_decay": 0.5, "warmup": 2, "schedule": "constant",
+        "final": 0.9, "grad_clip": 1e-4,
+    }  # fmt: skip
+    return {f"{at}optimizer.{name}": ran(value, weights, *given) for name, value in values.items()}
+
+
+CASES: dict[str, Case] = {
+    "name": made("other", lambda recipe: recipe.folder, "output=runs/{{name}}"),
+    "seed": ran(1, weights),
+    "output": made("elsewhere", lambda recipe: recipe.folder),
+    "threads": made(2, threads, "threads=1"),
+    "backend": ran("reference", lambda run: {name for name in run.calls if name.startswith("backend")}),
+    "model.path": made("{saved}", policy(lambda policy: policy.lm.config.name_or_path)),
+    "model.tiny.architecture": made("seq2seq", policy(lambda policy: policy.is_seq2seq)),
+    "model.tiny.hidden": made(48, in_config("hidden_size")),
+    "model.tiny.layers": made(2, in_config("num_hidden_layers")),
+    "model.tiny.heads": made(4, in_config("num_attention_heads")),
+    "model.tiny.intermediate": made(48, in_config("intermediate_size")),
+    "model.tiny.vocabulary": made(100, policy(lambda policy: len(policy.tokenizer))),
+    "model.dtype": made("bfloat16", policy(lambda policy: next(policy.lm.parameters()).dtype)),
+    "model.mixed_precision": ran("bf16", weights),
+    "model.attention": made("eager", in_config("_attn_implementation")),
+    "model.trust_remote_code": made(True, asked_of_transformers, *SAVED),
+    "model.lora": made({"rank": 2}, policy(lambda policy: hasattr(policy.lm, "peft_config"))),
+    "model.lora.rank": made(3, policy(lambda policy: sum(p.numel() for p in policy.parameters())), *LORA),
+    "model.lora.alpha": ran(64, weights, *LORA),
+    "model.lora.dropout": ran(0.0, weights, *LORA, *ALONE),
+    "model.lora.targets": made(
+        ["q_proj"], policy(lambda policy: [n for n, p in policy.named_parameters() if p.requires_grad]), *LORA
+    ),
+    "model.four_bit": made(True, construction_error, *SAVED, *LORA),
+    "model.gradient_checkpointing": made(True, recomputed_layers, "phases.0.rl.share_prompts=false"),
+    "model.chat_template": made(True, splits, *SAVED),
+    "model.max_prompt_tokens": made(19, splits),
+    "model.reference_model_path": ran("{saved}", metric("train/kl_rollout")),
+    "data.task": made("strategies", splits, "data.options={{test: 4}}"),
+    "data.options": made({"test": 4}, splits),
+    "data.train": made("{other}", splits, *FILES),
+    "data.sft": made("{other}", splits, *FILES),
+    "data.validation": made("{other}", splits, *FILES),
+    "data.test": made("{other}", splits, *FILES),
+    "data.prompt": made("question", splits, *FILES),
+    "data.demonstration": ran("solution", weights, *FILES, *ALONE),
+    "data.limit": made(1, splits, *FILES),
+    "phases[].sft": ran(None, weights),  # see CHANGES
+    "phases[].rl": ran(None, weights, *ALONE),
+    **of_optimizer(SFT, *ALONE),
+    **of_optimizer(RL),
+    SFT + "steps": ran(1, lambda run: len(run.lines("sft")), *ALONE),
+    SFT + "batch": ran(4, weights, *ALONE),
+    SFT + "micro_batch": ran(4, calls("forward"), *ALONE),
+    SFT + "polychromic": ran({"embedder": "hashed"}, weights, *FILES, *ALONE),
+    SFT + "polychromic.weight": ran(
+        0.3, weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"
+    ),
+    SFT + "polychromic.embedder": made(
+        "minilm", embedder_name(lambda recipe: recipe.phases[0].sft.polychromic.embedder),  # type: ignore[union-attr]
+        *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}",
+    ),
+    RL + "steps": ran(1, lambda run: len(run.lines("rl"))),
+    RL + "epochs": ran(2, metric("train/optimizer_steps")),
+    RL + "minibatches": ran(2, metric("train/optimizer_steps")),
+    RL + "micro_batch": ran(3, calls("forward")),
+    RL + "share_prompts": ran(False, calls("_after_shared_prompts")),
+    RL + "dropout": ran(True, weights, *LORA),
+    RL + "rewards": ran([{"name": f"{HERE}:not_a_number", "on_error": "skip"}], metric("rewards/max")),
+    RL + "rewards[].name": ran(f"{HERE}:equal", metric("rewards/max")),
+    RL + "rewards[].weight": ran(3.0, metric("rewards/max")),
+    RL + "rewards[].options": made({"format": 0.5}, reward_of_right, "phases.0.rl.rewards=[{{name: gsm8k}}]"),
+    RL + "rewards[].on_error": ran(
+        "skip", lambda run: run.error, f"phases.0.rl.rewards=[{{{{name: '{HERE}:not_a_number'}}}}]"
+    ),
+    ROLLOUT + "prompts": ran(2, metric("group_stats/num_groups")),
+    ROLLOUT + "group_size": ran(3, metric("group_stats/avg_group_size")),
+    ROLLOUT + "temperature": ran(0.3, weights),
+    ROLLOUT + "top_p": ran(0.3, lambda run: run.lines(file="samples")),
+    ROLLOUT + "top_k": ran(1, lambda run: run.lines(file="samples")),
+    ROLLOUT + "max_new_tokens": ran(3, metric("rollout/length_max")),
+    ROLLOUT + "min_new_tokens": ran(6, metric("rollout/length_mean")),
+    ROLLOUT + "batch": ran(4, calls("_sample")),
+    ROLLOUT + "mask_truncated": ran(True, metric("train/tokens")),
+    ALGORITHM + "name": ran("dr_grpo", metric("train/advantages_std")),
+    ALGORITHM + "advantage": ran({"std_floor": 1.0}, metric("train/advantages_std")),
+    ALGORITHM + "loss": ran({"kl_coef": 5.0}, metric("train/kl_penalty")),
+    ALGORITHM + "similarity": ran({"embedder": "hashed"}, lambda run: "similarity_groups/" in str(run.lines())),
+    ALGORITHM + "similarity.embedder": made("minilm", embedder_name(lambda r: similarity_of(r).embedder), *CLUSTERS),
+    ALGORITHM + "similarity.text": made("whole", embedded, *CLUSTERS),
+    ALGORITHM + "similarity.unfinished": made("whole", embedded, *CLUSTERS),
+    ALGORITHM + "similarity.tail": made(
+        4, embedded, *CLUSTERS, "phases.0.rl.algorithm.similarity.unfinished=tail"
+    ),
+    ALGORITHM + "similarity.cache": made(1, times_embedded, *CLUSTERS),
+    ALGORITHM + "similarity.config": ran({"linkage": "single", "min_silhouette": 0.9},
+                                         metric("similarity_groups/avg_groups_per_prompt"), *CLUSTERS),
+    ALGORITHM + "similarity.sharing": ran(1.0, weights, *CLUSTERS),
+    ALGORITHM + "similarity.between": ran(1.0, metric("train/advantages_std"), *CLUSTERS),
+    ALGORITHM + "segments": ran({"group_max_size": 1}, metric("train/advantages_std"), *SEGMENTS),
+    ALGORITHM + "sparse": ran(True, metric("train/tokens"), *SEGMENTS),
+    ALGORITHM + "critic": ran({"lr": 0.1}, weights, *SEGMENTS),
+    ALGORITHM + "critic.separate": ran(True, weights, *CRITIC),
+    ALGORITHM + "critic.lr": ran(0.1, weights, *CRITIC),
+    ALGORITHM + "critic.coef": ran(5.0, metric("train/total_loss"), *CRITIC),
+    ALGORITHM + "critic.clip": ran(1e-6, weights, *CRITIC, "phases.0.rl.epochs=2"),
+    ALGORITHM + "critic.warmup": ran(1, weights, *CRITIC),
+    ALGORITHM + "top_k_ratio": ran(0.5, metric("train/tokens")),
+    ALGORITHM + "drop_flat": ran(
+        False, metric("train/skipped"), f"phases.0.rl.rewards=[{{{{name: '{HERE}:equal'}}}}]"
+    ),
+    ALGORITHM + "set_size": ran(
+        3, metric("train/advantages_std"),
+        "phases.0.rl.algorithm={{name: polychromic, similarity: {{embedder: hashed}}}}",
+    ),
+    "evaluation.every": ran(1, lambda run: len(run.lines("eval")), "data.options.validation=1"),
+    "evaluation.prompts": ran(1, metric("eval/test_prompts", "eval")),
+    "evaluation.batch": ran(1, calls("_sample")),
+    "evaluation.samples": ran(4, metrics_are("eval/test_pass"), *SAMPLED),
+    "evaluation.temperature": ran(0.2, samples_of_evaluation, *SAMPLED),
+    "evaluation.pass_k": ran([2], metrics_are("eval/test_pass"), *SAMPLED),
+    "evaluation.embedder": made("minilm", embedder_name(lambda recipe: recipe.evaluation.embedder), *SAMPLED),
+    "evaluation.solved": ran(-1.0, metric("eval/test_exact", "eval")),
+    "evaluation.tracked": ran(1, tracked),
+    "logging.to": made(["wandb"], fake_wandb),
+    "logging.project": made("mine", fake_wandb, "logging.to=[wandb]"),
+    "logging.every": ran(2, lambda run: len(run.lines("rl"))),
+    "logging.progress": ran(True, lambda run: "rl 0 2/2" in run.printed),
+    "logging.samples": ran(1, lambda run: len(run.lines(file="samples"))),
+    "checkpoints.every": ran(1, folders),
+    "checkpoints.keep": ran(1, folders, "checkpoints.every=1"),
+}  # fmt: skip
+
+# The other recipe, where it is not this key that gets a value.
+CHANGES = {
+    "phases[].sft": ("phases=[{{sft: {{steps: 1, batch: 8}}}}]",),
+    "phases[].rl": ("phases=[{{rl: {{steps: 1, rollout: {{prompts: 4, group_size: 2}}}}}}]",),
+}

@@ -1,0 +1,231 @@
+"""The commands, called with the arguments that a user types."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("matplotlib")
+
+from grpo_trainer import checkpoint, cli, log, model
+from grpo_trainer.algorithm import ALGORITHMS
+from grpo_trainer.recipe import Recipe, bundled
+from grpo_trainer.settings import explain
+
+from tests.trainer import small
+from tests.trainer.test_keys import keys
+from tests.trainer.test_train import lines, timeless, weights
+
+SHORT = ["phases.0.sft.steps=2", "phases.1.rl.steps=2", "evaluation.every=0", "phases.1.rl.rollout.prompts=3"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda handle: None)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(small.values(tmp_path / "run")))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, with its recipe beside it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "mine.yaml").write_text(json.dumps(small.values(folder / "run")))
+    assert cli.train([str(folder / "mine.yaml"), *SHORT, "checkpoints.every=1", "checkpoints.keep=9"]) == 0
+    return folder
+
+
+def test_a_run_and_its_overrides(finished: Path) -> None:
+    told = json.loads((finished / "run" / "recipe.json").read_text())
+    assert told["phases"][1]["rl"]["steps"] == 2 == len([e for e in lines(finished / "run") if e["phase"] == "rl"])
+    assert (finished / "run" / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("phases.1.rl.rolout.batch=3", "phases.1.rl.rolout: no such key; the nearest is 'rollout'"),
+        ("sead=3", "sead: no such key; the nearest is 'seed'"),
+        ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs a number below 2 in place of '7'"),
+        ("seed", "override: must be key=value, got 'seed'"),
+        ("model.dtype=half", "model.dtype: must be one of"),
+        ("model.path=/no/such/folder", "/no/such/folder"),
+        ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
+    ],
+)
+def test_what_is_wrong_is_a_line_and_no_traceback(
+    recipe: str, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.train([recipe, override]) == 2
+    told = capsys.readouterr().err.strip()
+    assert "error: " in told and message in told and "Traceback" not in told
+
+
+def test_a_run_goes_on_or_begins_anew(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished / "run", folder)
+    for gone in ("1-000001", "1-000002"):
+        shutil.rmtree(folder / "checkpoints" / gone)
+    command = [str(finished / "mine.yaml"), *SHORT, f"output={folder}", "checkpoints.every=1", "checkpoints.keep=9"]
+    assert cli.train(command) == 2
+    assert f"{folder} has a run already; go on from it with --resume" in capsys.readouterr().err
+    assert cli.train([*command, "--resume"]) == 0
+    whole = weights(finished / "run")
+    assert all(torch.equal(value, whole[name]) for name, value in weights(folder).items())
+    assert timeless(lines(folder)) == timeless(lines(finished / "run"))
+    assert lines(folder, "events")[-1]["event"] == "checkpoint" and "resumed" in str(lines(folder, "events"))
+    assert cli.train([*command, "--fresh", "seed=3"]) == 0
+    assert json.loads((folder / "recipe.json").read_text())["seed"] == 3
+    assert "resumed" not in str(lines(folder, "events"))
+    with pytest.raises(SystemExit, match="2"):
+        cli.train([*command, "--fresh", "--resume"])
+
+
+def test_smoke_is_small_and_overrides_go_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["model.tiny={hidden: 32, layers: 1, heads: 2, intermediate: 64}", "phases.1.rl.steps=1", "threads=1"]
+    assert cli.train(["arithmetic", "--smoke", f"output={tmp_path / 'run'}", "logging.progress=false", *tiny]) == 0
+    printed = capsys.readouterr().out
+    assert "eval/test_reward" in printed and "report.html" in printed
+    assert [e["step"] for e in lines(tmp_path / "run") if e["phase"] == "rl"] == [1]
+
+
+def test_keys_and_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.train(["--keys"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told == list(explain(Recipe))
+    explained = {line.split(":")[0].split(" (")[0] for line in told if line.split(": ", 1)[1].strip()}
+    assert set(keys(Recipe)) <= explained
+    assert cli.train(["--list"]) == 0
+    told_names = capsys.readouterr().out
+    assert all(name in told_names for name in (*bundled(), *ALGORITHMS))
+    with pytest.raises(SystemExit, match="2"):
+        cli.train([])
+    assert "a recipe is needed" in capsys.readouterr().err
+
+
+def test_one_model_is_evaluated_and_two_are_compared(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, out = str(finished / "mine.yaml"), tmp_path / "out.json"
+    before, after = (str(finished / "run" / "checkpoints" / name / "model") for name in ("0-000002", "1-000002"))
+    assert cli.evaluate([recipe, after, "evaluation.prompts=5"]) == 0
+    printed = capsys.readouterr().out
+    assert after in printed and "reward" in printed and "p =" not in printed
+    assert cli.evaluate([recipe, before, after, "--json", str(out), "--split", "validation"]) == 0
+    printed = capsys.readouterr().out
+    assert before in printed and after in printed
+    found = json.loads(out.read_text())
+    assert set(found) == {before, after, "comparison"} and len(found[before]["prompts"]) == 8
+    logged = [e for e in lines(finished / "run") if "eval/validation_reward" in e]
+    assert found[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
+    with pytest.raises(SystemExit, match="2"):
+        cli.evaluate([recipe, before, after, after])
+    assert cli.evaluate([recipe, "/no/such/model"]) == 2
+
+
+def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"text": f"ü {i}", "likes": i % 10 * 7 % 11, "post_likes": i % 3} for i in range(101)]
+    file = tmp_path / "replies.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.data(["split", str(file), "--by", "likes/post_likes", "--ratio", "0.3", "--names", "a", "b"]) == 0
+    parts = [[json.loads(line) for line in (tmp_path / f"replies.{n}.jsonl").read_text().splitlines()] for n in "ab"]
+    assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, rows))
+    order = sorted(rows, key=lambda row: (row["likes"] / max(row["post_likes"], 1), rows.index(row)))
+    for part in range(4):
+        rank = order[part * 101 // 4 : (part + 1) * 101 // 4]
+        assert sum(row in parts[0] for row in rank) == round(0.3 * len(rank))
+    assert "replies.a.jsonl: 3" in capsys.readouterr().out
+    again = (tmp_path / "replies.a.jsonl").read_text()
+    assert cli.data(["split", str(file), "--ratio", "0.3", "--names", "a", "b", "--seed", "1"]) == 0
+    assert (tmp_path / "replies.a.jsonl").read_text() != again
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        ('{"a": 1}\n{"a": \n', [], "replies.jsonl, line 2: must be JSON"),
+        ('{"a": 1}\n[1]\n', [], "replies.jsonl, line 2: must be an object, got list"),
+        ('{"a": 1}\n{"a": "x"}\n', ["--by", "a"], "--by: a must be a number on every line, got 'x' on line 2"),
+        ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
+        ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),
+    ],
+)
+def test_what_is_wrong_with_data_is_named(
+    tmp_path: Path, text: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "replies.jsonl").write_text(text)
+    assert cli.data(["split", str(tmp_path / "replies.jsonl"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_columns_that_data_lacks_are_named(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    assert cli.train([recipe, f"data={{task: null, train: {tmp_path / 'd.jsonl'}}}"]) == 2
+    told = capsys.readouterr().err
+    assert "data.prompt: must be a column of every line, got 'prompt'" in told and "d.jsonl, line 2" in told
+    assert cli.train([recipe, f"data={{task: null, prompt: a, train: {tmp_path / 'd.jsonl'}, sft: x}}"]) == 2
+
+
+def test_a_report_is_drawn_on_demand(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (finished / "run" / "report.html").unlink()
+    assert cli.report([str(finished / "run")]) == 0
+    assert (finished / "run" / "report.html").exists() and "report.html" in capsys.readouterr().out
+    assert cli.report([str(tmp_path)]) == 2
+    assert "no run is here" in capsys.readouterr().err
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer", "flush"])
+def test_a_full_disk_leaves_the_last_checkpoint(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors import SafetensorError
+
+    command = [recipe, *SHORT, "checkpoints.every=1"]
+    real = checkpoint.save
+
+    def save(trainer: Any, phase: int, step: int, *more: Any) -> None:
+        with monkeypatch.context() as patch:
+            if (phase, step) == (1, 2):
+                if where == "weights":
+                    patch.setattr(model, "save_policy", lambda policy, folder: (folder.mkdir(), full()))
+                elif where == "optimizer":
+                    error = SafetensorError("I/O error: No space left on device (os error 28)")
+                    patch.setattr("safetensors.torch.save_file", lambda *a, **k: (_ for _ in ()).throw(error))
+                else:
+                    patch.setattr(checkpoint, "_flush", full)
+            real(trainer, phase, step, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save)
+        assert cli.train(command) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "run" / "checkpoints" / "1-000002") in told and "No space left on device" in told
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["0-000002", "1-000001"]
+    assert cli.train([*command, "--resume"]) == 0
+    assert lines(tmp_path / "run")[-1]["number"] == 2
+
+
+def test_a_full_disk_is_named_where_metrics_are_written(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log.Log, "_write", full)
+    assert cli.train([recipe, *SHORT]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path / "run") in told and "No space left on device" in told

@@ -1,0 +1,103 @@
+"""Every key of a recipe changes something: a table says what, and a key without an entry in it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from grpo_trainer.model import save_policy
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.settings import build, fields_of, override, plain
+from grpo_trainer.train import Trainer
+
+from tests.trainer import small
+from tests.trainer.key_cases import CASES, CHANGES, Run
+
+SMALL = (
+    "data.options={demonstrations: 24, train: 12, validation: 0, test: 2, boxes: 0.0}",
+    "phases=[{rl: {steps: 2, epochs: 1, minibatches: 1, micro_batch: 16, optimizer: {lr: 0.01}, rewards: [{name: "
+    "'tests.trainer.small:digits'}], rollout: {prompts: 4, group_size: 4, max_new_tokens: 6}}}]",
+    "evaluation.every=0",
+)
+LINES = [
+    {"prompt": f"what is {i % 3}", "question": f"and what is {i}", "demonstration": f"so {i} #### {i}" * (1 + i % 2),
+     "solution": f"#### {i}{i}", "answer": str(i)}
+    for i in range(9)
+]  # fmt: skip
+
+
+def keys(kind: type, where: str = "") -> Iterator[str]:
+    """Those that have a value: leaves, and parts of a recipe that may be left out."""
+    for name, field in fields_of(kind).items():
+        path = f"{where}{name}"
+        options = [each for each in (field.type, *typing.get_args(field.type)) if dataclasses.is_dataclass(each)]
+        is_list = typing.get_origin(field.type) is list
+        if not options or type(None) in typing.get_args(field.type) or name == "rewards":
+            yield path
+        for each in options:
+            yield from keys(typing.cast(type, each), f"{path}[]." if is_list else f"{path}.")
+
+
+def place(key: str) -> str:
+    """Of a key in the small recipe."""
+    return key.replace("[]", ".0")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("files")
+    policy = Trainer(small.recipe(folder / "run", "seed=5")).policy
+    policy.tokenizer.chat_template = "{% for message in messages %}said: {{ message.content }}{% endfor %}"
+    save_policy(policy, folder / "saved")
+    for name, lines in (("data", LINES), ("other", LINES[::-2])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {"saved": str(folder / "saved"), "data": str(folder / "data.jsonl"), "other": str(folder / "other.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Any:
+    """What a case looks at; runs of the same recipe are one run."""
+    runs: dict[str, Run] = {}
+
+    def look(case: Any, *changes: str) -> Any:
+        values = small.values(tmp_path_factory.mktemp("run"))
+        for assignment in SMALL:
+            override(values, assignment)
+        for assignment in (*case.given, *changes):
+            if assignment.startswith("data="):
+                values["data"] = {}
+            override(values, assignment.format(**files))
+        recipe = build(Recipe, values)
+        if not case.runs:
+            return case.seen(recipe)
+        same = json.dumps(plain(dataclasses.replace(recipe, output="")))
+        if same not in runs:
+            runs[same] = Run.of(recipe)
+        return case.seen(runs[same])
+
+    return look
+
+
+def test_every_key_has_an_entry() -> None:
+    assert set(keys(Recipe)) == set(CASES)
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_every_key_changes_something(seen: Any, key: str) -> None:
+    case = CASES[key]
+    value = json.dumps(case.value).replace("{", "{{").replace("}", "}}")
+    for name in ("saved", "data", "other"):
+        value = value.replace(f"{{{{{name}}}}}", f"{{{name}}}")
+    changed = CHANGES.get(key, (f"{place(key)}={value}",))
+    # not in the assertion: what is seen may be long
+    is_different = seen(case) != seen(case, *changed)
+    assert is_different

@@ -1,0 +1,239 @@
+"""What is sampled, what it is scored as, and which of it enters the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+from grpo_trainer.algorithm import Credit, Plan, _keep_largest
+from grpo_trainer.model import Batch, Policy, evaluating, load_policy
+from grpo_trainer.recipe import Algorithm, Lora, Model, Tiny
+from grpo_trainer.rl import RlRun
+from grpo_trainer.rollout import Rollout, _filtered, roll_out, usable
+from grpo_trainer.train import Trainer
+
+from tests.trainer import small
+from tests.trainer.test_policy import CORPUS, PROMPTS
+
+
+def policy_of(kind: str = "causal", adapters: bool = False, **settings: Any) -> Policy:
+    torch.manual_seed(1)
+    tiny = Tiny(architecture=kind, hidden=32, layers=2, heads=2, intermediate=64, vocabulary=100)  # type: ignore[arg-type]
+    policy = load_policy(Model(tiny=tiny, lora=Lora(rank=4) if adapters else None, **settings), CORPUS, None)
+    with torch.no_grad():
+        for name, parameter in policy.lm.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return policy
+
+
+def sampled(policy: Policy, copies: int = 3, **settings: Any) -> Rollout:
+    items = usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
+    given = {"max_new_tokens": 9, "generator": torch.Generator().manual_seed(0)} | settings
+    return roll_out(policy, items, copies, **given)
+
+
+def ending(policy: Policy, by: float) -> None:
+    """The end becomes so much more likely at every token."""
+
+    def more(_module: Any, _given: Any, found: Any) -> Any:
+        found.logits[..., policy.end] += by
+        return found
+
+    policy.lm.register_forward_hook(more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapters", "temperature"),
+    [("causal", False, 0.7), ("causal", True, 1.3), ("seq2seq", False, 1.3), ("seq2seq", True, 0.7)],
+)
+def test_log_probs_are_those_of_a_fresh_pass_over_each_response_alone(
+    kind: str, adapters: bool, temperature: float
+) -> None:
+    """Through transformers' own forward: no padding, no cache, none of this package's kernels, in float64.
+
+    One float32 evaluation loses about eps times the depth of its sums, a hundred terms here: 1e-5.
+    """
+    policy = policy_of(kind, adapters)
+    rollout = sampled(policy, temperature=temperature, batch=6)
+    policy.lm.double()
+    ends = 0
+    for i, stored in enumerate(rollout.logprobs):
+        tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
+        prompt = torch.tensor([rollout.items[i // 3]["prompt_ids"]])
+        with torch.no_grad(), evaluating(policy):
+            if kind == "causal":
+                logits = policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1]
+            else:
+                start = torch.tensor([[policy.lm.config.decoder_start_token_id]])
+                logits = policy.lm(
+                    input_ids=prompt, decoder_input_ids=torch.cat((start, tokens[None, :-1]), 1)
+                ).logits[0]  # fmt: skip
+        expected = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(stored[: len(tokens)].double(), expected, rtol=1e-5, atol=1e-5)
+        assert not stored[len(tokens) :].any()
+        ends += int(tokens[-1] == policy.end)  # whose log-prob is among those compared
+    assert ends > 0
+
+
+@pytest.mark.parametrize("kind", ["causal", "seq2seq"])
+def test_mixed_precision_is_that_of_scoring_too(kind: str) -> None:
+    """Sampling and scoring lose the same where they add up in the same order: they are closer than to float32."""
+    policy, exact = policy_of(kind, mixed_precision="bf16"), policy_of(kind)
+    rollout = sampled(policy, copies=8)
+    assert rollout.logprobs.dtype == torch.float32
+    with torch.no_grad(), evaluating(policy), evaluating(exact):
+        scored, in_float = policy("logprobs", rollout.batch), exact("logprobs", rollout.batch)
+    apart = (scored - rollout.logprobs).abs().mean()
+    of_precision = (in_float - rollout.logprobs).abs().mean()
+    assert apart < of_precision and of_precision > 1e-4
+
+
+def test_an_empty_response_is_its_end_alone() -> None:
+    policy = policy_of()
+    ending(policy, 50.0)
+    rollout = sampled(policy)
+    assert set(rollout.texts) == {""} and rollout.lengths.tolist() == [1] * len(rollout.texts)
+    assert not rollout.truncated.any() and (rollout.batch.tokens == policy.end).all()
+    torch.testing.assert_close(rollout.logprobs, torch.zeros_like(rollout.logprobs), rtol=0, atol=1e-6)
+    # every prefix is scored as it was sampled: the end counts
+    assert rollout.batch.mask.all() and rollout.batch.mask.shape[1] == 1
+
+
+@pytest.mark.parametrize("least", [0, 3])
+def test_the_end_is_not_sampled_before_the_least_length(least: int) -> None:
+    policy = policy_of()
+    ending(policy, 50.0)
+    rollout = sampled(policy, min_new_tokens=least)
+    assert rollout.lengths.tolist() == [least + 1] * len(rollout.texts)
+
+
+def test_empty_responses_can_be_trained_on(tmp_path: Path) -> None:
+    trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.name=dr_grpo"))
+    ending(trainer.policy, 50.0)
+    settings = trainer.recipe.phases[1].rl
+    assert settings is not None
+    metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    assert metrics["rollout/length_max"] == 1 and metrics["train/skipped"] == 1
+
+
+def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What an RL step hands to its update."""
+    settings = trainer.recipe.phases[1].rl
+    assert settings is not None
+    found: dict[str, Any] = {}
+
+    def update(self: RlRun, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
+        found.update(rollout=rollout, credit=credit, rows=self._matters(rollout, credit))
+        return {}
+
+    monkeypatch.setattr(RlRun, "_update", update)
+    RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "group_ppo"])
+def test_truncated_responses_are_left_out_where_that_is_wished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    more = (f"phases.1.rl.algorithm.name={algorithm}", "phases.1.rl.rollout.mask_truncated=true")
+    trainer = Trainer(small.recipe(tmp_path, *more))
+    ending(trainer.policy, 2.0)
+    found = captured(trainer, monkeypatch)
+    cut, mask = found["rollout"].truncated, found["credit"].mask
+    assert 0 < int(cut.sum()) < len(cut)
+    assert not mask[cut].any() and torch.equal(mask[~cut], found["rollout"].batch.mask[~cut])
+    assert not found["rows"][cut].any()
+    last = found["rollout"].lengths - 1
+    ends = found["rollout"].batch.tokens[torch.arange(len(cut)), last] == trainer.policy.end
+    assert torch.equal(cut, ~ends)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.3), (0, 0.9), (5, 1.0), (1, 1.0), (20, 0.7), (500, 0.999)])
+def test_filters_are_those_of_transformers(top_k: int, top_p: float) -> None:
+    from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+    logits = 3 * torch.randn(64, 97, generator=torch.Generator().manual_seed(2))
+    expected = TopKLogitsWarper(top_k)(None, logits) if top_k else logits
+    expected = TopPLogitsWarper(top_p)(None, expected) if top_p < 1 else expected
+    assert torch.equal(_filtered(logits, top_p, top_k), expected)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.5), (4, 0.6)])
+def test_what_is_sampled_passes_the_filters_at_the_temperature(top_k: int, top_p: float) -> None:
+    policy = policy_of()
+    rollout = sampled(policy, copies=8, top_k=top_k, top_p=top_p, temperature=0.5)
+    was_left = 0
+    for i, tokens in enumerate(rollout.batch.tokens):
+        prompt = rollout.items[i // 8]["prompt_ids"]
+        length = int(rollout.lengths[i])
+        with torch.no_grad():
+            logits = policy.lm(torch.tensor([[*prompt, *tokens[:length].tolist()]])).logits[0, len(prompt) - 1 : -1]
+        allowed = _filtered(logits / 0.5, top_p, top_k).isfinite()
+        assert allowed[torch.arange(length), tokens[:length]].all()
+        was_left += int((tokens[:length] != logits.argmax(-1)).sum())
+    assert was_left > 0
+
+
+def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.similarity={embedder: hashed}"))
+    items = trainer.items("train")[:6]
+    tokenizer = trainer.policy.tokenizer
+    rollout = roll_out(trainer.policy, items, 4, max_new_tokens=12, generator=torch.Generator().manual_seed(0))
+    again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rollout.texts]
+    tokens = [row[mask].tolist() for row, mask in zip(rollout.batch.tokens, rollout.batch.mask, strict=True)]
+    # reading them back would not do: the same text has several spellings in tokens
+    assert any(a != [t for t in b if t != trainer.policy.end] for a, b in zip(again, tokens, strict=True))
+    for name in ("__call__", "encode", "_encode_plus"):
+        monkeypatch.setattr(type(tokenizer), name, lambda *_: pytest.fail("a text was read back"))
+    settings = trainer.recipe.phases[1].rl
+    assert settings is not None
+    RlRun(trainer, 1, settings, 0).step(items, 1)
+
+
+def test_batches_do_not_change_the_most_probable_response() -> None:
+    policy = policy_of()
+    texts = [sampled(policy, copies=1, temperature=0.0, batch=batch).texts for batch in (1, 3, 100)]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def fake_rollout(rows: int, size: int, width: int) -> Rollout:
+    ones = torch.ones(rows, width, dtype=torch.bool)
+    batch = Batch(torch.ones(rows // size, 1), ones[: rows // size, :1], torch.ones(rows, width), ones,
+                  torch.arange(rows) // size)  # fmt: skip
+    return Rollout([{}] * (rows // size), batch, torch.zeros(rows, width), ~ones[:, 0], [""] * rows)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 4), (0.25, 2), (0.01, 1), (0.9, 7)])
+def test_the_share_with_the_largest_advantages_is_kept(per_token: bool, ratio: float, kept: int) -> None:
+    rollout = fake_rollout(40, 8, 6)
+    shape = (40, 6) if per_token else (40,)
+    advantages = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    found = Credit(advantages)
+    _keep_largest(found, rollout, ratio)
+    assert found.mask is not None
+    keeps = found.mask.any(1).view(5, 8)
+    assert torch.equal(found.mask, found.mask.any(1)[:, None].expand_as(found.mask))
+    assert keeps.sum(1).tolist() == [kept] * 5
+    size = (advantages.abs().amax(1) if per_token else advantages.abs()).view(5, 8)
+    for row, chosen in zip(size, keeps, strict=True):
+        assert sorted(row.tolist(), reverse=True)[:kept] == sorted(row[chosen].tolist(), reverse=True)
+    before = rollout.batch.mask.clone()
+    before[:, 3:] = False
+    within = dataclasses.replace(found, mask=before)
+    _keep_largest(within, rollout, ratio)
+    assert within.mask is not None and not within.mask[:, 3:].any() and within.mask[:, :3].any(1).sum() == 5 * kept
+
+
+def test_a_ratio_of_one_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured(Trainer(small.recipe(tmp_path)), monkeypatch)
+    assert found["credit"].mask is None
+    assert Plan.of(Algorithm(), 8).settings.top_k_ratio == 1.0

@@ -1,0 +1,116 @@
+"""Every metric reaches every tracker with its step; a missing one is said at once; a run goes on as the same run."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from grpo_trainer.log import Log
+from grpo_trainer.train import Trainer, train
+
+from tests.trainer import small
+from tests.trainer.test_train import lines, stopped_after
+
+SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=2", "phases.1.rl.rollout.prompts=2", "checkpoints.every=1")
+
+
+class Fake(types.ModuleType):
+    """wandb and trackio, as far as they are used."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **given: Any) -> None:
+        self.begun.append(given)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
+    found = {name: Fake(name) for name in ("wandb", "trackio")}
+    for name, fake in found.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    return found
+
+
+def expected(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """From metrics.jsonl, steps counted over both phases, of two steps each."""
+    found = []
+    for line in lines(folder):
+        values = {k: v for k, v in line.items() if k not in ("phase", "number", "step", "time") and not math.isnan(v)}
+        found.append((2 * line["number"] + line["step"], values))
+    return found
+
+
+def test_every_metric_arrives_with_its_step(tmp_path: Path, fakes: dict[str, Fake]) -> None:
+    train(small.recipe(tmp_path, *SHORT, "logging.to=[wandb, trackio]", "logging.project=mine"))
+    for fake in fakes.values():
+        assert fake.logged == expected(tmp_path) and fake.finished == 1
+        steps = [step for step, _ in fake.logged]
+        assert steps == sorted(steps) and steps[-1] == 4
+        (begun,) = fake.begun
+        assert begun["project"] == "mine" and begun["name"].startswith("small") and begun["config"]["seed"] == 0
+
+
+def test_what_has_no_value_is_left_out(tmp_path: Path, fakes: dict[str, Fake]) -> None:
+    log = Log(small.recipe(tmp_path, "logging.to=[wandb]"))
+    log.metrics("rl", 1, 3, {"a": math.nan, "b": 0.0, "c": math.inf})
+    assert fakes["wandb"].logged == [(7, {"b": 0.0, "c": math.inf})]
+    assert math.isnan(lines(tmp_path)[0]["a"])
+
+
+def test_a_run_that_goes_on_is_the_same_run(
+    tmp_path: Path, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small.recipe(tmp_path, *SHORT, "logging.to=[wandb, trackio]")
+    stopped_after(monkeypatch, recipe, 1, 1)
+    with pytest.raises(FileExistsError):
+        train(recipe)  # refused, which must not be seen at a tracker
+    assert [fake.finished for fake in fakes.values()] == [1, 1]
+    train(recipe, resume=True)
+    first, second = fakes["wandb"].begun
+    assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
+    first, second = fakes["trackio"].begun
+    assert first["name"] == second["name"]
+    train(small.recipe(tmp_path / "other", *SHORT, "logging.to=[wandb]"))
+    assert fakes["wandb"].begun[-1]["id"] != fakes["wandb"].begun[0]["id"]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_a_missing_package_is_said_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    with pytest.raises(ValueError, match=rf"^logging.to: '{name}' needs the package {name}, which cannot be imported"):
+        Trainer(small.recipe(tmp_path, f"logging.to=[{name}]"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensorboard_itself(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = Log(small.recipe(tmp_path, "logging.to=[tensorboard]"))
+    log.open()
+    log.metrics("sft", 0, 4, {"train/loss": 2.0})
+    log.metrics("rl", 1, 1, {"train/loss": 0.5, "train/kl_mean": math.nan})
+    log.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert found.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(4, 2.0), (5, 0.5)]
