@@ -66,12 +66,13 @@ def test_samples_and_maps_are_written_once_by_a_run_that_goes_on(
 
 
 def test_adapters_are_evaluated_on_the_recipes_own_model(tmp_path: Path) -> None:
-    recipe = small.recipe(tmp_path, *LORA)
+    recipe = small.recipe(tmp_path, *LORA, "model.max_prompt_tokens=19")
     final = train(recipe)
     events = lines(tmp_path, "events")
     found = evaluate_model(recipe, str(newest(tmp_path)), "test")
     assert found.metrics["reward"] == final["eval/test_reward"]
     assert found.lines == json.loads((tmp_path / "evaluations" / "test-2-000000.json").read_text())["prompts"]
+    assert any(event["event"] == "prompts left out" for event in events)
     assert lines(tmp_path, "events") == events  # an evaluation is not an event of the run
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer.log import Log
+from grpo_trainer.trackers import Tensorboard
 from grpo_trainer.train import Trainer, train
 
 from tests.trainer import small
@@ -110,7 +111,9 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     log.open()
     log.metrics("sft", 0, 4, {"train/loss": 2.0})
     log.metrics("rl", 1, 1, {"train/loss": 0.5, "train/kl_mean": math.nan})
+    (tracker,) = log.trackers
     log.close()
+    assert isinstance(tracker, Tensorboard) and tracker.writer.file_writer is None  # or what waits would be lost
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert found.Tags()["scalars"] == ["train/loss"]
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(4, 2.0), (5, 0.5)]
