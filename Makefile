@@ -20,8 +20,9 @@ CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer
 
+# A worker a core, so a thread each: more would wait for each other. Tests of several threads ask for them.
 test: $(VENV)/built
-	$(BIN)/python -m pytest -n auto tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
