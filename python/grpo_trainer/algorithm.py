@@ -139,11 +139,10 @@ def _by_rows(plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, emb
         return Credit(found.advantages)
     assert embeddings is not None
     clusters = gk.similarity_groups(embeddings, size, config=plan.clustering)
-    within = gk.group_advantages(rewards, size, subgroups=clusters.labels, lengths=lengths, config=config)
-    advantages = within.advantages
     if plan.similarity.sharing > 0:
-        # among many alike each counts for less, so that a strategy's weight does not follow from how common it is
-        advantages = advantages / _cluster_sizes(clusters).to(advantages) ** plan.similarity.sharing
+        rewards = shared(rewards, clusters.group_ids, size, plan.similarity.sharing)
+    within = gk.group_advantages(rewards, size, subgroups=clusters.labels, lengths=lengths, config=config)
+    advantages = plan.similarity.within * within.advantages
     if plan.similarity.between > 0:
         alone = dataclasses.replace(config, shrinkage=0.0)
         among_all = gk.group_advantages(rewards, size, lengths=lengths, config=alone).advantages
@@ -197,11 +196,18 @@ def _keep_largest(found: Credit, rollout: Rollout, ratio: float) -> None:
     found.metrics["train/kept_rows"] = float(keeps.sum())
 
 
-def _cluster_sizes(clusters: gk.SimilarityGroups) -> Tensor:
-    """Of each response's cluster; 1 for those that are in none."""
-    ids = clusters.group_ids
-    _, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-    return torch.where(ids >= 0, counts[place], 1)
+def shared(rewards: Tensor, group_ids: Tensor, size: int, power: float) -> Tensor:
+    """Rewards [N, R] above the prompt's lowest, divided by how many of the cluster have one, to the power of `power`.
+
+    A policy gradient gives what is sampled often more of it, among equally right ways too, until one is left. Where
+    alike responses share what they get, a rare way is worth more, so the ways come to rest at shares of their own:
+    with success rates s, at shares that go as s ** (1 / power).
+    """
+    ids, of_group = group_ids.view(-1, size), rewards.view(-1, size, rewards.shape[1])
+    lowest = torch.where(of_group.isnan(), torch.inf, of_group).amin(1, keepdim=True)
+    alike = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, None, :]
+    sharers = alike.to(rewards) @ (of_group > lowest).to(rewards)
+    return (lowest + (of_group - lowest) * sharers.clamp(min=1) ** -power).view_as(rewards)
 
 
 def _refuse(settings: Algorithm, has_critic: bool) -> None:

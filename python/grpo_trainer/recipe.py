@@ -116,8 +116,9 @@ class Similarity:
     tail: int = key(256, "characters of unfinished: tail")
     cache: int = key(4096, "texts whose embeddings are kept")
     config: dict[str, Any] = key({}, "fields of SimilarityConfig")
-    sharing: float = key(0.0, "divide the deviation of a reward by its cluster's size to this power")
-    between: float = key(0.0, "weight of the advantages within the prompt, next to those within clusters")
+    sharing: float = key(0.0, "divide what rewards are above the prompt's lowest among their cluster, to this power")
+    within: float = key(1.0, "weight of the advantages within clusters")
+    between: float = key(0.0, "weight of the advantages within the prompt, whatever the cluster")
 
 
 @dataclasses.dataclass(frozen=True)
