@@ -228,9 +228,10 @@ def _refuse(settings: Algorithm, has_critic: bool) -> None:
     ]  # fmt: skip
     if name == "polychromic" and settings.similarity is not None:
         rules += [
-            (f"similarity.{key}", value, value > 0, "is of algorithms other than polychromic")
-            for key, value in (("sharing", settings.similarity.sharing), ("between", settings.similarity.between))
-        ]
+            (f"similarity.{key}", getattr(settings.similarity, key), getattr(settings.similarity, key) != default,
+             "is of algorithms other than polychromic")
+            for key, default in (("sharing", 0.0), ("within", 1.0), ("between", 0.0))
+        ]  # fmt: skip
     for key, value, refused, rule in rules:
         if refused:
             raise ValueError(f"algorithm.{key}: {rule}, got {value!r} with {name!r}")

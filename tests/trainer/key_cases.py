@@ -363,6 +363,7 @@ CASES: dict[str, Case] = {
     ALGORITHM + "similarity.config": ran({"linkage": "single", "min_silhouette": 0.9},
                                          metric("similarity_groups/avg_groups_per_prompt"), *CLUSTERS),
     ALGORITHM + "similarity.sharing": ran(1.0, weights, *CLUSTERS),
+    ALGORITHM + "similarity.within": ran(0.5, metric("train/advantages_std"), *CLUSTERS),
     ALGORITHM + "similarity.between": ran(1.0, metric("train/advantages_std"), *CLUSTERS),
     ALGORITHM + "segments": ran({"group_max_size": 1}, metric("train/advantages_std"), *SEGMENTS),
     ALGORITHM + "sparse": ran(True, metric("train/tokens"), *SEGMENTS),
