@@ -2,6 +2,7 @@
 #   make train       run the default recipe and show that it learned
 #   make test        the whole CPU test suite
 #   make lint        ruff, mypy, clang-format
+#   make results     what docs/results says of the trainer, measured again; takes hours, for a nightly run
 #   make bench       benchmarks against the installed peers on the CPU
 #   make wheel       the wheel of build mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) in dist/
 #   make gpu-check   on a machine with an NVIDIA GPU: build, test, sanitize, benchmark; needs no network
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml tools/constraints.txt
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: train test lint format bench wheel gpu-check size clean
+.PHONY: train test lint format results bench wheel gpu-check size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer
@@ -34,6 +35,13 @@ format: $(VENV)/built
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
+
+results: $(VENV)/built
+	$(BIN)/python tools/seeds.py arithmetic --seeds 0 1 2
+	$(BIN)/python tools/seeds.py gsm8k --seeds 0 1
+	$(BIN)/python tools/learning.py strategies --seeds 1 2 3 threads=1
+	$(BIN)/python tools/learning.py segments --seeds 0 1 2 threads=1
+	$(BIN)/python -m benchmarks.trainer_step similarity_group
 
 bench: $(VENV)/built
 	$(BIN)/python -m pytest benchmarks --benchmark-only

@@ -104,7 +104,7 @@ def _of_algorithm(at: str, algorithm: Algorithm, group_size: int) -> Iterator[Ru
            "must be 0, or 2 to less than the group size, as a set of all is worth the same to each")  # fmt: skip
     if algorithm.similarity is not None:
         yield from _positive(f"{at}.similarity.", algorithm.similarity, "tail")
-        yield from _not_negative(f"{at}.similarity.", algorithm.similarity, "cache", "sharing", "between")
+        yield from _not_negative(f"{at}.similarity.", algorithm.similarity, "cache", "sharing", "within", "between")
     if algorithm.critic is not None:
         yield from _positive(f"{at}.critic.", algorithm.critic, "lr", "clip")
         yield from _not_negative(f"{at}.critic.", algorithm.critic, "coef", "warmup")
