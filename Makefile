@@ -39,8 +39,8 @@ format: $(VENV)/built
 results: $(VENV)/built
 	$(BIN)/python tools/seeds.py arithmetic --seeds 0 1 2
 	$(BIN)/python tools/seeds.py gsm8k --seeds 0 1
-	$(BIN)/python tools/learning.py strategies --seeds 1 2 3 threads=1
-	$(BIN)/python tools/learning.py segments --seeds 0 1 2 threads=1
+	$(BIN)/python tools/learning.py strategies --seeds 1 2 3
+	$(BIN)/python tools/learning.py segments --seeds 0 1 2
 	$(BIN)/python -m benchmarks.trainer_step similarity_group
 
 bench: $(VENV)/built
