@@ -64,7 +64,8 @@ def segments_of(folder: Path, lines: list[dict[str, Any]]) -> Figures:
     return {"endpoints": mean(shares) if shares else 1.0}
 
 
-PPO = {"name": "ppo", "critic": {"lr": 1e-3, "coef": 0.5, "warmup": 3}}
+# as recipes/group_ppo.yaml has it, but for the segments
+PPO = {"name": "ppo", "critic": {"lr": 1e-3, "coef": 0.5, "warmup": 3}, "segments": {"lam": 0.95}}
 EXPERIMENTS = {
     "strategies": Experiment(
         "similarity_group", "plain GRPO", {"plain GRPO": {"name": "grpo"}, "similarity groups": None}, strategies_of,

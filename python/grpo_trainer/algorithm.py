@@ -18,12 +18,11 @@ from grpo_trainer.settings import unknown
 Config = TypeVar("Config")
 _CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
 _ROW_MEAN = {"aggregation": "seq-mean-token-mean"}
-_SETS = {"estimator": "dr_grpo"}
 
 # Fields of AdvantageConfig and of LossConfig; what a recipe says itself goes over them.
 ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"estimator": "grpo"}, {"kl": "k3", "kl_coef": 0.01}),
-    "dr_grpo": ({"estimator": "dr_grpo"}, {}),
+    "dr_grpo": ({"estimator": "dr_grpo"}, {"aggregation": "seq-mean-token-sum-norm"}),
     "dapo": ({"estimator": "grpo"}, _CLIP_HIGHER),
     "rloo": ({"estimator": "rloo"}, {}),
     "reinforce": ({"estimator": "rloo"}, {"loss": "reinforce"}),
@@ -39,7 +38,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo": ({"estimator": "grpo"}, {"loss": "cispo", "clip_low": None, "clip_high": 4.0}),
     "sapo": ({"estimator": "grpo"}, {"loss": "sapo"} | _ROW_MEAN),
     "similarity_group_grpo": ({"estimator": "grpo", "shrinkage": 4.0}, {"kl": "k3", "kl_coef": 0.01}),
-    "polychromic": (_SETS, {"kl": "k3", "kl_coef": 0.01}),
+    "polychromic": ({}, {"kl": "k3", "kl_coef": 0.01}),
     "ppo": ({}, {}),
     "group_ppo": ({}, {"ratio": "segment"}),
 }  # fmt: skip
@@ -78,7 +77,8 @@ class Plan:
         if clusters is None and settings.name in WITH_CLUSTERS:
             clusters = Similarity()
         threshold = gk.SegmentThreshold(segments) if segments is not None and settings.name == "group_ppo" else None
-        config = None if has_critic else _config(gk.AdvantageConfig, advantage | settings.advantage, "advantage")
+        is_by_rows = not has_critic and settings.name != "polychromic"
+        config = None if not is_by_rows else _config(gk.AdvantageConfig, advantage | settings.advantage, "advantage")
         plan = cls(settings, config, _config(gk.LossConfig, loss, "loss"), clusters, segments, threshold)
         if clusters is not None:
             _ = plan.clustering  # so that what is wrong with it is said now
@@ -110,14 +110,18 @@ def credit(
     plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, embeddings: Tensor | None, values: Tensor | None
 ) -> Credit:
     """rewards [N, R], NaN where one was not given; weights [R]; embeddings of the responses, NaN for those left out."""
+    totals = total(rewards, weights)
     if plan.segments is not None:
         assert values is not None
-        found = _by_segments(plan, rollout, total(rewards, weights), values)
+        found = _by_segments(plan, rollout, totals, values)
     elif plan.settings.name == "polychromic":
         assert embeddings is not None
-        found = _by_sets(plan, rollout, total(rewards, weights), embeddings)
+        found = _by_sets(plan, rollout, totals, embeddings)
     else:
         found = _by_rows(plan, rollout, rewards, weights, embeddings)
+    if totals.isnan().any():  # without a reward a response is no evidence, and not one of those that are divided by
+        mask = rollout.batch.mask if found.mask is None else found.mask
+        found.mask = mask & ~totals.isnan()[:, None]
     if plan.settings.top_k_ratio < 1:
         _keep_largest(found, rollout, plan.settings.top_k_ratio)
     return found
@@ -163,7 +167,7 @@ def _by_sets(plan: Plan, rollout: Rollout, rewards: Tensor, embeddings: Tensor) 
 
 def _by_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tensor) -> Credit:
     assert plan.segments is not None
-    mask = rollout.batch.mask & ~rewards.isnan()[:, None]
+    mask = rollout.batch.mask & ~rewards.isnan()[:, None]  # nor of a segment
     at_end = torch.zeros_like(rollout.logprobs)
     last = (rollout.lengths - 1).clamp(min=0)[:, None]
     at_end.scatter_(1, last, rewards.nan_to_num()[:, None].to(at_end))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.evaluate import Result, pass_at_k
+from grpo_trainer.evaluate import Result, pass_at_k_of
 
 Line = Mapping[str, Any]
 Pair = tuple[Line, Line]
@@ -102,21 +102,31 @@ def compare(
     def among(value: Callable[[Line], float]) -> Difference:
         return difference([(value(a), value(b)) for a, b in pairs], resamples, seed)
 
-    def right(line: Line) -> float:
-        if "correct" in line:
-            return _number(line["correct"])
-        reward = _number(line["reward"])
-        return math.nan if math.isnan(reward) else float(reward >= solved)
-
     def passes(k: int) -> Callable[[Line], float]:
-        return lambda line: pass_at_k(len(line["rewards"]), _right_samples(line, solved), k)
+        return lambda line: pass_at_k_of(_right_samples(line, solved), k)
 
     reward = among(lambda line: _number(line["reward"]))
     counts = [len(line.get("rewards", ())) for pair in pairs for line in pair]
     known = sorted({2**i for i in range(20) if 2**i <= min(counts)} | {min(counts)} - {0}) if counts else []
     return Comparison(
-        reward, among(right), {k: among(passes(k)) for k in known}, resamples, seed, _notes(reward, len(pairs))
+        reward,
+        among(lambda line: is_right(line, solved)),
+        {k: among(passes(k)) for k in known},
+        resamples,
+        seed,
+        _notes(reward, len(pairs)),
     )
+
+
+def is_right(line: Line, solved: float) -> float:
+    """Whether the greedy answer is: as the evaluation says, or by its reward; NaN where there is none."""
+    if "correct" in line:
+        return _number(line["correct"])
+    return right_by_reward(_number(line["reward"]), solved)
+
+
+def right_by_reward(reward: float, solved: float) -> float:
+    return math.nan if math.isnan(reward) else float(reward >= solved)
 
 
 def compare_files(before: Path, after: Path, **settings: Any) -> Comparison:
@@ -201,10 +211,10 @@ def _lines(result: Result | Mapping[str, Any], name: str) -> list[Any]:
     return lines
 
 
-def _right_samples(line: Line, solved: float) -> int:
+def _right_samples(line: Line, solved: float) -> list[float]:
     if "right" in line:
-        return sum(_number(each) == 1 for each in line["right"])
-    return sum(_number(reward) >= solved for reward in line["rewards"])
+        return [_number(each) for each in line["right"]]
+    return [right_by_reward(_number(reward), solved) for reward in line["rewards"]]
 
 
 def _number(value: float | None) -> float:

@@ -54,7 +54,7 @@ def evaluate(
     greedy = roll_out(
         policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch
     )
-    worth, right = _worth(greedy, rewards, functions, settings.solved)
+    worth, right, skipped = _worth(greedy, rewards, functions, settings.solved)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": value, "correct": is_right}
         for item, text, value, is_right in zip(items, greedy.texts, worth, right, strict=True)
@@ -65,6 +65,7 @@ def evaluate(
         "truncated": float(greedy.truncated.double().mean()),
         "length": float(greedy.lengths.double().mean()),
         "prompts": float(len(items)),
+        "skipped": float(skipped),
     }
     if not settings.samples:
         return Result(metrics, lines)
@@ -73,14 +74,15 @@ def evaluate(
         policy, items, n, max_new_tokens=max_new_tokens, generator=generator, temperature=settings.temperature,
         batch=settings.batch,
     )  # fmt: skip
-    worth, right = _worth(sampled, rewards, functions, settings.solved)
+    worth, right, skipped = _worth(sampled, rewards, functions, settings.solved)
     for i, line in enumerate(lines):
         some = slice(i * n, (i + 1) * n)
         line |= {"samples": sampled.texts[some], "rewards": worth[some], "right": right[some]}
     metrics |= {"sampled_reward": _mean(worth), "sampled_exact": _mean(right)}
+    metrics["skipped"] += float(skipped)
     for k in settings.pass_k:
         if k <= n:
-            metrics[f"pass@{k}"] = _mean([pass_at_k(n, round(sum(line["right"])), k) for line in lines])
+            metrics[f"pass@{k}"] = _mean([pass_at_k_of(line["right"], k) for line in lines])
     embedder = _embedder(settings.embedder)
     metrics |= _diversity([line["samples"] for line in lines], embedder)
     return Result(metrics, lines, embedder.name)
@@ -89,6 +91,12 @@ def evaluate(
 def pass_at_k(n: int, right: int, k: int) -> float:
     """The chance that k of n samples, of which so many are right, have a right one; unbiased in them."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def pass_at_k_of(right: Sequence[float], k: int) -> float:
+    """Of samples that are 1, 0, or NaN where nothing is known of them; NaN if fewer than k are known."""
+    known = [value for value in right if not math.isnan(value)]
+    return pass_at_k(len(known), round(sum(known)), k) if len(known) >= k else math.nan
 
 
 def _diversity(samples: Sequence[Sequence[str]], embedder: Embedder) -> dict[str, float]:
@@ -103,15 +111,17 @@ def _embedder(name: str) -> Embedder:
 
 def _worth(
     rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction], solved: float
-) -> tuple[list[float], list[float]]:
-    """Of each response its reward, and whether it is right: as a reward's component "correct" says, if one has it."""
-    values, _ = score(rewards, functions, rollout)
+) -> tuple[list[float], list[float], int]:
+    """Of each response its reward, and whether it is right: as a reward's component "correct" says, if one has it; and
+    how many a reward failed on."""
+    values, skipped = score(rewards, functions, rollout)
     worth = total(values, torch.tensor([each.weight for each in rewards], dtype=torch.float64))
     for function in functions:
         correct = components(function, rollout).get("correct")
         if correct is not None:
-            return worth.tolist(), correct
-    return worth.tolist(), torch.where(worth.isnan(), torch.nan, (worth >= solved).double()).tolist()
+            return worth.tolist(), correct, skipped
+    right = torch.where(worth.isnan(), torch.nan, (worth >= solved).double())
+    return worth.tolist(), right.tolist(), skipped
 
 
 def _mean(values: Sequence[float]) -> float:

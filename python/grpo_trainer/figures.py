@@ -73,6 +73,8 @@ def rollout_metrics(
         "group_stats/num_groups": float(len(rollout.items)),
         "group_stats/avg_group_size": float(rollout.group_size),
         "group_stats/flat_groups": float((of_group.amax(1) == of_group.amin(1)).sum()),
+        "train/avg_reward": float(given.mean()) if len(given) else nan,
+        "train/reward_std": float(of_group.nanmean(1).std()) if len(of_group) > 1 else nan,
         "train/advantages_mean": float(per_row.double().mean()),
         "train/advantages_std": float(per_row.double().std()) if len(per_row) > 1 else nan,
         "train/nonzero_advantages": float((per_row != 0).double().mean()),
@@ -80,8 +82,10 @@ def rollout_metrics(
         "rollout/length_max": float(rollout.lengths.max()),
         "rollout/truncated": float(rollout.truncated.double().mean()),
     }
-    for i, setting in enumerate(settings if len(settings) > 1 else []):
-        metrics[f"rewards/{setting.name}"] = float(rewards[:, i].nanmean())
+    names = [setting.name for setting in settings]
+    for i, name in enumerate(names if len(names) > 1 else []):
+        number = f".{i}" if names.count(name) > 1 else ""
+        metrics[f"rewards/{name}{number}"] = float(rewards[:, i].nanmean())
     if reference is not None:
         apart = (rollout.logprobs - reference)[rollout.batch.mask].double()
         estimate = torch.expm1(-apart) + apart  # k3, of the policy that sampled

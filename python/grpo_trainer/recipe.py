@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -282,10 +284,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _merge(below: Any, above: Any) -> Any:
-    """Mappings key by key, lists element by element where both are of mappings, anything else replaced."""
-    if isinstance(below, dict) and isinstance(above, dict):
-        return below | {name: _merge(below[name], value) if name in below else value for name, value in above.items()}
-    if isinstance(below, list) and isinstance(above, list) and all(isinstance(each, dict) for each in below + above):
-        merged = [_merge(a, b) for a, b in zip(below, above, strict=False)]
-        return merged + (below if len(below) > len(above) else above)[len(merged) :]
-    return above
+    """Mappings key by key (null: as if the base had none), phases one by one (null: without it), anything else
+    replaced."""
+    if not (isinstance(below, dict) and isinstance(above, dict)):
+        return above
+    merged = dict(below)
+    for name, value in above.items():
+        is_phases = name == "phases" and isinstance(value, list) and isinstance(below.get(name), list)
+        if value is None and isinstance(below.get(name), dict):
+            del merged[name]
+        else:
+            merged[name] = _phases(below[name], value) if is_phases else _merge(below.get(name), value)
+    return merged
+
+
+def _phases(below: list[Any], above: list[Any]) -> list[Any]:
+    pairs: Iterable[tuple[Any, Any]] = itertools.zip_longest(below, above, fillvalue={})
+    return [_merge(a, b) for a, b in pairs if b is not None]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_trainer import page
-from grpo_trainer.compare import Comparison, Difference, compare, paired
+from grpo_trainer.compare import Comparison, Difference, compare, is_right, paired
 from grpo_trainer.page import shown
 from grpo_trainer.plots import Curve, Panel, draw_panels
 from grpo_trainer.run_folder import Evaluated, RunFolder, has_value, mean, number
@@ -105,7 +105,8 @@ def _evaluation_plots(run: RunFolder) -> list[str]:
         return []
     steps = [run.rl_offset(each.phase) + each.step for each in found]
     rewards = [[number(line.get("reward")) for line in each.prompts] for each in found]
-    right = [[float(r >= _solved(run)) for r in each if math.isfinite(r)] for each in rewards]
+    right = [[is_right(line, _solved(run)) for line in each.prompts] for each in found]
+    right = [[value for value in each if math.isfinite(value)] for each in right]
     panels = [Panel("exact match, greedy", [_with_band("exact", steps, right)], True)]
     if not all(_is_share(each) for each in found):
         panels.append(Panel("reward, greedy", [_with_band("reward", steps, rewards)]))

@@ -149,7 +149,7 @@ class RlRun(PhaseRun):
         shuffled = torch.Generator().manual_seed(self.t.seed_of("minibatches", self.number, step))
         for _ in range(rl.epochs):
             prompts = torch.randperm(len(rollout.items), generator=shuffled)
-            for some in prompts.chunk(rl.minibatches):
+            for some in prompts.tensor_split(rl.minibatches):
                 rows = (
                     (some.sort().values[:, None] * rollout.group_size + torch.arange(rollout.group_size))
                     .flatten()

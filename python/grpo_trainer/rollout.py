@@ -89,12 +89,14 @@ def _sample(
     lengths = torch.zeros(len(rows), dtype=torch.int64, device=policy.device)
     for t in range(most):
         logits = decoder.logits.float()
+        # what is not sampled is scored all the same, as in the update
+        open_ = logits
         if t < least:
-            logits = logits.index_fill(1, torch.tensor([policy.end], device=logits.device), float("-inf"))
+            open_ = logits.index_fill(1, torch.tensor([policy.end], device=logits.device), float("-inf"))
         if temperature == 0:
-            chosen = logits.argmax(-1)
+            chosen = open_.argmax(-1)
         else:
-            allowed = _filtered(logits / temperature, top_p, top_k).softmax(-1)
+            allowed = _filtered(open_ / temperature, top_p, top_k).softmax(-1)
             chosen = torch.multinomial(allowed, 1, generator=generator).squeeze(1)
             logprobs[rows, t] = gk.token_logprobs(
                 logits, chosen, temperature=temperature, backend=policy.backend

@@ -148,6 +148,24 @@ def answered(policy: object, items: list[dict[str, Any]], size: int, **_: object
     )  # fmt: skip
 
 
+def test_samples_without_a_reward_are_not_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_trainer import evaluate
+
+    monkeypatch.setattr(evaluate, "roll_out", answered)
+
+    def known_for_some(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
+        pairs = zip(prompts, completions, strict=True)
+        return [None if text == "so 8 ." or prompt == "q" else 1.0 for prompt, text in pairs]
+
+    policy: Any = None
+    result = evaluate.evaluate(
+        policy, [{"prompt": "p"}, {"prompt": "q"}], Evaluation(samples=4, pass_k=[1, 4], embedder="hashed"), [Reward()],
+        [known_for_some], 8, torch.Generator(),
+    )  # fmt: skip
+    assert result.metrics["pass@1"] == 1 and math.isnan(result.metrics["pass@4"])
+    assert result.metrics["sampled_exact"] == 1 and result.metrics["skipped"] == 0
+
+
 @pytest.mark.parametrize("samples", [0, 4])
 def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_trainer import evaluate

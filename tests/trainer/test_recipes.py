@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from grpo_trainer import cli
+from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import bundled
 
 LOCAL = [name for name in bundled() if not name.endswith("-gpu")]
@@ -25,3 +26,21 @@ def test_smoke(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) ->
     entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in entries if e["phase"] == "rl"] == [1, 2]
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+
+
+def test_a_derived_recipe(tmp_path: Path) -> None:
+    """Lists are replaced, phases are changed one by one, and null takes away."""
+    (tmp_path / "base.yaml").write_text(
+        "name: base\nphases:\n"
+        "  - sft: {steps: 3}\n"
+        "  - rl: {steps: 4, rewards: [{name: exact, weight: 2.0}, {name: reply}], algorithm: {loss: {delta: 2.0}}}\n"
+        "  - rl: {steps: 5}\n"
+    )
+    (tmp_path / "derived.yaml").write_text(
+        "base: base.yaml\nphases:\n  - null\n  - rl: {rewards: [{name: gsm8k}], algorithm: {loss: null, name: dapo}}\n"
+    )
+    found = recipes.load(tmp_path / "derived.yaml").phases
+    assert [phase.rl.steps for phase in found if phase.rl is not None] == [4, 5] and len(found) == 2
+    rl = found[0].rl
+    assert rl is not None and [(each.name, each.weight) for each in rl.rewards] == [("gsm8k", 1.0)]
+    assert rl.algorithm.name == "dapo" and rl.algorithm.loss == {}

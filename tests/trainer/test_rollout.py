@@ -115,6 +115,25 @@ def test_the_end_is_not_sampled_before_the_least_length(least: int) -> None:
     assert rollout.lengths.tolist() == [least + 1] * len(rollout.texts)
 
 
+def test_before_the_least_length_the_end_is_scored_all_the_same() -> None:
+    """So that the ratio begins at 1: the update knows of no such rule."""
+    policy = policy_of()
+    rollout = sampled(policy, min_new_tokens=4)
+    with torch.no_grad(), evaluating(policy):
+        fresh = policy("logprobs", rollout.batch)
+    torch.testing.assert_close(rollout.logprobs, fresh, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("minibatches", [1, 4, 6])
+def test_there_are_as_many_minibatches_as_asked_for(tmp_path: Path, minibatches: int) -> None:
+    trainer = Trainer(small.recipe(tmp_path, f"phases.1.rl.minibatches={minibatches}", "phases.1.rl.epochs=1",
+                                   "phases.1.rl.algorithm.drop_flat=false"))  # fmt: skip
+    settings = trainer.recipe.phases[1].rl
+    assert settings is not None
+    metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    assert metrics["train/optimizer_steps"] == minibatches
+
+
 def test_empty_responses_can_be_trained_on(tmp_path: Path) -> None:
     trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.name=dr_grpo"))
     ending(trainer.policy, 50.0)

@@ -7,6 +7,7 @@ other is named `module:function`, the only code that a recipe can run.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,13 @@ class RewardError(Exception):
 
 def load_reward(settings: Reward) -> RewardFunction:
     if settings.name in BUNDLED:
-        made: RewardFunction = _named(BUNDLED[settings.name])(**settings.options)
+        make = _named(BUNDLED[settings.name])
+        accepted = inspect.signature(make).parameters
+        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in accepted.values()):
+            for option in settings.options:
+                if option not in accepted:
+                    raise ValueError(unknown("rewards.options", option, list(accepted)))
+        made: RewardFunction = make(**settings.options)
         return made
     if ":" not in settings.name:
         raise ValueError(unknown("rewards.name", settings.name, [*BUNDLED, "module:function"]))
@@ -112,10 +119,17 @@ def _values(
     failed = 0
     numbers = []
     for i, value in enumerate(values):
-        number = math.nan if value is None else float(value)
+        number = math.nan if value is None else _number(value)
         if value is not None and not math.isfinite(number):
             if not may_skip:
                 raise RewardError(f"{where} must be finite or None, got {value!r} for response {i}, {texts[i][:80]!r}")
             failed, number = failed + 1, math.nan
         numbers.append(number)
     return numbers, failed
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.nn.functional import normalize
 
 from grpo_trainer.embed import Embedder, load_embedder
@@ -37,11 +38,16 @@ class Diversity(WeightedReward):
 
     def _of_group(self, responses: list[str]) -> list[Parts | None]:
         vectors = normalize(self.embedder(responses).double(), dim=-1)
-        embedded = ~vectors.isnan().any(-1)
+        # nothing is unlike anything else, and says nothing new
+        says = torch.tensor([bool(response.strip()) for response in responses])
+        embedded = ~vectors.isnan().any(-1) & says
         some = vectors[embedded]
         others = max(len(some) - 1, 1)
         # the distance of a response to itself, all but 0, must not count
         distances = 1 - some @ some.T
         distances.fill_diagonal_(0)
         means = iter((distances.sum(-1) / others).clamp_min(0).tolist())
-        return [{"distance": next(means)} if known else None for known in embedded.tolist()]
+        return [
+            {"distance": next(means)} if known else None if said else {"distance": 0.0}
+            for known, said in zip(embedded.tolist(), says.tolist(), strict=True)
+        ]

@@ -70,7 +70,9 @@ def equation(value: int, change: int, result: int) -> str:
 def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxes: float = 0.3) -> list[Problem]:
     """So many, with expressions that are not in `seen`; every value, misread or not, is within 0 and LARGEST."""
     found: list[Problem] = []
-    while len(found) < count:
+    for _ in range(100 * count + 1000):
+        if len(found) == count:
+            return found
         of = (rng.randint(2, 9), rng.randint(2, 9)) if rng.random() < boxes else None
         start = rng.randint(2, 50) if of is None else of[0] * of[1]
         verbs = rng.sample(GAINS + LOSSES, 2)
@@ -80,7 +82,7 @@ def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxe
         reached = problem.values() + problem.values(MISREAD)
         if problem.expression not in seen and all(0 <= value <= LARGEST for value in reached):
             found.append(problem)
-    return found
+    raise ValueError(f"data.options: there are too few different problems for {count} lines in a split; ask for fewer")
 
 
 def held_out(
