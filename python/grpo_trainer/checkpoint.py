@@ -93,7 +93,7 @@ def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
 
     folder = state.folder / "model"
     if recipe.model.lora is None:
-        lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)))
+        lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)), begun.device)
         policy = model.policy_with(lm, begun.tokenizer, recipe.model, begun.backend)
     else:
         model.load_adapter(begun, recipe.model, folder)
@@ -125,7 +125,7 @@ def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
                 f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}"
             )
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(steps[i])),
+            "step": torch.tensor(float(steps[i]), device=parameter.device),
             "exp_avg": average.to(parameter.device),
             "exp_avg_sq": stored[f"{i}.exp_avg_sq"].to(parameter.device),
         }

@@ -62,7 +62,7 @@ class Trainer:
         self.log = Log(recipe, self.accelerator.is_main_process)
         self.splits = splits_of(recipe.data, recipe.seed)
         self._check_phases()
-        self.policy = load_policy(recipe.model, self._corpus(), self.backend)
+        self.policy = load_policy(recipe.model, self._corpus(), self.backend, self.accelerator.device)
         self.seconds: dict[str, float] = defaultdict(float)
         self._usable: dict[str, list[Item]] = {}
 
