@@ -353,6 +353,10 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]], chat: bool
     return list(tokenizer(prompt)["input_ids"])
 
 
+def encode_demonstration(policy: Policy, text: str) -> list[int]:
+    return [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.end]
+
+
 def load_policy(
     settings: Model, corpus: Sequence[str], backend: str | None, device: torch.device | str = "cpu"
 ) -> Policy:

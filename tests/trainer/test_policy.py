@@ -201,7 +201,7 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}")
     for path in (tmp_path / "model", "tiny"):
         policy = Trainer(small.recipe(tmp_path / "run", f"model.path={path}")).policy
-    checkpoint.load_policy(recipe, checkpoint.State(tmp_path, 0, 1, None), policy)
+    checkpoint.load_policy(recipe, checkpoint.State(tmp_path, 0, 1, None, 1, {}), policy)
     Reference(policy, Model(reference_model_path=str(tmp_path / "model")))
     policy.add_critic()
     assert seen == ["meta"] * 5
