@@ -6,7 +6,6 @@ moment. Its state.json has a digest of every file and the recipe that it belongs
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from grpo_trainer.model import Policy, Reference
     from grpo_trainer.train import Trainer
 
-FORMAT = 1
+FORMAT = 2
 # What may change between a run and the one that goes on from it.
 _FREE = ("output", "threads", "logging", "checkpoints", "evaluation", "name")
 
@@ -41,6 +40,8 @@ class State:
     phase: int
     step: int
     threshold: float | None
+    threads: int
+    embedders: dict[str, str]
 
 
 def to_json(value: Any) -> str:
@@ -53,6 +54,14 @@ def write_text(path: Path, text: str) -> None:
     new.write_text(text)
     _flush(new)
     new.rename(path)
+
+
+def begin(recipe: Recipe) -> None:
+    """A run from nothing; of one that was killed before its first checkpoint no reference is taken over."""
+    for left in recipe.folder.glob("reference-*"):
+        shutil.rmtree(left)
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    write_text(recipe.folder / "recipe.json", to_json(plain(recipe)))
 
 
 def refuse_used(folder: Path) -> None:
@@ -73,7 +82,8 @@ def save(trainer: Trainer, phase: int, step: int, optimizer: torch.optim.Optimiz
         threshold = plan.threshold.value if plan is not None and plan.threshold is not None else None
         state = {
             "format": FORMAT, "phase": phase, "step": step, "threshold": threshold, "optimizer_steps": steps,
-            "recipe": _binding(trainer.recipe), "files": _digests(new),
+            "threads": torch.get_num_threads(), "embedders": trainer.embedders,
+            "recipe": _binding(plain(trainer.recipe)), "files": _digests(new),
         }  # fmt: skip
         (new / "state.json").write_text(to_json(state))
     trainer.log.event("checkpoint", phase=phase, step=step)
@@ -82,9 +92,14 @@ def save(trainer: Trainer, phase: int, step: int, optimizer: torch.optim.Optimiz
 
 
 def last(recipe: Recipe) -> State | None:
-    """The newest checkpoint, checked; None where there is none."""
+    """The newest checkpoint, checked; None where there is none, but for what was begun with the same recipe."""
     found = _all(recipe)
-    return _read(found[-1], recipe) if found else None
+    if found:
+        return _read(found[-1], recipe)
+    begun = recipe.folder / "recipe.json"
+    if begun.exists():
+        _refuse_other(recipe.folder, _binding(_json(begun)), recipe)
+    return None
 
 
 def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
@@ -93,7 +108,7 @@ def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
 
     folder = state.folder / "model"
     if recipe.model.lora is None:
-        lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)))
+        lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)), begun.device)
         policy = model.policy_with(lm, begun.tokenizer, recipe.model, begun.backend)
     else:
         model.load_adapter(begun, recipe.model, folder)
@@ -125,7 +140,7 @@ def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
                 f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}"
             )
         optimizer.state[parameter] = {
-            "step": torch.tensor(float(steps[i])),
+            "step": torch.tensor(float(steps[i]), device=parameter.device),
             "exp_avg": average.to(parameter.device),
             "exp_avg_sq": stored[f"{i}.exp_avg_sq"].to(parameter.device),
         }
@@ -174,25 +189,36 @@ def _all(recipe: Recipe) -> list[Path]:
 
 
 def _read(folder: Path, recipe: Recipe) -> State:
-    try:
-        state = json.loads((folder / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder}: state.json cannot be read ({error})") from error
+    state = _json(folder / "state.json")
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: format must be {FORMAT}, got {state.get('format')!r}")
     found = _digests(folder)
     for name, digest in state["files"].items():
         if found.get(name) != digest:
             raise CheckpointError(f"{folder}: {name} is {'damaged' if name in found else 'missing'}")
-    differing = sorted(_differences(state["recipe"], _binding(recipe), ""))
+    _refuse_other(folder, state["recipe"], recipe)
+    return State(folder, *(state[name] for name in ("phase", "step", "threshold", "threads", "embedders")))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path.parent}: {path.name} must be an object, got {type(found).__name__}")
+    return found
+
+
+def _refuse_other(folder: Path, begun: dict[str, Any], recipe: Recipe) -> None:
+    differing = sorted(_differences(begun, _binding(plain(recipe)), ""))
     if differing:
         raise CheckpointError(f"{folder}: is of another recipe, which differs in {', '.join(differing)}")
-    return State(folder, state["phase"], state["step"], state["threshold"])
 
 
-def _binding(recipe: Recipe) -> dict[str, Any]:
+def _binding(recipe: dict[str, Any]) -> dict[str, Any]:
     """What decides the numbers of a run."""
-    return {name: value for name, value in copy.deepcopy(plain(recipe)).items() if name not in _FREE}
+    return {name: value for name, value in recipe.items() if name not in _FREE}
 
 
 def _differences(a: Any, b: Any, where: str) -> list[str]:

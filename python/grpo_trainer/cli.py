@@ -13,7 +13,7 @@ from pathlib import Path
 # of torch when it is loaded, so this stands before anything that imports it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_OVERRIDES = "KEY=VALUE sets a key of the recipe, nested by dots (phases.1.rl.steps=10); --keys lists them all."
+_OVERRIDES = "KEY=VALUE sets a key, nested by dots (phases.1.rl.steps=10); grpo-train --keys explains them all."
 
 
 def train(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +50,7 @@ def _train(given: argparse.Namespace) -> None:
 
     recipe = recipes.load(given.recipe, given.overrides, given.smoke)
     _set_threads(recipe.threads)
+    _find_modules_here()
     import shutil
 
     from transformers.utils.logging import disable_progress_bar
@@ -97,6 +98,7 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
 
     recipe = recipes.load(name, overrides)
     _set_threads(recipe.threads)
+    _find_modules_here()
     from grpo_trainer.compare import compare
     from grpo_trainer.train import evaluate_model
 
@@ -165,6 +167,12 @@ def _set_threads(wanted: int | None) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
     torch.set_num_threads(wanted or max(1, cores - busy))
+
+
+def _find_modules_here() -> None:
+    """A reward named module:function may be in the current folder, as with `python -m`."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def _reported(work: Callable[[], None]) -> int:

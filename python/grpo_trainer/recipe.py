@@ -117,7 +117,7 @@ class Similarity:
     )
     tail: int = key(256, "characters of unfinished: tail")
     cache: int = key(4096, "texts whose embeddings are kept")
-    config: dict[str, Any] = key({}, "fields of SimilarityConfig")
+    config: dict[str, Any] = key({}, "fields of SimilarityConfig", "SimilarityConfig")
     sharing: float = key(0.0, "divide what rewards are above the prompt's lowest among their cluster, to this power")
     within: float = key(1.0, "weight of the advantages within clusters")
     between: float = key(0.0, "weight of the advantages within the prompt, whatever the cluster")
@@ -136,11 +136,13 @@ class Critic:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    name: str = key("grpo", "names a set of defaults for what follows; --help lists them")
-    advantage: dict[str, Any] = key({}, "fields of AdvantageConfig")
-    loss: dict[str, Any] = key({}, "fields of LossConfig")
+    name: str = key("grpo", "names a set of defaults for what follows; --list names them")
+    advantage: dict[str, Any] = key({}, "fields of AdvantageConfig", "AdvantageConfig")
+    loss: dict[str, Any] = key({}, "fields of LossConfig", "LossConfig")
     similarity: Similarity | None = key(None, "similarity sub-groups")
-    segments: dict[str, Any] = key({}, "fields of SegmentConfig, for group_ppo; also under `group_params`' names")
+    segments: dict[str, Any] = key(
+        {}, "fields of SegmentConfig, for group_ppo; also under `group_params`' names", "SegmentConfig"
+    )
     sparse: bool = key(False, "group_ppo: the loss at endpoints alone, as the original has it; biased")
     critic: Critic | None = key(None, "what a response is going to be worth, for ppo and group_ppo")
     top_k_ratio: float = key(1.0, "share of each group, the largest advantages in magnitude, that enters the loss")

@@ -71,7 +71,7 @@ def roll_out(
         stored[i, : len(values)] = torch.tensor(values)
     prompt_of = torch.arange(len(tokens)) // group_size
     texts = [policy.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
-    truncated = torch.tensor([row[-1:] != [policy.end] for row in tokens], dtype=torch.bool)
+    truncated = torch.tensor([row[-1] not in policy.ends for row in tokens], dtype=torch.bool)
     together_batch = Batch(prompts, prompt_mask, rows, mask, prompt_of).to(policy.device)
     return Rollout(items, together_batch, stored.to(policy.device), truncated.to(policy.device), texts)
 
@@ -87,12 +87,13 @@ def _sample(
     tokens = torch.full((len(rows), most), policy.pad, device=policy.device)
     logprobs = torch.zeros((len(rows), most), device=policy.device)
     lengths = torch.zeros(len(rows), dtype=torch.int64, device=policy.device)
+    ends = torch.tensor(policy.ends, device=policy.device)
     for t in range(most):
         logits = decoder.logits.float()
         # what is not sampled is scored all the same, as in the update
         open_ = logits
         if t < least:
-            open_ = logits.index_fill(1, torch.tensor([policy.end], device=logits.device), float("-inf"))
+            open_ = logits.index_fill(1, ends, float("-inf"))
         if temperature == 0:
             chosen = open_.argmax(-1)
         else:
@@ -104,7 +105,7 @@ def _sample(
         tokens[rows, t] = chosen
         lengths[rows] += 1
         # a finished row goes on, unread, until half of them are
-        going = (chosen != policy.end) & ~decoder.finished
+        going = ~torch.isin(chosen, ends) & ~decoder.finished
         decoder.finished = ~going
         left = int(going.sum())
         if left == 0 or t == most - 1:
@@ -115,8 +116,8 @@ def _sample(
             decoder.keep(kept)
         decoder.step(chosen)
     # what a finished row said after its end is not part of it
-    ends = (tokens == policy.end).int()
-    until_end = torch.where(ends.any(1), ends.argmax(1) + 1, lengths)
+    is_end = torch.isin(tokens, ends)
+    until_end = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lengths)
     return [
         (row[:length], values[:length])
         for row, values, length in zip(tokens.tolist(), logprobs.tolist(), until_end.tolist(), strict=True)

@@ -1,4 +1,5 @@
-"""Dataclasses from nested mappings, and back: each key is checked for its name and its type, and explained by `--help`.
+"""Dataclasses from nested mappings, and back: each key is checked for its name and its type, and explained by
+`grpo-train --keys`.
 
 A field is made with `key(default, "what it does")`. Types are those a YAML file can hold: bool, int, float, str, None,
 lists and mappings of them, Literal choices, and other dataclasses.
@@ -17,9 +18,12 @@ from typing import Any, Literal, TypeVar
 Made = TypeVar("Made")
 
 
-def key(default: Any, help: str) -> Any:
-    """A field with its explanation; a default that is mutable or a dataclass is made anew for each use."""
-    meta = {"help": help}
+def key(default: Any, help: str, config: str | None = None) -> Any:
+    """A field with its explanation; a default that is mutable or a dataclass is made anew for each use.
+
+    config  of a mapping: the class of grpo_kernels whose fields are its keys
+    """
+    meta = {"help": help, "config": config}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
     if isinstance(default, type):
@@ -48,6 +52,7 @@ class Field(typing.NamedTuple):
     type: Any
     default: Any
     help: str
+    config: str | None
 
 
 def fields_of(kind: type) -> dict[str, Field]:
@@ -57,12 +62,12 @@ def fields_of(kind: type) -> dict[str, Field]:
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found[field.name] = Field(hints[field.name], default, field.metadata["help"])
+        found[field.name] = Field(hints[field.name], default, field.metadata["help"], field.metadata["config"])
     return found
 
 
 def explain(kind: type, where: str = "") -> Iterator[str]:
-    """A line for every key, those of nested dataclasses included."""
+    """A line for every key, those of nested dataclasses and of the configs of grpo_kernels included."""
     for name, field in fields_of(kind).items():
         path = _join(where, name)
         nested = _dataclass_in(field.type)
@@ -72,6 +77,12 @@ def explain(kind: type, where: str = "") -> Iterator[str]:
             yield from explain(nested, path + "[]" if is_list else path)
         else:
             yield f"{path} ({_describe(field.type)}, default {field.default!r}): {field.help}"
+        if field.config is not None:
+            import grpo_kernels
+
+            for each in dataclasses.fields(getattr(grpo_kernels, field.config)):
+                if each.init:
+                    yield f"{path}.{each.name} ({each.type}, default {each.default!r}): of {field.config}"
 
 
 def override(values: dict[str, Any], assignment: str) -> None:

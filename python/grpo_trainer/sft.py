@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.config.similarity import MOST_ROWS
 from grpo_trainer.embed import Embedder, load_embedder
-from grpo_trainer.model import Batch, pad, prompt_text
+from grpo_trainer.model import Batch, encode_demonstration, pad, prompt_text
 from grpo_trainer.phase import PhaseRun
 from grpo_trainer.recipe import Sft, Similarity
 from grpo_trainer.tasks.base import Item
@@ -29,6 +30,12 @@ class SftRun(PhaseRun):
             return
         column, items = self.t.recipe.data.demonstration, self.t.items("sft")
         prompts, texts = [prompt_text(item["prompt"]) for item in items], [str(item[column]) for item in items]
+        for prompt, count in Counter(prompts).most_common(1):
+            if count > MOST_ROWS:
+                raise ValueError(
+                    f"phases.{self.number}.sft.polychromic: must have at most {MOST_ROWS} demonstrations of a prompt "
+                    f"to compare, got {count} of {prompt[:80]!r}"
+                )
         embedder = load_embedder(Similarity(embedder=polychromic.embedder, text="whole", cache=len(texts)))
         found = diversity_weights(prompts, texts, embedder, polychromic.weight)
         for item, weight in zip(items, found, strict=True):
@@ -38,10 +45,7 @@ class SftRun(PhaseRun):
         policy, demonstration = self.t.policy, self.t.recipe.data.demonstration
         with self.timed("model"):
             prompts, prompt_mask = pad([item["prompt_ids"] for item in items], policy.pad, left=not policy.is_seq2seq)
-            ids = [
-                [*policy.tokenizer(str(item[demonstration]), add_special_tokens=False)["input_ids"], policy.end]
-                for item in items
-            ]
+            ids = [encode_demonstration(policy, str(item[demonstration])) for item in items]
             tokens, mask = pad(ids, policy.pad, left=False)
             batch = Batch(prompts, prompt_mask, tokens, mask, torch.arange(len(items))).to(policy.device)
             weights = self._weights(items).to(policy.device)

@@ -15,15 +15,14 @@ import grpo_kernels as gk
 from grpo_trainer import checkpoint, tasks
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.data import read_jsonl
-from grpo_trainer.embed import load_embedder
+from grpo_trainer.embed import Embedder, load_embedder, resolved
 from grpo_trainer.evaluate import Result, evaluate
 from grpo_trainer.log import Log
-from grpo_trainer.model import load_adapter, load_policy, prompt_text
-from grpo_trainer.recipe import Data, Recipe, Reward, Similarity
+from grpo_trainer.model import encode_demonstration, load_adapter, load_policy, prompt_text
+from grpo_trainer.recipe import Data, Recipe, Reward, Rl, Similarity
 from grpo_trainer.rewards import RewardFunction, load_reward
 from grpo_trainer.rl import RlRun
 from grpo_trainer.rollout import usable
-from grpo_trainer.settings import plain
 from grpo_trainer.sft import SftRun
 from grpo_trainer.tasks.base import Item, Splits
 
@@ -57,12 +56,18 @@ class Trainer:
         self.recipe = recipe
         # the policy autocasts by itself; what scales losses for fp16 is accelerate's
         self.accelerator = Accelerator(mixed_precision="fp16" if recipe.model.mixed_precision == "fp16" else "no")
+        if self.accelerator.num_processes > 1:
+            raise ValueError(
+                "processes: must be one, as several would all train on the same prompts, got "
+                f"{self.accelerator.num_processes}"
+            )
         torch.manual_seed(self.seed_of("weights"))
         self.backend = None if recipe.backend == "auto" else recipe.backend
         self.log = Log(recipe, self.accelerator.is_main_process)
         self.splits = splits_of(recipe.data, recipe.seed)
         self._check_phases()
-        self.policy = load_policy(recipe.model, self._corpus(), self.backend)
+        self.policy = load_policy(recipe.model, self._corpus(), self.backend, self.accelerator.device)
+        self._check_context()
         self.seconds: dict[str, float] = defaultdict(float)
         self._usable: dict[str, list[Item]] = {}
 
@@ -81,6 +86,36 @@ class Trainer:
         self._rewards = {number: self._loaded(rl.rewards) for number, rl in of_rl.items()}
         # one scale from the first evaluation to the last
         self.evaluated_by = next(iter(self._rewards.values())) if of_rl else self._loaded([])
+        self.embedders = self._embedders(of_rl)
+
+    def _embedders(self, of_rl: dict[int, Rl]) -> dict[str, str]:
+        """By the keys that name them, as "auto" is another where another package is there."""
+        names = {}
+        for number, phase in enumerate(self.recipe.phases):
+            if phase.sft is not None and phase.sft.polychromic is not None:
+                names[f"phases.{number}.sft.polychromic.embedder"] = phase.sft.polychromic.embedder
+        for number, rl in of_rl.items():
+            plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+            if plan.similarity is not None:
+                names[f"phases.{number}.rl.algorithm.similarity.embedder"] = plan.similarity.embedder
+        if self.recipe.evaluation.samples:
+            names["evaluation.embedder"] = self.recipe.evaluation.embedder
+        graders = {f"phases.{number}.rl.rewards": some for number, (_, some) in self._rewards.items()}
+        for key, functions in (graders or {"rewards": self.evaluated_by[1]}).items():
+            for i, function in enumerate(functions):
+                embedder = getattr(function, "embedder", None)
+                if isinstance(embedder, Embedder):
+                    names[f"{key}.{i}"] = embedder.name
+        return {key: resolved(name) for key, name in names.items()}
+
+    def _check_context(self) -> None:
+        most = self.policy.context
+        for number, phase in enumerate(self.recipe.phases):
+            if phase.rl is not None and most is not None and phase.rl.rollout.max_new_tokens >= most:
+                raise ValueError(
+                    f"phases.{number}.rl.rollout.max_new_tokens: must be less than the model's context, {most}, got "
+                    f"{phase.rl.rollout.max_new_tokens}"
+                )
 
     def _loaded(self, rewards: list[Reward]) -> tuple[list[Reward], list[RewardFunction]]:
         chosen = rewards or [Reward(name=name) for name in self.splits.rewards]
@@ -109,11 +144,12 @@ class Trainer:
             start_phase, start_step = self._resume()
         else:
             checkpoint.refuse_used(self.recipe.folder)
-            self.recipe.folder.mkdir(parents=True, exist_ok=True)
-            (self.recipe.folder / "recipe.json").write_text(checkpoint.to_json(plain(self.recipe)))
+        if (start_phase, start_step) == (0, 0):
+            checkpoint.begin(self.recipe)
         self.log.open()
-        versions = {"torch": torch.__version__, "grpo_kernels": gk.__version__}
-        self.log.event("started", date=datetime.datetime.now().isoformat(timespec="seconds"), **versions)
+        about = {"torch": torch.__version__, "grpo_kernels": gk.__version__, "threads": torch.get_num_threads()}
+        date = datetime.datetime.now().isoformat(timespec="seconds")
+        self.log.event("started", date=date, **about, embedders=self.embedders)
         for number, phase in enumerate(self.recipe.phases):
             if number < start_phase:
                 continue
@@ -136,11 +172,27 @@ class Trainer:
             return self._usable[split]
         lines, data, model = getattr(self.splits, split), self.recipe.data, self.recipe.model
         found = usable(self.policy, lines, data.prompt, model.max_prompt_tokens, model.chat_template)
-        if len(found) < len(lines):
-            left_out = len(lines) - len(found)
-            self.log.event("prompts left out", split=split, count=left_out, limit=model.max_prompt_tokens)
-        self._usable[split] = found
-        return found
+        fitting = [item for item in found if self._fits(split, item)]
+        for of, limit, left_out in (
+            ("model.max_prompt_tokens", model.max_prompt_tokens, len(lines) - len(found)),
+            ("the model's context", self.policy.context, len(found) - len(fitting)),
+        ):
+            if left_out:
+                self.log.event("prompts left out", split=split, count=left_out, limit=limit, of=of)
+        self._usable[split] = fitting
+        return fitting
+
+    def _fits(self, split: str, item: Item) -> bool:
+        """Whether the model can read the prompt and the longest response to it."""
+        policy = self.policy
+        if policy.context is None:
+            return True
+        if split == "sft":
+            response = len(encode_demonstration(policy, str(item[self.recipe.data.demonstration])))
+        else:
+            response = max(self._most_new_tokens)
+        prompt = len(item["prompt_ids"])
+        return (max(prompt, response) if policy.is_seq2seq else prompt + response) <= policy.context
 
     def evaluation_of(self, split: str) -> Result | None:
         items = self.items(split)[: self.recipe.evaluation.prompts]
@@ -166,8 +218,13 @@ class Trainer:
 
     @property
     def max_new_tokens(self) -> int:
+        """Of evaluations."""
+        return self._most_new_tokens[0]
+
+    @property
+    def _most_new_tokens(self) -> list[int]:
         of_rl = [phase.rl.rollout.max_new_tokens for phase in self.recipe.phases if phase.rl is not None]
-        return of_rl[0] if of_rl else 64
+        return of_rl or [64]
 
     def _corpus(self) -> list[str]:
         data = self.recipe.data
@@ -179,11 +236,30 @@ class Trainer:
         if state is None:
             self.log.cut(0, 0)
             return 0, 0
+        self._keep(state)
         self.policy = checkpoint.load_policy(self.recipe, state, self.policy)
         self.resumed = state
         self.log.cut(state.phase, state.step)
-        self.log.event("resumed", phase=state.phase, step=state.step)
+        self.log.event("resumed", phase=state.phase, step=state.step, threads=state.threads)
         return state.phase, state.step
+
+    def _keep(self, state: checkpoint.State) -> None:
+        """What no key of the recipe says, and what a run's bits depend on all the same."""
+        if self.recipe.threads is None:
+            torch.set_num_threads(state.threads)
+        elif torch.get_num_threads() != state.threads:
+            raise checkpoint.CheckpointError(
+                f"{state.folder}: threads: must be what it was, {state.threads}, or left out, as another number gives "
+                f"other bits, got {torch.get_num_threads()}"
+            )
+        for key, name in self.embedders.items():
+            was = state.embedders.get(key, name)
+            is_chosen = key == "evaluation.embedder" and self.recipe.evaluation.embedder != "auto"
+            if was != name and not is_chosen:
+                raise checkpoint.CheckpointError(
+                    f"{state.folder}: {key}: auto must be what it was, {was!r}, got {name!r}, by the packages that are "
+                    "installed"
+                )
 
 
 def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:

