@@ -105,12 +105,15 @@ def compare(
     def passes(k: int) -> Callable[[Line], float]:
         return lambda line: pass_at_k_of(_right_samples(line, solved), k)
 
+    def right(line: Line) -> float:
+        return _number(line["correct"]) if "correct" in line else right_by_reward(_number(line["reward"]), solved)
+
     reward = among(lambda line: _number(line["reward"]))
     counts = [len(line.get("rewards", ())) for pair in pairs for line in pair]
     known = sorted({2**i for i in range(20) if 2**i <= min(counts)} | {min(counts)} - {0}) if counts else []
     return Comparison(
         reward,
-        among(lambda line: is_right(line, solved)),
+        among(right),
         {k: among(passes(k)) for k in known},
         resamples,
         seed,
@@ -118,14 +121,8 @@ def compare(
     )
 
 
-def is_right(line: Line, solved: float) -> float:
-    """Whether the greedy answer is: as the evaluation says, or by its reward; NaN where there is none."""
-    if "correct" in line:
-        return _number(line["correct"])
-    return right_by_reward(_number(line["reward"]), solved)
-
-
 def right_by_reward(reward: float, solved: float) -> float:
+    """Of an answer that nothing else says it of."""
     return math.nan if math.isnan(reward) else float(reward >= solved)
 
 

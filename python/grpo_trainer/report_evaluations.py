@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_trainer import page
-from grpo_trainer.compare import Comparison, Difference, compare, is_right, paired
+from grpo_trainer.compare import Comparison, Difference, compare, paired, right_by_reward
 from grpo_trainer.page import shown
 from grpo_trainer.plots import Curve, Panel, draw_panels
-from grpo_trainer.run_folder import Evaluated, RunFolder, has_value, mean, number
+from grpo_trainer.run_folder import Evaluated, Line, RunFolder, has_value, mean, number
 
 _BETWEEN_0_AND_1 = {
     "self-BLEU": "self_bleu", "distinct-1": "distinct_1", "distinct-2": "distinct_2", "semantic": "semantic_diversity",
@@ -105,7 +105,7 @@ def _evaluation_plots(run: RunFolder) -> list[str]:
         return []
     steps = [run.rl_offset(each.phase) + each.step for each in found]
     rewards = [[number(line.get("reward")) for line in each.prompts] for each in found]
-    right = [[is_right(line, _solved(run)) for line in each.prompts] for each in found]
+    right = [[_is_right(line, _solved(run)) for line in each.prompts] for each in found]
     right = [[value for value in each if math.isfinite(value)] for each in right]
     panels = [Panel("exact match, greedy", [_with_band("exact", steps, right)], True)]
     if not all(_is_share(each) for each in found):
@@ -186,6 +186,13 @@ def _answers(title: str, line: Any) -> str:
 def _said(title: str, text: object, reward: float | None) -> str:
     worth = "" if reward is None else f", reward {page.figures(reward)}"
     return page.element("div", title + worth, "reward") + page.element("span", page.prompt(text), "said")
+
+
+def _is_right(line: Line, solved: float) -> float:
+    """As `compare` has it, of a file that may hold anything."""
+    if "correct" in line:
+        return number(line["correct"])
+    return right_by_reward(number(line.get("reward")), solved)
 
 
 def _solved(run: RunFolder) -> float:
