@@ -223,7 +223,10 @@ def test_gradient_is_the_derivative(backend: str, name: str, aggregation: str) -
     def loss(lp: Tensor, h: Tensor) -> Tensor:
         return gk.policy_loss(lp, old, advantages, entropy=h, config=config, **options).loss
 
-    assert torch.autograd.gradcheck(loss, (logprobs, entropy), eps=1e-7, atol=1e-6)
+    # entry by entry, or along one random direction where a call takes Triton's interpreter long: that every entry is the
+    # reference's is tested elsewhere
+    is_interpreted = backend == "triton" and not torch.cuda.is_available()
+    assert torch.autograd.gradcheck(loss, (logprobs, entropy), eps=1e-7, atol=1e-6, fast_mode=is_interpreted)
 
 
 # Segments
