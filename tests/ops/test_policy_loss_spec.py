@@ -223,10 +223,10 @@ def test_gradient_is_the_derivative(backend: str, name: str, aggregation: str) -
     def loss(lp: Tensor, h: Tensor) -> Tensor:
         return gk.policy_loss(lp, old, advantages, entropy=h, config=config, **options).loss
 
-    # entry by entry, or along one random direction where a call takes Triton's interpreter long: that every entry is the
-    # reference's is tested elsewhere
+    # Entry by entry, or along one random direction where a call takes Triton's interpreter long: that every entry is
+    # that of the reference is tested elsewhere. Differences of 1e-7 lose half of a double's digits.
     is_interpreted = backend == "triton" and not torch.cuda.is_available()
-    assert torch.autograd.gradcheck(loss, (logprobs, entropy), eps=1e-7, atol=1e-6, fast_mode=is_interpreted)
+    assert torch.autograd.gradcheck(loss, (logprobs, entropy), eps=1e-7, atol=1e-7, rtol=1e-5, fast_mode=is_interpreted)
 
 
 # Segments
