@@ -20,7 +20,8 @@ from grpo_kernels.config.loss import METRICS
 
 @contextlib.contextmanager
 def instead_of_kernels() -> Iterator[None]:
-    """What the trainer calls in `grpo_kernels`, replaced; it computes the same but for the metrics of the loss."""
+    """What the trainer calls in `grpo_kernels`, replaced. It computes the same where advantages have no shrinkage,
+    floor or weights, but for the critic's targets and the metrics of the loss."""
     with contextlib.ExitStack() as stack:
         for function in (
             group_advantages, similarity_groups, endpoint_segments, token_logprobs, linear_logprobs, linear_policy_loss,
