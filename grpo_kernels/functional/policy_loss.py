@@ -57,6 +57,7 @@ def policy_loss(
     sampling_logprobs: Tensor | None = None,
     is_weights: Tensor | None = None,
     entropy: Tensor | None = None,
+    entropy_floor: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
     config: LossConfig | str = "grpo",
@@ -74,6 +75,8 @@ def policy_loss(
     sampling_logprobs  of the sampler, for config.correction and off_policy_threshold; NaN: it could not score the token
     is_weights         factors of the policy term: one per token, [B, 1] or [B]; instead of config.correction
     entropy            per token; for the bonus (with gradient), the metrics and top_entropy_quantile
+    entropy_floor      a scalar: what top_entropy_quantile found elsewhere, as among the tokens of all ranks; None: what
+                       it finds here
     weights            one per token: the loss is their weighted sum instead of the aggregation's mean
     normalizer         what the aggregation divides by instead of what it would count here: a number or a tensor, or a
                        dict with any of "tokens", "rows", "segments". The global count makes the loss independent of
@@ -84,7 +87,7 @@ def policy_loss(
     settings = LossConfig.of(config)
     given = Inputs(
         logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights,
-        entropy, None, weights,
+        entropy, entropy_floor, weights,
     )  # fmt: skip
     return policy_loss_of(_OP, given, normalizer, settings, backend)
 
@@ -93,7 +96,8 @@ def policy_loss_of(
     op_name: str, given: Inputs, normalizer: Normalizer | None, settings: LossConfig, backend: str | None
 ) -> PolicyLoss:  # fmt: skip
     inputs, normalizers, counts = prepare(op_name, given, normalizer, settings)
-    inputs = inputs._replace(entropy_floor=_entropy_floor(inputs, settings.top_entropy_quantile))
+    if inputs.entropy_floor is None:
+        inputs = inputs._replace(entropy_floor=_entropy_floor(inputs, settings.top_entropy_quantile))
     chosen = dispatch.select(op_name, backend, inputs.logprobs.device.type, inputs.logprobs.dtype, op.SUPPORTS)
     loss, metrics = op.apply(chosen, *inputs, normalizers, counts, settings.modes, settings.coefficients)
     by_row = given.advantages.shape != given.logprobs.shape
@@ -132,6 +136,7 @@ def _checked(op_name: str, given: Inputs) -> Inputs:
         segments=None if segments is None else segments.int(),
         is_weights=None if given.is_weights is None else arguments.per_row_or_token("is_weights", given.is_weights),
         entropy=arguments.floats("entropy", given.entropy),
+        entropy_floor=arguments.scalar("entropy_floor", given.entropy_floor),
         weights=None if weights is None else arguments.number(weights, detach=True),
         **{name: arguments.floats(name, getattr(given, name), detach=True) for name in detached},
     )
@@ -166,6 +171,15 @@ class _Arguments:
     def floats(self, name: str, value: Tensor | None, detach: bool = False) -> Tensor | None:
         value = self.optional(name, value, checks.FLOATS)
         return None if value is None else self.number(value, detach)
+
+    def scalar(self, name: str, value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        checks.tensor(self.op_name, name, value, checks.FLOATS)
+        checks.same_device(self.op_name, name, value, self.device)
+        if value.numel() != 1:
+            raise ValueError(f"{self.op_name}: {name} must have one element, got shape {list(value.shape)}")
+        return self.number(value.reshape(()), detach=True)
 
     def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
         checks.tensor(self.op_name, name, value, checks.FLOATS)
@@ -221,6 +235,8 @@ def _check_needs(op_name: str, settings: LossConfig, inputs: Inputs, normalizer:
     if (settings.entropy_coef != 0 or settings.top_entropy_quantile < 1) and inputs.entropy is None:
         names = f"entropy_coef={settings.entropy_coef}, top_entropy_quantile={settings.top_entropy_quantile}"
         refuse("entropy", f"given for {names}", None)
+    if inputs.entropy_floor is not None and settings.top_entropy_quantile >= 1:
+        refuse("entropy_floor", "left out with top_entropy_quantile=1, which keeps all tokens", "a tensor")
     if normalizer is None:
         return
     if inputs.weights is not None:

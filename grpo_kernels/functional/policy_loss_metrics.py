@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from grpo_kernels.config import LossConfig
@@ -33,6 +34,16 @@ class PolicyLossMetrics:
         if self._on_host is None:
             self._on_host = dict(zip(METRICS, self.tensor.tolist(), strict=True))
         return dict(self._on_host)
+
+    def merged(self, rows: Tensor) -> PolicyLossMetrics:
+        """Of several micro-batches or ranks, the `tensor` of each a row: sums added, extremes compared."""
+        total = rows.sum(0)
+        for i, name in enumerate(METRICS):
+            if name.endswith(("_min", "_max")):
+                column, sign = rows[:, i], -1 if name.endswith("_min") else 1
+                most = sign * torch.where(column.isnan(), -math.inf, sign * column).amax()
+                total[i] = torch.where(column.isnan().all(), math.nan, most)
+        return PolicyLossMetrics(total, self._config, self._by_row, self._has_entropy)
 
     def trl(self) -> dict[str, float]:
         """The keys of TRL's GRPOTrainer that this loss has."""

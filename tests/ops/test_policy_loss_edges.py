@@ -192,6 +192,24 @@ def test_micro_batches_add_up_to_the_whole(backend: str, dtype: torch.dtype, nam
     torch.testing.assert_close(sum(part.loss for part in parts), whole.loss, rtol=unit, atol=unit)
     for key, gradient in whole.grads.items():
         torch.testing.assert_close(torch.cat([part.grads[key] for part in parts]), gradient, rtol=unit, atol=unit)
+    found = whole.metrics.merged(torch.stack([part.tensor for part in parts])).tensor
+    close = {"rtol": 8 * unit, "atol": 8 * unit * float(whole.tensor.nan_to_num().abs().max()), "equal_nan": True}
+    torch.testing.assert_close(found, whole.tensor, **close)
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "quantile" in name])
+@pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
+def test_entropy_floor_of_more_than_is_here(backend: str, dtype: torch.dtype, name: str) -> None:
+    """A part with the floor of the whole keeps the tokens that the whole keeps."""
+    given, config = arguments(name, ragged(6), dtype), config_of(name)
+    counted = given["mask"] & (given["segments"] >= 0) if "segments" in given else given["mask"]
+    floor = given["entropy"][counted].quantile(1 - config.top_entropy_quantile)
+    Run(backend, given, config, entropy_floor=floor).assert_same(Run(backend, given, config))
+    kept = []
+    for rows in (slice(0, 2), slice(2, 6)):
+        part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in given.items()}
+        kept.append(Run(backend, part, config, entropy_floor=floor[None]).metrics["kept_tokens"].cpu())
+    assert sum(kept) == Run(backend, given, config).metrics["kept_tokens"].cpu() > 0
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

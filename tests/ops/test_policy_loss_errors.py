@@ -174,6 +174,14 @@ def test_arguments_that_contradict_the_config() -> None:
     refused(ValueError, "sampling_logprobs", "correction='token_mask'", "None", config=masked, sampling_logprobs=None)
     vespo = gk.LossConfig(loss="vespo", kl="k3")
     refused(ValueError, "is_weights", "vespo", "[3]", config=vespo, is_weights=torch.ones(3))
+    refused(ValueError, "entropy_floor", "top_entropy_quantile=1", entropy_floor=torch.ones(()))
+
+
+def test_entropy_floor_that_is_no_scalar() -> None:
+    some = gk.LossConfig(kl="k3", top_entropy_quantile=0.5)
+    refused(ValueError, "entropy_floor", "one element", "[2]", config=some, entropy_floor=torch.ones(2))
+    refused(TypeError, "entropy_floor", "float", config=some, entropy_floor=0.5)
+    refused(TypeError, "entropy_floor", "int64", config=some, entropy_floor=torch.ones((), dtype=torch.long))
 
 
 @pytest.mark.parametrize("config", [None, 3, {"loss": "clip"}, gk.LossConfig])
