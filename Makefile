@@ -38,10 +38,11 @@ format: $(VENV)/built
 
 results: $(VENV)/built
 	$(BIN)/python tools/seeds.py arithmetic --seeds 0 1 2
-	$(BIN)/python tools/seeds.py gsm8k evaluation.samples=0 evaluation.every=0 evaluation.prompts=512 --seeds 0
-	$(BIN)/python tools/learning.py strategies --seeds 1 2 3
+	$(BIN)/python tools/seeds.py gsm8k evaluation.samples=0 evaluation.every=0 --seeds 0
+	$(BIN)/python tools/learning.py strategies --seeds 4 5 6
 	$(BIN)/python tools/learning.py segments --seeds 0 1 2
-	$(BIN)/python -m benchmarks.trainer_step similarity_group
+	$(BIN)/python -m benchmarks.trainer_step arithmetic --steps 5
+	$(BIN)/python -m benchmarks.trainer_step similarity_group --steps 5
 
 bench: $(VENV)/built
 	$(BIN)/python -m pytest benchmarks --benchmark-only

@@ -26,6 +26,7 @@ from grpo_trainer.run_folder import INSIDE
 from grpo_trainer.settings import plain
 from grpo_trainer.train import Trainer
 
+import grpo_kernels as gk
 from benchmarks.loops import instead_of_kernels
 
 NAMES = ("kernels", "reference", "loops")
@@ -56,7 +57,12 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     shutil.rmtree(given.out, ignore_errors=True)
 
-    sft = [f"phases.0.sft.steps={given.sft}", "evaluation.prompts=8", "evaluation.samples=0", "logging.progress=false"]
+    sft = [
+        f"phases.0.sft.steps={given.sft}",
+        "evaluation.test_prompts=8",
+        "evaluation.samples=0",
+        "logging.progress=false",
+    ]
     base = recipes.load(given.recipe, sft)
     before = dataclasses.replace(base, output=str(given.out / "before"), phases=base.phases[:1])
     Trainer(before).run()
@@ -65,7 +71,8 @@ def main() -> None:
     runs = {name: variant(name, base, given.out, start) for name in NAMES}
     for step in range(1, given.steps + 1):
         for name, (trainer, run) in runs.items():
-            with instead_of_kernels() if name == "loops" else contextlib.nullcontext():
+            backend = contextlib.nullcontext() if trainer.backend is None else gk.use_backend(trainer.backend)
+            with backend, instead_of_kernels() if name == "loops" else contextlib.nullcontext():
                 torch.manual_seed(trainer.seed_of("step", step))
                 trainer.seconds.clear()
                 began = time.perf_counter()
@@ -93,9 +100,15 @@ def print_table(out: Path) -> None:
     for part in parts:
         medians = [series(run.lines("rl"), f"time/{part}") for run in runs.values()]
         print(f"| {part} | " + " | ".join(f"{statistics.median(each) * 1e3:.1f}" for each in medians) + " |")
-    print(
-        "| outside generation and the model | " + " | ".join(f"{run.share_outside:.2%}" for run in runs.values()) + " |"
-    )
+    outside = {name: run.share_outside for name, run in runs.items()}
+    row("outside generation and the model", outside)
+    seconds = {name: run.seconds_of_parts for name, run in runs.items()}
+    embedding = {name: parts.get("embed", 0.0) / parts["step"] for name, parts in seconds.items()}
+    row("that without the embedding model", {name: outside[name] - embedding[name] for name in runs})
+
+
+def row(title: str, shares: dict[str, float]) -> None:
+    print(f"| {title} | " + " | ".join(f"{share:.2%}" for share in shares.values()) + " |")
 
 
 if __name__ == "__main__":

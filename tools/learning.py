@@ -41,6 +41,7 @@ class Experiment:
     variants: Mapping[str, Mapping[str, Any] | None]  # keys of Algorithm; None: what the recipe has
     measure: Measure
     shares: tuple[tuple[str, str], ...]  # a figure, and the variant whose figure it is divided by
+    prompts: int | None = None  # of the test split; nothing: all
 
 
 def strategies_of(folder: Path, lines: list[dict[str, Any]]) -> Figures:
@@ -69,7 +70,7 @@ PPO = {"name": "ppo", "critic": {"lr": 1e-3, "coef": 0.5, "warmup": 3}, "segment
 EXPERIMENTS = {
     "strategies": Experiment(
         "similarity_group", "plain GRPO", {"plain GRPO": {"name": "grpo"}, "similarity groups": None}, strategies_of,
-        (("entropy", SFT), ("two differ", SFT), ("sampled", "plain GRPO"), ("greedy", "plain GRPO")),
+        (("entropy", SFT), ("two differ", SFT), ("sampled", "plain GRPO"), ("greedy", "plain GRPO")), prompts=256,
     ),
     "segments": Experiment(
         "group_ppo", "PPO", {"GRPO": {"name": "grpo"}, "PPO": PPO, "GROUP-PPO": None}, segments_of,
@@ -85,7 +86,8 @@ def run_all(
     found: dict[str, list[Figures]] = {name: [] for name in (SFT, *experiment.variants)}
     for seed in seeds:
         whole = recipes.load(experiment.recipe, [f"seed={seed}", "evaluation.every=0", *overrides])
-        whole = dataclasses.replace(whole, evaluation=dataclasses.replace(whole.evaluation, samples=SAMPLES))
+        evaluation = dataclasses.replace(whole.evaluation, samples=SAMPLES, test_prompts=experiment.prompts)
+        whole = dataclasses.replace(whole, evaluation=evaluation)
         torch.set_num_threads(whole.threads or 1)
         start = folder / experiment.recipe / f"sft-{seed}"
         once(dataclasses.replace(whole, output=str(start), phases=whole.phases[:1]))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_trainer import model
+from grpo_trainer import model, processes
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.settings import plain
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 # What may change between a run and the one that goes on from it.
-_FREE = ("output", "threads", "logging", "checkpoints", "evaluation", "name")
+_FREE = ("output", "threads", "distributed", "logging", "checkpoints", "evaluation", "name")
 
 
 class CheckpointError(Exception):
@@ -70,14 +70,23 @@ def refuse_used(folder: Path) -> None:
 
 
 def save(trainer: Trainer, phase: int, step: int, optimizer: torch.optim.Optimizer, plan: Plan | None) -> None:
+    """By the first process; of weights that are shared out the others hand in their parts."""
+    whole = processes.full_weights(trainer.policy.lm) if trainer.policy.is_sharded else None
+    moments, steps = _moments(optimizer)
+    with processes.together():
+        if trainer.accelerator.is_main_process:
+            _write(trainer, phase, step, plan, whole, moments, steps)
+
+
+def _write(
+    trainer: Trainer, phase: int, step: int, plan: Plan | None, whole: dict[str, torch.Tensor] | None,
+    moments: dict[str, torch.Tensor], steps: list[float],
+) -> None:  # fmt: skip
     from safetensors.torch import save_file
 
-    if not trainer.accelerator.is_main_process:
-        return
     place = _folder(trainer.recipe) / f"{phase}-{step:06d}"
     with _atomic(place) as new:
-        model.save_policy(trainer.policy, new / "model")
-        moments, steps = _moments(optimizer)
+        model.save_policy(trainer.policy, new / "model", whole)
         save_file(moments, new / "optimizer.safetensors")
         threshold = plan.threshold.value if plan is not None and plan.threshold is not None else None
         state = {
@@ -141,8 +150,8 @@ def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
             )
         optimizer.state[parameter] = {
             "step": torch.tensor(float(steps[i]), device=parameter.device),
-            "exp_avg": average.to(parameter.device),
-            "exp_avg_sq": stored[f"{i}.exp_avg_sq"].to(parameter.device),
+            "exp_avg": processes.part_like(average, parameter),
+            "exp_avg_sq": processes.part_like(stored[f"{i}.exp_avg_sq"], parameter),
         }
 
 
@@ -155,25 +164,28 @@ def reference(trainer: Trainer, phase: int) -> Reference:
     if settings.reference_model_path is not None:
         return model.Reference(policy, settings)
     place = recipe.folder / f"reference-{phase}"
-    if not (place / "state.json").exists():
-        if trainer.accelerator.is_main_process:
+    whole = processes.full_weights(policy.lm) if policy.is_sharded else None
+    is_there = processes.first((place / "state.json").exists())
+    with processes.together():
+        if not is_there and trainer.accelerator.is_main_process:
             with _atomic(place) as new:
-                _save_reference(policy, new, only_adapters=settings.lora is not None)
+                _save_reference(policy, new, whole, only_adapters=settings.lora is not None)
                 (new / "state.json").write_text(to_json({"files": _digests(new)}))
+    if not is_there and whole is None:
         return model.Reference(policy, settings)
     if settings.lora is None:
         return model.Reference(policy, dataclasses.replace(settings, reference_model_path=str(place / "model")))
     return model.Reference(policy, settings, load_file(place / "adapters.safetensors"))
 
 
-def _save_reference(policy: Policy, folder: Path, only_adapters: bool) -> None:
+def _save_reference(policy: Policy, folder: Path, whole: dict[str, torch.Tensor] | None, only_adapters: bool) -> None:
     from safetensors.torch import save_file
 
     if only_adapters:
         save_file({name: value.contiguous() for name, value in model.adapters_of(policy).items()},
                   folder / "adapters.safetensors")  # fmt: skip
     else:
-        policy.lm.save_pretrained(folder / "model")
+        policy.lm.save_pretrained(folder / "model", state_dict=whole)
 
 
 def _folder(recipe: Recipe) -> Path:
@@ -239,7 +251,7 @@ def _moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor],
         steps.append(float(state.get("step", 0)))
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state:
-                found[f"{i}.{name}"] = state[name].contiguous()
+                found[f"{i}.{name}"] = processes.full(state[name]).contiguous()
     return found, steps
 
 

@@ -55,16 +55,19 @@ def _train(given: argparse.Namespace) -> None:
 
     from transformers.utils.logging import disable_progress_bar
 
+    from grpo_trainer import processes
     from grpo_trainer.compare import compare
     from grpo_trainer.report import write_report
     from grpo_trainer.run_folder import RunFolder
     from grpo_trainer.train import Trainer
 
     disable_progress_bar()  # of every checkpoint
-    if given.fresh and (recipe.folder / "recipe.json").exists():
-        shutil.rmtree(recipe.folder)
     trainer = Trainer(recipe)
+    with processes.together():
+        if given.fresh and trainer.accelerator.is_main_process and (recipe.folder / "recipe.json").exists():
+            shutil.rmtree(recipe.folder)
     metrics = trainer.run(given.resume)
+    processes.end()
     if trainer.accelerator.is_main_process:
         page = write_report(recipe.folder)
         for key, value in metrics.items():
@@ -99,10 +102,13 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
     recipe = recipes.load(name, overrides)
     _set_threads(recipe.threads)
     _find_modules_here()
+    from grpo_trainer import processes
     from grpo_trainer.compare import compare
     from grpo_trainer.train import evaluate_model
 
     results = [evaluate_model(recipe, model, split) for model in models]
+    if not processes.is_first():
+        return
     found = {model: result.to_json() for model, result in zip(models, results, strict=True)}
     for model, result in zip(models, results, strict=True):
         print(model)
@@ -161,12 +167,13 @@ def report(arguments: Sequence[str] | None = None) -> int:
 
 
 def _set_threads(wanted: int | None) -> None:
-    """Of the CPU: as many as cores that nobody else is busy with."""
+    """Of the CPU: as many as cores that nobody else is busy with, divided among the processes that were launched."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = round(os.getloadavg()[0]) if hasattr(os, "getloadavg") else 0
-    torch.set_num_threads(wanted or max(1, cores - busy))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(wanted or max(1, (cores - busy) // here))
 
 
 def _find_modules_here() -> None:
@@ -178,11 +185,12 @@ def _find_modules_here() -> None:
 def _reported(work: Callable[[], None]) -> int:
     """What a user can mend is said in a line; anything else keeps its traceback."""
     from grpo_trainer.checkpoint import CheckpointError
+    from grpo_trainer.processes import ProcessError
     from grpo_trainer.rewards import RewardError
 
     try:
         work()
-    except (ValueError, TypeError, OSError, CheckpointError, RewardError) as error:
+    except (ValueError, TypeError, OSError, CheckpointError, RewardError, ProcessError) as error:
         if os.environ.get("GRPO_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)

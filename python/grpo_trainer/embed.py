@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer import processes
 from grpo_trainer.recipe import Similarity
+from grpo_trainer.similarity import RayEmbedderPool
 
 Encode = Callable[[Sequence[str]], Tensor]
 
 
 def load_embedder(settings: Similarity) -> Embedder:
     name = resolved(settings.embedder)
-    return Embedder(settings, hashed if name == "hashed" else _sentence_transformer(name), name)
+    if settings.workers:
+        pool = RayEmbedderPool(Named(name), settings.workers, gpus_per_worker=settings.gpus_per_worker)
+        return Embedder(settings, pool, name)
+    return Embedder(settings, Named(name).load(), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """An embedder by its name, whose model is loaded where it is called."""
+
+    name: str
+
+    def load(self) -> Encode:
+        return hashed if self.name == "hashed" else _sentence_transformer(self.name)
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        return self.load()(texts)
 
 
 def resolved(name: str) -> str:
@@ -30,21 +49,33 @@ def resolved(name: str) -> str:
 
 
 class Embedder:
-    """Of each response's answer; NaN: left out. Texts that were seen lately are not computed again."""
+    """Of each response's answer; NaN: left out. Texts that were seen lately are not computed again.
+
+    encode  texts -> [N, D]; a pool gets the missing ones of a prompt together
+    """
 
     def __init__(self, settings: Similarity, encode: Encode, name: str) -> None:
         self.settings, self.encode, self.name = settings, encode, name
         self.cache: OrderedDict[str, Tensor] = OrderedDict()
         self.hits = self.misses = 0
 
-    def __call__(self, responses: Sequence[str]) -> Tensor:
+    @property
+    def pool(self) -> RayEmbedderPool | None:
+        return self.encode if isinstance(self.encode, RayEmbedderPool) else None
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+    def __call__(self, responses: Sequence[str], group_size: int = 1) -> Tensor:
+        """group_size  neighbours that answer one prompt"""
         texts = [embedded_text(response, self.settings) for response in responses]
         wanted = list(dict.fromkeys(text for text in texts if text is not None))
         missing = [text for text in wanted if text not in self.cache]
         self.hits, self.misses = self.hits + len(wanted) - len(missing), self.misses + len(missing)
         known = {text: self.cache[text] for text in wanted if text in self.cache}
         if missing:
-            known |= dict(zip(missing, self.encode(missing).float().cpu(), strict=True))
+            known |= dict(zip(missing, self._encoded(texts, missing, group_size).float().cpu(), strict=True))
         if not known:
             return torch.full((len(texts), 1), torch.nan)
         for text in wanted:
@@ -54,6 +85,25 @@ class Embedder:
             self.cache.popitem(last=False)
         left_out = torch.full_like(next(iter(known.values())), torch.nan)
         return torch.stack([left_out if text is None else known[text] for text in texts])
+
+    def _encoded(self, texts: list[str | None], missing: list[str], group_size: int) -> Tensor:
+        if self.pool is None:
+            return self.encode(missing)
+        first_at = {text: i for i, text in reversed([*enumerate(texts)])}
+        of_prompts = Counter(first_at[text] // group_size for text in missing)  # in their order
+        return self.pool(missing, groups=list(of_prompts.values()))
+
+
+def embedded(embedder: Embedder, responses: Sequence[str], group_size: int = 1) -> Tensor:
+    """Of all processes, each of which embeds its share, as a text has the same vector alone and among others; but a
+    pool is asked by the first alone."""
+    some = processes.share(len(responses))
+    if embedder.pool is not None:
+        some = range(len(responses) if processes.is_first() else 0)
+    with processes.together():
+        found = embedder(responses[some.start : some.stop], group_size)
+    width = processes.most(found.shape[1])  # 1 where all of a share is left out
+    return processes.whole(found.expand(-1, width), some, len(responses))
 
 
 def embedded_text(response: str, settings: Similarity) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from grpo_trainer.algorithm import total
 from grpo_trainer.diversity_measures import MOST_EMBEDDED, of_prompts
-from grpo_trainer.embed import Embedder, load_embedder
+from grpo_trainer.embed import Embedder, embedded, load_embedder
 from grpo_trainer.model import Policy
 from grpo_trainer.recipe import Evaluation, Reward, Similarity
 from grpo_trainer.rewards import RewardFunction, components, score
@@ -100,7 +100,7 @@ def pass_at_k_of(right: Sequence[float], k: int) -> float:
 
 
 def _diversity(samples: Sequence[Sequence[str]], embedder: Embedder) -> dict[str, float]:
-    embeddings = embedder([text for texts in samples for text in texts[:MOST_EMBEDDED]])
+    embeddings = embedded(embedder, [text for texts in samples for text in texts[:MOST_EMBEDDED]])
     return {name: _mean(values) for name, values in of_prompts(samples, embeddings).items()}
 
 

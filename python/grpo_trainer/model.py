@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
+from grpo_trainer import processes
 from grpo_trainer.recipe import Model
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 
@@ -77,6 +78,11 @@ class Policy(nn.Module):
         return next(self.lm.parameters()).device
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether this process has a part of the weights only."""
+        return processes.is_sharded(next(self.lm.parameters()))
+
+    @property
     def inner(self) -> Any:
         """The model of transformers, without what peft wraps around it."""
         return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
@@ -91,9 +97,16 @@ class Policy(nn.Module):
         """Mixed precision: the same in sampling, scoring and the update, or ratios would begin beside 1."""
         return torch.autocast(self.device.type, self.mixed, enabled=self.mixed is not None)
 
-    def forward(self, what: str, batch: Batch, **arguments: Any) -> Any:
+    def forward(self, what: str, batch: Batch | None, **arguments: Any) -> Any:
         with self.autocast():
             return getattr(self, f"_{what}")(batch, **arguments)
+
+    def _next(self, _: None, **arguments: Any) -> Any:
+        """As sampling asks, token by token."""
+        return self.lm(**arguments)
+
+    def _encoded(self, _: None, **arguments: Any) -> Any:
+        return self.lm.get_encoder()(**arguments)
 
     def _logprobs(self, batch: Batch, share: bool = True) -> Tensor:
         return self._of_states(batch, self._states(batch, share)[0])
@@ -257,7 +270,9 @@ class Reference:
         self.adapters: dict[str, Tensor] = {}
         if settings.reference_model_path is not None:
             other = dataclasses.replace(settings, path=settings.reference_model_path, lora=None)
-            self.other = self._frozen(load_lm(other, policy.device))
+            self.other = self._frozen(load_lm(other, "cpu" if policy.is_sharded else policy.device))
+            if policy.is_sharded:
+                processes.shard(self.other, policy.device)
         elif settings.lora is None:
             self.other = self._frozen(copy.deepcopy(policy.lm))
         else:
@@ -463,11 +478,14 @@ def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
     peft.set_peft_model_state_dict(policy.lm, given)
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
-    """As transformers and peft load it: safetensors, config, tokenizer; the value head and the critic beside it."""
+def save_policy(policy: Policy, folder: Path, whole: dict[str, Tensor] | None = None) -> None:
+    """As transformers and peft load it: safetensors, config, tokenizer; the value head and the critic beside it.
+
+    whole  the language model's weights, where this process has but a part of them
+    """
     from safetensors.torch import save_file, save_model
 
-    policy.lm.save_pretrained(folder)
+    policy.lm.save_pretrained(folder, state_dict=whole)
     policy.tokenizer.save_pretrained(folder)
     head = (policy.critic or policy).value_head
     if head is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_trainer import checkpoint
+from grpo_trainer import checkpoint, processes
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.model import Policy
 from grpo_trainer.recipe import Optimizer, Rl, Sft
@@ -45,7 +45,12 @@ class PhaseRun:
         )  # fmt: skip
         if start:
             checkpoint.load_optimizer(trainer.resumed, unwrapped)
-        self.model, self.optimizer = trainer.accelerator.prepare(policy, unwrapped)
+        accelerator = trainer.accelerator
+        if processes.world() == 1:
+            self.model, self.optimizer = accelerator.prepare(policy, unwrapped)
+        else:  # without accelerate's wrapper, as gradients are summed, and weights shared out, in processes
+            self.model = accelerator.prepare_model(policy, evaluation_mode=True)
+            self.optimizer = accelerator.prepare_optimizer(unwrapped)
 
     @property
     def items_a_step(self) -> int:
@@ -76,7 +81,8 @@ class PhaseRun:
             raise ValueError(f"data: phase {self.number} ({self.kind}) has no usable line")
         self._evaluate_if_due(self.start)
         for step in range(self.start + 1, self.settings.steps + 1):
-            torch.manual_seed(t.seed_of("step", self.number, step))
+            # dropout of another process is of other rows
+            torch.manual_seed(t.seed_of("step", self.number, step, *([processes.rank()] if processes.rank() else [])))
             self._set_lr(step)
             t.seconds.clear()
             began = time.perf_counter()
@@ -84,9 +90,10 @@ class PhaseRun:
             metrics = self.step(items, step)
             spent = time.perf_counter() - began
             metrics |= {"time/step": spent} | {f"time/{name}": seconds for name, seconds in t.seconds.items()}
-            t.log.metrics(self.kind, self.number, step, metrics)
             shown = {name: metrics[key] for name, key in SHOWN if key in metrics}
-            t.log.progress(f"{self.kind} {self.number}", step, self.settings.steps, shown)
+            with processes.together():
+                t.log.metrics(self.kind, self.number, step, metrics)
+                t.log.progress(f"{self.kind} {self.number}", step, self.settings.steps, shown)
             saves = t.recipe.checkpoints.every
             if (saves and step % saves == 0) or step == self.settings.steps:
                 checkpoint.save(t, self.number, step, self.optimizer, self.plan)
@@ -119,10 +126,23 @@ class PhaseRun:
         for group in self.optimizer.param_groups:
             group["lr"] = group["full_lr"] * factor
 
+    def pieces(self, rows: Tensor, size: int) -> processes.Pieces:
+        return processes.Pieces(rows, size, in_step=self.t.policy.is_sharded)
+
+    def backward(self, loss: Tensor, counts: bool) -> None:
+        """counts  False: the pass is for the sake of processes that wait for it"""
+        self.t.accelerator.backward(loss if counts else loss * 0)
+
     def optimizer_step(self) -> float:
         """The norm of the gradient before it was clipped. A gradient that is not finite ends the run."""
-        most = self.settings.optimizer.grad_clip
-        norm = float(self.t.accelerator.clip_grad_norm_(self.model.parameters(), most if most > 0 else math.inf))
+        most = self.settings.optimizer.grad_clip or math.inf
+        parameters = list(self.model.parameters())
+        processes.sum_gradients(parameters)
+        if self.t.policy.is_sharded:
+            norm = processes.clip_sharded(parameters, most)
+        else:
+            norm = float(self.t.accelerator.clip_grad_norm_(parameters, most))
+        processes.agree("the gradient's norm", norm)
         # with fp16 a gradient that overflows is expected: the step is left out, and the loss is scaled by less
         if not math.isfinite(norm) and self.t.accelerator.scaler is None:
             raise FloatingPointError(f"phase {self.number}: the gradient's norm must be finite, got {norm}")
@@ -139,6 +159,14 @@ class PhaseRun:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.t.seconds[what] += time.perf_counter() - began
+
+
+def summed(losses: Tensor) -> float:
+    """Of micro-batches, one after the other in float64."""
+    found = 0.0
+    for loss in losses.tolist():
+        found += loss
+    return found
 
 
 def lr_factor(settings: Optimizer, step: int, steps: int) -> float:

@@ -57,7 +57,7 @@ class Data:
     test: str | None = key(None, "JSONL of the last evaluation")
     prompt: str = key("prompt", "column of the prompt")
     demonstration: str = key("demonstration", "column of the demonstrated response")
-    limit: int | None = key(None, "at most so many lines of each file")
+    limit: int | None = key(None, "at most so many lines to train on, of each file")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +117,8 @@ class Similarity:
     )
     tail: int = key(256, "characters of unfinished: tail")
     cache: int = key(4096, "texts whose embeddings are kept")
+    workers: int = key(0, "actors of a Ray cluster that embed; 0: the trainer itself does")
+    gpus_per_worker: float = key(0.0, "of each, which may be a fraction of one")
     config: dict[str, Any] = key({}, "fields of SimilarityConfig", "SimilarityConfig")
     sharing: float = key(0.0, "divide what rewards are above the prompt's lowest among their cluster, to this power")
     within: float = key(1.0, "weight of the advantages within clusters")
@@ -181,7 +183,8 @@ class Phase:
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     every: int = key(20, "RL steps between evaluations on the validation split; 0: only before and after")
-    prompts: int | None = key(None, "at most so many prompts; nothing: all")
+    prompts: int | None = key(None, "at most so many prompts of the validation split; nothing: all")
+    test_prompts: int | None = key(None, "at most so many prompts of the test split; nothing: all")
     batch: int = key(512, "prompts that are answered together")
     samples: int = key(0, "sampled responses a prompt, for pass@k and diversity; 0: greedy only")
     temperature: float = key(1.0, "of those samples")
@@ -213,6 +216,9 @@ class Recipe:
     output: str = key("runs/{name}", "folder of logs, checkpoints and the report; {name} and {seed} are filled in")
     threads: int | None = key(None, "of the CPU; nothing: as many as cores that are free")
     backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = key("auto", "of grpo_kernels")
+    distributed: Literal["ddp", "fsdp2"] = key(
+        "ddp", "of several processes each has all weights, or each a part of them (fsdp2)"
+    )
     model: Model = key(Model, "the policy")
     data: Data = key(Data, "prompts, answers and demonstrations")
     phases: list[Phase] = key([], "in this order")
@@ -273,7 +279,7 @@ def _smoke(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "phases": phases,
         "data": {"options": few} if is_made else {"limit": 32},
-        "evaluation": {"every": 1, "prompts": 6, "samples": samples, "tracked": 2},
+        "evaluation": {"every": 1, "prompts": 6, "test_prompts": 6, "samples": samples, "tracked": 2},
     }
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_trainer import checkpoint
+from grpo_trainer import checkpoint, processes
 from grpo_trainer.algorithm import Credit, Plan, credit, total
-from grpo_trainer.embed import Embedder, load_embedder
+from grpo_trainer.embed import Embedder, embedded, load_embedder
 from grpo_trainer.figures import loss_metrics, merged, rollout_metrics
 from grpo_trainer.maps import map_line
 from grpo_trainer.model import Reference, evaluating, prompt_text, set_training
-from grpo_trainer.phase import PhaseRun
+from grpo_trainer.phase import PhaseRun, summed
 from grpo_trainer.recipe import Critic, Reward, Rl
 from grpo_trainer.rewards import RewardFunction, score
 from grpo_trainer.rollout import Rollout, roll_out
@@ -68,23 +67,29 @@ class RlRun(PhaseRun):
             rewards = rewards.to(policy.device, torch.float32)
             weights = torch.tensor([each.weight for each in self.rewards], device=policy.device)
         with self.timed("embed"):
-            embeddings = None if self.embedder is None else self.embedder(rollout.texts).to(policy.device)
+            embeddings = None if self.embedder is None else self._embedded(self.embedder, rollout).to(policy.device)
         with self.timed("model"):
             reference = self._reference_logprobs(rollout, step)
             values = self._values(rollout) if self.plan.segments is not None else None
         with self.timed("advantage"):
             found = credit(self.plan, rollout, rewards, weights, embeddings, values)
+            tau = None if self.plan.threshold is None else self.plan.threshold.value
+            segments = [] if found.segments is None else [found.segments]
+            processes.agree(f"advantages of step {step}", found.advantages, *segments, tau)
             if settings.mask_truncated:
                 mask = rollout.batch.mask if found.mask is None else found.mask
                 found.mask = mask & ~rollout.truncated[:, None]
             metrics = rollout_metrics(rollout, total(rewards, weights), rewards, self.rewards, found, reference)
             metrics["rewards/skipped"] = float(skipped)
+            if self.embedder is not None and self.embedder.pool is not None:
+                metrics["embedder/restarts"] = float(self.embedder.pool.restarts)
         metrics |= self._update(rollout, found, reference, values, step)
-        t.log.samples(self.number, step, [
-            {"prompt": rollout.items[i // settings.group_size]["prompt"], "response": rollout.texts[i],
-             "rewards": rewards[i].tolist(), "advantage": float(found.advantages[i].sum())}
-            for i in range(min(len(rollout.texts), t.recipe.logging.samples))
-        ])  # fmt: skip
+        with processes.together():
+            t.log.samples(self.number, step, [
+                {"prompt": rollout.items[i // settings.group_size]["prompt"], "response": rollout.texts[i],
+                 "rewards": rewards[i].tolist(), "advantage": float(found.advantages[i].sum())}
+                for i in range(min(len(rollout.texts), t.recipe.logging.samples))
+            ])  # fmt: skip
         return metrics
 
     def on_evaluation(self, step: int) -> None:
@@ -95,11 +100,19 @@ class RlRun(PhaseRun):
         generator = torch.Generator(t.policy.device).manual_seed(t.seed_of("map", self.number))
         some = self._roll_out(t.items("train")[:1], generator)
         rewards, _ = score(self.rewards, self.functions, some)
-        embeddings = self.embedder(some.texts)
+        embeddings = self._embedded(self.embedder, some)
         clusters = gk.similarity_groups(embeddings, some.group_size, config=self.plan.clustering)
         worth = total(rewards, torch.tensor([each.weight for each in self.rewards]))
         line = map_line(step, prompt_text(some.items[0]["prompt"]), some.texts, embeddings, clusters.labels, worth)
-        t.log.map(self.number, line)
+        with processes.together():
+            t.log.map(self.number, line)
+
+    def close(self) -> None:
+        if self.embedder is not None:
+            self.embedder.close()
+
+    def _embedded(self, embedder: Embedder, rollout: Rollout) -> Tensor:
+        return embedded(embedder, rollout.texts, rollout.group_size)
 
     def _roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
         settings = self.settings.rollout
@@ -109,18 +122,16 @@ class RlRun(PhaseRun):
             min_new_tokens=settings.min_new_tokens, batch=settings.batch,
         )  # fmt: skip
 
-    def _micro_batches(self, rows: Tensor) -> Iterator[Tensor]:
-        yield from rows.split(self.settings.micro_batch)
-
     def _reference_logprobs(self, rollout: Rollout, step: int) -> Tensor | None:
         if self.reference is None:
             return None
         found = torch.zeros_like(rollout.logprobs)
         rows = torch.arange(len(found), device=found.device)
-        for some in self._micro_batches(rows):
+        for some, counts in self.pieces(rows, self.settings.micro_batch):
             part = rollout.batch.rows(some)
             of_part = self.reference.logprobs(part)
-            found[some, : of_part.shape[1]] = of_part
+            if counts:
+                found[some, : of_part.shape[1]] = of_part
             if step == 1 and self.t.recipe.model.reference_model_path is None:
                 with evaluating(self.t.policy), torch.no_grad():
                     apart = float((self.t.policy("logprobs", part) - of_part).abs().max())
@@ -128,16 +139,17 @@ class RlRun(PhaseRun):
                     raise RuntimeError(
                         f"the reference must be the policy before the first step, got log-probs {apart} apart"
                     )
-        return found
+        return processes.total(found)
 
     @torch.no_grad()
     def _values(self, rollout: Rollout) -> Tensor:
         found = torch.zeros_like(rollout.logprobs)
         with evaluating(self.t.policy):
-            for some in self._micro_batches(torch.arange(len(found), device=found.device)):
+            for some, counts in self.pieces(torch.arange(len(found), device=found.device), self.settings.micro_batch):
                 of_part = self.t.policy("values", rollout.batch.rows(some))
-                found[some, : of_part.shape[1]] = of_part
-        return torch.where(rollout.batch.mask, found, 0)
+                if counts:
+                    found[some, : of_part.shape[1]] = of_part
+        return torch.where(rollout.batch.mask, processes.total(found), 0)
 
     def _update(
         self, rollout: Rollout, found: Credit, reference: Tensor | None, values: Tensor | None, step: int
@@ -192,8 +204,9 @@ class RlRun(PhaseRun):
         critic = self.plan.settings.critic or Critic()
         is_warm_up = values is not None and step <= critic.warmup
         fitted = "none" if values is None else "head" if is_warm_up else "all"
-        sums, loss_sum = [], 0.0
-        for some in self._micro_batches(rows):
+        sums, losses = [], []
+        pieces = self.pieces(rows, self.settings.micro_batch)
+        for some, is_counted in pieces:
             part = rollout.batch.rows(some)
             cut = slice(part.tokens.shape[1])
             advantages = found.advantages[some] if found.advantages.dim() == 1 else found.advantages[some, cut]
@@ -210,10 +223,11 @@ class RlRun(PhaseRun):
                 error = _value_error(guessed, values[some, cut], found.returns[some, cut], critic)
                 of_critic = (error * part.mask).sum() / float(rollout.batch.mask[rows].sum())
                 objective = of_critic if is_warm_up else objective + critic.coef * of_critic
-            self.t.accelerator.backward(objective)
-            sums.append(loss.metrics.tensor)
-            loss_sum += float(objective.detach())
-        return merged(sums), loss_sum
+            self.backward(objective, is_counted)
+            if is_counted:
+                sums.append(loss.metrics.tensor)
+                losses.append(objective.detach())
+        return merged([*pieces.whole(sums)]), summed(pieces.whole(losses))
 
     def _shares(self) -> bool:
         return self.settings.share_prompts and not self.t.recipe.model.gradient_checkpointing

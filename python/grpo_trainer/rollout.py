@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_trainer import processes
 from grpo_trainer.model import Batch, Policy, encode_prompt, evaluating, pad, positions_of
 
 
@@ -50,7 +51,7 @@ def roll_out(
     min_new_tokens: int = 0, batch: int = 512,
 ) -> Rollout:  # fmt: skip
     """group_size responses to each item; temperature 0: the most probable token each time. Prompts of similar length
-    are answered together."""
+    are answered together, each process its share of the rows."""
     ids = [item["prompt_ids"] for item in items]
     together = max(1, batch // group_size)
     tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
@@ -82,8 +83,10 @@ def _sample(
 ) -> list[tuple[list[int], list[float]]]:  # fmt: skip
     ids, mask = pad(prompts, policy.pad, left=not policy.is_seq2seq)
     ids, mask = ids.to(policy.device), mask.to(policy.device)
-    decoder = (_EncoderDecoder if policy.is_seq2seq else _Decoder)(policy, ids, mask, copies)
     rows = torch.arange(len(prompts) * copies, device=policy.device)  # that are not finished
+    finished = torch.zeros(len(rows), dtype=torch.bool, device=policy.device)
+    mine = _Mine(len(rows), policy.device)
+    decoder = (_EncoderDecoder if policy.is_seq2seq else _Decoder)(policy, ids, mask, mine.of(rows) // copies)
     tokens = torch.full((len(rows), most), policy.pad, device=policy.device)
     logprobs = torch.zeros((len(rows), most), device=policy.device)
     lengths = torch.zeros(len(rows), dtype=torch.int64, device=policy.device)
@@ -95,26 +98,29 @@ def _sample(
         if t < least:
             open_ = logits.index_fill(1, ends, float("-inf"))
         if temperature == 0:
-            chosen = open_.argmax(-1)
+            chosen = mine.of_all(open_.argmax(-1))
         else:
             allowed = _filtered(open_ / temperature, top_p, top_k).softmax(-1)
-            chosen = torch.multinomial(allowed, 1, generator=generator).squeeze(1)
-            logprobs[rows, t] = gk.token_logprobs(
-                logits, chosen, temperature=temperature, backend=policy.backend
-            ).logprobs
+            # of all rows in every process, so that each row gets the random numbers that one process would give it
+            chosen = torch.multinomial(mine.among_all(allowed), 1, generator=generator).squeeze(1)
+            chosen = mine.of_all(mine.of(chosen))
+            found = gk.token_logprobs(logits, mine.of(chosen), temperature=temperature, backend=policy.backend)
+            if mine.counts:
+                logprobs[mine.of(rows), t] = found.logprobs
         tokens[rows, t] = chosen
         lengths[rows] += 1
         # a finished row goes on, unread, until half of them are
-        going = ~torch.isin(chosen, ends) & ~decoder.finished
-        decoder.finished = ~going
+        going = ~torch.isin(chosen, ends) & ~finished
+        finished = ~going
         left = int(going.sum())
         if left == 0 or t == most - 1:
             break
         if left <= len(rows) // 2:
             kept = going.nonzero().squeeze(1)
-            rows, chosen = rows[kept], chosen[kept]
-            decoder.keep(kept)
-        decoder.step(chosen)
+            rows, chosen, finished = rows[kept], chosen[kept], finished[kept]
+            decoder.keep(mine.keep(kept))
+        decoder.step(mine.of(chosen))
+    logprobs = processes.total(logprobs)
     # what a finished row said after its end is not part of it
     is_end = torch.isin(tokens, ends)
     until_end = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lengths)
@@ -124,57 +130,100 @@ def _sample(
     ]
 
 
+class _Mine:
+    """Which of the rows that go on this process decodes: one at least, as in every pass the others may wait for it."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        some = processes.share(count)
+        self.is_alone, self.count, self.counts = processes.world() == 1, count, len(some) > 0
+        self.rows = torch.tensor([*some] or [0], device=device)
+
+    def of(self, value: Tensor) -> Tensor:
+        return value if self.is_alone else value[self.rows]
+
+    def among_all(self, value: Tensor) -> Tensor:
+        """Beside rows of others that stand for nothing."""
+        if self.is_alone:
+            return value
+        found = value.new_ones((self.count, *value.shape[1:]))
+        found[self.rows] = value
+        return found
+
+    def of_all(self, value: Tensor) -> Tensor:
+        """From each process its own."""
+        if self.is_alone:
+            return value
+        counted = slice(None if self.counts else 0)
+        return processes.whole(value[counted], self.rows[counted], self.count)
+
+    def keep(self, kept: Tensor) -> Tensor:
+        """Only these of all; which of the decoder's rows that leaves."""
+        if self.is_alone:
+            return kept
+        number = torch.full((self.count,), -1, device=kept.device)
+        number[kept] = torch.arange(len(kept), device=kept.device)
+        self.count = len(kept)
+        left = (number[self.rows] >= 0).nonzero().squeeze(1)
+        self.counts = self.counts and len(left) > 0
+        if not self.counts:
+            self.rows = kept.new_zeros(1)
+            return kept.new_zeros(1)
+        self.rows = number[self.rows[left]]
+        return left
+
+
 class _Decoder:
     """The next token's logits of each row, after prompts that were computed once for all their copies."""
 
-    def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, copies: int) -> None:
+    def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, prompt_of: Tensor) -> None:
         from transformers import DynamicCache
 
         self.policy = policy
-        found = policy.lm(
-            input_ids=ids, attention_mask=mask.long(), position_ids=positions_of(mask), past_key_values=DynamicCache(),
-            use_cache=True, logits_to_keep=1,
+        used, prompt_of = torch.unique(prompt_of, return_inverse=True)
+        ids, mask = ids[used], mask[used]
+        found = policy(
+            "next", None, input_ids=ids, attention_mask=mask.long(), position_ids=positions_of(mask),
+            past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         self.cache = found.past_key_values
-        self.cache.batch_repeat_interleave(copies)
-        self.logits = found.logits[:, -1].repeat_interleave(copies, 0)
-        self.mask = mask.repeat_interleave(copies, 0)
-        self.finished = torch.zeros(len(self.mask), dtype=torch.bool, device=ids.device)
+        self.cache.batch_select_indices(prompt_of)
+        self.logits = found.logits[:, -1][prompt_of]
+        self.mask = mask[prompt_of]
 
     def step(self, chosen: Tensor) -> None:
         self.mask = torch.cat((self.mask, torch.ones_like(self.mask[:, :1])), 1)
-        found = self.policy.lm(
-            input_ids=chosen[:, None], attention_mask=self.mask.long(), position_ids=positions_of(self.mask)[:, -1:],
-            past_key_values=self.cache, use_cache=True,
+        found = self.policy(
+            "next", None, input_ids=chosen[:, None], attention_mask=self.mask.long(),
+            position_ids=positions_of(self.mask)[:, -1:], past_key_values=self.cache, use_cache=True,
         )  # fmt: skip
         self.logits = found.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
-        self.mask, self.finished = self.mask[rows], self.finished[rows]
+        self.mask = self.mask[rows]
 
 
 class _EncoderDecoder:
-    def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, copies: int) -> None:
+    def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, prompt_of: Tensor) -> None:
         self.policy = policy
-        self.encoded = policy.lm.get_encoder()(input_ids=ids, attention_mask=mask.long())
-        self.encoded.last_hidden_state = self.encoded.last_hidden_state.repeat_interleave(copies, 0)
-        self.mask = mask.repeat_interleave(copies, 0)
-        self.finished = torch.zeros(len(self.mask), dtype=torch.bool, device=ids.device)
+        used, prompt_of = torch.unique(prompt_of, return_inverse=True)
+        self.encoded = policy("encoded", None, input_ids=ids[used], attention_mask=mask[used].long())
+        self.encoded.last_hidden_state = self.encoded.last_hidden_state[prompt_of]
+        self.mask = mask[used][prompt_of]
         self.cache: Any = None
         self.step(torch.full((len(self.mask),), policy.lm.config.decoder_start_token_id, device=ids.device))
 
     def step(self, chosen: Tensor) -> None:
-        found = self.policy.lm(
-            encoder_outputs=self.encoded, attention_mask=self.mask.long(), decoder_input_ids=chosen[:, None],
-            past_key_values=self.cache, use_cache=True,
+        found = self.policy(
+            "next", None, encoder_outputs=self.encoded, attention_mask=self.mask.long(),
+            decoder_input_ids=chosen[:, None], past_key_values=self.cache, use_cache=True,
         )  # fmt: skip
         self.cache, self.logits = found.past_key_values, found.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
         self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]
-        self.mask, self.finished = self.mask[rows], self.finished[rows]
+        self.mask = self.mask[rows]
 
 
 def _filtered(logits: Tensor, top_p: float, top_k: int) -> Tensor:

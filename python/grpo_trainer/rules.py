@@ -24,13 +24,14 @@ def _rules(recipe: Recipe) -> Iterator[Rule]:
     yield from _positive("", recipe, "threads")
     yield from _of_model(recipe)
     yield from _of_data(recipe)
+    yield from _of_shards(recipe)
     for i, phase in enumerate(recipe.phases):
         if phase.sft is not None:
             yield from _of_sft(f"phases.{i}.sft", phase.sft)
         if phase.rl is not None:
             yield from _of_rl(f"phases.{i}.rl", phase.rl)
     evaluation = recipe.evaluation
-    yield from _positive("evaluation.", evaluation, "prompts", "batch", "temperature")
+    yield from _positive("evaluation.", evaluation, "prompts", "test_prompts", "batch", "temperature")
     yield from _not_negative("evaluation.", evaluation, "every", "samples", "tracked")
     yield "evaluation.pass_k", evaluation.pass_k, min(evaluation.pass_k, default=1) > 0, "must be positive"
     yield from _positive("logging.", recipe.logging, "every")
@@ -52,6 +53,18 @@ def _of_model(recipe: Recipe) -> Iterator[Rule]:
     if model.lora is not None:
         yield from _positive("model.lora.", model.lora, "rank", "alpha")
         yield "model.lora.dropout", model.lora.dropout, 0 <= model.lora.dropout < 1, "must be in [0, 1)"
+
+
+def _of_shards(recipe: Recipe) -> Iterator[Rule]:
+    if recipe.distributed != "fsdp2":
+        return
+    must = "does not go with distributed: fsdp2"
+    yield "model.lora", recipe.model.lora, recipe.model.lora is None, must
+    yield "model.mixed_precision", recipe.model.mixed_precision, recipe.model.mixed_precision != "fp16", must
+    for i, phase in enumerate(recipe.phases):
+        if phase.rl is not None and phase.rl.algorithm.critic is not None:
+            is_separate = phase.rl.algorithm.critic.separate
+            yield f"phases.{i}.rl.algorithm.critic.separate", is_separate, not is_separate, must
 
 
 def _of_data(recipe: Recipe) -> Iterator[Rule]:
@@ -104,7 +117,12 @@ def _of_algorithm(at: str, algorithm: Algorithm, group_size: int) -> Iterator[Ru
            "must be 0, or 2 to less than the group size, as a set of all is worth the same to each")  # fmt: skip
     if algorithm.similarity is not None:
         yield from _positive(f"{at}.similarity.", algorithm.similarity, "tail")
-        yield from _not_negative(f"{at}.similarity.", algorithm.similarity, "cache", "sharing", "within", "between")
+        yield from _not_negative(
+            f"{at}.similarity.", algorithm.similarity, "cache", "workers", "gpus_per_worker", "sharing", "within",
+            "between",
+        )  # fmt: skip
+        gpus, has_workers = algorithm.similarity.gpus_per_worker, algorithm.similarity.workers > 0
+        yield f"{at}.similarity.gpus_per_worker", gpus, gpus == 0 or has_workers, "goes with workers"
     if algorithm.critic is not None:
         yield from _positive(f"{at}.critic.", algorithm.critic, "lr", "clip")
         yield from _not_negative(f"{at}.critic.", algorithm.critic, "coef", "warmup")

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.config.similarity import MOST_ROWS
-from grpo_trainer.embed import Embedder, load_embedder
+from grpo_trainer.embed import Embedder, embedded, load_embedder
 from grpo_trainer.model import Batch, encode_demonstration, pad, prompt_text
-from grpo_trainer.phase import PhaseRun
+from grpo_trainer.phase import PhaseRun, summed
 from grpo_trainer.recipe import Sft, Similarity
 from grpo_trainer.tasks.base import Item
 
@@ -51,15 +51,18 @@ class SftRun(PhaseRun):
             weights = self._weights(items).to(policy.device)
             count = float((weights[:, None] * batch.mask).sum())
             policy.train()
-            policy.temperature, loss_sum = 1.0, 0.0
-            for rows in torch.arange(len(items), device=policy.device).split(self.settings.micro_batch):
+            policy.temperature, losses = 1.0, []
+            pieces = self.pieces(torch.arange(len(items), device=policy.device), self.settings.micro_batch)
+            for rows, counts in pieces:
                 part = batch.rows(rows)
                 logprobs = self.model("logprobs", part, share=False) * part.mask
                 loss = -(weights[rows, None] * logprobs).sum() / count
-                self.t.accelerator.backward(loss)
-                loss_sum += float(loss.detach())
+                self.backward(loss, counts)
+                if counts:
+                    losses.append(loss.detach())
             norm = self.optimizer_step()
-        return {"train/loss": loss_sum, "train/grad_norm": norm, "train/lr": self.optimizer.param_groups[0]["lr"]}
+        loss_sum, lr = summed(pieces.whole(losses)), self.optimizer.param_groups[0]["lr"]
+        return {"train/loss": loss_sum, "train/grad_norm": norm, "train/lr": lr}
 
     def _weights(self, items: list[Item]) -> Tensor:
         if self.settings.polychromic is None:
@@ -77,7 +80,7 @@ def diversity_weights(prompts: list[str], texts: list[str], embedder: Embedder, 
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
         rows_of[prompt].append(row)
-    embeddings = embedder(texts)
+    embeddings = embedded(embedder, texts)
     found = torch.ones(len(texts), dtype=torch.float64)
     for rows in rows_of.values():
         distances = gk.pairwise_cosine(embeddings[rows], len(rows))

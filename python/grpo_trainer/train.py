@@ -8,11 +8,12 @@ import datetime
 import hashlib
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import grpo_kernels as gk
-from grpo_trainer import checkpoint, tasks
+from grpo_trainer import checkpoint, processes, tasks
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.data import read_jsonl
 from grpo_trainer.embed import Embedder, load_embedder, resolved
@@ -24,6 +25,7 @@ from grpo_trainer.rewards import RewardFunction, load_reward
 from grpo_trainer.rl import RlRun
 from grpo_trainer.rollout import usable
 from grpo_trainer.sft import SftRun
+from grpo_trainer.similarity import check_ray
 from grpo_trainer.tasks.base import Item, Splits
 
 
@@ -42,9 +44,7 @@ def splits_of(data: Data, seed: int) -> Splits:
             shown = read_jsonl(data.sft, columns | {"data.demonstration": data.demonstration})
         found = Splits(shown, train, validation, test)
     cut = slice(data.limit)
-    return dataclasses.replace(
-        found, sft=found.sft[cut], train=found.train[cut], validation=found.validation[cut], test=found.test[cut]
-    )
+    return dataclasses.replace(found, sft=found.sft[cut], train=found.train[cut])
 
 
 class Trainer:
@@ -55,21 +55,40 @@ class Trainer:
             raise ValueError("model.mixed_precision: fp16 needs a GPU, and there is none")
         self.recipe = recipe
         # the policy autocasts by itself; what scales losses for fp16 is accelerate's
-        self.accelerator = Accelerator(mixed_precision="fp16" if recipe.model.mixed_precision == "fp16" else "no")
-        if self.accelerator.num_processes > 1:
-            raise ValueError(
-                "processes: must be one, as several would all train on the same prompts, got "
-                f"{self.accelerator.num_processes}"
-            )
-        torch.manual_seed(self.seed_of("weights"))
+        self.accelerator = Accelerator(
+            mixed_precision="fp16" if recipe.model.mixed_precision == "fp16" else "no",
+            # without being told, accelerate takes each of several on the CPU for the only one
+            cpu=True if processes.were_launched() and not torch.cuda.is_available() else None,
+        )
+        _check_launch(self.accelerator)
+        if processes.world() > 1:
+            torch.set_num_threads(processes.first(torch.get_num_threads()))
+        self.is_sharded = self.shards(processes.world())
         self.backend = None if recipe.backend == "auto" else recipe.backend
-        self.log = Log(recipe, self.accelerator.is_main_process)
-        self.splits = splits_of(recipe.data, recipe.seed)
-        self._check_phases()
-        self.policy = load_policy(recipe.model, self._corpus(), self.backend, self.accelerator.device)
-        self._check_context()
+        with processes.together():
+            torch.manual_seed(self.seed_of("weights"))
+            self.log = Log(recipe, self.accelerator.is_main_process)
+            self.splits = splits_of(recipe.data, recipe.seed)
+            self._check_phases()
+            self.policy = load_policy(recipe.model, self._corpus(), self.backend, self.load_on)
+            self._check_context()
         self.seconds: dict[str, float] = defaultdict(float)
         self._usable: dict[str, list[Item]] = {}
+
+    def shards(self, count: int) -> bool:
+        """Whether weights are shared out over so many processes; one has all of them."""
+        return self.recipe.distributed == "fsdp2" and count > 1
+
+    @property
+    def load_on(self) -> torch.device:
+        """What is to be shared out need not fit on one device."""
+        return torch.device("cpu") if self.is_sharded else self.accelerator.device
+
+    def share_out(self) -> None:
+        """The weights, among processes that each have a part; others must have the same."""
+        if self.is_sharded:
+            processes.shard(self.policy, self.accelerator.device)
+        processes.agree("weights at the start", *([] if self.is_sharded else self.policy.parameters()))
 
     def _check_phases(self) -> None:
         """What is wrong with a later phase is said before the first."""
@@ -81,6 +100,8 @@ class Trainer:
                 raise type(error)(f"phases.{number}.rl.{error}") from error
             if plan.similarity is not None:
                 load_embedder(plan.similarity)
+                if plan.similarity.workers:
+                    check_ray(f"phases.{number}.rl.algorithm.similarity.workers")
         if self.recipe.evaluation.samples:
             load_embedder(Similarity(embedder=self.recipe.evaluation.embedder))
         self._rewards = {number: self._loaded(rl.rewards) for number, rl in of_rl.items()}
@@ -140,16 +161,14 @@ class Trainer:
 
     def _run(self, resume: bool) -> dict[str, float]:
         start_phase, start_step = 0, 0
-        if resume:
-            start_phase, start_step = self._resume()
-        else:
-            checkpoint.refuse_used(self.recipe.folder)
-        if (start_phase, start_step) == (0, 0):
-            checkpoint.begin(self.recipe)
-        self.log.open()
-        about = {"torch": torch.__version__, "grpo_kernels": gk.__version__, "threads": torch.get_num_threads()}
-        date = datetime.datetime.now().isoformat(timespec="seconds")
-        self.log.event("started", date=date, **about, embedders=self.embedders)
+        with processes.together():  # before the first writes what the others are reading
+            if resume:
+                start_phase, start_step = self._resume()
+            else:
+                checkpoint.refuse_used(self.recipe.folder)
+        with processes.together():
+            self._begin(start_phase, start_step, resume)
+        self.share_out()
         for number, phase in enumerate(self.recipe.phases):
             if number < start_phase:
                 continue
@@ -159,8 +178,24 @@ class Trainer:
             if phase.sft is not None:
                 SftRun(self, number, phase.sft, start).run()
             if phase.rl is not None:
-                RlRun(self, number, phase.rl, start).run()
+                with contextlib.closing(RlRun(self, number, phase.rl, start)) as run:
+                    run.run()
         return self.evaluate("test", len(self.recipe.phases), 0)
+
+    def _begin(self, phase: int, step: int, resume: bool) -> None:
+        """In the run's folder."""
+        if not self.log.is_main:
+            return
+        if resume:
+            self.log.cut(phase, step)
+        if phase or step:
+            self.log.event("resumed", phase=phase, step=step, threads=self.resumed.threads)
+        else:
+            checkpoint.begin(self.recipe)
+        self.log.open()
+        about = {"torch": torch.__version__, "grpo_kernels": gk.__version__, "threads": torch.get_num_threads()}
+        date = datetime.datetime.now().isoformat(timespec="seconds")
+        self.log.event("started", date=date, **about, processes=processes.world(), embedders=self.embedders)
 
     def seed_of(self, *what: object) -> int:
         text = " ".join(str(each) for each in (self.recipe.seed, *what))
@@ -195,11 +230,12 @@ class Trainer:
         return (max(prompt, response) if policy.is_seq2seq else prompt + response) <= policy.context
 
     def evaluation_of(self, split: str) -> Result | None:
-        items = self.items(split)[: self.recipe.evaluation.prompts]
+        settings = self.recipe.evaluation
+        items = self.items(split)[: settings.test_prompts if split == "test" else settings.prompts]
         if not items:
             return None
         generator = torch.Generator(self.policy.device).manual_seed(self.seed_of("evaluation", split))
-        return evaluate(self.policy, items, self.recipe.evaluation, *self.evaluated_by, self.max_new_tokens, generator)
+        return evaluate(self.policy, items, settings, *self.evaluated_by, self.max_new_tokens, generator)
 
     def evaluate(self, split: str, phase: int, step: int) -> dict[str, float]:
         """Figures of the policy as it is, logged; nothing if the split is empty."""
@@ -209,11 +245,12 @@ class Trainer:
         metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
         if split == "validation":
             metrics |= {f"eval/{name}": value for name, value in result.of_groups.items()}
-        self.log.metrics("eval", phase, step, metrics)
-        if self.accelerator.is_main_process:
-            path = self.recipe.folder / "evaluations" / f"{split}-{phase}-{step:06d}.json"
-            path.parent.mkdir(exist_ok=True)
-            checkpoint.write_text(path, checkpoint.to_json(result.to_json()))
+        with processes.together():
+            self.log.metrics("eval", phase, step, metrics)
+            if self.accelerator.is_main_process:
+                path = self.recipe.folder / "evaluations" / f"{split}-{phase}-{step:06d}.json"
+                path.parent.mkdir(exist_ok=True)
+                checkpoint.write_text(path, checkpoint.to_json(result.to_json()))
         return metrics
 
     @property
@@ -234,13 +271,10 @@ class Trainer:
     def _resume(self) -> tuple[int, int]:
         state = checkpoint.last(self.recipe)
         if state is None:
-            self.log.cut(0, 0)
             return 0, 0
         self._keep(state)
         self.policy = checkpoint.load_policy(self.recipe, state, self.policy)
         self.resumed = state
-        self.log.cut(state.phase, state.step)
-        self.log.event("resumed", phase=state.phase, step=state.step, threads=state.threads)
         return state.phase, state.step
 
     def _keep(self, state: checkpoint.State) -> None:
@@ -262,6 +296,15 @@ class Trainer:
                 )
 
 
+def _check_launch(accelerator: Any) -> None:
+    kind = accelerator.distributed_type
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        raise ValueError(
+            "accelerate: processes must be launched without a plugin of its own, as `distributed` says whether weights "
+            f"are sharded, got {kind}"
+        )
+
+
 def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:
     return Trainer(recipe).run(resume)
 
@@ -274,6 +317,7 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     trainer.log.is_main = False  # an evaluation is not an event of the run
     if is_adapter:
         load_adapter(trainer.policy, recipe.model, Path(path))
+    trainer.share_out()
     result = trainer.evaluation_of(split)
     if result is None:
         raise ValueError(f"data: the split {split!r} has no usable line")

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grpo_trainer import cli, embed, rollout
+from grpo_trainer import cli, embed, processes, rollout
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.log import Log
 from grpo_trainer.model import Policy
@@ -185,6 +185,16 @@ def times_embedded(recipe: Recipe) -> int:
     return embedder.misses
 
 
+def type_of_embedder(recipe: Recipe) -> str:
+    return type(embed.load_embedder(similarity_of(recipe)).encode).__name__
+
+
+def asked_of_ray(recipe: Recipe) -> Any:
+    pool = embed.load_embedder(similarity_of(recipe)).pool
+    assert pool is not None
+    return pool.asked
+
+
 def embedder_name(wanted: Callable[[Recipe], str]) -> Seen:
     def seen(recipe: Recipe) -> str:
         with mock.patch.object(embed, "_sentence_transformer", lambda name: embed.hashed):
@@ -226,6 +236,20 @@ def samples_of_evaluation(run: Run) -> list[Any]:
 
 def folders(run: Run) -> list[str]:
     return sorted(path.name for path in (run.recipe.folder / "checkpoints").iterdir())
+
+
+def shared_out(recipe: Recipe) -> list[str]:
+    """Modules whose weights would become parts, were there two processes."""
+    trainer = Trainer(recipe)
+    trainer.is_sharded = trainer.shards(2)
+    with (
+        mock.patch("torch.distributed.fsdp.fully_shard") as fully_shard,
+        mock.patch("torch.distributed.device_mesh.init_device_mesh"),
+        mock.patch.object(processes, "world", lambda: 2),
+        mock.patch.object(processes, "agree"),
+    ):
+        trainer.share_out()
+    return [type(call.args[0]).__name__ for call in fully_shard.call_args_list]
 
 
 def recomputed_layers(recipe: Recipe) -> int:
@@ -280,6 +304,7 @@ CASES: dict[str, Case] = {
     "output": made("elsewhere", lambda recipe: recipe.folder),
     "threads": made(2, threads, "threads=1"),
     "backend": ran("reference", lambda run: {name for name in run.calls if name.startswith("backend")}),
+    "distributed": made("fsdp2", shared_out),
     "model.path": made("{saved}", policy(lambda policy: policy.lm.config.name_or_path)),
     "model.tiny.architecture": made("seq2seq", policy(lambda policy: policy.is_seq2seq)),
     "model.tiny.hidden": made(48, in_config("hidden_size")),
@@ -360,6 +385,10 @@ CASES: dict[str, Case] = {
         4, embedded, *CLUSTERS, "phases.0.rl.algorithm.similarity.unfinished=tail"
     ),
     ALGORITHM + "similarity.cache": made(1, times_embedded, *CLUSTERS),
+    ALGORITHM + "similarity.workers": made(2, type_of_embedder, *CLUSTERS),
+    ALGORITHM + "similarity.gpus_per_worker": made(
+        0.5, asked_of_ray, *CLUSTERS, "phases.0.rl.algorithm.similarity.workers=2"
+    ),
     ALGORITHM + "similarity.config": ran({"linkage": "single", "min_silhouette": 0.9},
                                          metric("similarity_groups/avg_groups_per_prompt"), *CLUSTERS),
     ALGORITHM + "similarity.sharing": ran(1.0, weights, *CLUSTERS),
@@ -382,7 +411,10 @@ CASES: dict[str, Case] = {
         "phases.0.rl.algorithm={{name: polychromic, similarity: {{embedder: hashed}}}}",
     ),
     "evaluation.every": ran(1, lambda run: len(run.lines("eval")), "data.options.validation=1"),
-    "evaluation.prompts": ran(1, metric("eval/test_prompts", "eval")),
+    "evaluation.prompts": ran(
+        1, metric("eval/validation_prompts", "eval"), "data.options.validation=2", "evaluation.every=1"
+    ),
+    "evaluation.test_prompts": ran(1, metric("eval/test_prompts", "eval")),
     "evaluation.batch": ran(1, calls("_sample")),
     "evaluation.samples": ran(4, metrics_are("eval/test_pass"), *SAMPLED),
     "evaluation.temperature": ran(0.2, samples_of_evaluation, *SAMPLED),

@@ -137,7 +137,7 @@ def test_one_model_is_evaluated_and_two_are_compared(
 ) -> None:
     recipe, out = str(finished / "mine.yaml"), tmp_path / "out.json"
     before, after = (str(finished / "run" / "checkpoints" / name / "model") for name in ("0-000002", "1-000002"))
-    assert cli.evaluate([recipe, after, "evaluation.prompts=5"]) == 0
+    assert cli.evaluate([recipe, after, "evaluation.test_prompts=5"]) == 0
     printed = capsys.readouterr().out
     assert after in printed and "reward" in printed and "p =" not in printed
     assert cli.evaluate([recipe, before, after, "--json", str(out), "--split", "validation"]) == 0
@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         with monkeypatch.context() as patch:
             if (phase, step) == (1, 2):
                 if where == "weights":
-                    patch.setattr(model, "save_policy", lambda policy, folder: (folder.mkdir(), full()))
+                    patch.setattr(model, "save_policy", lambda policy, folder, whole: (folder.mkdir(), full()))
                 elif where == "optimizer":
                     error = SafetensorError("I/O error: No space left on device (os error 28)")
                     patch.setattr("safetensors.torch.save_file", lambda *a, **k: (_ for _ in ()).throw(error))

@@ -60,10 +60,23 @@ def test_responses_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, g
         Trainer(small.recipe(tmp_path, f"model.path={gpt2}", "phases.1.rl.rollout.max_new_tokens=24"))
 
 
-def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.Accelerator.num_processes", 2)
-    with pytest.raises(ValueError, match=r"^processes: must be one, .* got 2$"):
+def test_a_launch_with_a_plugin_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.Accelerator.distributed_type", "FSDP")
+    with pytest.raises(ValueError, match=r"^accelerate: processes must be launched without a plugin .* got FSDP$"):
         Trainer(small.recipe(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("model.lora", "{rank: 2}", r"model.lora: does not go with distributed: fsdp2, got Lora"),
+        ("model.mixed_precision", "fp16", r"model.mixed_precision: does not go with distributed: fsdp2, got 'fp16'"),
+        ("phases.1.rl.algorithm", "{name: ppo, critic: {separate: true}}", r"critic.separate: does not .* got True"),
+    ],
+)
+def test_what_cannot_be_shared_out(tmp_path: Path, key: str, value: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        small.recipe(tmp_path, "distributed=fsdp2", f"{key}={value}")
 
 
 def test_more_demonstrations_of_a_prompt_than_can_be_compared(tmp_path: Path) -> None:

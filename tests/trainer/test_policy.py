@@ -35,6 +35,20 @@ def rolled(policy: Policy, **settings: float) -> Rollout:
     return roll_out(policy, items, 3, generator=torch.Generator().manual_seed(0), **given)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("cap", "is_plain"), [(None, True), (30.0, False)])
+def test_a_head_with_a_cap_is_not_plain(cap: float | None, is_plain: bool) -> None:
+    """Where it is not, the fused head would train another model than the one that sampled."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    policy = policy_of("causal")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Gemma2Config(
+        vocab_size=len(policy.tokenizer), intermediate_size=64, head_dim=16, final_logit_softcapping=cap, **sizes
+    )
+    gemma = Policy(Gemma2ForCausalLM(config), policy.tokenizer)
+    assert gemma.has_plain_head is is_plain and policy.has_plain_head
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampling_and_scoring_agree(kind: str, temperature: float) -> None:

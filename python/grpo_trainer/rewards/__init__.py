@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer import processes
 from grpo_trainer.model import prompt_text
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rollout import Rollout
@@ -61,14 +62,22 @@ def _named(path: str) -> Any:
 
 
 def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> tuple[Tensor, int]:
-    """Rewards [N, R] in float64, NaN where there is none; and how many were left out because a function failed."""
+    """Rewards [N, R] in float64, NaN where there is none; and how many were left out because a function failed. Each
+    process scores its share of the prompts, all responses to them."""
     prompts, columns = _columns(rollout)
+    some, size = processes.share(len(rollout.items)), rollout.group_size
+    mine = slice(some.start * size, some.stop * size)
+    prompts, texts = prompts[mine], rollout.texts[mine]
+    columns = {name: values[mine] for name, values in columns.items()}
     found, skipped = [], 0
-    for setting, function in zip(settings, functions, strict=True):
-        values, failed = _values(setting, function, prompts, rollout.texts, columns)
-        found.append(values)
-        skipped += failed
-    return torch.tensor(found, dtype=torch.float64).T.contiguous(), skipped
+    with processes.together():
+        for setting, function in zip(settings, functions, strict=True):
+            values, failed = _values(setting, function, prompts, texts, columns) if prompts else ([], 0)
+            found.append(values)
+            skipped += failed
+    scores = torch.tensor(found, dtype=torch.float64).T.contiguous()
+    rows = range(mine.start, mine.stop)
+    return processes.whole(scores, rows, len(rollout.texts)), int(processes.total(torch.tensor(skipped)))
 
 
 def components(function: RewardFunction, rollout: Rollout) -> dict[str, list[float]]:
