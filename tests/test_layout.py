@@ -28,7 +28,7 @@ ALLOWED = {
     "dispatch": {"capability", "checks"},
     "capability": {"_native"},
     "_native": set(),
-    "integrations": {"grpo_kernels"},
+    "integrations": {"grpo_kernels", "config", "functional", "integrations"},
     "__init__": {"functional", "config", "dispatch"},
     "__main__": {"_native", "grpo_kernels"},
 }

@@ -1,0 +1,82 @@
+"""What verl hands around, made small: the batch of a trainer, the micro-batch of an actor, keys of sessions."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# verl's trainers import servers and queues at the top of the modules whose functions on tensors are tested here.
+_OF_OTHER_PARTS = ("cachetools", "uvicorn", "fastapi", "transfer_queue")
+for _name in _OF_OTHER_PARTS:
+    if importlib.util.find_spec(_name) is None:
+        sys.modules[_name] = MagicMock(__path__=[], __spec__=ModuleSpec(_name, None))
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from verl.protocol import DataProto
+    from verl.utils import tensordict_utils
+
+LENGTHS = (10, 7, 1, 9, 4, 8)
+_PROMPTS = (1, 3, 2, 1, 3, 2)
+
+
+def trainer_batch(tokens: Tensor, mask: Tensor, uids: Any, **columns: Any) -> DataProto:
+    """Tensors of `columns` are one a token or row, arrays not tensors to verl."""
+    tensors = {"token_level_rewards": tokens, "response_mask": mask, "attention_mask": _attention(mask)}
+    tensors |= {"prompts": torch.ones(len(mask), 2, dtype=torch.long)}
+    tensors |= {name: value for name, value in columns.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in columns.items() if isinstance(value, np.ndarray)}
+    return DataProto.from_dict(tensors=tensors, non_tensors={"uid": uids} | others)
+
+
+def _attention(mask: Tensor) -> Tensor:
+    return torch.cat([torch.ones(len(mask), 2, dtype=mask.dtype), mask], 1)
+
+
+def model_output(values: Tensor, nested: bool) -> Tensor:
+    """[B, T] as the model has it: a value at every place, for the token behind it; NaN where that is none of ours."""
+    nan = values.new_full((1,), float("nan"))
+    rows = [
+        torch.cat([nan.expand(before - 1), row[:length], nan])
+        for row, length, before in zip(values, LENGTHS, _PROMPTS, strict=True)
+    ]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged) if nested else torch.cat(rows)
+
+
+def micro_batch(columns: dict[str, Tensor], nested: bool, **info: Any) -> Any:
+    """Of an actor: columns [B, T] by verl's names, as v1 has them (nested) or padded."""
+    width = max(LENGTHS)
+    responses = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
+    prompts = torch.arange(3).flip(0) < torch.tensor(_PROMPTS)[:, None]
+    tensors: dict[str, Any] = {"prompts": prompts.long(), "responses": responses.long(), **columns}
+    if nested:
+        tensors["prompts"] = _nested(tensors["prompts"], _PROMPTS)
+        tensors |= {name: _nested(tensors[name], LENGTHS) for name in ("responses", *columns)}
+    else:
+        tensors["attention_mask"] = torch.cat([prompts, responses], 1).long()
+    given = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None} | info
+    return tensordict_utils.get_tensordict(tensors, given)
+
+
+def _nested(values: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def as_nested(values: Tensor) -> Tensor:
+    return _nested(values, LENGTHS)
+
+
+def response_part(values: Tensor) -> Tensor:
+    """Of the model's nested output."""
+    firsts = zip(values.unbind(), LENGTHS, _PROMPTS, strict=True)
+    rows = [row[before - 1 : before - 1 + length] for row, length, before in firsts]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
