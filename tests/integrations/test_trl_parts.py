@@ -389,7 +389,7 @@ def test_two_processes(tmp_path: Path) -> None:
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TWO), kind,
              str(outputs[kind])],
-            check=True, timeout=600, cwd=Path(__file__).parent.parent.parent, capture_output=True,
+            check=True, timeout=300, cwd=Path(__file__).parent.parent.parent, capture_output=True,
         )  # fmt: skip
     ours, theirs = (json.loads(path.read_text()) for path in outputs.values())
     assert len(ours) == len(theirs) >= 4

@@ -5,12 +5,15 @@ python -m torch.distributed.run --nproc-per-node=2 two_trl.py ours|theirs FILE
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
@@ -22,8 +25,19 @@ TIMED = ("runtime", "per_second", "step_time")
 
 
 def main() -> None:
-    kind = {"ours": FusedGRPOTrainer, "theirs": GRPOTrainer}[sys.argv[1]]
     torch.set_num_threads(1)
+    logged = trained({"ours": FusedGRPOTrainer, "theirs": GRPOTrainer}[sys.argv[1]])
+    # The trainer's DistributedDataParallel must be gone before its process group: where its reducer is the group's last
+    # owner, torch joins gloo's threads with Python's lock held, and one that still has a tensor to free waits for it.
+    gc.collect()
+    assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[2]).write_text(json.dumps(logged))
+    torch.distributed.destroy_process_group()
+
+
+def trained(kind: type[GRPOTrainer]) -> list[dict[str, Any]]:
+    """What was logged of each step, but for times."""
     changes = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.01, "max_steps": 6}
     trainer = kind(
         tiny_trl.model(), [tiny_trl.many_a, tiny_trl.few_b],
@@ -32,13 +46,10 @@ def main() -> None:
     )  # fmt: skip
     assert trainer.accelerator.num_processes == 2
     trainer.train()
-    if trainer.accelerator.is_main_process:
-        kept = [
-            {name: value for name, value in entry.items() if not any(part in name for part in TIMED)}
-            for entry in trainer.state.log_history[:-1]
-        ]
-        Path(sys.argv[2]).write_text(json.dumps(kept))
-    torch.distributed.destroy_process_group()
+    return [
+        {name: value for name, value in entry.items() if not any(part in name for part in TIMED)}
+        for entry in trainer.state.log_history[:-1]
+    ]
 
 
 if __name__ == "__main__":
