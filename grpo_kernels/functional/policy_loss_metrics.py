@@ -11,6 +11,17 @@ from grpo_kernels.config import LossConfig
 from grpo_kernels.config.loss import METRICS
 
 
+def merged(rows: Tensor) -> Tensor:
+    """Sums added, extremes compared; an extreme of nothing is NaN, and no row's NaN is another's."""
+    total = rows.sum(0)
+    for i, name in enumerate(METRICS):
+        if name.endswith(("_min", "_max")):
+            column, sign = rows[:, i], -1 if name.endswith("_min") else 1
+            most = sign * torch.where(column.isnan(), -math.inf, sign * column).amax()
+            total[i] = torch.where(column.isnan().all(), math.nan, most)
+    return total
+
+
 class PolicyLossMetrics:
     """One small float64 tensor on the device. `names` says what it holds, `metrics["kl_sum"]` is one of them.
 
@@ -36,14 +47,8 @@ class PolicyLossMetrics:
         return dict(self._on_host)
 
     def merged(self, rows: Tensor) -> PolicyLossMetrics:
-        """Of several micro-batches or ranks, the `tensor` of each a row: sums added, extremes compared."""
-        total = rows.sum(0)
-        for i, name in enumerate(METRICS):
-            if name.endswith(("_min", "_max")):
-                column, sign = rows[:, i], -1 if name.endswith("_min") else 1
-                most = sign * torch.where(column.isnan(), -math.inf, sign * column).amax()
-                total[i] = torch.where(column.isnan().all(), math.nan, most)
-        return PolicyLossMetrics(total, self._config, self._by_row, self._has_entropy)
+        """Of several micro-batches or ranks, the `tensor` of each a row."""
+        return PolicyLossMetrics(merged(rows), self._config, self._by_row, self._has_entropy)
 
     def trl(self) -> dict[str, float]:
         """The keys of TRL's GRPOTrainer that this loss has."""

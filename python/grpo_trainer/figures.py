@@ -8,25 +8,14 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.config.loss import METRICS
+from grpo_kernels.functional.policy_loss_metrics import merged
 from grpo_trainer.algorithm import Credit, Plan
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rollout import Rollout
 
 
-def merged(tensors: list[Tensor]) -> Tensor:
-    """Sums of sums, least of leasts, most of mosts."""
-    stacked = torch.stack(tensors)
-    merged = stacked.sum(0)
-    for i, name in enumerate(METRICS):
-        if name.endswith("_min"):
-            merged[i] = stacked[:, i].amin()
-        elif name.endswith("_max"):
-            merged[i] = stacked[:, i].amax()
-    return merged
-
-
 def loss_metrics(sums: list[Tensor], losses: list[float], norms: list[float], plan: Plan) -> dict[str, float]:
-    m = dict(zip(METRICS, merged(sums).tolist(), strict=True))
+    m = dict(zip(METRICS, merged(torch.stack(sums)).tolist(), strict=True))
     tokens, terms, count = max(m["tokens"], 1), max(m["terms"], 1), len(sums)
     mean_ratio = m["ratio_sum"] / terms
     found = {

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.functional.policy_loss_metrics import merged
 from grpo_trainer import checkpoint, processes
 from grpo_trainer.algorithm import Credit, Plan, credit, total
 from grpo_trainer.embed import Embedder, embedded, load_embedder
-from grpo_trainer.figures import loss_metrics, merged, rollout_metrics
+from grpo_trainer.figures import loss_metrics, rollout_metrics
 from grpo_trainer.maps import map_line
 from grpo_trainer.model import Reference, evaluating, prompt_text, set_training
 from grpo_trainer.phase import PhaseRun, summed
@@ -227,7 +228,7 @@ class RlRun(PhaseRun):
             if is_counted:
                 sums.append(loss.metrics.tensor)
                 losses.append(objective.detach())
-        return merged([*pieces.whole(sums)]), summed(pieces.whole(losses))
+        return merged(pieces.whole(sums)), summed(pieces.whole(losses))
 
     def _shares(self) -> bool:
         return self.settings.share_prompts and not self.t.recipe.model.gradient_checkpointing

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.config.loss import AGGREGATIONS
+from grpo_kernels.config.loss import AGGREGATIONS, METRICS
+from grpo_kernels.functional.policy_loss_metrics import merged
 from grpo_kernels.ops.policy_loss import SUPPORTS
 from tests.harness import backends, device_of
 from tests.ops.test_policy_loss_spec import LOSSES, ragged, segments_of
@@ -195,6 +196,16 @@ def test_micro_batches_add_up_to_the_whole(backend: str, dtype: torch.dtype, nam
     found = whole.metrics.merged(torch.stack([part.tensor for part in parts])).tensor
     close = {"rtol": 8 * unit, "atol": 8 * unit * float(whole.tensor.nan_to_num().abs().max()), "equal_nan": True}
     torch.testing.assert_close(found, whole.tensor, **close)
+
+
+def test_what_is_merged_with_nothing_is_itself() -> None:
+    """A micro-batch without a token has no extremes, and takes none from the others."""
+    rows = torch.arange(2.0 * len(METRICS), dtype=torch.float64).view(2, -1)
+    extremes = [i for i, name in enumerate(METRICS) if name.endswith(("_min", "_max"))]
+    rows[1] = 0
+    rows[1, extremes] = NAN
+    assert extremes and merged(rows).equal(rows[0])
+    assert merged(rows[1:])[extremes].isnan().all()
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "quantile" in name])
