@@ -23,6 +23,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import grpo_kernels as gk
 from grpo_kernels.config.loss_peers import TRL_LOSS_TYPES
+from grpo_kernels.integrations import _trl_patch as trl_patch
 from grpo_kernels.integrations import trl as trl_side
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from tests.integrations import tiny_trl
@@ -165,6 +166,9 @@ def test_tokens_in_segments_share_an_advantage(tmp_path: Path) -> None:
     assert max(int(inputs["segment_ids"].max()) for inputs in seen) >= 1
     assert any(name.startswith("group/") for name in trainer.state.log_history[0])
     assert trainer.threshold.value != 0.5
+    # four micro-batches a generation, in another order than that of the log
+    of_last = torch.cat([inputs["advantages"].sum(1) for inputs in seen[-4:]])
+    assert sorted(trainer._logs["advantages"]) == pytest.approx(sorted(of_last.tolist()))
     again = made(tmp_path, changes=changes, segments=config)
     again.create_optimizer_and_scheduler(4)
     again._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-4"))
@@ -172,6 +176,34 @@ def test_tokens_in_segments_share_an_advantage(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-4" / "segment_threshold.json").unlink()
     with pytest.raises(ValueError, match="resume_from_checkpoint must hold segment_threshold"):
         again._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-4"))
+
+
+def test_segments_are_cut_where_the_sampler_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sampler's log-probs, and the policy's own where it had none."""
+    changes = {"scale_rewards": "none", "use_bias_correction_kl": False}
+    trainer = made(tmp_path, changes=changes, segments=gk.SegmentConfig())
+    mask = torch.ones(4, 3, dtype=torch.long)
+    old, sampled = torch.full((4, 3), -1.0), torch.full((4, 3), -2.0)
+    sampled[1, 1] = float("nan")
+    trainer._scored = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
+    given = []
+    monkeypatch.setattr(gk, "endpoint_segments", lambda *a, f=gk.endpoint_segments, **k: given.append(a) or f(*a, **k))
+    output = {"completion_mask": mask, "old_per_token_logps": old, "sampling_per_token_logps": sampled}
+    trainer._add_segments(output, 4, "eval")
+    assert torch.equal(given[0][1], old)
+    assert torch.equal(given[0][2], torch.where(sampled.isnan(), -1.0, -2.0))
+
+
+def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's mean is the baseline: each of several processes must have all of its completions."""
+    changes = {"scale_rewards": "none", "use_bias_correction_kl": False, "eval_strategy": "steps"}
+    trainer = made(tmp_path, changes=changes, segments=gk.SegmentConfig(), eval_dataset=tiny_trl.prompts())
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    trainer.args.per_device_eval_batch_size = 8
+    trainer._check_options()
+    trainer.args.per_device_eval_batch_size = 6
+    with pytest.raises(ValueError, match=r"per_device_eval_batch_size must hold whole groups of 4 .*, got 6"):
+        trainer._check_options()
 
 
 def test_evaluation_of_more_than_a_generation(tmp_path: Path) -> None:
@@ -332,6 +364,22 @@ def test_patched_head(softcap: float | None, scale: float, temperature: float, o
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=2e-5)
     mixed = ours.apply(values[0].bfloat16(), values[1], values[2], targets, 1.0, 4, softcap, scale, outputs)
     assert mixed[0].isfinite().all()
+
+
+def test_a_head_in_parts_is_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ZeRO-3."""
+    torch.manual_seed(0)
+    arguments = (torch.randn(7, 6), torch.randn(11, 6), None, torch.randint(0, 11, (7,)), 1.0, 4, None, 1.0, ())
+    asked = []
+    patch_trl()
+    try:
+        theirs = trl_patch._originals["_ChunkedLogProbFunction"]
+        monkeypatch.setattr(theirs, "apply", lambda *given: asked.append(given) or "theirs")
+        assert trl_utils._ChunkedLogProbFunction.apply(*arguments) != "theirs" and not asked
+        monkeypatch.setattr(trl_patch, "is_deepspeed_zero3_enabled", lambda: True)
+        assert trl_utils._ChunkedLogProbFunction.apply(*arguments) == "theirs" and asked == [arguments]
+    finally:
+        unpatch_trl()
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "RLOO"])

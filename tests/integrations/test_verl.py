@@ -286,6 +286,8 @@ def test_threshold_goes_on(patched: None) -> None:
         of_trainer("group_ppo", batch, {"grpo_kernels": fields}, old_log_probs=torch.randn(batch.mask.shape))
     moved = _verl_advantages.thresholds[settings].value / settings.group_variance_threshold
     assert moved == pytest.approx(float(np.exp(3 * 0.07)), rel=1e-6)
+    unpatch_verl()  # another run of this process begins where its configuration says
+    assert not _verl_advantages.thresholds
 
 
 def keys_of(batch: of_advantages.VerlBatch, outputs: int) -> list[str]:
@@ -351,6 +353,9 @@ def test_what_estimators_refuse_of_a_batch(patched: None) -> None:
         of_trainer("fused_gdpo", batch)
     with pytest.raises(ValueError, match=r"every one of gdpo_reward_keys, got \['uid'\] without 'a'"):
         of_trainer("fused_gdpo", batch, {"gdpo_reward_keys": ["a"]})
+    with pytest.raises(ValueError, match=r"gdpo_reward_weights must have one weight for each .*, got \[1.0, 2.0\]"):
+        config = {"gdpo_reward_keys": ["a"], "gdpo_reward_weights": [1.0, 2.0]}
+        of_trainer("fused_gdpo", batch, config, a=np.ones(8, dtype=object))
     with pytest.raises(ValueError, match=r"algorithm.grpo_kernels must be left out unless .*, got 'rloo'"):
         of_trainer("rloo", batch, {"grpo_kernels": {"clip": 1.0}})
 
