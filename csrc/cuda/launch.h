@@ -44,7 +44,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t sh
                 "kernel parameters are passed by value, bytewise");
   const std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto thread = [kernel, &values] { std::apply(kernel, values); };
-  emulation::scheduler.run_grid(grid, block, shared_bytes, thread);
+  emulation::scheduler.run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread);
 }
 
 #else

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import re
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,3 +30,23 @@ def launches(call: Callable[[], object]) -> int:
     count = ctypes.CDLL(str(build.library())).grpo_kernels_launches
     count.restype = ctypes.c_uint64
     return int(count())
+
+
+def launched(call: Callable[[], object]) -> set[str]:
+    """The kernels that it launches, as source.kernel."""
+    set_schedule(1)
+    call()
+    find, room = ctypes.CDLL(str(build.library())).grpo_kernels_launched, 1000
+    find.restype = ctypes.c_uint64
+    places = (ctypes.c_uint64 * room)()
+    count = find(places, ctypes.c_uint64(room))
+    assert count <= room
+    # Two sources may have a kernel of the same name: the library's debug information says where one is from.
+    command = ["addr2line", "-f", "-C", "-e", str(build.library()), *(hex(place) for place in places[:count])]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = set()
+    for name, where in zip(lines[::2], lines[1::2], strict=True):
+        match = re.search(r"(\w+)(?:<.*>)?\(", name)
+        assert match is not None, (name, where)
+        found.add(f"{Path(where.partition(':')[0]).stem}.{match.group(1)}")
+    return found

@@ -9,6 +9,7 @@
 #pragma once
 
 // All headers whose own use of the names below must not be disturbed come first.
+#include <dlfcn.h>
 #include <math.h>
 
 #include <cmath>
@@ -48,6 +49,19 @@ __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_s
 // Kernel launches since the seed was set.
 __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launches() {
   return grpo_kernels::emulation::scheduler.launches();
+}
+// Which kernels that were, as places in the library's file; at most `room` are written. Returns how many there are.
+__attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launched(std::uint64_t* places,
+                                                                                        std::uint64_t room) {
+  std::uint64_t count = 0;
+  for (const void* kernel : grpo_kernels::emulation::scheduler.kernels()) {
+    Dl_info library;
+    dladdr(kernel, &library);
+    const auto first = reinterpret_cast<std::uintptr_t>(library.dli_fbase);
+    if (count < room) places[count] = reinterpret_cast<std::uintptr_t>(kernel) - first;
+    ++count;
+  }
+  return count;
 }
 }
 

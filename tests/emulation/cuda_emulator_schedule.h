@@ -14,6 +14,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -106,11 +107,12 @@ struct Barrier {
 class Scheduler {
  public:
   template <typename Thread>
-  void run_grid(dim3 grid, dim3 block, std::size_t shared_bytes, const Thread& thread) {
+  void run_grid(const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes, const Thread& thread) {
     // Any number of OS threads may launch; the state of one grid at a time is kept.
     const std::lock_guard<std::mutex> lock(mutex_);
     call_ = [](const void* callable) { (*static_cast<const Thread*>(callable))(); };
     callable_ = &thread;
+    kernels_.insert(kernel);
     run_blocks(grid, block, shared_bytes);
   }
 
@@ -118,10 +120,15 @@ class Scheduler {
     const std::lock_guard<std::mutex> lock(mutex_);
     seed_ = seed;
     launches_ = 0;
+    kernels_.clear();
   }
   std::uint64_t launches() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return launches_;
+  }
+  std::set<const void*> kernels() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return kernels_;
   }
   std::uint64_t seed() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -198,7 +205,8 @@ class Scheduler {
 
   std::mutex mutex_;
   std::uint64_t seed_ = 0;
-  std::uint64_t launches_ = 0;  // Since the seed was set: each launch gets a schedule of its own.
+  std::uint64_t launches_ = 0;     // Since the seed was set: each launch gets a schedule of its own.
+  std::set<const void*> kernels_;  // Those that were launched since then.
   std::uint64_t random_state_ = 0;
 
   void (*call_)(const void*) = nullptr;

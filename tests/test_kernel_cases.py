@@ -1,0 +1,49 @@
+"""tools/kernel_cases.py on the kernels compiled for the host: every kernel has a case, and every result is right."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests import emulation
+from tests.emulation import build
+from tools import kernel_cases
+
+CPU = torch.device("cpu")
+
+
+def kernels_of_the_sources() -> set[str]:
+    found = set()
+    for path in (build.ROOT / "csrc").rglob("*.cu*"):
+        # the macro or __launch_bounds__(...) between __global__ and the name
+        text = re.sub(r"__launch_bounds__\([^()]*\)|GRPO_BOUNDS(\([^()]*\))?", "", path.read_text())
+        names = re.findall(r"__global__\s+(?:\w+\s+)*?(\w+)\(", text)
+        assert len(names) == text.count("__global__"), path
+        found |= {f"{path.stem}.{name}" for name in names}
+    return found
+
+
+@pytest.mark.skipif(not (build.ROOT / "csrc").exists(), reason="needs the sources")
+def test_every_kernel_has_a_case() -> None:
+    assert set().union(*(case.kernels for case in kernel_cases.CASES.values())) == kernels_of_the_sources()
+
+
+@emulation.only
+@pytest.mark.parametrize("name", kernel_cases.CASES)
+def test_a_case_launches_the_kernels_it_says_and_gives_the_reference(name: str) -> None:
+    results = []
+    launched = emulation.launched(lambda: results.append(kernel_cases.check(name, CPU)))
+    assert launched == kernel_cases.CASES[name].kernels
+    assert results[0] > 0
+
+
+@emulation.only
+def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(backend: str, put: kernel_cases.Put) -> kernel_cases.Results:
+        yield torch.full((3,), 1.0 if backend == "cuda" else 1.001)
+
+    monkeypatch.setitem(kernel_cases.CASES, "wrong", kernel_cases.Case(wrong, set()))
+    with pytest.raises(AssertionError, match="wrong, result 0"):
+        kernel_cases.check("wrong", CPU)
