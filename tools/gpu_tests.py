@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if zlib.crc32(item.nodeid.encode()) % shares == share - 1
         and is_for_a_gpu(item)
-        and (config.getoption("--whole-grid") or not is_surplus(item))
+        and (config.getoption("--whole-grid", default=False) or not is_surplus(item))
     ]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
