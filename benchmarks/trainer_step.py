@@ -40,10 +40,27 @@ def variant(name: str, base: Recipe, folder: Path, start: Path) -> tuple[Trainer
         base, name=name, output=str(folder / name), backend="reference" if name == "reference" else "auto",
         model=dataclasses.replace(base.model, path=str(start)), phases=[Phase(rl=rl)],
     )  # fmt: skip
-    trainer = Trainer(recipe)
+    return begin(recipe)
+
+
+def begin(recipe: Recipe) -> tuple[Trainer, RlRun]:
+    """A run whose only phase is one of reinforcement, before its first step."""
+    trainer, rl = Trainer(recipe), recipe.phases[0].rl
+    assert rl is not None
     recipe.folder.mkdir(parents=True)
     (recipe.folder / "recipe.json").write_text(to_json(plain(recipe)))
     return trainer, RlRun(trainer, 0, rl, 0)
+
+
+def take_step(trainer: Trainer, run: RlRun, step: int) -> dict[str, float]:
+    """The figures of the step, with the seconds that it took."""
+    with contextlib.nullcontext() if trainer.backend is None else gk.use_backend(trainer.backend):
+        torch.manual_seed(trainer.seed_of("step", step))
+        trainer.seconds.clear()
+        began = time.perf_counter()
+        metrics = run.step(run._items(trainer.items("train"), step), step)
+        metrics["time/step"] = time.perf_counter() - began
+    return metrics | {f"time/{part}": seconds for part, seconds in trainer.seconds.items()}
 
 
 def main() -> None:
@@ -71,14 +88,8 @@ def main() -> None:
     runs = {name: variant(name, base, given.out, start) for name in NAMES}
     for step in range(1, given.steps + 1):
         for name, (trainer, run) in runs.items():
-            backend = contextlib.nullcontext() if trainer.backend is None else gk.use_backend(trainer.backend)
-            with backend, instead_of_kernels() if name == "loops" else contextlib.nullcontext():
-                torch.manual_seed(trainer.seed_of("step", step))
-                trainer.seconds.clear()
-                began = time.perf_counter()
-                metrics = run.step(run._items(trainer.items("train"), step), step)
-                metrics["time/step"] = time.perf_counter() - began
-            metrics |= {f"time/{part}": seconds for part, seconds in trainer.seconds.items()}
+            with instead_of_kernels() if name == "loops" else contextlib.nullcontext():
+                metrics = take_step(trainer, run, step)
             if step > 1:
                 trainer.log.metrics("rl", 0, step, metrics)
                 report_line(name, step, metrics)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent.resolve()
 PACKAGE = ROOT / "build" / "gpu_check"
-BUDGETS = {"build": 90, "test": 230, "sanitize": 100, "bench": 110}  # seconds
+BUDGETS = {"build": 90, "test": 220, "sanitize": 90, "bench": 130}  # seconds
 TOGETHER = ("test", "sanitize")  # parts whose steps run at the same time
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPS = (
@@ -153,7 +153,7 @@ def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dic
         "ops": (60, ["benchmarks.run", "--device", "cuda", "--json", run]),
         "scaling": (30, ["benchmarks.scaling", "--json", scaling]),
         "plots": (20, ["benchmarks.plot", run, scaling, "--out", str(out)]),
-        "step": (60, ["benchmarks.step", "--device", "cuda", "--json", step]),
+        "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", step]),
     }
     return [
         Step("bench", name, [python, "-m", *command], limit, environment,

@@ -1,0 +1,120 @@
+"""benchmarks/step.py: three trainers take the same steps, and each step's time is that of its phases."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from benchmarks import step
+
+WHO = ["grpo_trainer", "TRL's GRPOTrainer", "FusedGRPOTrainer"]
+MODEL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+         "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+SMALL = step.Size("small", MODEL, "float32", prompts=4, group=4, prompt_tokens=5, new_tokens=6, micro_batch=8)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU TRL and accelerate take it")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("step") / "step.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(step.SIZES, "cpu", SMALL)
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        threads = torch.get_num_threads()
+        step.main(["--steps", "3", "--device", "cpu", "--json", str(path)])
+        torch.set_num_threads(threads)
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def test_document(found: dict[str, Any]) -> None:
+    assert found.keys() == {"machine", "device", "model", "steps", "rows", "totals"}
+    assert found["device"] == "cpu" and found["steps"] == 2 and found["model"]["model"] == MODEL
+    assert [(row["who"], row["phase"]) for row in found["rows"]] == [(w, p) for w in WHO for p in step.PHASES]
+    assert [(each["who"], each["tokens_a_step"]) for each in found["totals"]] == [(w, 4 * 4 * 6) for w in WHO]
+    for row in found["rows"] + found["totals"]:
+        assert 0 <= row["seconds_low"] <= row["seconds_median"] <= row["seconds_high"], row
+
+
+def test_every_phase_was_timed(found: dict[str, Any]) -> None:
+    for row in found["rows"]:
+        assert row["seconds_low"] > 0, row
+
+
+def test_phases_add_up(found: dict[str, Any]) -> None:
+    # of two steps a median is the mean
+    for each in found["totals"]:
+        parts = sum(row["seconds_median"] for row in found["rows"] if row["who"] == each["who"])
+        assert parts == pytest.approx(each["seconds_median"], rel=0.02, abs=2e-3)
+
+
+def test_table(found: dict[str, Any]) -> None:
+    lines = step.table(found).splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == [*step.PHASES, "total"]
+    assert all(line.count("|") == 5 for line in lines)
+
+
+def test_a_phase_within_another_counts_once() -> None:
+    clock = step.Clock("cpu")
+    clock.read()
+    with clock.phase("generation"):
+        time.sleep(0.02)
+        with clock.phase("log-probs"):
+            time.sleep(0.05)
+    seconds = clock.read()
+    assert seconds["log-probs"] >= 0.05 and 0.02 <= seconds["generation"] < 0.05
+    assert clock.read()["generation"] == 0
+
+
+class Fake:
+    def __init__(self, tokens: int) -> None:
+        self.clock, self.tokens = step.Clock("cpu"), tokens
+
+    def step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_unequal_numbers_of_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "runners", lambda *_: {"one": Fake(2 * 96), "other": Fake(2 * 96 - 1)})
+    with pytest.raises(RuntimeError, match=re.escape("all must sample 192 tokens, got {'one': 192, 'other': 191}")):
+        step.measure(SMALL, "cpu", 2)
+
+
+def test_an_error_in_a_thread_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trl import GRPOTrainer
+
+    def fails(**_: Any) -> Iterator[float]:
+        raise ArithmeticError("this reward")
+
+    monkeypatch.setattr(step, "reward", fails)
+    step.write_model(SMALL, tmp_path)
+    runner = step.Theirs(SMALL, tmp_path, "cpu", GRPOTrainer, 2)
+    with pytest.raises(ArithmeticError, match="this reward"):
+        runner.step()
+    runner.close()
+    assert not runner.thread.is_alive()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_too_few_steps(steps: int) -> None:
+    with pytest.raises(SystemExit, match=rf"--steps must be 2 or more.* got {steps}"):
+        step.main(["--steps", str(steps)])
+
+
+def test_no_gpu() -> None:
+    with pytest.raises(SystemExit, match="--device cuda needs a GPU"):
+        step.main(["--device", "cuda"])
