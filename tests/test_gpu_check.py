@@ -125,7 +125,7 @@ def test_list_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str])
     gpu_check.main(["--python", str(machine.python), "--list"])
     assert not machine.out.exists()
     said = capsys.readouterr().out
-    assert "--tool racecheck" in said and "--shard=2/2" in said and "benchmarks.step --device cuda" in said
+    assert "--tool racecheck" in said and "--shard=2/2" in said and "benchmarks.step --steps 4 --device cuda" in said
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,10 @@ def test_a_missing_sanitizer_is_a_failure_with_a_reason(machine: Machine) -> Non
     assert status == 1 and "no compute-sanitizer" in steps["racecheck"]["why"] and steps["ops"]["state"] == "ok"
 
 
-def test_a_missing_trl_is_said(machine: Machine) -> None:
-    status, steps = machine.run(facts=FACTS | {"lacks": ["trl"]})
-    assert status == 0 and steps["step"]["state"] == "left out" and steps["step"]["why"] == "no trl"
+def test_packages_that_are_missing_are_said(machine: Machine) -> None:
+    status, steps = machine.run(facts=FACTS | {"lacks": ["matplotlib", "transformers", "trl"]})
+    assert status == 0 and steps["step"]["state"] == steps["plots"]["state"] == "left out"
+    assert steps["step"]["why"] == "no transformers, trl" and steps["plots"]["why"] == "no matplotlib"
 
 
 def test_what_hangs_is_stopped_with_its_children(machine: Machine) -> None:
@@ -205,8 +206,24 @@ def test_what_hangs_is_stopped_with_its_children(machine: Machine) -> None:
     assert status == 1 and time.monotonic() - began < 30
     assert re.fullmatch(r"stopped after \d+ s", steps["ops"]["why"])
     assert steps["scaling"]["why"] == "no time was left for it"
-    child = Path("/proc") / (machine.out / "child").read_text()
-    assert not child.exists() or "State:\tZ" in (child / "status").read_text()
+    assert not is_running(int((machine.out / "child").read_text()))
+
+
+def is_running(process: int) -> bool:
+    status = Path("/proc") / str(process) / "status"
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+def test_nothing_is_left_when_it_is_terminated(machine: Machine) -> None:
+    machine.patch.setenv("PLAN", json.dumps({"facts": FACTS, "ran": ALL, "hang": ["pip"]}))
+    command = [sys.executable, str(build.ROOT / "tools" / "gpu_check.py"), "--python", str(machine.python)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as check:
+        child, until = machine.out / "child", time.monotonic() + 60
+        while not (child.exists() and child.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        check.terminate()
+        assert check.stderr is not None and b"gpu-check: terminated" in check.stderr.read()
+    assert check.returncode == 1 and not is_running(int(child.read_text()))
 
 
 def test_ops_are_those_that_choose_a_backend() -> None:

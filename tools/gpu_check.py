@@ -9,10 +9,11 @@ test      tests/ops on the backends that need the GPU, some processes at a time;
 sanitize  tools/kernel_cases.py, a case of every CUDA kernel, under the four tools of compute-sanitizer
 bench     the benchmarks, small ones
 
-Needs torch 2.11 or later, nvcc, pytest and hypothesis; for the end-to-end step transformers and trl, without which it
-is left out, and said to be. A part has so many seconds, and what earlier parts left over; what takes longer is stopped
-with all processes that it started. Results and a log of each step go to $OUT if set, else to benchmarks/results. The
-exit status is 1 if anything failed. Never run on a GPU.
+Needs torch 2.11 or later, nvcc, compute-sanitizer, pytest and hypothesis; matplotlib for plots, and datasets,
+transformers and trl for the end-to-end step, which without them are left out, and said to be. A part has so many
+seconds, and what earlier parts left over; what takes longer is stopped with all processes that it started. Results and
+a log of each step go to $OUT if set, else to benchmarks/results. The exit status is 1 if anything failed. Never run on
+a GPU.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ OPS = (
     "similarity_groups", "pairwise_cosine", "cluster_distances", "agglomerate", "silhouette",
 )  # fmt: skip
 BACKENDS = ("cuda", "triton")
-# What the given Python and its machine are, as JSON.
+NEEDS = {"plots": {"matplotlib"}, "step": {"datasets", "transformers", "trl"}}  # steps that are left out without
+# What the given Python and its machine are, as JSON; its arguments are modules.
 ASK = """
-import importlib.util, json, os, platform, torch
+import importlib.util, json, os, platform, sys, torch
 there = torch.cuda.is_available()
 print(json.dumps({
     "gpu": torch.cuda.get_device_name() if there else None,
     "capability": torch.cuda.get_device_capability() if there else None,
     "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-    "cores": os.cpu_count(), "lacks": [m for m in ("transformers", "trl") if importlib.util.find_spec(m) is None],
+    "cores": os.cpu_count(), "lacks": [module for module in sys.argv[1:] if importlib.util.find_spec(module) is None],
 }))
 """
 BACKENDS_WORK = """
@@ -94,7 +96,9 @@ class Running(NamedTuple):
 
 def machine_of(python: str) -> dict[str, Any]:
     try:
-        done = subprocess.run([python, "-c", ASK], capture_output=True, text=True)
+        done = subprocess.run(
+            [python, "-c", ASK, *sorted(set().union(*NEEDS.values()))], capture_output=True, text=True
+        )
     except OSError as error:
         raise SystemExit(f"gpu-check: --python must be a Python with torch, got {python!r}: {error}") from None
     if "No module named 'torch'" in done.stderr:
@@ -147,7 +151,6 @@ def steps_of(python: str, machine: dict[str, Any], out: Path) -> list[Step]:
 
 
 def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dict[str, str]) -> list[Step]:
-    lacks = ", ".join(machine["lacks"])
     run, scaling, step = (str(out / f"gpu_{name}.json") for name in ("benchmarks", "scaling", "step"))
     commands: dict[str, tuple[float, list[str]]] = {
         "ops": (60, ["benchmarks.run", "--device", "cuda", "--json", run]),
@@ -155,11 +158,12 @@ def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dic
         "plots": (20, ["benchmarks.plot", run, scaling, "--out", str(out)]),
         "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", step]),
     }
-    return [
-        Step("bench", name, [python, "-m", *command], limit, environment,
-             missing=f"no {lacks}" if name == "step" and lacks else "", required=False)
-        for name, (limit, command) in commands.items()
-    ]  # fmt: skip
+    steps = []
+    for name, (limit, command) in commands.items():
+        lacks = ", ".join(sorted(NEEDS.get(name, set()) & {*machine["lacks"]}))
+        missing = f"no {lacks}" if lacks else ""
+        steps.append(Step("bench", name, [python, "-m", *command], limit, environment, missing=missing, required=False))
+    return steps
 
 
 def log_of(step: Step, out: Path) -> Path:
@@ -205,32 +209,32 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 def wait_for(running: list[Running], out: Path) -> list[Row]:
     rows = []
-    try:
-        while running:
-            for each in list(running):
-                if each.process.poll() is not None or time.monotonic() >= each.end:
-                    running.remove(each)
-                    rows.append(finish(each, out))
-            time.sleep(0.02)
-    finally:  # interrupted, too
-        for each in running:
-            stop(each.process)
+    while running:
+        for each in list(running):
+            if each.process.poll() is not None or time.monotonic() >= each.end:
+                rows.append(finish(each, out))
+                running.remove(each)
+        time.sleep(0.02)
     return rows
 
 
 def run_part(steps: list[Step], deadline: float, out: Path) -> list[Row]:
     rows, running = [], []
-    for step in steps:
-        began = time.monotonic()
-        if step.missing:
-            rows.append(Row(step.part, step.name, "FAILED" if step.required else "left out", 0.0, step.missing))
-        elif began >= deadline:
-            rows.append(Row(step.part, step.name, "FAILED", 0.0, "no time was left for it"))
-        else:
-            running.append(Running(step, start(step, out), began, min(deadline, began + step.limit)))
-            if step.part not in TOGETHER:
-                rows += wait_for(running, out)
-    return rows + wait_for(running, out)
+    try:
+        for step in steps:
+            began = time.monotonic()
+            if step.missing:
+                rows.append(Row(step.part, step.name, "FAILED" if step.required else "left out", 0.0, step.missing))
+            elif began >= deadline:
+                rows.append(Row(step.part, step.name, "FAILED", 0.0, "no time was left for it"))
+            else:
+                running.append(Running(step, start(step, out), began, min(deadline, began + step.limit)))
+                if step.part not in TOGETHER:
+                    rows += wait_for(running, out)
+        return rows + wait_for(running, out)
+    finally:  # interrupted, too
+        for each in running:
+            stop(each.process)
 
 
 def ran_on(out: Path) -> Counter[str]:
@@ -302,4 +306,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: terminated"))  # so that what runs is stopped, too
     main()
