@@ -2,14 +2,15 @@
 
     python -m pytest -p tools.gpu_tests --shard 1/4 --junit-xml shard1.xml tests/ops
 
-Left out are cases of the cpu and the reference backend, which need no GPU, and of the large grids nine cases in ten, by
-name, as Triton's interpreter has it without a GPU. --whole-grid brings those back. Every testcase in the XML has a
-property `ran_on` for each op and backend that was chosen for tensors on the GPU. Never run on a GPU.
+Left out are cases of the cpu and the reference backend, which need no GPU, and of the large grids nine cases in ten;
+--whole-grid brings those back. Every testcase in the XML has a property `ran_on` for each op and backend that was
+chosen for tensors on the GPU. Never run on a GPU.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,25 +42,31 @@ def recording(select: Callable[..., str]) -> Callable[..., str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = (int(number) for number in config.getoption("--shard").split("/"))
-    kept = [
-        item
-        for item in items
-        if zlib.crc32(item.nodeid.encode()) % shares == share - 1
-        and is_for_a_gpu(item)
-        and (config.getoption("--whole-grid", default=False) or not is_surplus(item))
-    ]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    wanted = [item for item in items if backend_of(item) not in ("cpu", "reference")]
+    if not config.getoption("--whole-grid", default=False):
+        wanted = thinned(wanted)
+    kept = {item for item in wanted if digest(item) % shares == share - 1}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
-def is_for_a_gpu(item: pytest.Item) -> bool:
+def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each test of a large grid, on each backend, a tenth of the cases, and one at least."""
+    cases: dict[tuple[str, str | None], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid") is not None:
+            cases[item.nodeid.partition("[")[0], backend_of(item)].append(item)
+    surplus = {item for some in cases.values() for item in sorted(some, key=digest)[(len(some) + 9) // 10 :]}
+    return [item for item in items if item not in surplus]
+
+
+def backend_of(item: pytest.Item) -> str | None:
     call = getattr(item, "callspec", None)
-    return call is None or call.params.get("backend") not in ("cpu", "reference")
+    return None if call is None else call.params.get("backend")
 
 
-def is_surplus(item: pytest.Item) -> bool:
-    # not the digits that shards are made of
-    return item.get_closest_marker("grid") is not None and zlib.crc32(item.nodeid.encode()[::-1]) % 10 != 0
+def digest(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
 
 
 @pytest.hookimpl(wrapper=True)
