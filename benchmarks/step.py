@@ -125,7 +125,7 @@ class Ours:
         from grpo_trainer.recipe import Recipe
         from grpo_trainer.settings import build
 
-        from benchmarks.trainer_step import begin, take_step
+        from benchmarks.trainer_run import begin, take_step
 
         rl = {
             "steps": 10_000, "epochs": 1, "minibatches": 1, "micro_batch": size.micro_batch,
