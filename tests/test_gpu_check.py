@@ -175,6 +175,11 @@ def test_only_tests_that_passed_count(machine: Machine, inside: str) -> None:
     assert machine.results()["tests"] == {}
 
 
+def test_what_was_half_written_counts_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "test_1.xml").write_text('<testsuites><testcase><properties><property name="ran_on" value="a:cuda"/>')
+    assert gpu_check.ran_on(tmp_path) == {}
+
+
 def test_results_of_an_earlier_run_do_not_count(machine: Machine) -> None:
     assert machine.run()[0] == 0
     assert machine.run(ran=[])[0] == 1

@@ -193,11 +193,8 @@ def finish(running: Running, out: Path) -> Row:
     if not why and not re.search(step.said, output):
         why = f"its output has nothing like {step.said}"
     if why:
-        print(
-            f"--- {step.part}, {step.name}: {why}; the end of {log_of(step, out)}:",
-            *output.splitlines()[-20:],
-            sep="\n",
-        )
+        print(f"--- {step.part}, {step.name}: {why}; the end of {log_of(step, out)}:")
+        print(*output.splitlines()[-20:], sep="\n")
     return Row(step.part, step.name, "FAILED" if why else "ok", round(seconds, 1), why)
 
 
@@ -241,7 +238,11 @@ def ran_on(out: Path) -> Counter[str]:
     """How many tests passed in which an op was called on a backend, as op:backend."""
     counts: Counter[str] = Counter()
     for path in out.glob("test_*.xml"):
-        for case in xml.etree.ElementTree.parse(path).iter("testcase"):
+        try:
+            cases = xml.etree.ElementTree.parse(path).iter("testcase")
+        except xml.etree.ElementTree.ParseError:  # stopped while it wrote: its step has failed, and counts for nothing
+            continue
+        for case in cases:
             if not any(case.findall(bad) for bad in ("failure", "error", "skipped")):
                 counts.update({each.get("value", "") for each in case.iter("property") if each.get("name") == "ran_on"})
     return counts
