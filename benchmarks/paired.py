@@ -38,12 +38,18 @@ def seconds(call: Call, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def repeats_for(call: Call, target: float) -> int:
+    """Calls that take about `target` seconds, at least one; the first call, which loads and compiles, not counted."""
+    call()
+    first = seconds(call, 1)
+    return max(1, int(target / max(seconds(call, 3) if first < target else first, 1e-9)))
+
+
 def paired(ours: Call, theirs: Call, pairs: int = 15, target: float = 0.02) -> Ratio:
     """Each side of a pair runs for about `target` seconds (at least once)."""
     repeats = []
     for call in (ours, theirs):
-        call()
-        repeats.append(max(1, int(target / max(seconds(call, 3), 1e-9))))
+        repeats.append(repeats_for(call, target))
     times = [(seconds(ours, repeats[0]), seconds(theirs, repeats[1])) for _ in range(pairs)]
     ratios = sorted(b / a for a, b in times)
     ours_time, theirs_time = (statistics.median(side) * 1e6 for side in zip(*times, strict=True))

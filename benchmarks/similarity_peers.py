@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import fastcluster
 import numpy as np
+import scipy.cluster.hierarchy
 import torch
 from sklearn.cluster import AgglomerativeClustering
 from sklearn.metrics import silhouette_score
@@ -43,12 +45,20 @@ def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
 
 
 def by_fastcluster(embeddings: Tensor, size: int) -> list[Cut]:
+    return _by_tree(embeddings, size, fastcluster.linkage)
+
+
+def by_scipy(embeddings: Tensor, size: int) -> list[Cut]:
+    return _by_tree(embeddings, size, scipy.cluster.hierarchy.linkage)
+
+
+def _by_tree(embeddings: Tensor, size: int, linkage: Callable[..., Array]) -> list[Cut]:
     """One tree, and every cut's silhouette from the one before: two rows of sums added."""
     found = []
     upper = np.triu_indices(size, 1)
     for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
         distances = distances_of(x)
-        merges = fastcluster.linkage(distances[upper], method="average")[:, :2].astype(int)
+        merges = linkage(distances[upper], method="average")[:, :2].astype(int)
         found.append(_best_cut(distances, merges, size))
     return found
 

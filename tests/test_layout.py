@@ -86,7 +86,7 @@ def test_every_layer_of_an_op_has_its_name(op: str) -> None:
     module = importlib.import_module(f"grpo_kernels.ops.{op}")
     # an op that is built on others has no kernels of its own
     compiled = [] if hasattr(module, "BUILT_ON") else [file for name in module.SUPPORTS for file in of_backend[name]]
-    tested = [f"tests/ops/test_{op}.py", f"benchmarks/test_{op}.py", f"docs/ops/{op}.md"]
+    tested = [f"tests/ops/test_{op}.py", f"benchmarks/cases/{op}.py", f"docs/ops/{op}.md"]
     for file in (f"grpo_kernels/functional/{op}.py", *compiled, *tested):
         assert (ROOT / file).exists(), f"{op} lacks {file}"
 

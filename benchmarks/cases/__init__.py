@@ -1,0 +1,20 @@
+"""The table of all cases and sweeps: one file an op, `benchmarks/cases/<op>.py`, with CASES and SWEEPS."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from benchmarks.case import Case, Sweep
+
+OPS = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem[0] != "_")
+
+
+def cases(op: str = "", name: str = "", device: str = "") -> list[Case]:
+    """Of one op, whose name has `name` in it, for one device; each of them all if empty."""
+    tables = [importlib.import_module(f"{__name__}.{op}").CASES for op in ([op] if op else OPS)]
+    return [case for table in tables for case in table if name in case.name and (not device or device in case.devices)]
+
+
+def sweeps(op: str = "") -> list[Sweep]:
+    return [sweep for op in ([op] if op else OPS) for sweep in importlib.import_module(f"{__name__}.{op}").SWEEPS]

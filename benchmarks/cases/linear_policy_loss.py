@@ -1,0 +1,66 @@
+"""linear_policy_loss against its three bare matrix products and the installed peers, forward and backward.
+
+Floor: 6 N H V flops in three products. Our kernels read the logits once, and read and write them once: 12 bytes each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from benchmarks.case import Bar, Case, Floor, Provider, Sweep
+from benchmarks.head_peers import PEERS, SHAPES, Inputs, Shape, bare_products, same
+
+OP = "linear_policy_loss"
+CONFIG = gk.LossConfig(loss="reinforce", aggregation="token-mean")
+
+
+def ours(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
+    given = {"advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
+    return i.gradients(gk.linear_policy_loss(i.hidden, i.weight, i.targets, None, **given).loss)
+
+
+ALL_ROWS = Provider("all rows", ours, agrees=False)
+
+
+def cases(shape: Shape) -> list[Case]:
+    make = lambda device, seed: Inputs(shape, device, seed)  # noqa: E731
+    common: dict[str, Any] = {
+        "dtype": str(shape.dtype).removeprefix("torch."), "devices": (shape.device,), "pairs": 7, "same": same(shape),
+    }  # fmt: skip
+    products = 1.15 if shape.device == "cpu" else 1.2
+    whole = Case(
+        OP, str(shape), shape.model, Floor(flops=3 * shape.products), make, ours,
+        (*PEERS, Provider("three bare products", bare_products(), agrees=False)),
+        (
+            Bar("cost at most", products, "three bare products"),
+            *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
+            Bar("memory below", 0.15, "naive autograd"),
+        ),
+        returned=lambda i: i.gradient_bytes, quick=("naive autograd",) if shape is SHAPES[0] else (),
+        **common,
+    )  # fmt: skip
+    sparse = Case(
+        OP, f"{shape}, one row in 16", shape.model, Floor(flops=3 * shape.products / 16), make,
+        lambda i: ours(i, positions=i.sixteenth), (ALL_ROWS,), (Bar("ratio at least", 10, "all rows"),), **common,
+    )  # fmt: skip
+    # the logits of all rows are needed, for the metrics; the other two products of half of them
+    half = Case(
+        OP, f"{shape}, half the advantages 0", shape.model, Floor(flops=2 * shape.products), make,
+        lambda i: ours(i, advantages=i.half), (ALL_ROWS,), (Bar("ratio at least", 1.4, "all rows"),), **common,
+    )  # fmt: skip
+    return [whole, sparse, half]
+
+
+CASES = [case for shape in SHAPES for case in cases(shape)]
+TINY = Shape(0, 64, 1024, "", "", torch.float32)
+SWEEPS = [
+    Sweep(
+        OP, "forward and backward, H = 64, V = 1,024", "rows", tuple(8 * 10**e for e in range(5)),
+        lambda device, size: Inputs(TINY._replace(rows=size), device), ours,
+        Floor(flops=3 * TINY._replace(rows=1).products), fit_from=800, batch=10_000,
+    )
+]  # fmt: skip

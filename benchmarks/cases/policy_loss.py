@@ -1,0 +1,159 @@
+"""policy_loss against the installed peers, compiled torch and two exponentials: PPO clip + k3 + all metrics, forward
+and backward.
+
+Bytes at the least, per token: 4 each for log-probs, old and reference, 1 for the mask, 4 written: 17; the peers move
+560 to 860.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
+from tests import peers_trl
+
+OP, ROWS, WIDTH, BETA = "policy_loss", 256, 2048, 0.04
+OURS = gk.LossConfig.trl(loss_type="dapo", beta=BETA, use_bias_correction_kl=False)
+VERL = gk.LossConfig.verl(loss_mode="vanilla", use_kl_loss=True, kl_loss_coef=BETA, kl_loss_type="low_var_kl")
+
+
+class Batch:
+    """Log-probs as after a step or two, every token valid; and a mask of a few of them, also without the others."""
+
+    def __init__(self, rows: int, width: int, device: torch.device, seed: int, share: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        noise = lambda: torch.randn(rows, width, generator=generator)  # noqa: E731
+        logprobs = (0.5 * noise() - 1).clamp(max=-1e-3)
+        old, ref = (logprobs + 0.1 * noise() for _ in range(2))
+        if share == 0.5:
+            some = (torch.arange(width) < width // 2).expand(rows, width).clone()
+        else:
+            some = torch.rand(rows, width, generator=generator) < share
+        self.advantages = torch.randn(rows, generator=generator).to(device)
+        self.logprobs = logprobs.to(device).requires_grad_()
+        self.old, self.ref, self.some = old.to(device), ref.to(device), some.to(device)
+        self.mask = torch.ones_like(self.some)
+        self.cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), some.sum(1).cumsum(0)]).to(device)
+        self.packed = [t.detach()[self.some] for t in (self.logprobs, self.old, self.ref)]
+        self.packed[0].requires_grad_()
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, self.logprobs)[0]
+
+
+def of(rows: int = ROWS, share: float = 1.0) -> Make:
+    return lambda device, seed: Batch(rows, WIDTH, device, seed, share)
+
+
+def ours(b: Batch, config: gk.LossConfig = OURS) -> Tensor:
+    result = gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, ref_logprobs=b.ref, config=config)
+    return b.gradient(result.loss)
+
+
+def masked(b: Batch) -> Tensor:
+    result = gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.some, ref_logprobs=b.ref, config=OURS)
+    return b.gradient(result.loss)
+
+
+def packed(b: Batch) -> Tensor:
+    """The tokens of the mask without the others, as a head that computes only them gives them."""
+    lp, old, ref = b.packed
+    result = gk.policy_loss(lp, old, b.advantages, cu_seqlens=b.cu_seqlens, ref_logprobs=ref, config=OURS)
+    return torch.autograd.grad(result.loss, lp)[0]
+
+
+def trl(b: Batch) -> Tensor:
+    inputs = {"advantages": b.advantages, "old_per_token_logps": b.old, "ref_per_token_logps": b.ref}
+    options = {"loss_type": "dapo", "beta": BETA, "use_bias_correction_kl": False}
+    return b.gradient(peers_trl.policy_loss(b.logprobs, -b.logprobs.detach(), b.mask, inputs, **options)[0])
+
+
+def plain(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+    """What TRL computes, as one function without host synchronisation, for torch.compile."""
+    ratio, weight, distance = (lp - old).exp(), mask.float(), ref - lp
+    term = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    kl = distance.exp() - distance - 1
+    count = weight.sum().clamp(min=1)
+    loss = ((term + BETA * kl) * weight).sum() / count
+    low = (ratio < 0.8) & (advantages < 0)[:, None]
+    high = (ratio > 1.2) & (advantages > 0)[:, None]
+    per_row = weight.sum(1)
+    fractions = [(flag * weight).sum(1) / per_row for flag in (low, high)]
+    metrics = [(value * weight).sum() / count for value in (kl, -lp, low, high, low | high)]
+    return loss, torch.stack([*metrics, fractions[0].min(), fractions[1].max()]).detach()
+
+
+def by(function: Any) -> Call:
+    return lambda b: b.gradient(function(b.logprobs, b.old, b.ref, b.advantages, b.mask)[0])
+
+
+@functools.cache
+def verl_actor() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from verl.workers.config import FSDPActorConfig
+    return FSDPActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=4)
+
+
+def verl(b: Batch) -> Tensor:
+    from verl.trainer.ppo import core_algos
+
+    advantages = b.advantages[:, None].expand_as(b.old)
+    vanilla = core_algos.get_policy_loss_fn("vanilla")
+    loss, _ = vanilla(b.old, b.logprobs, advantages, b.mask, "token-mean", verl_actor())
+    kl = core_algos.kl_penalty(b.logprobs, b.ref, "low_var_kl")
+    return b.gradient(loss + BETA * core_algos.agg_loss(kl, b.mask, "token-mean"))
+
+
+# float32 gradients of 1e-6, against the largest of them
+SAME = Same(rtol=1e-4, of_largest=1e-5)
+ALL_TOKENS = Provider("all tokens", ours, agrees=False)
+BY_MASK = Provider("the same by a mask on dense arrays", lambda b: masked(b)[b.some])
+
+
+def some_tokens(name: str, shape: str, rows: int, share: float, *bars: Bar) -> Case:
+    return Case(
+        OP, name, shape, Floor(bytes=17 * share * rows * WIDTH), of(rows, share), packed, (ALL_TOKENS, BY_MASK), bars,
+        same=SAME,
+    )  # fmt: skip
+
+
+CASES = [
+    Case(
+        OP, "clip and k3", "256 responses of 2,048 tokens", Floor(bytes=17 * ROWS * WIDTH), of(), ours, same=SAME,
+        quick=("trl",),
+        providers=(
+            Provider("trl", trl, package="trl", devices=("cpu",)),  # as the tests call it, on the CPU
+            Provider("verl", verl, package="verl", ours=lambda b: ours(b, VERL)),
+            Provider("torch.compile", by(torch.compile(plain))),
+            Provider("torch eager", by(plain)),
+            Provider("two torch.exp", lambda b: torch.exp(torch.exp(b.old)), agrees=False),
+        ),
+        bars=(
+            Bar("ratio at least", 15, "trl"), Bar("ratio at least", 10, "verl"),
+            Bar("ratio at least", 3, "torch.compile"), Bar("cost at most", 3, "two torch.exp"),
+        ),
+    ),
+    some_tokens(
+        "half the tokens, packed", "256 responses, half padding", ROWS, 0.5, Bar("ratio at least", 1.6, "all tokens"),
+    ),
+    # here 0.15 ms of Python and autograd, which every call takes, are more than the endpoints' work: no bar
+    some_tokens("one token in 16, packed", "256 responses of 2,048 tokens", ROWS, 1 / 16),
+    some_tokens(
+        "one token in 16 of many, packed", "2,048 responses of 2,048 tokens", 8 * ROWS, 1 / 16,
+        Bar("ratio at least", 8, "all tokens"),
+    ),
+]  # fmt: skip
+SWEEPS = [
+    Sweep(
+        OP, "clip and k3", "tokens", tuple(2**e for e in range(8, 25, 2)),
+        lambda device, size: Batch(max(1, size // WIDTH), min(size, WIDTH), device, 0), ours, Floor(bytes=17),
+        fit_from=2**18,
+    )
+]  # fmt: skip

@@ -1,0 +1,142 @@
+"""Shapes, inputs and peers of the LM head's benchmarks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.case import Provider, Same
+
+
+class Shape(NamedTuple):
+    rows: int
+    hidden: int
+    vocabulary: int
+    model: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"N={self.rows} H={self.hidden} V={self.vocabulary}"
+
+    @property
+    def products(self) -> float:
+        """Flops of one."""
+        return 2.0 * self.rows * self.hidden * self.vocabulary
+
+
+SMALL = Shape(1024, 256, 32000, "a head of 256 with llama-2's vocabulary", "cpu", torch.float32)
+SHAPES = (
+    SMALL,
+    Shape(2048, 512, 50304, "pythia-70m's head", "cpu", torch.float32),
+    Shape(8192, 288, 32000, "stories15m's head", "cuda", torch.bfloat16),
+    Shape(8192, 896, 151936, "qwen2.5-0.5b's head", "cuda", torch.bfloat16),
+    Shape(8192, 4096, 128256, "llama-3.1-8b's head", "cuda", torch.bfloat16),
+    Shape(8192, 4096, 151936, "qwen3-8b's head", "cuda", torch.bfloat16),
+)
+
+
+class Inputs:
+    """A batch of one long row, on-policy: the loss is the mean of -advantage * log-prob, which the peers have too."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        n, h, v = shape[:3]
+        random = lambda *sizes: torch.randn(*sizes, generator=generator).to(device)  # noqa: E731
+        self.hidden = random(n, h).to(shape.dtype).requires_grad_()
+        self.weight = (random(v, h) / h**0.5).to(shape.dtype).requires_grad_()
+        self.targets = torch.randint(v, (n,), generator=generator).to(device)
+        self.ones = torch.ones(n, device=device)
+        self.half = self.ones.clone()
+        self.half[::2] = 0
+        self.sixteenth = torch.arange(0, n, 16, device=device)
+        self.cu_seqlens = torch.tensor([0, n], device=device)
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, (self.hidden, self.weight))
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.hidden.element_size() * (self.hidden.numel() + self.weight.numel())
+
+
+def same(shape: Shape) -> Same:
+    # the peers round their logits to the dtype of the weight: by a part in 256 of a bfloat16
+    near = 1e-5 if shape.dtype == torch.float32 else 2e-2
+    return Same(rtol=10 * near, of_largest=near)
+
+
+def naive(i: Inputs) -> tuple[Tensor, ...]:
+    logprobs = (i.hidden @ i.weight.T).float().log_softmax(-1).gather(1, i.targets[:, None])
+    return i.gradients(-logprobs.mean())
+
+
+def torch_fused(i: Inputs) -> tuple[Tensor, ...]:
+    return i.gradients(F.linear_cross_entropy(i.hidden, i.weight, i.targets))
+
+
+def torch_chunked(i: Inputs) -> tuple[Tensor, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = torch.nn.LinearCrossEntropyOptions()
+        return i.gradients(F.linear_cross_entropy(i.hidden, i.weight, i.targets, options=options))
+
+
+def trl(i: Inputs) -> tuple[Tensor, ...]:
+    from trl.kernels import ChunkedLogProbFunction
+
+    # 4,096 rows at a time is what TRL's trainers say
+    logprobs = ChunkedLogProbFunction.apply(i.hidden, i.weight, None, i.targets, 1.0, 4096, None, 1.0, ())[0]
+    return i.gradients(-logprobs.mean())
+
+
+def verl(i: Inputs) -> tuple[Tensor, ...]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    logprobs, _ = FusedLinearForPPO()(i.hidden[None], i.weight, i.targets[None])
+    return i.gradients(-logprobs.mean())
+
+
+def liger(i: Inputs) -> tuple[Tensor, ...]:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return i.gradients(liger_fused_linear_cross_entropy(i.hidden, i.weight, i.targets))
+
+
+def cut_cross_entropy(i: Inputs) -> tuple[Tensor, ...]:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return i.gradients(linear_cross_entropy(i.hidden, i.weight, i.targets))
+
+
+PEERS = (
+    Provider("naive autograd", naive),
+    Provider("F.linear_cross_entropy", torch_fused),
+    Provider("F.linear_cross_entropy, chunked", torch_chunked),
+    Provider("trl", trl, package="trl"),
+    Provider("verl", verl, package="verl"),
+    Provider("liger", liger, package="liger_kernel", devices=("cuda",)),
+    Provider("cut-cross-entropy", cut_cross_entropy, package="cut_cross_entropy", devices=("cuda",)),
+)
+
+
+def bare_products() -> Callable[[Inputs], Any]:
+    """What no way around takes: the three products, whole, into memory that is there already."""
+    there: dict[int, tuple[Tensor, ...]] = {}
+
+    def call(i: Inputs) -> None:
+        hidden, weight = i.hidden.detach(), i.weight.detach()
+        if id(i) not in there:
+            there.clear()
+            there[id(i)] = hidden @ weight.T, torch.zeros_like(hidden), torch.zeros_like(weight)
+        logits, to_hidden, to_weight = there[id(i)]
+        torch.mm(hidden, weight.T, out=logits)
+        torch.mm(logits, weight, out=to_hidden)
+        torch.mm(logits.T, hidden, out=to_weight)
+
+    return call

@@ -1,0 +1,123 @@
+"""Measures the table of cases, prints it, and keeps it as JSON with a description of the machine.
+
+    python -m benchmarks.run --list
+    python -m benchmarks.run --op policy_loss --json policy_loss.json
+    python -m benchmarks.run --quick
+
+Ratios are a provider's time over ours, the median of pairs that took turns, with the second lowest and highest tenth.
+A provider that computes something else is not timed, and the exit status is then 1; a bar that is missed is a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine
+from benchmarks.case import DEVICES, Case
+from benchmarks.cases import OPS, cases
+from benchmarks.measure import ceiling, measure
+
+QUICK_PAIRS = 5
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def quick(case: Case, device: torch.device) -> dict[str, Any]:
+    """The steady ratios alone, without memory, bars and ceiling. On one thread: where others use a core too, two
+    threads wait for each other, and everybody's time is that of the scheduler."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return measure(case, device, {}, case.quick, QUICK_PAIRS)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def document(device: torch.device, found: list[dict[str, Any]], limits: dict[str, float]) -> dict[str, Any]:
+    return {"machine": machine.describe(), "device": device.type, "ceiling": limits, "cases": found}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def show(found: dict[str, Any]) -> None:
+    ours = found["ours"]
+    print(f"\n{found['op']}, {found['name']}: {found['shape']}, {found['dtype']}")
+    part = f", the floor is {ours['of_ceiling']:.0%} of it" if ours["floor_us"] else ""
+    print(f"  {'ours':36} {ours['us']:12.1f} us  ({ours['low']:.1f} .. {ours['high']:.1f}){part}")
+    for name, other in found["providers"].items():
+        if "ratio" in other:
+            spread = f"({other['low']:.2f} .. {other['high']:.2f})"
+            print(f"  {name:36} {other['us']:12.1f} us  ratio {other['ratio']:.2f} {spread}")
+        else:
+            print(f"  {name:36} {other.get('missing') or 'REFUSED: ' + other['refused']}")
+    for name, size in found["memory"].items():
+        print(f"  memory of {name:26} {size if isinstance(size, str) else f'{size / 2**20:12.1f} MiB'}")
+    for name, value in found.get("gpu", {}).items():
+        print(f"  {name:36} {value}")
+    for bar in found["bars"]:
+        print(f"  {verdict(bar)}")
+
+
+def verdict(bar: dict[str, Any]) -> str:
+    if bar["value"] is None:
+        return f"bar not measured: {bar['text']}"
+    return f"bar {'held' if bar['held'] else 'MISSED'}: {bar['value']:.2f} {bar['text']}"
+
+
+def list_cases(chosen: list[Case], device: torch.device) -> None:
+    for case in chosen:
+        print(f"{case.op:20} {case.name}: {case.shape}, {case.dtype}")
+        for provider in case.providers:
+            print(f"{'':20}   {provider.name:36} {provider.missing(device)}")
+        for bar in case.bars:
+            print(f"{'':20}   bar: {bar}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="the cases, their providers and bars, without measuring")
+    parser.add_argument("--op", choices=OPS, default="")
+    parser.add_argument("--case", default="", help="only cases with this in their names")
+    parser.add_argument("--quick", action="store_true", help="the steady ratios alone, within a minute")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="pairs of ours and theirs, in place of each case's own; not with --quick"
+    )
+    parser.add_argument("--device", choices=DEVICES, default=default_device())
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--date", action="store_true", help="keep today's date in the JSON")
+    given = parser.parse_args(arguments)
+    device = torch.device(given.device)
+    chosen = cases(given.op, given.case, device.type)
+    if not chosen:
+        raise SystemExit(f"run: no case of {given.op or 'any op'} on {device.type} has {given.case!r} in its name")
+    if given.list:
+        return list_cases(chosen, device)
+    limits: dict[str, float] = {} if given.quick else ceiling(device)
+    found = []
+    for case in [case for case in chosen if case.quick or not given.quick]:
+        found.append(quick(case, device) if given.quick else measure(case, device, limits, pairs=given.rounds))
+        show(found[-1])
+    result = document(device, found, limits)
+    if given.date:
+        result["date"] = datetime.date.today().isoformat()
+    if given.json:
+        write(given.json, result)
+    bars = [bar for one in found for bar in one["bars"]]
+    missed = [bar for bar in bars if bar["held"] is False]
+    print(f"\n{len(found)} cases, {len(bars)} bars, {len(missed)} missed")
+    if any("refused" in other for one in found for other in one["providers"].values()):
+        raise SystemExit("run: providers that compute something else were not timed")
+
+
+if __name__ == "__main__":
+    main()
