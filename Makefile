@@ -3,7 +3,8 @@
 #   make test        the whole CPU test suite
 #   make lint        ruff, mypy, clang-format
 #   make results     what docs/results says of the trainer, measured again; takes hours, for a nightly run
-#   make bench       benchmarks against the installed peers on the CPU
+#   make bench       benchmarks against the installed peers on the CPU, and every bar; about a quarter of an hour
+#   make bench-quick the steady ratios of them, against those of benchmarks/baseline.json; about a minute
 #   make wheel       the wheel of build mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) in dist/
 #   make gpu-check   on a machine with an NVIDIA GPU: build, test, sanitize, benchmark; needs no network
 #   make size        lines per folder
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml tools/constraints.txt
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-.PHONY: train test lint format results bench wheel gpu-check size clean
+.PHONY: train test lint format results bench bench-quick wheel gpu-check size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer
@@ -46,6 +47,11 @@ results: $(VENV)/built
 
 bench: $(VENV)/built
 	$(BIN)/python -m pytest benchmarks --benchmark-only
+
+# Ratios of one run on one thread hold on a machine that others use; the best of three tries is compared, as somebody
+# else's minute of work lowers a ratio once, a slower kernel every time.
+bench-quick: $(VENV)/built
+	$(BIN)/python -m benchmarks.compare benchmarks/baseline.json --tries 3
 
 wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .

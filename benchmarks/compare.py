@@ -1,0 +1,102 @@
+"""Which ratios fell from one result to another.
+
+    python -m benchmarks.compare A.json B.json
+    python -m benchmarks.compare benchmarks/baseline.json --tries 3 --json now.json
+
+Times belong to a machine and an hour and are not compared; ratios are, of two sides that took turns in one run. The
+exit status is 1 if one is more than 30 % below that of A, or if B has not measured it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import cases
+from benchmarks.run import document, quick, show, write
+
+ALLOWED = 0.3
+Result = dict[str, Any]
+Key = tuple[str, str, str]  # op, case, provider
+
+
+def ratios(result: Result) -> dict[Key, float]:
+    return {
+        (case["op"], case["name"], name): provider["ratio"]
+        for case in result["cases"]
+        for name, provider in case["providers"].items()
+        if "ratio" in provider
+    }
+
+
+def fallen(before: Result, after: Result) -> list[Key]:
+    old, new = ratios(before), ratios(after)
+    return [key for key in old if key not in new or new[key] < (1 - ALLOWED) * old[key]]
+
+
+def table(before: Result, after: Result) -> str:
+    old, new = ratios(before), ratios(after)
+    fell = fallen(before, after)
+    lines = ["| op | case | against | before | after | change |", "|---|---|---|---|---|---|"]
+    for key in [*old, *(key for key in new if key not in old)]:
+        a, b = old.get(key), new.get(key)
+        change = "new" if a is None else "not measured" if b is None else f"{b / a - 1:+.0%}"
+        numbers = ["" if ratio is None else f"{ratio:.2f}" for ratio in (a, b)]
+        lines.append("| " + " | ".join([*key, *numbers, change + (" **fell**" if key in fell else "")]) + " |")
+    return "\n".join(lines)
+
+
+def best_of(before: Result, tries: int, measure: Callable[[str, str], Result]) -> list[Result]:
+    """A case whose ratio fell is measured again, up to `tries` times: somebody else's minute of work on the machine
+    lowers a ratio once, a slower kernel lowers it every time."""
+    found: dict[tuple[str, str], Result] = {}
+    left = list(dict.fromkeys((case["op"], case["name"]) for case in before["cases"]))
+    for _ in range(tries):
+        for op, name in left:
+            one = measure(op, name)
+            for provider, numbers in found.get((op, name), one)["providers"].items():
+                if numbers.get("ratio", 0) > one["providers"][provider].get("ratio", 0):
+                    one["providers"][provider] = numbers
+            found[op, name] = one
+        left = list(dict.fromkeys(key[:2] for key in fallen(before, {"cases": list(found.values())})))
+    return list(found.values())
+
+
+def measure_quick(op: str, name: str) -> Result:
+    device = torch.device("cpu")
+    (case,) = (case for case in cases(op, name, device.type) if case.name == name)
+    found = quick(case, device)
+    show(found)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path, nargs="?")
+    parser.add_argument("--tries", type=int, default=0, help="instead of B, measure the quick cases of A now")
+    parser.add_argument("--json", type=Path, help="where to keep what --tries measured")
+    given = parser.parse_args(arguments)
+    if (given.after is None) == (given.tries == 0):
+        raise SystemExit("compare: give either a second result or --tries")
+    before = json.loads(given.before.read_text())
+    if given.after:
+        after = json.loads(given.after.read_text())
+    else:
+        after = document(torch.device("cpu"), best_of(before, given.tries, measure_quick), {})
+    if given.json:
+        write(given.json, after)
+    print(table(before, after))
+    fell = fallen(before, after)
+    if fell:
+        names = "; ".join(", ".join(key) for key in fell)
+        raise SystemExit(f"compare: fell by more than {ALLOWED:.0%}, or not measured: {names}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Pictures of results, light and dark, made to be read 830 pixels wide.
+
+python -m benchmarks.plot cpu.json scaling.json --out docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+THEMES = {
+    "light": {"paper": "#ffffff", "ink": "#1f2328", "faint": "#d1d9e0"},
+    "dark": {"paper": "#0d1117", "ink": "#e6edf3", "faint": "#3d444d"},
+}
+# told apart on both papers, and by those who do not see red and green
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a8a00", "#8c6bb1")
+MARKERS = "osD^vP*X"
+WIDTH = 8.3  # inches: at 200 dots an inch twice the 830 pixels, for fine screens
+FAMILIES = ("trl", "verl", "torch")
+Result = dict[str, Any]
+
+
+def family(provider: str) -> str:
+    """Whose it is, for the colour."""
+    if provider.startswith(("F.", "naive")):
+        return "torch"
+    return next((name for name in FAMILIES if provider.startswith(name)), "others")
+
+
+def write_ratios(results: list[Result], theme: str, path: Path) -> None:
+    """A bar for each peer that computes the same: how many times our time it takes."""
+    rows = [
+        (f"{case['op']}, {case['name']}", name, provider)
+        for result in results
+        for case in result["cases"]
+        for name, provider in case["providers"].items()
+        if provider.get("agrees") and "ratio" in provider
+    ]
+    titles = list(dict.fromkeys(title for title, _, _ in rows))
+    # a heading for each case, its peers below
+    lines = [
+        (title, name, p) for title in titles for name, p in [(None, None), *((n, p) for t, n, p in rows if t == title)]
+    ]
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.19 * len(lines) + 1.1), layout="constrained")
+    for at, (title, name, provider) in enumerate(lines):
+        if name is None:
+            axes.text(0.0, at, title, transform=axes.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
+            continue
+        colour = COLOURS[[*FAMILIES, "others"].index(family(name))]
+        ratio = provider["ratio"]
+        axes.barh(at, ratio - 1, left=1, height=0.7, color=colour)
+        axes.plot([provider["low"], provider["high"]], [at, at], color=THEMES[theme]["ink"], linewidth=0.8)
+        axes.text(max(ratio, provider["high"]) * 1.08, at, f"{ratio:.3g}x", va="center", fontsize=8)
+    named = [(at, name) for at, (_, name, _) in enumerate(lines) if name is not None]
+    axes.set_yticks([at for at, _ in named], [name for _, name in named], fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(min(0.8, *(p["low"] for _, _, p in rows)), 2.5 * max(p["high"] for _, _, p in rows))
+    axes.set_ylim(len(lines) - 0.4, -0.8)
+    axes.axvline(1, color=THEMES[theme]["ink"], linewidth=0.8)
+    axes.set_xlabel(
+        "time over that of grpo-kernels, measured in turns in one run; the line: tenth to tenth", fontsize=9
+    )
+    finish(figure, theme, path)
+
+
+def write_scaling(results: list[Result], theme: str, path: Path) -> None:
+    """Left the time over the size, right how many times the floor that is."""
+    sweeps = [sweep for result in results for sweep in result.get("sweeps", [])]
+    figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 5.4), layout="constrained")
+    for i, sweep in enumerate(sweeps):
+        sizes = [point["size"] for point in sweep["points"]]
+        times = [point["us"] for point in sweep["points"]]
+        floors = [point["us"] / point["floor_us"] for point in sweep["points"]]
+        look = {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 4, "linewidth": 1.4}
+        label = f"{sweep['op']}, {sweep['name']}: n = {sweep['unit']}, time ~ n^{sweep['exponent']:.2f}"
+        panels[0].loglog(sizes, times, label=label, **look)
+        panels[1].loglog(sizes, floors, **look)
+    panels[0].set_title("microseconds a call", fontsize=9)
+    panels[1].set_title("times the floor at the measured ceiling", fontsize=9)
+    for panel in panels:
+        panel.set_xlabel("n", fontsize=9)
+        panel.grid(True, which="major", color=THEMES[theme]["faint"], linewidth=0.5)
+        panel.tick_params(labelsize=8)
+    panels[1].axhline(1, color=THEMES[theme]["ink"], linewidth=0.8)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=1)
+    finish(figure, theme, path)
+
+
+def finish(figure: Figure, theme: str, path: Path) -> None:
+    colours = THEMES[theme]
+    figure.set_facecolor(colours["paper"])
+    texts = [text for legend in figure.legends for text in legend.get_texts()]
+    for axes in figure.axes:
+        axes.set_facecolor(colours["paper"])
+        axes.tick_params(colors=colours["ink"], which="both")
+        for side, spine in axes.spines.items():
+            spine.set_color(colours["faint"])
+            spine.set_visible(side in ("left", "bottom"))
+        texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
+    for text in texts:
+        text.set_color(colours["ink"])
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
+
+
+def write_all(results: list[Result], out: Path) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = {}
+    if any(result["cases"] for result in results):
+        wanted["ratios"] = write_ratios
+    if any(result.get("sweeps") for result in results):
+        wanted["scaling"] = write_scaling
+    if not wanted:
+        raise SystemExit("plot: results must have cases or sweeps, got neither")
+    written = []
+    for name, write in wanted.items():
+        for theme in THEMES:
+            written.append(out / f"{name}_{theme}.png")
+            write(results, theme, written[-1])
+    return written
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args(arguments)
+    for path in write_all([json.loads(path.read_text()) for path in given.results], given.out):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,434 @@
+"""The benchmarks' runner: who is timed, what is kept, when a ratio has fallen. Nothing here judges a speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+
+matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("fastcluster")
+
+from benchmarks import compare, gpu, machine, measure, plot, run, scaling, tables  # noqa: E402
+from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep  # noqa: E402
+from benchmarks.cases import OPS, cases, sweeps  # noqa: E402
+from tests.test_layout import OPS as PACKAGE_OPS  # noqa: E402
+
+CPU = torch.device("cpu")
+LIMITS = {"copy": 1e10, "float32": 1e11}
+ROOT = Path(__file__).parent.parent
+
+
+def small_case(**changes: Any) -> Case:
+    case = Case(
+        "sum", "of ten", "ten numbers", Floor(bytes=40), lambda device, seed: torch.arange(10.0, device=device),
+        lambda x: x.sum(),
+        (Provider("mean", lambda x: x.mean() * 10), Provider("twice", lambda x: (x.sum(), x.sum()), agrees=False)),
+        (Bar("ratio at least", 0.0, "mean"), Bar("cost at most", 1e9, "twice")), Same(rtol=1e-6), pairs=3, target=1e-4,
+    )  # fmt: skip
+    return dataclasses.replace(case, **changes)
+
+
+def result_of(*found: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return run.document(CPU, list(found), LIMITS) | more
+
+
+# The table.
+
+
+def test_every_op_has_cases_and_a_sweep_of_four_decades() -> None:
+    assert OPS == PACKAGE_OPS
+    for op in OPS:
+        assert cases(op, device="cpu") and cases(op, device="cuda"), op
+        assert any(len(case.providers) > 0 for case in cases(op)), op
+        assert max(sweep.sizes[-1] / sweep.sizes[0] for sweep in sweeps(op)) >= 1e4, op
+
+
+@pytest.mark.parametrize("one", [*cases(), *sweeps()], ids=lambda one: f"{one.op}: {one.name}")
+def test_every_case_has_a_floor_and_bars_of_what_is_there(one: Case | Sweep) -> None:
+    assert one.floor.bytes > 0 or one.floor.flops > 0
+    if isinstance(one, Case):
+        names = [provider.name for provider in one.providers]
+        assert len(names) == len(set(names))
+        assert {bar.of for bar in one.bars if bar.of} <= {*names, *one.arrays}
+        assert set(one.quick) <= set(names)
+
+
+def test_names_of_cases_are_unique() -> None:
+    names = [(case.op, case.name, device) for device in ("cpu", "cuda") for case in cases(device=device)]
+    assert len(names) == len(set(names))
+
+
+# Every bar on the CPU, by kind, limit and what it is measured by; nothing may leave this list or become easier.
+HEADS = ("N=1024 H=256 V=32000", "N=2048 H=512 V=50304")
+HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
+SIZES = (8, 16, 32, 64)
+BARS = {
+    ("group_advantages", "groups of 8", "ratio at least", "verl-grpo", 300),
+    ("group_advantages", "groups of 8", "ratio at least", "trl", 5),
+    ("group_advantages", "groups of 8", "ratio at least", "verl-grpo-vectorized", 5),
+    ("group_advantages", "unsorted ids", "ratio at least", "torch, unique + index_add", 3),
+    ("group_advantages", "unsorted ids", "ratio at least", "torch, sort + segment_reduce", 3),
+    ("group_advantages", "one small call", "microseconds at most", "", 25),
+    ("group_advantages", "groups of 8", "exponent below", "", 1.25),
+    ("group_advantages", "unsorted ids", "exponent below", "", 1.25),
+    ("token_logprobs", "forward and backward", "ratio at least", "trl", 2),
+    ("token_logprobs", "forward and backward", "ratio at least", "torch, log_softmax", 2),
+    ("token_logprobs", "forward and backward", "memory below", "the logits", 1.1),
+    ("token_logprobs", "in place, from a head", "memory below", "the logits", 1.1),
+    ("policy_loss", "clip and k3", "ratio at least", "trl", 15),
+    ("policy_loss", "clip and k3", "ratio at least", "verl", 10),
+    ("policy_loss", "clip and k3", "ratio at least", "torch.compile", 3),
+    ("policy_loss", "clip and k3", "cost at most", "two torch.exp", 3),
+    ("policy_loss", "half the tokens, packed", "ratio at least", "all tokens", 1.6),
+    ("policy_loss", "one token in 16 of many, packed", "ratio at least", "all tokens", 8),
+    *(("linear_policy_loss", head, "cost at most", "three bare products", 1.15) for head in HEADS),
+    *(("linear_policy_loss", head, "ratio at least", peer, 1) for head in HEADS for peer in HEAD_PEERS),
+    *(("linear_policy_loss", head, "memory below", "naive autograd", 0.15) for head in HEADS),
+    *(("linear_policy_loss", f"{head}, one row in 16", "ratio at least", "all rows", 10) for head in HEADS),
+    *(("linear_policy_loss", f"{head}, half the advantages 0", "ratio at least", "all rows", 1.4) for head in HEADS),
+    ("endpoint_segments", "norm=none", "ratio at least", "a loop over tokens", 200),
+    ("endpoint_segments", "norm=none", "exponent below", "", 1.1),
+    ("endpoint_segments", "norm=none", "growth at most", "", 2),
+    ("endpoint_segments", "norm=none, with a critic", "cost at most", "copying the inputs", 6),
+    ("endpoint_segments", "norm=none, without a critic", "cost at most", "copying the inputs", 6),
+    ("endpoint_segments", "norm=batch, with a critic", "cost at most", "copying the inputs", 6),
+    ("endpoint_segments", "norm=batch, without a critic", "cost at most", "copying the inputs", 6),
+    *(("similarity_groups", f"K={size}", "ratio at least", "scikit-learn", 600) for size in SIZES),
+    *(("similarity_groups", f"K={size}", "ratio at least", "fastcluster", 10) for size in SIZES),
+    *(
+        ("similarity_groups", f"pairwise_cosine K={size}", "ratio at least", "torch's batched product", 0.7)
+        for size in SIZES
+    ),
+    ("similarity_groups", "K=32, linear in prompts", "ratio at least", "four times the prompts", 3.2),
+    ("similarity_groups", "K=32, linear in prompts", "ratio at most", "four times the prompts", 4.8),
+    ("similarity_groups", "K=64, many prompts", "memory below", "distances of 256 prompts", 1),
+}
+
+
+def bars_of(ones: list[Any]) -> set[tuple[Any, ...]]:
+    return {(one.op, one.name, bar.kind, bar.of, bar.limit) for one in ones for bar in one.bars}
+
+
+def test_no_bar_is_lost() -> None:
+    assert bars_of([*cases(device="cpu"), *sweeps()]) == BARS
+
+
+def test_bars_of_a_gpu() -> None:
+    limits = {bar.limit for case in cases(device="cuda") for bar in case.bars if bar.of == "three bare products"}
+    assert limits == {1.2}
+    times = [bar.limit for case in cases(device="cuda") for bar in case.bars if bar.kind == "microseconds at most"]
+    assert times == [25, 80, 110]
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [("ratio at least", 3, 2.99), ("ratio at most", 3, 3.01), ("cost at most", 3, 3.01), ("memory below", 2.99, 3),
+     ("microseconds at most", 3, 3.01), ("exponent below", 2.99, 3), ("growth at most", 3, 3.01)],
+)  # fmt: skip
+def test_a_bar_is_held_on_its_side_of_the_limit(kind: str, good: float, bad: float) -> None:
+    assert Bar(kind, 3).held(good) and not Bar(kind, 3).held(bad)
+
+
+def test_a_bar_of_no_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Bar: kind must be one of ratio at least, .* got 'fast'"):
+        Bar("fast", 3)
+
+
+# Who is timed.
+
+
+def test_a_case_is_measured_whole() -> None:
+    found = measure.measure(small_case(), CPU, LIMITS)
+    assert found["ours"]["low"] <= found["ours"]["us"] <= found["ours"]["high"]
+    assert found["ours"]["of_ceiling"] == pytest.approx(40 / 1e10 * 1e6 / found["ours"]["us"])
+    assert [bar["held"] for bar in found["bars"]] == [True, True]
+    assert set(found["memory"]) == {"ours", "mean"}
+    assert found["bars"][1]["value"] == pytest.approx(1 / found["providers"]["twice"]["ratio"])
+
+
+def test_who_computes_something_else_is_refused_and_not_timed() -> None:
+    timed: list[int] = []
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        timed.append(1)
+        return x.sum() * (1 + 1e-5)
+
+    case = small_case(providers=(Provider("wrong", wrong),), bars=(Bar("ratio at least", 0.0, "wrong"),))
+    found = measure.measure(case, CPU, LIMITS)
+    assert "wrong computes something else" in found["providers"]["wrong"]["refused"]
+    assert "ratio" not in found["providers"]["wrong"]
+    assert len(timed) == 1
+    assert found["bars"][0]["held"] is None
+
+
+def test_a_wrong_advantage_is_refused_in_the_table() -> None:
+    (case,) = cases("group_advantages", "one small call")
+    wrong = Provider("wrong", lambda i: case.ours(i) * 1.01)
+    (real,) = cases("group_advantages", "groups of 8", "cpu")
+    assert "refused" in measure.verdict(real, wrong, CPU)
+    assert measure.verdict(real, Provider("right", lambda i: case.ours(i) * 1.001), CPU) == {}
+
+
+def test_other_groups_are_refused() -> None:
+    (case,) = cases("similarity_groups", "K=8", "cpu")[:1]
+    peer = case.provider("fastcluster")
+    wrong = dataclasses.replace(peer, call=lambda e: [cut._replace(score=cut.score + 1e-3) for cut in peer.call(e)])
+    assert "another silhouette" in measure.verdict(case, wrong, CPU)["refused"]
+    assert measure.verdict(case, peer, CPU) == {}
+
+
+def test_who_cannot_run_says_why() -> None:
+    providers = (
+        Provider("absent", torch.sum, package="no_such_package"),
+        Provider("gpu", torch.sum, devices=("cuda",)),
+    )
+    found = measure.measure(small_case(providers=providers, bars=()), CPU, LIMITS)["providers"]
+    assert found == {
+        "absent": {"missing": "no_such_package is not installed"},
+        "gpu": {"missing": "not made for the device cpu"},
+    }
+
+
+def test_fewer_inputs_count_by_their_share() -> None:
+    few = Provider("few", lambda x: x.sum(), few=lambda device, seed: torch.arange(5.0), share=0.5)
+    found = measure.measure(small_case(providers=(few,), bars=()), CPU, LIMITS)["providers"]["few"]
+    assert found["ratio"] == pytest.approx(2 * found["us"] / 2 / found["ours_us"], rel=0.8)
+    assert found["low"] <= found["ratio"] <= found["high"]
+
+
+def test_memory_is_that_of_the_peak_without_what_is_returned() -> None:
+    size = 32 * 2**20
+    case = small_case(
+        inputs=lambda device, seed: torch.ones(size // 4), ours=lambda x: (x + 1) * 2, providers=(),
+        arrays={"x": lambda x: size}, returned=lambda x: size,
+        bars=(Bar("memory below", 1.1, "x"), Bar("memory below", 0.9, "x")),
+    )  # fmt: skip
+    if sys.platform != "linux":
+        pytest.skip("the peak is asked of Linux")
+    assert [bar["held"] for bar in measure.measure(case, CPU, LIMITS)["bars"]] == [True, False]
+
+
+# What is kept.
+
+
+def test_results_survive_json(tmp_path: Path) -> None:
+    result = result_of(measure.measure(small_case(), CPU, LIMITS))
+    run.write(tmp_path / "a.json", result)
+    assert json.loads((tmp_path / "a.json").read_text()) == result
+
+
+def test_the_machine_is_described_without_names() -> None:
+    found = machine.describe()
+    assert found["packages"]["torch"] == torch.__version__  # type: ignore[index]
+    assert found["grpo_kernels"] == gk.__version__
+    text = json.dumps(found)
+    for secret in (__import__("socket").gethostname(), str(Path.home()), str(ROOT)):
+        assert secret == "/" or secret not in text
+
+
+def test_the_runner_lists_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run.main(["--list", "--op", "linear_policy_loss", "--device", "cpu"])
+    listed = capsys.readouterr().out
+    assert "not made for the device cpu" in listed and "bar: ratio to trl, at least 1" in listed
+    out = tmp_path / "a.json"
+    run.main(["--op", "group_advantages", "--case", "one small", "--device", "cpu", "--json", str(out), "--date"])
+    assert "bar" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert set(found) == {"machine", "device", "ceiling", "cases", "date"}
+    assert found["cases"][0]["bars"][0]["limit"] == 25
+
+
+def test_no_such_case_is_an_error() -> None:
+    with pytest.raises(SystemExit, match="no case of policy_loss on cpu has 'nonsense' in its name"):
+        run.main(["--op", "policy_loss", "--case", "nonsense", "--device", "cpu"])
+
+
+# When a ratio has fallen.
+
+
+def with_ratio(ratio: float) -> dict[str, Any]:
+    provider = {"ratio": ratio, "low": ratio, "high": ratio, "us": ratio, "ours_us": 1.0, "agrees": True}
+    return {"op": "sum", "name": "of ten", "providers": {"mean": provider}}
+
+
+def test_compare_finds_a_fall_and_lets_noise_pass() -> None:
+    before = {"cases": [with_ratio(10.0)]}
+    assert compare.fallen(before, {"cases": [with_ratio(6.9)]}) == [("sum", "of ten", "mean")]
+    assert compare.fallen(before, {"cases": [with_ratio(7.1)]}) == []
+    assert compare.fallen(before, {"cases": []}) == [("sum", "of ten", "mean")]
+    assert "-31% **fell**" in compare.table(before, {"cases": [with_ratio(6.9)]})
+    assert "not measured **fell**" in compare.table(before, {"cases": []})
+
+
+def test_compare_ends_with_an_error_where_a_ratio_fell(tmp_path: Path) -> None:
+    for name, ratio in {"a": 10.0, "b": 8.0, "c": 5.0}.items():
+        run.write(tmp_path / f"{name}.json", {"cases": [with_ratio(ratio)]})
+    compare.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+    with pytest.raises(SystemExit, match="fell by more than 30%, or not measured: sum, of ten, mean"):
+        compare.main([str(tmp_path / "a.json"), str(tmp_path / "c.json")])
+    with pytest.raises(SystemExit, match="either a second result or --tries"):
+        compare.main([str(tmp_path / "a.json")])
+
+
+@pytest.mark.parametrize(("ratios", "tries", "passes"), [((9,), 1, True), ((5, 9), 2, True), ((5, 6, 4), 3, False)])
+def test_the_best_of_three_tries_counts(ratios: tuple[float, ...], tries: int, passes: bool) -> None:
+    left = list(ratios)
+    before = {"cases": [with_ratio(10.0)]}
+    found = compare.best_of(before, 3, lambda op, name: with_ratio(left.pop(0)))
+    assert len(ratios) - len(left) == tries
+    assert found[0]["providers"]["mean"]["ratio"] == max(ratios)
+    assert (compare.fallen(before, {"cases": found}) == []) == passes
+
+
+def test_the_baseline_has_the_quick_cases() -> None:
+    baseline = json.loads((ROOT / "benchmarks" / "baseline.json").read_text())
+    quick = {(case.op, case.name, name) for case in cases(device="cpu") for name in case.quick}
+    assert set(compare.ratios(baseline)) == quick
+    assert {op for op, _, _ in quick} >= {"group_advantages", "token_logprobs", "policy_loss", "linear_policy_loss"}
+
+
+# Scaling, pictures, tables.
+
+
+def test_the_fit_recovers_a_planted_exponent() -> None:
+    points = [(float(n), 3.0 * n**1.37 * (1 + 0.01 * (-1) ** i)) for i, n in enumerate((10, 100, 1000, 10_000))]
+    assert measure.exponent(points) == pytest.approx(1.37, abs=0.01)
+
+
+def test_a_quadratic_sweep_misses_its_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "seconds", lambda call, repeats: call() ** 2 * 1e-9)
+    bars = (Bar("exponent below", 1.25), Bar("growth at most", 2))
+    sweep = Sweep(
+        "sum", "all", "numbers", (10, 100, 1000), lambda device, size: size, lambda n: n, Floor(bytes=4), bars
+    )
+    found = measure.scale(sweep, CPU, LIMITS)
+    assert found["exponent"] == pytest.approx(2)
+    assert [bar["held"] for bar in found["bars"]] == [False, False]
+    assert found["bars"][1]["value"] == pytest.approx(100)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    points = [{"size": 10**e, "us": 2.0 * 10**e + 5, "floor_us": 10.0**e} for e in range(5)]
+    sweep = {
+        "op": "sum",
+        "name": "all",
+        "unit": "numbers",
+        "points": points,
+        "exponent": 1.0,
+        "fit_from": 100,
+        "bars": [],
+    }
+    return [result_of(measure.measure(small_case(), CPU, LIMITS)), result_of(sweeps=[sweep])]
+
+
+def test_pictures_are_light_and_dark(results: list[dict[str, Any]], tmp_path: Path) -> None:
+    written = plot.write_all(results, tmp_path)
+    assert [path.name for path in written] == [
+        "ratios_light.png", "ratios_dark.png", "scaling_light.png", "scaling_dark.png",
+    ]  # fmt: skip
+    for path in written:
+        image = matplotlib.image.imread(path)
+        assert image.shape[1] == 1660
+        corner = float(image[0, 0, :3].mean())
+        assert corner > 0.9 if "light" in path.name else corner < 0.1
+        assert math.isclose(float(image.std()), 0, abs_tol=1e-3) is False
+
+
+def test_tables_go_between_the_marks(results: list[dict[str, Any]], tmp_path: Path) -> None:
+    document = tmp_path / "performance.md"
+    document.write_text("before\n<!-- measured on cpu -->\nold\n<!-- end of cpu -->\nafter\n")
+    files = []
+    for i, result in enumerate(results):
+        files.append(str(tmp_path / f"{i}.json"))
+        run.write(Path(files[-1]), result)
+    tables.main([*files, "--into", str(document)])
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| `sum`, of ten, float32 |" in text and "| `sum`, all | 1 numbers" in text
+    with pytest.raises(SystemExit, match="once each"):
+        tables.replaced("no marks", "cpu", "new")
+
+
+def test_the_document_has_a_place_for_each_device() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text()
+    for device in ("cpu", "cuda"):
+        assert tables.replaced(text, device, "new").count("new") >= 1
+
+
+def test_scaling_prints_the_exponent(results: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    scaling.show(results[1]["sweeps"][0])
+    assert "time grows like n^1.000 from 100 numbers on" in capsys.readouterr().out
+
+
+# A GPU, as far as it can be had without one.
+
+
+def test_launches_and_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["cudaLaunchKernel", "cuLaunchKernelEx", "aten::sum", "cudaStreamSynchronize", "cudaLaunchKernelExC"]
+
+    class Profile:
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def events(self) -> list[Any]:
+            return [types.SimpleNamespace(name=name) for name in names]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    assert gpu.counts(lambda: None) == {"launches": 3, "synchronisations": 1}
+
+
+def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Capture:
+        def __init__(self, graph: object) -> None:
+            pass
+
+        def __enter__(self) -> None:
+            raise RuntimeError("the host waits\n  for the device")
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    assert gpu.graph_time(lambda: None, 3) == {"graph_missing": "the host waits for the device"}
+
+
+def test_events_give_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return 0.25  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    assert gpu.event_time(lambda: None, 5) == 250
+
+
+def test_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compare", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "python -m benchmarks.compare A.json B.json" in done.stdout
