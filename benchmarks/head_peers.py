@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,12 @@ class Inputs:
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(loss, (self.hidden, self.weight))
+
+    @functools.cached_property
+    def results(self) -> tuple[Tensor, ...]:
+        """Memory for those of the bare products."""
+        hidden, weight = self.hidden.detach(), self.weight.detach()
+        return hidden @ weight.T, torch.zeros_like(hidden), torch.zeros_like(weight)
 
     @property
     def gradient_bytes(self) -> int:
@@ -125,18 +131,10 @@ PEERS = (
 )
 
 
-def bare_products() -> Callable[[Inputs], Any]:
+def bare_products(i: Inputs) -> None:
     """What no way around takes: the three products, whole, into memory that is there already."""
-    there: dict[int, tuple[Tensor, ...]] = {}
-
-    def call(i: Inputs) -> None:
-        hidden, weight = i.hidden.detach(), i.weight.detach()
-        if id(i) not in there:
-            there.clear()
-            there[id(i)] = hidden @ weight.T, torch.zeros_like(hidden), torch.zeros_like(weight)
-        logits, to_hidden, to_weight = there[id(i)]
-        torch.mm(hidden, weight.T, out=logits)
-        torch.mm(logits, weight, out=to_hidden)
-        torch.mm(logits.T, hidden, out=to_weight)
-
-    return call
+    hidden, weight = i.hidden.detach(), i.weight.detach()
+    logits, to_hidden, to_weight = i.results
+    torch.mm(hidden, weight.T, out=logits)
+    torch.mm(logits, weight, out=to_hidden)
+    torch.mm(logits.T, hidden, out=to_weight)

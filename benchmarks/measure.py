@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from benchmarks import gpu
-from benchmarks.case import Bar, Case, Provider, Sweep
+from benchmarks.case import Bar, Call, Case, Provider, Sweep
 from benchmarks.memory import peak_memory
 from benchmarks.paired import paired, repeats_for, seconds
 
 Found = dict[str, Any]
 
 
-def ceiling(device: torch.device) -> dict[str, float]:
+def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> dict[str, float]:
     """Bytes a second of a copy, both directions counted, and flops a second of bare products; the best of seven."""
-    large = torch.randn(64 * 2**20, device=device)
+    large = torch.randn(copied, device=device)
     there = torch.empty_like(large)
     best = lambda call: min(seconds(call, 1) for _ in range(7))  # noqa: E731
     found = {"copy": 2 * 4 * large.numel() / best(lambda: there.copy_(large))}
-    size, dtypes = (2048, (torch.float32,)) if device.type == "cpu" else (8192, (torch.float32, torch.bfloat16))
-    for dtype in dtypes:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[str(dtype).removeprefix("torch.")] = 2 * size**3 / best(lambda a=a, b=b: a @ b)
+    side = side or (2048 if device.type == "cpu" else 8192)
+    for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        found[str(dtype).removeprefix("torch.")] = 2 * side**3 / best(lambda a=a, b=b: a @ b)
     return found
 
 
@@ -36,20 +36,21 @@ def measure(
 ) -> Found:
     """Everything about a case as plain numbers; `only` some providers, and then no memory, for a quick look."""
     torch.manual_seed(0)
-    inputs = case.inputs(device, 0)
+    sets = [case.inputs(device, seed) for seed in range(gpu.SETS if device.type == "cuda" else 1)]
+    inputs = sets[0]
     found: Found = {"op": case.op, "name": case.name, "shape": case.shape, "dtype": case.dtype}
     found["floor"] = {"bytes": case.floor.bytes, "flops": case.floor.flops}
     wanted = [provider for provider in case.providers if only is None or provider.name in only]
     # first all agree, then all are timed: an error should not wait for the slow ones
     judged = {provider.name: verdict(case, provider, device) for provider in wanted}
-    found["ours"] = timing(lambda: case.ours(inputs), case.target, 10 if only is None else 3)
+    found["ours"] = timing(in_turn(case.ours, sets), case.target, 10 if only is None else 3)
     floor = case.floor.seconds(limits, case.dtype) * 1e6 if limits else 0.0
     found["ours"] |= {"floor_us": floor, "of_ceiling": floor / found["ours"]["us"]}
     found["providers"] = {}
     for provider in wanted:
-        found["providers"][provider.name] = judged[provider.name] or compared(case, provider, inputs, device, pairs)
+        found["providers"][provider.name] = judged[provider.name] or compared(case, provider, sets, device, pairs)
     if device.type == "cuda":
-        found["gpu"] = gpu.describe(lambda seed: case.inputs(device, seed), case.ours)
+        found["gpu"] = gpu.describe(sets, case.ours)
     memory = {} if only is not None else memory_of(case, inputs, judged, device)
     found["memory"] = memory
     found["bars"] = [judge(bar, bar_value(bar, found, case, inputs)) for bar in case.bars if only is None]
@@ -77,10 +78,15 @@ def timing(call: Callable[[], Any], target: float, samples: int = 10) -> Found:
     return {"us": statistics.median(times), "low": times[1], "high": times[-2], "best": times[0]}
 
 
-def compared(case: Case, provider: Provider, inputs: Any, device: torch.device, pairs: int) -> Found:
-    ours = provider.ours or case.ours
-    theirs = inputs if provider.few is None else provider.few(device, 0)
-    ratio = paired(lambda: ours(inputs), lambda: provider.call(theirs), pairs=pairs or case.pairs, target=case.target)
+def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
+    turns = itertools.cycle(sets)
+    return lambda: call(next(turns))
+
+
+def compared(case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int) -> Found:
+    ours = in_turn(provider.ours or case.ours, sets)
+    theirs = in_turn(provider.call, sets if provider.few is None else [provider.few(device, 0)])
+    ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=case.target)
     share = provider.share
     return {
         "us": ratio.theirs / share, "ours_us": ratio.ours, "ratio": ratio.ratio / share, "low": ratio.low / share,
@@ -95,7 +101,6 @@ def memory_of(case: Case, inputs: Any, judged: dict[str, Found], device: torch.d
     calls |= {p.name: p.call for p in case.providers if p.agrees and p.few is None and judged.get(p.name) == {}}
     found: Found = {}
     for name, call in calls.items():
-        gc.collect()
         try:
             found[name] = peak_memory(lambda call=call: call(inputs), device) - case.returned(inputs)
         except NotImplementedError as error:

@@ -11,18 +11,15 @@ import types
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
 import torch
 
 import grpo_kernels as gk
-
-matplotlib = pytest.importorskip("matplotlib")
-pytest.importorskip("fastcluster")
-
-from benchmarks import compare, gpu, machine, measure, plot, run, scaling, tables  # noqa: E402
-from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep  # noqa: E402
-from benchmarks.cases import OPS, cases, sweeps  # noqa: E402
-from tests.test_layout import OPS as PACKAGE_OPS  # noqa: E402
+from benchmarks import compare, gpu, machine, measure, plot, run, scaling, tables
+from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
+from benchmarks.cases import OPS, cases, sweeps
+from tests.test_layout import OPS as PACKAGE_OPS
 
 CPU = torch.device("cpu")
 LIMITS = {"copy": 1e10, "float32": 1e11}
@@ -237,7 +234,16 @@ def test_the_machine_is_described_without_names() -> None:
         assert secret == "/" or secret not in text
 
 
-def test_the_runner_lists_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_ceiling_is_of_copies_and_products() -> None:
+    found = measure.ceiling(CPU, copied=2**16, side=64)
+    assert set(found) == {"copy", "float32"}
+    assert all(1e6 < value < 1e15 for value in found.values())
+
+
+def test_the_runner_lists_and_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
     run.main(["--list", "--op", "linear_policy_loss", "--device", "cpu"])
     listed = capsys.readouterr().out
     assert "not made for the device cpu" in listed and "bar: ratio to trl, at least 1" in listed

@@ -25,6 +25,7 @@ def case(shape: Shape) -> Case:
         OP, str(shape), shape.model, Floor(flops=4 * shape.products), lambda device, seed: Inputs(shape, device, seed),
         ours, tuple(p for p in PEERS if p.name in ("naive autograd", "trl", "verl")), same=same(shape),
         dtype=str(shape.dtype).removeprefix("torch."), devices=(shape.device,), pairs=5,
+        returned=lambda i: i.gradient_bytes,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def cases(shape: Shape) -> list[Case]:
     products = 1.15 if shape.device == "cpu" else 1.2
     whole = Case(
         OP, str(shape), shape.model, Floor(flops=3 * shape.products), make, ours,
-        (*PEERS, Provider("three bare products", bare_products(), agrees=False)),
+        (*PEERS, Provider("three bare products", bare_products, agrees=False)),
         (
             Bar("cost at most", products, "three bare products"),
             *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
