@@ -24,7 +24,7 @@ def case(shape: Shape) -> Case:
     return Case(
         OP, str(shape), shape.model, Floor(flops=4 * shape.products), lambda device, seed: Inputs(shape, device, seed),
         ours, tuple(p for p in PEERS if p.name in ("naive autograd", "trl", "verl")), same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."), devices=(shape.device,), pairs=5,
+        dtype=str(shape.dtype).removeprefix("torch."), devices=(shape.device,), pairs=3,
         returned=lambda i: i.gradient_bytes,
     )  # fmt: skip
 
