@@ -45,12 +45,12 @@ class Inputs:
     """A batch of one long row, on-policy: the loss is the mean of -advantage * log-prob, which the peers have too."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         n, h, v = shape[:3]
-        random = lambda *sizes: torch.randn(*sizes, generator=generator).to(device)  # noqa: E731
+        random = lambda *sizes: torch.randn(*sizes, generator=generator, device=device)  # noqa: E731
         self.hidden = random(n, h).to(shape.dtype).requires_grad_()
         self.weight = (random(v, h) / h**0.5).to(shape.dtype).requires_grad_()
-        self.targets = torch.randint(v, (n,), generator=generator).to(device)
+        self.targets = torch.randint(v, (n,), generator=generator, device=device)
         self.ones = torch.ones(n, device=device)
         self.half = self.ones.clone()
         self.half[::2] = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,39 +36,51 @@ def family(provider: str) -> str:
     return next((name for name in FAMILIES if provider.startswith(name)), "others")
 
 
+def peers_of(case: Result) -> dict[str, Result]:
+    """Those that compute the same and were timed."""
+    return {name: p for name, p in case["providers"].items() if p.get("agrees") and "ratio" in p}
+
+
+def write_summary(results: list[Result], theme: str, path: Path) -> None:
+    """The first case of each op, for a README."""
+    cases = {case["op"]: case for result in reversed(results) for case in reversed(result["cases"]) if peers_of(case)}
+    draw_ratios([case for _, case in sorted(cases.items())], theme, path)
+
+
 def write_ratios(results: list[Result], theme: str, path: Path) -> None:
-    """A bar for each peer that computes the same: how many times our time it takes."""
-    rows = [
-        (f"{case['op']}, {case['name']}", name, provider)
-        for result in results
-        for case in result["cases"]
-        for name, provider in case["providers"].items()
-        if provider.get("agrees") and "ratio" in provider
-    ]
-    titles = list(dict.fromkeys(title for title, _, _ in rows))
-    # a heading for each case, its peers below
-    lines = [
-        (title, name, p) for title in titles for name, p in [(None, None), *((n, p) for t, n, p in rows if t == title)]
-    ]
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.19 * len(lines) + 1.1), layout="constrained")
-    for at, (title, name, provider) in enumerate(lines):
-        if name is None:
-            axes.text(0.0, at, title, transform=axes.get_yaxis_transform(), va="center", fontsize=8, weight="bold")
-            continue
-        colour = COLOURS[[*FAMILIES, "others"].index(family(name))]
-        ratio = provider["ratio"]
-        axes.barh(at, ratio - 1, left=1, height=0.7, color=colour)
-        axes.plot([provider["low"], provider["high"]], [at, at], color=THEMES[theme]["ink"], linewidth=0.8)
-        axes.text(max(ratio, provider["high"]) * 1.08, at, f"{ratio:.3g}x", va="center", fontsize=8)
-    named = [(at, name) for at, (_, name, _) in enumerate(lines) if name is not None]
-    axes.set_yticks([at for at, _ in named], [name for _, name in named], fontsize=8)
+    draw_ratios([case for result in results for case in result["cases"] if peers_of(case)], theme, path)
+
+
+def draw_ratios(cases: list[Result], theme: str, path: Path) -> None:
+    """A heading for each case, and below it a bar for each peer: how many times our time it takes."""
+    height = sum(1 + len(peers_of(case)) for case in cases)
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.19 * height + 0.9), layout="constrained")
+    ink, paper = THEMES[theme]["ink"], THEMES[theme]["paper"]
+    axes.axvline(1, color=ink, linewidth=0.8, zorder=0)
+    names: dict[int, str] = {}
+    at, low, high = 0, 0.8, 10.0
+    for case in cases:
+        title = f"{case['op']}, {case['name']}"
+        heading = {"va": "center", "fontsize": 8, "weight": "bold"}
+        axes.text(0.005, at, title, transform=axes.get_yaxis_transform(), backgroundcolor=paper, **heading)
+        for at, (name, found) in enumerate(peers_of(case).items(), at + 1):  # noqa: B020
+            colour = COLOURS[[*FAMILIES, "others"].index(family(name))]
+            axes.barh(at, found["ratio"] - 1, left=1, height=0.7, color=colour)
+            axes.plot([found["low"], found["high"]], [at, at], color=ink, linewidth=0.8)
+            number = f"{found['ratio']:,.0f}x" if found["ratio"] >= 100 else f"{found['ratio']:.3g}x"
+            axes.text(max(1, found["high"]) * 1.08, at, number, va="center", fontsize=8)
+            names[at] = name
+            low, high = min(low, found["low"]), max(high, found["high"])
+        at += 1
+    axes.set_yticks(list(names), list(names.values()), fontsize=8)
     axes.set_xscale("log")
-    axes.set_xlim(min(0.8, *(p["low"] for _, _, p in rows)), 2.5 * max(p["high"] for _, _, p in rows))
-    axes.set_ylim(len(lines) - 0.4, -0.8)
-    axes.axvline(1, color=THEMES[theme]["ink"], linewidth=0.8)
+    axes.set_xlim(0.9 * low, 2.5 * high)
+    axes.set_ylim(at - 0.4, -0.5)
+    axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel(
-        "time over that of grpo-kernels, measured in turns in one run; the line: tenth to tenth", fontsize=9
+        "time over that of grpo-kernels, in turns in one run; the line: without the outer tenths", fontsize=8
     )
+    axes.spines["left"].set_visible(False)  # headings would cut it in pieces
     finish(figure, theme, path)
 
 
@@ -103,7 +116,8 @@ def finish(figure: Figure, theme: str, path: Path) -> None:
         axes.tick_params(colors=colours["ink"], which="both")
         for side, spine in axes.spines.items():
             spine.set_color(colours["faint"])
-            spine.set_visible(side in ("left", "bottom"))
+            if side in ("top", "right"):
+                spine.set_visible(False)
         texts += [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts]
     for text in texts:
         text.set_color(colours["ink"])
@@ -113,9 +127,9 @@ def finish(figure: Figure, theme: str, path: Path) -> None:
 
 def write_all(results: list[Result], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    wanted = {}
+    wanted: dict[str, Callable[[list[Result], str, Path], None]] = {}
     if any(result["cases"] for result in results):
-        wanted["ratios"] = write_ratios
+        wanted |= {"summary": write_summary, "ratios": write_ratios}
     if any(result.get("sweeps") for result in results):
         wanted["scaling"] = write_scaling
     if not wanted:

@@ -342,8 +342,8 @@ def results() -> list[dict[str, Any]]:
 def test_pictures_are_light_and_dark(results: list[dict[str, Any]], tmp_path: Path) -> None:
     written = plot.write_all(results, tmp_path)
     assert [path.name for path in written] == [
-        "ratios_light.png", "ratios_dark.png", "scaling_light.png", "scaling_dark.png",
-    ]  # fmt: skip
+        f"{name}_{theme}.png" for name in ("summary", "ratios", "scaling") for theme in ("light", "dark")
+    ]
     for path in written:
         image = matplotlib.image.imread(path)
         assert image.shape[1] == 1660

@@ -25,9 +25,10 @@ class Inputs(NamedTuple):
 
 
 def make(rows: int, device: torch.device, seed: int, dtype: torch.dtype, vocabulary: int = VOCABULARY) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-    logits = (torch.randn(rows, vocabulary, generator=generator) * 4 + 20).to(device, dtype).requires_grad_()
-    targets = torch.randint(vocabulary, (rows,), generator=generator).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator, device=device) * 4 + 20
+    logits = logits.to(dtype).requires_grad_()
+    targets = torch.randint(vocabulary, (rows,), generator=generator, device=device)
     return Inputs(logits, targets, torch.linspace(-1, 1, rows, device=device))
 
 
@@ -88,9 +89,9 @@ class Head(NamedTuple):
 
 
 def head(device: torch.device, seed: int) -> Head:
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight = (torch.randn(n, 1, generator=generator).to(device) for n in (128, VOCABULARY))
-    targets = torch.randint(VOCABULARY, (128,), generator=generator).to(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    hidden, weight = (torch.randn(n, 1, generator=generator, device=device) for n in (128, VOCABULARY))
+    targets = torch.randint(VOCABULARY, (128,), generator=generator, device=device)
     return Head(hidden, weight.requires_grad_(), targets)
 
 
