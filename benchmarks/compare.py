@@ -82,8 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tries", type=int, default=0, help="instead of B, measure the quick cases of A now")
     parser.add_argument("--json", type=Path, help="where to keep what --tries measured")
     given = parser.parse_args(arguments)
-    if (given.after is None) == (given.tries == 0):
-        raise SystemExit("compare: give either a second result or --tries")
+    if (given.after is None) == (given.tries == 0) or given.tries < 0:
+        raise SystemExit("compare: give either a second result or --tries, at least 1")
     before = json.loads(given.before.read_text())
     if given.after:
         after = json.loads(given.after.read_text())

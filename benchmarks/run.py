@@ -41,6 +41,12 @@ def quick(case: Case, device: torch.device) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
+def usable(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("--device must be one that this machine has, got 'cuda', and torch sees no GPU")
+    return torch.device(name)
+
+
 def document(device: torch.device, found: list[dict[str, Any]], limits: dict[str, float]) -> dict[str, Any]:
     return {"machine": machine.describe(), "device": device.type, "ceiling": limits, "cases": found}
 
@@ -96,12 +102,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--date", action="store_true", help="keep today's date in the JSON")
     given = parser.parse_args(arguments)
-    device = torch.device(given.device)
-    chosen = cases(given.op, given.case, device.type)
+    if given.rounds < 0:
+        raise SystemExit(f"run: --rounds must be at least 1, or 0 for each case's own, got {given.rounds}")
+    chosen = cases(given.op, given.case, given.device)
     if not chosen:
-        raise SystemExit(f"run: no case of {given.op or 'any op'} on {device.type} has {given.case!r} in its name")
+        raise SystemExit(f"run: no case of {given.op or 'any op'} on {given.device} has {given.case!r} in its name")
     if given.list:
-        return list_cases(chosen, device)
+        return list_cases(chosen, torch.device(given.device))
+    device = usable(given.device)
     limits: dict[str, float] = {} if given.quick else ceiling(device)
     found = []
     for case in [case for case in chosen if case.quick or not given.quick]:

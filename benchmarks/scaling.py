@@ -9,12 +9,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.case import DEVICES
 from benchmarks.cases import OPS, sweeps
 from benchmarks.measure import ceiling, scale
-from benchmarks.run import default_device, document, verdict, write
+from benchmarks.run import default_device, document, usable, verdict, write
 
 
 def show(found: dict[str, Any]) -> None:
@@ -36,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=DEVICES, default=default_device())
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
-    device = torch.device(given.device)
+    device = usable(given.device)
     limits = ceiling(device)
     result = document(device, [], limits) | {"sweeps": []}
     for sweep in sweeps(given.op):

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,18 @@ def test_the_runner_lists_and_measures(
 def test_no_such_case_is_an_error() -> None:
     with pytest.raises(SystemExit, match="no case of policy_loss on cpu has 'nonsense' in its name"):
         run.main(["--op", "policy_loss", "--case", "nonsense", "--device", "cpu"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize("main", [run.main, scaling.main])
+def test_a_gpu_that_is_not_there_is_an_error(main: Callable[[list[str]], None]) -> None:
+    with pytest.raises(SystemExit, match="--device must be one that this machine has, got 'cuda'"):
+        main(["--device", "cuda", "--op", "policy_loss"])
+
+
+def test_rounds_below_zero_are_an_error() -> None:
+    with pytest.raises(SystemExit, match=r"run: --rounds must be at least 1, or 0 .* got -1"):
+        run.main(["--rounds", "-1"])
 
 
 # When a ratio has fallen.
