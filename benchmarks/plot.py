@@ -17,6 +17,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from benchmarks.run import short
+
 THEMES = {
     "light": {"paper": "#ffffff", "ink": "#1f2328", "faint": "#d1d9e0"},
     "dark": {"paper": "#0d1117", "ink": "#e6edf3", "faint": "#3d444d"},
@@ -67,8 +69,8 @@ def draw_ratios(cases: list[Result], theme: str, path: Path) -> None:
             colour = COLOURS[[*FAMILIES, "others"].index(family(name))]
             axes.barh(at, found["ratio"] - 1, left=1, height=0.7, color=colour)
             axes.plot([found["low"], found["high"]], [at, at], color=ink, linewidth=0.8)
-            number = f"{found['ratio']:,.0f}x" if found["ratio"] >= 100 else f"{found['ratio']:.3g}x"
-            axes.text(max(1, found["high"]) * 1.08, at, number, va="center", fontsize=8)
+            number = short(float(f"{found['ratio']:.3g}"))
+            axes.text(max(1, found["high"]) * 1.08, at, f"{number}x", va="center", fontsize=8)
             names[at] = name
             low, high = min(low, found["low"]), max(high, found["high"])
         at += 1

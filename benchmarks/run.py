@@ -74,10 +74,15 @@ def show(found: dict[str, Any]) -> None:
         print(f"  {verdict(bar)}")
 
 
+def short(number: float) -> str:
+    """Four digits, so that a miss by little does not look like the limit."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
 def verdict(bar: dict[str, Any]) -> str:
     if bar["value"] is None:
         return f"bar not measured: {bar['text']}"
-    return f"bar {'held' if bar['held'] else 'MISSED'}: {bar['value']:.2f} {bar['text']}"
+    return f"bar {'held' if bar['held'] else 'MISSED'}: {short(bar['value'])} {bar['text']}"
 
 
 def list_cases(chosen: list[Case], device: torch.device) -> None:

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.run import short
+
 Result = dict[str, Any]
 
 
@@ -22,7 +24,7 @@ def case_rows(result: Result) -> list[str]:
         for other, found in case["providers"].items() or {"": {"missing": ""}}.items():
             ratio = found.get("missing") or found.get("refused", "")
             if "ratio" in found:
-                ratio = f"{found['ratio']:.3g}x ({found['low']:.3g} to {found['high']:.3g})"
+                ratio = f"{short(found['ratio'])}x ({short(found['low'])} to {short(found['high'])})"
             lines.append(f"| {name} | {ours} | {other} | {ratio} |")
             name, ours = "", " | "
     return lines
@@ -34,7 +36,7 @@ def bar_rows(result: Result) -> list[str]:
     for case in [*result["cases"], *result.get("sweeps", [])]:
         for bar in case["bars"]:
             word = {True: "held", False: "**missed**", None: "not measured"}[bar["held"]]
-            value = "" if bar["value"] is None else f"{bar['value']:.3g}"
+            value = "" if bar["value"] is None else short(bar["value"])
             what, limit = bar["text"].rsplit(", ", 1)
             lines.append(f"| `{case['op']}`, {case['name']}: {what} | {value} | {limit} | {word} |")
     return lines
@@ -56,7 +58,7 @@ def memory_rows(result: Result) -> list[str]:
     for case in result["cases"]:
         sizes = [f"{name} {size / 2**20:.1f}" for name, size in case["memory"].items() if name != "missing"]
         if sizes:
-            lines.append(f"| `{case['op']}`, {case['name']} | {', '.join(sizes)} |")
+            lines.append(f"| `{case['op']}`, {case['name']} | {'; '.join(sizes)} |")
     return lines
 
 
@@ -70,7 +72,7 @@ def machine_line(result: Result) -> str:
     speeds = ", ".join(f"{value / 1e9:,.0f} Gflop/s in {name}" for name, value in limits.items() if name != "copy")
     where = m["gpu"] + ", driver " + str(m["driver"]) if result["device"] == "cuda" else m["cpu"]
     return (
-        f"{where}, {m['cores']} cores, {m['threads']} threads; grpo-kernels {m['grpo_kernels']}, {packages}. "
+        f"{where}, {m['cores']} cores, threads: {m['threads']}; grpo-kernels {m['grpo_kernels']}, {packages}. "
         f"Ceiling of the same run: a copy moves {limits['copy'] / 1e9:.1f} GB/s; bare products do {speeds}."
     )
 

@@ -20,6 +20,7 @@ import grpo_kernels as gk
 from benchmarks import compare, gpu, machine, measure, plot, run, scaling, tables
 from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
 from benchmarks.cases import OPS, cases, sweeps
+from benchmarks.paired import Ratio
 from tests.test_layout import OPS as PACKAGE_OPS
 
 CPU = torch.device("cpu")
@@ -198,11 +199,29 @@ def test_who_cannot_run_says_why() -> None:
     }
 
 
-def test_fewer_inputs_count_by_their_share() -> None:
+def test_fewer_inputs_count_by_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "paired", lambda *_, **__: Ratio(1.0, 3.0, 3.0, 2.0, 4.0))
     few = Provider("few", lambda x: x.sum(), few=lambda device, seed: torch.arange(5.0), share=0.5)
     found = measure.measure(small_case(providers=(few,), bars=()), CPU, LIMITS)["providers"]["few"]
-    assert found["ratio"] == pytest.approx(2 * found["us"] / 2 / found["ours_us"], rel=0.8)
-    assert found["low"] <= found["ratio"] <= found["high"]
+    assert [found[name] for name in ("us", "ratio", "low", "high")] == [6, 6, 4, 8]
+
+
+def test_inputs_take_turns() -> None:
+    call = measure.in_turn(lambda x: x, [1, 2, 3])
+    assert [call() for _ in range(5)] == [1, 2, 3, 1, 2]
+
+
+def test_a_quick_look_is_on_one_thread_and_at_steady_providers_only() -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        case = small_case(ours=lambda x: seen.append(torch.get_num_threads()) or x.sum(), quick=("mean",))
+        found = run.quick(case, CPU)
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert list(found["providers"]) == ["mean"] and found["bars"] == [] and found["memory"] == {}
 
 
 def test_memory_is_that_of_the_peak_without_what_is_returned() -> None:
