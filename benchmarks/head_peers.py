@@ -35,6 +35,7 @@ SHAPES = (
     SMALL,
     Shape(2048, 512, 50304, "pythia-70m's head", "cpu", torch.float32),
     Shape(8192, 288, 32000, "stories15m's head", "cuda", torch.bfloat16),
+    Shape(8192, 512, 50304, "pythia-70m's head", "cuda", torch.bfloat16),
     Shape(8192, 896, 151936, "qwen2.5-0.5b's head", "cuda", torch.bfloat16),
     Shape(8192, 4096, 128256, "llama-3.1-8b's head", "cuda", torch.bfloat16),
     Shape(8192, 4096, 151936, "qwen3-8b's head", "cuda", torch.bfloat16),
