@@ -20,7 +20,7 @@ CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 .PHONY: train test lint format results bench bench-quick wheel gpu-check size clean
 
 train: $(VENV)/built
-	$(BIN)/python -m grpo_trainer
+	$(BIN)/python -m grpo_trainer arithmetic --fresh
 
 # A worker a core, so a thread each: more would wait for each other. Tests of several threads ask for them.
 test: $(VENV)/built
@@ -44,6 +44,7 @@ results: $(VENV)/built
 	$(BIN)/python tools/learning.py segments --seeds 0 1 2
 	$(BIN)/python -m benchmarks.trainer_step arithmetic --steps 5
 	$(BIN)/python -m benchmarks.trainer_step similarity_group --steps 5
+	$(BIN)/python -m benchmarks.step --steps 9
 
 bench: $(VENV)/built
 	$(BIN)/python -m pytest benchmarks --benchmark-only

@@ -4,7 +4,8 @@ GRPO_KERNELS_BUILD   what is built
   none               nothing: a pure-Python wheel, in which the Triton and reference backends work
   cpu                the CPU kernels; needs a C++ compiler
   cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
-  auto (default)     cuda if nvcc is there and torch is a CUDA build, else cpu if there is a C++ compiler, else none
+  auto (default)     cuda if nvcc is there and torch is a CUDA build, else cpu if there is a C++ compiler, else none;
+                     that torch is the one at hand with pip's --no-build-isolation, else the one pip fetches to build
 A compile that fails is an error in every mode.
 """
 
@@ -64,8 +65,10 @@ class CMakeBuild(build_ext):
             f"-DGRPO_OUTPUT_DIR={output}",
             f"-DGRPO_WITH_CUDA={'ON' if len(self.extensions) > 1 else 'OFF'}",
         ]
-        if shutil.which("ninja"):
-            configure += ["-G", "Ninja"]
+        ninja = shutil.which("ninja")
+        if ninja:
+            # said each time: the cache may know that of an environment which pip made for a build, and removed
+            configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         if len(self.extensions) > 1:
             compiler = nvcc()
             if compiler is None:

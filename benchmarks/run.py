@@ -3,6 +3,7 @@
     python -m benchmarks.run --list
     python -m benchmarks.run --op policy_loss --json policy_loss.json
     python -m benchmarks.run --quick
+    python -m benchmarks.run --budget 60 --json some.json
 
 Ratios are a provider's time over ours, the median of pairs that took turns, with the second lowest and highest tenth.
 A provider that computes something else is not timed, and the exit status is then 1; a bar that is missed is a result.
@@ -13,6 +14,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
+import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +99,13 @@ def list_cases(chosen: list[Case], device: torch.device) -> None:
             print(f"{'':20}   bar: {bar}")
 
 
+def by_turns(chosen: list[Case]) -> Iterator[Case]:
+    """The first case of each op, then the second of each, ..."""
+    of_op = [[case for case in chosen if case.op == op] for op in OPS]
+    for turn in range(max(map(len, of_op), default=0)):
+        yield from (some[turn] for some in of_op if turn < len(some))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="the cases, their providers and bars, without measuring")
@@ -104,7 +116,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--rounds", type=int, default=0, help="pairs of ours and theirs, in place of each case's own; not with --quick"
     )
     parser.add_argument("--device", choices=DEVICES, default=default_device())
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--budget", type=float, default=math.inf,
+        help="seconds after which no further case is begun, the first of each op first; what is left out is named",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="written after every case")
     parser.add_argument("--date", action="store_true", help="keep today's date in the JSON")
     given = parser.parse_args(arguments)
     if given.rounds < 0:
@@ -115,14 +131,30 @@ def main(arguments: list[str] | None = None) -> None:
     if given.list:
         return list_cases(chosen, torch.device(given.device))
     device = usable(given.device)
+    end = time.monotonic() + given.budget
     limits: dict[str, float] = {} if given.quick else ceiling(device)
-    found = []
-    for case in [case for case in chosen if case.quick or not given.quick]:
-        found.append(quick(case, device) if given.quick else measure(case, device, limits, pairs=given.rounds))
-        show(found[-1])
+    found: list[dict[str, Any]] = []
     result = document(device, found, limits)
     if given.date:
         result["date"] = datetime.date.today().isoformat()
+    wanted = [case for case in chosen if case.quick or not given.quick]
+    for case in wanted if given.budget == math.inf else by_turns(wanted):
+        if time.monotonic() > end:
+            result.setdefault("left_out", []).append(f"{case.op}, {case.name}")
+            continue
+        try:
+            one = quick(case, device) if given.quick else measure(case, device, limits, pairs=given.rounds)
+        except Exception as error:  # what the others said is kept, and the exit status says that there was one
+            traceback.print_exc()
+            result.setdefault("failed", []).append(f"{case.op}, {case.name}: {type(error).__name__}: {error}")
+            continue
+        found.append(one)
+        show(one)
+        if given.json:
+            write(given.json, result)
+    for what in ("left_out", "failed"):
+        for name in result.get(what, []):
+            print(f"{what.replace('_', ' ')}: {name}")
     if given.json:
         write(given.json, result)
     bars = [bar for one in found for bar in one["bars"]]
@@ -130,6 +162,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\n{len(found)} cases, {len(bars)} bars, {len(missed)} missed")
     if any("refused" in other for one in found for other in one["providers"].values()):
         raise SystemExit("run: providers that compute something else were not timed")
+    if "failed" in result:
+        raise SystemExit(f"run: {len(result['failed'])} cases failed")
 
 
 if __name__ == "__main__":

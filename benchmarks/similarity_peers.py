@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import fastcluster
 import numpy as np
-import scipy.cluster.hierarchy
 import torch
-from sklearn.cluster import AgglomerativeClustering
-from sklearn.metrics import silhouette_score
 from torch import Tensor
 
 Array = np.ndarray
@@ -30,6 +26,9 @@ def distances_of(x: Array) -> Array:
 
 def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
     """A fit and a score for every k, prompt by prompt, as in the published similarity-group GRPO."""
+    from sklearn.cluster import AgglomerativeClustering
+    from sklearn.metrics import silhouette_score
+
     found = []
     for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
         distances = distances_of(x)
@@ -45,11 +44,15 @@ def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
 
 
 def by_fastcluster(embeddings: Tensor, size: int) -> list[Cut]:
-    return _by_tree(embeddings, size, fastcluster.linkage)
+    from fastcluster import linkage
+
+    return _by_tree(embeddings, size, linkage)
 
 
 def by_scipy(embeddings: Tensor, size: int) -> list[Cut]:
-    return _by_tree(embeddings, size, scipy.cluster.hierarchy.linkage)
+    from scipy.cluster.hierarchy import linkage
+
+    return _by_tree(embeddings, size, linkage)
 
 
 def _by_tree(embeddings: Tensor, size: int, linkage: Callable[..., Array]) -> list[Cut]:

@@ -2,7 +2,7 @@
 
     python examples/trl_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 100
 
-The only line that differs from TRL is the class. `pip install "grpo-kernels[trl]"`.
+What differs from TRL is the class, and its arguments similarity, advantages and embedder. `pip install ".[trl]"`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ def main() -> FusedGRPOTrainer:
         args=settings,
         train_dataset=Dataset.from_list([{"prompt": f"Write one sentence about {topic}."} for topic in TOPICS]),
         similarity=gk.SimilarityConfig(),
-        advantages=gk.AdvantageConfig(
-            "grpo", singleton="parent", shrinkage=2.0
-        ),  # small groups borrow from their prompt
+        # small groups borrow from their prompt
+        advantages=gk.AdvantageConfig("grpo", singleton="parent", shrinkage=2.0),
         embedder=embed,
     )
     trainer.train()

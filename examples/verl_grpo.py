@@ -1,6 +1,6 @@
 """verl's configuration with our names in it, and what its trainer and its actor then do with a batch.
 
-    python examples/verl_grpo.py             # on the CPU, without servers: the configuration, and one batch
+    pip install ".[verl]" && python examples/verl_grpo.py  # on the CPU, no servers: the configuration, and one batch
 
 The same overrides train: `python -m verl.trainer.main_ppo` with them and your data, model and rewards. Advantages
 within clusters need the rest of the batch, so patch_verl has to be called where verl is: name a module with that line

@@ -8,6 +8,7 @@ from grpo_kernels.functional.group_advantages import GroupAdvantages, group_adva
 from grpo_kernels.functional.linear_logprobs import linear_logprobs
 from grpo_kernels.functional.linear_policy_loss import linear_policy_loss
 from grpo_kernels.functional.policy_loss import PolicyLoss, policy_loss
+from grpo_kernels.functional.policy_loss_metrics import PolicyLossMetrics
 from grpo_kernels.functional.segment_metrics import segment_metrics
 from grpo_kernels.functional.similarity_groups import (
     RowStatus,
@@ -29,6 +30,7 @@ __all__ = [
     "GroupAdvantages",
     "LossConfig",
     "PolicyLoss",
+    "PolicyLossMetrics",
     "RowStatus",
     "SegmentConfig",
     "SegmentThreshold",

@@ -1,4 +1,4 @@
-"""The benchmarks' runner: who is timed, what is kept, when a ratio has fallen. Nothing here judges a speed."""
+"""The benchmarks' runner: who is timed, and what is kept. Nothing here judges a speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from benchmarks import compare, gpu, machine, measure, plot, run, scaling, tables
+from benchmarks import gpu, machine, measure, plot, run, scaling, tables
 from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
 from benchmarks.cases import OPS, cases, sweeps
 from benchmarks.paired import Ratio
@@ -275,6 +275,37 @@ def test_the_runner_lists_and_measures(
     assert found["cases"][0]["bars"][0]["limit"] == 25
 
 
+def test_the_first_of_each_op_comes_first_and_the_budget_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = cases(device="cpu")
+    firsts = [case.op for case in run.by_turns(table)][: len(OPS)]
+    assert sorted(firsts) == OPS and len(list(run.by_turns(table))) == len(table)
+    clock = iter([0.0, 1.0, 99.0, 99.0])  # its start; and before each case
+    monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
+    monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case() for _ in range(3)])
+    monkeypatch.setattr(run, "OPS", ["sum"])
+    monkeypatch.setattr(run, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    out = tmp_path / "a.json"
+    run.main(["--budget", "60", "--device", "cpu", "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert len(found["cases"]) == 1 and found["left_out"] == ["sum, of ten"] * 2
+    assert "left out: sum, of ten" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
+    monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(ours=fails), small_case()])
+    out = tmp_path / "a.json"
+    with pytest.raises(SystemExit, match="run: 1 cases failed"):
+        run.main(["--device", "cpu", "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert len(found["cases"]) == 1 and found["failed"] == ["sum, of ten: MemoryError: no room"]
+
+
 def test_no_such_case_is_an_error() -> None:
     with pytest.raises(SystemExit, match="no case of policy_loss on cpu has 'nonsense' in its name"):
         run.main(["--op", "policy_loss", "--case", "nonsense", "--device", "cpu"])
@@ -290,50 +321,6 @@ def test_a_gpu_that_is_not_there_is_an_error(main: Callable[[list[str]], None]) 
 def test_rounds_below_zero_are_an_error() -> None:
     with pytest.raises(SystemExit, match=r"run: --rounds must be at least 1, or 0 .* got -1"):
         run.main(["--rounds", "-1"])
-
-
-# When a ratio has fallen.
-
-
-def with_ratio(ratio: float) -> dict[str, Any]:
-    provider = {"ratio": ratio, "low": ratio, "high": ratio, "us": ratio, "ours_us": 1.0, "agrees": True}
-    return {"op": "sum", "name": "of ten", "providers": {"mean": provider}}
-
-
-def test_compare_finds_a_fall_and_lets_noise_pass() -> None:
-    before = {"cases": [with_ratio(10.0)]}
-    assert compare.fallen(before, {"cases": [with_ratio(6.9)]}) == [("sum", "of ten", "mean")]
-    assert compare.fallen(before, {"cases": [with_ratio(7.1)]}) == []
-    assert compare.fallen(before, {"cases": []}) == [("sum", "of ten", "mean")]
-    assert "-31% **fell**" in compare.table(before, {"cases": [with_ratio(6.9)]})
-    assert "not measured **fell**" in compare.table(before, {"cases": []})
-
-
-def test_compare_ends_with_an_error_where_a_ratio_fell(tmp_path: Path) -> None:
-    for name, ratio in {"a": 10.0, "b": 8.0, "c": 5.0}.items():
-        run.write(tmp_path / f"{name}.json", {"cases": [with_ratio(ratio)]})
-    compare.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
-    with pytest.raises(SystemExit, match="fell by more than 30%, or not measured: sum, of ten, mean"):
-        compare.main([str(tmp_path / "a.json"), str(tmp_path / "c.json")])
-    with pytest.raises(SystemExit, match="either a second result or --tries"):
-        compare.main([str(tmp_path / "a.json")])
-
-
-@pytest.mark.parametrize(("ratios", "tries", "passes"), [((9,), 1, True), ((5, 9), 2, True), ((5, 6, 4), 3, False)])
-def test_the_best_of_three_tries_counts(ratios: tuple[float, ...], tries: int, passes: bool) -> None:
-    left = list(ratios)
-    before = {"cases": [with_ratio(10.0)]}
-    found = compare.best_of(before, 3, lambda op, name: with_ratio(left.pop(0)))
-    assert len(ratios) - len(left) == tries
-    assert found[0]["providers"]["mean"]["ratio"] == max(ratios)
-    assert (compare.fallen(before, {"cases": found}) == []) == passes
-
-
-def test_the_baseline_has_the_quick_cases() -> None:
-    baseline = json.loads((ROOT / "benchmarks" / "baseline.json").read_text())
-    quick = {(case.op, case.name, name) for case in cases(device="cpu") for name in case.quick}
-    assert set(compare.ratios(baseline)) == quick
-    assert {op for op, _, _ in quick} >= {"group_advantages", "token_logprobs", "policy_loss", "linear_policy_loss"}
 
 
 # Scaling, pictures, tables.

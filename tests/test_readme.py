@@ -20,8 +20,7 @@ def test_first_example_runs_and_prints_what_it_says() -> None:
     scope: dict[str, object] = {}
     with contextlib.redirect_stdout(printed):
         exec(example, scope)
-    promised = re.search(r"# (tensor\(.*?\))\n", example)
-    assert promised is not None
-    assert printed.getvalue().splitlines()[0] == promised[1]
+    promised = re.findall(r"# (tensor\(.*?\))[:\n]", example)
+    assert len(promised) == 2 and printed.getvalue().splitlines() == promised
     assert scope["result"].degenerate.tolist() == [False] * 4 + [True] * 4  # type: ignore[attr-defined]
     assert torch.isfinite(scope["mixed"].advantages).all()  # type: ignore[attr-defined]

@@ -153,7 +153,7 @@ def steps_of(python: str, machine: dict[str, Any], out: Path) -> list[Step]:
 def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dict[str, str]) -> list[Step]:
     run, scaling, step = (str(out / f"gpu_{name}.json") for name in ("benchmarks", "scaling", "step"))
     commands: dict[str, tuple[float, list[str]]] = {
-        "ops": (60, ["benchmarks.run", "--device", "cuda", "--json", run]),
+        "ops": (80, ["benchmarks.run", "--device", "cuda", "--budget", "60", "--json", run]),
         "scaling": (30, ["benchmarks.scaling", "--json", scaling]),
         "plots": (20, ["benchmarks.plot", run, scaling, "--out", str(out)]),
         "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", step]),

@@ -182,7 +182,9 @@ class LossConfig:
             return config
         if not isinstance(config, str):
             raise TypeError(f"{op}: config must be a LossConfig or a str, got {type(config).__name__}")
-        return _NAMED.get(config) or cls.trl(loss_type=config)
+        if config not in _NAMED:
+            raise unknown(op, "config", config, _NAMED)
+        return _NAMED[config]
 
     def _check_names(self) -> None:
         choices = {"loss": LOSSES, "ratio": RATIOS, "kl": KLS, "correction": CORRECTIONS}

@@ -93,7 +93,15 @@ def group_ids(keys: Iterable[Hashable], *, device: torch.device | str | None = N
     Keys are told apart by equality and hash, never by their text: "1_10" and "11_0" stay different.
     """
     numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys], dtype=torch.int64, device=device)
+    found = []
+    for row, key in enumerate(keys):
+        try:
+            found.append(numbers.setdefault(key, len(numbers)))
+        except TypeError as error:
+            raise TypeError(
+                f"group_ids: keys must be hashable, got {type(key).__name__} {key!r} in row {row}"
+            ) from error
+    return torch.tensor(found, dtype=torch.int64, device=device)
 
 
 def _rewards(rewards: Tensor, settings: AdvantageConfig) -> Tensor:

@@ -88,7 +88,10 @@ def check_targets(op: str, head: LinearHead, backend: str) -> None:
         return
     is_wrong = ((targets < 0) | (targets >= columns)) & (targets != IGNORED)
     if bool(is_wrong.any()):
-        raise RuntimeError(f"{op}: targets must be in [0, {columns}) or {IGNORED}, got {int(targets[is_wrong][0])}")
+        row = int(is_wrong.flatten().int().argmax())
+        raise RuntimeError(
+            f"{op}: targets must be in [0, {columns}) or {IGNORED}, got {int(targets.flatten()[row])} in row {row}"
+        )
 
 
 def check_chunk_size(op: str, chunk_size: object) -> int | None:

@@ -14,7 +14,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 import grpo_kernels as gk
 
 _HEAD, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
-_LOGITS = ("selective_log_softmax", "entropy_from_logits", "selective_log_softmax_and_entropy")
 _originals: dict[str, Any] = {}
 
 

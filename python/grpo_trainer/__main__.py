@@ -1,4 +1,4 @@
-"""`python -m grpo_trainer`: grpo-train, with the default recipe if none is named."""
+"""`python -m grpo_trainer`: grpo-train, for launchers that take a module."""
 
 from __future__ import annotations
 
@@ -7,5 +7,4 @@ import sys
 from grpo_trainer.cli import train
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    sys.exit(train(given if given else ["arithmetic", "--fresh"]))
+    sys.exit(train())

@@ -66,7 +66,9 @@ def begin(recipe: Recipe) -> None:
 
 def refuse_used(folder: Path) -> None:
     if (folder / "recipe.json").exists():
-        raise FileExistsError(f"{folder} has a run already; go on from it with --resume, or name another output")
+        raise FileExistsError(
+            f"{folder} has a run already; go on from it with --resume, remove it with --fresh, or name another output"
+        )
 
 
 def save(trainer: Trainer, phase: int, step: int, optimizer: torch.optim.Optimizer, plan: Plan | None) -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-# Threads that wait must sleep: where another process wants their core, spinning costs a hundredfold. Read by the OpenMP
-# of torch when it is loaded, so this stands before anything that imports it.
+# Threads that wait must sleep: spinning keeps a core from a process that wants it. torch's OpenMP reads this when it is
+# loaded, so it stands before anything that imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _OVERRIDES = "KEY=VALUE sets a key, nested by dots (phases.1.rl.steps=10); grpo-train --keys explains them all."
@@ -116,6 +116,7 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
             print(f"  {key:<28} {value:.4f}")
     if len(results) == 2:
         comparison = compare(results[0], results[1], solved=recipe.evaluation.solved)
+        print("\nbefore: the first of them; after: the second")
         print(comparison.table())
         found["comparison"] = comparison.to_json()
     if out is not None:
@@ -191,8 +192,15 @@ def _reported(work: Callable[[], None]) -> int:
     try:
         work()
     except (ValueError, TypeError, OSError, CheckpointError, RewardError, ProcessError) as error:
-        if os.environ.get("GRPO_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _said(error, str(error))
+    except ModuleNotFoundError as error:
+        needed = 'what the trainer itself needs comes with pip install "grpo-kernels[trainer]"'
+        return _said(error, f"{error}; {needed}")
     return 0
+
+
+def _said(error: Exception, line: str) -> int:
+    if os.environ.get("GRPO_TRACEBACK"):
+        raise error
+    print(f"error: {line}", file=sys.stderr)
+    return 2

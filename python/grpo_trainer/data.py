@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,13 +44,20 @@ def write_jsonl(path: str | Path, lines: Sequence[Line]) -> None:
 def stratified(
     lines: Sequence[Line], by: Sequence[float], ratio: float, parts: int, seed: int
 ) -> tuple[list[Line], list[Line]]:
-    """Two parts with the same share, within one line, of each of `parts` equal ranks of `by`."""
+    """Two parts with the same share, within one line, of each of `parts` equal ranks of `by`, and of all lines."""
+    if parts < 1:
+        raise ValueError(f"--parts: must be at least 1, got {parts}")
     order = sorted(range(len(lines)), key=lambda i: (by[i], i))
     rng = random.Random(seed)
     first: set[int] = set()
     for part in range(parts):
-        some = order[part * len(order) // parts : (part + 1) * len(order) // parts]
-        first |= set(rng.sample(some, round(ratio * len(some))))
+        start, end = part * len(order) // parts, (part + 1) * len(order) // parts
+        taken = math.floor(ratio * end + 0.5) - math.floor(ratio * start + 0.5)  # so that roundings do not add up
+        first |= set(rng.sample(order[start:end], taken))
+    if not 0 < len(first) < len(lines):
+        raise ValueError(
+            f"--ratio: must leave lines to both parts, got {ratio} of {len(lines)} lines, which is {len(first)}"
+        )
     return [lines[i] for i in sorted(first)], [line for i, line in enumerate(lines) if i not in first]
 
 

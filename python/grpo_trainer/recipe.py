@@ -244,6 +244,8 @@ def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = Fal
     values = _read(_find(path))
     if smoke:
         values = _merge(values, _smoke(values))
+        # not where the whole run is to go
+        values["output"] = f"{values.get('output', Recipe.output)}-smoke"
     for assignment in overrides or []:
         override(values, assignment)
     return build(Recipe, values)

@@ -307,7 +307,7 @@ def test_a_target_that_is_no_column(backend: str, target: int) -> None:
     given = batch(5, dtype=torch.float32)
     given["targets"][3] = target
     with pytest.raises(
-        RuntimeError, match=rf"^linear_logprobs: targets must be in \[0, {VOCABULARY}\) or -100, got {target}"
+        RuntimeError, match=rf"^linear_logprobs: targets must be in \[0, {VOCABULARY}\) or -100, got {target} in row 3"
     ):
         gk.linear_logprobs(**given, backend=backend, chunk_size=2)
 

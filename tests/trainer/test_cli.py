@@ -18,7 +18,8 @@ pytest.importorskip("matplotlib")
 
 from grpo_trainer import checkpoint, cli, log, model
 from grpo_trainer.algorithm import ALGORITHMS
-from grpo_trainer.recipe import Recipe, bundled
+from grpo_trainer.data import stratified
+from grpo_trainer.recipe import Recipe, bundled, load
 from grpo_trainer.settings import explain
 
 from tests.trainer import small
@@ -101,6 +102,8 @@ def test_smoke_is_small_and_overrides_go_over_it(tmp_path: Path, capsys: pytest.
     printed = capsys.readouterr().out
     assert "eval/test_reward" in printed and "report.html" in printed
     assert [e["step"] for e in lines(tmp_path / "run") if e["phase"] == "rl"] == [1]
+    whole, small = (load("arithmetic", smoke=smoke).folder for smoke in (False, True))
+    assert small.name == f"{whole.name}-smoke"  # what it leaves is not in the way of the whole run
 
 
 def test_keys_and_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +165,8 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     order = sorted(rows, key=lambda row: (row["likes"] / max(row["post_likes"], 1), rows.index(row)))
     for part in range(4):
         rank = order[part * 101 // 4 : (part + 1) * 101 // 4]
-        assert sum(row in parts[0] for row in rank) == round(0.3 * len(rank))
-    assert "replies.a.jsonl: 3" in capsys.readouterr().out
+        assert abs(sum(row in parts[0] for row in rank) - 0.3 * len(rank)) < 1
+    assert "replies.a.jsonl: 30 lines" in capsys.readouterr().out
     again = (tmp_path / "replies.a.jsonl").read_text()
     assert cli.data(["split", str(file), "--ratio", "0.3", "--names", "a", "b", "--seed", "1"]) == 0
     assert (tmp_path / "replies.a.jsonl").read_text() != again
@@ -177,6 +180,8 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('{"a": 1}\n{"a": "x"}\n', ["--by", "a"], "--by: a must be a number on every line, got 'x' on line 2"),
         ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
         ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),
+        ('{"a": 1}\n', ["--by", "a", "--parts", "0"], "--parts: must be at least 1, got 0"),
+        ('{"a": 1}\n' * 3, ["--ratio", "0.1"], "--ratio: must leave lines to both parts, got 0.1 of 3 lines"),
     ],
 )
 def test_what_is_wrong_with_data_is_named(
@@ -185,6 +190,22 @@ def test_what_is_wrong_with_data_is_named(
     (tmp_path / "replies.jsonl").write_text(text)
     assert cli.data(["split", str(tmp_path / "replies.jsonl"), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_roundings_of_ranks_do_not_add_up() -> None:
+    for count in range(2, 40):
+        lines = [{"n": i} for i in range(count)]
+        for parts in (1, 4, 10):
+            first, second = stratified(lines, [float(line["n"]) for line in lines], 0.5, parts, 0)
+            assert len(first) + len(second) == count and 0 <= len(first) - len(second) <= 1
+
+
+def test_a_package_that_is_missing_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "yaml", None)
+        assert cli.train([recipe]) == 2
+    told = capsys.readouterr().err
+    assert "yaml" in told and 'pip install "grpo-kernels[trainer]"' in told and "Traceback" not in told
 
 
 def test_columns_that_data_lacks_are_named(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
