@@ -1,6 +1,6 @@
 """Pictures of results, light and dark, made to be read 830 pixels wide.
 
-python -m benchmarks.plot cpu.json scaling.json --out docs/images
+python -m benchmarks.plot cpu.json scaling.json step.json --out docs/images
 """
 
 from __future__ import annotations
@@ -43,14 +43,18 @@ def peers_of(case: Result) -> dict[str, Result]:
     return {name: p for name, p in case["providers"].items() if p.get("agrees") and "ratio" in p}
 
 
+def with_peers(results: list[Result]) -> list[Result]:
+    return [case for result in results for case in result.get("cases", []) if peers_of(case)]
+
+
 def write_summary(results: list[Result], theme: str, path: Path) -> None:
     """The first case of each op, for a README."""
-    cases = {case["op"]: case for result in reversed(results) for case in reversed(result["cases"]) if peers_of(case)}
-    draw_ratios([case for _, case in sorted(cases.items())], theme, path)
+    firsts = {case["op"]: case for case in reversed(with_peers(results))}
+    draw_ratios([case for _, case in sorted(firsts.items())], theme, path)
 
 
 def write_ratios(results: list[Result], theme: str, path: Path) -> None:
-    draw_ratios([case for result in results for case in result["cases"] if peers_of(case)], theme, path)
+    draw_ratios(with_peers(results), theme, path)
 
 
 def draw_ratios(cases: list[Result], theme: str, path: Path) -> None:
@@ -109,6 +113,27 @@ def write_scaling(results: list[Result], theme: str, path: Path) -> None:
     finish(figure, theme, path)
 
 
+def write_step(results: list[Result], theme: str, path: Path) -> None:
+    """A bar for each trainer, in it the medians of its phases one after another."""
+    (result, *_) = [result for result in results if "rows" in result]
+    who = [total["who"] for total in result["totals"]]
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.45 * len(who) + 1.2), layout="constrained")
+    ends = dict.fromkeys(who, 0.0)
+    for i, phase in enumerate(dict.fromkeys(row["phase"] for row in result["rows"])):
+        widths = [row["seconds_median"] * 1e3 for row in result["rows"] if row["phase"] == phase]
+        axes.barh(who, widths, left=list(ends.values()), height=0.6, color=COLOURS[i], label=phase)
+        ends = {name: end + width for (name, end), width in zip(ends.items(), widths, strict=True)}
+    for total in result["totals"]:  # the median step, which is not quite the sum of the phases' medians
+        number = f"{total['seconds_median'] * 1e3:.0f}"
+        axes.text(ends[total["who"]] * 1.01, total["who"], number, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.08 * max(ends.values()))
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel(f"milliseconds a step, {result['model']['name']} model on {result['device']}", fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=6)
+    finish(figure, theme, path)
+
+
 def finish(figure: Figure, theme: str, path: Path) -> None:
     colours = THEMES[theme]
     figure.set_facecolor(colours["paper"])
@@ -130,12 +155,14 @@ def finish(figure: Figure, theme: str, path: Path) -> None:
 def write_all(results: list[Result], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     wanted: dict[str, Callable[[list[Result], str, Path], None]] = {}
-    if any(result["cases"] for result in results):
+    if any(result.get("cases") for result in results):
         wanted |= {"summary": write_summary, "ratios": write_ratios}
     if any(result.get("sweeps") for result in results):
         wanted["scaling"] = write_scaling
+    if any("rows" in result for result in results):
+        wanted["step"] = write_step
     if not wanted:
-        raise SystemExit("plot: results must have cases or sweeps, got neither")
+        raise SystemExit("plot: results must have cases, sweeps or a step's rows, got none of them")
     written = []
     for name, write in wanted.items():
         for theme in THEMES:

@@ -359,9 +359,12 @@ def results() -> list[dict[str, Any]]:
 
 
 def test_pictures_are_light_and_dark(results: list[dict[str, Any]], tmp_path: Path) -> None:
-    written = plot.write_all(results, tmp_path)
+    total = {"seconds_median": 0.2}
+    rows = [{"who": who, "phase": phase, "seconds_median": 0.1} for who in "ab" for phase in ("model", "rest")]
+    step = {"device": "cpu", "model": {"name": "tiny"}, "rows": rows, "totals": [total | {"who": who} for who in "ab"]}
+    written = plot.write_all([*results, step], tmp_path)
     assert [path.name for path in written] == [
-        f"{name}_{theme}.png" for name in ("summary", "ratios", "scaling") for theme in ("light", "dark")
+        f"{name}_{theme}.png" for name in ("summary", "ratios", "scaling", "step") for theme in ("light", "dark")
     ]
     for path in written:
         image = matplotlib.image.imread(path)

@@ -43,7 +43,11 @@ OPS = (
     "similarity_groups", "pairwise_cosine", "cluster_distances", "agglomerate", "silhouette",
 )  # fmt: skip
 BACKENDS = ("cuda", "triton")
-NEEDS = {"plots": {"matplotlib"}, "step": {"datasets", "transformers", "trl"}}  # steps that are left out without
+NEEDS = {  # steps that are left out without
+    "plots": {"matplotlib"},
+    "step": {"datasets", "transformers", "trl"},
+    "plot of step": {"matplotlib", "datasets", "transformers", "trl"},
+}
 # What the given Python and its machine are, as JSON; its arguments are modules.
 ASK = """
 import importlib.util, json, os, platform, sys, torch
@@ -151,12 +155,13 @@ def steps_of(python: str, machine: dict[str, Any], out: Path) -> list[Step]:
 
 
 def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dict[str, str]) -> list[Step]:
-    run, scaling, step = (str(out / f"gpu_{name}.json") for name in ("benchmarks", "scaling", "step"))
+    run, scaling, whole = (str(out / f"gpu_{name}.json") for name in ("benchmarks", "scaling", "step"))
     commands: dict[str, tuple[float, list[str]]] = {
         "ops": (80, ["benchmarks.run", "--device", "cuda", "--budget", "60", "--json", run]),
         "scaling": (30, ["benchmarks.scaling", "--json", scaling]),
         "plots": (20, ["benchmarks.plot", run, scaling, "--out", str(out)]),
-        "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", step]),
+        "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", whole]),
+        "plot of step": (15, ["benchmarks.plot", whole, "--out", str(out)]),
     }
     steps = []
     for name, (limit, command) in commands.items():
