@@ -131,10 +131,18 @@ class PhaseRun:
 
     def backward(self, loss: Tensor, counts: bool) -> None:
         """counts  False: the pass is for the sake of processes that wait for it"""
+        self._own_accumulation()
         self.t.accelerator.backward(loss if counts else loss * 0)
+
+    def _own_accumulation(self) -> None:
+        """accelerate shares one state among the trainers of a process: one that broke off between two micro-batches
+        leaves word to scale losses and to leave steps out, which the prepared optimizer would do without one."""
+        self.t.accelerator.sync_gradients = True
+        self.t.accelerator.gradient_accumulation_steps = 1
 
     def optimizer_step(self) -> float:
         """The norm of the gradient before it was clipped. A gradient that is not finite ends the run."""
+        self._own_accumulation()
         most = self.settings.optimizer.grad_clip or math.inf
         parameters = list(self.model.parameters())
         processes.sum_gradients(parameters)

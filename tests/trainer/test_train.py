@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from accelerate.state import GradientState
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.model import Policy
@@ -226,6 +227,23 @@ def test_reward_rises(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "evaluation.every=0", *(f"phases.1.rl.{each}" for each in more)))
     rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["phase"] == "rl"]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
+
+
+def test_what_another_trainer_left_in_accelerate_changes_nothing(tmp_path: Path) -> None:
+    """One that broke off between two micro-batches, of which there are four to a step: steps would not be taken."""
+    state = GradientState()
+    found = []
+    for name, is_last, steps in (("alone", True, 1), ("after", False, 4)):
+
+        class Left(Trainer):
+            def _run(self, resume: bool, is_last: bool = is_last, steps: int = steps) -> dict[str, float]:
+                state.sync_gradients, state.plugin_kwargs = is_last, {"num_steps": steps}
+                return super()._run(resume)
+
+        Left(small.recipe(tmp_path / name, "evaluation.every=0")).run()
+        found.append((weights(tmp_path / name), timeless(lines(tmp_path / name))))
+    (alone, alone_lines), (after, after_lines) = found
+    assert all(torch.equal(value, after[name]) for name, value in alone.items()) and alone_lines == after_lines
 
 
 def raises(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
