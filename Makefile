@@ -47,7 +47,8 @@ results: $(VENV)/built
 	$(BIN)/python -m benchmarks.step --steps 9
 
 bench: $(VENV)/built
-	$(BIN)/python -m pytest benchmarks --benchmark-only
+	mkdir -p .benchmarks
+	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=.benchmarks/bench.json
 
 # Ratios of one run on one thread hold on a machine that others use; the best of three tries is compared, as somebody
 # else's minute of work lowers a ratio once, a slower kernel every time.

@@ -39,6 +39,7 @@ class Provider:
     ours: Call | None = None  # ours with this peer's conventions, where they are not the case's
     few: Make | None = None  # its own inputs, where ours would take it minutes
     share: float = 1.0  # of the case's work that is in them
+    lacks: Callable[[], str] = lambda: ""  # of what is installed, why it cannot run, or nothing
 
     def missing(self, device: torch.device) -> str:
         """Why it cannot run here, or nothing."""
@@ -46,7 +47,7 @@ class Provider:
             return f"not made for the device {device.type}"
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed"
-        return ""
+        return self.lacks()
 
 
 # How a bar's value is found, where ratio is a provider's time over ours and memory the peak beside what is returned.
@@ -54,10 +55,10 @@ KINDS = {
     "ratio at least": "ratio to {of}",
     "ratio at most": "ratio to {of}",
     "cost at most": "times the time of {of}",
-    "microseconds at most": "microseconds, the best of ten times",
+    "microseconds at most": "microseconds, the best of ten times, or on a GPU by its events",
     "memory below": "times the memory of {of}",
     "exponent below": "power of the size that the time grows with",
-    "growth at most": "times the first size's time per unit, at the last size",
+    "growth at most": "times the time per unit of the exponent's smallest size, at the last",
 }
 
 

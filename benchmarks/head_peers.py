@@ -121,10 +121,14 @@ def cut_cross_entropy(i: Inputs) -> tuple[Tensor, ...]:
     return i.gradients(linear_cross_entropy(i.hidden, i.weight, i.targets))
 
 
+def lacks_fused() -> str:
+    return "" if hasattr(F, "linear_cross_entropy") else f"torch {torch.__version__} has no F.linear_cross_entropy"
+
+
 PEERS = (
     Provider("naive autograd", naive),
-    Provider("F.linear_cross_entropy", torch_fused),
-    Provider("F.linear_cross_entropy, chunked", torch_chunked),
+    Provider("F.linear_cross_entropy", torch_fused, lacks=lacks_fused),
+    Provider("F.linear_cross_entropy, chunked", torch_chunked, lacks=lacks_fused),
     Provider("trl", trl, package="trl"),
     Provider("verl", verl, package="verl"),
     Provider("liger", liger, package="liger_kernel", devices=("cuda",)),

@@ -22,7 +22,8 @@ def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> di
     """Bytes a second of a copy, both directions counted, and flops a second of bare products; the best of seven."""
     large = torch.randn(copied, device=device)
     there = torch.empty_like(large)
-    best = lambda call: min(seconds(call, 1) for _ in range(7))  # noqa: E731
+    repeats = 1 if device.type == "cpu" else 20  # so that a GPU's launches and the wait for it do not count
+    best = lambda call: min(seconds(call, repeats) for _ in range(7))  # noqa: E731
     found = {"copy": 2 * 4 * large.numel() / best(lambda: there.copy_(large))}
     side = side or (2048 if device.type == "cpu" else 8192)
     for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
@@ -43,18 +44,32 @@ def measure(
     wanted = [provider for provider in case.providers if only is None or provider.name in only]
     # first all agree, then all are timed: an error should not wait for the slow ones
     judged = {provider.name: verdict(case, provider, device) for provider in wanted}
-    found["ours"] = timing(in_turn(case.ours, sets), case.target, 10 if only is None else 3)
+    found["ours"] = timing(in_turn(case.ours, sets), target_of(case, device), 10 if only is None else 3)
     floor = case.floor.seconds(limits, case.dtype) * 1e6 if limits else 0.0
     found["ours"] |= {"floor_us": floor, "of_ceiling": floor / found["ours"]["us"]}
     found["providers"] = {}
     for provider in wanted:
-        found["providers"][provider.name] = judged[provider.name] or compared(case, provider, sets, device, pairs)
+        name = provider.name
+        found["providers"][name] = judged[name] or kept(lambda p=provider: compared(case, p, sets, device, pairs))
     if device.type == "cuda":
-        found["gpu"] = gpu.describe(sets, case.ours)
+        found["gpu"] = kept(lambda: gpu.describe(sets, case.ours))
     memory = {} if only is not None else memory_of(case, inputs, judged, device)
     found["memory"] = memory
     found["bars"] = [judge(bar, bar_value(bar, found, case, inputs)) for bar in case.bars if only is None]
     return found
+
+
+def kept(what: Callable[[], Found]) -> Found:
+    """What else is known of a case is not lost with a peer that breaks, or a tool."""
+    try:
+        return what()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+def target_of(case: Case, device: torch.device) -> float:
+    """One launch and one wait are too little to time a GPU by."""
+    return case.target if device.type == "cpu" else max(case.target, 0.02)
 
 
 def verdict(case: Case, provider: Provider, device: torch.device) -> Found:
@@ -65,11 +80,17 @@ def verdict(case: Case, provider: Provider, device: torch.device) -> Found:
     if not provider.agrees:
         return {}
     inputs = (case.checked or case.inputs)(device, 0)
-    try:
-        case.same(provider.call(inputs), (provider.ours or case.ours)(inputs))
-    except AssertionError as error:
-        return {"refused": f"{provider.name} computes something else: {' '.join(str(error).split())}"}
-    return {}
+    gold = (provider.ours or case.ours)(inputs)
+
+    def compare() -> Found:
+        got = provider.call(inputs)
+        try:
+            case.same(got, gold)
+        except AssertionError as error:
+            return {"refused": f"{provider.name} computes something else: {' '.join(str(error).split())}"}
+        return {}
+
+    return kept(compare)
 
 
 def timing(call: Callable[[], Any], target: float, samples: int = 10) -> Found:
@@ -94,7 +115,7 @@ def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
 def compared(case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int) -> Found:
     ours = in_turn(provider.ours or case.ours, sets)
     theirs = in_turn(provider.call, sets if provider.few is None else [provider.few(device, 0)])
-    ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=case.target)
+    ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=target_of(case, device))
     share = provider.share
     return {
         "us": ratio.theirs / share, "ours_us": ratio.ours, "ratio": ratio.ratio / share, "low": ratio.low / share,
@@ -119,7 +140,8 @@ def memory_of(case: Case, inputs: Any, judged: dict[str, Found], device: torch.d
 def bar_value(bar: Bar, found: Found, case: Case, inputs: Any) -> float | None:
     """None where it could not be measured."""
     if bar.kind == "microseconds at most":
-        return float(found["ours"]["best"])
+        by_events: float | None = found.get("gpu", {}).get("warm_us")
+        return by_events if "gpu" in found else float(found["ours"]["best"])
     if bar.kind == "memory below":
         whole = case.arrays[bar.of](inputs) if bar.of in case.arrays else found["memory"].get(bar.of)
         own = found["memory"].get("ours")
@@ -148,7 +170,7 @@ def scale(sweep: Sweep, device: torch.device, limits: dict[str, float]) -> Found
     found: Found = {"op": sweep.op, "name": sweep.name, "unit": sweep.unit, "points": points}
     found["fit_from"] = sweep.fit_from
     found["exponent"] = exponent([(p["size"], p["us"]) for p in points if p["size"] >= sweep.fit_from])
-    first, last = points[0], points[-1]
+    first, last = next(p for p in points if p["size"] >= sweep.fit_from), points[-1]
     values = {
         "exponent below": found["exponent"],
         "growth at most": (last["us"] / last["size"]) / (first["us"] / first["size"]),

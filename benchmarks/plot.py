@@ -83,9 +83,8 @@ def draw_ratios(cases: list[Result], theme: str, path: Path) -> None:
     axes.set_xlim(0.9 * low, 2.5 * high)
     axes.set_ylim(at - 0.4, -0.5)
     axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel(
-        "time over that of grpo-kernels, in turns in one run; the line: without the outer tenths", fontsize=8
-    )
+    what = "the line: the range, of ten pairs and more without the outer tenths"
+    axes.set_xlabel(f"time over that of grpo-kernels, in turns in one run; {what}", fontsize=8)
     axes.spines["left"].set_visible(False)  # headings would cut it in pieces
     finish(figure, theme, path)
 

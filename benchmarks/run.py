@@ -5,8 +5,9 @@
     python -m benchmarks.run --quick
     python -m benchmarks.run --budget 60 --json some.json
 
-Ratios are a provider's time over ours, the median of pairs that took turns, with the second lowest and highest tenth.
-A provider that computes something else is not timed, and the exit status is then 1; a bar that is missed is a result.
+Ratios are a provider's time over ours, the median of pairs that took turns, and the range, of ten and more without the
+outer tenths. A provider that computes something else is not timed, and the exit status is then 1, as with one that
+fails; a bar that is missed is a result.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def show(found: dict[str, Any]) -> None:
             spread = f"({other['low']:.2f} .. {other['high']:.2f})"
             print(f"  {name:36} {other['us']:12.1f} us  ratio {other['ratio']:.2f} {spread}")
         else:
-            print(f"  {name:36} {other.get('missing') or 'REFUSED: ' + other['refused']}")
+            print(f"  {name:36} {why_not(other)}")
     for name, size in found["memory"].items():
         print(f"  memory of {name:26} {size if isinstance(size, str) else f'{size / 2**20:12.1f} MiB'}")
     for name, value in found.get("gpu", {}).items():
@@ -82,6 +83,19 @@ def show(found: dict[str, Any]) -> None:
 def short(number: float) -> str:
     """Four digits, so that a miss by little does not look like the limit."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def why_not(other: dict[str, Any]) -> str:
+    """Of a provider that was not timed."""
+    if "missing" in other:
+        return str(other["missing"])
+    return f"REFUSED: {other['refused']}" if "refused" in other else f"FAILED: {other['failed']}"
+
+
+def broken(one: dict[str, Any]) -> list[str]:
+    """What should have been measured of a case, and was not."""
+    parts = one["providers"] | {"the GPU's counters": one.get("gpu", {})}
+    return [f"{name}: {why_not(part)}" for name, part in parts.items() if {"refused", "failed"} & part.keys()]
 
 
 def verdict(bar: dict[str, Any]) -> str:
@@ -160,10 +174,9 @@ def main(arguments: list[str] | None = None) -> None:
     bars = [bar for one in found for bar in one["bars"]]
     missed = [bar for bar in bars if bar["held"] is False]
     print(f"\n{len(found)} cases, {len(bars)} bars, {len(missed)} missed")
-    if any("refused" in other for one in found for other in one["providers"].values()):
-        raise SystemExit("run: providers that compute something else were not timed")
-    if "failed" in result:
-        raise SystemExit(f"run: {len(result['failed'])} cases failed")
+    lost = [*result.get("failed", []), *(f"{one['op']}, {one['name']}, {why}" for one in found for why in broken(one))]
+    if lost:
+        raise SystemExit("run: not measured:\n" + "\n".join(lost))
 
 
 if __name__ == "__main__":

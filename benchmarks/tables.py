@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.run import short
+from benchmarks.run import short, why_not
 
 Result = dict[str, Any]
 
@@ -22,7 +22,7 @@ def case_rows(result: Result) -> list[str]:
         ours = f"{time(case['ours']['us'])} | {case['ours']['of_ceiling']:.0%}"
         name = f"`{case['op']}`, {case['name']}, {case['dtype']}"
         for other, found in case["providers"].items() or {"": {"missing": ""}}.items():
-            ratio = found.get("missing") or found.get("refused", "")
+            ratio = "" if "ratio" in found else why_not(found)
             if "ratio" in found:
                 ratio = f"{short(found['ratio'])}x ({short(found['low'])} to {short(found['high'])})"
             lines.append(f"| {name} | {ours} | {other} | {ratio} |")
@@ -62,6 +62,22 @@ def memory_rows(result: Result) -> list[str]:
     return lines
 
 
+def gpu_rows(result: Result) -> list[str]:
+    """Of ours: by events with warm and cold caches, by graph replay, launches, waits."""
+    lines = ["| case | warm | cold | graph replay | launches | waits |", "|---|---|---|---|---|---|"]
+    for case in result["cases"]:
+        g = case["gpu"]
+        if "failed" in g:
+            lines.append(f"| `{case['op']}`, {case['name']} | {g['failed']} | | | | |")
+            continue
+        graph = time(g["graph_us"]) if "graph_us" in g else g["graph_missing"]
+        counted = f"{g['launches']} | {g['synchronisations']}" if "launches" in g else f"{g['counts_missing']} | "
+        lines.append(
+            f"| `{case['op']}`, {case['name']} | {time(g['warm_us'])} | {time(g['cold_us'])} | {graph} | {counted} |"
+        )
+    return lines
+
+
 def time(us: float) -> str:
     return f"{us:.3g} us" if us < 1000 else f"{us / 1e3:.3g} ms"
 
@@ -81,6 +97,8 @@ def text(results: list[Result]) -> str:
     parts = []
     for result in results:
         rows = [case_rows, bar_rows, memory_rows] if result["cases"] else [sweep_rows, bar_rows]
+        if result["cases"] and result["device"] == "cuda":
+            rows.append(gpu_rows)
         parts += [machine_line(result), *("\n".join(each(result)) for each in rows)]
     return "\n\n".join(parts)
 

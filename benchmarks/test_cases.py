@@ -16,7 +16,7 @@ from benchmarks import scaling
 from benchmarks.case import Case, Sweep
 from benchmarks.cases import cases, sweeps
 from benchmarks.measure import ceiling, measure, scale
-from benchmarks.run import default_device, show, verdict
+from benchmarks.run import broken, default_device, show, verdict
 
 DEVICE = torch.device(default_device())
 limits = functools.cache(ceiling)
@@ -32,8 +32,7 @@ def test_case(benchmark: Any, case: Case) -> None:
     show(found)
     benchmark.extra_info.update(found)
     benchmark.pedantic(case.ours, (case.inputs(DEVICE, 0),), rounds=5, warmup_rounds=1)
-    refused = [other["refused"] for other in found["providers"].values() if "refused" in other]
-    assert not refused, refused
+    assert not broken(found), broken(found)
     assert_held(found)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from benchmarks import gpu, machine, measure, plot, run, scaling, tables
+from benchmarks import machine, measure, plot, run, scaling, tables
 from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
 from benchmarks.cases import OPS, cases, sweeps
 from benchmarks.paired import Ratio
@@ -300,7 +300,7 @@ def test_a_case_that_fails_does_not_take_the_others_along(tmp_path: Path, monkey
     monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
     monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(ours=fails), small_case()])
     out = tmp_path / "a.json"
-    with pytest.raises(SystemExit, match="run: 1 cases failed"):
+    with pytest.raises(SystemExit, match=r"(?s)run: not measured:.*sum, of ten: MemoryError"):
         run.main(["--device", "cpu", "--json", str(out)])
     found = json.loads(out.read_text())
     assert len(found["cases"]) == 1 and found["failed"] == ["sum, of ten: MemoryError: no room"]
@@ -403,56 +403,21 @@ def test_scaling_prints_the_exponent(results: list[dict[str, Any]], capsys: pyte
 # A GPU, as far as it can be had without one.
 
 
-def test_launches_and_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["cudaLaunchKernel", "cuLaunchKernelEx", "aten::sum", "cudaStreamSynchronize", "cudaLaunchKernelExC"]
+def test_a_peer_that_breaks_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    def breaks(_: Any) -> Any:
+        raise MemoryError("no room")
 
-    class Profile:
-        def __enter__(self) -> Profile:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-        def events(self) -> list[Any]:
-            return [types.SimpleNamespace(name=name) for name in names]
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
-    assert gpu.counts(lambda: None) == {"launches": 3, "synchronisations": 1}
+    case = small_case(providers=(*small_case().providers, Provider("broken", breaks)))
+    found = measure.measure(case, CPU, LIMITS)
+    assert found["providers"]["broken"] == {"failed": "MemoryError: no room"} and found["providers"]["mean"]["ratio"]
+    assert run.broken(found) == ["broken: FAILED: MemoryError: no room"]
+    run.show(found)
+    assert "FAILED: MemoryError: no room" in capsys.readouterr().out
 
 
-def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Capture:
-        def __init__(self, graph: object) -> None:
-            pass
-
-        def __enter__(self) -> None:
-            raise RuntimeError("the host waits\n  for the device")
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
-    assert gpu.graph_time(lambda: None, 3) == {"graph_missing": "the host waits for the device"}
-
-
-def test_events_give_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            pass
-
-        def record(self) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return 0.25  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert gpu.event_time(lambda: None, 5) == 250
+def test_what_an_installed_package_lacks_is_said() -> None:
+    provider = Provider("new", lambda x: x, lacks=lambda: "torch 2.11 has none")
+    assert provider.missing(CPU) == "torch 2.11 has none"
 
 
 def test_runs_as_a_module() -> None:

@@ -158,7 +158,7 @@ def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dic
     run, scaling, whole = (str(out / f"gpu_{name}.json") for name in ("benchmarks", "scaling", "step"))
     commands: dict[str, tuple[float, list[str]]] = {
         "ops": (80, ["benchmarks.run", "--device", "cuda", "--budget", "60", "--json", run]),
-        "scaling": (30, ["benchmarks.scaling", "--json", scaling]),
+        "scaling": (30, ["benchmarks.scaling", "--budget", "20", "--json", scaling]),
         "plots": (20, ["benchmarks.plot", run, scaling, "--out", str(out)]),
         "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", whole]),
         "plot of step": (15, ["benchmarks.plot", whole, "--out", str(out)]),
@@ -300,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "build" not in parts and not (PACKAGE / "grpo_kernels").exists():
         raise SystemExit(f"gpu-check: --parts must have build, as there is none in {PACKAGE}, got {parts}")
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("test_*.xml"):  # of another run, which would count
+    for old in (*out.glob("test_*.xml"), *out.glob("gpu_*.json")):  # of another run, which would count
         old.unlink()
     rows = run_parts(parts, steps, out)
     counts = ran_on(out)
