@@ -59,7 +59,7 @@ wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
 gpu-check:
-	$(PYTHON) tools/gpu_check.py
+	$(PYTHON) -m tools.gpu_check
 
 size:
 	@$(PYTHON) tools/size.py

@@ -1,57 +1,117 @@
-"""What only a GPU has: times by CUDA events with cold and warm caches, graph replay, launches, synchronisations.
+"""Times on a GPU: CUDA events with warm and cold caches, graph replay; launches and waits of the host, counted.
 
 This file has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 SETS = 4  # inputs in turn, so that no call finds its own in the cache
-AHEAD = 1_000_000  # cycles, about half a millisecond
 FLUSH = 256 * 2**20  # bytes written between cold calls, several times any second-level cache
+MOST_AHEAD = 0.2  # seconds that the GPU is kept busy at most while a call is queued
+Call = Callable[[], Any]
 
 
-def describe(sets: list[Any], call: Callable[[Any], Any], rounds: int = 20) -> dict[str, Any]:
-    """Of calls that have run before."""
-    warm = lambda: call(sets[0])  # noqa: E731
-    found: dict[str, Any] = {"warm_us": event_time(warm, rounds), "cold_us": cold_time(call, sets, rounds)}
-    return found | counts(warm) | graph_time(warm, rounds)
+def describe(call: Call, device: torch.device, rounds: int = 20) -> dict[str, Any]:
+    """Everything about a call that has run before. A CPU has a warm time only."""
+    if device.type != "cuda":
+        return {"warm_us": statistics.median(host_seconds(call) * 1e6 for _ in range(rounds))}
+    timer = Timer(call)
+    found: dict[str, Any] = {"warm_us": timer.warm(rounds), "cold_us": timer.cold(rounds)}
+    return found | {"is_gapless": timer.is_gapless} | counts(call) | graph_time(call, rounds)
 
 
-def event_time(call: Callable[[], Any], rounds: int) -> float:
-    """Microseconds, the median. The GPU is kept busy until all is in its queue: Python's time is not in it."""
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(AHEAD)
-        begin.record()
+def event_time(call: Call, rounds: int) -> float:
+    """Median time of a call in microseconds, without the host's share of it."""
+    return Timer(call).warm(rounds)
+
+
+class Timer:
+    """Times a call by CUDA events, with the GPU asleep until the whole call is in its queue.
+
+    The sleep is made as long as the host takes to queue the call, and longer if the GPU turns out to have woken before
+    the host was done: a linear head queues dozens of kernels, and the gaps between them would be timed. A call that
+    itself waits for the GPU cannot be queued ahead; `is_gapless` is False then.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.is_gapless = True
         call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+        torch.cuda.synchronize()
+        self.ahead = min(2 * host_seconds(call) + 100e-6, MOST_AHEAD)
+
+    def warm(self, rounds: int) -> float:
+        return statistics.median(self.sample() for _ in range(rounds))
+
+    def cold(self, rounds: int) -> float:
+        flushed = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
+        times = []
+        for _ in range(rounds):
+            flushed.fill_(1)
+            times.append(self.sample())
+        return statistics.median(times)
+
+    def sample(self) -> float:
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(self.ahead * cycles_per_second()))
+            begin.record()
+            self.call()
+            end.record()
+            was_asleep = not begin.query()
+            end.synchronize()
+            if was_asleep or not self.is_gapless:
+                return float(begin.elapsed_time(end)) * 1e3
+            self.is_gapless = self.ahead < MOST_AHEAD
+            self.ahead = min(2 * self.ahead, MOST_AHEAD)
 
 
-def cold_time(call: Callable[[Any], Any], sets: list[Any], rounds: int) -> float:
-    other = torch.empty(FLUSH, dtype=torch.uint8, device="cuda")
-    times = []
-    for inputs in itertools.islice(itertools.cycle(sets), rounds):
-        other.fill_(1)
-        times.append(event_time(lambda inputs=inputs: call(inputs), 1))
-    return statistics.median(times)
+@functools.cache
+def cycles_per_second() -> float:
+    """Cycles of torch.cuda._sleep in a second."""
+    cycles = 10_000_000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)  # the first call loads the kernel, and the clock rises
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (float(begin.elapsed_time(end)) * 1e-3)
 
 
-def graph_time(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Without the launches' cost. Where it is missing, the reason is kept."""
+def host_seconds(call: Call) -> float:
+    began = time.perf_counter()
+    call()
+    seconds = time.perf_counter() - began
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return seconds
+
+
+def copy_time(size: float, device: torch.device, rounds: int = 20) -> float:
+    """Microseconds of a copy that reads and writes `size` bytes in all, with cold caches on a GPU."""
+    source = torch.ones(max(1, int(size) // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    call = lambda: target.copy_(source)  # noqa: E731
+    call()
+    if device.type == "cuda":
+        return Timer(call).cold(rounds)
+    return statistics.median(host_seconds(call) * 1e6 for _ in range(rounds))
+
+
+def graph_time(call: Call, rounds: int) -> dict[str, Any]:
+    """Time of a captured call, without the cost of its launches; the reason where it cannot be captured."""
     graph, stream, mode = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
     try:
-        # one that waits for the device is found out before: a capture that breaks off leaves torch in disorder
+        # a call that waits for the device is refused before: a capture that breaks off leaves torch in disorder
         torch.cuda.set_sync_debug_mode("error")
         call()
         with torch.cuda.graph(graph):
@@ -64,8 +124,8 @@ def graph_time(call: Callable[[], Any], rounds: int) -> dict[str, Any]:
     return {"graph_us": event_time(graph.replay, rounds)}
 
 
-def counts(call: Callable[[], Any]) -> dict[str, Any]:
-    """Kernels launched and waits of the host for a stream, an event or a copy in one call, as the profiler saw them."""
+def counts(call: Call) -> dict[str, Any]:
+    """Kernels launched, and waits of the host for a stream, an event or a copy, in one call, seen by the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:

@@ -16,9 +16,7 @@ import argparse
 import datetime
 import json
 import math
-import time
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,9 @@ import torch
 from benchmarks import machine
 from benchmarks.case import DEVICES, Case
 from benchmarks.cases import OPS, cases
+from benchmarks.items import Items
 from benchmarks.measure import ceiling, measure
+from tools.gpu_lines import START_AGAIN
 
 QUICK_PAIRS = 5
 
@@ -135,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="seconds after which no further case is begun, the first of each op first; what is left out is named",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, help="written after every case")
+    parser.add_argument("--lines", type=Path, help="a file that gets a line per case, and whose cases are left out")
     parser.add_argument("--date", action="store_true", help="keep today's date in the JSON")
     given = parser.parse_args(arguments)
     if given.rounds < 0:
@@ -145,36 +146,33 @@ def main(arguments: list[str] | None = None) -> None:
     if given.list:
         return list_cases(chosen, torch.device(given.device))
     device = usable(given.device)
-    end = time.monotonic() + given.budget
     limits: dict[str, float] = {} if given.quick else ceiling(device)
-    found: list[dict[str, Any]] = []
+    wanted = [case for case in chosen if case.quick or not given.quick]
+    kept = Items(given.lines, given.budget)
+    found = kept.found
     result = document(device, found, limits)
     if given.date:
         result["date"] = datetime.date.today().isoformat()
-    wanted = [case for case in chosen if case.quick or not given.quick]
-    for case in wanted if given.budget == math.inf else by_turns(wanted):
-        if time.monotonic() > end:
-            result.setdefault("left_out", []).append(f"{case.op}, {case.name}")
-            continue
-        try:
-            one = quick(case, device) if given.quick else measure(case, device, limits, pairs=given.rounds)
-        except Exception as error:  # what the others said is kept, and the exit status says that there was one
-            traceback.print_exc()
-            result.setdefault("failed", []).append(f"{case.op}, {case.name}: {type(error).__name__}: {error}")
-            continue
-        found.append(one)
+    items: dict[str, Callable[[], dict[str, Any]]] = {
+        f"{case.op}, {case.name}": lambda c=case: (  # type: ignore[misc]
+            quick(c, device) if given.quick else measure(c, device, limits, pairs=given.rounds)
+        )
+        for case in (wanted if given.budget == math.inf else by_turns(wanted))
+    }
+    for one in kept.run(items):
         show(one)
         if given.json:
-            write(given.json, result)
-    for what in ("left_out", "failed"):
-        for name in result.get(what, []):
-            print(f"{what.replace('_', ' ')}: {name}")
+            write(given.json, result | kept.lost())
+    status = kept.end()
     if given.json:
-        write(given.json, result)
+        write(given.json, result | kept.lost())
     bars = [bar for one in found for bar in one["bars"]]
     missed = [bar for bar in bars if bar["held"] is False]
     print(f"\n{len(found)} cases, {len(bars)} bars, {len(missed)} missed")
-    lost = [*result.get("failed", []), *(f"{one['op']}, {one['name']}, {why}" for one in found for why in broken(one))]
+    lost = kept.lost().get("failed", [])
+    lost += [f"{one['op']}, {one['name']}, {why}" for one in found for why in broken(one)]
+    if status == START_AGAIN:
+        raise SystemExit(status)
     if lost:
         raise SystemExit("run: not measured:\n" + "\n".join(lost))
 

@@ -1,6 +1,7 @@
-"""Results as tables, into the place of a document that is marked for their device.
+"""Writes results as tables, into the place of a document that is marked for their device.
 
 python -m benchmarks.tables cpu.json scaling.json --into docs/performance.md
+python -m benchmarks.tables gpu_check.tar.gz --into docs/performance.md
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.run import short, why_not
+from benchmarks.timings import share
 
 Result = dict[str, Any]
+ARCHIVED = ("timings.json", "peers.json", "scaling.json")
 
 
 def case_rows(result: Result) -> list[str]:
@@ -62,19 +66,30 @@ def memory_rows(result: Result) -> list[str]:
     return lines
 
 
-def gpu_rows(result: Result) -> list[str]:
-    """Of ours: by events with warm and cold caches, by graph replay, launches, waits."""
-    lines = ["| case | warm | cold | graph replay | launches | waits |", "|---|---|---|---|---|---|"]
-    for case in result["cases"]:
-        g = case["gpu"]
-        if "failed" in g:
-            lines.append(f"| `{case['op']}`, {case['name']} | {g['failed']} | | | | |")
+def timing_rows(result: Result) -> list[str]:
+    """Ours on each backend, beside a copy of the same bytes or, for products, the floor."""
+    lines = [
+        "| case | backend | cold | warm | graph replay | MB | of the floor | launches | waits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for found in result["timings"]:
+        case = f"| {found['op']}, {found['name']}, {found['dtype']} | {found['backend']} |"
+        if "missing" in found:
+            lines.append(f"{case} {found['missing']} | | | | | | |")
             continue
-        graph = time(g["graph_us"]) if "graph_us" in g else g["graph_missing"]
-        counted = f"{g['launches']} | {g['synchronisations']}" if "launches" in g else f"{g['counts_missing']} | "
-        lines.append(
-            f"| `{case['op']}`, {case['name']} | {time(g['warm_us'])} | {time(g['cold_us'])} | {graph} | {counted} |"
-        )
+        part = share(found)
+        warm = time(found["warm_us"]) + ("" if found.get("is_gapless", True) else " with the host's gaps")
+        graph = time(found["graph_us"]) if "graph_us" in found else found.get("graph_missing", "")
+        cells = [
+            time(found["cold_us"]) if "cold_us" in found else "",
+            warm,
+            graph,
+            f"{found['bytes'] / 1e6:,.1f}" if found["bytes"] else "",
+            "" if part is None else f"{part:.0%}",
+            str(found.get("launches", found.get("counts_missing", ""))),
+            str(found.get("synchronisations", "")),
+        ]
+        lines.append(f"{case} {' | '.join(cells)} |")
     return lines
 
 
@@ -97,10 +112,20 @@ def text(results: list[Result]) -> str:
     parts = []
     for result in results:
         rows = [case_rows, bar_rows, memory_rows] if result["cases"] else [sweep_rows, bar_rows]
-        if result["cases"] and result["device"] == "cuda":
-            rows.append(gpu_rows)
+        if "timings" in result:
+            rows = [timing_rows]
         parts += [machine_line(result), *("\n".join(each(result)) for each in rows)]
+        parts += [f"Not measured: {name}." for name in result.get("failed", [])]
     return "\n\n".join(parts)
+
+
+def read(path: Path) -> list[Result]:
+    """The results in a JSON file, or in an archive of gpu_check."""
+    if not path.name.endswith(".tar.gz"):
+        return [json.loads(path.read_text())]
+    with tarfile.open(path) as archive:
+        files = [archive.extractfile(name) for name in ARCHIVED if name in archive.getnames()]
+        return [json.loads(file.read()) for file in files if file is not None]
 
 
 def replaced(document: str, device: str, new: str) -> str:
@@ -117,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", help="all of one device")
     parser.add_argument("--into", type=Path, help="else it is printed")
     given = parser.parse_args(arguments)
-    results = [json.loads(path.read_text()) for path in given.results]
+    results = [result for path in given.results for result in read(path)]
     devices = {result["device"] for result in results}
     if len(devices) != 1:
         raise SystemExit(f"tables: results must be of one device, got {', '.join(sorted(devices))}")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from benchmarks import machine, measure, plot, run, scaling, tables
+from benchmarks import items, machine, measure, plot, run, scaling, tables
 from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
 from benchmarks.cases import OPS, cases, sweeps
 from benchmarks.paired import Ratio
@@ -283,14 +283,14 @@ def test_the_first_of_each_op_comes_first_and_the_budget_ends_it(
     assert sorted(firsts) == OPS and len(list(run.by_turns(table))) == len(table)
     clock = iter([0.0, 1.0, 99.0, 99.0])  # its start; and before each case
     monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
-    monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case() for _ in range(3)])
+    monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(name=name) for name in "abc"])
     monkeypatch.setattr(run, "OPS", ["sum"])
-    monkeypatch.setattr(run, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(items, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     out = tmp_path / "a.json"
     run.main(["--budget", "60", "--device", "cpu", "--json", str(out)])
     found = json.loads(out.read_text())
-    assert len(found["cases"]) == 1 and found["left_out"] == ["sum, of ten"] * 2
-    assert "left out: sum, of ten" in capsys.readouterr().out
+    assert len(found["cases"]) == 1 and found["left_out"] == ["sum, b", "sum, c"]
+    assert "left out: sum, b" in capsys.readouterr().out
 
 
 def test_a_case_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,12 +298,12 @@ def test_a_case_that_fails_does_not_take_the_others_along(tmp_path: Path, monkey
         raise MemoryError("no room")
 
     monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
-    monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(ours=fails), small_case()])
+    monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(name="broken", ours=fails), small_case()])
     out = tmp_path / "a.json"
-    with pytest.raises(SystemExit, match=r"(?s)run: not measured:.*sum, of ten: MemoryError"):
+    with pytest.raises(SystemExit, match=r"(?s)run: not measured:.*sum, broken: MemoryError"):
         run.main(["--device", "cpu", "--json", str(out)])
     found = json.loads(out.read_text())
-    assert len(found["cases"]) == 1 and found["failed"] == ["sum, of ten: MemoryError: no room"]
+    assert len(found["cases"]) == 1 and found["failed"] == ["sum, broken: MemoryError: no room"]
 
 
 def test_no_such_case_is_an_error() -> None:

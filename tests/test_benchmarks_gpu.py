@@ -74,22 +74,58 @@ def test_a_gpu_is_judged_by_its_events() -> None:
     assert measure.bar_value(bar, timed | {"gpu": {"failed": "no room"}}, case, None) is None
 
 
+class Gpu:
+    """Plays torch.cuda: a call's time, how long the host takes to queue it, and the sleeps that were asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, host: float) -> None:
+        self.sleeps: list[int] = []
+        gpu_made_up = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                pass
+
+            def record(self) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                pass
+
+            def query(self) -> bool:
+                """The GPU is awake if the host took longer than the last sleep, a cycle of which is a microsecond."""
+                return host * 1e6 > gpu_made_up.sleeps[-1]
+
+            def elapsed_time(self, end: Event) -> float:
+                return 0.25  # milliseconds
+
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "_sleep", self.sleeps.append, raising=False)
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
+        patch.setattr(gpu, "cycles_per_second", lambda: 1e6)
+        patch.setattr(gpu, "host_seconds", lambda call: 1e-3)
+
+
 def test_events_give_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            pass
-
-        def record(self) -> None:
-            pass
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return 0.25  # milliseconds
-
-    ahead: list[int] = []
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", ahead.append, raising=False)
+    played = Gpu(monkeypatch, host=1e-3)
     assert gpu.event_time(lambda: None, 5) == 250
-    assert len(ahead) == 5  # the GPU is busy while the call is made
+    assert played.sleeps == [2100] * 5  # twice what the host took to queue a call, and a little
+
+
+def test_the_gpu_sleeps_longer_if_it_woke_before_the_call_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Gpu(monkeypatch, host=7e-3)
+    timer = gpu.Timer(lambda: None)
+    assert timer.warm(2) == 250 and timer.is_gapless
+    assert played.sleeps == [2100, 4200, 8400, 8400]
+
+
+def test_a_call_that_waits_for_the_gpu_is_timed_with_its_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Gpu(monkeypatch, host=9.0)
+    timer = gpu.Timer(lambda: None)
+    assert timer.warm(3) == 250 and not timer.is_gapless
+    assert max(played.sleeps) == gpu.MOST_AHEAD * 1e6 and len(played.sleeps) < 15
+
+
+def test_cycles_are_counted_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = gpu.cycles_per_second.__wrapped__
+    played = Gpu(monkeypatch, host=0.0)
+    assert count() == pytest.approx(played.sleeps[-1] / 0.25e-3)

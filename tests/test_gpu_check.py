@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,14 @@ from typing import Any
 import pytest
 
 from tests.emulation import build
-from tools import gpu_check
+from tools import gpu_check, gpu_lines, gpu_summary
 
 FACTS = {"gpu": "A GPU", "capability": [9, 0], "torch": "2.11.0+cu130", "cuda": "13.0", "python": "3.12.1", "cores": 4,
          "lacks": []}  # fmt: skip
-# Its part of the plan is in $PLAN: facts, which modules hang or fail, which pairs of op and backend its tests run.
+# Its part of the plan is in $PLAN: facts; which modules hang, fail, or die once; which ops its tests run, and how.
 PYTHON = """
-import json, os, pathlib, subprocess, sys, time
-plan = json.loads(os.environ["PLAN"])
+import json, os, pathlib, signal, subprocess, sys, time
+plan, out = json.loads(os.environ["PLAN"]), pathlib.Path(os.environ["OUT"])
 arguments = sys.argv[1:]
 if arguments[0] == "-c":
     if "find_spec" not in arguments[1]:
@@ -32,25 +34,47 @@ if arguments[0] == "-c":
     print(json.dumps(plan["facts"]))
     sys.exit(0)
 module = arguments[1]
-print("this is", module, os.environ.get("CMAKE_ARGS"), os.environ.get("TRITON_INTERPRET"))
-pathlib.Path(os.environ["OUT"], f"ran_{module}").touch()
+print("this is", module, os.environ.get("CMAKE_ARGS"), os.environ.get("TRITON_INTERPRET"), os.getcwd())
+value = lambda name: next((b for a, b in zip(arguments, arguments[1:]) if a == name), None)
+if module == "pip":
+    pathlib.Path(value("--target"), "grpo_kernels").mkdir(parents=True, exist_ok=True)
+results = value("--results") or next((a.partition("=")[2] for a in arguments if a.startswith("--results=")), None)
+def write(item, state="passed", **more):
+    with open(results, "a") as file:
+        file.write(json.dumps({"item": item, "state": state} | more) + "\\n")
+if module == "tools.kernel_cases" and results:
+    for op in plan["smoke"]:
+        write(f"{'smoke' if '--smoke' in arguments else 'values'}:{op}:{value('--backend')}")
+if module == "pytest":
+    for pair in plan["ran"]:
+        write(f"tests/{pair}{results}", plan.get("state", "passed"), ran_on=[pair], why=plan.get("why", ""))
+if module in plan.get("dies", []):
+    first = not (out / f"died_{module}").exists()
+    (out / f"died_{module}").touch()
+    write("the deadly one" if first else "the next", "begun" if first else "passed")
+    if first:
+        os.kill(os.getpid(), signal.SIGSEGV)
+if module == "benchmarks.timings":
+    pathlib.Path(value("--json")).write_text(json.dumps(plan["timings"]))
 if module in plan.get("hang", []):
     child = subprocess.Popen(["sleep", "1000"])
-    pathlib.Path(os.environ["OUT"], "child").write_text(str(child.pid))
+    (out / "child").write_text(str(child.pid))
     time.sleep(1000)
-if module == "pytest":
-    case = '<testcase><properties><property name="ran_on" value="{}"/></properties>{}</testcase>'
-    cases = "".join(case.format(pair, plan.get("inside", "")) for pair in plan["ran"])
-    path = next(each.partition("=")[2] for each in arguments if each.startswith("--junit-xml="))
-    pathlib.Path(path).write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
 sys.exit(module in plan.get("fail", []))
 """
 SANITIZER = """
 import json, os
 print("all cases ran")
 print(json.loads(os.environ["PLAN"]).get("summary", "========= ERROR SUMMARY: 0 errors"))
+raise SystemExit(json.loads(os.environ["PLAN"]).get("sanitizer status", 0))
 """
-ALL = [f"{op}:{backend}" for op in gpu_check.OPS for backend in gpu_check.BACKENDS]
+ALL = [f"{op}:{backend}" for op in gpu_summary.OPS for backend in gpu_summary.BACKENDS]
+TIMED = {"op": "sum", "name": "of ten", "dtype": "float32", "backend": "cuda", "bytes": 4e6, "flops": 0, "floor_us": 1.0,
+         "warm_us": 10.0, "cold_us": 20.0, "graph_us": 9.0, "copy_us": 15.0, "launches": 3, "synchronisations": 1,
+         "is_gapless": True}  # fmt: skip
+TIMINGS = {"machine": {"gpu": "A GPU", "driver": "1", "cores": 4, "threads": 2, "grpo_kernels": "0.1", "packages": {}},
+           "device": "cuda", "ceiling": {"copy": 3e12}, "cases": [],
+           "timings": [TIMED, TIMED | {"backend": "triton", "missing": "it takes less"}]}  # fmt: skip
 
 
 def script(path: Path, code: str) -> Path:
@@ -62,26 +86,40 @@ def script(path: Path, code: str) -> Path:
 class Machine:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.out, self.folder, self.patch = folder / "out", folder, patch
+        self.out.mkdir()
         patch.setenv("OUT", str(self.out))
         patch.setenv("PATH", str(folder), prepend=os.pathsep)
-        patch.setattr(gpu_check, "PACKAGE", folder / "package")
+        patch.setattr(gpu_check, "WORK", folder / "work")
+        patch.setattr(gpu_check, "WHEELS", folder / "wheels")
         script(folder / "compute-sanitizer", SANITIZER)
         self.python = script(folder / "python", PYTHON)
 
+    def prepare(self, **plan: Any) -> None:
+        facts = {"facts": FACTS, "ran": ALL, "smoke": gpu_summary.OPS, "timings": TIMINGS}
+        self.patch.setenv("PLAN", json.dumps(facts | plan))
+
     def run(self, *arguments: str, **plan: Any) -> tuple[int, dict[str, dict[str, Any]]]:
-        """The exit status, and the steps by name."""
-        self.patch.setenv("PLAN", json.dumps({"facts": FACTS, "ran": ALL} | plan))
+        """The exit status, and the steps by part and name."""
+        self.prepare(**plan)
         status = 0
         try:
             gpu_check.main(["--python", str(self.python), *arguments])
         except SystemExit as error:
             assert isinstance(error.code, int), error.code
             status = error.code
-        return status, {row["step"]: row for row in self.results()["steps"]}
+        return status, {f"{row['part']} {row['step']}": row for row in self.kept("gpu_check.json")["steps"]}
 
-    def results(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.out / "gpu_check.json").read_text())
+    def archive(self) -> dict[str, str]:
+        with tarfile.open(self.out / "gpu_check.tar.gz") as archive:
+            files = {name: archive.extractfile(name) for name in archive.getnames()}
+            return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+    def kept(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.archive()[name])
         return found
+
+    def page(self) -> str:
+        return (self.out / "summary.md").read_text()
 
 
 @pytest.fixture
@@ -89,43 +127,97 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_all_parts(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_parts(machine: Machine) -> None:
     status, steps = machine.run()
     assert status == 0 and {row["state"] for row in steps.values()} == {"ok"}
-    assert list(dict.fromkeys(row["part"] for row in steps.values())) == list(gpu_check.BUDGETS)
-    assert set(gpu_check.TOOLS) <= steps.keys() and {"tests 1/2", "tests 2/2", "ops", "step"} <= steps.keys()
-    assert machine.results()["machine"] == FACTS
-    assert machine.results()["tests"] == dict.fromkeys(sorted(ALL), 2)  # once in each share
-    assert "-DGRPO_CUDA_ARCHITECTURES=90-real" in (machine.out / "build_build.log").read_text()
-    assert "this is pytest None 0" in (machine.out / "test_tests_1_of_2.log").read_text()
-    said = capsys.readouterr().out
-    for name in steps:
-        assert re.search(rf"^\w+ +{name} +ok", said, re.MULTILINE), name
-    assert re.search(r"^silhouette +2 +2$", said, re.MULTILINE)
+    assert {row["part"] for row in steps.values()} == {*gpu_check.PARTS}
+    names = {*(f"sanitizer {tool}" for tool in gpu_check.TOOLS), "tests 1/2", "tests 2/2", "smoke triton", "smoke cuda"}
+    assert names <= steps.keys()
+    assert machine.kept("gpu_check.json")["machine"] == FACTS
+    logs = machine.archive()
+    assert "-DGRPO_CUDA_ARCHITECTURES=90-real" in logs["build_build.log"]
+    assert f"this is pytest None 0 {machine.folder / 'work' / 'package'}" in logs["tests_1_2.log"]
+    # Triton's cases run while the package is being built, so not from there
+    assert f"this is tools.kernel_cases None 0 {build.ROOT}" in logs["smoke_triton.log"]
 
 
-def test_time_is_under_nine_minutes() -> None:
-    assert sum(gpu_check.BUDGETS.values()) <= 530
+def test_the_page(machine: Machine) -> None:
+    machine.run()
+    page = machine.page()
+    assert page.startswith("# GPU check: A GPU\n") and page == machine.archive()["summary.md"]
+    assert "| build | build | ok |" in page and "| silhouette | 3 | 3 |" in page  # once in each share, and in smoke
+    assert "| sum, of ten, float32 | cuda | 20 us | 10 us | 9 us | 4.0 | 75% | 3 | 1 |" in page
+    assert "it takes less" in page and "What failed" not in page
+
+
+def test_it_leaves_two_files(machine: Machine) -> None:
+    machine.run()
+    assert {path.name for path in machine.out.iterdir() if path.suffix} == {"summary.md", "gpu_check.tar.gz"}
+    assert (machine.out / "gpu_check.tar.gz").stat().st_size < 16 * 2**20
+
+
+def test_long_logs_lose_their_beginning(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "a.log").write_bytes(os.urandom(2 * gpu_summary.MOST_LOG) + b"the end")
+    gpu_summary.bundle(results, tmp_path / "out")
+    with tarfile.open(tmp_path / "out" / "gpu_check.tar.gz") as archive:
+        assert set(archive.getnames()) == {"a.log", "summary.md"}
+        file = archive.extractfile("a.log")
+        assert file is not None
+        text = file.read()
+    assert text.startswith(b"[its beginning is left out]") and text.endswith(b"the end")
+    assert len(text) < gpu_summary.MOST_LOG + 100
+
+
+def test_time_is_under_nine_minutes(machine: Machine) -> None:
+    machine.prepare()
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
+    stages = gpu_check.stages_of(plan, list(gpu_check.PARTS), 530)
+    assert sum(seconds for seconds, _, _ in stages) == pytest.approx(530)
+    chosen = gpu_check.stages_of(plan, ["timings", "step"], 300)
+    assert [steps[0].part for _, _, steps in chosen] == ["timings", "step"]
+    assert sum(seconds for seconds, _, _ in chosen) == pytest.approx(300)  # all of it goes to what was chosen
+
+
+def test_the_most_valuable_comes_first(machine: Machine) -> None:
+    order = [row["part"] for row in machine.run()[1].values()]
+    firsts = list(dict.fromkeys(order))
+    assert firsts.index("timings") < firsts.index("peers") < firsts.index("sanitizer") < firsts.index("step")
+    assert max(i for i, part in enumerate(order) if part in ("build", "smoke", "values")) < order.index("timings")
+
+
+def test_nothing_runs_beside_what_is_timed() -> None:
+    assert all(len(stage.parts) == 1 for stage in gpu_check.STAGES if gpu_check.ALONE & {*stage.parts})
+
+
+def test_left_over_time_goes_to_the_next_part(machine: Machine) -> None:
+    """The peers have a sixth of two seconds, but what came before took none of its own: they get what is left."""
+    machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("timings",), 10), gpu_check.Stage(("peers",), 2)))
+    (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
+    status, steps = machine.run("--parts", "timings", "peers", "--seconds", "6", hang=["benchmarks.run"])
+    assert status == 0 and steps["peers peers"]["state"] == "stopped"
+    assert 4 < steps["peers peers"]["seconds"] <= 7
 
 
 def test_parts_are_chosen(machine: Machine) -> None:
-    (machine.folder / "package" / "grpo_kernels").mkdir(parents=True)
-    status, steps = machine.run("--parts", "sanitize")
-    assert status == 0 and steps.keys() == set(gpu_check.TOOLS)
+    (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
+    status, steps = machine.run("--parts", "sanitizer")
+    assert status == 0 and steps.keys() == {f"sanitizer {tool}" for tool in gpu_check.TOOLS}
 
 
-def test_without_a_build_there_must_be_one(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLAN", json.dumps({"facts": FACTS}))
-    with pytest.raises(SystemExit, match=r"--parts must have build, .* got \['bench'\]"):
-        gpu_check.main(["--python", str(machine.python), "--parts", "bench"])
+def test_without_a_build_there_must_be_one(machine: Machine) -> None:
+    machine.prepare()
+    with pytest.raises(SystemExit, match=r"--parts must have build, .* got \['step'\]"):
+        gpu_check.main(["--python", str(machine.python), "--parts", "step"])
 
 
 def test_list_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    machine.patch.setenv("PLAN", json.dumps({"facts": FACTS}))
+    machine.prepare()
     gpu_check.main(["--python", str(machine.python), "--list"])
-    assert not machine.out.exists()
+    assert list(machine.out.iterdir()) == []
     said = capsys.readouterr().out
-    assert "--tool racecheck" in said and "--shard=2/2" in said and "benchmarks.step --steps 4 --device cuda" in said
+    assert "--tool racecheck" in said and "--shard=2/2" in said and "benchmarks.step --device cuda --steps 4" in said
 
 
 @pytest.mark.parametrize(
@@ -137,10 +229,10 @@ def test_list_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_refusals(machine: Machine, plan: dict[str, Any], message: str) -> None:
-    machine.patch.setenv("PLAN", json.dumps({"facts": FACTS} | plan))
+    machine.prepare(**plan)
     with pytest.raises(SystemExit, match=message):
         gpu_check.main(["--python", str(machine.python)])
-    assert not machine.out.exists()
+    assert list(machine.out.iterdir()) == []
 
 
 def test_a_python_that_is_not_there(machine: Machine) -> None:
@@ -148,70 +240,110 @@ def test_a_python_that_is_not_there(machine: Machine) -> None:
         gpu_check.main(["--python", "/no/python"])
 
 
-def test_a_failed_build_ends_it(machine: Machine) -> None:
+def test_a_failed_build_leaves_what_needs_none(machine: Machine) -> None:
     status, steps = machine.run(fail=["pip"])
-    assert status == 1 and steps["build"]["why"] == "exit status 1"
-    assert steps["all"]["why"] == "not begun, as the build failed"
-    assert not (machine.out / "ran_pytest").exists()
+    assert status == 1 and steps["build build"]["why"] == "exit status 1"
+    assert steps["values triton"]["state"] == steps["timings timings"]["state"] == "ok"
 
 
-def test_a_failed_test_does_not(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    status, steps = machine.run(fail=["pytest"])
-    assert status == 1 and steps["tests 1/2"]["state"] == "FAILED"
-    assert {steps[name]["state"] for name in (*gpu_check.TOOLS, "ops", "step")} == {"ok"}
+def test_a_failed_test_is_on_the_page_with_its_first_lines(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, steps = machine.run(fail=["pytest"], state="failed", why="AssertionError: 1 is not 2")
+    assert status == 1 and steps["tests 1/2"]["state"] == "FAILED" and steps["step step"]["state"] == "ok"
+    assert "AssertionError: 1 is not 2" in machine.page().partition("## What failed")[2]
     assert "this is pytest" in capsys.readouterr().out  # the end of the log
 
 
-def test_a_backend_that_no_test_ran_on(machine: Machine) -> None:
-    status, steps = machine.run(ran=[pair for pair in ALL if pair != "policy_loss:cuda"])
-    row = steps["each op on each"]
-    assert status == 1 and row["state"] == "FAILED" and row["why"] == "no test that passed ran policy_loss on cuda"
+def test_an_op_that_nothing_ran(machine: Machine) -> None:
+    without = [pair for pair in ALL if not pair.startswith("policy_loss:")]
+    status, steps = machine.run(ran=without, smoke=[op for op in gpu_summary.OPS if op != "policy_loss"])
+    row = steps["tests each op on each"]
+    assert status == 1 and row["why"] == "nothing that passed ran policy_loss on cuda, policy_loss on triton"
 
 
-@pytest.mark.parametrize("inside", ["<failure/>", "<error/>", "<skipped/>"])
-def test_only_tests_that_passed_count(machine: Machine, inside: str) -> None:
-    status, steps = machine.run("--parts", "build", "test", inside=inside)
-    assert status == 1 and "group_advantages on cuda" in steps["each op on each"]["why"]
-    assert machine.results()["tests"] == {}
-
-
-def test_what_was_half_written_counts_for_nothing(tmp_path: Path) -> None:
-    (tmp_path / "test_1.xml").write_text('<testsuites><testcase><properties><property name="ran_on" value="a:cuda"/>')
-    assert gpu_check.ran_on(tmp_path) == {}
+@pytest.mark.parametrize("state", ["failed", "skipped", "crashed", "hung", "begun"])
+def test_only_what_passed_counts(machine: Machine, state: str) -> None:
+    status, steps = machine.run("--parts", "build", "tests", state=state)
+    assert status == 1 and "group_advantages on cuda" in steps["tests each op on each"]["why"]
 
 
 def test_results_of_an_earlier_run_do_not_count(machine: Machine) -> None:
     assert machine.run()[0] == 0
-    assert machine.run(ran=[])[0] == 1
+    assert machine.run(ran=[], smoke=[])[0] == 1
+
+
+def test_a_process_that_dies_is_followed_by_another(machine: Machine) -> None:
+    status, steps = machine.run(dies=["tools.kernel_cases"])
+    row = next(row for name, row in steps.items() if "started 2 times" in row["why"])
+    assert row["part"] in ("smoke", "values") and status == 0
+    text = "".join(text for name, text in machine.archive().items() if name.endswith(".jsonl"))
+    assert text.count("the deadly one") == 1 and "the next" in text
+
+
+def test_a_process_that_always_dies_is_given_up(machine: Machine) -> None:
+    script(
+        machine.python, PYTHON.replace('if module == "tools.kernel_cases"', "if module == 'pytest': sys.exit(3)\nif 0")
+    )
+    status, steps = machine.run("--parts", "build", "tests")
+    assert status == 1 and steps["tests 1/2"]["why"] == "exit status 3"
 
 
 def test_errors_of_the_sanitizer(machine: Machine) -> None:
     status, steps = machine.run(summary="========= ERROR SUMMARY: 3 errors")
-    assert status == 1 and {steps[tool]["state"] for tool in gpu_check.TOOLS} == {"FAILED"}
+    assert status == 1 and {steps[f"sanitizer {tool}"]["state"] for tool in gpu_check.TOOLS} == {"FAILED"}
 
 
-def test_a_missing_sanitizer_is_a_failure_with_a_reason(machine: Machine) -> None:
+def test_a_sanitizer_that_the_machine_refuses_is_no_failure(machine: Machine) -> None:
+    status, steps = machine.run(
+        summary="========= Error: Device not supported. See the manual", **{"sanitizer status": 1}
+    )
+    row = steps["sanitizer racecheck"]
+    assert status == 0 and row["state"] == "refused" and row["why"] == "Device not supported. See the manual"
+
+
+def test_a_missing_sanitizer_is_left_out_with_a_reason(machine: Machine) -> None:
     (machine.folder / "compute-sanitizer").unlink()
     machine.patch.setenv("CUDA_HOME", str(machine.folder))
     machine.patch.setattr(gpu_check.shutil, "which", lambda name, **_: None)
     status, steps = machine.run()
-    assert status == 1 and "no compute-sanitizer" in steps["racecheck"]["why"] and steps["ops"]["state"] == "ok"
+    row = steps["sanitizer racecheck"]
+    assert status == 0 and row["state"] == "left out" and "no compute-sanitizer" in row["why"]
+
+
+def test_the_sanitizer_looks_at_our_kernels(machine: Machine) -> None:
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
+    for step in plan.sanitizer():
+        assert ("kernel_substring=grpo_kernels" in step.command) == (step.name != "initcheck")
 
 
 def test_packages_that_are_missing_are_said(machine: Machine) -> None:
     status, steps = machine.run(facts=FACTS | {"lacks": ["matplotlib", "transformers", "trl"]})
-    assert status == 0 and steps["step"]["state"] == steps["plots"]["state"] == "left out"
-    assert steps["step"]["why"] == "no transformers, trl" and steps["plots"]["why"] == "no matplotlib"
+    assert status == 0 and steps["step step"]["state"] == steps["trainer default recipe"]["state"] == "left out"
+    assert steps["step step"]["why"] == "no transformers, trl"
 
 
-def test_what_hangs_is_stopped_with_its_children(machine: Machine) -> None:
-    machine.patch.setattr(gpu_check, "BUDGETS", {"build": 2, "test": 1, "sanitize": 1, "bench": 1})
+def test_wheels_that_were_brought_along_are_installed(machine: Machine) -> None:
+    (machine.folder / "wheels").mkdir()
+    (machine.folder / "wheels" / "a-1-py3-none-any.whl").touch()
+    machine.run("--parts", "build")
+    assert (machine.folder / "work" / "site" / "grpo_kernels").exists()  # where the made-up pip leaves its mark
+
+
+def test_what_hangs_is_stopped_with_its_children_and_keeps_its_results(machine: Machine) -> None:
+    machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("build",), 3), gpu_check.Stage(("tests",), 2)))
     began = time.monotonic()
-    status, steps = machine.run("--parts", "build", "bench", hang=["benchmarks.run"])
-    assert status == 1 and time.monotonic() - began < 30
-    assert re.fullmatch(r"stopped after \d+ s", steps["ops"]["why"])
-    assert steps["scaling"]["why"] == "no time was left for it"
+    status, steps = machine.run("--parts", "build", "tests", "--seconds", "6", hang=["pytest"])
+    assert status == 0 and time.monotonic() - began < 30  # the tests take the time there is
+    assert re.fullmatch(r"stopped after \d+ s", steps["tests 1/2"]["why"])
+    assert "| silhouette | 2 | 2 |" in machine.page()
     assert not is_running(int((machine.out / "child").read_text()))
+
+
+def test_values_that_are_stopped_are_a_failure(machine: Machine) -> None:
+    (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
+    status, steps = machine.run("--parts", "values", "--seconds", "2", hang=["tools.kernel_cases"])
+    assert status == 1 and steps["values triton"]["state"] == "FAILED"
 
 
 def is_running(process: int) -> bool:
@@ -219,16 +351,26 @@ def is_running(process: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
-def test_nothing_is_left_when_it_is_terminated(machine: Machine) -> None:
-    machine.patch.setenv("PLAN", json.dumps({"facts": FACTS, "ran": ALL, "hang": ["pip"]}))
-    command = [sys.executable, str(build.ROOT / "tools" / "gpu_check.py"), "--python", str(machine.python)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as check:
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
+def test_the_archive_is_there_whenever_it_is_killed(machine: Machine, kind: signal.Signals) -> None:
+    machine.prepare(hang=["benchmarks.timings"])
+    code = "import sys; from pathlib import Path; from tools import gpu_check; gpu_check.WORK = Path(sys.argv.pop()); "
+    code += (
+        "import signal; signal.signal(signal.SIGTERM, lambda *_: sys.exit('gpu-check: terminated')); gpu_check.main()"
+    )
+    command = [sys.executable, "-c", code, "--python", str(machine.python), str(machine.folder / "work")]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(build.ROOT)}, stdout=subprocess.PIPE) as check:
         child, until = machine.out / "child", time.monotonic() + 60
         while not (child.exists() and child.read_text()) and time.monotonic() < until:
             time.sleep(0.05)
-        check.terminate()
-        assert check.stderr is not None and b"gpu-check: terminated" in check.stderr.read()
-    assert check.returncode == 1 and not is_running(int(child.read_text()))
+        check.send_signal(kind)
+    assert check.returncode != 0
+    steps = machine.kept("gpu_check.json")["steps"]
+    assert {row["part"] for row in steps} == {"build", "smoke", "values"} and "| build | build | ok |" in machine.page()
+    if kind == signal.SIGTERM:
+        assert not is_running(int(child.read_text()))
+    else:  # nobody can end what it had started
+        os.kill(int(child.read_text()), signal.SIGKILL)
 
 
 def test_ops_are_those_that_choose_a_backend() -> None:
@@ -236,7 +378,7 @@ def test_ops_are_those_that_choose_a_backend() -> None:
     for path in (build.ROOT / "grpo_kernels" / "functional").glob("*.py"):
         if "dispatch.select(" in path.read_text():
             found |= set(re.findall(r"(?:(?:_OP|name) = |select\(\s*)\"(\w+)\"", path.read_text()))
-    assert found == set(gpu_check.OPS)
+    assert found == set(gpu_summary.OPS)
 
 
 CHOOSES = """
@@ -257,16 +399,59 @@ def test_that_fails():
 """
 
 
+def run_plugin(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "pytest", "-p", "tools.gpu_tests", "-p", "no:cacheprovider", *options]
+    command += ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(folder), f"--results={folder / 'lines'}"]
+    environment = os.environ | {"PYTHONPATH": str(build.ROOT)}
+    done = subprocess.run([*command, str(folder)], cwd=build.ROOT, env=environment, capture_output=True)
+    return done.returncode, gpu_lines.results(gpu_lines.read(folder / "lines"))
+
+
 def test_what_the_plugin_tells_of_real_tests(tmp_path: Path) -> None:
     (tmp_path / "test_chooses.py").write_text(CHOOSES)
     for share in (1, 2):
-        options = [f"--shard={share}/2", f"--junit-xml={tmp_path / f'test_{share}.xml'}", "-p", "no:cacheprovider"]
-        command = [sys.executable, "-m", "pytest", "-p", "tools.gpu_tests", *options]
-        config = ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
-        environment = os.environ | {"PYTHONPATH": str(build.ROOT)}
-        done = subprocess.run([*command, *config, str(tmp_path)], cwd=build.ROOT, env=environment, capture_output=True)
-        assert done.returncode in (0, 1), done.stdout.decode()
-    found = gpu_check.ran_on(tmp_path)
+        status, lines = run_plugin(tmp_path, f"--shard={share}/2")
+    assert status == 1
+    found = gpu_summary.ran_on(lines)
     in_grid = found.pop("grid:reference")
     assert found == {"of_cuda:reference": 1, "of_triton:reference": 1}
     assert in_grid == 10
+    failed = next(line for item, line in lines.items() if "that_fails" in item)
+    assert failed["state"] == "failed" and re.search(r"assert False \(test_chooses.py:\d+\)", failed["why"])
+
+
+DIES = """
+import os, pytest
+@pytest.mark.parametrize("case", range(4))
+def test_of(case):
+    if case == 2:
+        os._exit(134)
+"""
+
+
+def test_the_plugin_goes_on_behind_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "test_dies.py").write_text(DIES)
+    status, lines = run_plugin(tmp_path)
+    assert status == 134 and sorted(line["state"] for line in lines.values()) == ["begun", "passed", "passed"]
+    status, lines = run_plugin(tmp_path)
+    assert status == 1 and sorted(line["state"] for line in lines.values()) == ["crashed", "passed", "passed", "passed"]
+    before = (tmp_path / "lines").read_text().split()
+    assert run_plugin(tmp_path)[0] == 1 and (tmp_path / "lines").read_text().split() == before
+
+
+STUCK = """
+from tools import gpu_lines
+ERRORS = ["", "an illegal memory access"]
+gpu_lines.device_error = lambda: ERRORS.pop(0)
+def test_one(): pass
+def test_two(): pass
+def test_three(): pass
+"""
+
+
+def test_the_plugin_ends_a_process_whose_gpu_is_stuck(tmp_path: Path) -> None:
+    (tmp_path / "test_stuck.py").write_text(STUCK)
+    status, lines = run_plugin(tmp_path)
+    assert status == gpu_lines.START_AGAIN
+    assert [line["state"] for line in lines.values()] == ["passed", "failed"]
+    assert "an illegal memory access" in list(lines.values())[1]["why"]

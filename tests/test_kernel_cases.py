@@ -45,5 +45,5 @@ def test_a_wrong_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         yield torch.full((3,), 1.0 if backend == "cuda" else 1.001)
 
     monkeypatch.setitem(kernel_cases.CASES, "wrong", kernel_cases.Case(wrong, set()))
-    with pytest.raises(AssertionError, match="wrong, result 0"):
+    with pytest.raises(AssertionError, match="wrong on cuda, result 0"):
         kernel_cases.check("wrong", CPU)

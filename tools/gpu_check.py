@@ -1,25 +1,29 @@
-"""Everything that needs a GPU, in one go, without a network, in under nine minutes: build, test, sanitize, benchmark.
+"""Everything that needs a GPU in one command of nine minutes, without a network, the most valuable first.
 
-    python tools/gpu_check.py [--parts build test sanitize bench] [--python PYTHON] [--list]
+    python -m tools.gpu_check [--parts PART ...] [--seconds 530] [--python PYTHON] [--list]
 
-build     the package with its kernels for this GPU's architecture, into build/gpu_check of the checkout: the given
-          Python stays as it is, and a later call can leave this part out
-test      tests/ops on the backends that need the GPU, some processes at a time; tools/gpu_tests.py says which cases.
-          It fails, too, if there is an op and one of these backends that no test which passed has run
-sanitize  tools/kernel_cases.py, a case of every CUDA kernel, under the four tools of compute-sanitizer
-bench     the benchmarks, small ones
+build      the package with its kernels for this GPU's architecture, into build/gpu_check of the checkout: the given
+           Python stays as it is, and a later call can leave this part out
+smoke      one small call of each op on each backend
+values     values and gradients of every kernel's cases on each backend, against float64
+timings    every op on each backend beside a copy of the same bytes
+peers      ratios to the peers that are installed
+sanitizer  the cases under the four tools of compute-sanitizer, looking at our kernels
+trainer    the trainer's default recipe
+tests      tests/ops on the backends that need the GPU; tools/gpu_tests.py says which cases
+step       a whole GRPO step beside TRL's
+scaling    each op over decades of size
 
-Needs torch 2.11 or later, nvcc, compute-sanitizer, pytest and hypothesis; matplotlib for plots, and datasets,
-transformers and trl for the end-to-end step, which without them are left out, and said to be. A part has so many
-seconds, and what earlier parts left over; what takes longer is stopped with all processes that it started. Results and
-a log of each step go to $OUT if set, else to benchmarks/results. The exit status is 1 if anything failed. Never run on
-a GPU.
+Needs torch 2.11 or later, nvcc, pytest and hypothesis. What else a part needs is taken from the folder .wheels, which
+tools/gpu_wheels.sh fills, where it exists; a part that lacks something says so. A part has its share of the seconds and
+whatever the parts before it left over, and is stopped then with all processes that it started. Results are kept line by
+line as they come: summary.md and gpu_check.tar.gz in $OUT, or else in benchmarks/results/gpu, are renewed after every
+step. The exit status is 1 if anything failed. Never run on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -28,27 +32,44 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools import gpu_steps, gpu_summary
+from tools.gpu_steps import Row, Step
+
 ROOT = Path(__file__).parent.parent.resolve()
-PACKAGE = ROOT / "build" / "gpu_check"
-BUDGETS = {"build": 90, "test": 220, "sanitize": 90, "bench": 130}  # seconds
-TOGETHER = ("test", "sanitize")  # parts whose steps run at the same time
+WORK = ROOT / "build" / "gpu_check"
+WHEELS = ROOT / ".wheels"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPS = (
-    "group_advantages", "token_logprobs", "linear_logprobs", "policy_loss", "linear_policy_loss", "endpoint_segments",
-    "similarity_groups", "pairwise_cosine", "cluster_distances", "agglomerate", "silhouette",
-)  # fmt: skip
-BACKENDS = ("cuda", "triton")
-NEEDS = {  # steps that are left out without
-    "plots": {"matplotlib"},
+REFUSED = r"Device not supported[^\n]*"  # said by the sanitizer where a sandbox keeps it from the driver
+
+
+class Stage(NamedTuple):
+    """Parts that run at the same time, and their share of the seconds."""
+
+    parts: tuple[str, ...]
+    seconds: float
+
+
+# Triton's kernels need no build: they are compiled, and their values checked, beside it.
+STAGES = (
+    Stage(("build", "smoke triton", "values triton"), 110),
+    Stage(("smoke", "values"), 30),
+    Stage(("timings",), 90),
+    Stage(("peers",), 80),
+    Stage(("sanitizer", "trainer", "tests"), 130),
+    Stage(("step",), 60),
+    Stage(("scaling",), 30),
+)
+PARTS = ("build", "smoke", "values", "timings", "peers", "sanitizer", "trainer", "tests", "step", "scaling")
+ALONE = {"timings", "peers", "step", "scaling"}  # times are taken with nothing beside them
+NEEDS = {
+    "trainer": {"accelerate", "matplotlib", "peft", "rich", "tokenizers", "transformers", "yaml"},
     "step": {"datasets", "transformers", "trl"},
-    "plot of step": {"matplotlib", "datasets", "transformers", "trl"},
+    "tests": {"hypothesis", "numpy", "pytest"},
 }
-# What the given Python and its machine are, as JSON; its arguments are modules.
+# Facts about the given Python and its machine, as JSON; its arguments are modules to look for.
 ASK = """
 import importlib.util, json, os, platform, sys, torch
 there = torch.cuda.is_available()
@@ -59,49 +80,20 @@ print(json.dumps({
     "cores": os.cpu_count(), "lacks": [module for module in sys.argv[1:] if importlib.util.find_spec(module) is None],
 }))
 """
-BACKENDS_WORK = """
-import grpo_kernels
+WORKS = """
+import grpo_kernels, sys
 found = grpo_kernels.available_backends()
 print(grpo_kernels.__file__, found)
-assert found["cuda"] == found["triton"] == found["cpu"] == "ok"
+wrong = {name: found[name] for name in sys.argv[1:] if found[name] != "ok"}
+assert not wrong, wrong
 """
 
 
-class Step(NamedTuple):
-    """said     what its output must hold beside an exit status of 0, a pattern
-    missing  why it cannot run here, or ""
-    required  whether that is a failure
-    """
-
-    part: str
-    name: str
-    command: list[str]
-    limit: float
-    environment: dict[str, str]
-    said: str = ""
-    missing: str = ""
-    required: bool = True
-
-
-class Row(NamedTuple):
-    part: str
-    step: str
-    state: str  # ok, FAILED, left out
-    seconds: float
-    why: str = ""
-
-
-class Running(NamedTuple):
-    step: Step
-    process: subprocess.Popen[bytes]
-    began: float
-    end: float
-
-
-def machine_of(python: str) -> dict[str, Any]:
+def machine_of(python: str, environment: dict[str, str], is_rehearsal: bool = False) -> dict[str, Any]:
+    modules = sorted(set().union(*NEEDS.values()))
     try:
         done = subprocess.run(
-            [python, "-c", ASK, *sorted(set().union(*NEEDS.values()))], capture_output=True, text=True
+            [python, "-c", ASK, *modules], capture_output=True, text=True, env=os.environ | environment
         )
     except OSError as error:
         raise SystemExit(f"gpu-check: --python must be a Python with torch, got {python!r}: {error}") from None
@@ -110,7 +102,7 @@ def machine_of(python: str) -> dict[str, Any]:
     if done.returncode != 0:
         raise SystemExit(f"gpu-check: --python must be a Python with torch, got {python!r}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if found["gpu"] is None:
+    if found["gpu"] is None and not is_rehearsal:
         raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {found['torch']} sees none")
     if [int(number) for number in re.findall(r"\d+", str(found["torch"]))[:2]] < [2, 11]:
         raise SystemExit(f"gpu-check: torch must be 2.11 or later, got {found['torch']}")
@@ -123,191 +115,216 @@ def compute_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
 
-def steps_of(python: str, machine: dict[str, Any], out: Path) -> list[Step]:
-    capability = "".join(map(str, machine["capability"]))
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    built = {"PYTHONPATH": paths, "TRITON_INTERPRET": "0", "TOKENIZERS_PARALLELISM": "false"}
-    build = {"GRPO_KERNELS_BUILD": "cuda", "CMAKE_ARGS": f"-DGRPO_CUDA_ARCHITECTURES={capability}-real"}
-    install = [python, "-m", "pip", "install", "--no-index", "--no-build-isolation", "--no-deps", "--upgrade"]
-    steps = [
-        Step("build", "build", [*install, "--target", str(PACKAGE), str(ROOT)], BUDGETS["build"], build),
-        Step("build", "backends", [python, "-c", BACKENDS_WORK], 60, built),
-    ]
-    shares = max(1, min(8, machine["cores"] // 2))
-    # the checkout comes after the package: its folder of that name has no compiled kernels
-    pytest = [python, "-m", "pytest", "-p", "tools.gpu_tests", "-p", "no:cacheprovider", "--import-mode=append"]
-    pytest += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--ignore-glob", "*_parity*"]
-    threads = built | {"OMP_NUM_THREADS": "2"}
-    for share in range(1, shares + 1):
-        where = [f"--shard={share}/{shares}", f"--junit-xml={out / f'test_{share}.xml'}", str(ROOT / "tests/ops")]
-        steps.append(Step("test", f"tests {share}/{shares}", [*pytest, *where], BUDGETS["test"], threads))
-    sanitizer = compute_sanitizer()
-    # else what lies beside a tensor is torch's own memory, and no error
-    bare = built | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for tool in TOOLS:
-        check = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-        steps.append(Step(
-            "sanitize", tool, [*check, python, "-m", "tools.kernel_cases"], BUDGETS["sanitize"], bare,
-            said=r"(?s)all cases ran.*SUMMARY: 0 (errors|hazards)",
-            missing="" if sanitizer else "no compute-sanitizer on PATH or in $CUDA_HOME",
-        ))  # fmt: skip
-    return steps + benchmarks(python, machine, out, built)
+def install_wheels(python: str, folder: Path) -> Path | None:
+    """Unpacks the wheels that were brought along, without a network; the folder to import them from."""
+    wheels = sorted(map(str, folder.glob("*.whl")))
+    if not wheels:
+        return None
+    site = WORK / "site"
+    command = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+    done = subprocess.run([*command, "--target", str(site), *wheels], capture_output=True, text=True)
+    if done.returncode != 0:
+        print(f"gpu-check: the wheels of {folder.name} were not installed: {done.stderr.strip()[-500:]}")
+        return None
+    return site
 
 
-def benchmarks(python: str, machine: dict[str, Any], out: Path, environment: dict[str, str]) -> list[Step]:
-    run, scaling, whole = (str(out / f"gpu_{name}.json") for name in ("benchmarks", "scaling", "step"))
-    commands: dict[str, tuple[float, list[str]]] = {
-        "ops": (80, ["benchmarks.run", "--device", "cuda", "--budget", "60", "--json", run]),
-        "scaling": (30, ["benchmarks.scaling", "--budget", "20", "--json", scaling]),
-        "plots": (20, ["benchmarks.plot", run, scaling, "--out", str(out)]),
-        "step": (60, ["benchmarks.step", "--steps", "4", "--device", "cuda", "--json", whole]),
-        "plot of step": (15, ["benchmarks.plot", whole, "--out", str(out)]),
-    }
-    steps = []
-    for name, (limit, command) in commands.items():
-        lacks = ", ".join(sorted(NEEDS.get(name, set()) & {*machine["lacks"]}))
+class Plan:
+    """The steps for one machine."""
+
+    def __init__(self, python: str, machine: dict[str, Any], results: Path, site: Path | None, rehearsal: bool) -> None:
+        self.python, self.machine, self.results, self.rehearsal = python, machine, results, rehearsal
+        self.package = WORK / "package"
+        device = "cpu" if rehearsal else "cuda"
+        self.on_device = ["--device", device]
+        paths = [
+            str(ROOT),
+            str(ROOT / "python"),
+            *([str(site)] if site else []),
+            *os.environ.get("PYTHONPATH", "").split(":"),
+        ]
+        common = {
+            "TRITON_INTERPRET": "1" if rehearsal else "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONUNBUFFERED": "1",
+            "TRITON_CACHE_DIR": str(WORK / "triton"),
+            "OMP_NUM_THREADS": "2",
+        }
+        # The checkout comes after the package: its folder of that name has no compiled kernels.
+        self.of_package = common | {"PYTHONPATH": os.pathsep.join(filter(None, [str(self.package), *paths]))}
+        self.of_checkout = common | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def step(self, part: str, name: str, command: list[str], **more: Any) -> Step:
+        lacks = ", ".join(sorted(NEEDS.get(part, set()) & {*self.machine["lacks"]}))
         missing = f"no {lacks}" if lacks else ""
-        steps.append(Step("bench", name, [python, "-m", *command], limit, environment, missing=missing, required=False))
-    return steps
+        settings = {"environment": self.of_package, "folder": self.package, "missing": missing} | more
+        return Step(part, name, [self.python, *command], **settings)
+
+    def build(self) -> list[Step]:
+        capability = "".join(map(str, self.machine["capability"] or (9, 0)))
+        flags = {"GRPO_KERNELS_BUILD": "cuda", "CMAKE_ARGS": f"-DGRPO_CUDA_ARCHITECTURES={capability}-real"}
+        install = '"$0" -m pip install --no-index --no-build-isolation --no-deps --upgrade'
+        works = "cpu" if self.rehearsal else "cpu cuda triton"
+        then = f'{install} --target "$1" "$2" && cd "$1" && "$0" -c "$3" {works}'
+        command = ["bash", "-c", then, self.python, str(self.package), str(ROOT), WORKS]
+        return [Step("build", "build", command, self.of_package | flags, WORK)]
+
+    def cases(self, part: str, backend: str, shares: int) -> list[Step]:
+        """The smoke calls or the value cases on a backend. Triton's run from the checkout, which is not being built."""
+        more: dict[str, Any] = {}
+        if backend == "triton":
+            more = {"environment": self.of_checkout, "folder": ROOT}
+        steps = []
+        for share in range(1, shares + 1):
+            name = backend if shares == 1 else f"{backend} {share}/{shares}"
+            lines = self.results / f"{part}_{backend}_{share}.jsonl"
+            command = ["-m", "tools.kernel_cases", "--backend", backend, "--results", str(lines), *self.on_device]
+            command += ["--share", f"{share}/{shares}"] + (["--smoke"] if part == "smoke" else [])
+            command += ["--patience", "600"] if self.rehearsal else []
+            steps.append(self.step(part, name, command, lines=lines, **more))
+        return steps
+
+    def sanitizer(self) -> list[Step]:
+        found = compute_sanitizer()
+        steps = []
+        for tool in TOOLS:
+            check = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+            # torch's kernels have hazards of their own; initcheck has to see who wrote what ours read
+            check += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=grpo_kernels"]
+            # without torch's cache of allocations, whatever lies behind a tensor is nobody's memory
+            environment = self.of_package | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            steps.append(Step(
+                "sanitizer", tool, [*check, self.python, "-m", "tools.kernel_cases"], environment, self.package,
+                expects=r"(?s)all cases ran.*SUMMARY: 0 (errors|hazards)", refused=REFUSED, is_optional=True,
+                missing="" if found else "no compute-sanitizer on PATH or in $CUDA_HOME",
+            ))  # fmt: skip
+        return steps
+
+    def tests(self) -> list[Step]:
+        shares = max(1, min(8, self.machine["cores"] // 2))
+        pytest = ["-m", "pytest", "-p", "tools.gpu_tests", "-p", "no:cacheprovider", "--import-mode=append"]
+        pytest += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--ignore-glob", "*_parity*"]
+        pytest += ["--stand-ins"] if self.rehearsal else []
+        steps = []
+        for share in range(1, shares + 1):
+            lines = self.results / f"tests_{share}.jsonl"
+            where = [f"--shard={share}/{shares}", f"--results={lines}", str(ROOT / "tests/ops")]
+            steps.append(self.step("tests", f"{share}/{shares}", [*pytest, *where], lines=lines, fills_time=True))
+        return steps
+
+    def benchmark(self, part: str, module: str, *options: str, resumes: bool = True, **more: Any) -> Step:
+        command = [
+            "-m",
+            f"benchmarks.{module}",
+            *self.on_device,
+            *options,
+            "--json",
+            str(self.results / f"{part}.json"),
+        ]
+        if resumes:
+            more["lines"] = self.results / f"{part}.lines"
+            command += ["--lines", str(more["lines"])]
+        return self.step(part, part, command, is_optional=True, fills_time=True, **more)
+
+    def trainer(self) -> list[Step]:
+        command = ["-m", "grpo_trainer", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
+        command += ["--smoke"] if self.rehearsal else []
+        return [self.step("trainer", "default recipe", command, is_optional=True, fills_time=True)]
+
+    def steps(self, part: str) -> list[Step]:
+        shares = max(1, self.machine["cores"] - 6)
+        small = ["--op", "group_advantages"] if self.rehearsal else []
+        make = {
+            "build": self.build,
+            "smoke triton": lambda: self.cases("smoke", "triton", 1),
+            "values triton": lambda: self.cases("values", "triton", shares),
+            "smoke": lambda: self.cases("smoke", "cuda", 1),
+            "values": lambda: self.cases("values", "cuda", max(1, min(4, shares))),
+            "timings": lambda: [self.benchmark("timings", "timings", *small)],
+            "peers": lambda: [self.benchmark("peers", "run", *small, "--rounds", "5", "--budget", "1000")],
+            "sanitizer": self.sanitizer,
+            "trainer": self.trainer,
+            "tests": self.tests,
+            "step": lambda: [self.benchmark("step", "step", "--steps", "3" if self.rehearsal else "4", resumes=False)],
+            "scaling": lambda: [self.benchmark("scaling", "scaling", *small, resumes=False)],
+        }
+        return make[part]()
 
 
-def log_of(step: Step, out: Path) -> Path:
-    return out / f"{step.part}_{step.name.replace(' ', '_').replace('/', '_of_')}.log"
+def stages_of(plan: Plan, parts: list[str], seconds: float) -> list[tuple[float, bool, list[Step]]]:
+    """Each stage with its time, whether it runs alone, and its steps. The seconds are shared among the chosen parts."""
+    chosen = [
+        Stage(tuple(part for part in stage.parts if part.partition(" ")[0] in parts), stage.seconds) for stage in STAGES
+    ]
+    chosen = [stage for stage in chosen if stage.parts]
+    share = seconds / sum(stage.seconds for stage in chosen)
+    return [
+        (stage.seconds * share, stage.parts[0] in ALONE, [step for part in stage.parts for step in plan.steps(part)])
+        for stage in chosen
+    ]
 
 
-def start(step: Step, out: Path) -> subprocess.Popen[bytes]:
-    # from the folder of the built package, as a command finds that first that is where it runs
-    PACKAGE.mkdir(parents=True, exist_ok=True)
-    with log_of(step, out).open("wb") as log:
-        return subprocess.Popen(
-            step.command, cwd=PACKAGE, env=os.environ | step.environment, stdin=subprocess.DEVNULL, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+def coverage(results: Path) -> Row:
+    missing = gpu_summary.lacking(gpu_summary.ran_on(gpu_summary.results(results)))
+    why = f"nothing that passed ran {', '.join(missing)}" if missing else ""
+    return Row("tests", "each op on each", "FAILED" if why else "ok", 0.0, why)
 
 
-def finish(running: Running, out: Path) -> Row:
-    """Of a step that has ended, or whose time is over; nothing that it started is left."""
-    step, process, began, _ = running
-    why, seconds = "", time.monotonic() - began
-    if process.poll() is None:
-        why = f"stopped after {seconds:.0f} s"
-    elif process.returncode != 0:
-        why = f"exit status {process.returncode}"
-    stop(process)
-    output = log_of(step, out).read_text(errors="replace")
-    if not why and not re.search(step.said, output):
-        why = f"its output has nothing like {step.said}"
-    if why:
-        print(f"--- {step.part}, {step.name}: {why}; the end of {log_of(step, out)}:")
-        print(*output.splitlines()[-20:], sep="\n")
-    return Row(step.part, step.name, "FAILED" if why else "ok", round(seconds, 1), why)
+class Check:
+    """A run: its rows so far, written out with every new one."""
 
+    def __init__(self, machine: dict[str, Any], results: Path, out: Path) -> None:
+        self.machine, self.results, self.out = machine, results, out
+        self.rows: list[Row] = []
+        self.write()
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    def ended(self, row: Row) -> None:
+        self.rows.append(row)
+        print(f"{row.part:<11}{row.step:<18}{row.state:<10}{row.seconds:7.1f} s  {row.why}".rstrip(), flush=True)
+        self.write()
 
-
-def wait_for(running: list[Running], out: Path) -> list[Row]:
-    rows = []
-    while running:
-        for each in list(running):
-            if each.process.poll() is not None or time.monotonic() >= each.end:
-                rows.append(finish(each, out))
-                running.remove(each)
-        time.sleep(0.02)
-    return rows
-
-
-def run_part(steps: list[Step], deadline: float, out: Path) -> list[Row]:
-    rows, running = [], []
-    try:
-        for step in steps:
-            began = time.monotonic()
-            if step.missing:
-                rows.append(Row(step.part, step.name, "FAILED" if step.required else "left out", 0.0, step.missing))
-            elif began >= deadline:
-                rows.append(Row(step.part, step.name, "FAILED", 0.0, "no time was left for it"))
-            else:
-                running.append(Running(step, start(step, out), began, min(deadline, began + step.limit)))
-                if step.part not in TOGETHER:
-                    rows += wait_for(running, out)
-        return rows + wait_for(running, out)
-    finally:  # interrupted, too
-        for each in running:
-            stop(each.process)
-
-
-def ran_on(out: Path) -> Counter[str]:
-    """How many tests passed in which an op was called on a backend, as op:backend."""
-    counts: Counter[str] = Counter()
-    for path in out.glob("test_*.xml"):
-        try:
-            cases = xml.etree.ElementTree.parse(path).iter("testcase")
-        except xml.etree.ElementTree.ParseError:  # stopped while it wrote: its step has failed, and counts for nothing
-            continue
-        for case in cases:
-            if not any(case.findall(bad) for bad in ("failure", "error", "skipped")):
-                counts.update({each.get("value", "") for each in case.iter("property") if each.get("name") == "ran_on"})
-    return counts
-
-
-def coverage(counts: Counter[str]) -> Row:
-    lacking = [f"{op} on {backend}" for op in OPS for backend in BACKENDS if not counts[f"{op}:{backend}"]]
-    why = f"no test that passed ran {', '.join(lacking)}" if lacking else ""
-    return Row("test", "each op on each", "FAILED" if why else "ok", 0.0, why)
-
-
-def run_parts(parts: list[str], steps: list[Step], out: Path) -> list[Row]:
-    rows: list[Row] = []
-    deadline = time.monotonic()
-    for part in parts:
-        deadline += BUDGETS[part]
-        found = run_part([step for step in steps if step.part == part], deadline, out)
-        rows += found + ([coverage(ran_on(out))] if part == "test" else [])
-        if part == "build" and any(row.state == "FAILED" for row in found):
-            rest = parts[parts.index(part) + 1 :]
-            return rows + [Row(other, "all", "FAILED", 0.0, "not begun, as the build failed") for other in rest]
-    return rows
-
-
-def print_summary(machine: dict[str, Any], rows: list[Row], counts: Counter[str]) -> None:
-    print("\n" + ", ".join(f"{name} {value}" for name, value in machine.items() if name != "lacks"))
-    for row in rows:
-        print(f"{row.part:<10}{row.step:<18}{row.state:<10}{row.seconds:7.1f} s  {row.why}".rstrip())
-    if counts:
-        print(f"\n{'tests that passed':<28}" + "".join(f"{backend:>8}" for backend in BACKENDS))
-        for op in OPS:
-            print(f"{op:<28}" + "".join(f"{counts[f'{op}:{backend}']:>8}" for backend in BACKENDS))
+    def write(self) -> None:
+        found = {"machine": self.machine, "steps": [row._asdict() for row in self.rows]}
+        (self.results / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n")
+        gpu_summary.bundle(self.results, self.out)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=BUDGETS, default=list(BUDGETS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float, default=530, help="for all of the chosen parts")
     parser.add_argument("--python", default=sys.executable, help="the Python that has torch")
+    parser.add_argument("--rehearsal", action="store_true", help="without a GPU, with the kernels' stand-ins")
     parser.add_argument("--list", action="store_true", help="show what would run, and run nothing")
     options = parser.parse_args(arguments)
-    parts = [part for part in BUDGETS if part in options.parts]
-    out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results").resolve()
+    deadline = time.monotonic()
+    out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
     python = os.path.abspath(shutil.which(options.python) or options.python)  # steps run elsewhere
-    machine = machine_of(python)
-    steps = [step for step in steps_of(python, machine, out) if step.part in parts]
+    results = WORK / "results"
+    site = None if options.list else install_wheels(python, WHEELS)
+    machine = machine_of(python, {"PYTHONPATH": str(site)} if site else {}, options.rehearsal)
+    plan = Plan(python, machine, results, site, options.rehearsal)
+    stages = stages_of(plan, options.parts, options.seconds)
     if options.list:
-        for step in steps:
-            print(f"{step.part:<10}{step.name:<18}{BUDGETS[step.part]:4} s  {' '.join(step.command)}")
+        for seconds, _, steps in stages:
+            for step in steps:
+                print(f"{step.part:<11}{step.name:<18}{seconds:4.0f} s  {step.missing or ' '.join(step.command)}")
         return
-    if "build" not in parts and not (PACKAGE / "grpo_kernels").exists():
-        raise SystemExit(f"gpu-check: --parts must have build, as there is none in {PACKAGE}, got {parts}")
-    out.mkdir(parents=True, exist_ok=True)
-    for old in (*out.glob("test_*.xml"), *out.glob("gpu_*.json")):  # of another run, which would count
-        old.unlink()
-    rows = run_parts(parts, steps, out)
-    counts = ran_on(out)
-    found = {"machine": machine, "steps": [row._asdict() for row in rows], "tests": dict(sorted(counts.items()))}
-    (out / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n")
-    print_summary(machine, rows, counts)
-    if any(row.state == "FAILED" for row in rows):
+    if "build" not in options.parts and not (plan.package / "grpo_kernels").exists():
+        raise SystemExit(f"gpu-check: --parts must have build, as there is none in {plan.package}, got {options.parts}")
+    if "build" in options.parts:
+        shutil.rmtree(results, ignore_errors=True)  # of another run, which would count
+        shutil.rmtree(plan.package, ignore_errors=True)
+    results.mkdir(parents=True, exist_ok=True)
+    check = Check(machine, results, out)
+    for seconds, is_alone, steps in stages:
+        deadline += seconds
+        together = 1 if is_alone else machine["cores"] + 4
+        gpu_steps.run(steps, deadline, results, together, check.ended)
+    if {"smoke", "tests"} & {*options.parts}:
+        check.ended(coverage(results))
+    print(f"\n{out / 'summary.md'}\n{out / 'gpu_check.tar.gz'}")
+    if any(row.state == "FAILED" for row in check.rows):
         raise SystemExit(1)
 
 

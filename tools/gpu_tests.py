@@ -1,39 +1,50 @@
-"""A pytest plugin for gpu_check: which tests a GPU is worth, a share of them, and which op ran on which backend there.
+"""A pytest plugin for gpu_check: the tests worth a GPU, in shares, with a line for each as it ends.
 
-    python -m pytest -p tools.gpu_tests --shard 1/4 --junit-xml shard1.xml tests/ops
+    python -m pytest -p tools.gpu_tests --shard 1/4 --results tests_1.jsonl tests/ops
 
-Left out are cases of the cpu and the reference backend, which need no GPU, and of the large grids nine cases in ten;
---whole-grid brings those back. Every testcase in the XML has a property `ran_on` for each op and backend that was
-chosen for tensors on the GPU. Never run on a GPU.
+Cases of the cpu and the reference backend are left out, and nine in ten of the large grids unless --whole-grid is
+given. CUDA's come first, as Triton compiles many of its own. Each line names the ops and backends chosen for tensors on
+the GPU. A GPU that reports an error does so in every later call of its process, so this one ends; the same command then
+goes on behind the results that the file holds.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_kernels import dispatch
+from tools import gpu_lines
 
 _ran: set[str] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="1/1", help="I/N: of N shares of the tests the I-th; each case is in one")
+    parser.addoption("--shard", default="1/1", help="I/N: the I-th of N shares of the tests; each case is in one")
+    parser.addoption("--results", type=Path, help="a file that gets a line per test")
+    parser.addoption("--patience", type=float, default=60, help="seconds until a test counts as hung")
+    parser.addoption("--stand-ins", action="store_true", help="record calls on CPU tensors, in a rehearsal")
 
 
-def pytest_configure() -> None:
-    dispatch.select = recording(dispatch.select)
+def pytest_configure(config: pytest.Config) -> None:
+    device = "cpu" if config.getoption("--stand-ins") else "cuda"
+    dispatch.select = recording(dispatch.select, device)
+    if config.getoption("--results"):
+        lines = gpu_lines.Lines(config.getoption("--results"), config.getoption("--patience"))
+        config.pluginmanager.register(Recorder(lines), "gpu_lines")
 
 
-def recording(select: Callable[..., str]) -> Callable[..., str]:
-    def call(op: str, requested: str | None, device_type: str, *rest: Any) -> str:
-        chosen = select(op, requested, device_type, *rest)
-        if device_type == "cuda" and not torch.compiler.is_compiling():
+def recording(select: Callable[..., str], device: str = "cuda") -> Callable[..., str]:
+    def call(op: str, requested: str | None, where: Any, *rest: Any) -> str:
+        chosen = select(op, requested, where, *rest)
+        if str(getattr(where, "type", where)) == device and not torch.compiler.is_compiling():
             _ran.add(f"{op}:{chosen}")
         return chosen
 
@@ -45,13 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = [item for item in items if backend_of(item) not in ("cpu", "reference")]
     if not config.getoption("--whole-grid", default=False):
         wanted = thinned(wanted)
-    kept = {item for item in wanted if digest(item) % shares == share - 1}
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    recorder = config.pluginmanager.get_plugin("gpu_lines")
+    done = recorder.lines.known if recorder else {}
+    kept = [item for item in wanted if digest(item) % shares == share - 1 and item.nodeid not in done]
+    kept.sort(key=lambda item: backend_of(item) == "triton")
+    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
+    items[:] = kept
 
 
 def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test of a large grid, on each backend, a tenth of the cases, and one at least."""
+    """A tenth of the cases, and at least one, of each test of a large grid on each backend."""
     cases: dict[tuple[str, str | None], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("grid") is not None:
@@ -69,10 +83,49 @@ def digest(item: pytest.Item) -> int:
     return zlib.crc32(item.nodeid.encode())
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    _ran.clear()
-    try:
-        return (yield)
-    finally:
-        item.user_properties += [("ran_on", each) for each in sorted(_ran)]
+class Recorder:
+    """Writes the lines; a test's state is that of its worst phase."""
+
+    def __init__(self, lines: gpu_lines.Lines) -> None:
+        self.lines = lines
+        self.reports: list[pytest.TestReport] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        _ran.clear()
+        self.reports.clear()
+        with self.lines.begun(item.nodeid):
+            result = yield
+        self.finish(item.nodeid)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.reports.append(report)
+
+    def finish(self, item: str) -> None:
+        failed = next((report for report in self.reports if report.failed), None)
+        why = "" if failed is None else first_failure(failed)
+        error = gpu_lines.device_error()
+        is_skipped = any(report.skipped for report in self.reports)
+        state = "failed" if why or error else "skipped" if is_skipped else "passed"
+        seconds = round(sum(report.duration for report in self.reports), 3)
+        self.lines.write(item, state, seconds=seconds, ran_on=sorted(_ran), why=why or error)
+        if error:
+            print(
+                f"\n{item}: {why or error}\nthe GPU reports an error in every further call of this process", flush=True
+            )
+            os._exit(gpu_lines.START_AGAIN)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """The exit status is that of all results, those of processes before this one included."""
+        if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = int(any(line["state"] in gpu_lines.BAD for line in self.lines.known.values()))
+
+
+def first_failure(report: pytest.TestReport) -> str:
+    """The lines of pytest's report that say what failed, and where."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    if crash is None:
+        return f"{report.when}: {str(report.longrepr).strip()[-400:]}"
+    message = " | ".join(line.strip() for line in str(crash.message).splitlines()[:3])
+    return f"{report.when}: {message[:400]} ({Path(crash.path).name}:{crash.lineno})"

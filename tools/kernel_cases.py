@@ -1,40 +1,50 @@
-"""A small case of every CUDA kernel, its results compared with the reference backend's on the CPU.
+"""Small cases of every GPU kernel: values and gradients on a backend against the float64 reference.
 
+    python -m tools.kernel_cases                                  # the CUDA kernels' cases
+    python -m tools.kernel_cases --backend cuda triton --smoke    # first, one small call of each op
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tools.kernel_cases
 
-Without a GPU tests/test_sanitizer.py runs the same cases on the host under AddressSanitizer, and
-tests/test_kernel_cases.py checks that they launch the kernels they say and that no kernel of csrc is without one.
-Never run on a GPU.
+Results must be as close to float64 as twice the reference's own error in the working dtype. With --results a line for
+each item is appended to a file as it ends, and items that the file holds are left out: after a crash the same command
+goes on behind it. Without a GPU, --device cpu runs the kernels in their stand-ins, the emulator and Triton's
+interpreter; tests/test_sanitizer.py does so under AddressSanitizer, and tests/test_kernel_cases.py checks that the
+cases launch the kernels they name and that no kernel of csrc is without one.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from tools import gpu_lines
 
 Put = Callable[[Tensor], Tensor]  # onto the device of the backend
 Results = Iterator[Tensor]
 
 
 class Case(NamedTuple):
-    """kernels  which kernels of csrc/cuda/<source>.cu it launches, as source.kernel"""
+    """A generator of results, and the kernels of csrc/cuda/<source>.cu that it launches, as source.kernel."""
 
     run: Callable[[str, Put], Results]
     kernels: set[str]
+    backends: tuple[str, ...] = ("cuda", "triton")
 
 
-def advantages(backend: str, put: Put) -> Results:
-    """Every config; sizes of a lane, a warp and a block a group; groups by number and by id."""
-    for name in gk.AdvantageConfig.names():
+def advantages(names: tuple[str, ...], sizes: tuple[int, ...], backend: str, put: Put) -> Results:
+    """Some configs on some numbers of rows; groups by number and by id."""
+    for name in names:
         config = gk.AdvantageConfig(name)
-        # 2,100 rows: a segment that a whole block works on
-        for rows in (0, 1, 7, 40, 2100) if name in ("gdpo", "grpo_passk") else (7, 40):
+        for rows in sizes:
             for groups in (7, torch.randint(-3, 4, (rows,)), torch.zeros(rows, dtype=torch.int64)):
                 if isinstance(groups, int) and rows % groups:
                     continue
@@ -46,6 +56,20 @@ def advantages(backend: str, put: Put) -> Results:
                 rewards = torch.randn(rows, 2) if config.combine == "normalize_then_sum" else torch.randn(rows)
                 where = groups if isinstance(groups, int) else put(groups)
                 yield from gk.group_advantages(put(rewards), where, config=name, backend=backend, **more)
+
+
+def every_config(backend: str, put: Put) -> Results:
+    yield from advantages(tuple(gk.AdvantageConfig.names()), (7, 40), backend, put)
+
+
+def every_size(backend: str, put: Put) -> Results:
+    """Segments for a lane, a warp and a block."""
+    yield from advantages(("gdpo", "grpo_passk"), (0, 1, 7, 40, 2100), backend, put)
+
+
+def few_advantages(backend: str, put: Put) -> Results:
+    """Few of the settings that Triton compiles in, as each takes it seconds."""
+    yield from advantages(("grpo", "rloo", "gdpo"), (40,), backend, put)
 
 
 def shrunk_advantages(backend: str, put: Put) -> Results:
@@ -85,23 +109,24 @@ def outside_logprobs(backend: str, put: Put) -> Results:
     yield found.logprobs.isnan()
 
 
-def losses(backend: str, put: Put) -> Results:
-    """Each kernel's kinds of walk; rows padded and packed, longer than a task, without tokens."""
-    configs = (
-        gk.LossConfig.trl(loss_type="dapo", beta=0.1),
-        gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1),
-        gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1),
-        gk.LossConfig.verl(loss_mode="geo_mean", use_kl_loss=True),
-        gk.LossConfig.trl(loss_type="vespo", beta=0.1),
-        gk.LossConfig(entropy_coef=0.01),
-    )
+LOSSES = {
+    "clip": gk.LossConfig.trl(loss_type="dapo", beta=0.1),
+    "sequence": gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1),
+    "segment": gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1),
+    "geo_mean": gk.LossConfig.verl(loss_mode="geo_mean", use_kl_loss=True),
+    "vespo": gk.LossConfig.trl(loss_type="vespo", beta=0.1),
+    "entropy": gk.LossConfig(entropy_coef=0.01),
+}
+
+
+def losses(name: str, backend: str, put: Put) -> Results:
+    """Rows padded and packed, longer than a task, without tokens."""
     lengths = [1500, 40, 0, 70]
     place = torch.cat([torch.arange(length) for length in lengths])  # in its row
-    for config in configs:
-        for is_packed in (False, True):
-            places = place if is_packed else torch.arange(70).expand(4, 70)
-            bounds = put(torch.tensor([0, *lengths]).cumsum(0)) if is_packed else None
-            yield from one_loss(config, places, 4, backend, put, cu_seqlens=bounds)
+    for is_packed in (False, True):
+        places = place if is_packed else torch.arange(70).expand(4, 70)
+        bounds = put(torch.tensor([0, *lengths]).cumsum(0)) if is_packed else None
+        yield from one_loss(LOSSES[name], places, 4, backend, put, cu_seqlens=bounds)
 
 
 def many_losses(backend: str, put: Put) -> Results:
@@ -123,7 +148,7 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
         segments=segments if config.ratio == "segment" else None, config=config, backend=backend, **options,
     )  # fmt: skip
     yield found.loss.detach()
-    yield found.metrics.tensor
+    yield found.metrics.tensor.to(leaf.dtype)  # sums over terms of that precision
     yield torch.autograd.grad(found.loss, leaf)[0]
 
 
@@ -158,22 +183,36 @@ def outside_segments(backend: str, put: Put) -> Results:
 
 
 def similarity(backend: str, put: Put) -> Results:
-    """Prompts of each size of tile, ragged ones, and one whose matrix does not fit into shared memory."""
-    for size, dtype in ((5, torch.float32), (20, torch.bfloat16), (40, torch.float16), (256, torch.float32)):
-        rows = put(torch.randn(size, 9).to(dtype))
-        yield gk.pairwise_cosine(rows, size, backend=backend)
-        yield gk.similarity_groups(rows, size, backend=backend).labels
+    """Prompts of each size of tile, and ragged ones."""
+    for size, dtype in ((5, torch.float32), (20, torch.bfloat16), (40, torch.float16)):
+        yield from one_prompt(size, dtype, backend, put)
     ids = put(torch.randint(0, 3, (40,)))
     valid = put(torch.rand(40) > 0.2)
     yield gk.similarity_groups(put(torch.randn(40, 9)), ids, valid=valid, backend=backend).labels
 
 
+def large_similarity(backend: str, put: Put) -> Results:
+    """Prompts whose matrix does not fit into shared memory, which Triton leaves to others."""
+    yield from one_prompt(256, torch.float32, backend, put)
+    yield from parts(200, backend, put)
+
+
+def one_prompt(size: int, dtype: torch.dtype, backend: str, put: Put) -> Results:
+    rows = put(torch.randn(size, 9).to(dtype))
+    yield gk.pairwise_cosine(rows, size, backend=backend)
+    yield gk.similarity_groups(rows, size, backend=backend).labels
+
+
 def similarity_parts(backend: str, put: Put) -> Results:
-    for size in (7, 40, 200):
-        distances = put(gk.pairwise_cosine(torch.randn(2 * size, 9), size, backend="reference"))
-        yield gk.cluster_distances(distances, backend=backend).labels
-        yield from gk.agglomerate(distances, backend=backend)
-        yield from gk.silhouette(distances, put(torch.randint(-1, 4, (2, size))), backend=backend)
+    for size in (7, 40):
+        yield from parts(size, backend, put)
+
+
+def parts(size: int, backend: str, put: Put) -> Results:
+    distances = put(gk.pairwise_cosine(torch.randn(2 * size, 9), size, backend="reference"))
+    yield gk.cluster_distances(distances, backend=backend).labels
+    yield from gk.agglomerate(distances, backend=backend)
+    yield from gk.silhouette(distances, put(torch.randint(-1, 4, (2, size))), backend=backend)
 
 
 def kernels(source: str, *names: str) -> set[str]:
@@ -181,12 +220,20 @@ def kernels(source: str, *names: str) -> set[str]:
 
 
 CASES = {
-    "advantages": Case(advantages, kernels("group_advantages", "segments", "one_block")),
+    "every_config": Case(every_config, kernels("group_advantages", "segments", "one_block"), ("cuda",)),
+    "every_size": Case(every_size, kernels("group_advantages", "segments", "one_block"), ("cuda",)),
+    "few_advantages": Case(few_advantages, kernels("group_advantages", "segments", "one_block")),
     "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "segments")),
     "large_advantages": Case(large_advantages, kernels("group_advantages", "segments", "moments", "finish")),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward")),
-    "losses": Case(losses, kernels("policy_loss", "count", "total", "tokens", "rows", "reduce")),
+    **{
+        f"loss_{name}": Case(
+            functools.partial(losses, name),
+            kernels("policy_loss", "count", "total", "reduce", "tokens" if name in ("clip", "entropy") else "rows"),
+        )
+        for name in LOSSES
+    },
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "finish")),
     "segments": Case(segments, kernels(
         "endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"
@@ -196,33 +243,185 @@ CASES = {
     )),
     "similarity": Case(similarity, kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster")),
     "similarity_parts": Case(similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette")),
+    "large_similarity": Case(
+        large_similarity,
+        kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster", "tree", "silhouette"),
+        ("cuda",),
+    ),
 }  # fmt: skip
 
 
-def check(name: str, device: torch.device) -> int:
-    """Runs a case on both backends; how many results were the same."""
-    found: list[list[Tensor]] = []
-    for backend, where in (("cuda", device), ("reference", torch.device("cpu"))):
+def smoke_advantages(backend: str, put: Put) -> Results:
+    yield from gk.group_advantages(put(torch.randn(64)), 8, backend=backend)
+
+
+def smoke_logprobs(backend: str, put: Put) -> Results:
+    logits = put(torch.randn(8, 1024)).requires_grad_()
+    logprobs = gk.token_logprobs(logits, put(torch.arange(8)), backend=backend).logprobs
+    yield logprobs
+    yield torch.autograd.grad(logprobs.sum(), logits)[0]
+
+
+def smoke_head(backend: str, put: Put) -> Results:
+    hidden, weight = put(torch.randn(8, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
+    logprobs = gk.linear_logprobs(hidden, weight, put(torch.arange(8)), backend=backend).logprobs
+    yield logprobs
+    yield from torch.autograd.grad(logprobs.sum(), (hidden, weight))
+
+
+def smoke_loss(backend: str, put: Put) -> Results:
+    yield from one_loss(gk.LossConfig.trl(loss_type="dapo", beta=0.1), torch.arange(70).expand(4, 70), 4, backend, put)
+
+
+def smoke_linear_loss(backend: str, put: Put) -> Results:
+    hidden, weight = put(torch.randn(2, 4, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
+    targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
+    result = gk.linear_policy_loss(hidden, weight, targets, old, put(torch.randn(2)), backend=backend)
+    yield result.loss.detach()
+    yield from torch.autograd.grad(result.loss, (hidden, weight))
+
+
+def smoke_segments(backend: str, put: Put) -> Results:
+    old, mask = -torch.rand(4, 70), torch.rand(4, 70) > 0.1
+    logprobs = old + 0.1 * torch.randn(4, 70)
+    yield from gk.endpoint_segments(
+        put(torch.randn(4, 70)), put(logprobs), put(old), put(mask), values=put(torch.randn(4, 70)), backend=backend
+    )
+
+
+def smoke_similarity(backend: str, put: Put) -> Results:
+    yield gk.similarity_groups(put(torch.randn(16, 9)), 8, backend=backend).labels
+
+
+def smoke_cosine(backend: str, put: Put) -> Results:
+    yield gk.pairwise_cosine(put(torch.randn(16, 9)), 8, backend=backend)
+
+
+def distances_of(rows: Tensor) -> Tensor:
+    return gk.pairwise_cosine(rows, 8, backend="reference")
+
+
+def smoke_clusters(backend: str, put: Put) -> Results:
+    yield gk.cluster_distances(put(distances_of(torch.randn(16, 9))), backend=backend).labels
+
+
+def smoke_tree(backend: str, put: Put) -> Results:
+    yield from gk.agglomerate(put(distances_of(torch.randn(16, 9))), backend=backend)
+
+
+def smoke_silhouette(backend: str, put: Put) -> Results:
+    distances, labels = put(distances_of(torch.randn(16, 9))), put(torch.randint(0, 3, (2, 8)))
+    yield from gk.silhouette(distances, labels, backend=backend)
+
+
+# One small call of each op that chooses a backend.
+SMOKE: dict[str, Callable[[str, Put], Results]] = {
+    "group_advantages": smoke_advantages,
+    "token_logprobs": smoke_logprobs,
+    "linear_logprobs": smoke_head,
+    "policy_loss": smoke_loss,
+    "linear_policy_loss": smoke_linear_loss,
+    "endpoint_segments": smoke_segments,
+    "similarity_groups": smoke_similarity,
+    "pairwise_cosine": smoke_cosine,
+    "cluster_distances": smoke_clusters,
+    "agglomerate": smoke_tree,
+    "silhouette": smoke_silhouette,
+}
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def compare(run: Callable[[str, Put], Results], what: str, backend: str, device: torch.device) -> int:
+    """Compares the results of one case with the reference's; returns how many there were."""
+    from tests.harness import assert_within_budget  # imports pytest, which takes the sanitizer a while
+
+    outputs: list[list[Tensor]] = []
+    puts: tuple[tuple[str, Put], ...] = (
+        (backend, lambda tensor: tensor.to(device)), ("reference", lambda tensor: tensor), ("reference", as_double),
+    )  # fmt: skip
+    for name, put in puts:
         torch.manual_seed(0)
-        found.append([result.detach().cpu() for result in CASES[name].run(backend, lambda x, to=where: x.to(to))])
-    for number, (got, expected) in enumerate(zip(*found, strict=True)):
-        rough = got.dtype in (torch.float16, torch.bfloat16)
-        close = {"rtol": 2e-2, "atol": 1e-3} if rough else {"rtol": 2e-4, "atol": 2e-5}
-        if not got.is_floating_point():
-            close = {"rtol": 0.0, "atol": 0.0}
-        torch.testing.assert_close(
-            got, expected, **close, equal_nan=True, msg=lambda text, n=number: f"{name}, result {n}: {text}"
-        )
-    return len(found[0])
+        outputs.append([result.detach().cpu() for result in run(name, put)])
+    for number, (got, working, gold) in enumerate(zip(*outputs, strict=True)):
+        label = f"{what} on {backend}, result {number}"
+        if got.is_floating_point():
+            assert_within_budget(got, working, gold.double(), label)
+        else:
+            torch.testing.assert_close(got, working, rtol=0, atol=0, msg=lambda text, of=label: f"{of}: {text}")
+    return len(outputs[0])
+
+
+def check(name: str, device: torch.device, backend: str = "cuda") -> int:
+    return compare(CASES[name].run, name, backend, device)
+
+
+def enable_stand_ins() -> None:
+    """Runs the CUDA kernels in the emulator and Triton's in its interpreter, on CPU tensors."""
+    from grpo_kernels import capability
+    from tests.emulation import build
+
+    torch.ops.load_library(str(build.library()))
+    capability.enable_emulated_cuda()
+
+
+def report(items: dict[str, Callable[[], int]], path: Path, patience: float) -> int:
+    """Runs the items that the file has no result of, a line each; returns the process's exit status."""
+    lines = gpu_lines.Lines(path, patience)
+    for item, run in items.items():
+        if item in lines.known:
+            continue
+        began = time.monotonic()
+        with lines.begun(item):
+            try:
+                count, why = run(), gpu_lines.device_error()
+            except Exception as error:
+                count, why = 0, gpu_lines.first_lines(error)
+        lines.write(item, "failed" if why else "passed", seconds=round(time.monotonic() - began, 2), why=why)
+        print(f"{item}: {why or f'{count} results'}", flush=True)
+        if why and gpu_lines.device_error():
+            print("the GPU reports an error in every further call of this process", flush=True)
+            return gpu_lines.START_AGAIN
+    return int(any(lines.known[item]["state"] != "passed" for item in items))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), help="some of them by name; all if left out")
-    device = torch.device("cuda")
-    for name in parser.parse_args().cases:
-        print(f"{name}: {check(name, device)} results", flush=True)
-    torch.cuda.synchronize()
+    parser.add_argument("cases", nargs="*", help="by name; all if left out")
+    parser.add_argument("--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the kernels' stand-ins")
+    parser.add_argument("--smoke", action="store_true", help="one small call of each op in place of the cases")
+    parser.add_argument("--share", default="1/1", help="I/N: every N-th item, from the I-th on")
+    parser.add_argument("--results", type=Path, help="a file that gets a line per item; without it, fail at the first")
+    parser.add_argument("--patience", type=float, default=120, help="seconds until an item of --results counts as hung")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+        enable_stand_ins()
+    device, runs = torch.device(options.device), {name: case.run for name, case in CASES.items()}
+    if options.smoke:
+        runs = SMOKE
+    unknown = set(options.cases) - runs.keys()
+    if unknown:
+        parser.error(f"cases must be of {', '.join(runs)}, got {', '.join(sorted(unknown))}")
+    first, step = (int(number) for number in options.share.split("/"))
+    items = {
+        f"{'smoke' if options.smoke else 'values'}:{name}:{backend}": lambda n=name, b=backend: compare(
+            runs[n], n, b, device
+        )
+        for name in options.cases or runs
+        for backend in options.backend
+        if options.smoke or backend in CASES[name].backends
+    }
+    share = dict(list(items.items())[first - 1 :: step])
+    if options.results is not None:
+        sys.exit(report(share, options.results, options.patience))
+    for item, run in share.items():
+        print(f"{item}: {run()} results", flush=True)
+    if error := gpu_lines.device_error():
+        raise SystemExit(f"kernel_cases: {error}")
     print("all cases ran")
 
 

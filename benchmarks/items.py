@@ -1,0 +1,67 @@
+"""Runs measurements one after the other, and loses none of them to an exception, a crash, a hang or a deadline."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tools import gpu_lines
+
+PATIENCE = 90.0  # seconds after which a measurement counts as hung
+Found = dict[str, Any]
+
+
+class Items:
+    def __init__(self, lines: Path | None, budget: float) -> None:
+        """
+        Args:
+            lines: A file with a line for each measurement, also of processes before this one; None: none is kept.
+            budget: Seconds after which none is begun.
+        """
+        self.stop = time.monotonic() + budget
+        self.folder = tempfile.TemporaryDirectory()
+        self.lines = gpu_lines.Lines(lines or Path(self.folder.name) / "lines", PATIENCE if lines else 1e6)
+        self.found = [line["found"] for line in self.lines.known.values() if line["state"] == "passed"]
+        self.left_out: list[str] = []
+        self.error = ""
+
+    def run(self, items: dict[str, Callable[[], Found]]) -> Iterator[Found]:
+        """Yields each new result. Ends early if the GPU reports an error, which it would do in every later call."""
+        for name, measure in items.items():
+            if name in self.lines.known:
+                continue
+            if time.monotonic() > self.stop:
+                self.left_out.append(name)
+                continue
+            try:
+                with self.lines.begun(name):
+                    found = measure()
+            except Exception as error:  # the other measurements go on, and the exit status says that one failed
+                traceback.print_exc()
+                self.lines.write(name, "failed", why=gpu_lines.first_lines(error))
+                self.error = gpu_lines.device_error()
+                if self.error:
+                    return
+                continue
+            self.lines.write(name, "passed", found=found)
+            self.found.append(found)
+            yield found
+
+    def lost(self) -> dict[str, list[str]]:
+        """Names of what was left out or failed, by which of the two."""
+        failed = [f"{name}: {line['why']}" for name, line in self.lines.known.items() if line["state"] in gpu_lines.BAD]
+        return {key: names for key, names in (("left_out", self.left_out), ("failed", failed)) if names}
+
+    def end(self) -> int:
+        """Prints what is missing, and returns the exit status of the process."""
+        for what, names in self.lost().items():
+            for name in names:
+                print(f"{what.replace('_', ' ')}: {name}")
+        if self.error:
+            print(f"the GPU reports an error in every further call of this process: {self.error}")
+            return gpu_lines.START_AGAIN
+        return int("failed" in self.lost())

@@ -1,0 +1,91 @@
+"""A JSON line for each item of a long run, written as it happens, so that a process killed at any moment loses nothing.
+
+An item has a line when it begins and one when it ends. A process that takes up such a file leaves out what it already
+holds, the item that a crash cut short included, so that it can be started again until all items have a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+START_AGAIN = 75  # exit status: this process can do no more, a new one can
+BAD = ("failed", "crashed", "hung")  # states of an item, beside begun, passed and skipped
+Line = dict[str, Any]
+
+
+def read(path: Path) -> list[Line]:
+    """The lines of the file; one that was cut off while it was written does not count."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def results(lines: list[Line]) -> dict[str, Line]:
+    """The last line of each item, by name. "begun" is the state of an item that never ended."""
+    return {line["item"]: line for line in lines}
+
+
+def first_lines(error: BaseException, most: int = 3) -> str:
+    text = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    return " | ".join(text[:most])[:500]
+
+
+class Lines:
+    def __init__(self, path: Path, patience: float) -> None:
+        """
+        Args:
+            path: The file, appended to.
+            patience: Seconds after which an item counts as hung and ends the process.
+        """
+        self.path, self.patience = path, patience
+        self.known = results(read(path))
+        with path.open("a") as file:
+            file.write("\n")  # ends a line that an earlier process was writing when it was killed
+        for item, line in self.known.items():
+            if line["state"] == "begun":
+                self.write(item, "crashed", why="the process ended while it ran")
+
+    def write(self, item: str, state: str, **more: Any) -> None:
+        self.known[item] = {"item": item, "state": state} | more
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.known[item]) + "\n")
+
+    @contextmanager
+    def begun(self, item: str) -> Iterator[None]:
+        """Writes that the item has begun, and ends the process if it takes longer than `patience`."""
+        self.write(item, "begun")
+        watch = threading.Timer(self.patience, self._give_up, [item])
+        watch.daemon = True
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.cancel()
+
+    def _give_up(self, item: str) -> None:
+        self.write(item, "hung", seconds=self.patience, why=f"still running after {self.patience:g} s")
+        os._exit(START_AGAIN)  # a kernel that never ends keeps every thread of the process waiting
+
+
+def device_error() -> str:
+    """The error that the GPU of this process is stuck with, or "". Waits for the GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except Exception as error:  # torch.AcceleratorError and its predecessors
+        return first_lines(error)
+    return ""

@@ -1,0 +1,136 @@
+"""What gpu_check leaves: one page that a person reads in a minute, and one archive of everything.
+
+python -m tools.gpu_summary FOLDER    # prints the page of a folder of results
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tables import timing_rows
+from tools import gpu_lines
+
+MOST_LOG = 400_000  # bytes of a log that are kept, from its end
+MOST_FAILURES = 40  # that the page shows
+OPS = (
+    "group_advantages",
+    "token_logprobs",
+    "linear_logprobs",
+    "policy_loss",
+    "linear_policy_loss",
+    "endpoint_segments",
+    "similarity_groups",
+    "pairwise_cosine",
+    "cluster_distances",
+    "agglomerate",
+    "silhouette",
+)
+BACKENDS = ("cuda", "triton")
+Result = dict[str, Any]
+
+
+def results(folder: Path) -> dict[str, gpu_lines.Line]:
+    """The last line of each test and case, by name."""
+    return {
+        item: line
+        for path in sorted(folder.glob("*.jsonl"))
+        for item, line in gpu_lines.results(gpu_lines.read(path)).items()
+    }
+
+
+def ran_on(lines: dict[str, gpu_lines.Line]) -> Counter[str]:
+    """How many tests and cases passed in which an op was called on a backend, by op:backend."""
+    counts: Counter[str] = Counter()
+    for item, line in lines.items():
+        if line["state"] == "passed":
+            counts.update({item.removeprefix("smoke:")} if item.startswith("smoke:") else line.get("ran_on", []))
+    return counts
+
+
+def lacking(counts: Counter[str]) -> list[str]:
+    return [f"{op} on {backend}" for op in OPS for backend in BACKENDS if not counts[f"{op}:{backend}"]]
+
+
+def load(path: Path) -> Result:
+    """A JSON file, or nothing where a process was killed while it wrote."""
+    try:
+        found: Result = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found
+
+
+def peer_rows(result: Result) -> list[str]:
+    rows = ["| op, case | a peer's time over ours |", "|---|---|"]
+    for found in result["cases"]:
+        ratios = [
+            f"{name} {other['ratio']:.2f}" if "ratio" in other else f"{name}: {next(iter(other.values()))}"[:80]
+            for name, other in found["providers"].items()
+        ]
+        rows.append(f"| {found['op']}, {found['name']} | {'; '.join(ratios)} |")
+    return rows
+
+
+def failures(lines: dict[str, gpu_lines.Line]) -> list[str]:
+    bad = [(item, line) for item, line in lines.items() if line["state"] in gpu_lines.BAD]
+    shown = [f"- `{item}` {line['state']}: {line.get('why', '')}" for item, line in bad[:MOST_FAILURES]]
+    return shown + ([f"- and {len(bad) - MOST_FAILURES} more"] if len(bad) > MOST_FAILURES else [])
+
+
+def page(folder: Path) -> str:
+    """The summary, from whatever the folder holds so far."""
+    check, lines = load(folder / "gpu_check.json"), results(folder)
+    counts, states = ran_on(lines), Counter(line["state"] for line in lines.values())
+    machine = check.get("machine", {})
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "lacks")
+    parts = [f"# GPU check: {machine.get('gpu') or 'no GPU, a rehearsal'}", facts, "## Steps"]
+    table = ["| part | step | state | seconds | |", "|---|---|---|---|---|"]
+    for row in check.get("steps", []):
+        state = f"**{row['state']}**" if row["state"] == "FAILED" else row["state"]
+        table.append(f"| {row['part']} | {row['step']} | {state} | {row['seconds']:.1f} | {row['why']} |")
+    parts.append("\n".join(table))
+    parts.append("## Tests and cases")
+    parts.append(", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none")
+    table = ["| passed | " + " | ".join(BACKENDS) + " |", "|---|" + "---|" * len(BACKENDS)]
+    table += [f"| {op} | " + " | ".join(str(counts[f"{op}:{each}"]) for each in BACKENDS) + " |" for op in OPS]
+    parts.append("\n".join(table))
+    if bad := failures(lines):
+        parts += ["## What failed", "\n".join(bad)]
+    for title, file, rows in (("Times", "timings", timing_rows), ("Peers", "peers", peer_rows)):
+        if result := load(folder / f"{file}.json"):
+            parts += [f"## {title}", "\n".join(rows(result))]
+            for what in ("failed", "left_out"):
+                parts += [f"{what.replace('_', ' ')}: {name}" for name in result.get(what, [])]
+    if limits := load(folder / "timings.json").get("ceiling"):
+        most = ", ".join(f"{name} {value / 1e12:.3g} T/s" for name, value in limits.items())
+        parts.append(f"Measured ceilings: {most}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def bundle(folder: Path, out: Path) -> None:
+    """Writes summary.md and gpu_check.tar.gz. Both are whole at any moment: a file takes its name once it is done."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = page(folder)
+    (folder / "summary.md").write_text(text)
+    partial = out / "partial"
+    partial.write_text(text)
+    partial.rename(out / "summary.md")
+    with tarfile.open(partial, "w:gz") as archive:
+        for path in sorted(each for each in folder.iterdir() if each.is_file()):
+            if path.suffix == ".log" and path.stat().st_size > MOST_LOG:
+                cut = folder / "cut"
+                cut.write_bytes(b"[its beginning is left out]\n" + path.read_bytes()[-MOST_LOG:])
+                archive.add(cut, path.name)
+                cut.unlink()
+            elif path.name != "cut":
+                archive.add(path, path.name)
+    partial.rename(out / "gpu_check.tar.gz")
+
+
+if __name__ == "__main__":
+    print(page(Path(sys.argv[1])), end="")
