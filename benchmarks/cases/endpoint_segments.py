@@ -92,6 +92,10 @@ CASES = [
         for critic in (True, False)
         for norm in ("none", "batch")
     ),
+    Case(
+        OP, "norm=none, long rows", "512 responses of 8,192 tokens", Floor(bytes=30 * 512 * 8192), of(512, 8192), ours,
+        same=same, devices=("cuda",),
+    ),
 ]  # fmt: skip
 SIZES = {1024: 1, 4 * 4096: 4, 64 * 4096: 64, ROWS * LENGTH: ROWS, ROWS * 16384: ROWS, 128 * 131072: 128}  # to rows
 SWEEPS = [

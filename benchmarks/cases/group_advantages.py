@@ -36,6 +36,10 @@ def ours(i: Inputs) -> Tensor:
     return gk.group_advantages(i.rewards, GROUP).advantages
 
 
+def ours_of_batch(i: Inputs) -> Tensor:
+    return gk.group_advantages(i.rewards, GROUP, config="batch_std").advantages
+
+
 def ours_by_ids(i: Inputs) -> Tensor:
     return gk.group_advantages(i.rewards, i.ids).advantages
 
@@ -126,6 +130,17 @@ CASES = [
         OP, "one small call", "64 rewards: 8 prompts, 8 responses each", Floor(bytes=21 * 64),
         lambda device, seed: make(64, device, seed), ours, devices=("cpu",),
         bars=(Bar("microseconds at most", 25),),
+    ),
+    *(
+        Case(
+            OP, name, f"{rows:,} rewards in groups of 8", Floor(bytes=size * rows),
+            lambda device, seed, rows=rows: make(rows, device, seed), call, devices=("cuda",),
+        )
+        for name, rows, call, size in (
+            ("with a step over the batch", 65536, ours_of_batch, 21),
+            ("groups of 8, many", 2**24, ours, 21),
+            ("unsorted ids, many", 2**24, ours_by_ids, 29),
+        )
     ),
 ]  # fmt: skip
 

@@ -140,6 +140,10 @@ CASES = [
             Bar("ratio at least", 3, "torch.compile"), Bar("cost at most", 3, "two torch.exp"),
         ),
     ),
+    Case(
+        OP, "clip and k3, many rows", "2,048 responses of 2,048 tokens", Floor(bytes=17 * 8 * ROWS * WIDTH),
+        of(8 * ROWS), ours, (Provider("torch.compile", by(torch.compile(plain))),), same=SAME, devices=("cuda",),
+    ),
     some_tokens(
         "half the tokens, packed", "256 responses, half padding", ROWS, 0.5, Bar("ratio at least", 1.6, "all tokens"),
     ),

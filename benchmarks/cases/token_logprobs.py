@@ -43,6 +43,10 @@ def ours(logits: Tensor, targets: Tensor) -> Tensor:
     return gk.token_logprobs(logits, targets).logprobs
 
 
+def ours_capped(logits: Tensor, targets: Tensor) -> Tensor:
+    return gk.token_logprobs(logits, targets, softcap=30.0).logprobs
+
+
 def trl(logits: Tensor, targets: Tensor) -> Tensor:
     from trl.trainer.utils import selective_log_softmax
 
@@ -135,10 +139,18 @@ CASES = [
         arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
         bars=(Bar("memory below", 1.1, "the logits"),),  # the logits themselves
     ),
-    Case(
-        OP, "llama-3.1-8b, forward and backward", "8,192 tokens of 128,256 logits", Floor(bytes=3 * 2 * 8192 * 128256),
-        lambda device, seed: make(8192, device, seed, torch.bfloat16, 128256), both(ours), providers(both),
-        same=SAME, checked=of(8), dtype="bfloat16", devices=("cuda",),
+    *(
+        Case(
+            OP, f"{model}, {name}", f"8,192 tokens of {size:,} logits", Floor(bytes=passes * 2 * 8192 * size),
+            lambda device, seed, size=size: make(8192, device, seed, torch.bfloat16, size), way(call), others,
+            same=SAME, checked=of(8), dtype="bfloat16", devices=("cuda",),
+        )
+        for model, size in (("llama-3.1-8b", 128256), ("qwen3-8b", 151936))
+        for name, passes, way, call, others in (
+            ("forward", 1, forward, ours, ()),
+            ("forward with softcap", 1, forward, ours_capped, ()),
+            ("forward and backward", 3, both, ours, providers(both)),
+        )
     ),
 ]  # fmt: skip
 SWEEPS = [
