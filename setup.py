@@ -11,6 +11,7 @@ A compile that fails is an error in every mode.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -27,6 +28,15 @@ MODES = ("auto", "none", "cpu", "cuda")
 def nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
+
+
+def program(package: str, folder: str) -> str | None:
+    """The program of a package installed for this Python, or else the one on PATH, which may be too old for nvcc."""
+    try:
+        own = shutil.which(package, path=str(getattr(importlib.import_module(package), folder)))
+    except (ImportError, AttributeError):
+        own = None
+    return own or shutil.which(package)
 
 
 def build_mode() -> str:
@@ -54,8 +64,9 @@ class CMakeBuild(build_ext):
         output = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
+        cmake = program("cmake", "CMAKE_BIN_DIR") or "cmake"
         configure = [
-            "cmake",
+            cmake,
             "-S",
             str(ROOT),
             "-B",
@@ -65,7 +76,7 @@ class CMakeBuild(build_ext):
             f"-DGRPO_OUTPUT_DIR={output}",
             f"-DGRPO_WITH_CUDA={'ON' if len(self.extensions) > 1 else 'OFF'}",
         ]
-        ninja = shutil.which("ninja")
+        ninja = program("ninja", "BIN_DIR")
         if ninja:
             # said each time: the cache may know that of an environment which pip made for a build, and removed
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
@@ -78,7 +89,7 @@ class CMakeBuild(build_ext):
         configure += os.environ.get("CMAKE_ARGS", "").split()
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))
-        subprocess.run(["cmake", "--build", str(build), "--parallel", jobs], check=True)
+        subprocess.run([cmake, "--build", str(build), "--parallel", jobs], check=True)
 
 
 modules = {"none": [], "cpu": ["_C"], "cuda": ["_C", "_C_cuda"]}[build_mode()]

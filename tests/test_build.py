@@ -7,22 +7,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_second_build_uses_the_ninja_of_now(tmp_path: Path) -> None:
-    """CMake's cache keeps the first build's, which pip may have removed with the environment it built in."""
-    tools, told = tmp_path / "bin", tmp_path / "told"
-    tools.mkdir()
-    for name in ("cmake", "ninja"):
-        (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {told}\n')
-        (tools / name).chmod(0o755)
+@pytest.mark.parametrize("has_packages", [True, False])
+def test_the_programs_of_now_build(tmp_path: Path, has_packages: bool) -> None:
+    """Those of this Python's packages, or else those on PATH: a system's CMake may be too old for nvcc. CMake's cache
+    keeps the first build's ninja, which pip may have removed with the environment it built in."""
+    told, modules = tmp_path / "told", tmp_path / "modules"
+    modules.mkdir()
+    for folder in ("own", "path"):
+        (tmp_path / folder).mkdir()
+        for name in ("cmake", "ninja"):
+            (tmp_path / folder / name).write_text(f'#!/bin/sh\necho {folder} {name} "$@" >> {told}\n')
+            (tmp_path / folder / name).chmod(0o755)
+    for name, variable in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
+        code = f"{variable} = {str(tmp_path / 'own')!r}" if has_packages else "raise ImportError"
+        (modules / f"{name}.py").write_text(code)
     folders = ["--build-temp", str(tmp_path / "temp"), "--build-lib", str(tmp_path / "lib")]
-    variables = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "GRPO_KERNELS_BUILD": "cpu"}
-    subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", *folders],
-        check=True, cwd=ROOT, env=os.environ | variables, timeout=120, capture_output=True,
-    )  # fmt: skip
+    variables = {"PATH": f"{tmp_path / 'path'}{os.pathsep}{os.environ['PATH']}", "GRPO_KERNELS_BUILD": "cpu"}
+    command = [sys.executable, "setup.py", "-q", "build_ext", *folders]
+    environment = os.environ | variables | {"PYTHONPATH": str(modules)}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120, capture_output=True)
     configure, build = told.read_text().splitlines()
-    assert f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}" in configure and "-G Ninja" in configure
-    assert build.startswith("cmake --build")
+    folder = "own" if has_packages else "path"
+    assert f"-DCMAKE_MAKE_PROGRAM={tmp_path / folder / 'ninja'}" in configure and "-G Ninja" in configure
+    assert configure.startswith(f"{folder} cmake -S") and build.startswith(f"{folder} cmake --build")

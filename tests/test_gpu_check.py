@@ -69,12 +69,29 @@ print(json.loads(os.environ["PLAN"]).get("summary", "========= ERROR SUMMARY: 0 
 raise SystemExit(json.loads(os.environ["PLAN"]).get("sanitizer status", 0))
 """
 ALL = [f"{op}:{backend}" for op in gpu_summary.OPS for backend in gpu_summary.BACKENDS]
-TIMED = {"op": "sum", "name": "of ten", "dtype": "float32", "backend": "cuda", "bytes": 4e6, "flops": 0, "floor_us": 1.0,
-         "warm_us": 10.0, "cold_us": 20.0, "graph_us": 9.0, "copy_us": 15.0, "launches": 3, "synchronisations": 1,
-         "is_gapless": True}  # fmt: skip
-TIMINGS = {"machine": {"gpu": "A GPU", "driver": "1", "cores": 4, "threads": 2, "grpo_kernels": "0.1", "packages": {}},
-           "device": "cuda", "ceiling": {"copy": 3e12}, "cases": [],
-           "timings": [TIMED, TIMED | {"backend": "triton", "missing": "it takes less"}]}  # fmt: skip
+TIMED = {
+    "op": "sum",
+    "name": "of ten",
+    "dtype": "float32",
+    "backend": "cuda",
+    "bytes": 4e6,
+    "flops": 0,
+    "floor_us": 1.0,
+    "warm_us": 10.0,
+    "cold_us": 20.0,
+    "graph_us": 9.0,
+    "copy_us": 15.0,
+    "launches": 3,
+    "synchronisations": 1,
+    "is_gapless": True,
+}
+TIMINGS = {
+    "machine": {"gpu": "A GPU", "driver": "1", "cores": 4, "threads": 2, "grpo_kernels": "0.1", "packages": {}},
+    "device": "cuda",
+    "ceiling": {"copy": 3e12},
+    "cases": [],
+    "timings": [TIMED, TIMED | {"backend": "triton", "missing": "it takes less"}],
+}
 
 
 def script(path: Path, code: str) -> Path:

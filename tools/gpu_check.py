@@ -149,6 +149,7 @@ class Plan:
             "PYTHONUNBUFFERED": "1",
             "TRITON_CACHE_DIR": str(WORK / "triton"),
             "OMP_NUM_THREADS": "2",
+            "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")]),  # its own cmake and ninja
         }
         # The checkout comes after the package: its folder of that name has no compiled kernels.
         self.of_package = common | {"PYTHONPATH": os.pathsep.join(filter(None, [str(self.package), *paths]))}
