@@ -19,8 +19,11 @@ MOST_AHEAD = 0.2  # seconds that the GPU is kept busy at most while a call is qu
 Call = Callable[[], Any]
 
 
-def describe(call: Call, device: torch.device, rounds: int = 20) -> dict[str, Any]:
+def describe(call: Call, device: torch.device) -> dict[str, Any]:
     """Everything about a call that has run before. A CPU has a warm time only."""
+    began = time.perf_counter()
+    host_seconds(call)  # and waits for it
+    rounds = rounds_for(time.perf_counter() - began)
     if device.type != "cuda":
         return {"warm_us": statistics.median(host_seconds(call) * 1e6 for _ in range(rounds))}
     timer = Timer(call)
@@ -88,12 +91,18 @@ def cycles_per_second() -> float:
 
 
 def host_seconds(call: Call) -> float:
+    """Seconds until the call returns, which on a GPU may be before it has ended."""
     began = time.perf_counter()
     call()
     seconds = time.perf_counter() - began
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return seconds
+
+
+def rounds_for(seconds: float) -> int:
+    """Twenty of a short call; fewer of a long one, whose times differ less."""
+    return max(5, min(20, int(0.3 / max(seconds, 1e-9))))
 
 
 def copy_time(size: float, device: torch.device, rounds: int = 20) -> float:
