@@ -63,10 +63,10 @@ class Outcome:
 def compile_module(tmp_path: Path) -> Any:
     """Write a kernel module and run the tool on it."""
 
-    def run(body: str, *targets: str) -> Outcome:
+    def run(body: str, *targets: str, options: tuple[str, ...] = ()) -> Outcome:
         module = tmp_path / "sample_op.py"
         module.write_text(PRELUDE + body)
-        return run_tool(tmp_path, "--op", str(module), *(["--target", *targets] if targets else []))
+        return run_tool(tmp_path, "--op", str(module), *(["--target", *targets] if targets else []), *options)
 
     return run
 
@@ -152,6 +152,17 @@ AOT_SIGNATURES = (
     assert outcome.status == 0, outcome.stderr
     assert outcome.rows[0]["resources"]["spill_store_bytes"] > 0
     assert "spills ok" in outcome.stdout
+
+
+def test_spills_can_be_allowed_for_all_cases(compile_module: Any) -> None:
+    body = """
+AOT_SIGNATURES = (AotCase(big_tile, POINTERS, {"BLOCK": 8192}, options={"maxnreg": 32}),)
+"""
+    outcome = compile_module(body, "sm_90", options=("--allow-spills",))
+    assert outcome.status == 0, outcome.stderr
+    assert outcome.rows[0]["resources"]["spill_store_bytes"] > 0
+    assert "spills ok" in outcome.stdout
+    assert compile_module(body, "sm_90").status == 1
 
 
 def test_a_broken_kernel_is_named_and_hides_no_other(compile_module: Any) -> None:

@@ -1,25 +1,47 @@
 #!/usr/bin/env bash
-# Builds the wheel of every build mode and the sdist, installs each wheel into a fresh environment, and runs the op
-# tests against it from outside the checkout. Uses the packages of .venv to build (make test makes it).
+# Builds the sdist and, from it, the wheel of every build mode against the torch of .venv; installs each wheel in
+# .venv-floor, which has the oldest torch and Triton supported; and runs the op tests there, outside the checkout.
+#
+#   bash tools/check_wheels.sh          all of it; also runs a wheel built against the oldest torch under that of .venv
+#   bash tools/check_wheels.sh quick    CUDA kernels for one architecture, and the tests most likely to notice a version
+#
+# `make test-floor` and `make test-floor-quick` prepare both environments.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
+quick=${1:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-export PATH="$root/.venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 OMP_NUM_THREADS=1
+newest="$root/.venv/bin/python"
+oldest="$root/.venv-floor/bin/python"
+# Large grids run in make test, and the peers of the parity tests are not installed here.
+select=(-m "not slow and not grid" --ignore-glob="*_parity*.py")
 
-# From the sdist, so that what it lacks is found here.
+torch_dir() { "$1" -c 'import os, torch; print(os.path.dirname(torch.__file__))'; }
+
+# build_wheel PYTHON TORCH_DIR MODE FOLDER. Every mode builds in the same tree, so the CPU kernels are compiled once.
+build_wheel() {
+  env PATH="$(dirname "$1"):$PATH" GRPO_KERNELS_BUILD="$3" CMAKE_ARGS="${CMAKE_ARGS:-} -DTORCH_DIR=$2" \
+    "$1" -m pip wheel -q --no-build-isolation --no-deps -w "$4" "$work/unpacked"
+}
+
+run_tests() { (cd "$work" && "$@" -m pytest -q -p no:cacheprovider -n auto "${select[@]}" "${tests[@]}"); }
+
 git -C "$root" archive --format=tar HEAD | (mkdir "$work/source" && tar -x -C "$work/source")
-(cd "$work/source" && GRPO_KERNELS_BUILD=none python setup.py -q sdist -d "$work/sdist" >/dev/null)
+(cd "$work/source" && GRPO_KERNELS_BUILD=none "$newest" setup.py -q sdist -d "$work/sdist" >/dev/null)
+# The wheels come from the sdist, so a file that it lacks fails here.
+mkdir "$work/unpacked" && tar -xf "$work"/sdist/*.tar.gz -C "$work/unpacked" --strip-components=1
 cp -r "$root/tests" "$work/tests"
+
 modes="none cpu"
 if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then modes="$modes cuda"; fi
-
 for mode in $modes; do
   echo "== wheel: GRPO_KERNELS_BUILD=$mode"
-  GRPO_KERNELS_BUILD=$mode python -m pip wheel -q --no-build-isolation --no-deps -w "$work/$mode" "$work"/sdist/*.tar.gz
+  if [ "$quick" ] && [ "$mode" = cuda ]; then export CMAKE_ARGS="-DGRPO_CUDA_ARCHITECTURES=90-real"; fi
+  build_wheel "$oldest" "$(torch_dir "$newest")" "$mode" "$work/$mode"
   wheel=$(ls "$work/$mode"/*.whl)
   basename "$wheel"
-  python - "$wheel" "$mode" <<'PY'
+  "$oldest" - "$wheel" "$mode" <<'PY'
 import sys, zipfile
 names = zipfile.ZipFile(sys.argv[1]).namelist()
 mode = sys.argv[2]
@@ -29,20 +51,37 @@ assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} ==
 assert "grpo_kernels/py.typed" in names
 assert (mode == "none") == sys.argv[1].endswith("py3-none-any.whl"), sys.argv[1]
 PY
-  # a source file that the build forgot would show where the module is loaded, which without a GPU it is not
-  mkdir "$work/content-$mode" && python -m zipfile -e "$wheel" "$work/content-$mode"
-  for module in $(find "$work/content-$mode" -name "*.so"); do
-    missing=$(nm -D --undefined-only --demangle "$module" | grep "grpo_kernels::" || true)
-    if [ -n "$missing" ]; then echo "$module lacks: $missing" >&2; exit 1; fi
-  done
-  python -m venv "$work/env-$mode"
-  python_there="$work/env-$mode/bin/python"
-  "$python_there" -m pip install -q -c "$root/tools/constraints.txt" torch==2.13.0 triton==3.7.1 numpy pytest pytest-xdist hypothesis
-  "$python_there" -m pip install -q --no-deps "$wheel"
-  # not what make test has gone through already at length: large grids, and the peers, which are not installed here
-  tests=tests/ops
-  if [ "$mode" = cuda ] && ! nvidia-smi -L >/dev/null 2>&1; then tests=tests/ops/test_group_advantages.py; fi
-  (cd "$work" && "$python_there" -m grpo_kernels && "$python_there" -m pytest -q -p no:cacheprovider -n auto \
-    -m "not slow and not grid" --ignore-glob="*_parity*.py" "$tests")
-  rm -rf "$work/env-$mode"
+  "$oldest" -m pip uninstall -q -y grpo-kernels 2>/dev/null
+  "$oldest" -m pip install -q --no-deps "$wheel"
+  # A symbol missing from torch or from a module shows when the module is loaded. That of the CUDA kernels is loaded
+  # beside every CUDA build of torch, with or without a GPU.
+  (cd "$work" && "$oldest" -m grpo_kernels && "$oldest" - "$mode" "$root" <<'PY'
+import sys, torch, grpo_kernels
+from grpo_kernels import _native
+mode, root = sys.argv[1:]
+assert not grpo_kernels.__file__.startswith(root + "/grpo_kernels"), grpo_kernels.__file__
+assert torch.version.cuda, "the oldest torch must be a CUDA build"
+wanted = {"none": set(), "cpu": {"cpu"}, "cuda": {"cpu", "cuda"}}[mode]
+assert set(_native.build_facts()) == wanted, (_native.cpu_error, _native.cuda_error)
+if mode == "cuda" and not torch.cuda.is_available():
+    assert grpo_kernels.available_backends()["cuda"] == "no CUDA device", grpo_kernels.available_backends()
+PY
+  )
+  case "$mode-$quick" in
+    cpu-quick) tests=(tests/ops/test_*_torch.py tests/ops/test_{group_advantages,policy_loss}_edges.py) ;;
+    *-quick | cuda-) tests=(tests/ops/test_group_advantages.py) ;;
+    none-) tests=(tests/ops) ;;
+    cpu-) tests=(tests/ops) ;;
+  esac
+  run_tests "$oldest"
 done
+
+if [ -z "$quick" ]; then
+  echo "== wheel built against the oldest torch, run under the newest"
+  rm -rf "$work/unpacked/build"
+  build_wheel "$newest" "$(torch_dir "$oldest")" cpu "$work/older"
+  mkdir "$work/content" && "$newest" -m zipfile -e "$work"/older/*.whl "$work/content"
+  tests=(tests/ops)
+  # Folders on PYTHONPATH come before the editable install of the checkout.
+  run_tests env PYTHONPATH="$work/content" "$newest"
+fi
