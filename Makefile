@@ -8,7 +8,8 @@
 #   make bench       benchmarks against the installed peers on the CPU, and every bar; about a quarter of an hour
 #   make bench-quick the steady ratios of them, against those of benchmarks/baseline.json; about a minute
 #   make wheel       the wheel of build mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) in dist/
-#   make gpu-check   on a machine with an NVIDIA GPU: build, test, sanitize, benchmark; needs no network
+#   make gpu-check   on a machine with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
+#   make gpu-rehearsal  every part of it without a GPU, with stand-ins for the kernels; about half an hour
 #   make size        lines per folder
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +27,7 @@ FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) $(PYTHON))
 
-.PHONY: train test test-floor test-floor-quick lint format results bench bench-quick wheel gpu-check size clean
+.PHONY: train test test-floor test-floor-quick lint format results bench bench-quick wheel gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -79,6 +80,10 @@ wheel: $(VENV)/packages
 gpu-check:
 	$(PYTHON) -m tools.gpu_check
 
+gpu-rehearsal: $(VENV)/built $(FLOOR)/rehearsal
+	tools/gpu_wheels.sh $$($(FLOOR_BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+	$(BIN)/python -m tools.gpu_rehearsal --python $(FLOOR_BIN)/python
+
 size:
 	@$(PYTHON) tools/size.py
 
@@ -101,4 +106,11 @@ $(FLOOR)/packages: tools/constraints.txt
 	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt torch==2.11.0 triton==3.6.0
 	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt setuptools wheel cmake ninja pybind11 pytest pytest-xdist hypothesis
 	$(FLOOR_BIN)/python -m pip install --quiet numpy==2.3.5
+	touch $@
+
+# What a GPU machine's image has beside torch.
+$(FLOOR)/rehearsal: $(FLOOR)/packages
+	grep -v '^numpy=' tools/constraints.txt > $(FLOOR)/constraints.txt
+	$(FLOOR_BIN)/python -m pip install --quiet -c $(FLOOR)/constraints.txt numpy==2.3.5 accelerate matplotlib \
+		sentence-transformers scikit-learn transformers pyyaml
 	touch $@

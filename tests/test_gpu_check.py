@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import tables
 from tests.emulation import build
 from tools import gpu_check, gpu_lines, gpu_summary
 
@@ -165,6 +166,15 @@ def test_the_page(machine: Machine) -> None:
     assert "| build | build | ok |" in page and "| silhouette | 3 | 3 |" in page  # once in each share, and in smoke
     assert "| sum, of ten, float32 | cuda | 20 us | 10 us | 9 us | 4.0 | 75% | 3 | 1 |" in page
     assert "it takes less" in page and "What failed" not in page
+
+
+def test_the_tables_come_from_the_archive(machine: Machine) -> None:
+    machine.run()
+    document = machine.folder / "performance.md"
+    document.write_text("<!-- measured on cuda -->\noutdated\n<!-- end of cuda -->\n")
+    tables.main([str(machine.out / "gpu_check.tar.gz"), "--into", str(document)])
+    text = document.read_text()
+    assert "A GPU, driver 1, 4 cores" in text and "| cuda | 20 us | 10 us |" in text and "outdated" not in text
 
 
 def test_it_leaves_two_files(machine: Machine) -> None:
