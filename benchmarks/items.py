@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import tempfile
 import time
 import traceback
@@ -11,20 +13,27 @@ from typing import Any
 
 from tools import gpu_lines
 
-PATIENCE = 90.0  # seconds after which a measurement counts as hung
 Found = dict[str, Any]
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    late = "seconds after which no further case is begun, the first of each op first; those left out are named"
+    parser.add_argument("--budget", type=float, default=math.inf, help=late)
+    parser.add_argument("--lines", type=Path, help="a file that gets a line per case, and whose cases are left out")
+    parser.add_argument("--patience", type=float, default=90, help="seconds until a case counts as hung, with --lines")
+
+
 class Items:
-    def __init__(self, lines: Path | None, budget: float) -> None:
+    def __init__(self, lines: Path | None, budget: float, patience: float = 90) -> None:
         """
         Args:
             lines: A file with a line for each measurement, also of processes before this one; None: none is kept.
             budget: Seconds after which none is begun.
+            patience: Seconds after which a measurement counts as hung, if there is such a file.
         """
         self.stop = time.monotonic() + budget
         self.folder = tempfile.TemporaryDirectory()
-        self.lines = gpu_lines.Lines(lines or Path(self.folder.name) / "lines", PATIENCE if lines else 1e6)
+        self.lines = gpu_lines.Lines(lines or Path(self.folder.name) / "lines", patience if lines else 1e6)
         self.found = [line["found"] for line in self.lines.known.values() if line["state"] == "passed"]
         self.left_out: list[str] = []
         self.error = ""

@@ -25,7 +25,7 @@ import torch
 from benchmarks import machine
 from benchmarks.case import DEVICES, Case
 from benchmarks.cases import OPS, cases
-from benchmarks.items import Items
+from benchmarks.items import Items, add_options
 from benchmarks.measure import ceiling, measure
 from tools.gpu_lines import START_AGAIN
 
@@ -130,12 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--rounds", type=int, default=0, help="pairs of ours and theirs, in place of each case's own; not with --quick"
     )
     parser.add_argument("--device", choices=DEVICES, default=default_device())
-    parser.add_argument(
-        "--budget", type=float, default=math.inf,
-        help="seconds after which no further case is begun, the first of each op first; what is left out is named",
-    )  # fmt: skip
+    add_options(parser)
     parser.add_argument("--json", type=Path, help="written after every case")
-    parser.add_argument("--lines", type=Path, help="a file that gets a line per case, and whose cases are left out")
     parser.add_argument("--date", action="store_true", help="keep today's date in the JSON")
     given = parser.parse_args(arguments)
     if given.rounds < 0:
@@ -148,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = usable(given.device)
     limits: dict[str, float] = {} if given.quick else ceiling(device)
     wanted = [case for case in chosen if case.quick or not given.quick]
-    kept = Items(given.lines, given.budget)
+    kept = Items(given.lines, given.budget, given.patience)
     found = kept.found
     result = document(device, found, limits)
     if given.date:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ import grpo_kernels as gk
 from benchmarks import gpu
 from benchmarks.case import DEVICES, Case
 from benchmarks.cases import OPS, cases
-from benchmarks.items import Items
+from benchmarks.items import Items, add_options
 from benchmarks.measure import ceiling
 from benchmarks.run import by_turns, default_device, document, usable, write
 
@@ -73,8 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--case", default="", help="only cases with this in their names")
     parser.add_argument("--device", choices=DEVICES, default=default_device())
     parser.add_argument("--backend", nargs="+", choices=gk.available_backends(), help="those of the device if left out")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further case is begun")
-    parser.add_argument("--lines", type=Path, help="a file that gets a line for each case and backend")
+    add_options(parser)
     parser.add_argument("--json", type=Path, help="written after every case")
     given = parser.parse_args(arguments)
     device = usable(given.device)
@@ -86,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     if not items:
         raise SystemExit(f"timings: no case of {given.op or 'any op'} on {given.device} has {given.case!r} in its name")
-    kept = Items(given.lines, given.budget)
+    kept = Items(given.lines, given.budget, given.patience)
     result = document(device, [], limits)
     for found in kept.run(items):
         show(found)

@@ -137,6 +137,7 @@ class Plan:
         self.package = WORK / "package"
         device = "cpu" if rehearsal else "cuda"
         self.on_device = ["--device", device]
+        self.patience = ["--patience", "600"] if rehearsal else []  # the stand-ins are slow
         paths = [
             str(ROOT),
             str(ROOT / "python"),
@@ -181,7 +182,7 @@ class Plan:
             lines = self.results / f"{part}_{backend}_{share}.jsonl"
             command = ["-m", "tools.kernel_cases", "--backend", backend, "--results", str(lines), *self.on_device]
             command += ["--share", f"{share}/{shares}"] + (["--smoke"] if part == "smoke" else [])
-            command += ["--patience", "600"] if self.rehearsal else []
+            command += self.patience
             steps.append(self.step(part, name, command, lines=lines, **more))
         return steps
 
@@ -205,7 +206,7 @@ class Plan:
         shares = max(1, min(8, self.machine["cores"] // 2))
         pytest = ["-m", "pytest", "-p", "tools.gpu_tests", "-p", "no:cacheprovider", "--import-mode=append"]
         pytest += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--ignore-glob", "*_parity*"]
-        pytest += ["--stand-ins"] if self.rehearsal else []
+        pytest += ["--stand-ins", *self.patience] if self.rehearsal else []
         steps = []
         for share in range(1, shares + 1):
             lines = self.results / f"tests_{share}.jsonl"
@@ -224,7 +225,7 @@ class Plan:
         ]
         if resumes:
             more["lines"] = self.results / f"{part}.lines"
-            command += ["--lines", str(more["lines"])]
+            command += ["--lines", str(more["lines"]), *self.patience]
         return self.step(part, part, command, is_optional=True, fills_time=True, **more)
 
     def trainer(self) -> list[Step]:

@@ -1,6 +1,6 @@
 """Rehearses gpu_check without a GPU: every part with the kernels' stand-ins, then each way in which it can be cut off.
 
-    python -m tools.gpu_rehearsal --python .venv-floor/bin/python [--seconds 1500]
+    python -m tools.gpu_rehearsal --python .venv-floor/bin/python [--seconds 2400]
 
 The emulator stands in for CUDA and Triton's interpreter for Triton; the build, the processes, the deadlines, the lines
 of results and the archive are the real ones. The exit status is 1 if anything is not as it would have to be on a GPU.
@@ -134,7 +134,7 @@ def killed(rehearsal: Rehearsal, kind: signal.Signals) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="the Python that stands in for the GPU machine's")
-    parser.add_argument("--seconds", type=float, default=1500, help="for the run of all parts")
+    parser.add_argument("--seconds", type=float, default=2400, help="for the run of all parts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         rehearsal = Rehearsal(options.python, Path(name))
