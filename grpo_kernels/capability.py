@@ -1,9 +1,11 @@
-"""What can run here; a backend that cannot has a reason. Plain code, without caches, that torch.compile traces."""
+"""What can run here; a backend that cannot has a reason. Plain code that torch.compile traces."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import re
 
 import torch
 
@@ -23,14 +25,18 @@ _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _emulated: set[str] = set()
 
 
-def missing(backend: str) -> str | None:
-    """Why the backend cannot run in this process, or None."""
+def missing(backend: str, device_index: int | None = None) -> str | None:
+    """Why the backend cannot run in this process, on this GPU (default: the current one), or None."""
     if backend in _emulated:
         return None
     if backend == "cuda":
         if _native.cuda_error is not None:
             return f"CUDA kernels: {_native.cuda_error}"
-        return None if torch.cuda.is_available() else "no CUDA device"
+        if device_index is None:  # else there is a tensor on it
+            if not torch.cuda.is_available():
+                return "no CUDA device"
+            device_index = torch.cuda.current_device()
+        return no_machine_code(device_index)
     if backend == "triton":
         if not _TRITON_INSTALLED:
             return "triton is not installed"
@@ -40,6 +46,47 @@ def missing(backend: str) -> str | None:
     if backend == "cpu" and _native.cpu_error is not None:
         return f"CPU kernels: {_native.cpu_error}"
     return None
+
+
+def no_machine_code(device_index: int) -> str | None:
+    """Why this GPU cannot run what the CUDA kernels were compiled to, or None."""
+    return _no_machine_code(device_index)
+
+
+# Says to torch.compile that the result is a constant, as torch.compiler.assume_constant_result does, which imports a
+# second's worth of modules. An eager call then costs a look into the cache.
+no_machine_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _no_machine_code(device_index: int) -> str | None:
+    architectures = _native.build_facts()["cuda"]["cuda_architectures"]
+    major, minor = torch.cuda.get_device_capability(device_index)
+    if runs_machine_code(architectures, major, minor):
+        return None
+    built_for = ", ".join(f"sm_{number}" for number in re.findall(r"\d+[af]?", architectures))
+    here = f"sm_{major}{minor}"
+    rebuild = f"CMAKE_ARGS=-DGRPO_CUDA_ARCHITECTURES={major}{minor}"
+    return f"the CUDA kernels are built for {built_for}, not for {here} of cuda:{device_index}; rebuild with {rebuild}"
+
+
+def runs_machine_code(architectures: str, major: int, minor: int) -> bool:
+    """Whether a GPU of compute capability `major`.`minor` runs code for CMake's list of CUDA architectures.
+
+    Machine code runs on its own minor version and later ones of the same major version, PTX on everything later.
+    "80-real" is machine code, "80-virtual" PTX, "80" both; code for "90a" runs on 9.0 alone, and for "100f" on 10.x.
+    """
+    for entry in architectures.split(";"):
+        found = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", entry)
+        if found is None:  # "native" and the like: whoever builds that way knows the GPU
+            return True
+        built, feature, kind = (int(found[1]), int(found[2])), found[3], found[4]
+        same_major = built[0] == major and (built[1] == minor if feature == "a" else built[1] <= minor)
+        if (kind != "virtual" or feature) and same_major:
+            return True
+        if kind != "real" and not feature and built <= (major, minor):
+            return True
+    return False
 
 
 def interpreting() -> bool:

@@ -33,7 +33,12 @@ _forced: str | None = _checked(os.environ.get("GRPO_KERNELS_BACKEND") or None, "
 
 
 def refusal(
-    backend: str, device_type: str, dtype: torch.dtype, supports: Supports, limits: Limits = _NO_LIMITS
+    backend: str,
+    device_type: str,
+    dtype: torch.dtype,
+    supports: Supports,
+    device_index: int | None = None,
+    limits: Limits = _NO_LIMITS,
 ) -> str | None:
     """Why this backend cannot take such a tensor, or None. `limits` says of backends why they cannot take this call."""
     if backend not in supports:
@@ -42,7 +47,7 @@ def refusal(
         return f"it does not run on {device_type} tensors"
     if dtype not in supports[backend]:
         return f"it takes {dtype_names(supports[backend])}, not {dtype_names((dtype,))}"
-    return limits.get(backend) or capability.missing(backend)
+    return limits.get(backend) or capability.missing(backend, device_index)
 
 
 def select(
@@ -51,26 +56,29 @@ def select(
     device_type: str,
     dtype: torch.dtype,
     supports: Supports,
+    device_index: int | None = None,
     limits: Limits = _NO_LIMITS,
 ) -> str:
     choice = requested or _forced
     candidates = _PREFERENCE.get(device_type, _PREFERENCE_GPU)
     if choice is not None:
         _checked(choice, f"{op}: backend")
-        reason = refusal(choice, device_type, dtype, supports, limits)
+        reason = refusal(choice, device_type, dtype, supports, device_index, limits)
         if reason is None:
             return choice
-        others = [name for name in candidates if refusal(name, device_type, dtype, supports, limits) is None]
+        others = [
+            name for name in candidates if refusal(name, device_type, dtype, supports, device_index, limits) is None
+        ]
         way_out = f"; use backend={others[0]!r} or leave it out" if others else ""
         raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
     for name in candidates:
-        if refusal(name, device_type, dtype, supports, limits) is None:
+        if refusal(name, device_type, dtype, supports, device_index, limits) is None:
             return name
     raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}")
 
 
 def available_backends() -> dict[str, str]:
-    """Each backend with "ok" or the reason why it cannot run here."""
+    """Each backend with "ok" or the reason why it cannot run here; on the current GPU, where there are several."""
     return {name: capability.missing(name) or "ok" for name in BACKENDS}
 
 

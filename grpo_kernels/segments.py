@@ -1,4 +1,4 @@
-"""Rows sorted into segments, on the device and without asking it anything: for the GPU backends."""
+"""Which tokens and rows belong together, found on the device and without asking it anything."""
 
 from __future__ import annotations
 
@@ -41,9 +41,17 @@ def sort_rows(rows: int, groups: Tensor | None, group_size: int, subgroups: Tens
     return Segments(order, starts, parent, _starts(parents))
 
 
-def ascending(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """cu_seqlens, but that whatever they hold no row reaches outside the tokens or into another row."""
-    return cu_seqlens.clamp(0, tokens).cummax(0).values
+def packed_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Asserts that `cu_seqlens` bounds packed rows; returns it clamped to [0, tokens] and made to ascend from 0.
+
+    The assertion fails at once on the CPU. On a GPU it fails in its own place of the stream, without a wait: kernels
+    that read the result stay within the tokens whatever `cu_seqlens` holds.
+    """
+    bounds = cu_seqlens.clamp(0, tokens).cummax(0).values
+    bounds[:1] = 0
+    rule = "cu_seqlens must ascend from 0 to at most the number of tokens"
+    torch._assert_async((bounds == cu_seqlens).all(), f"{op}: {rule}")
+    return bounds
 
 
 def _changes(sorted_ids: Tensor) -> Tensor:

@@ -72,17 +72,17 @@ class Batch:
 
         return self.map(change)
 
-    def packed(self, before: int = 0, after: int = 0) -> Batch:
-        """Each row up to its last valid token, or one more; with tokens of no row around them."""
+    def packed(self, behind: int = 0) -> Batch:
+        """Each row up to its last valid token, or one more; with tokens of no row behind the last."""
         width = self.mask.shape[1]
         last = (self.mask * torch.arange(1, width + 1)).amax(1) if width else torch.zeros(len(self.mask))
         lengths = torch.minimum(last + torch.arange(len(last)) % 2, torch.tensor(width)).long()
         kept = torch.arange(width) < lengths[:, None]
-        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) + before
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
         def change(x: Tensor) -> Tensor:
-            around = True if x.dtype == torch.bool else NAN
-            return torch.nn.functional.pad(x[kept], (before, after), value=around)
+            filler = True if x.dtype == torch.bool else NAN
+            return torch.nn.functional.pad(x[kept], (0, behind), value=filler)
 
         return dataclasses.replace(self.map(change), cu_seqlens=ends)
 

@@ -325,6 +325,37 @@ def test_stream_header_needs_no_torch_when_emulated(tmp_path: Path) -> None:
     compile_(["g++", *EMULATED, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)])
 
 
+GUARDED_SOURCE = """
+#include <cstdio>
+#include <stdexcept>
+#include "torch_stream.h"
+__global__ void set(int* out) { *out = 1; }
+int main() {
+  int out = 0, refused = 0;
+  {
+    const grpo_kernels::DeviceGuard guard(1);
+    grpo_kernels::launch(set, 1, 1, 0, grpo_kernels::current_stream(1), &out);
+  }
+  try {
+    grpo_kernels::launch(set, 1, 1, 0, grpo_kernels::current_stream(1), &out);
+  } catch (const std::runtime_error&) { ++refused; }
+  const grpo_kernels::DeviceGuard guard(0);
+  try {
+    grpo_kernels::launch(set, 1, 1, 0, grpo_kernels::current_stream(1), &out);
+  } catch (const std::runtime_error&) { ++refused; }
+  std::printf("%d %d", out, refused);
+}
+"""
+
+
+def test_a_launch_needs_a_guard_for_the_device_of_its_stream(tmp_path: Path) -> None:
+    source = tmp_path / "guarded.cu"
+    source.write_text(GUARDED_SOURCE)
+    compile_(["g++", *EMULATED, str(source), "-o", str(tmp_path / "guarded")])
+    done = subprocess.run([tmp_path / "guarded"], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 2"
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_same_source_compiles_with_nvcc(tmp_path: Path) -> None:
     command = ["nvcc", "-c", "-arch=sm_90", "-Werror", "all-warnings", f"-I{CUDA}"]

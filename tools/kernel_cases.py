@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -103,10 +105,12 @@ def logprobs(backend: str, put: Put) -> Results:
 def outside_logprobs(backend: str, put: Put) -> Results:
     """Targets that no column has, which the reference refuses: NaN, and nothing is read there."""
     if backend == "reference":
-        yield torch.tensor([True, True])
+        yield from [torch.tensor([True, True])] * 2
         return
-    found = gk.token_logprobs(put(torch.randn(2, 7)), put(torch.tensor([7, -1])), backend=backend)
+    logits = put(torch.randn(2, 7)).requires_grad_()
+    found = gk.token_logprobs(logits, put(torch.tensor([7, -1])), backend=backend)
     yield found.logprobs.isnan()
+    yield torch.autograd.grad(found.logprobs.sum(), logits)[0].isnan().any(1)
 
 
 LOSSES = {
@@ -166,20 +170,39 @@ def segments(backend: str, put: Put) -> Results:
             )  # fmt: skip
 
 
+WRONG_BOUNDS = ([0, 9000], [0, 40, 101], [9, 41, 60, 73], [-9, 50, 20, 900], [0, 2**63 - 1, -(2**63), 60], [5])
+
+
 def outside_segments(backend: str, put: Put) -> Results:
-    """Bounds of rows may hold anything, which the reference refuses: no memory outside is touched. What comes out then
-    is nobody's promise but for its shape."""
-    for bounds in ([0, 40, 40, 73], [9, 41, 60, 73], [-9, 50, 20, 900], [5]):
+    """Kernels run on whatever `cu_seqlens` holds before a GPU reports it, so the assertion is left out: no memory
+    outside is touched. Nothing is promised of the results but their shape."""
+    for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
         if backend == "reference":
             yield from [torch.tensor([73])] * 2
             continue
         groups, tokens = torch.arange(len(bounds) - 1) % 2, put(torch.randn(3, 73))
         for values in (put(torch.randn(73)), None):
-            found = gk.endpoint_segments(
-                *tokens, put(torch.rand(73) < 0.9), values=values, groups=put(groups),
-                cu_seqlens=put(torch.tensor(bounds)), config={"norm": "prompt", "credit": "broadcast"}, backend=backend,
-            )  # fmt: skip
+            with mock.patch("torch._assert_async"):
+                found = gk.endpoint_segments(
+                    *tokens, put(torch.rand(73) < 0.9), values=values, groups=put(groups),
+                    cu_seqlens=put(torch.tensor(bounds)), config={"norm": "prompt", "credit": "broadcast"},
+                    backend=backend,
+                )  # fmt: skip
             yield torch.tensor(found.advantages.shape)
+
+
+def outside_losses(backend: str, put: Put) -> Results:
+    """As outside_segments; the numbers of segments may hold anything, too."""
+    anything = torch.randint(-(2**31), 2**31, (100,))
+    for config in LOSSES.values():
+        for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
+            if backend == "reference":
+                yield from (torch.tensor(shape) for shape in ([], [35], [100]))
+                continue
+            rows, cu_seqlens = len(bounds) - 1, put(torch.tensor(bounds))
+            with mock.patch("torch._assert_async"):
+                for result in one_loss(config, 7 * anything, rows, backend, put, cu_seqlens=cu_seqlens):
+                    yield torch.tensor(result.shape)
 
 
 def similarity(backend: str, put: Put) -> Results:
@@ -189,6 +212,19 @@ def similarity(backend: str, put: Put) -> Results:
     ids = put(torch.randint(0, 3, (40,)))
     valid = put(torch.rand(40) > 0.2)
     yield gk.similarity_groups(put(torch.randn(40, 9)), ids, valid=valid, backend=backend).labels
+
+
+def outside_similarity(backend: str, put: Put) -> Results:
+    """More and larger groups than `num_groups` and `max_size` promise; as outside_segments. The op is called directly:
+    off the GPU the promises are checked at once."""
+    if backend == "reference":
+        yield torch.tensor([40])
+        return
+    order, offsets = put(torch.randperm(40)), put(torch.tensor([0, 20, 29]))
+    config = gk.SimilarityConfig()
+    forward = importlib.import_module("grpo_kernels.native.similarity_groups").forward
+    results = forward(put(torch.randn(40, 9)), order, offsets, 2, 5, None, config.modes, config.coefficients)
+    yield torch.tensor(results[0].shape)
 
 
 def large_similarity(backend: str, put: Put) -> Results:
@@ -226,7 +262,7 @@ CASES = {
     "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "segments")),
     "large_advantages": Case(large_advantages, kernels("group_advantages", "segments", "moments", "finish")),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
-    "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward")),
+    "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
@@ -234,6 +270,7 @@ CASES = {
         )
         for name in LOSSES
     },
+    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "total", "tokens", "rows", "reduce")),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "finish")),
     "segments": Case(segments, kernels(
         "endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"
@@ -242,6 +279,9 @@ CASES = {
         "endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"
     )),
     "similarity": Case(similarity, kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster")),
+    "outside_similarity": Case(
+        outside_similarity, kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster"), ("cuda",)
+    ),
     "similarity_parts": Case(similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette")),
     "large_similarity": Case(
         large_similarity,

@@ -214,11 +214,7 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
                         cu_seqlens ? 0 : rewards.size(1),
                         optional_data<int64_t>(cu_seqlens),
                         {}};
-  for (int64_t r = 0; cu_seqlens && r < batch.rows; ++r) {
-    STD_TORCH_CHECK(batch.begin(r) >= 0 && batch.length(r) >= 0 && batch.begin(r + 1) <= total, kOp,
-                    ": cu_seqlens must ascend within [0, ", total, "], got ", batch.begin(r), " before ",
-                    batch.begin(r + 1));
-  }
+  if (cu_seqlens) check_packed_bounds(kOp, batch.bounds, batch.rows, total);
   if (ids) check_array(kOp, "groups", *ids, batch.rows, torch::headeronly::ScalarType::Long);
   const int64_t shape[2] = {rewards.size(0), rewards.dim() == 2 ? rewards.size(1) : 0};
   const auto like = [&](int32_t code) {
@@ -232,14 +228,12 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
   const auto& [advantages, returns, ends, segment_ids, numbers] = results;
   const SegmentResults<T> out{data_of<T>(advantages), data_of<T>(returns), data_of<bool>(ends),
                               data_of<int32_t>(segment_ids), data_of<int32_t>(numbers)};
-  // packed tensors may have tokens that are no row's
-  for (const auto& [first, end] : {std::pair<int64_t, int64_t>{0, batch.rows == 0 ? total : batch.begin(0)},
-                                   {batch.rows == 0 ? total : batch.begin(batch.rows), total}}) {
-    std::fill(out.advantages + first, out.advantages + end, T{});
-    std::fill(out.returns + first, out.returns + end, T{});
-    std::fill(out.ends + first, out.ends + end, false);
-    std::fill(out.ids + first, out.ids + end, -1);
-  }
+  // packed tensors may have tokens behind their last row
+  const int64_t used = batch.begin(batch.rows);
+  std::fill(out.advantages + used, out.advantages + total, T{});
+  std::fill(out.returns + used, out.returns + total, T{});
+  std::fill(out.ends + used, out.ends + total, false);
+  std::fill(out.ids + used, out.ids + total, -1);
   const int64_t* const of_rows = optional_data<int64_t>(ids);
   batch.baseline.assign(batch.rows, 0);  // an empty tensor's values are null, too
   if (!values) find_baselines(batch, settings, of_rows);

@@ -350,16 +350,6 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* by_entropy, double* metri
   write_metrics(in.plan, batch, all, extremes, metrics);
 }
 
-void check_rows(const int64_t* cu_seqlens, int64_t rows, int64_t tokens) {
-  for (int64_t row = 0; row <= rows; ++row) {
-    const int64_t least = row == 0 ? 0 : cu_seqlens[row - 1];
-    const int64_t most = row == 0 ? 0 : tokens;
-    STD_TORCH_CHECK(cu_seqlens[row] >= least && cu_seqlens[row] <= most, kOp,
-                    ": cu_seqlens must ascend from 0 to at most the number of tokens, ", tokens, ", got ",
-                    cu_seqlens[row], " at ", row);
-  }
-}
-
 }  // namespace
 
 PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> old, Tensor advantages,
@@ -379,7 +369,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> old, Te
                     entropy_floor, weights, normalizers, counts, modes, coefficients);
   const int64_t tokens = inputs.tokens;
   const int64_t* starts = optional_data<int64_t>(cu_seqlens);
-  if (starts != nullptr) check_rows(starts, inputs.rows, tokens);
+  if (starts != nullptr) check_packed_bounds(kOp, starts, inputs.rows, tokens);
 
   const int32_t float_code = dtype_of(logprobs);
   const Tensor loss = empty_tensor(logprobs, nullptr, 0, float_code);

@@ -36,9 +36,8 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> old, T
                                    std::optional<Tensor> sampling, std::optional<Tensor> is_weights,
                                    std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
                                    std::optional<Tensor> weights, std::optional<Tensor> normalizers,
-                                   std::optional<Tensor> task_starts, std::vector<double> counts,
-                                   std::vector<int64_t> modes, std::vector<double> coefficients,
-                                   bool needs_entropy_gradient);
+                                   std::vector<double> counts, std::vector<int64_t> modes,
+                                   std::vector<double> coefficients, bool needs_entropy_gradient);
 
 // labels, group_ids, num_groups, silhouette, best_k, verdict
 using ClusteredRows = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;

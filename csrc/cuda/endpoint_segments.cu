@@ -275,16 +275,16 @@ __global__ void GRPO_BOUNDS(kBatchThreads) moments_kernel(const __grid_constant_
   for_each_row(in, by_group, [&](int64_t row) { in.records[row].shared = together; });
 }
 
-// The first and the last row also write what is of no row.
+// The last row also writes what lies behind it.
 template <typename T>
 __global__ void GRPO_BOUNDS(kResultThreads) results_kernel(const __grid_constant__ SegmentArrays<T> in) {
   const int64_t row = blockIdx.x, begin = row_begin(in, row), end = row_begin(in, row + 1);
-  const int64_t first = row == 0 ? 0 : begin, last = row == in.rows - 1 ? in.total : end;
+  const int64_t last = row == in.rows - 1 ? in.total : end;
   const SegmentRecord& record = in.records[row];
   const bool is_whole = isfinite(record.sums.squares);
   const int64_t step = gridDim.y * static_cast<int64_t>(blockDim.x);
-  for (int64_t t = first + blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x; t < last; t += step) {
-    const bool is_inside = t >= begin && t < end, counts = is_inside && in.mask[t];
+  for (int64_t t = begin + blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x; t < last; t += step) {
+    const bool is_inside = t < end, counts = is_inside && in.mask[t];
     const int32_t id = counts ? in.ids[t] : -1;
     const bool is_end = counts && (t + 1 == end || in.ids[t + 1] != id);
     double credit = 0;

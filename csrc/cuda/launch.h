@@ -3,7 +3,9 @@
 // torch.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -34,14 +36,23 @@ namespace grpo_kernels {
 
 #ifdef GRPO_KERNELS_EMULATE
 
-// Runs the whole grid before it returns; `stream` is not used.
+// The most shared memory that a block can have, in bytes; on a GPU, of the current device.
+inline std::size_t shared_memory_limit() { return emulation::shared_memory_limit; }
+
+// The device that a DeviceGuard made current. A stream of torch_stream.h is its device's index + kStreamOffset.
+constexpr int kNoDevice = -2, kStreamOffset = 2;
+inline thread_local int emulated_device = kNoDevice;
+
+// Runs the whole grid before it returns. A stream of another device than the current one is an error, as on a GPU.
 template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes, void* /*stream*/,
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes, void* stream,
             Arguments&&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
   static_assert((std::is_convertible_v<Arguments, Parameters> && ...), "wrong type of kernel argument");
   static_assert(((std::is_trivially_copyable_v<Parameters> && !std::is_reference_v<Parameters>) && ...),
                 "kernel parameters are passed by value, bytewise");
+  const auto device = static_cast<int>(reinterpret_cast<std::intptr_t>(stream)) - kStreamOffset;
+  if (stream != nullptr && device != emulated_device) throw std::runtime_error("kernel launch: no DeviceGuard");
   const std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto thread = [kernel, &values] { std::apply(kernel, values); };
   emulation::scheduler.run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread);
@@ -51,6 +62,21 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t sh
 
 inline void check_cuda(cudaError_t status, const char* action) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(action) + ": " + cudaGetErrorString(status));
+}
+
+// From 64 KiB (sm_75) over 99 (sm_86, sm_89, sm_120) to 227 (sm_90, sm_100).
+inline std::size_t shared_memory_limit() {
+  constexpr int kKnownDevices = 64;
+  static std::atomic<int> known[kKnownDevices];  // 0: not asked yet
+  int device = 0, limit = 0;
+  check_cuda(cudaGetDevice(&device), "reading the current device");
+  if (device < kKnownDevices) limit = known[device].load(std::memory_order_relaxed);
+  if (limit == 0) {
+    check_cuda(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "reading the shared memory limit");
+    if (device < kKnownDevices) known[device].store(limit, std::memory_order_relaxed);
+  }
+  return static_cast<std::size_t>(limit);
 }
 
 // `stream` is a cudaStream_t (which converts to void*). Launches and returns; an error the launch itself

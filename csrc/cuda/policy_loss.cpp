@@ -29,18 +29,12 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> old, T
                                    std::optional<Tensor> sampling, std::optional<Tensor> is_weights,
                                    std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
                                    std::optional<Tensor> weights, std::optional<Tensor> normalizers,
-                                   std::optional<Tensor> task_starts, std::vector<double> counts,
-                                   std::vector<int64_t> modes, std::vector<double> coefficients,
-                                   bool needs_entropy_gradient) {
+                                   std::vector<double> counts, std::vector<int64_t> modes,
+                                   std::vector<double> coefficients, bool needs_entropy_gradient) {
   const PolicyInputs inputs =
       policy_inputs(logprobs, old, advantages, mask, cu_seqlens, segments, ref, sampling, is_weights, entropy,
                     entropy_floor, weights, normalizers, counts, modes, coefficients);
   const int64_t rows = inputs.rows, tokens = inputs.tokens;
-  STD_TORCH_CHECK(task_starts.has_value() == cu_seqlens.has_value(), PolicyInputs::kOp,
-                  ": task_starts must be given with cu_seqlens");
-  if (task_starts) {
-    check_array(PolicyInputs::kOp, "task_starts", *task_starts, rows + 1, torch::headeronly::ScalarType::Long);
-  }
 
   const int32_t float_code = dtype_of(logprobs);
   const Tensor loss = empty_tensor(logprobs, nullptr, 0, float_code);
@@ -56,9 +50,8 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> old, T
     arrays.batch = inputs.batch<T>();
     arrays.entropy_floor = optional_data<T>(entropy_floor);
     arrays.normalizers = optional_data<double>(normalizers);
-    arrays.task_starts = optional_data<int64_t>(task_starts);
     arrays.tasks_per_row = std::max<int64_t>(1, (arrays.batch.width + kTokensPerTask - 1) / kTokensPerTask);
-    arrays.tasks = task_starts ? tokens / kTokensPerTask + rows : rows * arrays.tasks_per_row;
+    arrays.tasks = count_tasks(arrays);
     arrays.gradient = static_cast<T*>(gradient.mutable_data_ptr());
     if (needs_entropy_gradient) arrays.by_entropy = static_cast<T*>(by_entropy.mutable_data_ptr());
     arrays.metrics = static_cast<double*>(metrics.mutable_data_ptr());

@@ -164,14 +164,14 @@ __device__ PolicySums walk_tokens(const PolicyTokens<T>& tokens, const PolicyPla
   return sums;
 }
 
-// Which row a task is of: where the starts of tasks pass it.
+// Which row a task is of: where the first tasks of rows pass it.
 template <typename T>
 __device__ int64_t row_of_task(const PolicyArrays<T>& arrays, int64_t task) {
-  if (arrays.task_starts == nullptr) return task / arrays.tasks_per_row;
-  int64_t low = 0, high = arrays.batch.rows;  // starts[low] <= task < starts[high]
+  if (arrays.batch.cu_seqlens == nullptr) return task / arrays.tasks_per_row;
+  int64_t low = 0, high = arrays.batch.rows;  // first_task(low) <= task, and task < first_task(high) or high is rows
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    if (arrays.task_starts[middle] <= task) {
+    if (first_task(arrays, middle) <= task) {
       low = middle;
     } else {
       high = middle;
@@ -199,8 +199,7 @@ __global__ void GRPO_BOUNDS(kTaskThreads) tokens_kernel(const __grid_constant__ 
   const int64_t task = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
   if (task >= arrays.tasks) return;  // a whole warp
   const int64_t row = row_of_task(arrays, task);
-  const int64_t row_task = arrays.task_starts == nullptr ? row * arrays.tasks_per_row : arrays.task_starts[row];
-  const int64_t offset = (task - row_task) * kTokensPerTask;
+  const int64_t offset = (task - first_task(arrays, row)) * kTokensPerTask;
   const int64_t left = in.length(row) - offset;
   PolicyPart part;
   // packed rows have fewer tasks than there is room for, which is all that is known before they are read
@@ -354,12 +353,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t base = blockIdx.x * teams; base < arrays.batch.rows; base += gridDim.x * teams) {
     const int64_t row = base + threadIdx.x / width;
     int64_t task = row, end = row + 1;
-    if (by_row == 0) {
-      const bool known = arrays.task_starts != nullptr && row < arrays.batch.rows;
-      task = known ? arrays.task_starts[row] : row * arrays.tasks_per_row;
-      end = known ? arrays.task_starts[row + 1] : task + arrays.tasks_per_row;
+    if (row >= arrays.batch.rows) {
+      end = task;
+    } else if (by_row == 0) {
+      task = first_task(arrays, row);
+      end = first_task(arrays, row + 1);
     }
-    if (row >= arrays.batch.rows) end = task;
     PolicyPart sum;
     for (task += narrow.rank; task < end; task += width) {
       sum.counts.add(arrays.parts[task].counts);

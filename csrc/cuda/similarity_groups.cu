@@ -5,16 +5,14 @@
 #include "similarity_groups.h"
 
 // One block per prompt. Its distances become the tree's, are read again for the sums of clusters once the tree is
-// done, and lie in shared memory if there are at most kSharedItems of them.
+// done, and lie in shared memory where the device has enough.
 namespace grpo_kernels {
 namespace {
 
-constexpr int kSharedItems = 128;  // 129 kB of doubles, which every GPU that this is built for has
-constexpr int kMostBlocks = 256;   // of prompts that are too large for it; others take turns
+constexpr int kMostBlocks = 256;  // of prompts that are too large for shared memory; others take turns
 constexpr float kAbsent = INFINITY;
 
-int threads_for(int64_t size) { return size <= 64 ? kWarp : size <= kSharedItems ? 128 : 256; }
-bool is_shared(int64_t size) { return size <= kSharedItems; }
+int threads_for(int64_t size) { return size <= 64 ? kWarp : size <= 128 ? 128 : 256; }
 __host__ __device__ int64_t stride_for(int64_t size) { return size | 1; }  // odd: columns in different banks
 
 // What a block works in; `items` of each vector.
@@ -42,8 +40,8 @@ struct Workspace {
   }
 };
 
-std::size_t shared_bytes(int64_t size) {
-  const std::size_t matrix = is_shared(size) ? size * stride_for(size) : 0, items = size > 0 ? size : 1;
+std::size_t shared_bytes(int64_t size, bool with_matrix) {
+  const std::size_t matrix = with_matrix ? size * stride_for(size) : 0, items = size > 0 ? size : 1;
   return (matrix + Workspace::kVectors * items) * sizeof(double) + kMaxWarps * sizeof(Smallest) +
          Workspace::kIntegers * items * sizeof(int32_t);
 }
@@ -215,15 +213,18 @@ __global__ void __launch_bounds__(256, 1) silhouette_kernel(const __grid_constan
 template <typename Arrays>
 void launch_prompts(void (*kernel)(Arrays), const Arrays& arrays, void* stream) {
   const int64_t size = arrays.prompts.size, prompts = arrays.prompts.count;
-  const int64_t blocks = is_shared(size) || prompts < kMostBlocks ? prompts : kMostBlocks;
-  launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads_for(size)), shared_bytes(size), stream, arrays);
+  const bool is_shared = arrays.matrices == nullptr;
+  const int64_t blocks = is_shared || prompts < kMostBlocks ? prompts : kMostBlocks;
+  launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads_for(size)), shared_bytes(size, is_shared), stream,
+         arrays);
 }
 
 }  // namespace
 
 int64_t matrix_room(const Prompts& prompts) {
   const int64_t blocks = prompts.count < kMostBlocks ? prompts.count : kMostBlocks;
-  return is_shared(prompts.size) ? 0 : blocks * prompts.size * stride_for(prompts.size);
+  const bool is_shared = shared_bytes(prompts.size, true) <= shared_memory_limit();
+  return is_shared ? 0 : blocks * prompts.size * stride_for(prompts.size);
 }
 
 void launch_clusters(const ClusterArrays& arrays, void* stream) { launch_prompts(cluster_kernel, arrays, stream); }

@@ -20,7 +20,7 @@ struct ClusterArrays {
   const float* distances;  // [prompts.count, size, size]
   Prompts prompts;         // where labels go
   SimilaritySettings settings;
-  double* matrices;  // for those that are too large for shared memory: one for each block
+  double* matrices;  // one for each block; null: they fit into shared memory
   int32_t* labels;
   int64_t* ids;  // may be null
   int32_t* num_groups;
@@ -46,7 +46,7 @@ struct SilhouetteArrays {
   float *scores, *samples;  // [P], [P, size]
 };
 
-// How many doubles `matrices` needs.
+// How many doubles `matrices` needs on the current device; 0: none, it is null.
 int64_t matrix_room(const Prompts& prompts);
 
 template <typename T>

@@ -1,8 +1,10 @@
-// torch's current stream and device for kernel launches, through the stable ABI only. An emulated build has
-// neither, so there both are no-ops and no torch header is needed.
+// torch's current stream and device for kernel launches, through the stable ABI only. An emulated build has neither;
+// there launch() checks that a guard for the stream's device is alive, and no torch header is needed.
 #pragma once
 
 #include <cstdint>
+
+#include "launch.h"
 
 #ifndef GRPO_KERNELS_EMULATE
 #ifndef USE_CUDA
@@ -16,15 +18,19 @@ namespace grpo_kernels {
 
 #ifdef GRPO_KERNELS_EMULATE
 
-inline void* current_stream(int32_t /*device_index*/) { return nullptr; }
+inline void* current_stream(int32_t device_index) {
+  return reinterpret_cast<void*>(static_cast<std::intptr_t>(device_index) + kStreamOffset);
+}
 
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int32_t /*device_index*/) {}
+  explicit DeviceGuard(int32_t device_index) : before_(emulated_device) { emulated_device = device_index; }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
-  // Not defaulted, so that an unused guard draws no warning.
-  ~DeviceGuard() {}
+  ~DeviceGuard() { emulated_device = before_; }
+
+ private:
+  int before_;
 };
 
 #else

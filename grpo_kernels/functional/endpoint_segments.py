@@ -122,7 +122,7 @@ def endpoint_segments(
     counted = _mask(mask, given[0], cu_seqlens)
     of_row = _row_groups(groups, rows, given[0], needed=values is None or settings.norm == "prompt")
     tau = _threshold(threshold, settings)
-    chosen = dispatch.select(_OP, backend, given[0].device.type, given[0].dtype, op.SUPPORTS)
+    chosen = dispatch.select(_OP, backend, given[0].device.type, given[0].dtype, op.SUPPORTS, given[0].device.index)
     first, now, old, critic = given
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     used = torch.full((), tau, dtype=torch.float64, device=first.device)

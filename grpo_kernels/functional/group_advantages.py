@@ -71,7 +71,7 @@ def group_advantages(
         baselines = checks.per_row(_OP, "baselines", baselines, checks.FLOATS, rewards)
         baselines = baselines.detach().to(rewards.dtype).contiguous()
 
-    chosen = dispatch.select(_OP, backend, rewards.device.type, rewards.dtype, op.SUPPORTS)
+    chosen = dispatch.select(_OP, backend, rewards.device.type, rewards.dtype, op.SUPPORTS, rewards.device.index)
     results = op.FORWARD[chosen](
         rewards,
         group_ids,

@@ -98,7 +98,9 @@ def policy_loss_of(
     inputs, normalizers, counts = prepare(op_name, given, normalizer, settings)
     if inputs.entropy_floor is None:
         inputs = inputs._replace(entropy_floor=_entropy_floor(inputs, settings.top_entropy_quantile))
-    chosen = dispatch.select(op_name, backend, inputs.logprobs.device.type, inputs.logprobs.dtype, op.SUPPORTS)
+    chosen = dispatch.select(
+        op_name, backend, inputs.logprobs.device.type, inputs.logprobs.dtype, op.SUPPORTS, inputs.logprobs.device.index
+    )
     loss, metrics = op.apply(chosen, *inputs, normalizers, counts, settings.modes, settings.coefficients)
     by_row = given.advantages.shape != given.logprobs.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, settings, by_row, given.entropy is not None))
@@ -132,7 +134,7 @@ def _checked(op_name: str, given: Inputs) -> Inputs:
         logprobs=arguments.number(given.logprobs),
         advantages=arguments.per_row_or_token("advantages", given.advantages),
         mask=mask if mask is None or mask.dtype == torch.bool else mask != 0,
-        cu_seqlens=None if given.cu_seqlens is None else given.cu_seqlens.long(),
+        cu_seqlens=None if given.cu_seqlens is None else given.cu_seqlens.long().contiguous(),
         segments=None if segments is None else segments.int(),
         is_weights=None if given.is_weights is None else arguments.per_row_or_token("is_weights", given.is_weights),
         entropy=arguments.floats("entropy", given.entropy),

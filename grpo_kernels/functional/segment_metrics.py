@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels import checks
+from grpo_kernels import checks, segments
 from grpo_kernels.functional.endpoint_segments import EndpointSegments
 
 _NAME = "segment_metrics"
@@ -78,7 +78,7 @@ def _counts(
         if cu_seqlens.shape != (rows + 1,):
             raise ValueError(f"{_NAME}: cu_seqlens must have shape [{rows + 1}], got {list(cu_seqlens.shape)}")
         until = torch.cat((valid.new_zeros(1, dtype=torch.int64), valid.cumsum(0)))
-        tokens = until[cu_seqlens.long()].diff()
+        tokens = until[segments.packed_bounds(_NAME, cu_seqlens.long(), len(valid))].diff()
     advantages = torch.where(valid, result.advantages, 0).double()
     nonzero = advantages != 0
     count = nonzero.sum()

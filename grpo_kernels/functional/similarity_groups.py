@@ -86,7 +86,9 @@ def similarity_groups(
     given = check_embeddings(_OP, embeddings)
     layout = check_layout(_OP, groups, given, num_groups, max_size, op.MOST_ROWS)
     mask = check_valid(_OP, valid, given)
-    chosen = dispatch.select(_OP, backend, given.device.type, given.dtype, op.SUPPORTS, op.too_large(layout.size))
+    chosen = dispatch.select(
+        _OP, backend, given.device.type, given.dtype, op.SUPPORTS, given.device.index, op.too_large(layout.size)
+    )
     results = op.FORWARD[chosen](given, *layout, mask, settings.modes, settings.coefficients)
     return SimilarityGroups(*results)
 
@@ -102,7 +104,13 @@ def cluster_distances(
     settings = SimilarityConfig.of(config, "cluster_distances")
     given = check_distances("cluster_distances", distances)
     chosen = dispatch.select(
-        "cluster_distances", backend, given.device.type, given.dtype, op.OF_DISTANCES, op.too_large(given.shape[1])
+        "cluster_distances",
+        backend,
+        given.device.type,
+        given.dtype,
+        op.OF_DISTANCES,
+        given.device.index,
+        op.too_large(given.shape[1]),
     )
     labels, count, score, best_k, verdict = op.CLUSTERS[chosen](given, settings.modes, settings.coefficients)
     first = torch.arange(labels.shape[0], device=labels.device)[:, None] * labels.shape[1]

@@ -53,7 +53,9 @@ def pairwise_cosine(
     given = check_embeddings(name, embeddings)
     layout = check_layout(name, groups, given, num_groups, max_size, op.MOST_ROWS)
     mask = check_valid(name, valid, given)
-    chosen = dispatch.select(name, backend, given.device.type, given.dtype, op.SUPPORTS, op.too_large(layout.size))
+    chosen = dispatch.select(
+        name, backend, given.device.type, given.dtype, op.SUPPORTS, given.device.index, op.too_large(layout.size)
+    )
     distances: Tensor = op.COSINE[chosen](given, *layout, mask)[0]
     return distances
 
@@ -70,7 +72,7 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
         raise unknown(name, "linkage", linkage, LINKAGES)
     given = check_distances(name, distances)
     chosen = dispatch.select(
-        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, op.too_large(given.shape[1])
+        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, given.device.index, op.too_large(given.shape[1])
     )
     return Dendrogram(*op.TREE[chosen](given, LINKAGES.index(linkage)))
 
@@ -87,7 +89,7 @@ def silhouette(
     checks.tensor(name, "labels", labels, checks.INTEGERS)
     checks.same_device(name, "labels", labels, given.device)
     chosen = dispatch.select(
-        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, op.too_large(given.shape[1])
+        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, given.device.index, op.too_large(given.shape[1])
     )
     prompts, size = given.shape[:2]
     if groups is None:

@@ -66,7 +66,7 @@ def token_logprobs(
     if inplace_backward:
         _check_inplace(logits)
 
-    chosen = dispatch.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS)
+    chosen = dispatch.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS, logits.device.index)
     rows = _rows(logits)
     shape = rows.shape[:2]
     logprobs, entropy, _ = op.FORWARD[chosen](

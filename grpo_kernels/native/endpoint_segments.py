@@ -17,7 +17,7 @@ def forward(
     rewards: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, values: Tensor | None,
     cu_seqlens: Tensor | None, groups: Tensor | None, threshold: Tensor, modes: list[int], coefficients: list[float],
 ) -> _Results:  # fmt: skip
-    bounds = None if cu_seqlens is None else segments.ascending(cu_seqlens, rewards.numel())
+    bounds = None if cu_seqlens is None else segments.packed_bounds("endpoint_segments", cu_seqlens, rewards.numel())
     order = starts = None
     if values is None or modes[_NORM] == _PROMPT:
         rows = rewards.shape[0] if bounds is None else bounds.shape[0] - 1

@@ -27,9 +27,7 @@ SCHEMA = (
     "Tensor? weights, Tensor? normalizers, float[] counts, int[] modes, float[] coefficients, "
     "bool needs_entropy_gradient) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-registry.define_compiled(
-    "_policy_loss_cuda" + SCHEMA.replace("Tensor? normalizers, ", "Tensor? normalizers, Tensor? task_starts, ")
-)
+registry.define_compiled("_policy_loss_cuda" + SCHEMA)
 _LOGPROBS, _ENTROPY, _ARGUMENTS = 0, 9, 17  # positions in it, and how many there are
 _ENTROPY_COEF = 16  # position in the coefficients
 

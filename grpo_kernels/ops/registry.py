@@ -7,9 +7,11 @@ plain Python that torch.compile can trace.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -120,6 +122,17 @@ def _lazy(module: str, function: str, backend: str) -> Callable[..., Any]:
         nonlocal found
         if found is None:
             found = getattr(importlib.import_module(f"{NAMESPACE}.{_FOLDERS[backend]}.{module}"), function)
-        return found(*args)
+        with device_guard(backend, args):
+            return found(*args)
 
     return call
+
+
+def device_guard(backend: str, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Makes the GPU of the arguments the current one, where Triton launches; compiled ops do so themselves."""
+    if backend == "triton":
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        if device.type != "cpu":  # interpreted
+            guard: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+            return guard
+    return contextlib.nullcontext()

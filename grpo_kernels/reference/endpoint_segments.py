@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from grpo_kernels.segments import packed_bounds
+
 _BOUNDED, _LITERAL = range(2)
 _COHERENT, _UNCORRELATED = range(2)
 _ENDPOINT, _BROADCAST = range(2)
@@ -86,8 +88,8 @@ def forward(
 
 def _rows(rewards: Tensor, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
     if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        return list(itertools.pairwise(bounds))
+        bounds = packed_bounds("endpoint_segments", cu_seqlens, rewards.numel())
+        return list(itertools.pairwise(bounds.tolist()))
     width = rewards.shape[1]
     return [(b * width, (b + 1) * width) for b in range(rewards.shape[0])]
 

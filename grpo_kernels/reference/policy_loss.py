@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels.segments import packed_bounds
+
 # As in grpo_kernels/config/loss.py, whose order of names gives the integers.
 CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO = range(9)
 TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN = range(5)
@@ -60,14 +62,11 @@ class _Rows:
 
     def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
         if cu_seqlens is None:
-            self.count, width = shape
-            self.starts = torch.arange(self.count, device=device) * width
-            self.of = torch.arange(self.count, device=device).repeat_interleave(width)
+            bounds = torch.arange(shape[0] + 1, device=device) * shape[1]
         else:
-            self.count = len(cu_seqlens) - 1
-            self.starts = cu_seqlens[:-1]
-            positions = torch.arange(shape[0], device=device)
-            self.of = torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+            bounds = packed_bounds("policy_loss", cu_seqlens, shape[0])
+        self.count, self.starts = len(bounds) - 1, bounds[:-1]
+        self.of = torch.searchsorted(bounds[1:], torch.arange(shape.numel(), device=device), right=True)
 
     def sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.count + 1).index_add(0, self.of, values)[:-1]

@@ -40,11 +40,19 @@ def bounds(cu_seqlens_ptr, row, rows, width, tokens):
         start = row * width
         length = width
     else:
-        # never outside of the arrays: wrong offsets are reported only after the launch
-        start = clamp(tl.load(cu_seqlens_ptr + row), 0, tokens)
-        end = tl.load(cu_seqlens_ptr + row + 1, mask=row < rows, other=0)
-        length = clamp(tl.where(row < rows, end, tokens), start, tokens) - start
+        start = tl.load(cu_seqlens_ptr + row)
+        length = tl.load(cu_seqlens_ptr + row + 1, mask=row < rows, other=tokens) - start
     return start, length
+
+
+@triton.jit
+def first_part(cu_seqlens_ptr, row, rows, chunks, PART: tl.constexpr):
+    """The first part of a row. Packed rows get one for each multiple of PART that they hold and one more."""
+    if cu_seqlens_ptr is None:
+        first = row * chunks
+    else:
+        first = tl.load(cu_seqlens_ptr + row, mask=row <= rows, other=0) // PART + row
+    return first
 
 
 @triton.jit

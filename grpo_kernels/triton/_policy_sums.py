@@ -6,7 +6,7 @@ Without `from __future__ import annotations`: Triton reads the annotations of th
 import triton
 import triton.language as tl
 
-from grpo_kernels.triton._policy_rows import S_IS, S_KEPT, S_TERMS, S_TOKENS, S_WRONG, bounds
+from grpo_kernels.triton._policy_rows import S_IS, S_KEPT, S_TERMS, S_TOKENS, S_WRONG, first_part
 from grpo_kernels.triton._policy_terms import GEO_MEAN, INTEGERS, SEGMENT, SEGMENT_MEAN, VESPO
 
 TOKEN_MEAN, TOKEN_SUM, ROW_TOKEN_MEAN, ROW_TOKEN_SUM, ROW_TOKEN_NORM, LOCAL_TOKEN_MEAN = (
@@ -14,10 +14,8 @@ TOKEN_MEAN, TOKEN_SUM, ROW_TOKEN_MEAN, ROW_TOKEN_SUM, ROW_TOKEN_NORM, LOCAL_TOKE
 )
 
 # totals[TOTALS], of the batch; the shares lack what a token's own row divides them by.
-TOTALS = 9
-T_ACTIVE, T_TOKENS, T_TERMS, T_KEPT, T_WRONG_SEGMENTS, T_WRONG_ROWS, T_POLICY, T_KL, T_ENTROPY = (
-    tl.constexpr(i) for i in range(9)
-)
+TOTALS = 8
+T_ACTIVE, T_TOKENS, T_TERMS, T_KEPT, T_WRONG_SEGMENTS, T_POLICY, T_KL, T_ENTROPY = (tl.constexpr(i) for i in range(8))
 
 # A record holds what is measured of a part of a row, in the order of METRICS in grpo_kernels/config/loss.py: sums, and
 # extremes as maxima, the least of something as that of its negative.
@@ -123,16 +121,15 @@ def _given(normalizers_ptr, index: tl.constexpr, number):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def totals_kernel(
-    stats_ptr, cu_seqlens_ptr, normalizers_ptr, first_part_ptr, totals_ptr, rows: "i64", width: "i64", tokens: "i64",
-    known_tokens: "fp64", known_rows: "fp64", known_segments: "fp64", max_length: "fp64", LOSS: tl.constexpr,
-    RATIO: tl.constexpr, AGGREGATION: tl.constexpr, KL_AGGREGATION: tl.constexpr, ENTROPY_AGGREGATION: tl.constexpr,
-    COUNT_EMPTY_ROWS: tl.constexpr, PART: tl.constexpr, ROW_BLOCK: tl.constexpr,
+    stats_ptr, normalizers_ptr, totals_ptr, rows: "i64", known_tokens: "fp64", known_rows: "fp64",
+    known_segments: "fp64", max_length: "fp64", LOSS: tl.constexpr, RATIO: tl.constexpr, AGGREGATION: tl.constexpr,
+    KL_AGGREGATION: tl.constexpr, ENTROPY_AGGREGATION: tl.constexpr, COUNT_EMPTY_ROWS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """totals[TOTALS], in one program; and at which part of PART tokens each of the packed rows begins."""
+    """totals[TOTALS], in one program."""
     by_segment: tl.constexpr = (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN)
     nothing = tl.zeros([ROW_BLOCK], tl.float64)
-    active, count, terms, kept, wrong, wrong_rows = nothing, nothing, nothing, nothing, nothing, nothing
-    parts = rows * 0
+    active, count, terms, kept, wrong = nothing, nothing, nothing, nothing, nothing
     for offset in range(0, rows, ROW_BLOCK):
         row = offset + tl.arange(0, ROW_BLOCK).to(tl.int64)
         known = row < rows
@@ -143,18 +140,6 @@ def totals_kernel(
         kept += tl.load(stats_ptr + S_KEPT * rows + row, mask=known, other=0.0)
         if by_segment:
             wrong += tl.load(stats_ptr + S_WRONG * rows + row, mask=known, other=0.0)
-        if cu_seqlens_ptr is not None:
-            begin = tl.load(cu_seqlens_ptr + row, mask=known, other=0)
-            end = tl.load(cu_seqlens_ptr + row + 1, mask=known, other=0)
-            bad = (begin > end) | (end > tokens) | ((row == 0) & (begin != 0))
-            wrong_rows += (known & bad).to(tl.float64)
-            _, length = bounds(cu_seqlens_ptr, tl.minimum(row, rows), rows, width, tokens)
-            needed = tl.where(known, (length + PART - 1) // PART, 0)
-            upto = parts + tl.cumsum(needed, axis=0)
-            tl.store(first_part_ptr + row, upto - needed, mask=known)
-            parts += tl.sum(needed, axis=0)
-    if first_part_ptr is not None:
-        tl.store(first_part_ptr + rows, parts)
     total_active, total = tl.sum(active, axis=0), tl.sum(count, axis=0)
     total_terms, total_kept = tl.sum(terms, axis=0), tl.sum(kept, axis=0)
     tl.store(totals_ptr + T_ACTIVE, total_active)
@@ -162,7 +147,6 @@ def totals_kernel(
     tl.store(totals_ptr + T_TERMS, total_terms)
     tl.store(totals_ptr + T_KEPT, total_kept)
     tl.store(totals_ptr + T_WRONG_SEGMENTS, tl.sum(wrong, axis=0))
-    tl.store(totals_ptr + T_WRONG_ROWS, tl.sum(wrong_rows, axis=0))
 
     all_rows = rows.to(tl.float64)
     counted = all_rows if COUNT_EMPTY_ROWS else total_active
@@ -180,8 +164,8 @@ def totals_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def gather_kernel(
-    records_ptr, stats_ptr, first_part_ptr, through_ptr, blocks_ptr, rows: "i64", chunks: "i64", parts: "i64",
-    rows_per_block: "i64", LOSS: tl.constexpr, HAS_ROW_IS: tl.constexpr, ROWS: tl.constexpr,
+    records_ptr, stats_ptr, cu_seqlens_ptr, through_ptr, blocks_ptr, rows: "i64", chunks: "i64", parts: "i64",
+    rows_per_block: "i64", LOSS: tl.constexpr, HAS_ROW_IS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """From the records of parts to those of rows, to one of a block of rows; what is measured by row is added."""
     column = tl.arange(0, RECORD)
@@ -192,11 +176,8 @@ def gather_kernel(
     for offset in range(0, rows_per_block, ROWS):
         row = block * rows_per_block + offset + tl.arange(0, ROWS).to(tl.int64)
         known = (row < rows) & (offset + tl.arange(0, ROWS) < rows_per_block)
-        if first_part_ptr is None:
-            first, count = row * chunks, tl.where(known, chunks, 0)
-        else:
-            first = tl.load(first_part_ptr + row, mask=known, other=0)
-            count = tl.load(first_part_ptr + row + 1, mask=known, other=0) - first
+        first = first_part(cu_seqlens_ptr, row, rows, chunks, PART)
+        count = tl.where(known, first_part(cu_seqlens_ptr, row + 1, rows, chunks, PART) - first, 0)
         found = tl.zeros([ROWS, RECORD], tl.float64) + empty_record()[None, :]
         # in order, so that parts without tokens behind a row's last one do not change how the others are added
         for part in range(0, tl.max(count, axis=0)):

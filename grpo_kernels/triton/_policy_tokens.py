@@ -18,6 +18,7 @@ from grpo_kernels.triton._policy_rows import (
     S_TERMS,
     S_TOKENS,
     bounds,
+    first_part,
 )
 from grpo_kernels.triton._policy_sums import (
     LOCAL_TOKEN_MEAN,
@@ -73,21 +74,19 @@ from grpo_kernels.triton._policy_terms import (
 
 
 @triton.jit
-def _locate(cu_seqlens_ptr, first_part_ptr, rows, width, tokens, chunks, steps, PART: tl.constexpr):
+def _locate(cu_seqlens_ptr, rows, width, tokens, chunks, steps, PART: tl.constexpr):
     """Row of this program's part of a row, the row's first token and length, and the part's own place in it."""
     part = tl.program_id(0).to(tl.int64)
     if cu_seqlens_ptr is None:
         row = part // chunks
-        first = row * chunks
     else:
         row, last = part * 0, part * 0 + rows
         for _ in range(steps):
             middle = (row + last + 1) // 2
-            reached = tl.load(first_part_ptr + middle) <= part
+            reached = first_part(cu_seqlens_ptr, middle, rows, chunks, PART) <= part
             row, last = tl.where(reached, middle, row), tl.where(reached, last, middle - 1)
-        first = tl.load(first_part_ptr + row)
     start, length = bounds(cu_seqlens_ptr, row, rows, width, tokens)
-    return row, start, length, (part - first) * PART
+    return row, start, length, (part - first_part(cu_seqlens_ptr, row, rows, chunks, PART)) * PART
 
 
 @triton.jit
@@ -196,7 +195,7 @@ def _tally(record, valid, here, distance, advantage, limited, ratio, weight, is_
 
 @triton.jit
 def _term_place(
-    joint_ptr, score_ptr, last_ptr, segments_ptr, stats_ptr, row, rows, start, k, valid, lp, distance,
+    joint_ptr, score_ptr, last_ptr, segments_ptr, stats_ptr, row, rows, start, length, k, valid, lp, distance,
     LOSS: tl.constexpr, RATIO: tl.constexpr,
 ):  # fmt: skip
     """Which tokens have a term; the log ratio and the log-prob that it is of; and where its segment's values are."""
@@ -207,7 +206,8 @@ def _term_place(
         here = valid & (k.to(tl.float64) == _row_value(stats_ptr, S_LAST_KEPT, row, rows))
     if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
         slot = start + tl.load(segments_ptr + start + k, mask=valid, other=0)
-        here = valid & (tl.load(last_ptr + slot, mask=valid, other=-1) == k)
+        # wrong numbers are reported only after the launch, and must not lead out of the row
+        here = valid & (tl.load(last_ptr + slot, mask=valid & (slot < start + length), other=-1) == k)
         log_ratio = tl.load(joint_ptr + slot, mask=here, other=0.0).to(lp.dtype)
         if score_ptr is not None:
             score = tl.load(score_ptr + slot, mask=here, other=0.0).to(lp.dtype)
@@ -218,7 +218,7 @@ def _term_place(
 def tokens_kernel(
     logprobs_ptr, old_ptr, advantages_ptr, mask_ptr, cu_seqlens_ptr, segments_ptr, ref_ptr, sampling_ptr,
     is_weights_ptr, entropy_ptr, floor_ptr, weights_ptr, joint_ptr, score_ptr, size_ptr, last_ptr, stats_ptr,
-    totals_ptr, first_part_ptr, gradient_ptr, slot_gradient_ptr, by_entropy_ptr, records_ptr, rows: "i64",
+    totals_ptr, gradient_ptr, slot_gradient_ptr, by_entropy_ptr, records_ptr, rows: "i64",
     width: "i64", tokens: "i64", chunks: "i64", steps: "i32", low: "fp64", high: "fp64", dual_clip: "fp64",
     cap: "fp64", tau_positive: "fp64", tau_other: "fp64", dro_beta: "fp64", clamp_low: "fp64", clamp_high: "fp64",
     kl_coef: "fp64", kl_bound: "fp64", kl_top: "fp64", entropy_coef: "fp64", correction_min: "fp64",
@@ -228,7 +228,7 @@ def tokens_kernel(
     ADVANTAGE_BY_ROW: tl.constexpr, IS_BY_ROW: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Gradient and record of one part of a row. What flows through a joint ratio is left to the next kernel."""
-    row, start, length, begin = _locate(cu_seqlens_ptr, first_part_ptr, rows, width, tokens, chunks, steps, PART)
+    row, start, length, begin = _locate(cu_seqlens_ptr, rows, width, tokens, chunks, steps, PART)
     dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
     low, high = tl.full([], low, dtype), tl.full([], high, dtype)
     k = begin + tl.arange(0, PART)
@@ -246,7 +246,21 @@ def tokens_kernel(
     if weights_ptr is not None:
         weight = load(weights_ptr, at, valid)
     here, log_ratio, score, slot = _term_place(
-        joint_ptr, score_ptr, last_ptr, segments_ptr, stats_ptr, row, rows, start, k, valid, lp, lp - old, LOSS, RATIO
+        joint_ptr,
+        score_ptr,
+        last_ptr,
+        segments_ptr,
+        stats_ptr,
+        row,
+        rows,
+        start,
+        length,
+        k,
+        valid,
+        lp,
+        lp - old,
+        LOSS,
+        RATIO,
     )
     phi_positive, phi_other = zero, zero
     if LOSS == VESPO:
@@ -306,12 +320,12 @@ def tokens_kernel(
 @triton.jit(do_not_specialize=INTEGERS)
 def through_kernel(
     logprobs_ptr, old_ptr, advantages_ptr, mask_ptr, cu_seqlens_ptr, segments_ptr, entropy_ptr, floor_ptr, stats_ptr,
-    first_part_ptr, through_ptr, slot_gradient_ptr, gradient_ptr, rows: "i64", width: "i64", tokens: "i64",
+    through_ptr, slot_gradient_ptr, gradient_ptr, rows: "i64", width: "i64", tokens: "i64",
     chunks: "i64", steps: "i32", low: "fp64", high: "fp64", LOSS: tl.constexpr, RATIO: tl.constexpr,
     ADVANTAGE_BY_ROW: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Adds to every token's gradient what comes to it through the ratio of its row or segment."""
-    row, start, length, begin = _locate(cu_seqlens_ptr, first_part_ptr, rows, width, tokens, chunks, steps, PART)
+    row, start, length, begin = _locate(cu_seqlens_ptr, rows, width, tokens, chunks, steps, PART)
     dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
     k = begin + tl.arange(0, PART)
     at = start + k

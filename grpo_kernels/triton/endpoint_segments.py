@@ -8,7 +8,6 @@ left out of them.
 Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
 """
 
-import contextlib
 from typing import Any, Optional
 
 import torch
@@ -278,16 +277,15 @@ def _results_kernel(
     bounds_ptr, credits_ptr, sums_ptr, norms_ptr, ids_ptr, advantages_ptr, returns_ptr, ends_ptr, rows: "i64",
     width: "i64", total: "i64", CREDIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Everything of tokens that is not written yet. The first and the last row also write what is of no row."""
+    """Everything of tokens that is not written yet. The last row also writes what lies behind it."""
     row = tl.program_id(0).to(tl.int64)
     begin, end = row_bounds(bounds_ptr, row, width)
     is_whole = is_finite(tl.load(sums_ptr + rows + row) + tl.zeros([BLOCK], tl.float64))
-    first = tl.where(row == 0, 0, begin)
     last = tl.where(row == rows - 1, total, end)
-    for offset in range(first + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
+    for offset in range(begin + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
         token = offset + tl.arange(0, BLOCK)
         written = token < last
-        inside = (token >= begin) & (token < end)
+        inside = token < end
         own = tl.load(ids_ptr + token, mask=inside, other=-1)
         next_id = tl.load(ids_ptr + token + 1, mask=inside & (token + 1 < end), other=-1)
         counts = own >= 0
@@ -317,6 +315,7 @@ def forward(
     epsilon, gamma, lam = coefficients
     total = rewards.numel()
     rows, width = rewards.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, 0)
+    bounds = None if cu_seqlens is None else segments.packed_bounds("endpoint_segments", cu_seqlens, total)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     ends, ids = torch.empty_like(mask), torch.empty_like(mask, dtype=torch.int32)
     numbers = rewards.new_empty(rows, dtype=torch.int32)
@@ -332,47 +331,41 @@ def forward(
         sorted_rows = segments.sort_rows(rows, groups, 0, None)
         assert sorted_rows is not None
         order, starts = sorted_rows.order, sorted_rows.starts
-    bounds = None if cu_seqlens is None else segments.ascending(cu_seqlens, total)
     counted, per_row = mask.view(torch.uint8), (rows,)
     tile = min(max(int(triton.next_power_of_2(width or total)), _NARROWEST), _TILE)
     tiles: dict[str, Any] = {"BLOCK": tile, "num_warps": max(tile // _TILE * _TILE_WARPS, 1)}
     credits, sums, scale, moments = doubles(total), doubles(2, rows), doubles(1), doubles(5, rows)
     baselines = norms = None
-    with _on_device(rewards):
-        if values is None:
-            row_returns, baselines = doubles(2, rows)
-            _returns_kernel[per_row](rewards, counted, bounds, row_returns, width, gamma, **tiles)
-            _baselines_kernel[per_row](row_returns, order, starts, baselines, rows, BLOCK=_GROUP_ROWS, num_warps=1)
-        _tokens_kernel[per_row](
-            rewards, logprobs, old_logprobs, values, baselines, counted, bounds, credits, returns, sums, rows,
-            width, gamma, lam, **tiles,
+    if values is None:
+        row_returns, baselines = doubles(2, rows)
+        _returns_kernel[per_row](rewards, counted, bounds, row_returns, width, gamma, **tiles)
+        _baselines_kernel[per_row](row_returns, order, starts, baselines, rows, BLOCK=_GROUP_ROWS, num_warps=1)
+    _tokens_kernel[per_row](
+        rewards, logprobs, old_logprobs, values, baselines, counted, bounds, credits, returns, sums, rows,
+        width, gamma, lam, **tiles,
+    )  # fmt: skip
+    _scale_kernel[(1,)](sums, scale, rows, epsilon, BLOCK=_ROWS_AT_ONCE)
+    _cuts_kernel[per_row](
+        logprobs, old_logprobs, counted, bounds, credits, scale, threshold, ids, numbers, width,
+        min(most, 2**31 - 1), epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1,
+    )  # fmt: skip
+    # the cuts are done with the advantages of tokens: their memory is free for those of segments
+    _credits_kernel[per_row](
+        rewards, values, baselines, bounds, ids, sums, credits, moments, rows, width, gamma, lam, **tiles
+    )
+    if norm != NO_NORM.value:
+        norms = doubles(2, rows)
+        by_prompt = norm == PROMPT_NORM.value
+        _moments_kernel[per_row if by_prompt else (1,)](
+            moments, order if by_prompt else None, starts if by_prompt else None, norms, rows, epsilon,
+            BLOCK=_GROUP_ROWS if by_prompt else _ROWS_AT_ONCE, num_warps=1 if by_prompt else 4,
         )  # fmt: skip
-        _scale_kernel[(1,)](sums, scale, rows, epsilon, BLOCK=_ROWS_AT_ONCE)
-        _cuts_kernel[per_row](
-            logprobs, old_logprobs, counted, bounds, credits, scale, threshold, ids, numbers, width,
-            min(most, 2**31 - 1), epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1,
-        )  # fmt: skip
-        # the cuts are done with the advantages of tokens: their memory is free for those of segments
-        _credits_kernel[per_row](
-            rewards, values, baselines, bounds, ids, sums, credits, moments, rows, width, gamma, lam, **tiles
-        )
-        if norm != NO_NORM.value:
-            norms = doubles(2, rows)
-            by_prompt = norm == PROMPT_NORM.value
-            _moments_kernel[per_row if by_prompt else (1,)](
-                moments, order if by_prompt else None, starts if by_prompt else None, norms, rows, epsilon,
-                BLOCK=_GROUP_ROWS if by_prompt else _ROWS_AT_ONCE, num_warps=1 if by_prompt else 4,
-            )  # fmt: skip
-        chunks = min(max(triton.cdiv(triton.cdiv(total, rows), tile), 1), _MOST_CHUNKS)
-        _results_kernel[(rows, chunks)](
-            bounds, credits, sums, norms, ids, advantages, returns, ends.view(torch.int8), rows, width, total,
-            CREDIT=credit, **tiles,
-        )  # fmt: skip
+    chunks = min(max(triton.cdiv(triton.cdiv(total, rows), tile), 1), _MOST_CHUNKS)
+    _results_kernel[(rows, chunks)](
+        bounds, credits, sums, norms, ids, advantages, returns, ends.view(torch.int8), rows, width, total,
+        CREDIT=credit, **tiles,
+    )  # fmt: skip
     return results
-
-
-def _on_device(tensor: Tensor) -> Any:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _aot_cases() -> tuple[AotCase, ...]:

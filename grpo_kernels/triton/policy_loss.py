@@ -11,6 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
+from grpo_kernels.segments import packed_bounds
 from grpo_kernels.triton import _policy_rows as of_rows
 from grpo_kernels.triton import _policy_sums as sums
 from grpo_kernels.triton import _policy_tokens as of_tokens
@@ -72,6 +73,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = logprobs.numel()
     rows, width = logprobs.shape if cu_seqlens is None else (cu_seqlens.numel() - 1, 0)
+    if cu_seqlens is not None:
+        cu_seqlens = packed_bounds("policy_loss", cu_seqlens, tokens)
     plan = _plan(modes, coefficients)
     plan |= {
         "ADVANTAGE_BY_ROW": advantages.shape != logprobs.shape,
@@ -98,7 +101,7 @@ def forward(
         "rows": rows,
         "width": width,
         "tokens": tokens,
-        # of packed rows there can be that many parts at most, whatever their lengths
+        # packed rows and what lies behind them have that many parts at most, see first_part
         "chunks": triton.cdiv(width, _PART),
         "parts": rows * triton.cdiv(width, _PART) if cu_seqlens is None else triton.cdiv(tokens, _PART) + rows,
         "steps": rows.bit_length(),
@@ -135,7 +138,6 @@ def _run(
     made = {
         "stats_ptr": new(of_rows.STATS, rows),
         "totals_ptr": totals,
-        "first_part_ptr": new(rows + 1, dtype=torch.int64, when=given["cu_seqlens_ptr"] is not None),
         # of segments, at their row's start plus their number
         "joint_ptr": new(tokens, when=by_segment),
         "score_ptr": new(tokens, when=by_segment and plan["LOSS"] == CISPO.value),
@@ -156,9 +158,6 @@ def _run(
 
     _launch(of_rows.rows_kernel, rows, plan, given, made)
     _launch(sums.totals_kernel, 1, plan, given, made)
-    if given["cu_seqlens_ptr"] is not None:
-        rule = "cu_seqlens must ascend from 0 to at most the number of tokens"
-        torch._assert_async(totals[sums.T_WRONG_ROWS.value] == 0, f"policy_loss: {rule}")
     if by_segment:
         torch._assert_async(
             totals[sums.T_WRONG_SEGMENTS.value] == 0, "policy_loss: segments must ascend from 0 along each row"
@@ -186,7 +185,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
         "gradient_ptr": "*fp32",
         "loss_ptr": "*fp32",
     }
-    packed = {"cu_seqlens_ptr": "*i64", "first_part_ptr": "*i64"}
+    packed = {"cu_seqlens_ptr": "*i64"}
     slots = {"joint_ptr": "*fp64", "size_ptr": "*fp64", "last_ptr": "*i32"}
     slots |= {"slot_gradient_ptr": "*fp32", "segments_ptr": "*i32"}
     variants: dict[str, tuple[dict[str, int], dict[str, str]]] = {

@@ -3,7 +3,6 @@
 Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
 """
 
-import contextlib
 from typing import Any, Optional
 
 import torch
@@ -327,15 +326,14 @@ def pairwise_cosine(
         return distances, status
     products = torch.empty_like(distances, dtype=torch.float64)
     tiles = triton.cdiv(size, ROWS_AT_ONCE.value) * triton.cdiv(size, _ACROSS)
-    with _on_device(embeddings):
-        _products_kernel[(num_groups, tiles)](
-            embeddings, order, offsets, products, size, depth, ACROSS=_ACROSS, DEPTH=_DEPTH,
-            num_warps=_PRODUCT_WARPS,
-        )  # fmt: skip
-        _distances_kernel[(num_groups, triton.cdiv(size, _DISTANCE_ROWS))](
-            products, None if valid is None else valid.view(torch.uint8), order, offsets, distances, status, size,
-            ROWS=_DISTANCE_ROWS, WIDTH=_width(size), num_warps=_DISTANCE_WARPS, **EXACT,
-        )  # fmt: skip
+    _products_kernel[(num_groups, tiles)](
+        embeddings, order, offsets, products, size, depth, ACROSS=_ACROSS, DEPTH=_DEPTH,
+        num_warps=_PRODUCT_WARPS,
+    )  # fmt: skip
+    _distances_kernel[(num_groups, triton.cdiv(size, _DISTANCE_ROWS))](
+        products, None if valid is None else valid.view(torch.uint8), order, offsets, distances, status, size,
+        ROWS=_DISTANCE_ROWS, WIDTH=_width(size), num_warps=_DISTANCE_WARPS, **EXACT,
+    )  # fmt: skip
     return distances, status
 
 
@@ -349,10 +347,7 @@ def agglomerate(distances: Tensor, linkage: int) -> tuple[Tensor, Tensor]:
     merges = distances.new_empty((prompts, max(size - 1, 0), 2), dtype=torch.int32)
     heights = distances.new_empty((prompts, max(size - 1, 0)))
     if heights.numel() > 0:
-        with _on_device(distances):
-            _tree_kernel[(prompts,)](
-                distances, None, merges, heights, size, LINKAGE=linkage, **_options(size, _TREE_WARPS)
-            )
+        _tree_kernel[(prompts,)](distances, None, merges, heights, size, LINKAGE=linkage, **_options(size, _TREE_WARPS))
     return merges, heights
 
 
@@ -360,8 +355,7 @@ def silhouette(distances: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     prompts, size = distances.shape[:2]
     scores, samples = distances.new_empty(prompts), distances.new_empty(prompts, size)
     if prompts > 0:
-        with _on_device(distances):
-            _silhouette_kernel[(prompts,)](distances, labels, scores, samples, size, **_options(size, _TREE_WARPS))
+        _silhouette_kernel[(prompts,)](distances, labels, scores, samples, size, **_options(size, _TREE_WARPS))
     return scores, samples
 
 
@@ -375,14 +369,11 @@ def _cluster(
     groups, best_k = (distances.new_empty(prompts, dtype=torch.int32) for _ in range(2))
     silhouettes, verdict = distances.new_empty(prompts), distances.new_empty(prompts, dtype=torch.uint8)
     if prompts > 0:
-        with _on_device(distances):
-            _tree_kernel[(prompts,)](
-                distances, parents, None, None, size, LINKAGE=linkage, **_options(size, _TREE_WARPS)
-            )
-            _cuts_kernel[(prompts,)](
-                distances, parents, order, offsets, labels, ids, groups, silhouettes, best_k, verdict, size, *numbers,
-                *coefficients, **_options(size, _CUT_WARPS),
-            )  # fmt: skip
+        _tree_kernel[(prompts,)](distances, parents, None, None, size, LINKAGE=linkage, **_options(size, _TREE_WARPS))
+        _cuts_kernel[(prompts,)](
+            distances, parents, order, offsets, labels, ids, groups, silhouettes, best_k, verdict, size, *numbers,
+            *coefficients, **_options(size, _CUT_WARPS),
+        )  # fmt: skip
     return groups, silhouettes, best_k, verdict
 
 
@@ -393,10 +384,6 @@ def _width(size: int) -> int:
 def _options(size: int, warps: dict[int, int]) -> dict[str, Any]:
     width = _width(size)
     return {"WIDTH": width, "num_warps": warps[width], **EXACT}
-
-
-def _on_device(tensor: Tensor) -> Any:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _aot_cases() -> tuple[AotCase, ...]:

@@ -3,7 +3,6 @@
 Without `from __future__ import annotations`: Triton reads the annotations "fp64" of the kernels' scalars.
 """
 
-import contextlib
 from typing import Any, Optional
 
 import torch
@@ -228,10 +227,6 @@ def _launch_options(
     }
 
 
-def _on_device(logits: Tensor) -> Any:
-    return torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext()
-
-
 def forward(
     logits: Tensor,
     targets: Tensor,
@@ -247,11 +242,10 @@ def forward(
     normalizer = torch.empty_like(logprobs, dtype=torch.float64)
     if targets.numel() > 0:
         arguments, constants = _launch_options(logits, temperature, softcap, logit_scale)
-        with _on_device(logits):
-            _forward_kernel[(targets.numel(),)](
-                logits, targets, row_temperature, logprobs, entropy if want_entropy else None, normalizer, *arguments,
-                **constants,
-            )  # fmt: skip
+        _forward_kernel[(targets.numel(),)](
+            logits, targets, row_temperature, logprobs, entropy if want_entropy else None, normalizer, *arguments,
+            **constants,
+        )  # fmt: skip
     return logprobs, entropy, normalizer
 
 
@@ -286,11 +280,10 @@ def _backward_into(
     if targets.numel() == 0:
         return
     arguments, constants = _launch_options(logits, temperature, softcap, logit_scale)
-    with _on_device(logits):
-        _backward_kernel[(targets.numel(),)](
-            logits, gradient, targets, row_temperature, normalizer, entropy, grad_logprobs, grad_entropy, *arguments,
-            INPLACE=inplace, **constants,
-        )  # fmt: skip
+    _backward_kernel[(targets.numel(),)](
+        logits, gradient, targets, row_temperature, normalizer, entropy, grad_logprobs, grad_entropy, *arguments,
+        INPLACE=inplace, **constants,
+    )  # fmt: skip
 
 
 def _aot_cases() -> tuple[AotCase, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ only = pytest.mark.skipif(
 def set_schedule(seed: int) -> None:
     """In which random order the threads run from now on; launches are counted from here."""
     ctypes.CDLL(str(build.library())).grpo_kernels_set_schedule_seed(ctypes.c_uint64(seed))
+
+
+@contextlib.contextmanager
+def shared_memory(kilobytes: int) -> Iterator[None]:
+    """A device whose blocks can have so much shared memory: 227 KB on sm_90, 99 on sm_86, 64 on sm_75."""
+    set_limit = ctypes.CDLL(str(build.library())).grpo_kernels_set_shared_memory_limit
+    set_limit(ctypes.c_uint64(kilobytes * 1024))
+    try:
+        yield
+    finally:
+        set_limit(ctypes.c_uint64(227 * 1024))
 
 
 def launches(call: Callable[[], object]) -> int:

@@ -46,6 +46,9 @@ __attribute__((used, visibility("default"))) inline void grpo_kernels_set_schedu
 __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_schedule_seed() {
   return grpo_kernels::emulation::scheduler.seed();
 }
+__attribute__((used, visibility("default"))) inline void grpo_kernels_set_shared_memory_limit(std::uint64_t bytes) {
+  grpo_kernels::emulation::shared_memory_limit = bytes;
+}
 // Kernel launches since the seed was set.
 __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launches() {
   return grpo_kernels::emulation::scheduler.launches();

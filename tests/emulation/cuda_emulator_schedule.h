@@ -234,13 +234,13 @@ class Scheduler {
 };
 
 inline Scheduler scheduler;
+inline std::size_t shared_memory_limit = 227 * 1024;  // of a block, as on sm_90
 
 inline void Scheduler::run_blocks(dim3 grid, dim3 block, std::size_t shared_bytes) {
-  constexpr std::size_t kMaxSharedBytes = 227 * 1024;
   const std::uint64_t threads = std::uint64_t{block.x} * block.y * block.z;
   const std::uint64_t blocks = std::uint64_t{grid.x} * grid.y * grid.z;
   if (threads == 0 || threads > 1024 || block.z > 64 || blocks == 0 || grid.x > 0x7FFFFFFF || grid.y > 65535 ||
-      grid.z > 65535 || shared_bytes > kMaxSharedBytes) {
+      grid.z > 65535 || shared_bytes > shared_memory_limit) {
     throw std::runtime_error("kernel launch: invalid configuration argument");
   }
   gridDim = grid;

@@ -68,7 +68,7 @@ def test_every_setting_on_random_batches(backend: str, rule: str, proxy: str, cr
             rule=rule, proxy=proxy, credit=credit, norm=norm, gamma=gamma, lam=lam, group_max_size=size,
             group_variance_threshold=tau, group_epsilon=eps,
         )  # fmt: skip
-        given_ = batch.with_garbage().packed(before=3, after=2) if packed else batch.with_garbage()
+        given_ = batch.with_garbage().packed(behind=5) if packed else batch.with_garbage()
         gold = given_.gold(config)
         ties.append(gold.margin < TIE)
         if not ties[-1]:
@@ -245,7 +245,7 @@ def test_narrow_inputs_are_widened(backend: str, norm: str, dtype: torch.dtype) 
 
     def check(batch: Batch, tau: float, packed: bool) -> None:
         narrow = batch.with_garbage().to(dtype)
-        narrow = narrow.packed(before=1) if packed else narrow
+        narrow = narrow.packed(behind=1) if packed else narrow
         config = config_of(norm=norm, gamma=0.95, lam=0.9, group_variance_threshold=tau)
         gold = narrow.gold(config)
         if gold.margin > TIE:
@@ -285,7 +285,7 @@ def test_narrow_integers_equal_int64(backend: str, dtype: torch.dtype) -> None:
     ids = torch.tensor([3, 0, 100, 3, 100, 0])
     config = config_of(norm="prompt")
     assert_same(batch.run(config, backend, groups=ids.to(dtype)), batch.run(config, backend, groups=ids))
-    packed = batch.packed(1, 1)
+    packed = batch.packed(behind=2)
     assert packed.cu_seqlens is not None
     narrow = packed.run(config, backend, cu_seqlens=packed.cu_seqlens.int())
     assert_same(narrow, packed.run(config, backend))
@@ -312,7 +312,7 @@ def test_int_groups_equal_ids(backend: str, size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_of_every_argument_change_nothing(backend: str, packed: bool, layout: str) -> None:
     batch = batch_of(6, 5, 21, gaps=0.2)
-    batch = batch.packed(2, 1) if packed else batch
+    batch = batch.packed(behind=3) if packed else batch
     config = config_of(norm="prompt")
     expected = batch.run(config, backend)
     strided = batch.map(lambda x: laid_out(x, layout))

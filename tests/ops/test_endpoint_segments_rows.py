@@ -124,7 +124,7 @@ def test_padding_changes_nothing(backend: str, with_values: bool, norm: str) -> 
 def test_packed_equals_padded(backend: str, with_values: bool, norm: str) -> None:
     for seed in range(8 if backend in FAST else 1):
         batch = batch_of(seed, 5, width_for(backend, 40), values=with_values, gaps=0.1 * (seed % 3))
-        wanted, packed = batch.run(config_of(norm=norm), backend), batch.packed(before=2, after=3)
+        wanted, packed = batch.run(config_of(norm=norm), backend), batch.packed(behind=5)
         got = packed.run(config_of(norm=norm), backend)
         assert packed.cu_seqlens is not None
         assert torch.equal(got.num_segments, wanted.num_segments)

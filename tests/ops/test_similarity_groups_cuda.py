@@ -1,0 +1,42 @@
+"""What only the CUDA kernels promise: the matrix of a prompt lies wherever the device has room for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+from tests import emulation
+
+pytestmark = emulation.only
+# Up to 87, 109 and 162 rows the matrix fits into the shared memory of a block; a little below and above each.
+LIMITS, SIZES = (64, 99, 227), (86, 90, 106, 112, 128, 160, 165)
+
+
+def results(size: int) -> list[torch.Tensor]:
+    torch.manual_seed(size)
+    rows = torch.randn(2 * size, 5)
+    distances = gk.pairwise_cosine(rows, size, backend="reference")
+    labels = torch.arange(size).remainder(7).expand(2, size)
+    return [
+        *gk.similarity_groups(rows, size, backend="cuda"),
+        *gk.agglomerate(distances, backend="cuda"),
+        *gk.silhouette(distances, labels, backend="cuda"),
+    ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_shared_memory_of_the_device_changes_nothing(size: int) -> None:
+    expected = results(size)
+    for kilobytes in LIMITS[:2]:
+        with emulation.shared_memory(kilobytes):
+            for got, wanted in zip(results(size), expected, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_block_never_asks_for_more_than_there_is() -> None:
+    """32 KB do not even hold the vectors of 256 rows beside their matrix."""
+    with emulation.shared_memory(32):
+        assert gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda").labels.shape == (256,)
+    with emulation.shared_memory(30), pytest.raises(RuntimeError, match="invalid configuration"):
+        gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda")

@@ -1,0 +1,198 @@
+"""Several GPUs in one process: kernels are launched on the one of the input, and only where there is code for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import grpo_kernels as gk
+from grpo_kernels import _native, capability, dispatch
+from grpo_kernels.ops import registry
+from tests.harness import needs_cpu_kernels
+
+SUPPORTS = dict.fromkeys(dispatch.BACKENDS, (torch.float32,))
+BUILT = "80-real;86-real;89-real;90-real;100-real;120"
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs where there is none")
+
+
+# Triton's launches
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2, 5)
+
+
+def token_logprobs() -> None:
+    logits = rows().requires_grad_()
+    for inplace in (False, True):
+        result = gk.token_logprobs(logits * 1, torch.tensor([0, 4]), inplace_backward=inplace, backend="triton")
+        torch.autograd.grad(result.logprobs.sum(), logits)
+
+
+def policy_loss() -> None:
+    gk.policy_loss(rows(), rows(), torch.ones(2), config="grpo", backend="triton")
+
+
+def linear_policy_loss() -> None:
+    hidden, weight, targets = torch.randn(2, 3, 4).requires_grad_(), torch.randn(7, 4), torch.zeros(2, 3).long()
+    gk.linear_policy_loss(hidden, weight, targets, None, torch.ones(2), backend="triton").loss.backward()
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "group_advantages": lambda: gk.group_advantages(torch.randn(4), 2, config="batch_std", backend="triton"),
+    "token_logprobs": token_logprobs,
+    "linear_logprobs": lambda: gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton"),
+    "policy_loss": policy_loss,
+    "linear_policy_loss": linear_policy_loss,
+    "endpoint_segments": lambda: gk.endpoint_segments(rows(), rows(), rows(), values=rows(), backend="triton"),
+    "similarity_groups": lambda: gk.similarity_groups(torch.randn(4, 3), 4, backend="triton"),
+    "pairwise_cosine": lambda: gk.pairwise_cosine(torch.randn(4, 3), 4, backend="triton"),
+    "cluster_distances": lambda: gk.cluster_distances(1 - torch.eye(4)[None], backend="triton"),
+    "agglomerate": lambda: gk.agglomerate(1 - torch.eye(4)[None], backend="triton"),
+    "silhouette": lambda: gk.silhouette(1 - torch.eye(4)[None], torch.tensor([[0, 0, 1, 1]]), backend="triton"),
+}
+
+
+@no_gpu
+@pytest.mark.parametrize("op", CALLS)
+def test_triton_launches_under_a_guard_for_the_input(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    alive: list[torch.device] = []
+    launched: list[list[torch.device]] = []
+
+    @contextlib.contextmanager
+    def guard(backend: str, args: tuple[Any, ...]) -> Iterator[None]:
+        alive.extend(value.device for value in args if backend == "triton" and isinstance(value, torch.Tensor))
+        yield
+        alive.clear()
+
+    launch = interpreter.GridExecutor.__call__
+
+    def checked(self: Any, *args: Any, **more: Any) -> Any:
+        launched.append(list(alive))
+        return launch(self, *args, **more)
+
+    monkeypatch.setattr(registry, "device_guard", guard)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", checked)
+    CALLS[op]()
+    assert launched and all(launched)
+
+
+def test_every_op_with_triton_kernels_is_called_here() -> None:
+    names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "grpo_kernels::" in name}
+    of_triton = {name.removesuffix("_triton") for name in names if name.endswith("_triton")}
+    backwards = {"token_logprobs_backward", "token_logprobs_backward_inplace", "linear_logprobs_backward"}
+    assert of_triton == CALLS.keys() | backwards
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda", "cpu", "reference"])
+def test_the_guard_is_for_the_device_of_the_first_tensor(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[object] = []
+
+    @contextlib.contextmanager
+    def recorder(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", recorder)
+    with FakeTensorMode():
+        arguments = (None, torch.empty(2, device="cuda:1"), torch.empty(2), 3)
+    with registry.device_guard(backend, arguments):
+        assert entered == ([torch.device("cuda:1")] if backend == "triton" else [])
+
+
+# The choice of a backend by architecture
+
+
+@pytest.mark.parametrize(
+    ("architectures", "runs", "refused"),
+    [
+        (BUILT, [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)],
+         [(7, 0), (7, 5), (11, 0)]),
+        ("80-real;90-real;100", [(8, 0), (8, 9), (9, 0), (10, 3), (11, 0), (12, 0)], [(7, 5)]),
+        ("90-real", [(9, 0)], [(8, 9), (10, 0), (12, 0)]),
+        ("86-real", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
+        ("75-virtual", [(7, 5), (8, 0), (12, 0)], [(7, 0), (6, 1)]),
+        ("90a-real", [(9, 0)], [(9, 1), (10, 0)]),
+        ("90a", [(9, 0)], [(10, 0)]),
+        ("100f-real", [(10, 0), (10, 3)], [(11, 0), (12, 0), (9, 0)]),
+        ("native", [(7, 0), (9, 0)], []),
+    ],
+)  # fmt: skip
+def test_architectures(architectures: str, runs: list[tuple[int, int]], refused: list[tuple[int, int]]) -> None:
+    assert all(capability.runs_machine_code(architectures, *device) for device in runs)
+    assert not any(capability.runs_machine_code(architectures, *device) for device in refused)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H100, a V100 and an A10 with the CUDA kernels built, and with Triton."""
+    capabilities = [SimpleNamespace(major=x // 10, minor=x % 10) for x in (90, 70, 86)]
+    facts = {"cuda_architectures": "80-real;90-real;100"}
+    monkeypatch.setattr(capability, "DEVICES", capability.DEVICES | {"cuda": {"cuda"}})
+    monkeypatch.setattr(capability, "_emulated", set())
+    monkeypatch.setattr(_native, "cuda_error", None)
+    monkeypatch.setattr(_native, "cuda_module", SimpleNamespace(build_facts=lambda: facts))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    # not get_device_capability, which torch.compile knows by itself
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: capabilities[index])
+    capability._no_machine_code.cache_clear()
+    yield
+    capability._no_machine_code.cache_clear()
+
+
+@pytest.fixture
+def available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def chosen(index: int | None, requested: str | None = None) -> str:
+    return dispatch.select("op", requested, "cuda", torch.float32, SUPPORTS, index)
+
+
+@no_gpu
+def test_the_choice_is_by_the_device_of_the_tensor(gpus: None, available: None) -> None:
+    pytest.importorskip("triton")
+    assert [chosen(index) for index in range(3)] == ["cuda", "triton", "cuda"]
+    assert chosen(None) == "triton", "of the current device"
+
+
+@no_gpu
+def test_an_explicit_choice_is_refused_with_the_reason(gpus: None) -> None:
+    pytest.importorskip("triton")
+    reason = "built for sm_80, sm_90, sm_100, not for sm_70 of cuda:1; rebuild with .*ARCHITECTURES=70"
+    with pytest.raises(RuntimeError, match=f"op: backend 'cuda' cannot run here: .*{reason}; use backend='triton'"):
+        chosen(1, "cuda")
+    assert chosen(0, "cuda") == chosen(2, "cuda") == "cuda"
+
+
+@no_gpu
+def test_the_reason_is_shown_for_the_current_device(
+    gpus: None, available: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "not for sm_70 of cuda:1" in gk.available_backends()["cuda"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert gk.available_backends()["cuda"] == "ok"
+
+
+@no_gpu
+@needs_cpu_kernels
+def test_torch_compile_traces_the_choice(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    torch.compiler.reset()
+    # a compiled module, into which torch.compile cannot look; it also knows the architectures
+    monkeypatch.setattr(_native, "cuda_module", _native.cpu_module)
+    numbers = {"cuda": 1, "triton": 2}
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x + 10 * numbers[chosen(0)] + numbers[chosen(1)]
+
+    assert compiled(torch.zeros(1)).item() == 12
+    torch.compiler.reset()
