@@ -112,5 +112,5 @@ $(FLOOR)/packages: tools/constraints.txt
 $(FLOOR)/rehearsal: $(FLOOR)/packages
 	grep -v '^numpy=' tools/constraints.txt > $(FLOOR)/constraints.txt
 	$(FLOOR_BIN)/python -m pip install --quiet -c $(FLOOR)/constraints.txt numpy==2.3.5 accelerate matplotlib \
-		sentence-transformers scikit-learn transformers pyyaml
+		pandas pyarrow pyyaml scikit-learn sentence-transformers transformers xxhash
 	touch $@

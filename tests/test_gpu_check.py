@@ -344,6 +344,12 @@ def test_the_sanitizer_looks_at_our_kernels(machine: Machine) -> None:
         assert ("kernel_substring=grpo_kernels" in step.command) == (step.name != "initcheck")
 
 
+def test_parity_with_peers_is_left_to_the_cpu(machine: Machine) -> None:
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
+    files = [argument for argument in plan.tests()[0].command if argument.endswith(".py")]
+    assert len(files) > 20 and not any("parity" in file for file in files)
+
+
 def test_packages_that_are_missing_are_said(machine: Machine) -> None:
     status, steps = machine.run(facts=FACTS | {"lacks": ["matplotlib", "transformers", "trl"]})
     assert status == 0 and steps["step step"]["state"] == steps["trainer default recipe"]["state"] == "left out"
