@@ -114,10 +114,11 @@ GRPO_HD void merge_all(const Crew& crew, const Tree& tree, int n) {
     }
     crew.sync();
     crew.for_each(n, [&](int c) {
+      if (c == low) return;  // other threads read this row; it is up to date
       double* const row = tree.row(c);
-      if (c != low) row[low] = row_low[c];
+      row[low] = row_low[c];
       row[high] = INFINITY;
-      if (c != low) look_again(crew, tree, n, c, low, high);
+      look_again(crew, tree, n, c, low, high);
     });
     crew.for_each(1, [&](int) { look_around(crew, tree, n, low); });
   }
