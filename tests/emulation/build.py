@@ -61,7 +61,7 @@ def race_detector(folder: Path) -> Path:
 def _compile(target: Path, variant: str) -> None:
     torch_dir = Path(torch.__file__).parent
     command = [str(compiler()), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
-    command += ["-fvisibility=hidden"]  # as in the release
+    command += ["-fvisibility=hidden", "-ffp-contract=off"]  # as in the release
     command += ["-DGRPO_KERNELS_EMULATE", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
     command += [f"-I{ROOT / f}" for f in ("csrc/include", "csrc/common", "csrc/cuda", "tests/emulation")]
     command += ["-isystem", str(torch_dir / "include")]

@@ -131,6 +131,13 @@ __global__ void racing(int kind, int* out) {
       if (lane < 16) __syncwarp(kLowerHalf);
       if (thread == 0) values[0] = 1;  // race 10
       break;
+    case 11:  // The __syncwarp() that is missing lies between two rounds.
+      for (int round = 0; round < 2; ++round) {
+        values[thread] = round;  // race 11
+        __syncwarp();
+        mine[thread] = values[thread ^ 1];  // race 11
+      }
+      break;
     default:
       break;
   }
