@@ -1,17 +1,26 @@
-"""nvcc compiles every CUDA source for every architecture of the release, without spilling a register."""
+"""nvcc compiles every CUDA source for every architecture of the release, without spilling a register.
+
+Those that decide something by comparing numbers come out with the rounding that their source asks for.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tools.ptx import contractions
+
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+ROUND_AS_WRITTEN = ("group_advantages", "similarity_groups", "endpoint_segments")  # by -fmad=false in CMakeLists.txt
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 
@@ -19,6 +28,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 def resources(source: Path, architecture: str, folder: Path) -> list[tuple[str, int, int]]:
     """(kernel, registers, bytes spilled) for every kernel in the source."""
     command = [str(NVCC), "-std=c++20", "-O3", f"-arch={architecture}", "-Xptxas=-v", "-cubin"]
+    command += ["-fmad=false"] if source.stem in ROUND_AS_WRITTEN else []
     command += [f"-I{ROOT / 'csrc' / f}" for f in ("include", "common", "cuda")]
     command += [str(source), "-o", str(folder / "out.cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -49,3 +59,39 @@ def test_a_spill_is_seen(tmp_path: Path) -> None:
         "  for (int i = 0; i < 64; ++i) out[threadIdx.x + i * n] = a[i];\n}\n"
     )
     assert sum(spilled for _, _, spilled in resources(source, "sm_80", tmp_path)) > 0
+
+
+def build_commands(folder: Path) -> dict[str, list[str]]:
+    """The command that compiles each CUDA source in a build for sm_90, by the source's name."""
+    search = os.pathsep.join([str(Path(sys.executable).parent), str(Path(str(NVCC)).parent), os.environ["PATH"]])
+    command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    command += ["-DGRPO_WITH_CUDA=ON", "-DGRPO_CUDA_ARCHITECTURES=90", f"-DPython_EXECUTABLE={sys.executable}"]
+    done = subprocess.run(command, env=os.environ | {"PATH": search}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entries = json.loads((folder / "compile_commands.json").read_text())
+    return {Path(e["file"]).stem: shlex.split(e["command"]) for e in entries if e["file"].endswith(".cu")}
+
+
+def compile_to_ptx(command: list[str], target: Path) -> str:
+    output = command.index("-o") + 1
+    command = [*command[:output], str(target), *command[output + 1 :]]
+    command[command.index("-c")] = "-ptx"
+    done = subprocess.run(command, cwd=target.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target.read_text()
+
+
+def test_sources_that_decide_round_as_the_host_does(tmp_path: Path) -> None:
+    commands = build_commands(tmp_path)
+    for source in ROUND_AS_WRITTEN:
+        assert contractions(compile_to_ptx(commands[source], tmp_path / f"{source}.ptx")) == []
+
+
+def test_a_contraction_is_seen(tmp_path: Path) -> None:
+    source = tmp_path / "scan.cu"
+    body = "  x[0] = x[1] * x[2] + x[3];\n  x[4] = exp(x[4]);\n  x[5] = x[6] * x[7];\n"
+    source.write_text(f"__global__ void scan(double* x) {{\n{body}}}\n")
+    command = [str(NVCC), "-arch=sm_90", "-lineinfo", "-c", str(source), "-o", "scan.o"]
+    fused = ["scan.cu:2: x[0] = x[1] * x[2] + x[3];", "scan.cu:4: x[5] = x[6] * x[7];"]
+    assert contractions(compile_to_ptx(command, tmp_path / "scan.ptx")) == fused
+    assert contractions(compile_to_ptx([*command, "-fmad=false"], tmp_path / "scan.ptx")) == []

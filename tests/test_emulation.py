@@ -357,9 +357,10 @@ def test_a_launch_needs_a_guard_for_the_device_of_its_stream(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_same_source_compiles_with_nvcc(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["selftest.cu", "selftest_races.cu"])
+def test_same_source_compiles_with_nvcc(source: str, tmp_path: Path) -> None:
     command = ["nvcc", "-c", "-arch=sm_90", "-Werror", "all-warnings", f"-I{CUDA}"]
-    compile_([*command, str(SELFTEST), "-o", str(tmp_path / "selftest.o")])
+    compile_([*command, str(EMULATION / source), "-o", str(tmp_path / "selftest.o")])
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

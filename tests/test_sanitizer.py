@@ -1,4 +1,4 @@
-"""The CUDA kernels on the host under AddressSanitizer: no access outside a tensor or a shared array."""
+"""The CUDA kernels on the host under AddressSanitizer (accesses outside an array) and the race detector."""
 
 from __future__ import annotations
 
@@ -31,32 +31,46 @@ print("clean")
 """
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    compiler = str(build.compiler())
-    find = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
-    libraries = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in find]
-    environment = os.environ | {
-        "LD_PRELOAD": " ".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONPATH": str(build.ROOT),
-        "PYTHONMALLOC": "malloc",
-    }
-    command = [sys.executable, "-c", CASES, str(build.library(sanitize=True)), *arguments]
+def run(variant: str, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CASES, str(build.library(variant)), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(build.ROOT)} | (environment or {})
     return subprocess.run(command, env=environment, cwd=build.ROOT, capture_output=True, text=True)
 
 
+def run_address_sanitizer(*arguments: str) -> subprocess.CompletedProcess[str]:
+    compiler = str(build.compiler())
+    find = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+    libraries = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in find]
+    environment = {
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+    }
+    return run("address", *arguments, environment=environment)
+
+
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a GPU, compute-sanitizer does this on the real kernels"
+)
 pytestmark = pytest.mark.skipif(
     build.compiler() is None or not (build.ROOT / "csrc").exists(), reason="needs a C++ compiler and the sources"
 )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, compute-sanitizer does this on the real kernels")
+@needs_no_gpu
 def test_kernels_stay_inside_their_arrays() -> None:
-    done = run()
+    done = run_address_sanitizer()
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
 
 
 def test_an_access_outside_is_reported() -> None:
-    done = run("planted")
+    done = run_address_sanitizer("planted")
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-4000:]
+
+
+@needs_no_gpu
+def test_kernels_have_no_races() -> None:
+    """tests/test_races.py tries the detector on planted ones."""
+    done = run("races")
+    assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

@@ -27,6 +27,7 @@ TOOL = ROOT / "tools" / "aot_compile.py"
 OPS_DIR = ROOT / "grpo_kernels" / "triton"
 OPS = sorted(name[:-3] for name in os.listdir(OPS_DIR) if name.endswith(".py") and not name.startswith("_"))
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
+ROUND_AS_WRITTEN = {"group_advantages", "similarity_groups", "endpoint_segments"}  # they decide by comparing numbers
 
 PRELUDE = """
 import os
@@ -116,6 +117,28 @@ AOT_SIGNATURES = (
         assert [used[name] for name in spills] == [0, 0]
         shown = rf"sample_op +scale +{row['label'] or '-'} +{row['target']} .* ok$"
         assert re.search(shown, outcome.stdout, flags=re.MULTILINE), outcome.stdout
+
+
+def test_reports_products_fused_into_sums(compile_module: Any) -> None:
+    outcome = compile_module(
+        """
+@triton.jit
+def add(x_ptr, y_ptr):
+    x = tl.load(x_ptr)
+    tl.store(y_ptr, x * x + tl.load(y_ptr))
+
+AOT_SIGNATURES = (
+    AotCase(add, POINTERS, {}, label="fused"),
+    AotCase(add, POINTERS, {}, label="exact", options={"enable_fp_fusion": False}),
+)
+""",
+        "sm_90",
+    )
+    assert outcome.status == 0, outcome.stderr
+    found = {
+        row["label"]: [text.partition(": ")[2] for text in row["resources"]["contractions"]] for row in outcome.rows
+    }
+    assert found == {"fused": ["tl.store(y_ptr, x * x + tl.load(y_ptr))"], "exact": []}
 
 
 def test_a_spill_needs_a_reason(compile_module: Any) -> None:
@@ -297,3 +320,6 @@ def test_op_compiles_for_every_target(op: str, tmp_path: Path) -> None:
     assert cases
     expected = {(*case, target) for case in cases for target in TARGETS}
     assert {(row["kernel"], row["label"], row["target"]) for row in outcome.rows} == expected
+    if op in ROUND_AS_WRITTEN:
+        fused = [row["resources"]["contractions"] for row in outcome.rows if row["target"] != "gfx942"]
+        assert fused == [[]] * (3 * len(cases))

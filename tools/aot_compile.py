@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_kernels.triton._aot import AotCase  # noqa: E402 - found through the line above
+from tools.ptx import contractions  # noqa: E402
 
 OPS_DIR = ROOT / "grpo_kernels" / "triton"
 
@@ -70,6 +71,7 @@ class Resources:
     scalar_registers: int | None = None
     spilled_vgprs: int | None = None
     spilled_sgprs: int | None = None
+    contractions: tuple[str, ...] | None = None  # source lines whose products PTX fuses into sums
 
     @property
     def spills(self) -> bool:
@@ -262,9 +264,11 @@ def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
         compiled = triton.compile(_source(case), target=GPUTarget(*target[:3]), options=_options(case))
     if target.backend == "cuda":
         numbers, binary = parse_ptxas(log.getvalue()), compiled.asm["cubin"]
+        fused = tuple(contractions(compiled.asm["ptx"]))
     else:
         numbers, binary = parse_amdgcn(compiled.asm["amdgcn"]), compiled.asm["hsaco"]
-    return Resources(shared_bytes=compiled.metadata.shared, binary_bytes=len(binary), **numbers)
+        fused = None
+    return Resources(shared_bytes=compiled.metadata.shared, binary_bytes=len(binary), contractions=fused, **numbers)
 
 
 def _child(pipe: Connection, case: AotCase, target_name: str, scratch: str) -> None:

@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kThreads, 2) cosine_kernel(const __grid_consta
     for (int j = 0; j < kEach; ++j) {
       const int of_up = y + i * kSide, of_across = x + j * kSide;
       const int first = tile.up + of_up, second = tile.across + of_across;
-      if (first >= size || second >= size) continue;
+      // below the diagonal of the matrix another thread has the pair, with the same bits
+      if (first > second || second >= size) continue;
       const TileRow &a = up_rows[of_up], &b = across_rows[of_across];
       const bool used = is_used(a) && is_used(b);
       const float distance = first == second ? 0 : cosine_distance(products[i][j], a.norm, b.norm);

@@ -3,7 +3,7 @@
 The arithmetic is that of grpo_kernels/reference/similarity_groups.py to the bit, so that ties have one answer on every
 backend. A row of a tile is taken out as a sum (or a minimum) over the rows in which all others are 0 (or infinite). Two
 rows at once are their sum, each rounded before: the order of a sum of two does not matter, but products must not be
-fused into it, which callers ask for with `EXACT`.
+fused into it, which callers ask for with `_aot.EXACT`.
 """
 
 import triton
@@ -11,7 +11,6 @@ import triton.language as tl
 
 # The order of names in grpo_kernels/config/similarity.py.
 SINGLE, COMPLETE, AVERAGE, WARD = (tl.constexpr(i) for i in range(4))
-EXACT = {"enable_fp_fusion": False}
 
 
 @triton.jit

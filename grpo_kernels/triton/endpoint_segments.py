@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels import segments
-from grpo_kernels.triton._aot import AotCase
+from grpo_kernels.triton._aot import EXACT, AotCase
 from grpo_kernels.triton._segment_walks import (
     close_segment,
     count_tokens,
@@ -333,21 +333,21 @@ def forward(
         order, starts = sorted_rows.order, sorted_rows.starts
     counted, per_row = mask.view(torch.uint8), (rows,)
     tile = min(max(int(triton.next_power_of_2(width or total)), _NARROWEST), _TILE)
-    tiles: dict[str, Any] = {"BLOCK": tile, "num_warps": max(tile // _TILE * _TILE_WARPS, 1)}
+    tiles: dict[str, Any] = {"BLOCK": tile, "num_warps": max(tile // _TILE * _TILE_WARPS, 1), **EXACT}
     credits, sums, scale, moments = doubles(total), doubles(2, rows), doubles(1), doubles(5, rows)
     baselines = norms = None
     if values is None:
         row_returns, baselines = doubles(2, rows)
         _returns_kernel[per_row](rewards, counted, bounds, row_returns, width, gamma, **tiles)
-        _baselines_kernel[per_row](row_returns, order, starts, baselines, rows, BLOCK=_GROUP_ROWS, num_warps=1)
+        _baselines_kernel[per_row](row_returns, order, starts, baselines, rows, BLOCK=_GROUP_ROWS, num_warps=1, **EXACT)
     _tokens_kernel[per_row](
         rewards, logprobs, old_logprobs, values, baselines, counted, bounds, credits, returns, sums, rows,
         width, gamma, lam, **tiles,
     )  # fmt: skip
-    _scale_kernel[(1,)](sums, scale, rows, epsilon, BLOCK=_ROWS_AT_ONCE)
+    _scale_kernel[(1,)](sums, scale, rows, epsilon, BLOCK=_ROWS_AT_ONCE, **EXACT)
     _cuts_kernel[per_row](
         logprobs, old_logprobs, counted, bounds, credits, scale, threshold, ids, numbers, width,
-        min(most, 2**31 - 1), epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1,
+        min(most, 2**31 - 1), epsilon, RULE=rule, PROXY=proxy, WINDOW=_WINDOW, num_warps=1, **EXACT,
     )  # fmt: skip
     # the cuts are done with the advantages of tokens: their memory is free for those of segments
     _credits_kernel[per_row](
@@ -358,7 +358,7 @@ def forward(
         by_prompt = norm == PROMPT_NORM.value
         _moments_kernel[per_row if by_prompt else (1,)](
             moments, order if by_prompt else None, starts if by_prompt else None, norms, rows, epsilon,
-            BLOCK=_GROUP_ROWS if by_prompt else _ROWS_AT_ONCE, num_warps=1 if by_prompt else 4,
+            BLOCK=_GROUP_ROWS if by_prompt else _ROWS_AT_ONCE, num_warps=1 if by_prompt else 4, **EXACT,
         )  # fmt: skip
     chunks = min(max(triton.cdiv(triton.cdiv(total, rows), tile), 1), _MOST_CHUNKS)
     _results_kernel[(rows, chunks)](
@@ -383,7 +383,8 @@ def _aot_cases() -> tuple[AotCase, ...]:
 
     def case(kernel: Any, label: str, warps: int, constants: dict[str, Any], **other: str) -> AotCase:
         names = [name for name in kernel.arg_names if name not in constants and not name.isupper()]
-        return AotCase(kernel, {name: {**types, **other}[name] for name in names}, constants, warps, label=label)
+        signature = {name: {**types, **other}[name] for name in names}
+        return AotCase(kernel, signature, constants, warps, label=label, options=EXACT)
 
     wide, narrow = {"BLOCK": _TILE}, {"BLOCK": _GROUP_ROWS}
     one_group = {"BLOCK": _ROWS_AT_ONCE, "order_ptr": None, "starts_ptr": None}

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels import segments
-from grpo_kernels.triton._aot import AotCase
+from grpo_kernels.triton._aot import EXACT, AotCase
 
 # The order of names in grpo_kernels/config/advantages.py.
 MEAN, LEAVE_ONE_OUT, LENGTH, BASELINE, RUNNER_UP = (tl.constexpr(i) for i in range(1, 6))
@@ -336,7 +336,7 @@ def forward(
     number = rows // group_size if starts is None else rows
     # a tile as wide as the groups are; where ids hide their size, 32
     block = min(max(triton.next_power_of_2(group_size), 2), _TILE) if starts is None else 32
-    tile = {"SEGMENTS": (_TILE if starts is None else _SORTED_TILE) // block, "BLOCK": block}
+    tile = {"SEGMENTS": (_TILE if starts is None else _SORTED_TILE) // block, "BLOCK": block, **EXACT}
     grid = (triton.cdiv(number, tile["SEGMENTS"]),)
 
     batch = scale == SCALE_BATCH_STD.value or whiten != 0 or gain != 0
@@ -377,6 +377,7 @@ def forward(
             "GAIN": gain,
             "BLOCK": _ROWS_PER_PROGRAM,
             "MAX_PARTS": _MAX_PARTS,
+            **EXACT,
         }
         _moments_kernel[(parts,)](
             combined, lengths, advantages, size, degenerate, moments, rows, rows_per_part, CENTER=center, **kinds
@@ -440,28 +441,33 @@ def _aot_cases() -> tuple[AotCase, ...]:
                 **dict.fromkeys(sorted_rows),
             },
             label="groups of 8",
+            options=EXACT,
         ),
         AotCase(
             _segments_kernel,
             pointers | sorted_rows | doubles | {"number": "i32", "group_size": "i32"},
             {"CENTER": 1, "SCALE": 1, "SINGLETON": 2, "WRITE": 0, **wide, **nothing},
             label="subgroups",
+            options=EXACT,
         ),
         AotCase(
             _parents_kernel,
             {"values_ptr": "*fp32", "order_ptr": "*i64", "starts_ptr": "*i64", "parents_ptr": "*fp64"}
             | {"number": "i32", "ddof": "fp64"},
             {"lengths_ptr": None, "CENTER": 1, **wide},
+            options=EXACT,
         ),
         AotCase(
             _moments_kernel,
             shared | {"lengths_ptr": "*fp64", "size_ptr": "*i32", "degenerate_ptr": "*i8", "rows_per_part": "i32"},
             {"CENTER": 2, **kinds},
+            options=EXACT,
         ),
         AotCase(
             _finish_kernel,
             shared | finish | {"std_ptr": "*fp32", "degenerate_ptr": "*i8", "result_ptr": "*fp32", "parts": "i32"},
             kinds,
+            options=EXACT,
         ),
     )
 

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.triton._aot import AotCase
+from grpo_kernels.triton._aot import EXACT, AotCase
 from grpo_kernels.triton._similarity_tree import (
-    EXACT,
     WARD,
     add_sizes,
     items_in_use,
@@ -328,7 +327,7 @@ def pairwise_cosine(
     tiles = triton.cdiv(size, ROWS_AT_ONCE.value) * triton.cdiv(size, _ACROSS)
     _products_kernel[(num_groups, tiles)](
         embeddings, order, offsets, products, size, depth, ACROSS=_ACROSS, DEPTH=_DEPTH,
-        num_warps=_PRODUCT_WARPS,
+        num_warps=_PRODUCT_WARPS, **EXACT,
     )  # fmt: skip
     _distances_kernel[(num_groups, triton.cdiv(size, _DISTANCE_ROWS))](
         products, None if valid is None else valid.view(torch.uint8), order, offsets, distances, status, size,
@@ -413,9 +412,9 @@ def _aot_cases() -> tuple[AotCase, ...]:
 
     return (
         AotCase(_products_kernel, products | {"embeddings_ptr": "*bf16"}, tile | neighbours, _PRODUCT_WARPS,
-                label="bf16, neighbours", aligned=aligned),
+                label="bf16, neighbours", aligned=aligned, options=EXACT),
         AotCase(_products_kernel, products | rows | {"embeddings_ptr": "*fp32"}, tile, _PRODUCT_WARPS,
-                label="fp32, ids", aligned=aligned),
+                label="fp32, ids", aligned=aligned, options=EXACT),
         AotCase(_distances_kernel, of_rows | rows | {"valid_ptr": "*u8"}, {"WIDTH": 64, "ROWS": _DISTANCE_ROWS},
                 _DISTANCE_WARPS, options=EXACT),
         tree("single", 16), tree("average", 32), tree("single", 64), tree("complete", 64), tree("average", 64),

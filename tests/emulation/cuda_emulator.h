@@ -125,6 +125,7 @@ inline unsigned vote(Operation operation, unsigned mask, unsigned value, const S
 template <typename T, typename Update>
 inline T atomic(T* address, Update update) {
   scheduler.yield(/*always=*/false);
+  const races::Atomic access;
   const T old = *address;
   *address = update(old);
   return old;

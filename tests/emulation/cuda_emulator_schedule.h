@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "cuda_emulator_fiber.h"
+#include "cuda_emulator_races.h"
 #include "cuda_emulator_shared.h"
 
 struct uint3 {
@@ -113,6 +114,7 @@ class Scheduler {
     call_ = [](const void* callable) { (*static_cast<const Thread*>(callable))(); };
     callable_ = &thread;
     kernels_.insert(kernel);
+    races::begin_launch(kernel, {block.x, block.y, block.z});
     run_blocks(grid, block, shared_bytes);
   }
 
@@ -144,6 +146,7 @@ class Scheduler {
   // Lets another thread run now and then, so that those that race for an atomic come in any order, or always,
   // for a thread that waits for another one in a loop.
   void yield(bool always) {
+    const races::Paused paused;
     if (always || (random() & 3) == 0) switch_to(pick(/*any=*/true));
   }
   [[noreturn]] void fail(std::string reason, const Site& where) { fail(current_, std::move(reason), where); }
@@ -162,6 +165,9 @@ class Scheduler {
     char digits[64];
     std::snprintf(digits, sizeof(digits), "(%u,%u,%u)", index.x, index.y, index.z);
     return digits;
+  }
+  std::string described_schedule() const {
+    return " [schedule seed " + std::to_string(seed_) + ", launch " + std::to_string(launches_) + "]";
   }
   std::string describe(unsigned thread) const {
     return "block " + text(blockIdx) + " thread " + text(indexes_[thread]);
@@ -184,6 +190,7 @@ class Scheduler {
   [[noreturn]] void fail(unsigned thread, std::string reason, const Site& where);
   [[noreturn]] void leave();
   unsigned pick(bool any);
+  void set_current(unsigned thread);
   void switch_to(unsigned next);
   void wait() { switch_to(pick(/*any=*/false)); }
 
@@ -267,22 +274,23 @@ inline void Scheduler::run_blocks(dim3 grid, dim3 block, std::size_t shared_byte
                 static_cast<unsigned>(position / grid.x / grid.y)};
     run_block(shared_bytes, static_shared);
   }
+  const std::string races = races::end_launch();
+  if (!races.empty()) throw std::runtime_error(races + described_schedule());
 }
 
 inline void Scheduler::run_block(std::size_t shared_bytes, StaticShared& static_shared) {
   static_shared.poison();
   const DynamicShared dynamic(shared_bytes);
   dynamic_shared_ = dynamic.get();
+  races::begin_block({blockIdx.x, blockIdx.y, blockIdx.z}, static_shared.range(), dynamic.range());
   start_threads();
-  current_ = pick(/*any=*/true);
-  threadIdx = indexes_[current_];
+  set_current(pick(/*any=*/true));
   switch_context(caller_, fibers_[current_]->context);
   if (exception_ == nullptr && failure_.empty()) return;
   // The fibers stopped in the midst of the kernel; none of them can be used for another block as it is.
   for (std::size_t i = 0; i < fibers_.size(); ++i) fibers_[i]->prepare(fiber_main, i);
   if (exception_ != nullptr) std::rethrow_exception(std::exchange(exception_, nullptr));
-  throw std::runtime_error(std::exchange(failure_, {}) + " [schedule seed " + std::to_string(seed_) + ", launch " +
-                           std::to_string(launches_) + "]");
+  throw std::runtime_error(std::exchange(failure_, {}) + described_schedule());
 }
 
 inline void Scheduler::start_threads() {
@@ -307,8 +315,11 @@ inline void Scheduler::fiber_main() {
   arrive(self.fibers_[self.current_]->context);
   for (;;) {
     try {
+      races::set_recording(true);
       self.call_(self.callable_);
+      races::set_recording(false);
     } catch (...) {
+      races::set_recording(false);
       self.exception_ = std::current_exception();
     }
     if (self.exception_ != nullptr) self.leave();
@@ -342,6 +353,7 @@ inline void Scheduler::fail(unsigned thread, std::string reason, const Site& whe
 }
 
 inline void Scheduler::leave() {
+  races::set_recording(false);
   switch_context(fibers_[current_]->context, caller_);
   std::abort();
 }
@@ -391,6 +403,13 @@ inline unsigned Scheduler::pick(bool any) {
   return warp * 32 + choose(warps_[warp].runnable, (bits >> 16) * std::min(threads_, 32u) >> 16);
 }
 
+inline void Scheduler::set_current(unsigned thread) {
+  current_ = thread;
+  threadIdx = indexes_[thread];
+  const Context& context = fibers_[thread]->context;
+  races::set_thread(thread, {context.stack_bottom, context.stack_bytes});
+}
+
 inline void Scheduler::switch_to(unsigned next) {
   if (next == current_) return;
   Context& here = fibers_[current_]->context;
@@ -399,12 +418,12 @@ inline void Scheduler::switch_to(unsigned next) {
     switch_context(here, caller_);
     return;
   }
-  current_ = next;
-  threadIdx = indexes_[next];
+  set_current(next);
   switch_context(here, fibers_[next]->context);
 }
 
 inline int Scheduler::block_barrier(Operation operation, bool predicate, const Site& where) {
+  const races::Paused paused;
   if (barrier_.arrived == 0) {
     barrier_.operation = operation;
     barrier_.where = where;
@@ -435,6 +454,7 @@ inline void Scheduler::release_barrier() {
                     : barrier_.operation == Operation::kSyncthreadsAnd ? count == barrier_.arrived
                                                                        : count > 0;
   barrier_.arrived = 0;
+  races::block_barrier();
   for (unsigned i = 0; i < (threads_ + 31) / 32; ++i) {
     if (warps_[i].at_barrier == 0) continue;
     set_runnable(warps_[i], std::exchange(warps_[i].at_barrier, 0));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda_emulator_fiber.h"
+#include "cuda_emulator_races.h"
 
 // Static shared arrays should hold garbage when a block starts, but the compiler places them one by one: a
 // named section does not take those of templates. Thread-local variables are different: all of a library's,
@@ -76,6 +77,7 @@ class StaticShared {
   void poison() {
     if (!saved_.empty()) std::memset(begin_, kPoison, saved_.size());
   }
+  races::Range range() const { return {begin_, saved_.size()}; }
 
  private:
   unsigned char* begin_ = nullptr;
@@ -87,6 +89,7 @@ class StaticShared {
 class StaticShared {
  public:
   void poison() {}
+  races::Range range() const { return {}; }
 };
 
 #endif
@@ -95,16 +98,18 @@ class StaticShared {
 // from an earlier block.
 class DynamicShared {
  public:
-  explicit DynamicShared(std::size_t bytes) : memory_(std::malloc(bytes)) {
+  explicit DynamicShared(std::size_t bytes) : bytes_(bytes), memory_(std::malloc(bytes)) {
     if (memory_ == nullptr && bytes > 0) throw std::bad_alloc();
     if (bytes > 0) std::memset(memory_.get(), kPoison, bytes);
   }
   void* get() const { return memory_.get(); }
+  races::Range range() const { return {memory_.get(), bytes_}; }
 
  private:
   struct Free {
     void operator()(void* memory) const { std::free(memory); }
   };
+  std::size_t bytes_;
   std::unique_ptr<void, Free> memory_;
 };
 

@@ -15,6 +15,7 @@ namespace grpo_kernels::emulation {
 
 inline std::uint64_t Scheduler::warp_collective(Operation operation, std::uint32_t mask, unsigned bytes,
                                                 std::uint64_t value, unsigned source_lane, const Site& where) {
+  const races::Paused paused;
   Warp& warp = warps_[current_ / 32];
   const unsigned self = lane();
   if (!(mask >> self & 1)) {
@@ -86,6 +87,7 @@ inline void Scheduler::complete_if_ready(Warp& warp, const Request& request) {
       mine.result = common;
     }
   }
+  if (operation == Operation::kSyncwarp) races::warp_barrier(static_cast<unsigned>(&warp - warps_) * 32, group);
   warp.at_collective &= ~group;
   set_runnable(warp, group);
 }

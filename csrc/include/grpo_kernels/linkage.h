@@ -31,22 +31,13 @@ GRPO_HD bool comes_before(const Smallest& a, const Smallest& b) {
   return a.value < b.value || (a.value == b.value && a.place < b.place);
 }
 
-// A sum that no compiler fuses with the products in it, so that every backend gets the same bits.
-GRPO_HD double plus(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-
 // Of two clusters, with `na` and `nb` items, as one: its distance to a third of `nc` (Lance and Williams).
 template <int kLinkage>
 GRPO_HD double joint_distance(double ac, double bc, double ab, double na, double nb, double nc) {
   if constexpr (kLinkage == kSingle) return bc < ac ? bc : ac;
   if constexpr (kLinkage == kComplete) return bc > ac ? bc : ac;
-  if constexpr (kLinkage == kAverage) return plus(na * ac, nb * bc) / (na + nb);
-  return plus(plus((na + nc) * ac, (nb + nc) * bc), -(nc * ab)) / (na + nb + nc);
+  if constexpr (kLinkage == kAverage) return (na * ac + nb * bc) / (na + nb);
+  return ((na + nc) * ac + (nb + nc) * bc - nc * ab) / (na + nb + nc);
 }
 
 // Ward's rule is about squared distances of unit vectors, 2 (1 - cos); what is reported are their roots.
@@ -114,10 +105,11 @@ GRPO_HD void merge_all(const Crew& crew, const Tree& tree, int n) {
     }
     crew.sync();
     crew.for_each(n, [&](int c) {
+      if (c == low) return;  // other threads read this row; it is up to date
       double* const row = tree.row(c);
-      if (c != low) row[low] = row_low[c];
+      row[low] = row_low[c];
       row[high] = INFINITY;
-      if (c != low) look_again(crew, tree, n, c, low, high);
+      look_again(crew, tree, n, c, low, high);
     });
     crew.for_each(1, [&](int) { look_around(crew, tree, n, low); });
   }

@@ -1,0 +1,310 @@
+// The callbacks of -fsanitize=thread, and the shadow memory behind them. Compiled without that flag.
+#define GRPO_EMULATOR_RACES 1
+#include "cuda_emulator_races.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <sstream>
+#include <unordered_map>
+#include <vector>
+
+namespace grpo_kernels::emulation::races {
+namespace {
+
+// One access. Epochs count launches, blocks and block barriers, all in one sequence; clocks count the warp barriers of
+// a thread.
+struct Stamp {
+  std::uint32_t epoch = 0;
+  std::uint32_t clock = 0;
+  std::uint32_t place = 0;  // return address, counted from the start of the library
+  std::uint16_t thread = 0;
+  bool is_atomic = false;
+};
+
+// The last accesses to one byte. Of reads that nothing orders, two are enough: a write that races with any of them
+// races with one of the two, unless all are of one warp, whose lanes wait for one another in groups. Those of the
+// lowest and the highest thread are kept, which tells the halves of a warp apart.
+struct Cell {
+  Stamp write;
+  Stamp reads[2];
+};
+
+constexpr std::size_t kPageBytes = 1024;
+struct Page {
+  Cell cells[kPageBytes];
+};
+
+struct Race {
+  bool is_write;
+  bool was_write;
+  unsigned bytes;
+  std::uintptr_t address;
+  Stamp now, before;
+};
+
+struct Block {
+  std::uint32_t epoch;
+  unsigned index[3];
+};
+
+constexpr std::size_t kMostPages = 2048;  // 100 MB; cleared before a launch once there are more
+constexpr std::size_t kMostRaces = 20;    // in one report
+constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr std::size_t kRecentPages = 1024;
+
+struct Recent {
+  std::uintptr_t number = ~std::uintptr_t{0};
+  Page* page = nullptr;
+};
+
+bool recording = false, atomic = false;
+unsigned current = 0;
+std::uintptr_t stack_begin = 0;
+std::size_t stack_bytes = 0;
+std::uint32_t epoch = 0, launch_epoch = 0, block_epoch = 0;
+std::uint32_t clocks[kMostThreads][kWarp];  // by thread: which clock of each lane of its warp it is ordered after
+
+std::unordered_map<std::uintptr_t, std::unique_ptr<Page>> pages;
+Recent recent[kRecentPages];
+
+const void* kernel = nullptr;
+unsigned block_size[3];
+Range shared[2];
+std::vector<Block> blocks;  // of the launch
+std::vector<Race> found;
+std::uintptr_t library = 0;  // where it is loaded
+
+bool contains(const Range& range, std::uintptr_t address) {
+  return address - reinterpret_cast<std::uintptr_t>(range.begin) < range.bytes;
+}
+bool is_shared(std::uintptr_t address) { return contains(shared[0], address) || contains(shared[1], address); }
+
+// Whether the current thread's next access comes after that one in every schedule.
+bool is_ordered(const Stamp& before, std::uintptr_t address) {
+  if (before.epoch < launch_epoch) return true;
+  if (before.epoch < block_epoch) return is_shared(address);
+  if (before.epoch < epoch || before.thread == current) return true;
+  return before.thread / kWarp == current / kWarp && before.clock <= clocks[current][before.thread % kWarp];
+}
+
+void check(const Stamp& before, bool was_write, const Stamp& now, bool is_write, std::uintptr_t address,
+           std::size_t bytes) {
+  if ((before.is_atomic && now.is_atomic) || is_ordered(before, address)) return;
+  for (const Race& race : found) {
+    if (race.now.place == now.place && race.before.place == before.place && race.was_write == was_write) return;
+  }
+  if (found.size() == kMostRaces) return;
+  found.push_back({is_write, was_write, static_cast<unsigned>(bytes), address, now, before});
+}
+
+void remember_read(Cell& cell, const Stamp& now, std::uintptr_t address) {
+  for (Stamp& read : cell.reads) {
+    // What comes after this read comes after an earlier one in order; atomics, though, race only with plain ones.
+    if (!is_ordered(read, address) || (now.is_atomic && !read.is_atomic && read.epoch >= launch_epoch)) continue;
+    read = now;
+    return;
+  }
+  Stamp& lowest = cell.reads[cell.reads[0].thread < cell.reads[1].thread ? 0 : 1];
+  Stamp& highest = cell.reads[&lowest == &cell.reads[0] ? 1 : 0];
+  if (now.thread < lowest.thread) {
+    lowest = now;
+  } else if (now.thread > highest.thread) {
+    highest = now;
+  }
+}
+
+Page& page_of(std::uintptr_t number) {
+  Recent& slot = recent[number % kRecentPages];
+  if (slot.number != number) {
+    std::unique_ptr<Page>& page = pages[number];
+    if (page == nullptr) page = std::make_unique<Page>();
+    slot = {number, page.get()};
+  }
+  return *slot.page;
+}
+
+void access(const void* pointer, std::size_t bytes, bool is_write, const void* caller) {
+  const auto first = reinterpret_cast<std::uintptr_t>(pointer);
+  if (!recording || first - stack_begin < stack_bytes) return;  // a thread's stack is its own
+  const auto place = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(caller) - library);
+  const Stamp now{epoch, clocks[current][current % kWarp], place, static_cast<std::uint16_t>(current), atomic};
+  for (std::uintptr_t address = first; address < first + bytes; ++address) {
+    Cell& cell = page_of(address / kPageBytes).cells[address % kPageBytes];
+    check(cell.write, true, now, is_write, address, bytes);
+    if (is_write) {
+      for (const Stamp& read : cell.reads) check(read, false, now, true, address, bytes);
+      cell = {now, {}};
+    } else {
+      remember_read(cell, now, address);
+    }
+  }
+}
+
+std::string output_of(const std::string& command) {
+  std::string text;
+  std::FILE* const pipe = popen(command.c_str(), "r");
+  if (pipe == nullptr) return text;
+  char buffer[512];
+  while (std::fgets(buffer, sizeof(buffer), pipe) != nullptr) text += buffer;
+  pclose(pipe);
+  return text;
+}
+
+struct Frame {
+  std::string function, source;
+};
+
+// The functions a place in the library is of, from the innermost that was inlined there.
+std::vector<Frame> frames_at(std::uintptr_t place) {
+  Dl_info info;
+  if (dladdr(&recording, &info) == 0) return {};
+  char offset[32];
+  std::snprintf(offset, sizeof(offset), "0x%zx", static_cast<std::size_t>(place));
+  std::istringstream lines(
+      output_of("addr2line -f -C -i -e '" + std::string(info.dli_fname) + "' " + offset + " 2>/dev/null"));
+  std::vector<Frame> frames;
+  for (Frame frame; std::getline(lines, frame.function) && std::getline(lines, frame.source);) frames.push_back(frame);
+  return frames;
+}
+
+// Of an atomic, the kernel's line rather than the emulator's.
+std::string source_of(const Stamp& stamp) {
+  // The return address is that of the next instruction, which may be of another line.
+  for (const Frame& frame : frames_at(stamp.place - 1)) {
+    const std::string file = frame.source.substr(frame.source.rfind('/') + 1);
+    if (!file.starts_with("cuda_emulator")) return file.substr(0, file.find(' '));  // without a discriminator
+  }
+  return "an unknown line";
+}
+
+std::string kernel_name() {
+  const std::vector<Frame> frames = frames_at(reinterpret_cast<std::uintptr_t>(kernel) - library);
+  std::string name = frames.empty() ? "of an unknown name" : frames.back().function;
+  const std::string unnamed = "(anonymous namespace)::";
+  for (std::size_t at; (at = name.find(unnamed)) != std::string::npos;) name.erase(at, unnamed.size());
+  name = name.substr(0, name.find('('));
+  return name.starts_with("void ") ? name.substr(5) : name;
+}
+
+std::string index_text(const unsigned (&index)[3]) {
+  char text[64];
+  std::snprintf(text, sizeof(text), "(%u,%u,%u)", index[0], index[1], index[2]);
+  return text;
+}
+
+std::string thread_of(const Stamp& stamp) {
+  const unsigned x = stamp.thread % block_size[0], rest = stamp.thread / block_size[0];
+  const auto later = std::upper_bound(blocks.begin(), blocks.end(), stamp.epoch,
+                                      [](std::uint32_t value, const Block& block) { return value < block.epoch; });
+  const Block& block = *std::prev(later);
+  return "block " + index_text(block.index) + " thread " + index_text({x, rest % block_size[1], rest / block_size[1]});
+}
+
+std::string describe(const Race& race) {
+  const auto side = [](const Stamp& stamp, bool is_write) {
+    return (stamp.is_atomic ? std::string("atomic ") : std::string()) + (is_write ? "write" : "read") + " at " +
+           source_of(stamp) + " by " + thread_of(stamp);
+  };
+  return side(race.now, race.is_write) + " of " + std::to_string(race.bytes) + " bytes of " +
+         (is_shared(race.address) ? "shared" : "global") + " memory, unordered with the " +
+         side(race.before, race.was_write);
+}
+
+}  // namespace
+
+void begin_launch(const void* function, const unsigned (&block)[3]) {
+  kernel = function;
+  std::copy(std::begin(block), std::end(block), block_size);
+  launch_epoch = ++epoch;
+  blocks.clear();
+  found.clear();
+  if (library == 0) {
+    Dl_info info;
+    dladdr(&recording, &info);
+    library = reinterpret_cast<std::uintptr_t>(info.dli_fbase);
+  }
+  if (pages.size() > kMostPages) {
+    pages.clear();
+    std::fill(std::begin(recent), std::end(recent), Recent{});
+  }
+}
+
+void begin_block(const unsigned (&index)[3], Range static_shared, Range dynamic_shared) {
+  block_epoch = ++epoch;
+  blocks.push_back({epoch, {index[0], index[1], index[2]}});
+  shared[0] = static_shared;
+  shared[1] = dynamic_shared;
+  std::memset(clocks, 0, sizeof(clocks));
+  for (unsigned thread = 0; thread < kMostThreads; ++thread) clocks[thread][thread % kWarp] = 1;
+}
+
+std::string end_launch() {
+  if (found.empty()) return {};
+  std::string text = "race in kernel " + kernel_name() + ":";
+  for (const Race& race : found) text += "\n  " + describe(race);
+  found.clear();
+  return text;
+}
+
+void set_thread(unsigned thread, Range stack) {
+  current = thread;
+  stack_begin = reinterpret_cast<std::uintptr_t>(stack.begin);
+  stack_bytes = stack.bytes;
+}
+
+void block_barrier() { ++epoch; }
+
+// Each lane is now ordered after everything that any of them is ordered after, and after what they did themselves.
+void warp_barrier(unsigned first_thread, std::uint32_t lanes) {
+  std::uint32_t latest[kWarp] = {};
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    for (unsigned i = 0; i < kWarp; ++i) latest[i] = std::max(latest[i], clocks[first_thread + lane][i]);
+  }
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if (!(lanes >> lane & 1)) continue;
+    std::copy(std::begin(latest), std::end(latest), clocks[first_thread + lane]);
+    ++clocks[first_thread + lane][lane];
+  }
+}
+
+void set_recording(bool value) { recording = value; }
+void set_atomic(bool value) { atomic = value; }
+
+}  // namespace grpo_kernels::emulation::races
+
+#define GRPO_CALLBACK extern "C" __attribute__((visibility("hidden"))) void
+#define GRPO_ACCESS(name, bytes, is_write)                                                         \
+  GRPO_CALLBACK name(void* address) {                                                              \
+    grpo_kernels::emulation::races::access(address, bytes, is_write, __builtin_return_address(0)); \
+  }
+#define GRPO_ACCESSES(bytes)                              \
+  GRPO_ACCESS(__tsan_read##bytes, bytes, false)           \
+  GRPO_ACCESS(__tsan_write##bytes, bytes, true)           \
+  GRPO_ACCESS(__tsan_unaligned_read##bytes, bytes, false) \
+  GRPO_ACCESS(__tsan_unaligned_write##bytes, bytes, true)
+GRPO_ACCESSES(1)
+GRPO_ACCESSES(2)
+GRPO_ACCESSES(4)
+GRPO_ACCESSES(8)
+GRPO_ACCESSES(16)
+GRPO_CALLBACK __tsan_read_range(void* address, std::size_t bytes) {
+  grpo_kernels::emulation::races::access(address, bytes, false, __builtin_return_address(0));
+}
+GRPO_CALLBACK __tsan_write_range(void* address, std::size_t bytes) {
+  grpo_kernels::emulation::races::access(address, bytes, true, __builtin_return_address(0));
+}
+GRPO_CALLBACK __tsan_init() {}
+GRPO_CALLBACK __tsan_vptr_update(void*, void*) {}
+// Of the host's code, for the C++ library: reference counts, and whether a local static variable is initialised.
+extern "C" __attribute__((visibility("hidden"))) int __tsan_atomic32_fetch_add(int* address, int value, int) {
+  return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
+}
+extern "C" __attribute__((visibility("hidden"))) char __tsan_atomic8_load(const char* address, int) {
+  return __atomic_load_n(address, __ATOMIC_SEQ_CST);
+}

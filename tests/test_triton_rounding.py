@@ -1,0 +1,47 @@
+"""Every launch of the ops that decide by comparing numbers asks for the rounding its source has (docs/numerics.md).
+
+That the option has the effect is checked ahead of time, for the declared cases: tests/test_triton_aot.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the launches of Triton's interpreter")
+
+
+def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, Any] = {}
+    launch = interpreter.GridExecutor.__call__
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched[f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"] = kwargs.get("enable_fp_fusion")
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
+    with gk.use_backend("triton"):
+        rewards, ids = torch.randn(8), torch.arange(8) // 4
+        shrunk = gk.AdvantageConfig("grpo", shrinkage=1.0)
+        gk.group_advantages(rewards, ids, subgroups=torch.arange(8) % 2, config=shrunk)
+        gk.group_advantages(rewards, 4, config="batch_std")
+        distances = gk.pairwise_cosine(torch.randn(8, 5), 4)
+        gk.similarity_groups(torch.randn(8, 5), 4)
+        gk.agglomerate(distances)
+        gk.silhouette(distances, torch.zeros(2, 4, dtype=torch.int64))
+        tokens, mask = torch.randn(3, 2, 6), torch.ones(2, 6, dtype=torch.bool)
+        config = gk.SegmentConfig(norm="prompt")
+        gk.endpoint_segments(*tokens, mask, groups=torch.tensor([0, 0]), config=config)
+    kernels = {
+        "group_advantages": ("parents", "segments", "moments", "finish"),
+        "similarity_groups": ("products", "distances", "tree", "cuts", "silhouette"),
+        "endpoint_segments": (
+            "returns", "baselines", "tokens", "scale", "cuts", "credits", "moments", "results"
+        ),
+    }  # fmt: skip
+    assert launched == {f"{op}._{name}_kernel": False for op, names in kernels.items() for name in names}
