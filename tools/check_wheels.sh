@@ -14,6 +14,9 @@ cp -r "$root/tests" "$work/tests"
 modes="none cpu"
 if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then modes="$modes cuda"; fi
 
+# One architecture will do here: tests/test_cuda_compile.py compiles the kernels for the others.
+export CMAKE_ARGS=${CMAKE_ARGS:--DGRPO_CUDA_ARCHITECTURES=90-real}
+
 for mode in $modes; do
   echo "== wheel: GRPO_KERNELS_BUILD=$mode"
   GRPO_KERNELS_BUILD=$mode python -m pip wheel -q --no-build-isolation --no-deps -w "$work/$mode" "$work"/sdist/*.tar.gz
@@ -34,6 +37,15 @@ PY
   for module in $(find "$work/content-$mode" -name "*.so"); do
     missing=$(nm -D --undefined-only --demangle "$module" | grep "grpo_kernels::" || true)
     if [ -n "$missing" ]; then echo "$module lacks: $missing" >&2; exit 1; fi
+  done
+  # torch brings CUDA but for the runtime, which is our own (see CMakeLists.txt) and must not replace anybody else's
+  for module in "$work/content-$mode"/grpo_kernels/_C_cuda*.so; do
+    [ -e "$module" ] || continue
+    needed=$(readelf -d "$module" | grep NEEDED)
+    grep -q "\[libtorch_cuda.so\]" <<<"$needed" || { echo "$module does not need libtorch_cuda.so" >&2; exit 1; }
+    if grep cudart <<<"$needed" >&2; then echo "$module needs a CUDA runtime" >&2; exit 1; fi
+    if readelf -d "$module" | grep -E "R(UN)?PATH" >&2; then echo "$module has a path of this machine" >&2; exit 1; fi
+    if nm -D --defined-only "$module" | grep -E " _*cuda" >&2; then echo "$module exports CUDA's runtime" >&2; exit 1; fi
   done
   python -m venv "$work/env-$mode"
   python_there="$work/env-$mode/bin/python"
