@@ -28,6 +28,7 @@ def main() -> None:
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
             print(f"gpu {index}        {torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+            print(f"  {'cuda':10} {grpo_kernels.available_backends(index)['cuda']}")
     print("backends")
     for name, state in grpo_kernels.available_backends().items():
         print(f"  {name:10} {state}")

@@ -36,7 +36,7 @@ def missing(backend: str, device_index: int | None = None) -> str | None:
             if not torch.cuda.is_available():
                 return "no CUDA device"
             device_index = torch.cuda.current_device()
-        return no_machine_code(device_index)
+        return cuda_refusal(device_index)
     if backend == "triton":
         if not _TRITON_INSTALLED:
             return "triton is not installed"
@@ -48,19 +48,24 @@ def missing(backend: str, device_index: int | None = None) -> str | None:
     return None
 
 
-def no_machine_code(device_index: int) -> str | None:
-    """Why this GPU cannot run what the CUDA kernels were compiled to, or None."""
-    return _no_machine_code(device_index)
+def cuda_refusal(device_index: int) -> str | None:
+    """Why this GPU or its driver cannot run the CUDA kernels as they were built, or None."""
+    return _cuda_refusal(device_index)
 
 
 # Says to torch.compile that the result is a constant, as torch.compiler.assume_constant_result does, which imports a
 # second's worth of modules. An eager call then costs a look into the cache.
-no_machine_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+cuda_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _no_machine_code(device_index: int) -> str | None:
-    architectures = _native.build_facts()["cuda"]["cuda_architectures"]
+def _cuda_refusal(device_index: int) -> str | None:
+    assert _native.cuda_module is not None
+    facts, driver = _native.cuda_module.build_facts(), _native.cuda_module.driver_version()
+    if driver // 1000 < int(facts["cuda"].partition(".")[0]):
+        newest = f"{driver // 1000}.{driver % 1000 // 10}"
+        return f"the kernels were built with CUDA {facts['cuda']}, the driver runs CUDA {newest} and older; update it"
+    architectures = facts["cuda_architectures"]
     major, minor = torch.cuda.get_device_capability(device_index)
     if runs_machine_code(architectures, major, minor):
         return None

@@ -77,9 +77,9 @@ def select(
     raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}")
 
 
-def available_backends() -> dict[str, str]:
-    """Each backend with "ok" or the reason why it cannot run here; on the current GPU, where there are several."""
-    return {name: capability.missing(name) or "ok" for name in BACKENDS}
+def available_backends(device_index: int | None = None) -> dict[str, str]:
+    """Each backend with "ok" or the reason why it cannot run here, on this GPU (default: the current one)."""
+    return {name: capability.missing(name, device_index) or "ok" for name in BACKENDS}
 
 
 @contextlib.contextmanager

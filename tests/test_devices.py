@@ -130,21 +130,25 @@ def test_architectures(architectures: str, runs: list[tuple[int, int]], refused:
     assert not any(capability.runs_machine_code(architectures, *device) for device in refused)
 
 
+def cuda_module_of(facts: dict[str, str]) -> Any:
+    return SimpleNamespace(build_facts=lambda: facts, driver_version=lambda: 13020)
+
+
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H100, a V100 and an A10 with the CUDA kernels built, and with Triton."""
     capabilities = [SimpleNamespace(major=x // 10, minor=x % 10) for x in (90, 70, 86)]
-    facts = {"cuda_architectures": "80-real;90-real;100"}
+    facts = {"cuda": "13.0.88", "cuda_architectures": "80-real;90-real;100"}
     monkeypatch.setattr(capability, "DEVICES", capability.DEVICES | {"cuda": {"cuda"}})
     monkeypatch.setattr(capability, "_emulated", set())
     monkeypatch.setattr(_native, "cuda_error", None)
-    monkeypatch.setattr(_native, "cuda_module", SimpleNamespace(build_facts=lambda: facts))
+    monkeypatch.setattr(_native, "cuda_module", cuda_module_of(facts))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     # not get_device_capability, which torch.compile knows by itself
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: capabilities[index])
-    capability._no_machine_code.cache_clear()
+    capability._cuda_refusal.cache_clear()
     yield
-    capability._no_machine_code.cache_clear()
+    capability._cuda_refusal.cache_clear()
 
 
 @pytest.fixture
@@ -179,6 +183,16 @@ def test_the_reason_is_shown_for_the_current_device(
     assert "not for sm_70 of cuda:1" in gk.available_backends()["cuda"]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     assert gk.available_backends()["cuda"] == "ok"
+    assert [gk.available_backends(index)["cuda"] == "ok" for index in range(3)] == [True, False, True]
+
+
+@no_gpu
+def test_a_driver_older_than_the_build_is_the_reason(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(_native.cuda_module, "driver_version", lambda: 12080)
+    assert chosen(0) == "triton"
+    with pytest.raises(RuntimeError, match=r"built with CUDA 13.0.88, the driver runs CUDA 12.8 and older"):
+        chosen(0, "cuda")
 
 
 @no_gpu
@@ -186,8 +200,10 @@ def test_the_reason_is_shown_for_the_current_device(
 def test_torch_compile_traces_the_choice(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     torch.compiler.reset()
-    # a compiled module, into which torch.compile cannot look; it also knows the architectures
-    monkeypatch.setattr(_native, "cuda_module", _native.cpu_module)
+    # into a compiled module torch.compile cannot look
+    assert _native.cpu_module is not None and _native.cuda_module is not None
+    compiled_facts, facts = _native.cpu_module.build_facts, _native.cuda_module.build_facts()
+    monkeypatch.setattr(_native.cuda_module, "build_facts", lambda: compiled_facts() | facts)
     numbers = {"cuda": 1, "triton": 2}
 
     @torch.compile(fullgraph=True, backend="eager")

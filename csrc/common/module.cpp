@@ -1,5 +1,9 @@
 #include <pybind11/pybind11.h>
 
+#ifdef USE_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 #include "allocate.h"
 #include "build_facts.h"
 #include "simd/levels.h"
@@ -8,6 +12,14 @@
 // built.
 PYBIND11_MODULE(GRPO_MODULE_NAME, module) {
   module.def("poison_allocations", [](bool on) { grpo_kernels::poison_allocations = on; });
+#ifdef USE_CUDA
+  // The newest CUDA that the driver runs, 13020 for 13.2; 0 without a driver.
+  module.def("driver_version", [] {
+    int version = 0;
+    cudaDriverGetVersion(&version);
+    return version;
+  });
+#endif
   module.def("build_facts", [] {
     pybind11::dict facts;
     facts["compiler"] = GRPO_COMPILER;

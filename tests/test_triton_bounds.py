@@ -1,0 +1,53 @@
+"""Triton's kernels in the interpreter: no access outside a tensor, whatever offsets and numbers of segments hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tools import kernel_cases
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads and stores that leave the tensors a kernel was given are errors."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    place, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    tensors: list[torch.Tensor] = []
+
+    def placed(self: Any, args: Any, kwargs: Any) -> Any:
+        found = place(self, args, kwargs)
+        tensors[:] = [value for value in (*found[0], *found[1].values()) if isinstance(value, torch.Tensor)]
+        return found
+
+    def check(pointers: Any, mask: Any) -> None:
+        size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        first = numpy.broadcast_to(pointers.data, numpy.shape(mask.data))[mask.data.astype(bool)].astype(numpy.int64)
+        inside = numpy.zeros(first.shape, dtype=bool)
+        for tensor in tensors:
+            begin = tensor.data_ptr()
+            inside |= (first >= begin) & (first + size <= begin + tensor.nbytes)
+        assert inside.all(), "an access outside the tensors"
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(executor, "_init_args_hst", placed)
+    monkeypatch.setattr(builder, "create_masked_load", checked_load)
+    monkeypatch.setattr(builder, "create_masked_store", checked_store)
+
+
+@pytest.mark.parametrize("name", ["outside_losses", "outside_segments", "outside_logprobs"])
+def test_kernels_stay_inside_their_arrays(name: str, watched: None) -> None:
+    assert list(kernel_cases.CASES[name].run("triton", lambda tensor: tensor))
