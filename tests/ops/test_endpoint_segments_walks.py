@@ -87,6 +87,7 @@ def in_rows(result: gk.EndpointSegments, lengths: tuple[int, ...]) -> gk.Endpoin
     return gk.EndpointSegments(*flat, *result[4:])
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("rule", "proxy"), RULES)
 @pytest.mark.parametrize("critic", [True, False])
 def test_rows_and_segments_across_windows(backend: str, rule: str, proxy: str, critic: bool) -> None:
@@ -163,6 +164,7 @@ def test_cu_seqlens_that_do_not_ascend_stay_within_the_tokens(backend: str) -> N
         assert_same(got, run(batch | {"cu_seqlens": meant}, backend, critic=False, norm=norm))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["rewards", "values", "logprobs", "old_logprobs"])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("credit", ["endpoint", "broadcast"])
