@@ -39,15 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Thins grids: every pair of values stays, and a tenth for Triton's interpreter, a hundred times slower."""
     if torch.cuda.is_available() or config.getoption("--whole-grid"):
         return
-    grids: dict[tuple[str, bool], dict[str, thinning.Case]] = defaultdict(dict)
+    grids: dict[tuple[str, bool, int], dict[str, thinning.Case]] = defaultdict(dict)
     for item in items:
-        if item.get_closest_marker("grid") is not None and isinstance(item, pytest.Function) and "[" in item.name:
+        grid = item.get_closest_marker("grid")
+        if grid is not None and isinstance(item, pytest.Function) and "[" in item.name:
             is_interpreted = "triton" in item.name.partition("[")[2].rstrip("]").split("-")
-            case = thinning.values_of(item.callspec.params, item.callspec.indices)
-            grids[item.nodeid.partition("[")[0], is_interpreted][item.nodeid] = case
+            case = thinning.values_of(item.callspec.params)
+            strength = grid.kwargs.get("strength", 2)
+            grids[item.nodeid.partition("[")[0], is_interpreted, strength][item.nodeid] = case
     left_out: set[str] = set()
-    for (_, is_interpreted), cases in grids.items():
-        left_out |= cases.keys() - thinning.thinned(cases, share=0.1 if is_interpreted else None)
+    for (_, is_interpreted, strength), cases in grids.items():
+        left_out |= cases.keys() - thinning.thinned(cases, 0.1 if is_interpreted else None, strength)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 

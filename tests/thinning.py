@@ -12,41 +12,36 @@ import torch
 Case = Mapping[str, Hashable]
 
 
-def covering_order(cases: Mapping[str, Case]) -> tuple[list[str], list[str]]:
+def covering_order(cases: Mapping[str, Case], strength: int = 2) -> tuple[list[str], list[str]]:
     """Names of cases that together hold every pair of values that any case holds, and the names of the others.
 
-    One pass in a random but fixed order takes each case that holds a pair not yet seen: more cases than the smallest
-    cover has, but in a second for ten thousand, in every worker alike.
+    With strength 1 they hold every value. One pass in a random but fixed order takes each case that holds a pair not
+    yet seen: more cases than the smallest cover has, but in a second for ten thousand, in every worker alike.
     """
     seen: set[tuple[tuple[str, Hashable], ...]] = set()
     taken, others = [], []
     for name in sorted(cases, key=lambda name: (zlib.crc32(name.encode()), name)):
         values = sorted(cases[name].items(), key=lambda item: item[0])
-        pairs = {*itertools.combinations(values, 2), *((value,) for value in values)}
+        pairs = {pair for size in range(1, strength + 1) for pair in itertools.combinations(values, size)}
         (others if pairs <= seen else taken).append(name)
         seen |= pairs
     return taken, others
 
 
-def thinned(cases: Mapping[str, Case], share: float | None = None) -> set[str]:
+def thinned(cases: Mapping[str, Case], share: float | None = None, strength: int = 2) -> set[str]:
     """Names of a cover of all pairs; given a share, of that share of the cases, at least one, from the cover first."""
-    taken, others = covering_order(cases)
+    taken, others = covering_order(cases, strength)
     return set(taken if share is None else [*taken, *others][: max(1, round(share * len(cases)))])
 
 
-def values_of(params: Mapping[str, object], indices: Mapping[str, int]) -> Case:
+def values_of(params: Mapping[str, object]) -> Case:
     """The values of one parametrised test; the entries of a dict count as parameters of their own."""
     case: dict[str, Hashable] = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
             case |= {f"{name}.{key}": repr(entry) for key, entry in value.items()}
         else:
-            # Two parameters given together share an index, so a plain value tells more: ("cpu", float32).
-            case[name] = repr(value) if _is_plain(value) else indices[name]
+            # All cases share the object of a parameter's value; equal ones may come in several: ("cpu", float32).
+            plain = isinstance(value, str | int | float | torch.dtype) or value is None
+            case[name] = repr(value) if plain else id(value)
     return case
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, str | int | float | torch.dtype) or value is None
