@@ -44,11 +44,14 @@ def test_with_strength_1_every_value_stays() -> None:
     assert len(kept) <= 22
 
 
-def test_a_share_is_at_least_one_case_and_always_the_same() -> None:
+def test_slow_cases_are_every_value_or_a_tenth_but_one_at_least() -> None:
     cases = product(AXES)
-    kept = thinning.thinned(cases, share=0.1)
-    assert len(kept) == 12 and kept == thinning.thinned(dict(reversed(cases.items())), share=0.1)
-    assert len(thinning.thinned(dict(itertools.islice(cases.items(), 3)), share=0.1)) == 1
+    kept = thinning.thinned(cases, is_slow=True)
+    assert len(kept) == 12 and kept == thinning.thinned(dict(reversed(cases.items())), is_slow=True)
+    assert len(thinning.thinned(dict(itertools.islice(cases.items(), 3)), is_slow=True)) == 1
+    wide = product({axis: values[:3] for axis, values in AXES.items()} | {"seed": [str(i) for i in range(9)]})
+    assert len(thinning.thinned(wide, is_slow=True)) >= 9
+    assert thinning.thinned(wide, is_slow=True) == thinning.thinned(wide, strength=1)
 
 
 def test_entries_of_a_dict_are_parameters() -> None:

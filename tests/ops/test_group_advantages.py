@@ -248,6 +248,7 @@ def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) ->
 
 
 # 7 does not fit any power of two, 64 fills warps, 300 takes more than one block of threads.
+@pytest.mark.grid
 @pytest.mark.parametrize(("count", "size"), [(9, 1), (11, 7), (3, 64), (2, 300)])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_int_groups_equal_ids_equal_renamed_and_interleaved_ids(backend: str, count: int, size: int) -> None:
