@@ -4,6 +4,7 @@
 #   make lint        ruff, mypy, clang-format
 #   make test-floor  wheels of every build mode, and every Triton kernel, with the oldest torch and Triton supported
 #   make test-floor-quick  the part of it that runs in CI
+#   make nightly     everything slower than .ci/run: the floor, whole grids, the GPU rehearsal, benchmarks, results; hours
 #   make results     what docs/results says of the trainer, measured again; takes hours, for a nightly run
 #   make bench       benchmarks against the installed peers on the CPU, and every bar; about a quarter of an hour
 #   make bench-quick the steady ratios of them, against those of benchmarks/baseline.json; about a minute
@@ -27,7 +28,8 @@ FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) $(PYTHON))
 
-.PHONY: train test test-floor test-floor-quick lint format results bench bench-quick wheel gpu-check gpu-rehearsal size clean
+.PHONY: train test test-floor test-floor-quick nightly lint format results bench bench-quick wheel gpu-check gpu-rehearsal \
+	size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -44,6 +46,9 @@ test-floor: $(VENV)/built $(FLOOR)/packages
 test-floor-quick: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills --target sm_90
 	bash tools/check_wheels.sh quick
+
+nightly: $(VENV)/built
+	$(BIN)/python tools/nightly.py
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .

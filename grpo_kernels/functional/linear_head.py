@@ -65,7 +65,8 @@ def check_head(
             raise TypeError(f"{op}: {name} must be of dtype {hidden.dtype} like hidden, got {value.dtype}")
     scaling = check_scaling(op, temperature, softcap, logit_scale, targets, hidden.dtype)
     of_row = scaling.row_temperature
-    flat = scaling._replace(row_temperature=None if of_row is None else of_row.reshape(-1).contiguous())
+    # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, such as a mask of positions.
+    flat = Scaling(None if of_row is None else of_row.reshape(-1).contiguous(), *scaling[1:])
     rows = hidden.reshape(-1, hidden.shape[-1])
     return LinearHead(rows, weight, bias, targets.long().reshape(-1).contiguous(), flat, targets.shape)
 

@@ -118,13 +118,12 @@ def test_values_with_subgroups_and_rare_settings_match_float64_reference(
 
 
 # 5000 rows in one group take several blocks; the second size makes the last block ragged.
+@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "opo", "grpo_passk", "trl-batch", "verl-gdpo"])
 @pytest.mark.parametrize("sizes", [[5000], [1, 4097, 3]], ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_values_of_large_groups_match_float64_reference(backend: str, sizes: list[int], name: str) -> None:
-    if backend not in FAST and backend == "triton" and name not in ("opo", "verl-gdpo"):
-        pytest.skip("10 seconds a call in Triton's interpreter")
     n = sum(sizes)
     batch = Batch(
         rewards=torch.randn(n) + 3,
@@ -185,6 +184,7 @@ def test_half_rewards_are_computed_in_float32(backend: str, dtype: torch.dtype) 
 # Unscored rows
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: str) -> None:
@@ -215,6 +215,7 @@ def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: 
 # Invariances. The kernels are held to the bit; the reference sums in any order that torch likes.
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_shuffling_the_rows_permutes_the_result(backend: str, name: str) -> None:
@@ -232,6 +233,7 @@ def test_shuffling_the_rows_permutes_the_result(backend: str, name: str) -> None
     for_all(backend, check, examples=20)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", GROUP_ONLY)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) -> None:
@@ -246,6 +248,7 @@ def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) ->
 
 
 # 7 does not fit any power of two, 64 fills warps, 300 takes more than one block of threads.
+@pytest.mark.grid
 @pytest.mark.parametrize(("count", "size"), [(9, 1), (11, 7), (3, 64), (2, 300)])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_int_groups_equal_ids_equal_renamed_and_interleaved_ids(backend: str, count: int, size: int) -> None:

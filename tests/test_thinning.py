@@ -1,0 +1,91 @@
+"""Thinned grids lose no value of a parameter and no pair of values."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests import thinning
+
+pytest_plugins = "pytester"
+
+AXES = {"backend": ["cpu", "cuda", "reference"], "dtype": ["float32", "float64"], "name": [f"n{i}" for i in range(20)]}
+
+
+def product(axes: dict[str, list[str]]) -> dict[str, thinning.Case]:
+    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    return {"-".join(case.values()): case for case in cases}
+
+
+def pairs(cases: dict[str, thinning.Case], names: set[str]) -> set[frozenset[tuple[str, object]]]:
+    return {frozenset(pair) for name in names for pair in itertools.combinations(cases[name].items(), 2)}
+
+
+def test_every_pair_of_values_stays() -> None:
+    cases = product(AXES | {"layout": ["padded", "packed"], "shape": ["0", "1", "31", "1023"]})
+    kept = thinning.thinned(cases)
+    assert pairs(cases, kept) == pairs(cases, set(cases))
+    assert len(kept) < len(cases) / 4
+
+
+def test_every_value_of_a_single_parameter_stays() -> None:
+    cases = {str(i): {"name": str(i)} for i in range(7)}
+    assert thinning.thinned(cases) == set(cases)
+
+
+def test_with_strength_1_every_value_stays() -> None:
+    cases = product(AXES)
+    kept = thinning.thinned(cases, strength=1)
+    assert {value for name in kept for value in cases[name].items()} == {
+        (axis, value) for axis, values in AXES.items() for value in values
+    }
+    assert len(kept) <= 22
+
+
+def test_slow_cases_are_every_value_or_a_tenth_but_one_at_least() -> None:
+    cases = product(AXES)
+    kept = thinning.thinned(cases, is_slow=True)
+    assert len(kept) == 12 and kept == thinning.thinned(dict(reversed(cases.items())), is_slow=True)
+    assert len(thinning.thinned(dict(itertools.islice(cases.items(), 3)), is_slow=True)) == 1
+    wide = product({axis: values[:3] for axis, values in AXES.items()} | {"seed": [str(i) for i in range(9)]})
+    assert len(thinning.thinned(wide, is_slow=True)) >= 9
+    assert thinning.thinned(wide, is_slow=True) == thinning.thinned(wide, strength=1)
+
+
+def test_entries_of_a_dict_are_parameters() -> None:
+    batch = object()
+    params = {"dtype": torch.float32, "options": {"beta": 0.1, "delta": None}, "batch": batch}
+    assert thinning.values_of(params) == {
+        "dtype": "torch.float32", "options.beta": "0.1", "options.delta": "None", "batch": id(batch)
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="grids are whole on a GPU")
+def test_a_grid_is_thinned_unless_asked_for_whole(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makeini("[pytest]\nmarkers = grid")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.grid
+        @pytest.mark.parametrize("size", [(0, 1), (1, 0), (2, 2), (3, 1)])
+        @pytest.mark.parametrize("name", ["a", "b"])
+        @pytest.mark.parametrize("backend", ["cpu", "triton"])
+        @pytest.mark.parametrize("kind", range(5))
+        def test_grid(kind, backend, name, size):
+            pass
+
+        @pytest.mark.parametrize("size", range(30))
+        def test_other(size):
+            pass
+        """
+    )
+    outcome = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
+    assert outcome["passed"] == 30 + 4 + outcome["passed"] - 34 and 54 <= outcome["passed"] <= 66
+    assert outcome["passed"] + outcome["deselected"] == 110
+    # 30 outside the grid, 4 of triton's 40, at least every kind with every size elsewhere
+    assert 30 + 4 + 20 <= outcome["passed"] <= 30 + 4 + 30
+    assert pytester.runpytest_inprocess("-p", "no:cacheprovider", "--whole-grid").parseoutcomes() == {"passed": 110}
