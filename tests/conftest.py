@@ -36,20 +36,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thins grids: every pair of values stays; in Triton's interpreter, far slower, every value but at most a tenth."""
-    if torch.cuda.is_available() or config.getoption("--whole-grid"):
+    """Thins grids: every pair of values stays; of Triton's cases, which it interprets or compiles, at most a tenth."""
+    if config.getoption("--whole-grid"):
         return
     grids: dict[tuple[str, bool, int], dict[str, thinning.Case]] = defaultdict(dict)
     for item in items:
         grid = item.get_closest_marker("grid")
         if grid is not None and isinstance(item, pytest.Function) and "[" in item.name:
-            is_interpreted = "triton" in item.name.partition("[")[2].rstrip("]").split("-")
+            is_triton = "triton" in item.name.partition("[")[2].rstrip("]").split("-")
             case = thinning.values_of(item.callspec.params)
             strength = grid.kwargs.get("strength", 2)
-            grids[item.nodeid.partition("[")[0], is_interpreted, strength][item.nodeid] = case
+            grids[item.nodeid.partition("[")[0], is_triton, strength][item.nodeid] = case
     left_out: set[str] = set()
-    for (_, is_interpreted, strength), cases in grids.items():
-        left_out |= cases.keys() - thinning.thinned(cases, strength, is_slow=is_interpreted)
+    for (_, is_triton, strength), cases in grids.items():
+        left_out |= cases.keys() - thinning.thinned(cases, strength, is_slow=is_triton)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 

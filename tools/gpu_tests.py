@@ -2,17 +2,15 @@
 
     python -m pytest -p tools.gpu_tests --shard 1/4 --results tests_1.jsonl tests/ops
 
-Cases of the cpu and the reference backend are left out, and nine in ten of the large grids unless --whole-grid is
-given. CUDA's come first, as Triton compiles many of its own. Each line names the ops and backends chosen for tensors on
-the GPU. A GPU that reports an error does so in every later call of its process, so this one ends; the same command then
-goes on behind the results that the file holds.
+Cases of the cpu and the reference backend are left out. CUDA's come first, as Triton compiles many of its own. Each line
+names the ops and backends chosen for tensors on the GPU. A GPU that reports an error does so in every later call of its
+process, so this one ends; the same command then goes on behind the results that the file holds.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,24 +52,12 @@ def recording(select: Callable[..., str], device: str = "cuda") -> Callable[...,
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = (int(number) for number in config.getoption("--shard").split("/"))
     wanted = [item for item in items if backend_of(item) not in ("cpu", "reference")]
-    if not config.getoption("--whole-grid", default=False):
-        wanted = thinned(wanted)
     recorder = config.pluginmanager.get_plugin("gpu_lines")
     done = recorder.lines.known if recorder else {}
     kept = [item for item in wanted if digest(item) % shares == share - 1 and item.nodeid not in done]
     kept.sort(key=lambda item: backend_of(item) == "triton")
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
-
-
-def thinned(items: list[pytest.Item]) -> list[pytest.Item]:
-    """A tenth of the cases, and at least one, of each test of a large grid on each backend."""
-    cases: dict[tuple[str, str | None], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("grid") is not None:
-            cases[item.nodeid.partition("[")[0], backend_of(item)].append(item)
-    surplus = {item for some in cases.values() for item in sorted(some, key=digest)[(len(some) + 9) // 10 :]}
-    return [item for item in items if item not in surplus]
 
 
 def backend_of(item: pytest.Item) -> str | None:
