@@ -2,7 +2,7 @@
 
     python -m pytest -p tools.gpu_tests --shard 1/4 --results tests_1.jsonl tests/ops
 
-Cases of the cpu and the reference backend are left out. CUDA's come first, as Triton compiles many of its own. Each line
+Cases of the cpu and the reference backend are left out. CUDA's come first, as Triton compiles many of its own. A line
 names the ops and backends chosen for tensors on the GPU. A GPU that reports an error does so in every later call of its
 process, so this one ends; the same command then goes on behind the results that the file holds.
 """
