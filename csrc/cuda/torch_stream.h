@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
+#ifdef GRPO_KERNELS_EMULATE
 #include "launch.h"
-
-#ifndef GRPO_KERNELS_EMULATE
+#else
 #ifndef USE_CUDA
 #error "compile with -DUSE_CUDA: torch declares its CUDA stream shim only then"
 #endif

@@ -57,9 +57,7 @@ def linear_logprobs(
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
     size = check_chunk_size(_OP, chunk_size)
     places = check_positions(_OP, positions, targets)
-    chosen = dispatch.select(
-        _OP, backend, head.hidden.device.type, head.hidden.dtype, op.SUPPORTS, head.hidden.device.index
-    )
+    chosen = dispatch.select(_OP, backend, hidden.device.type, head.hidden.dtype, op.SUPPORTS, hidden.device.index)
     if process_group is not None and vocab_start is None:
         raise ValueError(f"{_OP}: vocab_start must be given with process_group, got None")
     rows = head if places is None else head.only(places)

@@ -59,9 +59,7 @@ def linear_policy_loss(
         is_weights, unknown if want_entropy else None, None, weights,
     )  # fmt: skip
     prepared = prepare(_OP, given, normalizer, settings)
-    chosen = dispatch.select(
-        _OP, backend, head.hidden.device.type, head.hidden.dtype, op.SUPPORTS, head.hidden.device.index
-    )
+    chosen = dispatch.select(_OP, backend, hidden.device.type, head.hidden.dtype, op.SUPPORTS, hidden.device.index)
     check_targets(_OP, head, chosen)
     compact = _compacts(compact, positions, head)
     is_fast = memory == "fast" and chosen != "reference" and _is_differentiable(head)

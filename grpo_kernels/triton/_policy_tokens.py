@@ -246,22 +246,9 @@ def tokens_kernel(
     if weights_ptr is not None:
         weight = load(weights_ptr, at, valid)
     here, log_ratio, score, slot = _term_place(
-        joint_ptr,
-        score_ptr,
-        last_ptr,
-        segments_ptr,
-        stats_ptr,
-        row,
-        rows,
-        start,
-        length,
-        k,
-        valid,
-        lp,
-        lp - old,
-        LOSS,
+        joint_ptr, score_ptr, last_ptr, segments_ptr, stats_ptr, row, rows, start, length, k, valid, lp, lp - old, LOSS,
         RATIO,
-    )
+    )  # fmt: skip
     phi_positive, phi_other = zero, zero
     if LOSS == VESPO:
         phi_positive += _row_value(stats_ptr, S_PHI_POSITIVE, row, rows).to(dtype)

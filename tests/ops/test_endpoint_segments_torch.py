@@ -38,7 +38,7 @@ def width_for(backend: str, width: int) -> int:
 @on_backends
 def test_opcheck(backend: str, with_values: bool, packed: bool) -> None:
     batch = batch_of(1, 3, 9, values=with_values).to(F64 if packed == with_values else torch.float32)
-    bounds = torch.tensor([1, 9, 9, 25]) if packed else None
+    bounds = torch.tensor([0, 8, 8, 25]) if packed else None
     tokens = [batch.rewards, batch.logprobs, batch.old_logprobs, batch.mask]
     if packed:
         tokens = [x.reshape(-1) for x in tokens]

@@ -131,15 +131,17 @@ def test_random_batches(seed: int, credit: str) -> None:
 def test_packed_tokens_have_the_figures_of_padded_ones() -> None:
     padded = made([[4, 2], [1], [], [3, 3, 3, 1]])
     lengths = [6, 1, 0, 10]
-    # a masked token within the second row, and tokens that are no row's at both ends
-    ids, worth = [-1], [0.0]
-    bounds = [1]
+    # a masked token within the second row, and tokens behind the last one
+    ids: list[int] = []
+    worth: list[float] = []
+    bounds = [0]
     for b, length in enumerate(lengths):
         ids += padded.segment_ids[b, :length].tolist() + ([-1] if b == 1 else [])
         worth += padded.advantages[b, :length].tolist() + ([0.0] if b == 1 else [])
         bounds.append(len(ids))
     packed = padded._replace(
-        segment_ids=torch.tensor([*ids, -1], dtype=torch.int32), advantages=torch.tensor([*worth, 0.0])
+        segment_ids=torch.tensor([*ids, -1, -1], dtype=torch.int32),
+        advantages=torch.tensor([*worth, 0.0, 0.0]),
     )
     expected = gk.segment_metrics(padded, 2)
     assert_same(gk.segment_metrics(packed, 2, cu_seqlens=torch.tensor(bounds)), expected)
