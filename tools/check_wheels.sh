@@ -41,7 +41,7 @@ for mode in $modes; do
   if [ "$quick" ] && [ "$mode" = cuda ]; then export CMAKE_ARGS="-DGRPO_CUDA_ARCHITECTURES=90-real"; fi
   build_wheel "$oldest" "$(torch_dir "$newest")" "$mode" "$work/$mode"
   wheel=$(ls "$work/$mode"/*.whl)
-  basename "$wheel"
+  du -h "$wheel" | sed "s#$work/$mode/##"
   "$oldest" - "$wheel" "$mode" <<'PY'
 import sys, zipfile
 names = zipfile.ZipFile(sys.argv[1]).namelist()
@@ -52,6 +52,16 @@ assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} ==
 assert "grpo_kernels/py.typed" in names
 assert (mode == "none") == sys.argv[1].endswith("py3-none-any.whl"), sys.argv[1]
 PY
+  # torch brings all of CUDA but the runtime, which is our own (see CMakeLists.txt) and must replace nobody else's.
+  mkdir "$work/content-$mode" && "$oldest" -m zipfile -e "$wheel" "$work/content-$mode"
+  for module in "$work/content-$mode"/grpo_kernels/_C_cuda*.so; do
+    [ -e "$module" ] || continue
+    needed=$(readelf -d "$module" | grep NEEDED)
+    grep -q "\[libtorch_cuda.so\]" <<<"$needed" || { echo "$module does not need libtorch_cuda.so" >&2; exit 1; }
+    if grep cudart <<<"$needed" >&2; then echo "$module needs a CUDA runtime" >&2; exit 1; fi
+    if readelf -d "$module" | grep -E "R(UN)?PATH" >&2; then echo "$module has a path of this machine" >&2; exit 1; fi
+    if nm -D --defined-only "$module" | grep -E " _*cuda" >&2; then echo "$module exports CUDA's runtime" >&2; exit 1; fi
+  done
   "$oldest" -m pip uninstall -q -y grpo-kernels 2>/dev/null
   "$oldest" -m pip install -q --no-deps "$wheel"
   # A symbol missing from torch or from a module shows when the module is loaded. That of the CUDA kernels is loaded
