@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,15 @@ def test_the_programs_of_now_build(tmp_path: Path, has_packages: bool) -> None:
     folder = "own" if has_packages else "path"
     assert f"-DCMAKE_MAKE_PROGRAM={tmp_path / folder / 'ninja'}" in configure and "-G Ninja" in configure
     assert configure.startswith(f"{folder} cmake -S") and build.startswith(f"{folder} cmake --build")
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_architectures_are_those_that_nvcc_knows(tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DGRPO_WITH_CUDA=ON", "-DCMAKE_CUDA_COMPILER=nvcc"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run([*command, "-G", "Ninja"], check=True, capture_output=True, timeout=300, env=environment)
+    listed = subprocess.run(["nvcc", "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
+    known = [number for number in (80, 86, 89, 90, 100, 120) if f"compute_{number}" in listed]
+    facts = (tmp_path / "_C_cuda" / "build_facts.h").read_text()
+    wanted = ";".join([*(f"{number}-real" for number in known[:-1]), str(known[-1])])
+    assert f'#define GRPO_CUDA_ARCHITECTURES "{wanted}"' in facts
