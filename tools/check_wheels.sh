@@ -24,7 +24,7 @@ build_wheel() {
 
 # run_tests PYTHON. The peers of the parity tests are not installed here.
 run_tests() {
-  (cd "$work" && "$@" -m pytest -q -p no:cacheprovider -W "ignore:Conversion of an array:DeprecationWarning" \
+  (cd "$work" && "$@" -m pytest -p no:cacheprovider -W "ignore:Conversion of an array:DeprecationWarning" \
     -n auto --ignore-glob="*_parity*.py" "${tests[@]}")
 }
 
