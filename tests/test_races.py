@@ -26,7 +26,8 @@ RACING = [
     ("global", {("read", "write"), ("write", "read"), ("write", "write")}),
     ("global", {("write", "write")}),
     ("shared", {("read", "write"), ("write", "read")}),
-    ("shared", {("write", "read"), ("read", "write")}),
+    ("shared", {("read", "write"), ("write", "read")}),
+    ("shared", {("read", "write"), ("write", "read")}),
 ]
 ACCESS = r"((?:atomic )?(?:read|write)) at (\S+):(\d+) by block \((\d),0,0\) thread \((\d+),0,0\)"
 REPORT = re.compile(rf"{ACCESS} of 4 bytes of (shared|global) memory, unordered with the {ACCESS}")

@@ -138,6 +138,11 @@ __global__ void racing(int kind, int* out) {
         mine[thread] = values[thread ^ 1];  // race 11
       }
       break;
+    case 12:                           // Lane 1 waits for the writer, lane 2 reads.
+      if (thread == 0) values[0] = 1;  // race 12
+      if (thread == 0 || thread == 1) __syncwarp(0x3);
+      if (thread == 2) mine[0] = values[0];  // race 12
+      break;
     default:
       break;
   }
