@@ -85,7 +85,7 @@ PY
     cuda-quick) tests=(tests/ops/test_group_advantages_errors.py) ;;
     none-) tests=(tests/ops -m "not slow and not grid") ;;
     # csrc is there for this mode only: with it the tests emulate the CUDA kernels, compiled against the oldest torch
-    cpu-) tests=(tests/ops) && cp -r "$root/csrc" "$work" ;;
+    cpu-) tests=(tests/ops) && cp -r "$root/csrc" "$root/tools" "$work" ;;
     cuda-) tests=(tests/ops/test_group_advantages.py) && rm -rf "$work/csrc" ;;
   esac
   run_tests "$oldest"
