@@ -178,7 +178,7 @@ def test_no_tokens(backend: str, norm: str, shape: tuple[int, int]) -> None:
 def test_no_packed_tokens(backend: str, norm: str) -> None:
     for rows, tokens in ((0, 0), (3, 0), (0, 4), (3, 4)):
         some = torch.full((tokens,), NAN, dtype=F64)
-        bounds = torch.full((rows + 1,), tokens // 2)
+        bounds = torch.zeros(rows + 1, dtype=torch.int64)  # all tokens lie behind the last row
         counted = torch.ones(tokens, dtype=torch.bool)
         for values in (some, None):
             batch = Batch(some, some, some, counted, values, torch.arange(rows), bounds)
