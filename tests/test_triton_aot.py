@@ -322,6 +322,5 @@ def test_op_compiles_for_every_target(op: str, target: str, tmp_path: Path) -> N
     assert cases
     expected = {(*case, target) for case in cases}
     assert {(row["kernel"], row["label"], row["target"]) for row in outcome.rows} == expected
-    if op in ROUND_AS_WRITTEN:
-        fused = [row["resources"]["contractions"] for row in outcome.rows if row["target"] != "gfx942"]
-        assert fused == [[]] * (3 * len(cases))
+    if op in ROUND_AS_WRITTEN and target != "gfx942":
+        assert [row["resources"]["contractions"] for row in outcome.rows] == [[]] * len(cases)

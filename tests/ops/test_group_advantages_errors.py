@@ -301,7 +301,7 @@ def test_backend_that_cannot_run_names_its_reason(monkeypatch: pytest.MonkeyPatc
     from grpo_kernels import capability
 
     why = "CPU kernels: not built"
-    monkeypatch.setattr(capability, "missing", lambda name: why if name == "cpu" else None)
+    monkeypatch.setattr(capability, "missing", lambda name, device_index=None: why if name == "cpu" else None)
     assert gk.available_backends()["cpu"] == why
     with pytest.raises(RuntimeError, match=f"'cpu' cannot run here: {why}; use backend='reference' or leave it out"):
         gk.group_advantages(torch.randn(6), 3, backend="cpu")
