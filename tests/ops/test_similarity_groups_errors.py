@@ -433,8 +433,9 @@ def test_backend_for_another_device_is_refused_with_the_reason_and_the_way_out(o
 def test_backend_that_cannot_run_names_its_reason(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_kernels import capability
 
-    monkeypatch.setattr(capability, "missing", lambda name, device_index=None: "CPU kernels: not built" if name == "cpu" else None)
-    reason = f"^{op}: backend 'cpu' cannot run here: CPU kernels: not built; use backend='reference' or leave it out"
+    why = "CPU kernels: not built"
+    monkeypatch.setattr(capability, "missing", lambda name, device_index=None: why if name == "cpu" else None)
+    reason = f"^{op}: backend 'cpu' cannot run here: {why}; use backend='reference' or leave it out"
     with pytest.raises(RuntimeError, match=reason):
         CALLS[op]("cpu", backend="cpu")
     CALLS[op]("cpu")  # left to itself it finds another
