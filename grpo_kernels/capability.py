@@ -1,4 +1,4 @@
-"""What can run here; a backend that cannot has a reason. Plain code that torch.compile traces."""
+"""Reasons why a backend cannot run here. Plain code that torch.compile traces."""
 
 from __future__ import annotations
 

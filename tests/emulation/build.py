@@ -20,7 +20,7 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
-# What each variant of the library adds to the compiler's command.
+# Flags that each variant of the library adds to the compiler's command.
 VARIANTS = {
     "plain": [],
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer"],
