@@ -405,7 +405,7 @@ def test_the_archive_is_there_whenever_it_is_killed(machine: Machine, kind: sign
     if kind == signal.SIGTERM:
         assert not is_running(int(child.read_text()))
     else:  # nobody can end what it had started
-        os.kill(int(child.read_text()), signal.SIGKILL)
+        os.killpg(os.getpgid(int(child.read_text())), signal.SIGKILL)
 
 
 def test_ops_are_those_that_choose_a_backend() -> None:
