@@ -403,6 +403,7 @@ def test_the_archive_is_there_whenever_it_is_killed(machine: Machine, kind: sign
     steps = machine.kept("gpu_check.json")["steps"]
     assert {row["part"] for row in steps} == {"build", "smoke", "values"} and "| build | build | ok |" in machine.page()
     if kind == signal.SIGTERM:
+        assert machine.kept("timings.json") == TIMINGS  # of the step that was interrupted
         assert not is_running(int(child.read_text()))
     else:  # nobody can end what it had started
         os.killpg(os.getpgid(int(child.read_text())), signal.SIGKILL)

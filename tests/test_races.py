@@ -13,7 +13,7 @@ from tests.emulation import build
 
 SOURCE = build.ROOT / "tests" / "emulation" / "selftest_races.cu"
 ORDERED = 8
-# What the message says of the later and of the earlier access; which of two comes first may be the schedule's choice.
+# The message on the later and of the earlier access; which of two comes first may be the schedule's choice.
 RACING = [
     ("shared", {("read", "write"), ("write", "read")}),
     ("shared", {("write", "write")}),

@@ -323,10 +323,13 @@ def main(arguments: list[str] | None = None) -> None:
         shutil.rmtree(plan.package, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
     check = Check(machine, results, out)
-    for seconds, is_alone, steps in stages:
-        deadline += seconds
-        together = 1 if is_alone else machine["cores"] + 4
-        gpu_steps.run(steps, deadline, results, together, check.ended)
+    try:
+        for seconds, is_alone, steps in stages:
+            deadline += seconds
+            together = 1 if is_alone else machine["cores"] + 4
+            gpu_steps.run(steps, deadline, results, together, check.ended)
+    finally:  # the lines of a step that was interrupted are results, too
+        check.write()
     if {"smoke", "tests"} & {*options.parts}:
         check.ended(coverage(results))
     print(f"\n{out / 'summary.md'}\n{out / 'gpu_check.tar.gz'}")

@@ -1,4 +1,4 @@
-"""What gpu_check leaves: one page that a person reads in a minute, and one archive of everything.
+"""Writes the results of gpu_check: one page that a person reads in a minute, and one archive of everything.
 
 python -m tools.gpu_summary FOLDER    # prints the page of a folder of results
 """

@@ -104,7 +104,7 @@ void check(const Stamp& before, bool was_write, const Stamp& now, bool is_write,
 
 void remember_read(Cell& cell, const Stamp& now, std::uintptr_t address) {
   for (Stamp& read : cell.reads) {
-    // What comes after this read comes after an earlier one in order; atomics, though, race only with plain ones.
+    // Accesses ordered after this read are ordered after the earlier one; atomics, though, race only with plain ones.
     if (!is_ordered(read, address) || (now.is_atomic && !read.is_atomic && read.epoch >= launch_epoch)) continue;
     read = now;
     return;
@@ -172,7 +172,7 @@ std::vector<Frame> frames_at(std::uintptr_t place) {
   return frames;
 }
 
-// Of an atomic, the kernel's line rather than the emulator's.
+// Returns the line of an access; for an atomic, the kernel's line rather than the emulator's.
 std::string source_of(const Stamp& stamp) {
   // The return address is that of the next instruction, which may be of another line.
   for (const Frame& frame : frames_at(stamp.place - 1)) {
@@ -301,7 +301,7 @@ GRPO_CALLBACK __tsan_write_range(void* address, std::size_t bytes) {
 }
 GRPO_CALLBACK __tsan_init() {}
 GRPO_CALLBACK __tsan_vptr_update(void*, void*) {}
-// Of the host's code, for the C++ library: reference counts, and whether a local static variable is initialised.
+// Called by the host's code, for the C++ library: reference counts, and whether a local static variable is initialised.
 extern "C" __attribute__((visibility("hidden"))) int __tsan_atomic32_fetch_add(int* address, int value, int) {
   return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }

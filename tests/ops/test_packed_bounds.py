@@ -105,7 +105,7 @@ def test_bounds_in_strided_memory(op: str, backend: str) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rows_stay_within_the_tokens(wrong: str) -> None:
-    """What kernels read that run before a failed assertion on the device is noticed."""
+    """Kernels that run before a failed assertion is noticed read bounds within the tokens."""
     given = torch.tensor(WRONG[wrong])
     with mock.patch("torch._assert_async") as checked:
         found = segments.packed_bounds("op", given, TOKENS)

@@ -1,4 +1,4 @@
-"""What only the CUDA kernels promise: the matrix of a prompt lies wherever the device has room for it."""
+"""CUDA alone: the matrix of a prompt lies wherever the device has room for it."""
 
 from __future__ import annotations
 
