@@ -3,7 +3,8 @@
 # .venv-floor, which has the oldest torch and Triton supported; and runs the op tests there, outside the checkout.
 #
 #   bash tools/check_wheels.sh          all of it; also runs a wheel built against the oldest torch under that of .venv
-#   bash tools/check_wheels.sh quick    CUDA kernels for one architecture, and the tests most likely to notice a version
+#   bash tools/check_wheels.sh quick    CUDA kernels for one architecture, compiled against the oldest torch, and the
+#                                       tests most likely to notice a version
 #
 # `make test-floor` and `make test-floor-quick` prepare both environments.
 set -euo pipefail
@@ -39,7 +40,10 @@ if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]
 for mode in $modes; do
   echo "== wheel: GRPO_KERNELS_BUILD=$mode"
   if [ "$quick" ] && [ "$mode" = cuda ]; then export CMAKE_ARGS="-DGRPO_CUDA_ARCHITECTURES=90-real"; fi
-  build_wheel "$oldest" "$(torch_dir "$newest")" "$mode" "$work/$mode"
+  # A GPU machine compiles the CUDA part against its own torch, which may lack what later headers declare.
+  against=$newest
+  if [ "$quick" ] && [ "$mode" = cuda ]; then against=$oldest; fi
+  build_wheel "$oldest" "$(torch_dir "$against")" "$mode" "$work/$mode"
   wheel=$(ls "$work/$mode"/*.whl)
   du -h "$wheel" | sed "s#$work/$mode/##"
   "$oldest" - "$wheel" "$mode" <<'PY'
@@ -94,7 +98,8 @@ done
 if [ -z "$quick" ]; then
   echo "== wheel built against the oldest torch, run under the newest"
   rm -rf "$work/unpacked/build"
-  build_wheel "$newest" "$(torch_dir "$oldest")" cpu "$work/older"
+  export CMAKE_ARGS="-DGRPO_CUDA_ARCHITECTURES=90-real"
+  build_wheel "$newest" "$(torch_dir "$oldest")" "${modes##* }" "$work/older"
   mkdir "$work/content" && "$newest" -m zipfile -e "$work"/older/*.whl "$work/content"
   rm -rf "$work/csrc"
   tests=(tests/ops -m "not slow and not grid")

@@ -12,6 +12,7 @@
 #endif
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
+#include <torch/headeronly/util/shim_utils.h>
 #endif
 
 namespace grpo_kernels {
@@ -38,7 +39,7 @@ class DeviceGuard {
 // The cudaStream_t on which torch currently queues work for the device; pass it on to launch().
 inline void* current_stream(int32_t device_index) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
   return stream;
 }
 
