@@ -1,28 +1,28 @@
-# Every target does its own set-up: a virtual environment, pinned packages and the build.
-#   make train       run the default recipe and show that it learned
-#   make test        the whole CPU test suite
-#   make lint        ruff, mypy, clang-format
-#   make test-floor  wheels of every build mode, and every Triton kernel, with the oldest torch and Triton supported
-#   make test-floor-quick  the part of it that runs in CI
-#   make nightly     everything slower than .ci/run: the floor, whole grids, the GPU rehearsal, benchmarks, results; hours
-#   make results     what docs/results says of the trainer, measured again; takes hours, for a nightly run
-#   make bench       benchmarks against the installed peers on the CPU, and every bar; about a quarter of an hour
-#   make bench-quick the steady ratios of them, against those of benchmarks/baseline.json; about a minute
-#   make wheel       the wheel of build mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) in dist/
-#   make gpu-check   on a machine with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
-#   make gpu-rehearsal  every part of it without a GPU, with stand-ins for the kernels; about half an hour
-#   make size        lines per folder
+# Every target sets up what it needs: a virtual environment, pinned packages and the build.
+#   make train             run the default recipe and report what it learned
+#   make test              run the whole test suite on the CPU
+#   make lint              run ruff, mypy and clang-format
+#   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
+#   make test-floor-quick  run the part of it that CI runs
+#   make nightly           run everything slower than .ci/run: floor, grids, GPU rehearsal, benchmarks, results; hours
+#   make results           measure the results of docs/results again; hours
+#   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
+#   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
+#   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
+#   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
+#   make gpu-rehearsal     run every part of it without a GPU, with stand-ins for the kernels; half an hour
+#   make size              count lines per folder
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# On a GPU the newest build; else the release that the pins were made for, with the triton that belongs to it.
+# With a GPU the newest build, otherwise the pinned release with its triton.
 TORCH := $(if $(shell nvidia-smi -L 2>/dev/null),"torch>=2.11",torch==2.13.0 triton==3.7.1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml tools/constraints.txt
 CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
-# The oldest versions supported, on the Python that most GPU machines have if it is here. torch 2.11 pins Triton 3.6, whose
-# interpreter fails with numpy 2.4.
+# The oldest supported versions, if possible on Python 3.12, which most GPU machines have. torch 2.11 pins Triton 3.6,
+# whose interpreter fails with numpy 2.4.
 FLOOR := .venv-floor
 FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
@@ -34,11 +34,11 @@ FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executa
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
 
-# A worker a core, so a thread each: more would wait for each other. Tests of several threads ask for them.
+# One thread per worker, as there is a worker per core. Tests of several threads set their number.
 test: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests
 
-# Register budgets hold for the pinned Triton: under an older one, spills are reported and allowed.
+# Register budgets hold for the pinned Triton; with an older one spills are reported but allowed.
 test-floor: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills
 	bash tools/check_wheels.sh
@@ -74,8 +74,8 @@ bench: $(VENV)/built
 	mkdir -p .benchmarks
 	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=.benchmarks/bench.json
 
-# Ratios of one run on one thread hold on a machine that others use; the best of three tries is compared, as somebody
-# else's minute of work lowers a ratio once, a slower kernel every time.
+# Ratios of one run on one thread hold on a shared machine. The best of three tries is compared: other load lowers a
+# ratio once, a slower kernel every time.
 bench-quick: $(VENV)/built
 	$(BIN)/python -m benchmarks.compare benchmarks/baseline.json --tries 3
 
@@ -95,7 +95,7 @@ size:
 clean:
 	rm -rf $(VENV) $(FLOOR) build dist *.egg-info grpo_kernels/*.so
 
-# Everything but our own package. torch first, and alone, so that no other package chooses its version.
+# Everything except this package. torch is installed first and alone, so that no other package chooses its version.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
@@ -113,7 +113,7 @@ $(FLOOR)/packages: tools/constraints.txt
 	$(FLOOR_BIN)/python -m pip install --quiet numpy==2.3.5
 	touch $@
 
-# What a GPU machine's image has beside torch.
+# The packages of a GPU machine's image, besides torch.
 $(FLOOR)/rehearsal: $(FLOOR)/packages
 	grep -v '^numpy=' tools/constraints.txt > $(FLOOR)/constraints.txt
 	$(FLOOR_BIN)/python -m pip install --quiet -c $(FLOOR)/constraints.txt numpy==2.3.5 accelerate matplotlib \

@@ -1,12 +1,12 @@
-"""Build modes of the compiled part; everything else is in pyproject.toml.
+"""Builds the compiled modules; everything else is in pyproject.toml.
 
-GRPO_KERNELS_BUILD   what is built
-  none               nothing: a pure-Python wheel, in which the Triton and reference backends work
+GRPO_KERNELS_BUILD   result
+  none               a pure-Python wheel with the Triton and reference backends
   cpu                the CPU kernels; needs a C++ compiler
   cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
-  auto (default)     cuda if nvcc is there and torch is a CUDA build, else cpu if there is a C++ compiler, else none;
-                     that torch is the one at hand with pip's --no-build-isolation, else the one pip fetches to build
-A compile that fails is an error in every mode.
+  auto (default)     cuda with nvcc and a CUDA build of torch, else cpu with a C++ compiler, else none; torch is the
+                     installed one with pip's --no-build-isolation, else the one that pip fetches for the build
+A failed compilation is an error in every mode.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def nvcc() -> str | None:
 
 
 def program(package: str, folder: str) -> str | None:
-    """The program of a package installed for this Python, or else the one on PATH, which may be too old for nvcc."""
+    """Path of a package's program: this Python's, or else that on PATH, which may be too old for nvcc."""
     try:
         own = shutil.which(package, path=str(getattr(importlib.import_module(package), folder)))
     except (ImportError, AttributeError):
@@ -56,7 +56,7 @@ def build_mode() -> str:
 
 
 class CMakeBuild(build_ext):
-    """Builds all modules with one CMake run, straight into the folder where setuptools expects them."""
+    """Builds all modules in one CMake run, into the folder where setuptools expects them."""
 
     def run(self) -> None:
         if not self.extensions:
@@ -78,14 +78,14 @@ class CMakeBuild(build_ext):
         ]
         ninja = program("ninja", "BIN_DIR")
         if ninja:
-            # said each time: the cache may know that of an environment which pip made for a build, and removed
+            # passed each time, because the cache may name the ninja of a build environment that pip has removed
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         if len(self.extensions) > 1:
             compiler = nvcc()
             if compiler is None:
                 raise SystemExit("GRPO_KERNELS_BUILD=cuda needs nvcc, on PATH or in $CUDA_HOME/bin; found none")
             configure.append(f"-DCMAKE_CUDA_COMPILER={compiler}")
-        # Flags for the whole project, e.g. -DGRPO_CUDA_ARCHITECTURES=90-real for the GPU at hand.
+        # for example -DGRPO_CUDA_ARCHITECTURES=90-real for the GPU at hand
         configure += os.environ.get("CMAKE_ARGS", "").split()
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS", str(os.cpu_count() or 1))

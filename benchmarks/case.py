@@ -1,4 +1,4 @@
-"""What a benchmark is made of: inputs, our call, the others', the least work there is, and the bars."""
+"""The parts of a benchmark: inputs, our call, the peers' calls, the lower bound on the work, and the bars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Inputs of a device by a seed: a GPU's caches are kept from helping by several inputs in turn.
+# Inputs on a device, by seed. A GPU is timed with several inputs in rotation, so that its caches do not help.
 Make = Callable[[torch.device, int], Any]
 Call = Callable[[Any], Any]
 DEVICES = ("cpu", "cuda")
@@ -17,32 +17,32 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Floor:
-    """What no way around moves or multiplies."""
+    """Lower bound on the bytes moved and the flops."""
 
     bytes: float = 0
     flops: float = 0
 
     def seconds(self, ceiling: dict[str, float], dtype: str) -> float:
-        """At the measured bandwidth of a copy and the measured speed of a product, whichever takes longer."""
+        """Time of the bytes at the speed of a copy or of the flops at the speed of a product, whichever is longer."""
         return max(self.bytes / ceiling["copy"], self.flops / ceiling[dtype] if self.flops else 0.0)
 
 
 @dataclass(frozen=True)
 class Provider:
-    """What is timed beside ours: a peer, which must agree, or a yardstick, which computes something else."""
+    """A call timed beside ours: a peer, whose results must match, or a yardstick, which computes something else."""
 
     name: str
     call: Call
-    package: str = ""  # that has to be installed
+    package: str = ""  # must be installed
     devices: tuple[str, ...] = DEVICES
     agrees: bool = True
-    ours: Call | None = None  # ours with this peer's conventions, where they are not the case's
-    few: Make | None = None  # its own inputs, where ours would take it minutes
-    share: float = 1.0  # of the case's work that is in them
-    lacks: Callable[[], str] = lambda: ""  # of what is installed, why it cannot run, or nothing
+    ours: Call | None = None  # our call with this peer's conventions, if they differ from the case's
+    few: Make | None = None  # smaller inputs for a provider that would take minutes on ours
+    share: float = 1.0  # of the case's work that the smaller inputs hold
+    lacks: Callable[[], str] = lambda: ""  # reason why the installed version cannot run, or ""
 
     def missing(self, device: torch.device) -> str:
-        """Why it cannot run here, or nothing."""
+        """Reason why the provider cannot run here, or ""."""
         if device.type not in self.devices:
             return f"not made for the device {device.type}"
         if self.package and importlib.util.find_spec(self.package) is None:
@@ -50,7 +50,7 @@ class Provider:
         return self.lacks()
 
 
-# How a bar's value is found, where ratio is a provider's time over ours and memory the peak beside what is returned.
+# Text of each kind of bar. A ratio is a provider's time over ours, memory the peak beside the returned tensors.
 KINDS = {
     "ratio at least": "ratio to {of}",
     "ratio at most": "ratio to {of}",
@@ -83,7 +83,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Same:
-    """Equal within rtol of each number plus atol plus of_largest of the largest number; else AssertionError."""
+    """Raises AssertionError unless |got - gold| <= rtol * |gold| + atol + of_largest * max |gold|."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -100,21 +100,21 @@ class Same:
 class Case:
     op: str
     name: str
-    shape: str  # after the model or the batch that it comes from
+    shape: str  # in words, with the model or the batch that it comes from
     floor: Floor
     inputs: Make
     ours: Call
     providers: tuple[Provider, ...] = ()
     bars: tuple[Bar, ...] = ()
     same: Callable[[Any, Any], None] = field(default_factory=Same)
-    checked: Make | None = None  # inputs to compare results on, where those of the case would take too long
+    checked: Make | None = None  # smaller inputs for the comparison of results
     dtype: str = "float32"
     devices: tuple[str, ...] = DEVICES
-    pairs: int = 15  # of a time of ours and one of a provider
-    target: float = 0.02  # seconds that one side of a pair runs for, at least one call
+    pairs: int = 15  # of alternating times, ours and a provider's
+    target: float = 0.02  # seconds per side of a pair, but at least one call
     arrays: dict[str, Callable[[Any], int]] = field(default_factory=dict)  # bytes, for bars on memory
-    returned: Callable[[Any], int] = lambda _: 0  # bytes of what is returned, which bars on memory leave out
-    quick: tuple[str, ...] = ()  # providers whose ratio is steady even where others use the machine
+    returned: Callable[[Any], int] = lambda _: 0  # bytes of the results, which memory figures exclude
+    quick: tuple[str, ...] = ()  # providers whose ratio is steady even on a busy machine
 
     def provider(self, name: str) -> Provider:
         return next(provider for provider in self.providers if provider.name == name)
@@ -122,15 +122,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One call over four decades of size and more."""
+    """One call over at least four decades of size."""
 
     op: str
     name: str
     unit: str
     sizes: tuple[int, ...]
-    inputs: Callable[[torch.device, int], Any]  # of a size
+    inputs: Callable[[torch.device, int], Any]  # by size
     ours: Call
-    floor: Floor  # of one unit
+    floor: Floor  # per unit
     bars: tuple[Bar, ...] = ()
-    fit_from: int = 0  # the exponent's smallest size: below it the fixed cost of a call counts
-    batch: int = 2**20  # units a sample takes, at least one call
+    fit_from: int = 0  # smallest size in the fit; below it the fixed cost of a call dominates
+    batch: int = 2**20  # units per sample, but at least one call

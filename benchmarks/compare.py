@@ -1,11 +1,11 @@
-"""Which ratios fell from one result to another.
+"""Finds the ratios that fell from one result to another.
 
     python -m benchmarks.compare A.json B.json
     python -m benchmarks.compare benchmarks/baseline.json --tries 3 --json now.json
 
-Times belong to a machine and an hour and are not compared; ratios are, of two sides that took turns in one run. The
-exit status is 1 if one is more than 30 % below that of A, or if B has not measured it. On another kind of CPU, whose
-vectors and caches may help one side more than the other, it takes 60 %.
+Times depend on the machine and its load and are not compared; ratios of two sides measured alternately are. The exit
+status is 1 if a ratio of B is more than 30 % below that of A, or missing. On another kind of CPU, whose vectors and
+caches may favour one side, the margin is 60 %.
 """
 
 from __future__ import annotations
@@ -59,46 +59,46 @@ def table(before: Result, after: Result) -> str:
 
 
 def best_of(before: Result, tries: int, measure: Callable[[str, str], Result]) -> list[Result]:
-    """A case whose ratio fell is measured again, up to `tries` times: somebody else's minute of work on the machine
-    lowers a ratio once, a slower kernel lowers it every time."""
-    found: dict[tuple[str, str], Result] = {}
+    """Results of the cases of `before`. A case whose ratio fell is repeated, up to `tries` times: other load on the
+    machine lowers a ratio once, a slower kernel lowers it every time."""
+    results: dict[tuple[str, str], Result] = {}
     left = list(dict.fromkeys((case["op"], case["name"]) for case in before["cases"]))
     for _ in range(tries):
         for op, name in left:
-            one = measure(op, name)
-            for provider, numbers in found.get((op, name), one)["providers"].items():
-                if numbers.get("ratio", 0) > one["providers"][provider].get("ratio", 0):
-                    one["providers"][provider] = numbers
-            found[op, name] = one
-        now = {"machine": machine.describe(), "cases": list(found.values())}
+            result = measure(op, name)
+            for provider, numbers in results.get((op, name), result)["providers"].items():
+                if numbers.get("ratio", 0) > result["providers"][provider].get("ratio", 0):
+                    result["providers"][provider] = numbers
+            results[op, name] = result
+        now = {"machine": machine.describe(), "cases": list(results.values())}
         left = list(dict.fromkeys(key[:2] for key in fallen(before, now)))
-    return list(found.values())
+    return list(results.values())
 
 
 def measure_quick(op: str, name: str) -> Result:
     device = torch.device("cpu")
     (case,) = (case for case in cases(op, name, device.type) if case.name == name)
-    found = quick(case, device)
-    show(found)
-    return found
+    result = quick(case, device)
+    show(result)
+    return result
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path, nargs="?")
-    parser.add_argument("--tries", type=int, default=0, help="instead of B, measure the quick cases of A now")
-    parser.add_argument("--json", type=Path, help="where to keep what --tries measured")
-    given = parser.parse_args(arguments)
-    if (given.after is None) == (given.tries == 0) or given.tries < 0:
+    parser.add_argument("--tries", type=int, default=0, help="measure the quick cases of A now, instead of reading B")
+    parser.add_argument("--json", type=Path, help="the file for the results of --tries")
+    options = parser.parse_args(arguments)
+    if (options.after is None) == (options.tries == 0) or options.tries < 0:
         raise SystemExit("compare: give either a second result or --tries, at least 1")
-    before = json.loads(given.before.read_text())
-    if given.after:
-        after = json.loads(given.after.read_text())
+    before = json.loads(options.before.read_text())
+    if options.after:
+        after = json.loads(options.after.read_text())
     else:
-        after = document(torch.device("cpu"), best_of(before, given.tries, measure_quick), {})
-    if given.json:
-        write(given.json, after)
+        after = document(torch.device("cpu"), best_of(before, options.tries, measure_quick), {})
+    if options.json:
+        write(options.json, after)
     print(table(before, after))
     fell = fallen(before, after)
     if fell:

@@ -1,4 +1,4 @@
-"""pytest-benchmark's JSON describes the machine as ours does: without the name of the host."""
+"""Makes pytest-benchmark describe the machine as our results do, without the name of the host."""
 
 from __future__ import annotations
 

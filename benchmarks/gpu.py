@@ -1,7 +1,4 @@
-"""Times on a GPU: CUDA events with warm and cold caches, graph replay; launches and waits of the host, counted.
-
-This file has not run on a GPU yet.
-"""
+"""GPU timing: CUDA events with warm and cold caches, graph replay, and counts of launches and synchronisations."""
 
 from __future__ import annotations
 
@@ -13,35 +10,35 @@ from typing import Any
 
 import torch
 
-SETS = 4  # inputs in turn, so that no call finds its own in the cache
+SETS = 4  # inputs in rotation, so that no call finds its own in the cache
 FLUSH = 256 * 2**20  # bytes written between cold calls, several times any second-level cache
-MOST_AHEAD = 0.2  # seconds that the GPU is kept busy at most while a call is queued
+MOST_AHEAD = 0.2  # seconds, the longest sleep of the GPU while a call is queued
 Call = Callable[[], Any]
 
 
 def describe(call: Call, device: torch.device) -> dict[str, Any]:
-    """Everything about a call that has run before. A CPU has a warm time only."""
+    """Times and counts of a call that has run before; on a CPU a warm time only."""
     began = time.perf_counter()
-    host_seconds(call)  # and waits for it
+    host_seconds(call)
     rounds = rounds_for(time.perf_counter() - began)
     if device.type != "cuda":
         return {"warm_us": statistics.median(host_seconds(call) * 1e6 for _ in range(rounds))}
     timer = Timer(call)
-    found: dict[str, Any] = {"warm_us": timer.warm(rounds), "cold_us": timer.cold(rounds)}
-    return found | {"is_gapless": timer.is_gapless} | counts(call) | graph_time(call, rounds)
+    result: dict[str, Any] = {"warm_us": timer.warm(rounds), "cold_us": timer.cold(rounds)}
+    return result | {"is_gapless": timer.is_gapless} | counts(call) | graph_time(call, rounds)
 
 
 def event_time(call: Call, rounds: int) -> float:
-    """Median time of a call in microseconds, without the host's share of it."""
+    """Median time of a call in microseconds, without the host's share."""
     return Timer(call).warm(rounds)
 
 
 class Timer:
     """Times a call by CUDA events, with the GPU asleep until the whole call is in its queue.
 
-    The sleep is made as long as the host takes to queue the call, and longer if the GPU turns out to have woken before
-    the host was done: a linear head queues dozens of kernels, and the gaps between them would be timed. A call that
-    itself waits for the GPU cannot be queued ahead; `is_gapless` is False then.
+    The sleep lasts as long as the host takes to queue the call, and is extended if the GPU wakes before the host is
+    done: a linear head queues dozens of kernels, and the gaps between them would be timed. A call that synchronises
+    cannot be queued ahead; `is_gapless` is then False.
     """
 
     def __init__(self, call: Call) -> None:
@@ -91,7 +88,7 @@ def cycles_per_second() -> float:
 
 
 def host_seconds(call: Call) -> float:
-    """Seconds until the call returns, which on a GPU may be before it has ended."""
+    """Seconds until the call returns, which on a GPU may be before it has ended; synchronises afterwards."""
     began = time.perf_counter()
     call()
     seconds = time.perf_counter() - began
@@ -101,7 +98,7 @@ def host_seconds(call: Call) -> float:
 
 
 def rounds_for(seconds: float) -> int:
-    """Twenty of a short call; fewer of a long one, whose times differ less."""
+    """Number of samples: twenty of a short call, fewer of a long one, whose times vary less."""
     return max(5, min(20, int(0.3 / max(seconds, 1e-9))))
 
 
@@ -117,10 +114,10 @@ def copy_time(size: float, device: torch.device, rounds: int = 20) -> float:
 
 
 def graph_time(call: Call, rounds: int) -> dict[str, Any]:
-    """Time of a captured call, without the cost of its launches; the reason where it cannot be captured."""
+    """Time of a captured call, without the cost of its launches, or the reason why it cannot be captured."""
     graph, stream, mode = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()
     try:
-        # a call that waits for the device is refused before: a capture that breaks off leaves torch in disorder
+        # refuses a call that synchronises before the capture: one that aborts leaves torch in an undefined state
         torch.cuda.set_sync_debug_mode("error")
         call()
         with torch.cuda.graph(graph):
@@ -134,7 +131,7 @@ def graph_time(call: Call, rounds: int) -> dict[str, Any]:
 
 
 def counts(call: Call) -> dict[str, Any]:
-    """Kernels launched, and waits of the host for a stream, an event or a copy, in one call, seen by the profiler."""
+    """Kernel launches, and host synchronisations with a stream, an event or a copy, counted by the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:

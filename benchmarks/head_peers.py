@@ -1,4 +1,4 @@
-"""Shapes, inputs and peers of the LM head's benchmarks."""
+"""Shapes, inputs and peers of the LM head benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shape(NamedTuple):
 
     @property
     def products(self) -> float:
-        """Flops of one."""
+        """Flops of one matrix product."""
         return 2.0 * self.rows * self.hidden * self.vocabulary
 
 
@@ -43,7 +43,7 @@ SHAPES = (
 
 
 class Inputs:
-    """A batch of one long row, on-policy: the loss is the mean of -advantage * log-prob, which the peers have too."""
+    """An on-policy batch of one long row: the loss is the mean of -advantage * log-prob, as in the peers."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator(device).manual_seed(seed)
@@ -63,7 +63,7 @@ class Inputs:
 
     @functools.cached_property
     def results(self) -> tuple[Tensor, ...]:
-        """Memory for those of the bare products."""
+        """Preallocated outputs of the bare products."""
         hidden, weight = self.hidden.detach(), self.weight.detach()
         return hidden @ weight.T, torch.zeros_like(hidden), torch.zeros_like(weight)
 
@@ -73,7 +73,7 @@ class Inputs:
 
 
 def same(shape: Shape) -> Same:
-    # the peers round their logits to the dtype of the weight: by a part in 256 of a bfloat16
+    # the peers round their logits to the dtype of the weight, for bfloat16 by up to one part in 256
     near = 1e-5 if shape.dtype == torch.float32 else 2e-2
     return Same(rtol=10 * near, of_largest=near)
 
@@ -97,7 +97,7 @@ def torch_chunked(i: Inputs) -> tuple[Tensor, ...]:
 def trl(i: Inputs) -> tuple[Tensor, ...]:
     from trl.kernels import ChunkedLogProbFunction
 
-    # 4,096 rows at a time is what TRL's trainers say
+    # TRL's trainers use 4,096 rows at a time
     logprobs = ChunkedLogProbFunction.apply(i.hidden, i.weight, None, i.targets, 1.0, 4096, None, 1.0, ())[0]
     return i.gradients(-logprobs.mean())
 
@@ -137,7 +137,7 @@ PEERS = (
 
 
 def bare_products(i: Inputs) -> None:
-    """What no way around takes: the three products, whole, into memory that is there already."""
+    """The three products of the lower bound, unchunked, into preallocated outputs."""
     hidden, weight = i.hidden.detach(), i.weight.detach()
     logits, to_hidden, to_weight = i.results
     torch.mm(hidden, weight.T, out=logits)

@@ -1,4 +1,4 @@
-"""Runs measurements one after the other, and loses none of them to an exception, a crash, a hang or a deadline."""
+"""Runs measurements one after the other; an exception, crash, hang or deadline loses none of the earlier ones."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from tools import gpu_lines
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    late = "seconds after which no further case is begun, the first of each op first; those left out are named"
+    late = "seconds after which no further case starts; the first case of each op runs first, and omissions are listed"
     parser.add_argument("--budget", type=float, default=math.inf, help=late)
-    parser.add_argument("--lines", type=Path, help="a file that gets a line per case, and whose cases are left out")
+    parser.add_argument("--lines", type=Path, help="a file that gets a line per case; cases in it are not repeated")
     parser.add_argument("--patience", type=float, default=90, help="seconds until a case counts as hung, with --lines")
 
 
@@ -27,18 +27,18 @@ class Items:
     def __init__(self, lines: Path | None, budget: float, patience: float = 90) -> None:
         """
         Args:
-            lines: A file with a line for each measurement, also of processes before this one; None: none is kept.
-            budget: Seconds after which none is begun.
-            patience: Seconds after which a measurement counts as hung, if there is such a file.
+            lines: A file with a line per measurement, including those of earlier processes; None for no file.
+            budget: Seconds after which no measurement starts.
+            patience: Seconds after which a measurement counts as hung, if there is a file.
         """
         self.stop = time.monotonic() + budget
         self.folder = tempfile.TemporaryDirectory()
         self.lines = gpu_lines.Lines(lines or Path(self.folder.name) / "lines", patience if lines else 1e6)
-        self.found = [line["found"] for line in self.lines.known.values() if line["state"] == "passed"]
+        self.results = [line["found"] for line in self.lines.known.values() if line["state"] == "passed"]
         self.left_out: list[str] = []
         self.error = ""
 
-    def run(self, items: dict[str, Callable[[], Found]]) -> Iterator[Found]:
+    def run(self, items: dict[str, Callable[[], Result]]) -> Iterator[Result]:
         """Yields each new result. Ends early if the GPU reports an error, which it would do in every later call."""
         for name, measure in items.items():
             if name in self.lines.known:
@@ -48,25 +48,25 @@ class Items:
                 continue
             try:
                 with self.lines.begun(name):
-                    found = measure()
-            except Exception as error:  # the other measurements go on, and the exit status says that one failed
+                    result = measure()
+            except Exception as error:  # the others continue, and the exit status reports the failure
                 traceback.print_exc()
                 self.lines.write(name, "failed", why=gpu_lines.first_lines(error))
                 self.error = gpu_lines.device_error()
                 if self.error:
                     return
                 continue
-            self.lines.write(name, "passed", found=found)
-            self.found.append(found)
-            yield found
+            self.lines.write(name, "passed", found=result)
+            self.results.append(result)
+            yield result
 
     def lost(self) -> dict[str, list[str]]:
-        """Names of what was left out or failed, by which of the two."""
+        """Names of the measurements that were left out and that failed."""
         failed = [f"{name}: {line['why']}" for name, line in self.lines.known.items() if line["state"] in gpu_lines.BAD]
         return {key: names for key, names in (("left_out", self.left_out), ("failed", failed)) if names}
 
     def end(self) -> int:
-        """Prints what is missing, and returns the exit status of the process."""
+        """Prints the missing measurements, and returns the exit status of the process."""
         for what, names in self.lost().items():
             for name in names:
                 print(f"{what.replace('_', ' ')}: {name}")

@@ -1,4 +1,4 @@
-"""The hot path of the five systems that came before: whole logits, scikit-learn prompt by prompt, loops in Python."""
+"""The hot path of the five earlier systems: full logits, scikit-learn prompt by prompt, loops in Python."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks.segment_peers import by_token_loop
 from benchmarks.similarity_peers import by_scikit_learn
-from grpo_kernels.config.loss import METRICS
+from grpo_kernels.ops.policy_loss.config import METRICS
 
 
 @contextlib.contextmanager
 def instead_of_kernels() -> Iterator[None]:
-    """What the trainer calls in `grpo_kernels`, replaced. It computes the same where advantages have no shrinkage,
-    floor or weights, but for the critic's targets and the metrics of the loss."""
+    """Replaces the functions that the trainer calls in `grpo_kernels`. Without shrinkage, floor and weights of
+    advantages the results are the same, except for the critic's targets and the metrics of the loss."""
     with contextlib.ExitStack() as stack:
         for function in (
-            group_advantages, similarity_groups, endpoint_segments, token_logprobs, linear_logprobs, linear_policy_loss,
-            similarity_metrics, segment_metrics,
-        ):  # fmt: skip
+            group_advantages,
+            similarity_groups,
+            endpoint_segments,
+            token_logprobs,
+            linear_logprobs,
+            linear_policy_loss,
+            similarity_metrics,
+            segment_metrics,
+        ):
             stack.enter_context(patch.object(gk, function.__name__, function))
         stack.enter_context(patch.object(gk.SegmentThreshold, "update", lambda *_: None))
         yield
@@ -35,18 +41,18 @@ def instead_of_kernels() -> Iterator[None]:
 def group_advantages(
     rewards: Tensor, size: int, *, subgroups: Tensor | None = None, config: gk.AdvantageConfig, **_: Any
 ) -> SimpleNamespace:
-    """A dictionary of lists, a mean and a deviation for each; alone: 0."""
+    """Group statistics from a dictionary of lists; a lone row gets 0."""
     totals = rewards.sum(1) if rewards.dim() == 2 else rewards
     members: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i in range(len(totals)):
         members[(i // size, -1 if subgroups is None else int(subgroups[i].item()))].append(i)
     advantages = torch.zeros_like(totals)
-    for some in members.values():
-        of_group = torch.stack([totals[i] for i in some])
+    for rows in members.values():
+        of_group = torch.stack([totals[i] for i in rows])
         mean = of_group.mean()
-        deviation = of_group.std() if len(some) > 1 else torch.tensor(1.0)
-        for i in some:
-            advantages[i] = (totals[i] - mean) / (deviation + 1e-6) if len(some) > 1 else 0.0
+        deviation = of_group.std() if len(rows) > 1 else torch.tensor(1.0)
+        for i in rows:
+            advantages[i] = (totals[i] - mean) / (deviation + 1e-6) if len(rows) > 1 else 0.0
     return SimpleNamespace(advantages=advantages)
 
 
@@ -70,28 +76,38 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0,
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Any = None, **given: Any
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Any = None, **kwargs: Any
 ) -> SimpleNamespace:
-    return token_logprobs(torch.nn.functional.linear(hidden, weight, bias), targets, **given)
+    return token_logprobs(torch.nn.functional.linear(hidden, weight, bias), targets, **kwargs)
 
 
 def linear_policy_loss(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, old: Tensor, advantages: Tensor, *, bias: Any = None,
-    temperature: float = 1.0, mask: Tensor, config: gk.LossConfig, ref_logprobs: Tensor | None = None,
-    normalizer: dict[str, float], **_: Any,
-) -> SimpleNamespace:  # fmt: skip
-    """PPO's clipped ratio of tokens and k3, by autograd; the entropy that is logged from a softmax of its own."""
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    *,
+    bias: Any = None,
+    temperature: float = 1.0,
+    mask: Tensor,
+    config: gk.LossConfig,
+    ref_logprobs: Tensor | None = None,
+    normalizer: dict[str, float],
+    **_: Any,
+) -> SimpleNamespace:
+    """PPO with clipped token ratios and a k3 KL, by autograd; the logged entropy has its own softmax."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
     logprobs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-    chances = logits.softmax(-1)
-    entropy = torch.logsumexp(logits, -1) - (chances * logits).sum(-1)
+    probabilities = logits.softmax(-1)
+    entropy = torch.logsumexp(logits, -1) - (probabilities * logits).sum(-1)
     ratio = (logprobs - old).exp()
-    worth = advantages if advantages.dim() == 2 else advantages[:, None]
-    limited = ratio.clamp(1 - (config.clip_low or 0), 1 + (config.clip_high or 0))
-    loss = -torch.minimum(ratio * worth, limited * worth)
+    row_advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    clipped = ratio.clamp(1 - (config.clip_low or 0), 1 + (config.clip_high or 0))
+    loss = -torch.minimum(ratio * row_advantages, clipped * row_advantages)
     if ref_logprobs is not None:
-        apart = ref_logprobs - logprobs
-        loss = loss + config.kl_coef * (apart.exp() - apart - 1)
+        distance = ref_logprobs - logprobs
+        loss = loss + config.kl_coef * (distance.exp() - distance - 1)
     metrics = torch.zeros(len(METRICS), dtype=torch.float64)
     metrics[METRICS.index("tokens")] = mask.sum()
     metrics[METRICS.index("entropy_sum")] = entropy[mask].sum().item()

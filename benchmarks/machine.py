@@ -1,4 +1,4 @@
-"""What a result was measured on: no names of hosts or users."""
+"""Description of the machine of a result, without names of hosts or users."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ import torch
 import grpo_kernels as gk
 
 PACKAGES = (
-    "torch", "triton", "trl", "verl", "liger-kernel", "cut-cross-entropy", "scikit-learn", "scipy", "fastcluster",
+    "torch",
+    "triton",
+    "trl",
+    "verl",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "scikit-learn",
+    "scipy",
+    "fastcluster",
     "numpy",
-)  # fmt: skip
+)
 ROOT = Path(__file__).parent.parent
 
 
 def describe() -> dict[str, object]:
-    found: dict[str, object] = {
+    facts: dict[str, object] = {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -33,10 +41,10 @@ def describe() -> dict[str, object]:
         "commit": output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
     }
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-        found["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return facts
 
 
 def cpu_model() -> str:
@@ -53,7 +61,7 @@ def version(package: str) -> str | None:
 
 
 def output(*command: str) -> str | None:
-    """None where there is no such program, or it has nothing to say."""
+    """Output of a command, or None if there is no such program, it fails or it prints nothing."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True)

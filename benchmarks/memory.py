@@ -1,4 +1,4 @@
-"""Memory as the process has it, allocators that torch does not know of included; a GPU's as torch has it."""
+"""Peak memory: on the CPU of the whole process, whatever the allocator; on a GPU as torch counts it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 
-def _give_back() -> None:
-    """What the allocator keeps for later would hide what a call takes."""
+def _trim_heap() -> None:
+    """Returns the allocator's free memory to the system, as it would hide the memory of a call."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
-    """Bytes of the device's memory that the call used at its peak beside what was in use."""
+    """Peak memory of the call in bytes, beyond the memory in use before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -27,14 +27,14 @@ def peak_memory(call: Callable[[], Any], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated() - before
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
-        raise NotImplementedError("the peak is asked of Linux, which is not what runs here")
+        raise NotImplementedError("peak memory of a process is only implemented for Linux")
 
     def kilobytes(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith(name)).split()[1])
 
     gc.collect()
-    _give_back()
+    _trim_heap()
     reset.write_text("5")
     before = kilobytes("VmRSS:")
     call()

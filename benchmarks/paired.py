@@ -1,4 +1,4 @@
-"""Ratios that can be trusted on a machine whose speed drifts: the two sides take turns in one run."""
+"""Ratios that hold on a machine whose speed drifts: the two sides are measured alternately in one run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Call = Callable[[], Any]
 
 
 class Ratio(NamedTuple):
-    """Times in microseconds a call; ratio is theirs over ours, the median over the pairs."""
+    """Times in microseconds per call, and the median over the pairs of theirs divided by ours, with its range."""
 
     ours: float
     theirs: float
@@ -39,17 +39,15 @@ def seconds(call: Call, repeats: int) -> float:
 
 
 def repeats_for(call: Call, target: float) -> int:
-    """Calls that take about `target` seconds, at least one; the first call, which loads and compiles, not counted."""
+    """Number of calls, at least one, that take about `target` seconds, without the first, which loads and compiles."""
     call()
     first = seconds(call, 1)
     return max(1, int(target / max(seconds(call, 3) if first < target else first, 1e-9)))
 
 
 def paired(ours: Call, theirs: Call, pairs: int = 15, target: float = 0.02) -> Ratio:
-    """Each side of a pair runs for about `target` seconds (at least once)."""
-    repeats = []
-    for call in (ours, theirs):
-        repeats.append(repeats_for(call, target))
+    """Times both sides alternately, for about `target` seconds per side of a pair, but at least once."""
+    repeats = [repeats_for(call, target) for call in (ours, theirs)]
     times = [(seconds(ours, repeats[0]), seconds(theirs, repeats[1])) for _ in range(pairs)]
     ratios = sorted(b / a for a, b in times)
     ours_time, theirs_time = (statistics.median(side) * 1e6 for side in zip(*times, strict=True))

@@ -1,4 +1,4 @@
-"""Pictures of results, light and dark, made to be read 830 pixels wide.
+"""Plots of benchmark results, in light and dark, made to be read 830 pixels wide.
 
 python -m benchmarks.plot cpu.json scaling.json step.json --out docs/images
 """
@@ -20,26 +20,26 @@ from matplotlib.figure import Figure
 from benchmarks.run import short
 
 THEMES = {
-    "light": {"paper": "#ffffff", "ink": "#1f2328", "faint": "#d1d9e0"},
-    "dark": {"paper": "#0d1117", "ink": "#e6edf3", "faint": "#3d444d"},
+    "light": {"background": "#ffffff", "ink": "#1f2328", "faint": "#d1d9e0"},
+    "dark": {"background": "#0d1117", "ink": "#e6edf3", "faint": "#3d444d"},
 }
-# told apart on both papers, and by those who do not see red and green
+# distinguishable on both backgrounds, and without telling red from green
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a8a00", "#8c6bb1")
 MARKERS = "osD^vP*X"
-WIDTH = 8.3  # inches: at 200 dots an inch twice the 830 pixels, for fine screens
+WIDTH = 8.3  # inches; at 200 dots an inch, twice the 830 pixels, for high-density screens
 FAMILIES = ("trl", "verl", "torch")
 Result = dict[str, Any]
 
 
 def family(provider: str) -> str:
-    """Whose it is, for the colour."""
+    """Project that a provider belongs to, which decides its colour."""
     if provider.startswith(("F.", "naive")):
         return "torch"
     return next((name for name in FAMILIES if provider.startswith(name)), "others")
 
 
 def peers_of(case: Result) -> dict[str, Result]:
-    """Those that compute the same and were timed."""
+    """Providers of a case whose results agree with ours and that were timed."""
     return {name: p for name, p in case["providers"].items() if p.get("agrees") and "ratio" in p}
 
 
@@ -48,7 +48,7 @@ def with_peers(results: list[Result]) -> list[Result]:
 
 
 def write_summary(results: list[Result], theme: str, path: Path) -> None:
-    """The first case of each op, for a README."""
+    """Draw the first case of each op, for the README."""
     firsts = {case["op"]: case for case in reversed(with_peers(results))}
     draw_ratios([case for _, case in sorted(firsts.items())], theme, path)
 
@@ -58,39 +58,38 @@ def write_ratios(results: list[Result], theme: str, path: Path) -> None:
 
 
 def draw_ratios(cases: list[Result], theme: str, path: Path) -> None:
-    """A heading for each case, and below it a bar for each peer: how many times our time it takes."""
+    """Draw a heading for each case and, below it, one bar per peer: its time divided by ours."""
     height = sum(1 + len(peers_of(case)) for case in cases)
     figure, axes = plt.subplots(figsize=(WIDTH, 0.19 * height + 0.9), layout="constrained")
-    ink, paper = THEMES[theme]["ink"], THEMES[theme]["paper"]
+    ink, background = THEMES[theme]["ink"], THEMES[theme]["background"]
     axes.axvline(1, color=ink, linewidth=0.8, zorder=0)
     names: dict[int, str] = {}
-    at, low, high = 0, 0.8, 10.0
+    y, low, high = 0, 0.8, 10.0
     for case in cases:
-        title = f"{case['op']}, {case['name']}"
-        heading = {"va": "center", "fontsize": 8, "weight": "bold"}
-        axes.text(0.005, at, title, transform=axes.get_yaxis_transform(), backgroundcolor=paper, **heading)
-        for at, (name, found) in enumerate(peers_of(case).items(), at + 1):  # noqa: B020
+        heading = {"va": "center", "fontsize": 8, "weight": "bold", "backgroundcolor": background}
+        axes.text(0.005, y, f"{case['op']}, {case['name']}", transform=axes.get_yaxis_transform(), **heading)
+        for name, peer in peers_of(case).items():
+            y += 1
             colour = COLOURS[[*FAMILIES, "others"].index(family(name))]
-            axes.barh(at, found["ratio"] - 1, left=1, height=0.7, color=colour)
-            axes.plot([found["low"], found["high"]], [at, at], color=ink, linewidth=0.8)
-            number = short(float(f"{found['ratio']:.3g}"))
-            axes.text(max(1, found["high"]) * 1.08, at, f"{number}x", va="center", fontsize=8)
-            names[at] = name
-            low, high = min(low, found["low"]), max(high, found["high"])
-        at += 1
+            axes.barh(y, peer["ratio"] - 1, left=1, height=0.7, color=colour)
+            axes.plot([peer["low"], peer["high"]], [y, y], color=ink, linewidth=0.8)
+            number = short(float(f"{peer['ratio']:.3g}"))
+            axes.text(max(1, peer["high"]) * 1.08, y, f"{number}x", va="center", fontsize=8)
+            names[y] = name
+            low, high = min(low, peer["low"]), max(high, peer["high"])
+        y += 1
     axes.set_yticks(list(names), list(names.values()), fontsize=8)
     axes.set_xscale("log")
     axes.set_xlim(0.9 * low, 2.5 * high)
-    axes.set_ylim(at - 0.4, -0.5)
+    axes.set_ylim(y - 0.4, -0.5)
     axes.tick_params(axis="x", labelsize=8)
-    what = "the line: the range, of ten pairs and more without the outer tenths"
-    axes.set_xlabel(f"time over that of grpo-kernels, in turns in one run; {what}", fontsize=8)
-    axes.spines["left"].set_visible(False)  # headings would cut it in pieces
+    axes.set_xlabel("time of the peer divided by that of grpo-kernels, with its range in one run", fontsize=8)
+    axes.spines["left"].set_visible(False)  # the headings would interrupt it
     finish(figure, theme, path)
 
 
 def write_scaling(results: list[Result], theme: str, path: Path) -> None:
-    """Left the time over the size, right how many times the floor that is."""
+    """Draw the time of each op over its size on the left, and that time divided by its floor on the right."""
     sweeps = [sweep for result in results for sweep in result.get("sweeps", [])]
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 5.4), layout="constrained")
     for i, sweep in enumerate(sweeps):
@@ -101,8 +100,8 @@ def write_scaling(results: list[Result], theme: str, path: Path) -> None:
         label = f"{sweep['op']}, {sweep['name']}: n = {sweep['unit']}, time ~ n^{sweep['exponent']:.2f}"
         panels[0].loglog(sizes, times, label=label, **look)
         panels[1].loglog(sizes, floors, **look)
-    panels[0].set_title("microseconds a call", fontsize=9)
-    panels[1].set_title("times the floor at the measured ceiling", fontsize=9)
+    panels[0].set_title("microseconds per call", fontsize=9)
+    panels[1].set_title("time divided by the floor at the measured ceiling", fontsize=9)
     for panel in panels:
         panel.set_xlabel("n", fontsize=9)
         panel.grid(True, which="major", color=THEMES[theme]["faint"], linewidth=0.5)
@@ -113,7 +112,7 @@ def write_scaling(results: list[Result], theme: str, path: Path) -> None:
 
 
 def write_step(results: list[Result], theme: str, path: Path) -> None:
-    """A bar for each trainer, in it the medians of its phases one after another."""
+    """Draw a bar for each trainer, made of the median times of its phases."""
     (result, *_) = [result for result in results if "rows" in result]
     who = [total["who"] for total in result["totals"]]
     figure, axes = plt.subplots(figsize=(WIDTH, 0.45 * len(who) + 1.2), layout="constrained")
@@ -128,17 +127,18 @@ def write_step(results: list[Result], theme: str, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.08 * max(ends.values()))
     axes.tick_params(labelsize=8)
-    axes.set_xlabel(f"milliseconds a step, {result['model']['name']} model on {result['device']}", fontsize=8)
+    axes.set_xlabel(f"milliseconds per step, {result['model']['name']} model on {result['device']}", fontsize=8)
     figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=6)
     finish(figure, theme, path)
 
 
 def finish(figure: Figure, theme: str, path: Path) -> None:
+    """Colour every part of the figure, and save it."""
     colours = THEMES[theme]
-    figure.set_facecolor(colours["paper"])
+    figure.set_facecolor(colours["background"])
     texts = [text for legend in figure.legends for text in legend.get_texts()]
     for axes in figure.axes:
-        axes.set_facecolor(colours["paper"])
+        axes.set_facecolor(colours["background"])
         axes.tick_params(colors=colours["ink"], which="both")
         for side, spine in axes.spines.items():
             spine.set_color(colours["faint"])
@@ -153,17 +153,17 @@ def finish(figure: Figure, theme: str, path: Path) -> None:
 
 def write_all(results: list[Result], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
-    wanted: dict[str, Callable[[list[Result], str, Path], None]] = {}
+    figures: dict[str, Callable[[list[Result], str, Path], None]] = {}
     if any(result.get("cases") for result in results):
-        wanted |= {"summary": write_summary, "ratios": write_ratios}
+        figures |= {"summary": write_summary, "ratios": write_ratios}
     if any(result.get("sweeps") for result in results):
-        wanted["scaling"] = write_scaling
+        figures["scaling"] = write_scaling
     if any("rows" in result for result in results):
-        wanted["step"] = write_step
-    if not wanted:
-        raise SystemExit("plot: results must have cases, sweeps or a step's rows, got none of them")
+        figures["step"] = write_step
+    if not figures:
+        raise SystemExit("plot: results must hold cases, sweeps or the rows of a step, got none of them")
     written = []
-    for name, write in wanted.items():
+    for name, write in figures.items():
         for theme in THEMES:
             written.append(out / f"{name}_{theme}.png")
             write(results, theme, written[-1])
@@ -174,8 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args(arguments)
-    for path in write_all([json.loads(path.read_text()) for path in given.results], given.out):
+    options = parser.parse_args(arguments)
+    for path in write_all([json.loads(path.read_text()) for path in options.results], options.out):
         print(path)
 
 

@@ -1,13 +1,13 @@
-"""Measures the table of cases, prints it, and keeps it as JSON with a description of the machine.
+"""Measures the cases, prints the results, and stores them as JSON with a description of the machine.
 
     python -m benchmarks.run --list
     python -m benchmarks.run --op policy_loss --json policy_loss.json
     python -m benchmarks.run --quick
-    python -m benchmarks.run --budget 60 --json some.json
+    python -m benchmarks.run --budget 60 --json part.json
 
-Ratios are a provider's time over ours, the median of pairs that took turns, and the range, of ten and more without the
-outer tenths. A provider that computes something else is not timed, and the exit status is then 1, as with one that
-fails; a bar that is missed is a result.
+A ratio is a provider's time over ours, measured alternately: the median over the pairs, and their range, without the
+outer tenths if there are ten or more. A provider is timed only if its results match ours. The exit status is 1 if they
+do not, or if one fails, but not if a bar is not met.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def default_device() -> str:
 
 
 def quick(case: Case, device: torch.device) -> dict[str, Any]:
-    """The steady ratios alone, without memory, bars and ceiling. On one thread: where others use a core too, two
-    threads wait for each other, and everybody's time is that of the scheduler."""
+    """Measures only the steady ratios, without memory, bars and ceiling. It uses one thread: on a busy machine two
+    threads wait for each other, and every time is that of the scheduler."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,63 +49,63 @@ def quick(case: Case, device: torch.device) -> dict[str, Any]:
 
 def usable(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("--device must be one that this machine has, got 'cuda', and torch sees no GPU")
+        raise SystemExit("--device must be available, got 'cuda', and torch sees no GPU")
     return torch.device(name)
 
 
-def document(device: torch.device, found: list[dict[str, Any]], limits: dict[str, float]) -> dict[str, Any]:
-    return {"machine": machine.describe(), "device": device.type, "ceiling": limits, "cases": found}
+def document(device: torch.device, results: list[dict[str, Any]], limits: dict[str, float]) -> dict[str, Any]:
+    return {"machine": machine.describe(), "device": device.type, "ceiling": limits, "cases": results}
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def show(found: dict[str, Any]) -> None:
-    ours = found["ours"]
-    print(f"\n{found['op']}, {found['name']}: {found['shape']}, {found['dtype']}")
+def show(result: dict[str, Any]) -> None:
+    ours = result["ours"]
+    print(f"\n{result['op']}, {result['name']}: {result['shape']}, {result['dtype']}")
     part = f", the floor is {ours['of_ceiling']:.0%} of it" if ours["floor_us"] else ""
     print(f"  {'ours':36} {ours['us']:12.1f} us  ({ours['low']:.1f} .. {ours['high']:.1f}){part}")
-    for name, other in found["providers"].items():
+    for name, other in result["providers"].items():
         if "ratio" in other:
             spread = f"({other['low']:.2f} .. {other['high']:.2f})"
             print(f"  {name:36} {other['us']:12.1f} us  ratio {other['ratio']:.2f} {spread}")
         else:
             print(f"  {name:36} {why_not(other)}")
-    for name, size in found["memory"].items():
+    for name, size in result["memory"].items():
         print(f"  memory of {name:26} {size if isinstance(size, str) else f'{size / 2**20:12.1f} MiB'}")
-    for name, value in found.get("gpu", {}).items():
+    for name, value in result.get("gpu", {}).items():
         print(f"  {name:36} {value}")
-    for bar in found["bars"]:
+    for bar in result["bars"]:
         print(f"  {verdict(bar)}")
 
 
 def short(number: float) -> str:
-    """Four digits, so that a miss by little does not look like the limit."""
+    """Four digits, so that a near miss does not look like the limit."""
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def why_not(other: dict[str, Any]) -> str:
-    """Of a provider that was not timed."""
+    """Reason why a provider was not timed."""
     if "missing" in other:
         return str(other["missing"])
     return f"REFUSED: {other['refused']}" if "refused" in other else f"FAILED: {other['failed']}"
 
 
-def broken(one: dict[str, Any]) -> list[str]:
-    """What should have been measured of a case, and was not."""
-    parts = one["providers"] | {"the GPU's counters": one.get("gpu", {})}
+def broken(result: dict[str, Any]) -> list[str]:
+    """Measurements of a case that failed, with the reason."""
+    parts = result["providers"] | {"the GPU's counters": result.get("gpu", {})}
     return [f"{name}: {why_not(part)}" for name, part in parts.items() if {"refused", "failed"} & part.keys()]
 
 
 def verdict(bar: dict[str, Any]) -> str:
     if bar["value"] is None:
         return f"bar not measured: {bar['text']}"
-    return f"bar {'held' if bar['held'] else 'MISSED'}: {short(bar['value'])} {bar['text']}"
+    return f"bar {'met' if bar['held'] else 'NOT MET'}: {short(bar['value'])} {bar['text']}"
 
 
-def list_cases(chosen: list[Case], device: torch.device) -> None:
-    for case in chosen:
+def list_cases(selected: list[Case], device: torch.device) -> None:
+    for case in selected:
         print(f"{case.op:20} {case.name}: {case.shape}, {case.dtype}")
         for provider in case.providers:
             print(f"{'':20}   {provider.name:36} {provider.missing(device)}")
@@ -113,60 +113,62 @@ def list_cases(chosen: list[Case], device: torch.device) -> None:
             print(f"{'':20}   bar: {bar}")
 
 
-def by_turns(chosen: list[Case]) -> Iterator[Case]:
-    """The first case of each op, then the second of each, ..."""
-    of_op = [[case for case in chosen if case.op == op] for op in OPS]
-    for turn in range(max(map(len, of_op), default=0)):
-        yield from (some[turn] for some in of_op if turn < len(some))
+def round_robin(selected: list[Case]) -> Iterator[Case]:
+    """Yields the first case of each op, then the second of each, and so on."""
+    by_op = [[case for case in selected if case.op == op] for op in OPS]
+    for turn in range(max(map(len, by_op), default=0)):
+        yield from (of_op[turn] for of_op in by_op if turn < len(of_op))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="the cases, their providers and bars, without measuring")
+    parser.add_argument("--list", action="store_true", help="print the cases, their providers and bars, and exit")
     parser.add_argument("--op", choices=OPS, default="")
-    parser.add_argument("--case", default="", help="only cases with this in their names")
-    parser.add_argument("--quick", action="store_true", help="the steady ratios alone, within a minute")
+    parser.add_argument("--case", default="", help="only cases whose names contain this")
+    parser.add_argument("--quick", action="store_true", help="measure only the steady ratios, within a minute")
     parser.add_argument(
-        "--rounds", type=int, default=0, help="pairs of ours and theirs, in place of each case's own; not with --quick"
+        "--rounds", type=int, default=0, help="alternating pairs, in place of each case's own number; not with --quick"
     )
     parser.add_argument("--device", choices=DEVICES, default=default_device())
     add_options(parser)
-    parser.add_argument("--json", type=Path, help="written after every case")
-    parser.add_argument("--date", action="store_true", help="keep today's date in the JSON")
-    given = parser.parse_args(arguments)
-    if given.rounds < 0:
-        raise SystemExit(f"run: --rounds must be at least 1, or 0 for each case's own, got {given.rounds}")
-    chosen = cases(given.op, given.case, given.device)
-    if not chosen:
-        raise SystemExit(f"run: no case of {given.op or 'any op'} on {given.device} has {given.case!r} in its name")
-    if given.list:
-        return list_cases(chosen, torch.device(given.device))
-    device = usable(given.device)
-    limits: dict[str, float] = {} if given.quick else ceiling(device)
-    wanted = [case for case in chosen if case.quick or not given.quick]
-    kept = Items(given.lines, given.budget, given.patience)
-    found = kept.found
-    result = document(device, found, limits)
-    if given.date:
+    parser.add_argument("--json", type=Path, help="the result file, written after every case")
+    parser.add_argument("--date", action="store_true", help="store today's date in the JSON")
+    options = parser.parse_args(arguments)
+    if options.rounds < 0:
+        raise SystemExit(f"run: --rounds must be at least 1, or 0 for each case's own number, got {options.rounds}")
+    selected = cases(options.op, options.case, options.device)
+    if not selected:
+        raise SystemExit(
+            f"run: no case of {options.op or 'any op'} on {options.device} has {options.case!r} in its name"
+        )
+    if options.list:
+        return list_cases(selected, torch.device(options.device))
+    device = usable(options.device)
+    limits: dict[str, float] = {} if options.quick else ceiling(device)
+    to_measure = [case for case in selected if case.quick or not options.quick]
+    measurements = Items(options.lines, options.budget, options.patience)
+    results = measurements.results
+    result = document(device, results, limits)
+    if options.date:
         result["date"] = datetime.date.today().isoformat()
     items: dict[str, Callable[[], dict[str, Any]]] = {
         f"{case.op}, {case.name}": lambda c=case: (  # type: ignore[misc]
-            quick(c, device) if given.quick else measure(c, device, limits, pairs=given.rounds)
+            quick(c, device) if options.quick else measure(c, device, limits, pairs=options.rounds)
         )
-        for case in (wanted if given.budget == math.inf else by_turns(wanted))
+        for case in (to_measure if options.budget == math.inf else round_robin(to_measure))
     }
-    for one in kept.run(items):
-        show(one)
-        if given.json:
-            write(given.json, result | kept.lost())
-    status = kept.end()
-    if given.json:
-        write(given.json, result | kept.lost())
-    bars = [bar for one in found for bar in one["bars"]]
+    for measured in measurements.run(items):
+        show(measured)
+        if options.json:
+            write(options.json, result | measurements.lost())
+    status = measurements.end()
+    if options.json:
+        write(options.json, result | measurements.lost())
+    bars = [bar for case in results for bar in case["bars"]]
     missed = [bar for bar in bars if bar["held"] is False]
-    print(f"\n{len(found)} cases, {len(bars)} bars, {len(missed)} missed")
-    lost = kept.lost().get("failed", [])
-    lost += [f"{one['op']}, {one['name']}, {why}" for one in found for why in broken(one)]
+    print(f"\n{len(results)} cases, {len(bars)} bars, {len(missed)} not met")
+    lost = measurements.lost().get("failed", [])
+    lost += [f"{case['op']}, {case['name']}, {why}" for case in results for why in broken(case)]
     if status == START_AGAIN:
         raise SystemExit(status)
     if lost:

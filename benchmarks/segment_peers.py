@@ -1,4 +1,4 @@
-"""Endpoint segments by a loop over tokens, as trainers have written such things: one tensor element at a time."""
+"""Endpoint segments by a loop over tokens, one tensor element at a time, as existing trainers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to group similar responses with: scikit-learn as it is used, and the best of SciPy's relatives."""
+"""Peers of similarity_groups: scikit-learn as it is commonly used, and the fastest use of SciPy and fastcluster."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Cut(NamedTuple):
 def distances_of(x: Array) -> Array:
     unit = x / np.linalg.norm(x, axis=1, keepdims=True)
     distances = np.clip(1 - unit @ unit.T, 0, 2)
-    np.fill_diagonal(distances, 0)  # or silhouette_score refuses it
+    np.fill_diagonal(distances, 0)  # required by silhouette_score
     return distances
 
 
 def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
-    """A fit and a score for every k, prompt by prompt, as in the published similarity-group GRPO."""
+    """Fits and scores every k, prompt by prompt, as the published similarity-group GRPO does."""
     from sklearn.cluster import AgglomerativeClustering
     from sklearn.metrics import silhouette_score
 
-    found = []
+    cuts = []
     for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
         distances = distances_of(x)
         best = Cut(np.zeros(size, int), -1.0)
@@ -39,8 +39,8 @@ def by_scikit_learn(embeddings: Tensor, size: int) -> list[Cut]:
             score = silhouette_score(distances, labels, metric="precomputed")
             if score > best.score:
                 best = Cut(labels, score)
-        found.append(best)
-    return found
+        cuts.append(best)
+    return cuts
 
 
 def by_fastcluster(embeddings: Tensor, size: int) -> list[Cut]:
@@ -56,14 +56,14 @@ def by_scipy(embeddings: Tensor, size: int) -> list[Cut]:
 
 
 def _by_tree(embeddings: Tensor, size: int, linkage: Callable[..., Array]) -> list[Cut]:
-    """One tree, and every cut's silhouette from the one before: two rows of sums added."""
-    found = []
+    """Builds one tree per prompt, and updates every cut's silhouette from the previous one."""
+    cuts = []
     upper = np.triu_indices(size, 1)
     for x in embeddings.view(-1, size, embeddings.shape[1]).numpy():
         distances = distances_of(x)
         merges = linkage(distances[upper], method="average")[:, :2].astype(int)
-        found.append(_best_cut(distances, merges, size))
-    return found
+        cuts.append(_best_cut(distances, merges, size))
+    return cuts
 
 
 def _best_cut(distances: Array, merges: Array, size: int) -> Cut:
@@ -88,19 +88,19 @@ def _best_cut(distances: Array, merges: Array, size: int) -> Cut:
         means[own, items] = np.inf
         nearest = means.min(0)
         score = float(np.where(mates == 0, 0, (nearest - within) / np.maximum(nearest, within)).mean())
-        if score >= best.score:  # the smallest k that is best
+        if score >= best.score:  # the smallest k among equal scores
             best = Cut(own, score)
     return best
 
 
 def partition(labels: Array | Tensor) -> list[int]:
-    """In order of first appearance."""
+    """Labels renumbered by first appearance."""
     seen: dict[int, int] = {}
     return [seen.setdefault(label, len(seen)) for label in labels.tolist()]
 
 
 def mixture(prompts: int, size: int, depth: int, seed: int = 0) -> Tensor:
-    """Responses around three points, at a cosine of about 0.8 to each other within one."""
+    """Embeddings around three points per prompt; the cosine within one is about 0.8."""
     random = torch.Generator().manual_seed(seed)
     centers = torch.randn(prompts, 3, depth, generator=random)
     which = torch.randint(3, (prompts, size), generator=random)

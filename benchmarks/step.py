@@ -1,15 +1,15 @@
-"""One GRPO step end to end, by phases: this trainer, TRL's GRPOTrainer, and FusedGRPOTrainer.
+"""Times a whole GRPO step by phases: this trainer, TRL's GRPOTrainer, and FusedGRPOTrainer.
 
     python -m benchmarks.step --steps 6 --json step.json [--device cpu|cuda]
 
-The same random model, prompts, reward and sizes, a reference policy, one optimizer step a rollout, weights of the same
-dtype; no end is sampled before the last token, so that all generate the same number of tokens. The three take turns,
-step by step, each in a thread that waits for the others; TRL runs its own train(). The first step of each is not
-counted. On the CPU the model is a tiny one, on a GPU it has the shape of Qwen2.5-0.5B, in bfloat16.
+All three have the same random model, prompts, reward and sizes, dtype of the weights, a reference policy, and one
+optimizer step per rollout. No response may end before its last token, so that all generate the same number of tokens.
+The three alternate step by step, each in a thread that waits for the others; TRL runs its own train(). The first step
+of each is not counted. On the CPU the model is tiny; on a GPU it has the shape of Qwen2.5-0.5B, in bfloat16.
 
-What is not the same: this trainer samples with its own loop, which computes a prompt once for all its responses and
-keeps the log-probs that it sampled with, and computes a prompt once in the update, too; TRL generates with
-transformers. The sampled texts differ, and the rewards with them. Never run on a GPU.
+The differences: this trainer samples with its own loop, which computes a prompt once for all its responses and keeps
+the log-probs that it sampled with, and it computes a prompt once in the update, too; TRL generates with transformers.
+The sampled texts and their rewards differ.
 """
 
 from __future__ import annotations
@@ -50,10 +50,22 @@ class Size:
     micro_batch: int
 
 
-TINY = {"vocab_size": 160, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
-HALF_BILLION = {"vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                "num_attention_heads": 14, "num_key_value_heads": 2}  # fmt: skip
+TINY = {
+    "vocab_size": 160,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+HALF_BILLION = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
 SIZES = {
     "cpu": Size("tiny", TINY, "float32", prompts=16, group=8, prompt_tokens=24, new_tokens=32, micro_batch=64),
     "cuda": Size(
@@ -63,7 +75,7 @@ SIZES = {
 
 
 class Clock:
-    """Seconds in each phase; time in a phase within another counts for the inner one alone."""
+    """Seconds in each phase. Time in a nested phase counts for the inner one alone."""
 
     def __init__(self, device: str) -> None:
         self.device, self.open, self.seconds = device, ["rest"], defaultdict(float)
@@ -93,7 +105,7 @@ class Clock:
             self.leave()
 
     def wrap(self, owner: Any, method: str, name: str, seen: Callable[[Any], None] | None = None) -> None:
-        """Counts the method's time; `seen` is shown what it returns."""
+        """Counts the method's time for a phase, and passes its result to `seen`."""
         inner = getattr(owner, method)
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -106,10 +118,10 @@ class Clock:
         setattr(owner, method, call)
 
     def read(self) -> dict[str, float]:
-        """Since the last time."""
+        """Seconds of each phase since the last call."""
         self._switch()
-        found, self.seconds = self.seconds, defaultdict(float)
-        return {name: found.get(name, 0.0) for name in PHASES}
+        seconds, self.seconds = self.seconds, defaultdict(float)
+        return {name: seconds.get(name, 0.0) for name in PHASES}
 
 
 class Runner(Protocol):
@@ -128,24 +140,38 @@ class Ours:
         from benchmarks.trainer_run import begin, take_step
 
         rl = {
-            "steps": 10_000, "epochs": 1, "minibatches": 1, "micro_batch": size.micro_batch,
-            "optimizer": {"lr": 1e-6, "schedule": "constant"}, "rewards": [{"name": "benchmarks.step:reward"}],
-            "rollout": {"prompts": size.prompts, "group_size": size.group, "max_new_tokens": size.new_tokens,
-                        "min_new_tokens": size.new_tokens},
+            "steps": 10_000,
+            "epochs": 1,
+            "minibatches": 1,
+            "micro_batch": size.micro_batch,
+            "optimizer": {"lr": 1e-6, "schedule": "constant"},
+            "rewards": [{"name": "benchmarks.step:reward"}],
+            "rollout": {
+                "prompts": size.prompts,
+                "group_size": size.group,
+                "max_new_tokens": size.new_tokens,
+                "min_new_tokens": size.new_tokens,
+            },
             "algorithm": {"loss": {"kl": "k3", "kl_coef": KL}, "drop_flat": False},
-        }  # fmt: skip
-        recipe = build(Recipe, {
-            "name": "step", "output": str(folder / "run"), "threads": torch.get_num_threads(),
-            "model": {"path": str(folder / "model"), "dtype": size.dtype},
-            "data": {"task": None, "train": str(folder / "prompts.jsonl")}, "phases": [{"rl": rl}],
-            "logging": {"progress": False, "samples": 0},
-        })  # fmt: skip
+        }
+        recipe = build(
+            Recipe,
+            {
+                "name": "step",
+                "output": str(folder / "run"),
+                "threads": torch.get_num_threads(),
+                "model": {"path": str(folder / "model"), "dtype": size.dtype},
+                "data": {"task": None, "train": str(folder / "prompts.jsonl")},
+                "phases": [{"rl": rl}],
+                "logging": {"progress": False, "samples": 0},
+            },
+        )
         self.trainer, self.run = begin(recipe)
         if self.trainer.policy.device.type != device:
             raise RuntimeError(f"step: the policy must be on {device}, got {self.trainer.policy.device}")
         self.take, self.number, self.tokens, self.clock = take_step, 0, 0, Clock(device)
-        of = {"generate": "generation", "model": "rest"}
-        self.run.timed = lambda what: self.clock.phase(of.get(what, "rewards and advantages"))
+        phases = {"generate": "generation", "model": "rest"}
+        self.run.timed = lambda what: self.clock.phase(phases.get(what, "rewards and advantages"))
         self.clock.wrap(self.run, "_roll_out", "generation", self._count)
         self.clock.wrap(self.run, "_reference_logprobs", "log-probs")
         self.clock.wrap(self.run, "_minibatch", "forward and backward")
@@ -164,7 +190,7 @@ class Ours:
 
 
 class Theirs:
-    """A trainer of TRL's kind, whose train() runs in a thread, a step at a time."""
+    """A trainer with TRL's interface, whose train() runs in a thread, step by step."""
 
     def __init__(self, size: Size, folder: Path, device: str, kind: type, steps: int) -> None:
         from datasets import Dataset
@@ -173,18 +199,36 @@ class Theirs:
 
         rows = size.prompts * size.group
         settings = GRPOConfig(
-            output_dir=str(folder / kind.__name__), max_steps=steps, per_device_train_batch_size=size.micro_batch,
-            gradient_accumulation_steps=rows // size.micro_batch, num_generations=size.group,
-            max_completion_length=size.new_tokens, generation_kwargs={"min_new_tokens": size.new_tokens},
-            beta=KL, loss_type="grpo", learning_rate=1e-6, lr_scheduler_type="constant", adam_beta2=0.95,
-            max_grad_norm=1.0, use_cpu=device == "cpu", bf16=False, gradient_checkpointing=False, report_to=[],
-            save_strategy="no", logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False,
+            output_dir=str(folder / kind.__name__),
+            max_steps=steps,
+            per_device_train_batch_size=size.micro_batch,
+            gradient_accumulation_steps=rows // size.micro_batch,
+            num_generations=size.group,
+            max_completion_length=size.new_tokens,
+            generation_kwargs={"min_new_tokens": size.new_tokens},
+            beta=KL,
+            loss_type="grpo",
+            learning_rate=1e-6,
+            lr_scheduler_type="constant",
+            adam_beta2=0.95,
+            max_grad_norm=1.0,
+            use_cpu=device == "cpu",
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
             model_init_kwargs={"dtype": size.dtype},
-        )  # fmt: skip
+        )
         self.trainer = kind(
-            str(folder / "model"), reward, settings, Dataset.from_json(str(folder / "prompts.jsonl")),
+            str(folder / "model"),
+            reward,
+            settings,
+            Dataset.from_json(str(folder / "prompts.jsonl")),
             processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        )  # fmt: skip
+        )
         self.trainer.remove_callback(PrinterCallback)
         self.tokens, self.clock = 0, Clock(device)
         self._time_phases()
@@ -204,7 +248,7 @@ class Theirs:
         forward = trainer._get_per_token_logps_and_entropies
 
         def logprobs(*arguments: Any, **options: Any) -> Any:
-            # with gradients it is the policy's own forward pass
+            # with gradients enabled it is the forward pass of the policy itself
             with contextlib.nullcontext() if torch.is_grad_enabled() else clock.phase("log-probs"):
                 return forward(*arguments, **options)
 
@@ -216,8 +260,8 @@ class Theirs:
         theirs = self
 
         class Turns(TrainerCallback):  # type: ignore[misc]
-            def on_train_begin(self, *_: Any, **given: Any) -> None:
-                optimizer = given["optimizer"].optimizer
+            def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+                optimizer = kwargs["optimizer"].optimizer
                 optimizer.register_step_pre_hook(lambda *_: theirs.clock.enter("optimizer"))
                 optimizer.register_step_post_hook(lambda *_: theirs.clock.leave())
 
@@ -228,11 +272,11 @@ class Theirs:
         return Turns()
 
     def _train(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # which each thread has of its own
+        torch.set_num_threads(threads)  # a setting of each thread
         self.goes_on.acquire()
         try:
             self.trainer.train()
-        except BaseException as error:  # raised where the step was asked for
+        except BaseException as error:  # raised again in step()
             self.error = error
         self.has_stepped.release()
 
@@ -251,12 +295,12 @@ class Theirs:
 
 
 def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Any number that differs from text to text."""
+    """A pseudo-random number that depends on the text."""
     return [zlib.crc32(text.encode()) % 1000 / 1000 for text in completions]
 
 
 def write_model(size: Size, folder: Path) -> None:
-    """The model, a tokenizer with a word for each of its tokens, and prompts of so many words."""
+    """Writes the model, a tokenizer with one word per token, and prompts of `size.prompt_tokens` words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -268,9 +312,13 @@ def write_model(size: Size, folder: Path) -> None:
         tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>", padding_side="left"
     )
     config = LlamaConfig(
-        **size.model, pad_token_id=0, eos_token_id=1, bos_token_id=None, tie_word_embeddings=True,
+        **size.model,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+        tie_word_embeddings=True,
         max_position_embeddings=4096,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     LlamaForCausalLM(config).to(getattr(torch, size.dtype)).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -305,7 +353,7 @@ def measure(size: Size, device: str, steps: int) -> dict[str, Any]:
         running = runners(size, Path(name), device, steps)
         for step in range(steps):
             for who, runner in running.items():
-                gc.collect()  # of what the one before left, at nobody's expense
+                gc.collect()  # of the previous trainer's garbage, outside the measured time
                 runner.clock.read()
                 began = time.perf_counter()
                 runner.step()
@@ -318,52 +366,65 @@ def measure(size: Size, device: str, steps: int) -> dict[str, Any]:
     expected = steps * size.prompts * size.group * size.new_tokens
     if set(tokens.values()) != {expected}:
         raise RuntimeError(f"step: all must sample {expected} tokens, got {tokens}")
-    rows = [{"who": who, "phase": phase} | spread([each[phase] for each in found])
-            for who, found in seconds.items() for phase in PHASES]  # fmt: skip
-    totals = [{"who": who, "tokens_a_step": expected // steps} | spread([each["total"] for each in found])
-              for who, found in seconds.items()]  # fmt: skip
-    return {"machine": machine.describe(), "device": device, "model": dataclasses.asdict(size),
-            "steps": steps - 1, "rows": rows, "totals": totals}  # fmt: skip
+    rows = [
+        {"who": who, "phase": phase} | spread([step[phase] for step in steps_of])
+        for who, steps_of in seconds.items()
+        for phase in PHASES
+    ]
+    totals = [
+        {"who": who, "tokens_a_step": expected // steps} | spread([step["total"] for step in steps_of])
+        for who, steps_of in seconds.items()
+    ]
+    return {
+        "machine": machine.describe(),
+        "device": device,
+        "model": dataclasses.asdict(size),
+        "steps": steps - 1,
+        "rows": rows,
+        "totals": totals,
+    }
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
-    """low, high: the fastest and the slowest step."""
+    """Median, fastest and slowest step."""
     return {
-        "seconds_median": statistics.median(seconds), "seconds_low": min(seconds), "seconds_high": max(seconds),
-    }  # fmt: skip
+        "seconds_median": statistics.median(seconds),
+        "seconds_low": min(seconds),
+        "seconds_high": max(seconds),
+    }
 
 
-def table(found: dict[str, Any]) -> str:
-    who = [each["who"] for each in found["totals"]]
+def table(result: dict[str, Any]) -> str:
+    who = [total["who"] for total in result["totals"]]
     lines = ["| ms a step, median (fastest to slowest) | " + " | ".join(who) + " |", "|---|" + "---|" * len(who)]
     for phase in (*PHASES, "total"):
-        cells = found["totals"] if phase == "total" else [row for row in found["rows"] if row["phase"] == phase]
-        ms = ([each[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for each in cells)
+        cells = result["totals"] if phase == "total" else [row for row in result["rows"] if row["phase"] == phase]
+        ms = ([cell[f"seconds_{what}"] * 1e3 for what in ("median", "low", "high")] for cell in cells)
         lines.append(f"| {phase} | " + " | ".join(f"{m:.1f} ({low:.1f} to {high:.1f})" for m, low, high in ms) + " |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="of each; the first is not counted")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each; the first is not counted")
     parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1, help="of the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args(arguments)
-    if given.steps < 2:
-        raise SystemExit(f"step: --steps must be 2 or more, as the first is not counted, got {given.steps}")
-    if given.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args(arguments)
+    if options.steps < 2:
+        raise SystemExit(f"step: --steps must be 2 or more, as the first is not counted, got {options.steps}")
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("step: --device cuda needs a GPU, and there is none")
-    if given.device == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # where there is a GPU accelerate takes it
-    torch.set_num_threads(given.threads)
-    found = measure(SIZES[given.device], given.device, given.steps)
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    size = SIZES[given.device]
+    if options.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate would take a GPU if there is one
+    torch.set_num_threads(options.threads)
+    result = measure(SIZES[options.device], options.device, options.steps)
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    size = SIZES[options.device]
     responses = f"{size.prompts} prompts x {size.group} responses of {size.new_tokens} tokens"
-    print(f"\n{size.name} on {given.device}: {responses}\n")
-    print(table(found))
+    print(f"\n{size.name} on {options.device}: {responses}\n")
+    print(table(result))
 
 
 if __name__ == "__main__":

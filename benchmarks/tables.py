@@ -1,4 +1,4 @@
-"""Writes results as tables, into the place of a document that is marked for their device.
+"""Writes results as tables, between the marks of their device in a document.
 
 python -m benchmarks.tables cpu.json scaling.json --into docs/performance.md
 python -m benchmarks.tables gpu_check.tar.gz --into docs/performance.md
@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import tarfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.run import short, why_not
 from benchmarks.timings import share
 
 Result = dict[str, Any]
+WIDTH = 100  # columns of the document
 ARCHIVED = ("timings.json", "peers.json", "scaling.json")
 
 
@@ -25,21 +27,21 @@ def case_rows(result: Result) -> list[str]:
     for case in result["cases"]:
         ours = f"{time(case['ours']['us'])} | {case['ours']['of_ceiling']:.0%}"
         name = f"`{case['op']}`, {case['name']}, {case['dtype']}"
-        for other, found in case["providers"].items() or {"": {"missing": ""}}.items():
-            ratio = "" if "ratio" in found else why_not(found)
-            if "ratio" in found:
-                ratio = f"{short(found['ratio'])}x ({short(found['low'])} to {short(found['high'])})"
-            lines.append(f"| {name} | {ours} | {other} | {ratio} |")
+        for provider, numbers in case["providers"].items() or {"": {"missing": ""}}.items():
+            ratio = "" if "ratio" in numbers else why_not(numbers)
+            if "ratio" in numbers:
+                ratio = f"{short(numbers['ratio'])}x ({short(numbers['low'])} to {short(numbers['high'])})"
+            lines.append(f"| {name} | {ours} | {provider} | {ratio} |")
             name, ours = "", " | "
     return lines
 
 
 def bar_rows(result: Result) -> list[str]:
-    """Missed ones are said in bold."""
-    lines = ["| bar | found | limit | |", "|---|---|---|---|"]
+    """Rows of bars, with those that are not met in bold."""
+    lines = ["| bar | measured | limit | |", "|---|---|---|---|"]
     for case in [*result["cases"], *result.get("sweeps", [])]:
         for bar in case["bars"]:
-            word = {True: "held", False: "**missed**", None: "not measured"}[bar["held"]]
+            word = {True: "met", False: "**not met**", None: "not measured"}[bar["held"]]
             value = "" if bar["value"] is None else short(bar["value"])
             what, limit = bar["text"].rsplit(", ", 1)
             lines.append(f"| `{case['op']}`, {case['name']}: {what} | {value} | {limit} | {word} |")
@@ -58,7 +60,7 @@ def sweep_rows(result: Result) -> list[str]:
 
 
 def memory_rows(result: Result) -> list[str]:
-    lines = ["| case | peak memory beside the inputs, of heads without the gradients, MiB |", "|---|---|"]
+    lines = ["| case | peak memory in MiB, without the inputs, and for heads without the gradients |", "|---|---|"]
     for case in result["cases"]:
         sizes = [f"{name} {size / 2**20:.1f}" for name, size in case["memory"].items() if name != "missing"]
         if sizes:
@@ -67,27 +69,27 @@ def memory_rows(result: Result) -> list[str]:
 
 
 def timing_rows(result: Result) -> list[str]:
-    """Ours on each backend, beside a copy of the same bytes or, for products, the floor."""
+    """Rows of our times on each backend, beside a copy of the same bytes or, for products, the floor."""
     lines = [
         "| case | backend | cold | warm | graph replay | MB | of the floor | launches | waits |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for found in result["timings"]:
-        case = f"| {found['op']}, {found['name']}, {found['dtype']} | {found['backend']} |"
-        if "missing" in found:
-            lines.append(f"{case} {found['missing']} | | | | | | |")
+    for timing in result["timings"]:
+        case = f"| {timing['op']}, {timing['name']}, {timing['dtype']} | {timing['backend']} |"
+        if "missing" in timing:
+            lines.append(f"{case} {timing['missing']} | | | | | | |")
             continue
-        part = share(found)
-        warm = time(found["warm_us"]) + ("" if found.get("is_gapless", True) else " with the host's gaps")
-        graph = time(found["graph_us"]) if "graph_us" in found else found.get("graph_missing", "")
+        part = share(timing)
+        warm = time(timing["warm_us"]) + ("" if timing.get("is_gapless", True) else " with the host's gaps")
+        graph = time(timing["graph_us"]) if "graph_us" in timing else timing.get("graph_missing", "")
         cells = [
-            time(found["cold_us"]) if "cold_us" in found else "",
+            time(timing["cold_us"]) if "cold_us" in timing else "",
             warm,
             graph,
-            f"{found['bytes'] / 1e6:,.1f}" if found["bytes"] else "",
+            f"{timing['bytes'] / 1e6:,.1f}" if timing["bytes"] else "",
             "" if part is None else f"{part:.0%}",
-            str(found.get("launches", found.get("counts_missing", ""))),
-            str(found.get("synchronisations", "")),
+            str(timing.get("launches", timing.get("counts_missing", ""))),
+            str(timing.get("synchronisations", "")),
         ]
         lines.append(f"{case} {' | '.join(cells)} |")
     return lines
@@ -102,10 +104,11 @@ def machine_line(result: Result) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in m["packages"].items() if version)
     speeds = ", ".join(f"{value / 1e9:,.0f} Gflop/s in {name}" for name, value in limits.items() if name != "copy")
     where = m["gpu"] + ", driver " + str(m["driver"]) if result["device"] == "cuda" else m["cpu"]
-    return (
+    line = (
         f"{where}, {m['cores']} cores, threads: {m['threads']}; grpo-kernels {m['grpo_kernels']}, {packages}. "
         f"Ceiling of the same run: a copy moves {limits['copy'] / 1e9:.1f} GB/s; bare products do {speeds}."
     )
+    return textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def text(results: list[Result]) -> str:
@@ -114,7 +117,7 @@ def text(results: list[Result]) -> str:
         rows = [case_rows, bar_rows, memory_rows] if result["cases"] else [sweep_rows, bar_rows]
         if "timings" in result:
             rows = [timing_rows]
-        parts += [machine_line(result), *("\n".join(each(result)) for each in rows)]
+        parts += [machine_line(result), *("\n".join(rows_of(result)) for rows_of in rows)]
         parts += [f"Not measured: {name}." for name in result.get("failed", [])]
     return "\n\n".join(parts)
 
@@ -129,7 +132,7 @@ def read(path: Path) -> list[Result]:
 
 
 def replaced(document: str, device: str, new: str) -> str:
-    """The document with what stands between the device's marks replaced."""
+    """The document with new text between the marks of the device."""
     begin, end = f"<!-- measured on {device} -->", f"<!-- end of {device} -->"
     if document.count(begin) != 1 or document.count(end) != 1:
         raise SystemExit(f"tables: the document must have {begin} and {end} once each")
@@ -139,17 +142,17 @@ def replaced(document: str, device: str, new: str) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="all of one device")
-    parser.add_argument("--into", type=Path, help="else it is printed")
-    given = parser.parse_args(arguments)
-    results = [result for path in given.results for result in read(path)]
+    parser.add_argument("results", type=Path, nargs="+", help="results of one device")
+    parser.add_argument("--into", type=Path, help="the document; default: print the tables")
+    options = parser.parse_args(arguments)
+    results = [result for path in options.results for result in read(path)]
     devices = {result["device"] for result in results}
     if len(devices) != 1:
         raise SystemExit(f"tables: results must be of one device, got {', '.join(sorted(devices))}")
-    if given.into is None:
+    if options.into is None:
         print(text(results))
     else:
-        given.into.write_text(replaced(given.into.read_text(), devices.pop(), text(results)))
+        options.into.write_text(replaced(options.into.read_text(), devices.pop(), text(results)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Every case and sweep of `benchmarks/cases`, and every bar: `make bench`.
+"""Runs every case and sweep of `benchmarks/cases` and checks every bar: `make bench`.
 
-pytest-benchmark's own table is of our calls alone, of a sweep's at its largest size; what was measured beside them
-stands in its JSON as extra_info, and with -s on the screen.
+The table of pytest-benchmark holds only our calls, for a sweep at its largest size. The other measurements are in its
+JSON as extra_info, and on the screen with -s.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ DEVICE = torch.device(default_device())
 limits = functools.cache(ceiling)
 
 
-def name_of(one: Case | Sweep) -> str:
-    return f"{one.op}: {one.name}"
+def name_of(case: Case | Sweep) -> str:
+    return f"{case.op}: {case.name}"
 
 
 @pytest.mark.parametrize("case", cases(device=DEVICE.type), ids=name_of)
 def test_case(benchmark: Any, case: Case) -> None:
-    found = measure(case, DEVICE, limits(DEVICE))
-    show(found)
-    benchmark.extra_info.update(found)
+    result = measure(case, DEVICE, limits(DEVICE))
+    show(result)
+    benchmark.extra_info.update(result)
     benchmark.pedantic(case.ours, (case.inputs(DEVICE, 0),), rounds=5, warmup_rounds=1)
-    assert not broken(found), broken(found)
-    assert_held(found)
+    assert not broken(result), broken(result)
+    assert_held(result)
 
 
 @pytest.mark.parametrize("sweep", sweeps(), ids=name_of)
 def test_sweep(benchmark: Any, sweep: Sweep) -> None:
-    found = scale(sweep, DEVICE, limits(DEVICE))
-    scaling.show(found)
-    benchmark.extra_info.update(found)
+    result = scale(sweep, DEVICE, limits(DEVICE))
+    scaling.show(result)
+    benchmark.extra_info.update(result)
     benchmark.pedantic(sweep.ours, (sweep.inputs(DEVICE, sweep.sizes[-1]),), rounds=5, warmup_rounds=1)
-    assert_held(found)
+    assert_held(result)
 
 
-def assert_held(found: dict[str, Any]) -> None:
-    missed = [verdict(bar) for bar in found["bars"] if bar["held"] is False]
+def assert_held(result: dict[str, Any]) -> None:
+    missed = [verdict(bar) for bar in result["bars"] if bar["held"] is False]
     assert not missed, missed

@@ -1,4 +1,4 @@
-"""The trainer's reinforcement, a step at a time."""
+"""Runs the reinforcement phase of the trainer step by step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 import torch
 from grpo_trainer.checkpoint import to_json
+from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.rl import RlRun
 from grpo_trainer.settings import plain
 from grpo_trainer.train import Trainer
 
@@ -16,7 +16,7 @@ import grpo_kernels as gk
 
 
 def begin(recipe: Recipe) -> tuple[Trainer, RlRun]:
-    """A run whose only phase is one of reinforcement, before its first step."""
+    """Creates a run with one reinforcement phase, before its first step."""
     trainer, rl = Trainer(recipe), recipe.phases[0].rl
     assert rl is not None
     recipe.folder.mkdir(parents=True)
@@ -25,7 +25,7 @@ def begin(recipe: Recipe) -> tuple[Trainer, RlRun]:
 
 
 def take_step(trainer: Trainer, run: RlRun, step: int) -> dict[str, float]:
-    """The figures of the step, with the seconds that it took."""
+    """Metrics of one step, with its times in seconds."""
     with contextlib.nullcontext() if trainer.backend is None else gk.use_backend(trainer.backend):
         torch.manual_seed(trainer.seed_of("step", step))
         trainer.seconds.clear()

@@ -1,9 +1,9 @@
-"""The same step of the trainer with the kernels, with the reference backend, and with the hot path of the originals.
+"""Times a step of the trainer with the kernels, with the reference backend, and with the loops of the original systems.
 
     python -m benchmarks.trainer_step similarity_group --steps 5 --out runs/step
 
-After a short supervised phase the three start from one checkpoint and take turns, step by step. Each leaves a run
-folder; the report of the first shows the others beside it.
+After a short supervised phase the three start from one checkpoint and alternate step by step. Each writes a run folder;
+the report of the first shows the others beside it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 from grpo_trainer import recipe as recipes
+from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.recipe import Phase, Recipe
 from grpo_trainer.report import write_report
-from grpo_trainer.rl import RlRun
-from grpo_trainer.run_folder import INSIDE
+from grpo_trainer.report.run_folder import INSIDE
 from grpo_trainer.train import Trainer
 
 from benchmarks.loops import instead_of_kernels
@@ -34,44 +34,48 @@ def variant(name: str, base: Recipe, folder: Path, start: Path) -> tuple[Trainer
     if name == "loops" and rl.algorithm.name == "group_ppo":
         rl = dataclasses.replace(rl, algorithm=dataclasses.replace(rl.algorithm, sparse=True))
     recipe = dataclasses.replace(
-        base, name=name, output=str(folder / name), backend="reference" if name == "reference" else "auto",
-        model=dataclasses.replace(base.model, path=str(start)), phases=[Phase(rl=rl)],
-    )  # fmt: skip
+        base,
+        name=name,
+        output=str(folder / name),
+        backend="reference" if name == "reference" else "auto",
+        model=dataclasses.replace(base.model, path=str(start)),
+        phases=[Phase(rl=rl)],
+    )
     return begin(recipe)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="arithmetic")
-    parser.add_argument("--steps", type=int, default=6, help="of each; the first is not counted")
-    parser.add_argument("--sft", type=int, default=200, help="supervised steps before")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each; the first is not counted")
+    parser.add_argument("--sft", type=int, default=200, help="supervised steps before them")
     parser.add_argument("--out", type=Path, default=Path("runs/step"))
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    shutil.rmtree(given.out, ignore_errors=True)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    shutil.rmtree(options.out, ignore_errors=True)
 
     sft = [
-        f"phases.0.sft.steps={given.sft}",
+        f"phases.0.sft.steps={options.sft}",
         "evaluation.test_prompts=8",
         "evaluation.samples=0",
         "logging.progress=false",
     ]
-    base = recipes.load(given.recipe, sft)
-    before = dataclasses.replace(base, output=str(given.out / "before"), phases=base.phases[:1])
+    base = recipes.load(options.recipe, sft)
+    before = dataclasses.replace(base, output=str(options.out / "before"), phases=base.phases[:1])
     Trainer(before).run()
-    start = next((given.out / "before" / "checkpoints").iterdir()) / "model"
+    start = next((options.out / "before" / "checkpoints").iterdir()) / "model"
 
-    runs = {name: variant(name, base, given.out, start) for name in NAMES}
-    for step in range(1, given.steps + 1):
+    runs = {name: variant(name, base, options.out, start) for name in NAMES}
+    for step in range(1, options.steps + 1):
         for name, (trainer, run) in runs.items():
             with instead_of_kernels() if name == "loops" else contextlib.nullcontext():
                 metrics = take_step(trainer, run, step)
             if step > 1:
                 trainer.log.metrics("rl", 0, step, metrics)
                 report_line(name, step, metrics)
-    write_report(given.out / NAMES[0], [given.out / name for name in NAMES[1:]])
-    print_table(given.out)
+    write_report(options.out / NAMES[0], [options.out / name for name in NAMES[1:]])
+    print_table(options.out)
 
 
 def report_line(name: str, step: int, metrics: dict[str, float]) -> None:
@@ -80,19 +84,19 @@ def report_line(name: str, step: int, metrics: dict[str, float]) -> None:
 
 
 def print_table(out: Path) -> None:
-    from grpo_trainer.run_folder import RunFolder, series
+    from grpo_trainer.report.run_folder import RunFolder, series
 
     runs = {name: RunFolder.read(out / name) for name in NAMES}
     parts = list(dict.fromkeys(part for run in runs.values() for part in run.seconds_of_parts))
     print("\n| ms a step, median | " + " | ".join(runs) + " |\n|---|" + "---|" * len(runs))
     for part in parts:
-        medians = [series(run.lines("rl"), f"time/{part}") for run in runs.values()]
-        print(f"| {part} | " + " | ".join(f"{statistics.median(each) * 1e3:.1f}" for each in medians) + " |")
+        columns = [series(run.lines("rl"), f"time/{part}") for run in runs.values()]
+        print(f"| {part} | " + " | ".join(f"{statistics.median(times) * 1e3:.1f}" for times in columns) + " |")
     outside = {name: run.share_outside for name, run in runs.items()}
     row("outside generation and the model", outside)
     seconds = {name: run.seconds_of_parts for name, run in runs.items()}
     embedding = {name: parts.get("embed", 0.0) / parts["step"] for name, parts in seconds.items()}
-    row("that without the embedding model", {name: outside[name] - embedding[name] for name in runs})
+    row("the same without the embedding model", {name: outside[name] - embedding[name] for name in runs})
 
 
 def row(title: str, shares: dict[str, float]) -> None:

@@ -1,8 +1,8 @@
-"""Responses that are alike are compared with each other: groups, what they say of a batch, and advantages within them.
+"""Advantages within groups of similar responses, and the metrics of those groups.
 
     python examples/similarity_groups.py
 
-The embeddings here count words, so that nothing is downloaded; with sentence-transformers it is
+The embeddings are word counts, so that nothing is downloaded. With sentence-transformers they would be
 `torch.from_numpy(SentenceTransformer(name).encode(texts))`.
 """
 
@@ -13,15 +13,25 @@ from torch import Tensor
 
 import grpo_kernels as gk
 
-# Two prompts of eight responses each, and whether each is right.
+# Two prompts with eight responses each, and whether a response is right.
 RESPONSES = [
-    ("add the tens then the ones, 57", 1), ("add the tens then add the ones, 57", 1), ("the tens then the ones, 47", 0),
-    ("add tens then the ones, 57", 1), ("count up from the larger number, 57", 1), ("count up from the number, 56", 0),
-    ("count up from the larger one, 58", 0), ("i do not know", 0),
-    ("split it in halves and double, 84", 1), ("split in halves and double it, 84", 1), ("halves then double, 82", 0),
-    ("split it in two halves, double, 84", 1), ("use the table for twelve, 84", 1), ("the table of twelve, 84", 1),
-    ("use a table for twelve, 72", 0), ("from the table for twelve, 84", 1),
-]  # fmt: skip
+    ("add the tens then the ones, 57", 1),
+    ("add the tens then add the ones, 57", 1),
+    ("the tens then the ones, 47", 0),
+    ("add tens then the ones, 57", 1),
+    ("count up from the larger number, 57", 1),
+    ("count up from the number, 56", 0),
+    ("count up from the larger one, 58", 0),
+    ("i do not know", 0),
+    ("split it in halves and double, 84", 1),
+    ("split in halves and double it, 84", 1),
+    ("halves then double, 82", 0),
+    ("split it in two halves, double, 84", 1),
+    ("use the table for twelve, 84", 1),
+    ("the table of twelve, 84", 1),
+    ("use a table for twelve, 72", 0),
+    ("from the table for twelve, 84", 1),
+]
 SIZE = 8
 
 
@@ -40,17 +50,17 @@ def main() -> Tensor:
     for name, value in gk.similarity_metrics(groups).items():
         print(f"{name} {value:.3f}")
 
-    # a response that is like no other borrows from its prompt, and small groups do in part
+    # a lone response uses the statistics of its whole prompt, and a small group blends them with its own
     config = gk.AdvantageConfig("grpo", singleton="parent", shrinkage=2.0)
     within = gk.group_advantages(rewards, SIZE, subgroups=groups.labels, config=config).advantages
     plain = gk.group_advantages(rewards, SIZE).advantages
     print("\ngroup  reward  plain  within  response")
-    rows = zip(groups.labels.tolist(), rewards.tolist(), plain.tolist(), within.tolist(), texts, strict=True)
-    for label, reward, of_prompt, of_group, text in rows:
+    columns = (groups.labels, rewards, plain, within)
+    for label, reward, of_prompt, of_group, text in zip(*(c.tolist() for c in columns), texts, strict=True):
         print(f"{label:5d}  {reward:6.0f} {of_prompt:6.2f} {of_group:7.2f}  {text}")
 
     entropy = gk.diversity.semantic_entropy(groups.labels.view(-1, SIZE), normalize=True)
-    print("\nhow evenly the responses to a prompt are spread over its groups, 0 to 1:", entropy.tolist())
+    print("\nnormalised semantic entropy of each prompt:", entropy.tolist())
     return within
 
 

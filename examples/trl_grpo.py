@@ -2,7 +2,8 @@
 
     python examples/trl_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 100
 
-What differs from TRL is the class, and its arguments similarity, advantages and embedder. `pip install ".[trl]"`.
+Only the class and its arguments `similarity`, `advantages` and `embedder` differ from plain TRL. It needs
+`pip install ".[trl]"`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ TOPICS = ["the sea", "a clock", "two trains", "an empty room", "the first snow",
 
 
 def short_and_plain(completions: Sequence[str], **columns: object) -> list[float]:
-    """About ten words, each of them once."""
+    """Reward for about ten words without repetition."""
     words = [text.split() for text in completions]
-    return [len(set(each)) / max(len(each), 1) - abs(len(each) - 10) / 10 for each in words]
+    return [len(set(text)) / max(len(text), 1) - abs(len(text) - 10) / 10 for text in words]
 
 
 def embed(texts: Sequence[str]) -> Tensor:
-    """Counts of letter pairs; with sentence-transformers: torch.from_numpy(model.encode(texts))."""
+    """Count letter pairs; with sentence-transformers: torch.from_numpy(model.encode(texts))."""
     vectors = torch.zeros(len(texts), 1024)
     for vector, text in zip(vectors, texts, strict=True):
         for first, second in pairwise(text):
@@ -39,24 +40,33 @@ def embed(texts: Sequence[str]) -> Tensor:
 
 def main() -> FusedGRPOTrainer:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="a name on the hub, or a folder")
+    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="a model on the hub, or a folder")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--length", type=int, default=48)
     parser.add_argument("--out", default="runs/trl")
-    given = parser.parse_args()
+    options = parser.parse_args()
     settings = GRPOConfig(
-        output_dir=given.out, max_steps=given.steps, num_generations=given.group, max_completion_length=given.length,
-        per_device_train_batch_size=given.group, loss_type="dapo", epsilon_high=0.28, beta=0.02, logging_steps=1,
-        report_to=[], bf16=torch.cuda.is_available(), use_cpu=not torch.cuda.is_available(),
-    )  # fmt: skip
+        output_dir=options.out,
+        max_steps=options.steps,
+        num_generations=options.group,
+        max_completion_length=options.length,
+        per_device_train_batch_size=options.group,
+        loss_type="dapo",
+        epsilon_high=0.28,
+        beta=0.02,
+        logging_steps=1,
+        report_to=[],
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+    )
     trainer = FusedGRPOTrainer(
-        given.model,
+        options.model,
         short_and_plain,
         args=settings,
         train_dataset=Dataset.from_list([{"prompt": f"Write one sentence about {topic}."} for topic in TOPICS]),
         similarity=gk.SimilarityConfig(),
-        # small groups borrow from their prompt
+        # small groups blend in the statistics of their prompt
         advantages=gk.AdvantageConfig("grpo", singleton="parent", shrinkage=2.0),
         embedder=embed,
     )

@@ -1,10 +1,10 @@
-"""verl's configuration with our names in it, and what its trainer and its actor then do with a batch.
+"""The fused estimators and losses in verl's configuration, applied to one batch by verl's trainer and actor.
 
-    pip install ".[verl]" && python examples/verl_grpo.py  # on the CPU, no servers: the configuration, and one batch
+    pip install ".[verl]" && python examples/verl_grpo.py  # on the CPU, without servers
 
-The same overrides train: `python -m verl.trainer.main_ppo` with them and your data, model and rewards. Advantages
-within clusters need the rest of the batch, so patch_verl has to be called where verl is: name a module with that line
-in VERL_USE_EXTERNAL_MODULES.
+To train, pass the same overrides to `python -m verl.trainer.main_ppo`, with your data, model and rewards. Advantages
+within clusters need the whole batch, so patch_verl must be called in verl's own process: put that line into a module,
+and name the module in VERL_USE_EXTERNAL_MODULES.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from verl.workers.utils import losses
 from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 
 OVERRIDES = [
-    "trainer.use_v1=False",  # verl's v1 trainer hands no further columns to estimators
+    "trainer.use_v1=False",  # verl's v1 trainer passes no extra columns to estimators
     "algorithm.adv_estimator=similarity_group_grpo",
-    "+algorithm.grpo_kernels.shrinkage=2",  # a small cluster is compared with its prompt, too
+    "+algorithm.grpo_kernels.shrinkage=2",  # small clusters blend in the statistics of their prompt
     "actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla",
     "actor_rollout_ref.actor.use_kl_loss=True",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
@@ -32,8 +32,8 @@ OVERRIDES = [
 PROMPTS, GROUP, LENGTH = 4, 8, 12
 
 
-def sampled(seed: int) -> verl.DataProto:
-    """Where a rollout and a reward function would be. What the function returns beside the score is a column."""
+def random_batch(seed: int) -> verl.DataProto:
+    """A batch as a rollout and a reward function leave it. Extra results of the reward function become columns."""
     torch.manual_seed(seed)
     rows = PROMPTS * GROUP
     mask = (torch.arange(LENGTH) < torch.randint(4, LENGTH + 1, (rows, 1))).long()
@@ -48,14 +48,14 @@ def sampled(seed: int) -> verl.DataProto:
 
 
 def loss_of(batch: verl.DataProto, logprobs: Tensor, config: object) -> tuple[Tensor, dict[str, float]]:
-    """As an actor computes it, from the model's output for prompts of one token and padded responses."""
+    """Loss and metrics of verl's actor, for prompts of one token and padded responses."""
     prompts, mask = torch.ones(len(logprobs), 1, dtype=torch.long), batch.batch["response_mask"]
     names = ("response_mask", "old_log_probs", "ref_log_prob", "advantages")
     tensors = {name: batch.batch[name] for name in names}
     tensors |= {"prompts": prompts, "responses": mask, "attention_mask": torch.cat([prompts, mask], 1)}
     counts = {"dp_size": 1, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
-    at_their_place = torch.cat([logprobs, logprobs[:, :1]], 1)[torch.cat([prompts, mask], 1).bool()]
-    output = {"log_probs": at_their_place, "entropy": at_their_place.detach().neg()}
+    packed = torch.cat([logprobs, logprobs[:, :1]], 1)[torch.cat([prompts, mask], 1).bool()]
+    output = {"log_probs": packed, "entropy": packed.detach().neg()}
     loss, metrics = losses.ppo_loss(config, output, tensordict_utils.get_tensordict(tensors, counts))
     return loss, {name: float(getattr(m, "aggregate", lambda m=m: m)()) for name, m in metrics.items()}
 
@@ -65,7 +65,7 @@ def main() -> dict[str, float]:
         config = compose("ppo_trainer", overrides=OVERRIDES)
     patch_verl()
     try:
-        batch = ray_trainer.compute_advantage(sampled(0), config.algorithm.adv_estimator, config=config.algorithm)
+        batch = ray_trainer.compute_advantage(random_batch(0), config.algorithm.adv_estimator, config=config.algorithm)
         logprobs = (batch.batch["old_log_probs"] + 0.1 * torch.randn(PROMPTS * GROUP, LENGTH)).requires_grad_()
         loss, metrics = loss_of(batch, logprobs, omega_conf_to_dataclass(config.actor_rollout_ref.actor))
     finally:

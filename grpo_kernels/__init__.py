@@ -1,25 +1,28 @@
 """Fused CPU, Triton and CUDA kernels for GRPO-style reinforcement learning of language models."""
 
-from grpo_kernels.config import AdvantageConfig, LossConfig, SegmentConfig, SimilarityConfig
-from grpo_kernels.dispatch import available_backends, use_backend
-from grpo_kernels.functional import diversity
-from grpo_kernels.functional.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
-from grpo_kernels.functional.group_advantages import GroupAdvantages, group_advantages, group_ids
-from grpo_kernels.functional.linear_logprobs import linear_logprobs
-from grpo_kernels.functional.linear_policy_loss import linear_policy_loss
-from grpo_kernels.functional.policy_loss import PolicyLoss, policy_loss
-from grpo_kernels.functional.policy_loss_metrics import PolicyLossMetrics
-from grpo_kernels.functional.segment_metrics import segment_metrics
-from grpo_kernels.functional.similarity_groups import (
+from grpo_kernels.backends import available_backends, use_backend
+from grpo_kernels.ops.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
+from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
+from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
+from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages, group_ids
+from grpo_kernels.ops.group_advantages.config import AdvantageConfig
+from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
+from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
+from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
+from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.similarity_groups import (
     RowStatus,
     SimilarityGroups,
     Verdict,
     cluster_distances,
+    diversity,
     similarity_groups,
 )
-from grpo_kernels.functional.similarity_metrics import SimilarityAdvantages, similarity_advantages, similarity_metrics
-from grpo_kernels.functional.similarity_parts import Dendrogram, Silhouette, agglomerate, pairwise_cosine, silhouette
-from grpo_kernels.functional.token_logprobs import TokenLogprobs, token_logprobs
+from grpo_kernels.ops.similarity_groups.config import SimilarityConfig
+from grpo_kernels.ops.similarity_groups.metrics import SimilarityAdvantages, similarity_advantages, similarity_metrics
+from grpo_kernels.ops.similarity_groups.parts import Dendrogram, Silhouette, agglomerate, pairwise_cosine, silhouette
+from grpo_kernels.ops.token_logprobs import TokenLogprobs, token_logprobs
 
 __version__ = "0.1.0"
 

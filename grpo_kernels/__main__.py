@@ -8,7 +8,7 @@ import platform
 import torch
 
 import grpo_kernels
-from grpo_kernels import _native
+from grpo_kernels import backends
 
 
 def _version(package: str) -> str:
@@ -32,7 +32,7 @@ def main() -> None:
     print("backends")
     for name, state in grpo_kernels.available_backends().items():
         print(f"  {name:10} {state}")
-    for name, facts in _native.build_facts().items():
+    for name, facts in backends.build_facts().items():
         print(f"build of the {name} kernels")
         for key, value in facts.items():
             print(f"  {key:18} {value or '-'}")

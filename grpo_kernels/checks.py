@@ -1,10 +1,15 @@
-"""Checks of arguments, with one wording: "<op>: <argument> must be <rule>, got <value>".
+"""Argument checks with one wording: "<op>: <argument> must be <rule>, got <value>".
 
-They look at types, shapes, dtypes and devices only, never at data, so that nothing waits for a GPU and torch.compile
-can trace them.
+Tensor checks look at type, shape, dtype and device only, never at data, so that nothing waits for a GPU and
+torch.compile can trace them.
 """
 
 from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +23,10 @@ def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """A local tensor of one of these dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if type(value).__name__ == "DTensor":  # by its name: importing the class takes a second
+    if type(value).__name__ == "DTensor":  # compared by name because importing the class takes a second
         raise TypeError(f"{op}: {name} must be a tensor of this rank, got DTensor; use to_local() or full_tensor()")
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}")
@@ -33,12 +39,28 @@ def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None
 
 
 def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], like: Tensor) -> Tensor:
-    """A tensor with one element for each row of `like`, on its device."""
+    """A tensor with one element for each row of `like`, on the same device."""
     checked = tensor(op, name, value, dtypes)
     if checked.shape != like.shape[:1]:
         raise ValueError(
             f"{op}: {name} must have shape [{like.shape[0]}], one element per row, got {list(checked.shape)}"
         )
-    if checked.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} like the first argument, got {checked.device}")
+    same_device(op, name, checked, like.device)
     return checked
+
+
+def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:
+    """The error for a name that is not allowed, with the nearest one that is."""
+    near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return ValueError(f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def finite(where: str, argument: str, value: object, minimum: float | None = None, open_end: bool = False) -> None:
+    """Requires a finite number of at least `minimum`, or above it with `open_end`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{where}: {argument} must be a number, got {type(value).__name__} {value!r}")
+    low_enough = minimum is None or value > minimum or (value == minimum and not open_end)
+    if not math.isfinite(value) or not low_enough:
+        rule = "" if minimum is None else f" {'above' if open_end else 'of at least'} {minimum:g}"
+        raise ValueError(f"{where}: {argument} must be a finite number{rule}, got {value!r}")

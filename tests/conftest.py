@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 import hypothesis
 import pytest
 
-from grpo_kernels import _native, capability
+from grpo_kernels import backends
 from tests import thinning
 from tests.emulation import build
 
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
     if not torch.cuda.is_available() and emulate:
         torch.ops.load_library(str(build.library()))
-        capability.enable_emulated_cuda()
+        backends.enable_emulated_cuda()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,7 +59,7 @@ def poisoned_memory() -> None:
     """Memory that nobody wrote holds NaN, in torch's own allocations and in those of the compiled ops."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for module in (_native.cpu_module, _native.cuda_module):
+    for module in (backends.cpu_module, backends.cuda_module):
         if module is not None:
             module.poison_allocations(True)
 

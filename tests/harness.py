@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels import _native, dispatch
+from grpo_kernels.backends import BACKENDS, Supports, cpu_module, refusal
 
-needs_cpu_kernels = pytest.mark.skipif(_native.cpu_module is None, reason="the CPU kernels are not built")
+needs_cpu_kernels = pytest.mark.skipif(cpu_module is None, reason="the CPU kernels are not built")
 
 
-def backends(supports: dispatch.Supports, dtype: torch.dtype = torch.float32) -> list[str]:
+def runnable_backends(supports: Supports, dtype: torch.dtype = torch.float32) -> list[str]:
     """The backends to test here: with a GPU the real ones, without one Triton's interpreter and the emulated CUDA."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = [name for name in dispatch.BACKENDS if dispatch.refusal(name, device, dtype, supports) is None]
-    if device == "cuda" and dispatch.refusal("cpu", "cpu", dtype, supports) is None:
+    found = [name for name in BACKENDS if refusal(name, device, dtype, supports) is None]
+    if device == "cuda" and refusal("cpu", "cpu", dtype, supports) is None:
         found.append("cpu")
     return found
 

@@ -1,4 +1,4 @@
-"""What benchmarks do with a GPU, on one that is made up."""
+"""The GPU part of the benchmarks, on a mocked GPU."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ def test_what_waits_is_not_captured_and_a_broken_capture_is_cleared_away(monkeyp
             raise RuntimeError("capture broke\n  off")
 
     stubs: dict[str, Any] = {
-        "CUDAGraph": object, "graph": Capture, "current_stream": lambda: state["stream"],
-        "set_stream": lambda stream: state.update(stream=stream), "get_sync_debug_mode": lambda: state["mode"],
+        "CUDAGraph": object,
+        "graph": Capture,
+        "current_stream": lambda: state["stream"],
+        "set_stream": lambda stream: state.update(stream=stream),
+        "get_sync_debug_mode": lambda: state["mode"],
         "set_sync_debug_mode": lambda mode: state.update(mode=mode),
-    }  # fmt: skip
+    }
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
 

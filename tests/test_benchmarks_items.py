@@ -1,4 +1,4 @@
-"""Measurements that are kept as they end: nothing that was measured is lost to what comes after it."""
+"""Measurements are written as they end: a later failure loses none of them."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from tests.test_benchmarks import LIMITS, small_case
 from tools import gpu_lines
 
 
-def ran(kept: Items, **items: Any) -> list[Any]:
-    return list(kept.run(items))
+def run_items(measurements: Items, **items: Any) -> list[Any]:
+    return list(measurements.run(items))
 
 
 def fails() -> Any:
     raise MemoryError("no room")
 
 
-def test_a_second_process_measures_what_the_first_has_not(tmp_path: Path) -> None:
+def test_a_second_process_measures_the_remaining_items(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    assert ran(Items(path, 1e9), a=lambda: {"us": 1}) == [{"us": 1}]
+    assert run_items(Items(path, 1e9), a=lambda: {"us": 1}) == [{"us": 1}]
     after = Items(path, 1e9)
-    assert ran(after, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
-    assert after.found == [{"us": 1}, {"us": 2}] and after.end() == 0
+    assert run_items(after, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
+    assert after.results == [{"us": 1}, {"us": 2}] and after.end() == 0
 
 
-def test_what_fails_and_what_is_left_out_is_named(tmp_path: Path) -> None:
-    kept = Items(tmp_path / "lines", 1e9)
-    assert ran(kept, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
-    assert kept.lost() == {"failed": ["a: MemoryError: no room"]} and kept.end() == 1
+def test_failures_and_omissions_are_named(tmp_path: Path) -> None:
+    measurements = Items(tmp_path / "lines", 1e9)
+    assert run_items(measurements, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
+    assert measurements.lost() == {"failed": ["a: MemoryError: no room"]} and measurements.end() == 1
     late = Items(None, -1)
-    assert ran(late, a=fails) == [] and late.lost() == {"left_out": ["a"]} and late.end() == 0
+    assert run_items(late, a=fails) == [] and late.lost() == {"left_out": ["a"]} and late.end() == 0
 
 
-def test_what_a_process_was_at_when_it_died_is_not_begun_again(tmp_path: Path) -> None:
+def test_an_item_that_killed_its_process_is_not_repeated(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     gpu_lines.Lines(path, 60).write("a", "begun")
     with path.open("a") as file:
         file.write('{"item": "b", "sta')  # cut off as it was written
-    kept = Items(path, 1e9)
-    assert ran(kept, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
-    assert kept.lost() == {"failed": ["a: the process ended while it ran"]}
+    measurements = Items(path, 1e9)
+    assert run_items(measurements, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
+    assert measurements.lost() == {"failed": ["a: the process ended while it ran"]}
     assert gpu_lines.results(gpu_lines.read(path))["a"]["state"] == "crashed"
 
 
-def test_a_stuck_gpu_ends_the_process_with_the_status_that_asks_for_another(
+def test_a_gpu_with_a_sticky_error_ends_the_process_for_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_lines, "device_error", lambda: "an illegal memory access")
-    kept = Items(tmp_path / "lines", 1e9)
-    assert ran(kept, a=fails, b=lambda: {"us": 2}) == []
-    assert kept.end() == gpu_lines.START_AGAIN
+    measurements = Items(tmp_path / "lines", 1e9)
+    assert run_items(measurements, a=fails, b=lambda: {"us": 2}) == []
+    assert measurements.end() == gpu_lines.START_AGAIN
     monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
     monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(ours=lambda x: fails())])
     with pytest.raises(SystemExit) as ended:
@@ -76,7 +76,7 @@ with Lines(pathlib.Path(sys.argv[1]), patience=0.2).begun("x"):
 """
 
 
-def test_what_hangs_ends_the_process(tmp_path: Path) -> None:
+def test_a_hanging_item_ends_the_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HANGS, str(tmp_path / "lines")]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(build.ROOT)})
     assert done.returncode == gpu_lines.START_AGAIN
@@ -87,7 +87,7 @@ def test_timings_beside_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     table = [small_case(), small_case(name="products", floor=Floor(flops=20))]
     monkeypatch.setattr(timings, "ceiling", lambda device: LIMITS)
     monkeypatch.setattr(timings, "cases", lambda op, name, device: table)
-    monkeypatch.setattr(timings, "by_turns", list)
+    monkeypatch.setattr(timings, "round_robin", list)
     out = tmp_path / "a.json"
     with pytest.raises(SystemExit) as ended:
         timings.main(["--device", "cpu", "--backend", "cpu", "--json", str(out)])
@@ -98,13 +98,13 @@ def test_timings_beside_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert timings.share(by_product) == pytest.approx(by_product["floor_us"] / by_product["warm_us"])
 
 
-def test_a_backend_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_run_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timings, "ceiling", lambda device: LIMITS)
     out = tmp_path / "a.json"
     with pytest.raises(SystemExit) as ended:
-        timings.main(["--op", "group_advantages", "--case", "one small", "--device", "cpu", "--backend", "cuda",
-                      "--json", str(out)])  # fmt: skip
-    found = json.loads(out.read_text())["timings"][0]
-    if "missing" in found:  # not where the kernels are emulated
-        assert "cannot run here" in found["missing"]
-    assert ended.value.code == 0 and found["backend"] == "cuda"
+        where = ["--device", "cpu", "--backend", "cuda", "--json", str(out)]
+        timings.main(["--op", "group_advantages", "--case", "one small", *where])
+    timing = json.loads(out.read_text())["timings"][0]
+    if "missing" in timing:  # not where the kernels are emulated
+        assert "cannot run here" in timing["missing"]
+    assert ended.value.code == 0 and timing["backend"] == "cuda"

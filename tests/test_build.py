@@ -1,4 +1,4 @@
-"""What setup.py asks of CMake, with a CMake that only writes it down."""
+"""Checks the commands that setup.py gives to CMake, with stubs that record them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("has_packages", [True, False])
-def test_the_programs_of_now_build(tmp_path: Path, has_packages: bool) -> None:
-    """Those of this Python's packages, or else those on PATH: a system's CMake may be too old for nvcc. CMake's cache
-    keeps the first build's ninja, which pip may have removed with the environment it built in."""
-    told, modules = tmp_path / "told", tmp_path / "modules"
+def test_build_uses_the_programs_of_this_environment(tmp_path: Path, has_packages: bool) -> None:
+    """Programs of this Python's packages come before those on PATH, as a system's CMake may be too old for nvcc.
+
+    Ninja is passed each time: CMake's cache has the first build's, which pip may have removed with its environment.
+    """
+    log, modules = tmp_path / "log", tmp_path / "modules"
     modules.mkdir()
     for folder in ("own", "path"):
         (tmp_path / folder).mkdir()
         for name in ("cmake", "ninja"):
-            (tmp_path / folder / name).write_text(f'#!/bin/sh\necho {folder} {name} "$@" >> {told}\n')
+            (tmp_path / folder / name).write_text(f'#!/bin/sh\necho {folder} {name} "$@" >> {log}\n')
             (tmp_path / folder / name).chmod(0o755)
     for name, variable in (("cmake", "CMAKE_BIN_DIR"), ("ninja", "BIN_DIR")):
         code = f"{variable} = {str(tmp_path / 'own')!r}" if has_packages else "raise ImportError"
@@ -32,14 +34,14 @@ def test_the_programs_of_now_build(tmp_path: Path, has_packages: bool) -> None:
     command = [sys.executable, "setup.py", "-q", "build_ext", *folders]
     environment = os.environ | variables | {"PYTHONPATH": str(modules)}
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=120, capture_output=True)
-    configure, build = told.read_text().splitlines()
+    configure, build = log.read_text().splitlines()
     folder = "own" if has_packages else "path"
     assert f"-DCMAKE_MAKE_PROGRAM={tmp_path / folder / 'ninja'}" in configure and "-G Ninja" in configure
     assert configure.startswith(f"{folder} cmake -S") and build.startswith(f"{folder} cmake --build")
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_architectures_are_those_that_nvcc_knows(tmp_path: Path) -> None:
+def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
     command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DGRPO_WITH_CUDA=ON", "-DCMAKE_CUDA_COMPILER=nvcc"]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run([*command, "-G", "Ninja"], check=True, capture_output=True, timeout=300, env=environment)

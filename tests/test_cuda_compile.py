@@ -1,6 +1,6 @@
-"""nvcc compiles every CUDA source for each major architecture of the release, without spilling a register.
+"""Compiles every CUDA source with nvcc for each major architecture of the release, without register spills.
 
-Those that decide something by comparing numbers come out with the rounding that their source asks for.
+Sources that compare results of arithmetic must be compiled without fused multiply-add.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import pytest
 from tools.ptx import contractions
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-ROUND_AS_WRITTEN = ("group_advantages", "similarity_groups", "endpoint_segments")  # by -fmad=false in CMakeLists.txt
+SOURCES = sorted((ROOT / "csrc").glob("*/*.cu"))
+# -fmad=false in CMakeLists.txt
+ROUND_AS_WRITTEN = ("group_advantages/cuda.cu", "similarity_groups/cuda.cu", "endpoint_segments/cuda.cu")
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 
 
+def name_of(source: Path) -> str:
+    return f"{source.parent.name}/{source.name}"
+
+
 def resources(source: Path, architecture: str, folder: Path) -> list[tuple[str, int, int]]:
-    """(kernel, registers, bytes spilled) for every kernel in the source."""
+    """Returns (kernel, registers, bytes spilled) for every kernel in the source."""
     command = [str(NVCC), "-std=c++20", "-O3", f"-arch={architecture}", "-Xptxas=-v", "-cubin"]
-    command += ["-fmad=false"] if source.stem in ROUND_AS_WRITTEN else []
-    command += [f"-I{ROOT / 'csrc' / f}" for f in ("include", "common", "cuda")]
+    command += ["-fmad=false"] if name_of(source) in ROUND_AS_WRITTEN else []
+    command += [f"-I{ROOT / 'csrc'}"]
     command += [str(source), "-o", str(folder / "out.cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -40,9 +45,9 @@ def resources(source: Path, architecture: str, folder: Path) -> list[tuple[str, 
     return [(k, int(r), int(s[0]) + int(s[1])) for k, r, s in zip(kernels, registers, spills, strict=True)]
 
 
-@pytest.mark.grid(strength=1)  # a source takes seconds for each
+@pytest.mark.grid(strength=1)  # each case takes seconds
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: name_of(p))
 def test_compiles_without_spills(source: Path, architecture: str, tmp_path: Path) -> None:
     for kernel, registers, spilled in resources(source, architecture, tmp_path):
         print(f"{architecture} {registers:4d} registers {kernel}")
@@ -63,14 +68,14 @@ def test_a_spill_is_seen(tmp_path: Path) -> None:
 
 
 def build_commands(folder: Path) -> dict[str, list[str]]:
-    """The command that compiles each CUDA source in a build for sm_90, by the source's name."""
+    """Compile command of each CUDA source in a build for sm_90, by name."""
     search = os.pathsep.join([str(Path(sys.executable).parent), str(Path(str(NVCC)).parent), os.environ["PATH"]])
     command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
     command += ["-DGRPO_WITH_CUDA=ON", "-DGRPO_CUDA_ARCHITECTURES=90", f"-DPython_EXECUTABLE={sys.executable}"]
     done = subprocess.run(command, env=os.environ | {"PATH": search}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     entries = json.loads((folder / "compile_commands.json").read_text())
-    return {Path(e["file"]).stem: shlex.split(e["command"]) for e in entries if e["file"].endswith(".cu")}
+    return {name_of(Path(e["file"])): shlex.split(e["command"]) for e in entries if e["file"].endswith(".cu")}
 
 
 def compile_to_ptx(command: list[str], target: Path) -> str:
@@ -85,7 +90,7 @@ def compile_to_ptx(command: list[str], target: Path) -> str:
 def test_sources_that_decide_round_as_the_host_does(tmp_path: Path) -> None:
     commands = build_commands(tmp_path)
     for source in ROUND_AS_WRITTEN:
-        assert contractions(compile_to_ptx(commands[source], tmp_path / f"{source}.ptx")) == []
+        assert contractions(compile_to_ptx(commands[source], tmp_path / "source.ptx")) == []
 
 
 def test_a_contraction_is_seen(tmp_path: Path) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grpo_kernels as gk
-from grpo_kernels import _native, capability, dispatch
-from grpo_kernels.ops import registry
+from grpo_kernels import backends, registry
 from tests.harness import needs_cpu_kernels
 
-SUPPORTS = dict.fromkeys(dispatch.BACKENDS, (torch.float32,))
+SUPPORTS = dict.fromkeys(backends.BACKENDS, (torch.float32,))
 BUILT = "80-real;86-real;89-real;90-real;100-real;120"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs where there is none")
 
@@ -113,8 +112,11 @@ def test_the_guard_is_for_the_device_of_the_first_tensor(backend: str, monkeypat
 @pytest.mark.parametrize(
     ("architectures", "runs", "refused"),
     [
-        (BUILT, [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)],
-         [(7, 0), (7, 5), (11, 0)]),
+        (
+            BUILT,
+            [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1), (13, 0)],
+            [(7, 0), (7, 5), (11, 0)],
+        ),
         ("80-real;90-real;100", [(8, 0), (8, 9), (9, 0), (10, 3), (11, 0), (12, 0)], [(7, 5)]),
         ("90-real", [(9, 0)], [(8, 9), (10, 0), (12, 0)]),
         ("86-real", [(8, 6), (8, 9)], [(8, 0), (9, 0)]),
@@ -124,10 +126,10 @@ def test_the_guard_is_for_the_device_of_the_first_tensor(backend: str, monkeypat
         ("100f-real", [(10, 0), (10, 3)], [(11, 0), (12, 0), (9, 0)]),
         ("native", [(7, 0), (9, 0)], []),
     ],
-)  # fmt: skip
+)
 def test_architectures(architectures: str, runs: list[tuple[int, int]], refused: list[tuple[int, int]]) -> None:
-    assert all(capability.runs_machine_code(architectures, *device) for device in runs)
-    assert not any(capability.runs_machine_code(architectures, *device) for device in refused)
+    assert all(backends.runs_machine_code(architectures, *device) for device in runs)
+    assert not any(backends.runs_machine_code(architectures, *device) for device in refused)
 
 
 def cuda_module_of(facts: dict[str, str]) -> Any:
@@ -139,16 +141,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An H100, a V100 and an A10 with the CUDA kernels built, and with Triton."""
     capabilities = [SimpleNamespace(major=x // 10, minor=x % 10) for x in (90, 70, 86)]
     facts = {"cuda": "13.0.88", "cuda_architectures": "80-real;90-real;100"}
-    monkeypatch.setattr(capability, "DEVICES", capability.DEVICES | {"cuda": {"cuda"}})
-    monkeypatch.setattr(capability, "_emulated", set())
-    monkeypatch.setattr(_native, "cuda_error", None)
-    monkeypatch.setattr(_native, "cuda_module", cuda_module_of(facts))
+    monkeypatch.setattr(backends, "DEVICES", backends.DEVICES | {"cuda": {"cuda"}})
+    monkeypatch.setattr(backends, "_emulated", set())
+    monkeypatch.setattr(backends, "cuda_error", None)
+    monkeypatch.setattr(backends, "cuda_module", cuda_module_of(facts))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     # not get_device_capability, which torch.compile knows by itself
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: capabilities[index])
-    capability._cuda_refusal.cache_clear()
+    backends._cuda_refusal.cache_clear()
     yield
-    capability._cuda_refusal.cache_clear()
+    backends._cuda_refusal.cache_clear()
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen(index: int | None, requested: str | None = None) -> str:
-    return dispatch.select("op", requested, "cuda", torch.float32, SUPPORTS, index)
+    return backends.select("op", requested, "cuda", torch.float32, SUPPORTS, index)
 
 
 @no_gpu
@@ -189,7 +191,7 @@ def test_the_reason_is_shown_for_the_current_device(
 @no_gpu
 def test_a_driver_older_than_the_build_is_the_reason(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(_native.cuda_module, "driver_version", lambda: 12080)
+    monkeypatch.setattr(backends.cuda_module, "driver_version", lambda: 12080)
     assert chosen(0) == "triton"
     with pytest.raises(RuntimeError, match=r"built with CUDA 13.0.88, the driver runs CUDA 12.8 and older"):
         chosen(0, "cuda")
@@ -201,9 +203,9 @@ def test_torch_compile_traces_the_choice(gpus: None, monkeypatch: pytest.MonkeyP
     pytest.importorskip("triton")
     torch.compiler.reset()
     # into a compiled module torch.compile cannot look
-    assert _native.cpu_module is not None and _native.cuda_module is not None
-    compiled_facts, facts = _native.cpu_module.build_facts, _native.cuda_module.build_facts()
-    monkeypatch.setattr(_native.cuda_module, "build_facts", lambda: compiled_facts() | facts)
+    assert backends.cpu_module is not None and backends.cuda_module is not None
+    compiled_facts, facts = backends.cpu_module.build_facts, backends.cuda_module.build_facts()
+    monkeypatch.setattr(backends.cuda_module, "build_facts", lambda: compiled_facts() | facts)
     numbers = {"cuda": 1, "triton": 2}
 
     @torch.compile(fullgraph=True, backend="eager")

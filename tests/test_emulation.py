@@ -1,4 +1,4 @@
-"""The kernel emulator of tests/emulation, tried on right kernels and on ones with a planted mistake."""
+"""The kernel emulator of tests/emulation, tested on correct kernels and on ones with a planted mistake."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EMULATION = ROOT / "tests" / "emulation"
 SELFTEST = EMULATION / "selftest.cu"
-CUDA = ROOT / "csrc" / "cuda"
-EMULATED = ["-x", "c++", "-std=c++20", "-O1", "-DGRPO_KERNELS_EMULATE", f"-I{CUDA}", f"-I{EMULATION}"]
+CSRC = ROOT / "csrc"
+EMULATED = ["-x", "c++", "-std=c++20", "-O1", "-DGRPO_KERNELS_EMULATE", f"-I{CSRC}", f"-I{EMULATION}"]
 SEEDS = range(40)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -61,7 +61,7 @@ def check(library: ctypes.CDLL, status: int) -> None:
 
 
 def seeds_right(library: ctypes.CDLL, attempt: Callable[[], bool]) -> int:
-    """With how many of the seeds the attempt gives the right result."""
+    """Number of seeds with which the attempt gives the right result."""
     right = 0
     for seed in SEEDS:
         library.grpo_kernels_set_schedule_seed(seed)
@@ -227,9 +227,9 @@ def test_threads_that_returned_take_no_part(library: ctypes.CDLL) -> None:
 
 def test_shared_memory_starts_as_garbage(library: ctypes.CDLL) -> None:
     before = library.selftest_next_host_value()
-    found = ctypes.c_int()
-    check(library, library.selftest_count_unpoisoned(ctypes.byref(found), 5))
-    assert found.value == 0
+    count = ctypes.c_int()
+    check(library, library.selftest_count_unpoisoned(ctypes.byref(count), 5))
+    assert count.value == 0
     assert library.selftest_next_host_value() == before + 1, "other thread-local state must survive"
 
 
@@ -305,8 +305,8 @@ def test_errors_leave_nothing_behind(sanitized: Path) -> None:
 
 
 TORCH_SOURCE = """
-#include "launch.h"
-#include "torch_stream.h"
+#include "common/cuda/launch.h"
+#include "common/cuda/torch_stream.h"
 __global__ void set(int* out) {
   GRPO_DYNAMIC_SHARED(int, copy);
   copy[threadIdx.x] = 1;
@@ -328,7 +328,7 @@ def test_stream_header_needs_no_torch_when_emulated(tmp_path: Path) -> None:
 GUARDED_SOURCE = """
 #include <cstdio>
 #include <stdexcept>
-#include "torch_stream.h"
+#include "common/cuda/torch_stream.h"
 __global__ void set(int* out) { *out = 1; }
 int main() {
   int out = 0, refused = 0;
@@ -359,7 +359,7 @@ def test_a_launch_needs_a_guard_for_the_device_of_its_stream(tmp_path: Path) -> 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("source", ["selftest.cu", "selftest_races.cu"])
 def test_same_source_compiles_with_nvcc(source: str, tmp_path: Path) -> None:
-    command = ["nvcc", "-c", "-arch=sm_90", "-Werror", "all-warnings", f"-I{CUDA}"]
+    command = ["nvcc", "-c", "-arch=sm_90", "-Werror", "all-warnings", f"-I{CSRC}"]
     compile_([*command, str(EMULATION / source), "-o", str(tmp_path / "selftest.o")])
 
 
@@ -374,5 +374,5 @@ def test_stream_header_compiles_with_nvcc(tmp_path: Path) -> None:
     source = tmp_path / "stream.cu"
     source.write_text(TORCH_SOURCE)
     defines = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
-    command = ["nvcc", "-c", "-std=c++20", "-arch=sm_90", *defines, f"-I{CUDA}", "-isystem", str(include)]
+    command = ["nvcc", "-c", "-std=c++20", "-arch=sm_90", *defines, f"-I{CSRC}", "-isystem", str(include)]
     compile_([*command, str(source), "-o", str(tmp_path / "stream.o")])

@@ -1,4 +1,4 @@
-"""tools/gpu_check.py on a machine that is made up: a Python that says it has a GPU and plays the commands."""
+"""tools/gpu_check.py on a mocked machine: a stand-in for Python reports a GPU and plays the commands."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from benchmarks import tables
 from tests.emulation import build
 from tools import gpu_check, gpu_lines, gpu_summary
 
-FACTS = {"gpu": "A GPU", "capability": [9, 0], "torch": "2.11.0+cu130", "cuda": "13.0", "python": "3.12.1", "cores": 4,
-         "lacks": []}  # fmt: skip
-# Its part of the plan is in $PLAN: facts; which modules hang, fail, or die once; which ops its tests run, and how.
+FACTS = {
+    "gpu": "A GPU",
+    "capability": [9, 0],
+    "torch": "2.11.0+cu130",
+    "cuda": "13.0",
+    "python": "3.12.1",
+    "cores": 4,
+    "lacks": [],
+}
+# $PLAN holds its behaviour: facts; modules that hang, fail, or die once; ops that its tests run, and their outcome.
 PYTHON = """
 import json, os, pathlib, signal, subprocess, sys, time
 plan, out = json.loads(os.environ["PLAN"]), pathlib.Path(os.environ["OUT"])
@@ -119,7 +126,7 @@ class Machine:
         self.patch.setenv("PLAN", json.dumps(facts | plan))
 
     def run(self, *arguments: str, **plan: Any) -> tuple[int, dict[str, dict[str, Any]]]:
-        """The exit status, and the steps by part and name."""
+        """Exit status, and steps by part and name."""
         self.prepare(**plan)
         status = 0
         try:
@@ -127,16 +134,16 @@ class Machine:
         except SystemExit as error:
             assert isinstance(error.code, int), error.code
             status = error.code
-        return status, {f"{row['part']} {row['step']}": row for row in self.kept("gpu_check.json")["steps"]}
+        return status, {f"{row['part']} {row['step']}": row for row in self.content("gpu_check.json")["steps"]}
 
     def archive(self) -> dict[str, str]:
         with tarfile.open(self.out / "gpu_check.tar.gz") as archive:
             files = {name: archive.extractfile(name) for name in archive.getnames()}
             return {name: file.read().decode() for name, file in files.items() if file is not None}
 
-    def kept(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.archive()[name])
-        return found
+    def content(self, name: str) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self.archive()[name])
+        return content
 
     def page(self) -> str:
         return (self.out / "summary.md").read_text()
@@ -153,7 +160,7 @@ def test_all_parts(machine: Machine) -> None:
     assert {row["part"] for row in steps.values()} == {*gpu_check.PARTS}
     names = {*(f"sanitizer {tool}" for tool in gpu_check.TOOLS), "tests 1/2", "tests 2/2", "smoke triton", "smoke cuda"}
     assert names <= steps.keys()
-    assert machine.kept("gpu_check.json")["machine"] == FACTS
+    assert machine.content("gpu_check.json")["machine"] == FACTS
     logs = machine.archive()
     assert "-DGRPO_CUDA_ARCHITECTURES=90-real" in logs["build_build.log"]
     assert f"this is pytest None 0 {machine.folder / 'work' / 'package'}" in logs["tests_1_2.log"]
@@ -216,12 +223,12 @@ def test_the_most_valuable_comes_first(machine: Machine) -> None:
     assert max(i for i, part in enumerate(order) if part in ("build", "smoke", "values")) < order.index("timings")
 
 
-def test_nothing_runs_beside_what_is_timed() -> None:
+def test_nothing_runs_beside_timings() -> None:
     assert all(len(stage.parts) == 1 for stage in gpu_check.STAGES if gpu_check.ALONE & {*stage.parts})
 
 
 def test_left_over_time_goes_to_the_next_part(machine: Machine) -> None:
-    """The peers have a sixth of two seconds, but what came before took none of its own: they get what is left."""
+    """The peers have a sixth of the time, but get all that the timings left."""
     machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("timings",), 10), gpu_check.Stage(("peers",), 2)))
     (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
     status, steps = machine.run("--parts", "timings", "peers", "--seconds", "6", hang=["benchmarks.run"])
@@ -235,7 +242,7 @@ def test_parts_are_chosen(machine: Machine) -> None:
     assert status == 0 and steps.keys() == {f"sanitizer {tool}" for tool in gpu_check.TOOLS}
 
 
-def test_without_a_build_there_must_be_one(machine: Machine) -> None:
+def test_parts_without_the_build_need_an_existing_one(machine: Machine) -> None:
     machine.prepare()
     with pytest.raises(SystemExit, match=r"--parts must have build, .* got \['step'\]"):
         gpu_check.main(["--python", str(machine.python), "--parts", "step"])
@@ -245,8 +252,9 @@ def test_list_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str])
     machine.prepare()
     gpu_check.main(["--python", str(machine.python), "--list"])
     assert list(machine.out.iterdir()) == []
-    said = capsys.readouterr().out
-    assert "--tool racecheck" in said and "--shard=2/2" in said and "benchmarks.step --device cuda --steps 4" in said
+    output = capsys.readouterr().out
+    assert "--tool racecheck" in output and "--shard=2/2" in output
+    assert "benchmarks.step --device cuda --steps 4" in output
 
 
 @pytest.mark.parametrize(
@@ -264,12 +272,12 @@ def test_refusals(machine: Machine, plan: dict[str, Any], message: str) -> None:
     assert list(machine.out.iterdir()) == []
 
 
-def test_a_python_that_is_not_there(machine: Machine) -> None:
+def test_a_missing_python(machine: Machine) -> None:
     with pytest.raises(SystemExit, match=r"--python must be a Python with torch, got '/no/python'"):
         gpu_check.main(["--python", "/no/python"])
 
 
-def test_a_failed_build_leaves_what_needs_none(machine: Machine) -> None:
+def test_after_a_failed_build_the_other_parts_run(machine: Machine) -> None:
     status, steps = machine.run(fail=["pip"])
     assert status == 1 and steps["build build"]["why"] == "exit status 1"
     assert steps["values triton"]["state"] == steps["timings timings"]["state"] == "ok"
@@ -284,7 +292,7 @@ def test_a_failed_test_is_on_the_page_with_its_first_lines(
     assert "this is pytest" in capsys.readouterr().out  # the end of the log
 
 
-def test_an_op_that_nothing_ran(machine: Machine) -> None:
+def test_an_op_without_a_passed_test_fails(machine: Machine) -> None:
     without = [pair for pair in ALL if not pair.startswith("policy_loss:")]
     status, steps = machine.run(ran=without, smoke=[op for op in gpu_summary.OPS if op != "policy_loss"])
     row = steps["tests each op on each"]
@@ -302,7 +310,7 @@ def test_results_of_an_earlier_run_do_not_count(machine: Machine) -> None:
     assert machine.run(ran=[], smoke=[])[0] == 1
 
 
-def test_a_process_that_dies_is_followed_by_another(machine: Machine) -> None:
+def test_a_process_that_dies_is_restarted(machine: Machine) -> None:
     status, steps = machine.run(dies=["tools.kernel_cases"])
     row = next(row for name, row in steps.items() if "started 2 times" in row["why"])
     assert row["part"] in ("smoke", "values") and status == 0
@@ -323,7 +331,7 @@ def test_errors_of_the_sanitizer(machine: Machine) -> None:
     assert status == 1 and {steps[f"sanitizer {tool}"]["state"] for tool in gpu_check.TOOLS} == {"FAILED"}
 
 
-def test_a_sanitizer_that_the_machine_refuses_is_no_failure(machine: Machine) -> None:
+def test_a_refused_sanitizer_is_no_failure(machine: Machine) -> None:
     status, steps = machine.run(
         summary="========= Error: Device not supported. See the manual", **{"sanitizer status": 1}
     )
@@ -346,36 +354,36 @@ def test_the_sanitizer_looks_at_our_kernels(machine: Machine) -> None:
         assert ("kernel_substring=grpo_kernels" in step.command) == (step.name != "initcheck")
 
 
-def test_parity_with_peers_is_left_to_the_cpu(machine: Machine) -> None:
+def test_parity_tests_do_not_run_on_the_gpu(machine: Machine) -> None:
     plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
     files = [argument for argument in plan.tests()[0].command if argument.endswith(".py")]
     assert len(files) > 20 and not any("parity" in file for file in files)
 
 
-def test_packages_that_are_missing_are_said(machine: Machine) -> None:
+def test_missing_packages_are_reported(machine: Machine) -> None:
     status, steps = machine.run(facts=FACTS | {"lacks": ["matplotlib", "transformers", "trl"]})
     assert status == 0 and steps["step step"]["state"] == steps["trainer default recipe"]["state"] == "left out"
     assert steps["step step"]["why"] == "no transformers, trl"
 
 
-def test_wheels_that_were_brought_along_are_installed(machine: Machine) -> None:
+def test_wheels_are_installed(machine: Machine) -> None:
     (machine.folder / "wheels").mkdir()
     (machine.folder / "wheels" / "a-1-py3-none-any.whl").touch()
     machine.run("--parts", "build")
-    assert (machine.folder / "work" / "site" / "grpo_kernels").exists()  # where the made-up pip leaves its mark
+    assert (machine.folder / "work" / "site" / "grpo_kernels").exists()  # written by the mocked pip
 
 
-def test_what_hangs_is_stopped_with_its_children_and_keeps_its_results(machine: Machine) -> None:
+def test_a_hanging_part_is_stopped_with_its_children_and_keeps_its_results(machine: Machine) -> None:
     machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("build",), 3), gpu_check.Stage(("tests",), 2)))
     began = time.monotonic()
     status, steps = machine.run("--parts", "build", "tests", "--seconds", "6", hang=["pytest"])
-    assert status == 0 and time.monotonic() - began < 30  # the tests take the time there is
+    assert status == 0 and time.monotonic() - began < 30  # the tests use all available time
     assert re.fullmatch(r"stopped after \d+ s", steps["tests 1/2"]["why"])
     assert "| silhouette | 2 | 2 |" in machine.page()
     assert not is_running(int((machine.out / "child").read_text()))
 
 
-def test_values_that_are_stopped_are_a_failure(machine: Machine) -> None:
+def test_stopped_values_are_a_failure(machine: Machine) -> None:
     (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
     status, steps = machine.run("--parts", "values", "--seconds", "2", hang=["tools.kernel_cases"])
     assert status == 1 and steps["values triton"]["state"] == "FAILED"
@@ -387,7 +395,7 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
-def test_the_archive_is_there_whenever_it_is_killed(machine: Machine, kind: signal.Signals) -> None:
+def test_the_archive_survives_a_signal(machine: Machine, kind: signal.Signals) -> None:
     machine.prepare(hang=["benchmarks.timings"])
     code = "import sys; from pathlib import Path; from tools import gpu_check; gpu_check.WORK = Path(sys.argv.pop()); "
     code += (
@@ -400,33 +408,33 @@ def test_the_archive_is_there_whenever_it_is_killed(machine: Machine, kind: sign
             time.sleep(0.05)
         check.send_signal(kind)
     assert check.returncode != 0
-    steps = machine.kept("gpu_check.json")["steps"]
+    steps = machine.content("gpu_check.json")["steps"]
     assert {row["part"] for row in steps} == {"build", "smoke", "values"} and "| build | build | ok |" in machine.page()
     if kind == signal.SIGTERM:
-        assert machine.kept("timings.json") == TIMINGS  # of the step that was interrupted
+        assert machine.content("timings.json") == TIMINGS  # of the step that was interrupted
         assert not is_running(int(child.read_text()))
-    else:  # nobody can end what it had started
+    else:  # a killed process cannot stop its children
         os.killpg(os.getpgid(int(child.read_text())), signal.SIGKILL)
 
 
 def test_ops_are_those_that_choose_a_backend() -> None:
-    found = set()
-    for path in (build.ROOT / "grpo_kernels" / "functional").glob("*.py"):
-        if "dispatch.select(" in path.read_text():
-            found |= set(re.findall(r"(?:(?:_OP|name) = |select\(\s*)\"(\w+)\"", path.read_text()))
-    assert found == set(gpu_summary.OPS)
+    ops = set()
+    for path in (build.ROOT / "grpo_kernels" / "ops").rglob("*.py"):
+        if "backends.select(" in path.read_text():
+            ops |= set(re.findall(r"(?:(?:_OP|name) = |select\(\s*)\"(\w+)\"", path.read_text()))
+    assert ops == set(gpu_summary.OPS)
 
 
 CHOOSES = """
 import pytest, torch
-from grpo_kernels import dispatch
+from grpo_kernels import backends
 SUPPORTS = {"reference": (torch.float32,)}
 @pytest.mark.parametrize("backend", ["cpu", "reference", "cuda", "triton"])
 def test_of(backend):
-    dispatch.select("of_" + backend, None, "cuda", torch.float32, SUPPORTS)
-    dispatch.select("elsewhere", None, "cpu", torch.float32, SUPPORTS)
+    backends.select("of_" + backend, None, "cuda", torch.float32, SUPPORTS)
+    backends.select("elsewhere", None, "cpu", torch.float32, SUPPORTS)
 def test_that_fails():
-    dispatch.select("fails", None, "cuda", torch.float32, SUPPORTS)
+    backends.select("fails", None, "cuda", torch.float32, SUPPORTS)
     assert False
 """
 
@@ -439,7 +447,7 @@ def run_plugin(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, gpu_lines.results(gpu_lines.read(folder / "lines"))
 
 
-def test_what_the_plugin_tells_of_real_tests(tmp_path: Path) -> None:
+def test_the_plugin_records_tests(tmp_path: Path) -> None:
     (tmp_path / "test_chooses.py").write_text(CHOOSES)
     for share in (1, 2):
         status, lines = run_plugin(tmp_path, f"--shard={share}/2")
@@ -458,7 +466,7 @@ def test_of(case):
 """
 
 
-def test_the_plugin_goes_on_behind_a_crash(tmp_path: Path) -> None:
+def test_the_plugin_resumes_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / "test_dies.py").write_text(DIES)
     status, lines = run_plugin(tmp_path)
     assert status == 134 and sorted(line["state"] for line in lines.values()) == ["begun", "passed", "passed"]
@@ -478,7 +486,7 @@ def test_three(): pass
 """
 
 
-def test_the_plugin_ends_a_process_whose_gpu_is_stuck(tmp_path: Path) -> None:
+def test_the_plugin_ends_a_process_whose_gpu_has_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_stuck.py").write_text(STUCK)
     status, lines = run_plugin(tmp_path)
     assert status == gpu_lines.START_AGAIN

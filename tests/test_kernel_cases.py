@@ -15,14 +15,14 @@ CPU = torch.device("cpu")
 
 
 def kernels_of_the_sources() -> set[str]:
-    found = set()
+    kernels = set()
     for path in (build.ROOT / "csrc").rglob("*.cu*"):
         # the macro or __launch_bounds__(...) between __global__ and the name
         text = re.sub(r"__launch_bounds__\([^()]*\)|GRPO_BOUNDS(\([^()]*\))?", "", path.read_text())
         names = re.findall(r"__global__\s+(?:\w+\s+)*?(\w+)\(", text)
         assert len(names) == text.count("__global__"), path
-        found |= {f"{path.stem}.{name}" for name in names}
-    return found
+        kernels |= {f"{path.parent.name}.{name}" for name in names}
+    return kernels
 
 
 @pytest.mark.skipif(not (build.ROOT / "csrc").exists(), reason="needs the sources")

@@ -1,4 +1,4 @@
-"""The house rules that can be read off the sources: who may import whom, common stems, sizes, environment variables."""
+"""House rules that can be read off the sources: imports by layer, files by op, sizes, environment variables."""
 
 from __future__ import annotations
 
@@ -15,79 +15,147 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "grpo_kernels"
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 
-# What a part of the package may import of the package; parts are folders or top-level modules.
-ALLOWED = {
-    "functional": {"checks", "config", "dispatch", "functional", "ops", "segments"},
-    "ops": {"dispatch", "_native", "ops"},
-    "reference": {"reference", "segments"},
-    "triton": {"triton", "segments"},
-    "native": {"_native", "segments"},
-    "segments": set(),
-    "config": {"config"},
+# The layer of a file is its name. In a folder of ops/, __init__.py holds the public function, and every name that is
+# not listed here holds more of it.
+LAYERS = {
+    "config": {"config", "peers"},
+    "peers": {"peers"},
+    "reference": {"reference", "config"},
+    "triton": {"triton", "config"},
+    "aot": {"triton", "config"},
+    "registration": {"registration", "reference", "config", "chunks"},
+    "chunks": {"registration"},
+    "public": {"public", "registration", "config", "chunks"},
+}
+# Modules at the top of the package that each layer may import.
+SHARED = {
+    "config": {"checks"},
+    "peers": {"checks"},
+    "reference": {"groups"},
+    "triton": {"aot", "groups"},
+    "aot": {"aot"},
+    "registration": {"registry", "groups"},
+    "chunks": {"registry"},
+    "public": {"backends", "checks", "groups"},
+}
+TOP = {
+    "__init__": {"backends", "ops"},
+    "__main__": {"backends", "grpo_kernels"},
+    "aot": set(),
+    "backends": {"checks"},
     "checks": set(),
-    "dispatch": {"capability", "checks"},
-    "capability": {"_native"},
-    "_native": set(),
-    "integrations": {"grpo_kernels", "config", "functional", "integrations"},
-    "__init__": {"functional", "config", "dispatch"},
-    "__main__": {"_native", "grpo_kernels"},
+    "groups": {"checks"},
+    "registry": {"backends"},
 }
 # Third-party packages that the package may import at the top of a module.
 OUTSIDE = {"torch"}
-OPS = sorted(p.stem for p in (PACKAGE / "ops").glob("*.py") if p.stem != "registry" and p.stem[0] != "_")
+OPS = sorted(p.parent.name for p in (PACKAGE / "ops").glob("*/__init__.py"))
+# Built on the kernels of other ops.
+COMPOSED = {"linear_head"}
 
 
-def part_of(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+def layer_of(parts: tuple[str, ...]) -> str:
+    """Layer of a module below grpo_kernels/ops/<op>."""
+    layer = parts[0] if parts else "public"
+    return layer if layer in LAYERS else "public"
 
 
 def imports_of(path: Path) -> set[str]:
-    found = set()
+    """Dotted names of the modules that a file imports, wherever it does."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            # "from grpo_kernels import x" imports a submodule or a public name
-            names = [alias.name for alias in node.names] if node.module == "grpo_kernels" else []
-            found |= {f"{node.module}.{name}" for name in names} or {str(node.module)}
-    return found
+            for alias in node.names:
+                submodule = ROOT.joinpath(*f"{node.module}.{alias.name}".split("."))
+                is_module = submodule.is_dir() or submodule.with_suffix(".py").exists()
+                names.add(f"{node.module}.{alias.name}" if is_module else str(node.module))
+    return names
+
+
+def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
+    """Whether one module of the package may import another; both are given without the leading grpo_kernels."""
+    if importer[0] == "integrations":
+        # public names, their own folder, and what translates the peers' settings
+        return not imported or imported[0] in ("checks", *importer[:1]) or imported[-1] == "peers"
+    if importer[0] != "ops":
+        return (imported[0] if imported else "grpo_kernels") in TOP[importer[0]]
+    layer = layer_of(importer[2:])
+    if not imported:
+        return False
+    if imported[0] != "ops":
+        return imported[0] in SHARED[layer]
+    if layer in ("reference", "triton", "config", "peers") and imported[1] != importer[1]:
+        return layer == "reference" and layer_of(imported[2:]) in ("reference", "config")
+    return layer_of(imported[2:]) in LAYERS[layer]
+
+
+def parts_of(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_follow_the_layers(path: Path) -> None:
-    part = part_of(path)
+    importer = parts_of(path)
     for name in imports_of(path):
         head, *rest = name.split(".")
         if head == "grpo_kernels":
-            target = rest[0] if rest else "grpo_kernels"
-            assert target in ALLOWED[part], f"{part} must not import {name}"
-        elif part not in ("integrations", "triton"):
+            assert is_allowed(importer, tuple(rest)), f"{'.'.join(importer)} must not import {name}"
+        elif importer[0] != "integrations" and not {"triton", "aot"} & {*importer}:
             is_standard = head in sys.stdlib_module_names
-            assert is_standard or head in OUTSIDE, f"{part} must not import {name}"
+            assert is_standard or head in OUTSIDE, f"{'.'.join(importer)} must not import {name}"
 
 
 def test_import_rule_sees_a_forbidden_import(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("def f():\n    from grpo_kernels.triton import group_advantages\n    import numpy.linalg\n")
-    assert imports_of(bad) == {"grpo_kernels.triton", "numpy.linalg"}
-    assert "triton" not in ALLOWED["functional"]
+    bad.write_text("def f():\n    from grpo_kernels.ops.policy_loss import triton\n    import numpy.linalg\n")
+    assert imports_of(bad) == {"grpo_kernels.ops.policy_loss.triton", "numpy.linalg"}
+    op = ("ops", "policy_loss")
+    assert not is_allowed(op, (*op, "triton"))
+    assert not is_allowed((*op, "triton", "rows"), (*op, "registration"))
+    assert not is_allowed((*op, "config"), ("ops", "group_advantages", "config"))
+    assert not is_allowed(("integrations", "trl", "patch"), (*op, "config"))
+    assert is_allowed(op, (*op, "registration"))
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {".".join(("grpo_kernels", *parts_of(path))).removesuffix(".__init__"): path for path in FILES}
+    edges = {name: {other for other in imports_of(path) if other in graph} for name, path in graph.items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+        if name not in done:
+            for other in sorted(edges[name]):
+                # a package's public function imports the package's own layers
+                if not (name == other or other == trail[-1:] or name.startswith(f"{other}.")):
+                    visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_layer_of_an_op_has_its_name(op: str) -> None:
-    of_backend = {
-        "reference": [f"grpo_kernels/reference/{op}.py"],
-        "triton": [f"grpo_kernels/triton/{op}.py"],
-        "cpu": [f"csrc/cpu/{op}.cpp"],
-        "cuda": [f"csrc/cuda/{op}.cu", f"grpo_kernels/native/{op}.py"],
-    }
-    module = importlib.import_module(f"grpo_kernels.ops.{op}")
-    # an op that is built on others has no kernels of its own
-    compiled = [] if hasattr(module, "BUILT_ON") else [file for name in module.SUPPORTS for file in of_backend[name]]
-    tested = [f"tests/ops/test_{op}.py", f"benchmarks/cases/{op}.py", f"docs/ops/{op}.md"]
-    for file in (f"grpo_kernels/functional/{op}.py", *compiled, *tested):
+    folder = PACKAGE / "ops" / op
+    if op in COMPOSED:
+        files = [f"grpo_kernels/ops/{op}/reference.py", f"tests/ops/{op}"]
+    else:
+        module = importlib.import_module(f"grpo_kernels.ops.{op}.registration")
+        of_backend = {
+            "reference": [f"grpo_kernels/ops/{op}/reference.py"],
+            "triton": [f"grpo_kernels/ops/{op}/triton" + ("" if (folder / "triton").is_dir() else ".py")],
+            "cpu": [f"csrc/{op}/cpu.cpp", f"csrc/{op}/simd.cpp"],
+            "cuda": [f"csrc/{op}/cuda.cu", f"csrc/{op}/cuda_op.cpp"],
+        }
+        files = [file for name in module.SUPPORTS for file in of_backend[name]]
+        files += [f"grpo_kernels/ops/{op}/aot.py"] if "triton" in module.SUPPORTS else []
+        files += [f"tests/ops/{op}/test_kernels.py", f"benchmarks/cases/{op}.py", f"docs/ops/{op}.md"]
+    for file in files:
         assert (ROOT / file).exists(), f"{op} lacks {file}"
 
 
@@ -95,13 +163,30 @@ def test_some_op_was_found() -> None:
     assert "group_advantages" in OPS
 
 
-def test_torch_free_headers_include_the_standard_library_only() -> None:
-    headers = list((ROOT / "csrc/include").rglob("*.h"))
-    assert headers
-    for header in headers:
-        for included in re.findall(r'#include [<"]([^>"]+)[>"]', header.read_text()):
-            standard = "." not in included or included in ("math.h", "stdint.h", "string.h")
-            assert standard or included.startswith("grpo_kernels/"), f"{header} includes {included}"
+def includes_of(source: Path) -> set[str]:
+    """What a file of csrc includes, itself or through other files of csrc."""
+    found: set[str] = set()
+    pending = [source]
+    while pending:
+        for name in re.findall(r'#include [<"]([^>"]+)[>"]', pending.pop().read_text()):
+            if name not in found and (ROOT / "csrc" / name).exists():
+                pending.append(ROOT / "csrc" / name)
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["*/simd.cpp", "*/*.cu"])
+def test_kernels_do_not_include_torch(pattern: str) -> None:
+    """torch's headers would compile for each instruction set, and take nvcc a minute."""
+    sources = list((ROOT / "csrc").glob(pattern))
+    assert sources
+    for source in sources:
+        torch = {name for name in includes_of(source) if name.startswith(("torch/", "ATen/", "c10/"))}
+        assert not torch, f"{source} includes {torch}"
+
+
+def test_include_rule_follows_includes() -> None:
+    assert "torch/csrc/stable/tensor.h" in includes_of(ROOT / "csrc/policy_loss/cuda_op.cpp")
 
 
 def tracked(*suffixes: str) -> list[Path]:
@@ -111,16 +196,22 @@ def tracked(*suffixes: str) -> list[Path]:
     return [ROOT / name for name in listed.stdout.splitlines() if name.endswith(suffixes) and (ROOT / name).exists()]
 
 
+def body_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its signature and docstring, which name a parameter a line."""
+    first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
+    return (function.end_lineno or 0) - first.lineno + 1
+
+
 def test_files_and_functions_stay_small() -> None:
     for path in tracked(".py", ".cpp", ".cu", ".cuh", ".h"):
         text = path.read_text()
         assert text.count("\n") <= 500, f"{path} has {text.count(chr(10))} lines"
         if path.suffix != ".py":
             continue
-        limit = 90 if "triton" in path.parts or "reference" in path.parts else 60
+        limit = 90 if {"triton", "reference", "aot"} & {*path.parts, path.stem} else 60
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
+                lines = body_lines(node)
                 assert lines <= limit, f"{path}: {node.name} has {lines} lines, at most {limit}"
 
 
@@ -143,3 +234,67 @@ def test_importing_the_package_imports_torch_alone() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['grpo_kernels']"
+
+
+TRAINER = ROOT / "python" / "grpo_trainer"
+TRAINER_FILES = sorted(TRAINER.rglob("*.py"))
+
+
+def trainer_module(path: Path) -> str:
+    return ".".join(path.relative_to(TRAINER.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def trainer_imports(path: Path, modules: set[str]) -> set[str]:
+    """Modules of the trainer that a file imports anywhere, with the packages that Python imports on the way."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= (names & modules) | ({str(node.module)} if names - modules else set())
+    importer = trainer_module(path)
+    parents = {name.rsplit(".", depth)[0] for name in imported for depth in range(1, name.count(".") + 1)}
+    return modules & (imported | {parent for parent in parents if not f"{importer}.".startswith(f"{parent}.")})
+
+
+def import_circle(edges: dict[str, set[str]]) -> tuple[str, ...]:
+    """A circle of imports, or ()."""
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> tuple[str, ...]:
+        if name in trail:
+            return (*trail[trail.index(name) :], name)
+        if name not in done:
+            for other in sorted(edges[name]):
+                if circle := visit(other, (*trail, name)):
+                    return circle
+            done.add(name)
+        return ()
+
+    return next((circle for name in sorted(edges) if (circle := visit(name, ()))), ())
+
+
+def test_no_module_of_the_trainer_imports_itself_through_others() -> None:
+    """Neither at the top nor in functions nor for type checkers."""
+    modules = {trainer_module(path): path for path in TRAINER_FILES}
+    edges = {name: trainer_imports(path, set(modules)) for name, path in modules.items()}
+    assert "grpo_trainer.policy" in edges["grpo_trainer.checkpoint"]
+    circle = import_circle(edges)
+    assert not circle, f"import circle: {' -> '.join(circle)}"
+    assert import_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ("b", "c", "b")
+
+
+@pytest.mark.parametrize("path", TRAINER_FILES, ids=trainer_module)
+def test_the_trainer_uses_public_names_of_the_kernels_only(path: Path) -> None:
+    public = set(importlib.import_module("grpo_kernels").__all__)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            inner = {alias.name for alias in node.names if alias.name.startswith("grpo_kernels.")}
+            assert not inner, f"{path} imports {inner}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "grpo_kernels":
+            names = {alias.name for alias in node.names}
+            assert node.module == "grpo_kernels" and names <= public, f"{path} imports {names} of {node.module}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert node.value.id not in ("gk", "grpo_kernels") or node.attr in public, f"{path} uses gk.{node.attr}"

@@ -1,4 +1,4 @@
-"""The race detector of tests/emulation, tried on right kernels and on ones with a planted race."""
+"""The race detector of tests/emulation, tested on correct kernels and on ones with a planted race."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("races")
     command = ["g++", "-x", "c++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    command += ["-DGRPO_KERNELS_EMULATE", *(f"-I{build.ROOT / f}" for f in ("csrc/cuda", "tests/emulation"))]
+    command += ["-DGRPO_KERNELS_EMULATE", *(f"-I{build.ROOT / f}" for f in ("csrc", "tests/emulation"))]
     command += [str(SOURCE), "-x", "none", str(build.race_detector(folder)), *build.VARIANTS["races"]]
     done = subprocess.run([*command, "-o", str(folder / "races.so")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The CUDA kernels on the host under AddressSanitizer (accesses outside an array) and the race detector."""
+"""Runs the CUDA kernels on the host under AddressSanitizer and under the race detector."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from tests.emulation import build
 
-# One process for all cases: starting Python under the sanitizer is what takes time.
+# One process for all cases, because starting Python under the sanitizer takes most of the time.
 CASES = """
 import sys, torch, grpo_kernels as gk
-from grpo_kernels import capability
+from grpo_kernels import backends
 from tools import kernel_cases
 torch.ops.load_library(sys.argv[1])
-capability.enable_emulated_cuda()
-if len(sys.argv) > 2:  # an op called with a size that its arrays do not have
+backends.enable_emulated_cuda()
+if len(sys.argv) > 2:  # an op whose order points outside its rows
     order = torch.tensor([0, 1, 2, 2_000])
     starts = torch.tensor([0, 4, 4, 4, 4])
     settings = gk.AdvantageConfig()
@@ -71,6 +71,6 @@ def test_an_access_outside_is_reported() -> None:
 
 @needs_no_gpu
 def test_kernels_have_no_races() -> None:
-    """tests/test_races.py tries the detector on planted ones."""
+    """tests/test_races.py tests the detector on planted races."""
     done = run("races")
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

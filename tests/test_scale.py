@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md are what tools/scale.py says."""
+"""The tables of docs/scale.md are the output of tools/scale.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_tables_are_computed() -> None:
-    said = subprocess.run(
+def test_the_tables_are_up_to_date() -> None:
+    output = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "scale.py")], capture_output=True, text=True, check=True
     ).stdout
-    tables = said.strip().split("\n\n")
+    tables = output.strip().split("\n\n")
     assert len(tables) == 3 and all(table in (ROOT / "docs" / "scale.md").read_text() for table in tables)

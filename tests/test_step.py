@@ -1,4 +1,4 @@
-"""benchmarks/step.py: three trainers take the same steps, and each step's time is that of its phases."""
+"""benchmarks/step.py: three trainers take the same steps, and the phases of a step add up to its time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ pytest.importorskip("datasets")
 from benchmarks import step
 
 WHO = ["grpo_trainer", "TRL's GRPOTrainer", "FusedGRPOTrainer"]
-MODEL = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
-         "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
+MODEL = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 SMALL = step.Size("small", MODEL, "float32", prompts=4, group=4, prompt_tokens=5, new_tokens=6, micro_batch=8)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU TRL and accelerate take it")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("step") / "step.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(step.SIZES, "cpu", SMALL)
@@ -38,29 +44,29 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-def test_document(found: dict[str, Any]) -> None:
-    assert found.keys() == {"machine", "device", "model", "steps", "rows", "totals"}
-    assert found["device"] == "cpu" and found["steps"] == 2 and found["model"]["model"] == MODEL
-    assert [(row["who"], row["phase"]) for row in found["rows"]] == [(w, p) for w in WHO for p in step.PHASES]
-    assert [(each["who"], each["tokens_a_step"]) for each in found["totals"]] == [(w, 4 * 4 * 6) for w in WHO]
-    for row in found["rows"] + found["totals"]:
+def test_document(document: dict[str, Any]) -> None:
+    assert document.keys() == {"machine", "device", "model", "steps", "rows", "totals"}
+    assert document["device"] == "cpu" and document["steps"] == 2 and document["model"]["model"] == MODEL
+    assert [(row["who"], row["phase"]) for row in document["rows"]] == [(w, p) for w in WHO for p in step.PHASES]
+    assert [(total["who"], total["tokens_a_step"]) for total in document["totals"]] == [(w, 4 * 4 * 6) for w in WHO]
+    for row in document["rows"] + document["totals"]:
         assert 0 <= row["seconds_low"] <= row["seconds_median"] <= row["seconds_high"], row
 
 
-def test_every_phase_was_timed(found: dict[str, Any]) -> None:
-    for row in found["rows"]:
+def test_every_phase_was_timed(document: dict[str, Any]) -> None:
+    for row in document["rows"]:
         assert row["seconds_low"] > 0, row
 
 
-def test_phases_add_up(found: dict[str, Any]) -> None:
+def test_phases_add_up(document: dict[str, Any]) -> None:
     # of two steps a median is the mean
-    for each in found["totals"]:
-        parts = sum(row["seconds_median"] for row in found["rows"] if row["who"] == each["who"])
+    for each in document["totals"]:
+        parts = sum(row["seconds_median"] for row in document["rows"] if row["who"] == each["who"])
         assert parts == pytest.approx(each["seconds_median"], rel=0.02, abs=2e-3)
 
 
-def test_table(found: dict[str, Any]) -> None:
-    lines = step.table(found).splitlines()
+def test_table(document: dict[str, Any]) -> None:
+    lines = step.table(document).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == [*step.PHASES, "total"]
     assert all(line.count("|") == 5 for line in lines)
 

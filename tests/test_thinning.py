@@ -58,8 +58,11 @@ def test_entries_of_a_dict_are_parameters() -> None:
     batch = object()
     params = {"dtype": torch.float32, "options": {"beta": 0.1, "delta": None}, "batch": batch}
     assert thinning.values_of(params) == {
-        "dtype": "torch.float32", "options.beta": "0.1", "options.delta": "None", "batch": id(batch)
-    }  # fmt: skip
+        "dtype": "torch.float32",
+        "options.beta": "0.1",
+        "options.delta": "None",
+        "batch": id(batch),
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="grids are whole on a GPU")

@@ -24,8 +24,8 @@ if importlib.util.find_spec("triton") is None:
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "aot_compile.py"
-OPS_DIR = ROOT / "grpo_kernels" / "triton"
-OPS = sorted(name[:-3] for name in os.listdir(OPS_DIR) if name.endswith(".py") and not name.startswith("_"))
+OPS_DIR = ROOT / "grpo_kernels" / "ops"
+OPS = sorted(path.name for path in OPS_DIR.iterdir() if (path / "triton.py").exists() or (path / "triton").exists())
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 ROUND_AS_WRITTEN = {"group_advantages", "similarity_groups", "endpoint_segments"}  # they decide by comparing numbers
 
@@ -33,7 +33,7 @@ PRELUDE = """
 import os
 import triton
 import triton.language as tl
-from grpo_kernels.triton._aot import AotCase
+from grpo_kernels.aot import AotCase
 
 @triton.jit
 def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):

@@ -21,7 +21,7 @@ def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> Non
     launch = interpreter.GridExecutor.__call__
 
     def record(self: Any, *args: Any, **kwargs: Any) -> Any:
-        launched[f"{self.fn.__module__.rpartition('.')[2]}.{self.fn.__name__}"] = kwargs.get("enable_fp_fusion")
+        launched[f"{self.fn.__module__.split('.')[2]}.{self.fn.__name__.lstrip('_')}"] = kwargs.get("enable_fp_fusion")
         return launch(self, *args, **kwargs)
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
@@ -40,8 +40,6 @@ def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> Non
     kernels = {
         "group_advantages": ("parents", "segments", "moments", "finish"),
         "similarity_groups": ("products", "distances", "tree", "cuts", "silhouette"),
-        "endpoint_segments": (
-            "returns", "baselines", "tokens", "scale", "cuts", "credits", "moments", "results"
-        ),
-    }  # fmt: skip
-    assert launched == {f"{op}._{name}_kernel": False for op, names in kernels.items() for name in names}
+        "endpoint_segments": ("returns", "baselines", "tokens", "scale", "cuts", "credits", "moments", "results"),
+    }
+    assert launched == {f"{op}.{name}_kernel": False for op, names in kernels.items() for name in names}

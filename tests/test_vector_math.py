@@ -1,4 +1,4 @@
-"""The functions under the CPU kernels: how exact they are, and that every instruction set gives the same bits."""
+"""Tests the vector math of the CPU kernels for accuracy, and for the same bits on every instruction set."""
 
 from __future__ import annotations
 
@@ -26,13 +26,17 @@ def library(level: str) -> ctypes.CDLL:
 def apply(function: str, x: np.ndarray, level: str = "baseline") -> np.ndarray:
     result = np.empty_like(x)
     call = getattr(library(level), TYPES[x.dtype.type][0])
-    call(NUMBERS[function], x.ctypes.data_as(ctypes.c_void_p), result.ctypes.data_as(ctypes.c_void_p),
-         ctypes.c_int64(len(x)))  # fmt: skip
+    call(
+        NUMBERS[function],
+        x.ctypes.data_as(ctypes.c_void_p),
+        result.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_int64(len(x)),
+    )
     return result
 
 
 def samples(function: str, dtype: type) -> np.ndarray:
-    """Numbers over the whole range of the function and, as many, of every magnitude towards 0."""
+    """Numbers over the whole range of the function, and as many with magnitudes towards 0."""
     bottom, top = (-86.5, 88.7) if dtype is np.float32 else (-707.0, 709.7)
     if function in ("tanh", "slope"):
         bottom, top = -12, 12
@@ -94,9 +98,9 @@ def test_halves_convert_as_in_torch(who: str, name: str, level: str) -> None:
     assert torch.equal(wide.nan_to_num(7.0), every.float().nan_to_num(7.0)) and wide.isnan().equal(every.isnan())
     # every half, what is exactly between two of them, what is next to that, and anything
     between = (wide[:-1].double() / 2 + wide[1:].double() / 2).float()
-    some = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32)
+    random = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32)
     near = [between, between.nextafter(torch.tensor(0.0)), between.nextafter(torch.tensor(float("inf")))]
-    x = torch.cat([wide, *near, some])
+    x = torch.cat([wide, *near, random])
     x = x[: len(x) // 8 * 8]
     narrow = convert(f"{who}narrow_{name}", x, dtype, level)
     known = ~x.isnan()

@@ -3,8 +3,8 @@
 
     python tools/aot_compile.py [--target sm_90 ...] [--op NAME ...] [--json FILE] [--allow-spills]
 
-Neither a GPU nor a driver is needed. The cases come from ``AOT_SIGNATURES`` in each public module of
-``grpo_kernels/triton`` (see ``grpo_kernels/triton/_aot.py``). The exit status is 1 if a case does not
+Neither a GPU nor a driver is needed. The cases come from ``AOT_SIGNATURES`` in
+``grpo_kernels/ops/<op>/triton`` (see ``grpo_kernels/aot.py``). The exit status is 1 if a case does not
 compile, needs more shared memory than its target has, or spills registers without saying why it may
 (``spills_ok``). ``--allow-spills`` only reports spills: their number depends on the version of Triton,
 and the tests hold it for the pinned one.
@@ -36,10 +36,10 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from grpo_kernels.triton._aot import AotCase  # noqa: E402 - found through the line above
+from grpo_kernels.aot import AotCase  # noqa: E402 - found through the line above
 from tools.ptx import contractions  # noqa: E402
 
-OPS_DIR = ROOT / "grpo_kernels" / "triton"
+OPS_DIR = ROOT / "grpo_kernels" / "ops"
 
 
 class Target(NamedTuple):
@@ -113,15 +113,15 @@ def prepare_environment() -> None:
 
 
 def find_ops() -> list[str]:
-    """Names of the public modules in grpo_kernels/triton, in alphabetical order."""
-    return sorted(path.stem for path in OPS_DIR.glob("*.py") if not path.name.startswith("_"))
+    """Names of the ops with Triton kernels, in alphabetical order."""
+    return sorted({path.parent.name for path in OPS_DIR.glob("*/triton*") if path.suffix in ("", ".py")})
 
 
 def _load(op: ModuleType | Path | str) -> ModuleType:
     if isinstance(op, ModuleType):
         return op
     if isinstance(op, str) and not op.endswith(".py"):
-        return importlib.import_module(f"grpo_kernels.triton.{op}")
+        return importlib.import_module(f"grpo_kernels.ops.{op}.aot")
     path = Path(op).resolve()
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -146,7 +146,7 @@ def collect(op: ModuleType | Path | str) -> tuple[str, tuple[AotCase, ...]]:
     repeated = sorted({" ".join(name).strip() for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(f"cases of one kernel need different labels: {', '.join(repeated)}")
-    return module.__name__.rpartition(".")[2], cases
+    return module.__name__.removesuffix(".aot").rpartition(".")[2], cases
 
 
 def _jit_function(kernel: Any) -> Any:
@@ -189,9 +189,9 @@ def _source(case: AotCase) -> Any:
         },
         "aligned, but a constexpr": aligned & constant,
     }
-    found = [f"{', '.join(sorted(args))}: {text}" for text, args in problems.items() if args]
-    if found:
-        raise ValueError("; ".join(found))
+    lines = [f"{', '.join(sorted(args))}: {text}" for text, args in problems.items() if args]
+    if lines:
+        raise ValueError("; ".join(lines))
     # Triton wants every argument in declaration order, and refers to hinted ones by position.
     signature = {name: "constexpr" if name in constant else case.signature[name] for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
@@ -241,13 +241,13 @@ def parse_amdgcn(assembly: str) -> dict[str, int]:
         "spilled_sgprs": "sgpr_spill_count",
         "scratch_bytes": "private_segment_fixed_size",
     }
-    found = {}
+    counts = {}
     for name, key in keys.items():
         values = re.findall(rf"^\s*\.{key}:\s*(\d+)\s*$", assembly, flags=re.MULTILINE)
         if len(values) != 1:
             raise RuntimeError(f"the AMD metadata holds {len(values)} values of .{key}, not one")
-        found[name] = int(values[0])
-    return found
+        counts[name] = int(values[0])
+    return counts
 
 
 def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:

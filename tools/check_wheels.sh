@@ -26,7 +26,7 @@ build_wheel() {
 # run_tests PYTHON. The peers of the parity tests are not installed here.
 run_tests() {
   (cd "$work" && "$@" -m pytest -p no:cacheprovider -W "ignore:Conversion of an array:DeprecationWarning" \
-    -n auto --ignore-glob="*_parity*.py" "${tests[@]}")
+    -n auto --ignore-glob="*parity*.py" "${tests[@]}")
 }
 
 git -C "$root" archive --format=tar HEAD | (mkdir "$work/source" && tar -x -C "$work/source")
@@ -56,7 +56,7 @@ assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} ==
 assert "grpo_kernels/py.typed" in names
 assert (mode == "none") == sys.argv[1].endswith("py3-none-any.whl"), sys.argv[1]
 PY
-  # torch brings all of CUDA but the runtime, which is our own (see CMakeLists.txt) and must replace nobody else's.
+  # torch provides all of CUDA except the runtime, which is linked statically (see CMakeLists.txt) and must not leak.
   mkdir "$work/content-$mode" && "$oldest" -m zipfile -e "$wheel" "$work/content-$mode"
   for module in "$work/content-$mode"/grpo_kernels/_C_cuda*.so; do
     [ -e "$module" ] || continue
@@ -68,29 +68,29 @@ PY
   done
   "$oldest" -m pip uninstall -q -y grpo-kernels 2>/dev/null
   "$oldest" -m pip install -q --no-deps "$wheel"
-  # A symbol missing from torch or from a module shows when the module is loaded. That of the CUDA kernels is loaded
-  # beside every CUDA build of torch, with or without a GPU.
+  # A symbol missing from torch or from a module shows when the module is loaded. The module of the CUDA kernels loads
+  # with every CUDA build of torch, with or without a GPU.
   (cd "$work" && "$oldest" -m grpo_kernels && "$oldest" - "$mode" "$root" <<'PY'
 import sys, torch, grpo_kernels
-from grpo_kernels import _native
+from grpo_kernels import backends
 mode, root = sys.argv[1:]
 assert not grpo_kernels.__file__.startswith(root + "/grpo_kernels"), grpo_kernels.__file__
 assert torch.version.cuda, "the oldest torch must be a CUDA build"
 wanted = {"none": set(), "cpu": {"cpu"}, "cuda": {"cpu", "cuda"}}[mode]
-assert set(_native.build_facts()) == wanted, (_native.cpu_error, _native.cuda_error)
+assert set(backends.build_facts()) == wanted, (backends.cpu_error, backends.cuda_error)
 if mode == "cuda" and not torch.cuda.is_available():
     assert grpo_kernels.available_backends()["cuda"] == "no CUDA device", grpo_kernels.available_backends()
 PY
   )
-  # The compiled modules, and what is registered with torch and with torch.compile, depend on the version most.
+  # The compiled modules and the registration with torch and torch.compile are the most sensitive to versions.
   case "$mode-$quick" in
     none-quick) tests=(tests/ops -k opcheck) ;;
     cpu-quick) tests=(tests/ops -m "not grid" -k "opcheck or compile or graph or float32") ;;
-    cuda-quick) tests=(tests/ops/test_group_advantages_errors.py) ;;
+    cuda-quick) tests=(tests/ops/group_advantages/test_errors.py) ;;
     none-) tests=(tests/ops -m "not slow and not grid") ;;
-    # csrc is there for this mode only: with it the tests emulate the CUDA kernels, compiled against the oldest torch
+    # only this mode has csrc, with which the tests emulate the CUDA kernels, compiled against the oldest torch
     cpu-) tests=(tests/ops) && cp -r "$root/csrc" "$root/tools" "$work" ;;
-    cuda-) tests=(tests/ops/test_group_advantages.py) && rm -rf "$work/csrc" ;;
+    cuda-) tests=(tests/ops/group_advantages/test_kernels.py) && rm -rf "$work/csrc" ;;
   esac
   run_tests "$oldest"
 done

@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def requirements(extra: str) -> list[str]:
-    # by pattern, as Python 3.10 has no reader for TOML
+    # by regex, as Python 3.10 has no TOML parser
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     section = text.split("[project.optional-dependencies]")[1].split("\n[")[0]
-    found = re.search(rf"^{re.escape(extra)} = \[(.*?)\]", section, re.DOTALL | re.MULTILINE)
-    if found is None:
-        raise SystemExit(f"no extra {extra!r} in pyproject.toml")
-    return re.findall(r'"([^"]+)"', found.group(1))
+    match = re.search(rf"^{re.escape(extra)} = \[(.*?)\]", section, re.DOTALL | re.MULTILINE)
+    if match is None:
+        raise SystemExit(f"extras: pyproject.toml has no extra {extra!r}")
+    return re.findall(r'"([^"]+)"', match.group(1))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
-"""Everything that needs a GPU in one command of nine minutes, without a network, the most valuable first.
+"""Checks everything that needs a GPU in one command, in nine minutes and without a network, most valuable parts first.
 
     python -m tools.gpu_check [--parts PART ...] [--seconds 530] [--python PYTHON] [--list]
 
-build      the package with its kernels for this GPU's architecture, into build/gpu_check of the checkout: the given
-           Python stays as it is, and a later call can leave this part out
+build      the package with its kernels for this GPU's architecture, into build/gpu_check of the checkout; the Python
+           environment does not change, and a later call can skip this part
 smoke      one small call of each op on each backend
 values     values and gradients of every kernel's cases on each backend, against float64
-timings    every op on each backend beside a copy of the same bytes
-peers      ratios to the peers that are installed
-sanitizer  the cases under the four tools of compute-sanitizer, looking at our kernels
+timings    every op on each backend, beside a copy of the same bytes
+peers      ratios to the installed peers
+sanitizer  the cases under the four tools of compute-sanitizer, restricted to our kernels
 trainer    the trainer's default recipe
-tests      tests/ops on the backends that need the GPU; tools/gpu_tests.py says which cases
+tests      tests/ops on the backends that need the GPU, as selected by tools/gpu_tests.py
 step       a whole GRPO step beside TRL's
 scaling    each op over decades of size
 
-Needs torch 2.11 or later, nvcc, pytest and hypothesis. What else a part needs is taken from the folder .wheels, which
-tools/gpu_wheels.sh fills, where it exists; a part that lacks something says so. A part has its share of the seconds and
-whatever the parts before it left over, and is stopped then with all processes that it started. Results are kept line by
-line as they come: summary.md and gpu_check.tar.gz in $OUT, or else in benchmarks/results/gpu, are renewed after every
-step. The exit status is 1 if anything failed. Never run on a GPU.
+Needs torch 2.11 or later, nvcc, pytest and hypothesis. Further packages are installed from the folder .wheels, if
+tools/gpu_wheels.sh has filled it; a part that lacks a package says so. A part has its share of the seconds and the time
+that earlier parts left, and is then stopped with all of its processes. Results are written line by line as they come:
+summary.md and gpu_check.tar.gz in $OUT, by default benchmarks/results/gpu, are rewritten after every step. The exit
+status is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ ROOT = Path(__file__).parent.parent.resolve()
 WORK = ROOT / "build" / "gpu_check"
 WHEELS = ROOT / ".wheels"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-REFUSED = r"Device not supported[^\n]*"  # said by the sanitizer where a sandbox keeps it from the driver
+REFUSED = r"Device not supported[^\n]*"  # the sanitizer's message in a sandbox without access to the driver
 
 
 class Stage(NamedTuple):
-    """Parts that run at the same time, and their share of the seconds."""
+    """Parts that run concurrently, and their share of the seconds."""
 
     parts: tuple[str, ...]
     seconds: float
 
 
-# Triton's kernels need no build: they are compiled, and their values checked, beside it.
+# Triton's kernels need no build: their values are checked during it.
 STAGES = (
     Stage(("build", "smoke triton", "values triton"), 110),
     Stage(("smoke", "values"), 30),
@@ -63,28 +63,28 @@ STAGES = (
     Stage(("scaling",), 30),
 )
 PARTS = ("build", "smoke", "values", "timings", "peers", "sanitizer", "trainer", "tests", "step", "scaling")
-ALONE = {"timings", "peers", "step", "scaling"}  # times are taken with nothing beside them
+ALONE = {"timings", "peers", "step", "scaling"}  # nothing runs beside these timings
 NEEDS = {
     "trainer": {"accelerate", "matplotlib", "peft", "rich", "tokenizers", "transformers", "yaml"},
     "step": {"datasets", "transformers", "trl"},
     "tests": {"hypothesis", "numpy", "pytest"},
 }
-# Facts about the given Python and its machine, as JSON; its arguments are modules to look for.
-ASK = """
+# Prints facts about a Python and its machine as JSON; the arguments are modules to look for.
+FACTS = """
 import importlib.util, json, os, platform, sys, torch
-there = torch.cuda.is_available()
+has_gpu = torch.cuda.is_available()
 print(json.dumps({
-    "gpu": torch.cuda.get_device_name() if there else None,
-    "capability": torch.cuda.get_device_capability() if there else None,
+    "gpu": torch.cuda.get_device_name() if has_gpu else None,
+    "capability": torch.cuda.get_device_capability() if has_gpu else None,
     "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
     "cores": os.cpu_count(), "lacks": [module for module in sys.argv[1:] if importlib.util.find_spec(module) is None],
 }))
 """
-WORKS = """
+CHECK_BACKENDS = """
 import grpo_kernels, sys
-found = grpo_kernels.available_backends()
-print(grpo_kernels.__file__, found)
-wrong = {name: found[name] for name in sys.argv[1:] if found[name] != "ok"}
+backends = grpo_kernels.available_backends()
+print(grpo_kernels.__file__, backends)
+wrong = {name: backends[name] for name in sys.argv[1:] if backends[name] != "ok"}
 assert not wrong, wrong
 """
 
@@ -93,7 +93,7 @@ def machine_of(python: str, environment: dict[str, str], is_rehearsal: bool = Fa
     modules = sorted(set().union(*NEEDS.values()))
     try:
         done = subprocess.run(
-            [python, "-c", ASK, *modules], capture_output=True, text=True, env=os.environ | environment
+            [python, "-c", FACTS, *modules], capture_output=True, text=True, env=os.environ | environment
         )
     except OSError as error:
         raise SystemExit(f"gpu-check: --python must be a Python with torch, got {python!r}: {error}") from None
@@ -101,12 +101,12 @@ def machine_of(python: str, environment: dict[str, str], is_rehearsal: bool = Fa
         raise SystemExit(f"gpu-check: --python must have torch, got {python!r}, which has none")
     if done.returncode != 0:
         raise SystemExit(f"gpu-check: --python must be a Python with torch, got {python!r}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if found["gpu"] is None and not is_rehearsal:
-        raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {found['torch']} sees none")
-    if [int(number) for number in re.findall(r"\d+", str(found["torch"]))[:2]] < [2, 11]:
-        raise SystemExit(f"gpu-check: torch must be 2.11 or later, got {found['torch']}")
-    return found
+    facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if facts["gpu"] is None and not is_rehearsal:
+        raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {facts['torch']} sees none")
+    if [int(number) for number in re.findall(r"\d+", str(facts["torch"]))[:2]] < [2, 11]:
+        raise SystemExit(f"gpu-check: torch must be 2.11 or later, got {facts['torch']}")
+    return facts
 
 
 def compute_sanitizer() -> str | None:
@@ -116,7 +116,7 @@ def compute_sanitizer() -> str | None:
 
 
 def install_wheels(python: str, folder: Path) -> Path | None:
-    """Unpacks the wheels that were brought along, without a network; the folder to import them from."""
+    """Installs the wheels in `folder` without a network, and returns the folder to import them from."""
     wheels = sorted(map(str, folder.glob("*.whl")))
     if not wheels:
         return None
@@ -152,7 +152,7 @@ class Plan:
             "OMP_NUM_THREADS": "2",
             "PATH": os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", "")]),  # its own cmake and ninja
         }
-        # The checkout comes after the package: its folder of that name has no compiled kernels.
+        # The package precedes the checkout, whose grpo_kernels has no compiled kernels.
         self.of_package = common | {"PYTHONPATH": os.pathsep.join(filter(None, [str(self.package), *paths]))}
         self.of_checkout = common | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -168,11 +168,11 @@ class Plan:
         install = '"$0" -m pip install --no-index --no-build-isolation --no-deps --upgrade'
         works = "cpu" if self.rehearsal else "cpu cuda triton"
         then = f'{install} --target "$1" "$2" && cd "$1" && "$0" -c "$3" {works}'
-        command = ["bash", "-c", then, self.python, str(self.package), str(ROOT), WORKS]
+        command = ["bash", "-c", then, self.python, str(self.package), str(ROOT), CHECK_BACKENDS]
         return [Step("build", "build", command, self.of_package | flags, WORK)]
 
     def cases(self, part: str, backend: str, shares: int) -> list[Step]:
-        """The smoke calls or the value cases on a backend. Triton's run from the checkout, which is not being built."""
+        """Smoke calls or value cases on a backend. Triton's run from the checkout, while the package is being built."""
         more: dict[str, Any] = {}
         if backend == "triton":
             more = {"environment": self.of_checkout, "folder": ROOT}
@@ -187,19 +187,27 @@ class Plan:
         return steps
 
     def sanitizer(self) -> list[Step]:
-        found = compute_sanitizer()
+        sanitizer = compute_sanitizer()
         steps = []
         for tool in TOOLS:
-            check = [found or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
-            # torch's kernels have hazards of their own; initcheck has to see who wrote what ours read
+            check = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+            # torch's kernels have hazards of their own; initcheck must see the writers of all memory that ours read
             check += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=grpo_kernels"]
-            # without torch's cache of allocations, whatever lies behind a tensor is nobody's memory
+            # without torch's caching allocator, memory behind a tensor is unallocated
             environment = self.of_package | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            steps.append(Step(
-                "sanitizer", tool, [*check, self.python, "-m", "tools.kernel_cases"], environment, self.package,
-                expects=r"(?s)all cases ran.*SUMMARY: 0 (errors|hazards)", refused=REFUSED, is_optional=True,
-                missing="" if found else "no compute-sanitizer on PATH or in $CUDA_HOME",
-            ))  # fmt: skip
+            steps.append(
+                Step(
+                    "sanitizer",
+                    tool,
+                    [*check, self.python, "-m", "tools.kernel_cases"],
+                    environment,
+                    self.package,
+                    expects=r"(?s)all cases ran.*SUMMARY: 0 (errors|hazards)",
+                    refused=REFUSED,
+                    is_optional=True,
+                    missing="" if sanitizer else "no compute-sanitizer on PATH or in $CUDA_HOME",
+                )
+            )
         return steps
 
     def tests(self) -> list[Step]:
@@ -208,9 +216,9 @@ class Plan:
         folder = ROOT / "tests" / "ops"
         pytest += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
         pytest += ["--stand-ins", *self.patience] if self.rehearsal else []
-        some = "test_token_logprobs*.py" if self.rehearsal else "test_*.py"
+        pattern = "token_logprobs/test_*.py" if self.rehearsal else "**/test_*.py"
         # the peers run on the CPU
-        files = [str(path) for path in sorted(folder.glob(some)) if "_parity" not in path.name]
+        files = [str(path) for path in sorted(folder.glob(pattern)) if "parity" not in path.name]
         steps = []
         for share in range(1, shares + 1):
             lines = self.results / f"tests_{share}.jsonl"
@@ -258,15 +266,15 @@ class Plan:
 
 
 def stages_of(plan: Plan, parts: list[str], seconds: float) -> list[tuple[float, bool, list[Step]]]:
-    """Each stage with its time, whether it runs alone, and its steps. The seconds are shared among the chosen parts."""
-    chosen = [
+    """Each stage with its time, whether it runs alone, and its steps. The seconds are shared among `parts`."""
+    selected = [
         Stage(tuple(part for part in stage.parts if part.partition(" ")[0] in parts), stage.seconds) for stage in STAGES
     ]
-    chosen = [stage for stage in chosen if stage.parts]
-    share = seconds / sum(stage.seconds for stage in chosen)
+    selected = [stage for stage in selected if stage.parts]
+    share = seconds / sum(stage.seconds for stage in selected)
     return [
         (stage.seconds * share, stage.parts[0] in ALONE, [step for part in stage.parts for step in plan.steps(part)])
-        for stage in chosen
+        for stage in selected
     ]
 
 
@@ -277,7 +285,7 @@ def coverage(results: Path) -> Row:
 
 
 class Check:
-    """A run: its rows so far, written out with every new one."""
+    """The rows of a run so far, written to disk with every new one."""
 
     def __init__(self, machine: dict[str, Any], results: Path, out: Path) -> None:
         self.machine, self.results, self.out = machine, results, out
@@ -290,22 +298,22 @@ class Check:
         self.write()
 
     def write(self) -> None:
-        found = {"machine": self.machine, "steps": [row._asdict() for row in self.rows]}
-        (self.results / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n")
+        content = {"machine": self.machine, "steps": [row._asdict() for row in self.rows]}
+        (self.results / "gpu_check.json").write_text(json.dumps(content, indent=1) + "\n")
         gpu_summary.bundle(self.results, self.out)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=530, help="for all of the chosen parts")
+    parser.add_argument("--seconds", type=float, default=530, help="time for all parts")
     parser.add_argument("--python", default=sys.executable, help="the Python that has torch")
-    parser.add_argument("--rehearsal", action="store_true", help="without a GPU, with the kernels' stand-ins")
-    parser.add_argument("--list", action="store_true", help="show what would run, and run nothing")
+    parser.add_argument("--rehearsal", action="store_true", help="run without a GPU, with stand-ins for the kernels")
+    parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)
     deadline = time.monotonic()
     out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
-    python = os.path.abspath(shutil.which(options.python) or options.python)  # steps run elsewhere
+    python = os.path.abspath(shutil.which(options.python) or options.python)  # steps run in other folders
     results = WORK / "results"
     site = None if options.list else install_wheels(python, WHEELS)
     machine = machine_of(python, {"PYTHONPATH": str(site)} if site else {}, options.rehearsal)
@@ -319,7 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "build" not in options.parts and not (plan.package / "grpo_kernels").exists():
         raise SystemExit(f"gpu-check: --parts must have build, as there is none in {plan.package}, got {options.parts}")
     if "build" in options.parts:
-        shutil.rmtree(results, ignore_errors=True)  # of another run, which would count
+        shutil.rmtree(results, ignore_errors=True)  # results of another run would count
         shutil.rmtree(plan.package, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
     check = Check(machine, results, out)
@@ -328,7 +336,7 @@ def main(arguments: list[str] | None = None) -> None:
             deadline += seconds
             together = 1 if is_alone else machine["cores"] + 4
             gpu_steps.run(steps, deadline, results, together, check.ended)
-    finally:  # the lines of a step that was interrupted are results, too
+    finally:  # an interrupted step has results, too
         check.write()
     if {"smoke", "tests"} & {*options.parts}:
         check.ended(coverage(results))
@@ -338,5 +346,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: terminated"))  # so that what runs is stopped, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu-check: terminated"))  # stops the running steps, too
     main()

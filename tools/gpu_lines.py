@@ -1,7 +1,7 @@
-"""A JSON line for each item of a long run, written as it happens, so that a process killed at any moment loses nothing.
+"""Writes a JSON line for each item of a long run as it happens, so that a process killed at any moment loses nothing.
 
-An item has a line when it begins and one when it ends. A process that takes up such a file leaves out what it already
-holds, the item that a crash cut short included, so that it can be started again until all items have a result.
+An item has a line when it begins and one when it ends. A process that continues such a file skips the items in it,
+including one that a crash interrupted, so that it can be restarted until all items have a result.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-START_AGAIN = 75  # exit status: this process can do no more, a new one can
-BAD = ("failed", "crashed", "hung")  # states of an item, beside begun, passed and skipped
+START_AGAIN = 75  # exit status of a process that must be replaced by a new one
+BAD = ("failed", "crashed", "hung")  # states of an item, besides begun, passed and skipped
 Line = dict[str, Any]
 
 
 def read(path: Path) -> list[Line]:
-    """The lines of the file; one that was cut off while it was written does not count."""
+    """Lines of the file, without one that was cut off while it was written."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -33,7 +33,7 @@ def read(path: Path) -> list[Line]:
 
 
 def results(lines: list[Line]) -> dict[str, Line]:
-    """The last line of each item, by name. "begun" is the state of an item that never ended."""
+    """Last line of each item, by name. An item that never ended has the state "begun"."""
     return {line["item"]: line for line in lines}
 
 
@@ -76,11 +76,11 @@ class Lines:
 
     def _give_up(self, item: str) -> None:
         self.write(item, "hung", seconds=self.patience, why=f"still running after {self.patience:g} s")
-        os._exit(START_AGAIN)  # a kernel that never ends keeps every thread of the process waiting
+        os._exit(START_AGAIN)  # a kernel that never ends blocks every thread of the process
 
 
 def device_error() -> str:
-    """The error that the GPU of this process is stuck with, or "". Waits for the GPU."""
+    """Sticky error of this process's GPU, or "". Synchronises."""
     if not torch.cuda.is_available():
         return ""
     try:

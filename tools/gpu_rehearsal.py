@@ -1,9 +1,9 @@
-"""Rehearses gpu_check without a GPU: every part with the kernels' stand-ins, then each way in which it can be cut off.
+"""Rehearses gpu_check without a GPU: every part with stand-ins for the kernels, then every kind of interruption.
 
     python -m tools.gpu_rehearsal --python .venv-floor/bin/python [--seconds 2400]
 
-The emulator stands in for CUDA and Triton's interpreter for Triton; the build, the processes, the deadlines, the lines
-of results and the archive are the real ones. The exit status is 1 if anything is not as it would have to be on a GPU.
+The emulator replaces CUDA and the interpreter replaces Triton; the build, the processes, the deadlines, the lines of
+results and the archive are real. The exit status is 1 if anything differs from what is required on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any
 
 from tools import gpu_check, gpu_lines, gpu_summary
 
-# In the place of compute-sanitizer, which needs a GPU: what it says on a machine that refuses it.
+# Replaces compute-sanitizer, which needs a GPU, with its output on a machine that refuses it.
 SANITIZER = "#!/bin/sh\necho '========= Error: Device not supported. Please refer to the user guide.'\nexit 1\n"
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 
@@ -46,8 +45,6 @@ class Rehearsal:
 
     def start(self, name: str, seconds: float, *parts: str) -> tuple[subprocess.Popen[bytes], Path]:
         out = self.folder / name
-        # without a build a run goes on behind the results it finds, and would have nothing left to do
-        shutil.rmtree(gpu_check.WORK / "results", ignore_errors=True)
         command = [sys.executable, "-m", "tools.gpu_check", "--rehearsal", "--python", self.python]
         command += ["--seconds", str(seconds), *(["--parts", *parts] if parts else [])]
         path = os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]])
@@ -56,10 +53,12 @@ class Rehearsal:
         return subprocess.Popen(command, cwd=gpu_check.ROOT, env=environment), out
 
     def check_files(self, out: Path) -> dict[str, bytes]:
-        """Checks what came back, and returns the contents of the archive."""
+        """Checks the files that came back, and returns the contents of the archive."""
         files = list(out.iterdir())
-        self.expect(f"at most {MOST_FILES} files of {MOST_BYTES} bytes",
-                    len(files) <= MOST_FILES and all(file.stat().st_size <= MOST_BYTES for file in files))  # fmt: skip
+        self.expect(
+            f"at most {MOST_FILES} files of {MOST_BYTES} bytes",
+            len(files) <= MOST_FILES and all(file.stat().st_size <= MOST_BYTES for file in files),
+        )
         with tarfile.open(out / "gpu_check.tar.gz") as archive:
             members = {name: archive.extractfile(name) for name in archive.getnames()}
             contents = {name: file.read() for name, file in members.items() if file is not None}
@@ -77,7 +76,7 @@ def lines_of(contents: dict[str, bytes], part: str) -> dict[str, gpu_lines.Line]
 
 
 def whole(rehearsal: Rehearsal, seconds: float) -> None:
-    """Every part, with time enough for all but the tests, which take what there is."""
+    """Runs every part, with enough time for all except the tests, which use all that is left."""
     process, out = rehearsal.start("whole", seconds)
     rehearsal.expect("exit status 0", process.wait() == 0)
     contents = rehearsal.check_files(out)
@@ -102,21 +101,23 @@ def whole(rehearsal: Rehearsal, seconds: float) -> None:
 
 
 def cut_off(rehearsal: Rehearsal, part: str, seconds: float) -> None:
-    """A part whose time ends while it runs keeps the results it has."""
+    """Checks that a part stopped by its deadline keeps its results."""
     process, out = rehearsal.start(f"cut_{part}", seconds, part)
     status = process.wait()
     contents = rehearsal.check_files(out)
     rows = [row for row in steps_of(contents).values() if "stopped after" in row["why"]]
     rehearsal.expect(f"{part} was stopped", bool(rows))
-    rehearsal.expect("a stop fails values, and not tests, which take what time there is",
-                     (part == "values") == any(row["state"] == "FAILED" for row in rows))  # fmt: skip
-    rehearsal.expect("the exit status says so", part == "tests" or status == 1)
+    rehearsal.expect(
+        "a stop fails values, and not tests, which use all available time",
+        (part == "values") == any(row["state"] == "FAILED" for row in rows),
+    )
+    rehearsal.expect("the exit status reports it", part == "tests" or status == 1)
     lines = [line for line in lines_of(contents, part).values() if line["state"] == "passed"]
     rehearsal.expect(f"{len(lines)} results were kept", len(lines) > 0)
 
 
 def killed(rehearsal: Rehearsal, kind: signal.Signals) -> None:
-    """Whatever ends gpu_check itself, the archive is whole and holds what had ended."""
+    """Checks that a signal to gpu_check itself leaves a complete archive of all finished steps."""
     process, out = rehearsal.start(f"killed_{kind.name}", 600, "smoke", "tests")
     until = time.monotonic() + 300
     is_smoke = '"step": "cuda"'
@@ -127,7 +128,7 @@ def killed(rehearsal: Rehearsal, kind: signal.Signals) -> None:
     children = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     process.send_signal(kind)
     process.wait()
-    for child in children:  # SIGKILL leaves them running, each with a process group of its own
+    for child in children:  # SIGKILL leaves them running, each in its own process group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
     contents = rehearsal.check_files(out)
@@ -136,7 +137,7 @@ def killed(rehearsal: Rehearsal, kind: signal.Signals) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="the Python that stands in for the GPU machine's")
+    parser.add_argument("--python", required=True, help="the Python that replaces the GPU machine's")
     parser.add_argument("--seconds", type=float, default=2400, help="for the run of all parts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -151,11 +152,11 @@ def main() -> None:
         for scene, play in scenes:
             try:
                 play()
-            except Exception as error:  # the other scenes are played, too
+            except Exception as error:  # the other scenes still run
                 rehearsal.expect(f"{scene}: {type(error).__name__}: {error}", False)
     if rehearsal.wrong:
         raise SystemExit("gpu-rehearsal: " + "; ".join(rehearsal.wrong))
-    print("\ngpu-rehearsal: all as it should be")
+    print("\ngpu-rehearsal: everything as required")
 
 
 if __name__ == "__main__":

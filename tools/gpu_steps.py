@@ -1,4 +1,4 @@
-"""Runs commands until a deadline, and takes up again those that a crash cut short."""
+"""Runs commands until a deadline, and restarts those that a crash interrupted."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Step:
     name: str
     command: list[str]
     environment: dict[str, str]
-    folder: Path  # where it runs
-    lines: Path | None = None  # its file of results, with which a process that ended early is followed by another
-    expects: str = ""  # a pattern that its output must hold, beside an exit status of 0
-    refused: str = ""  # a pattern in the output of a tool that this machine does not let work
-    missing: str = ""  # why it cannot run here
-    is_optional: bool = False  # whether it may be left out where something is missing
-    fills_time: bool = False  # whether it takes the time there is, and a stop is no failure
+    folder: Path  # working directory
+    lines: Path | None = None  # its file of results, with which a process that ended early is restarted
+    expects: str = ""  # a pattern that its output must match, besides an exit status of 0
+    refused: str = ""  # a pattern in the output of a tool that this machine does not permit
+    missing: str = ""  # reason why it cannot run here
+    is_optional: bool = False  # whether it may be left out if something is missing
+    fills_time: bool = False  # whether it uses all available time, so that a stop is no failure
 
 
 class Row(NamedTuple):
@@ -48,7 +48,7 @@ class Running:
     process: subprocess.Popen[bytes]
     began: float = field(default_factory=time.monotonic)
     starts: int = 1
-    results: int = 0  # lines of results that the last start found
+    results: int = 0  # number of result lines at the last start
 
 
 def log_of(step: Step, out: Path) -> Path:
@@ -59,20 +59,25 @@ def start(step: Step, log: Path) -> subprocess.Popen[bytes]:
     step.folder.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         return subprocess.Popen(
-            step.command, cwd=step.folder, env=os.environ | step.environment, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            step.command,
+            cwd=step.folder,
+            env=os.environ | step.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and everything that it started."""
-    with contextlib.suppress(ProcessLookupError):  # all of it has ended
+    with contextlib.suppress(ProcessLookupError):  # the whole group has ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def begin_again(running: Running) -> bool:
-    """Starts a step that broke off before the end of its items, unless its last start got no further."""
+    """Restarts a step that ended before the last of its items, unless the last start made no progress."""
     step = running.step
     if step.lines is None or running.process.returncode in (0, 1) or running.starts >= MOST_STARTS:
         return False
@@ -85,7 +90,7 @@ def begin_again(running: Running) -> bool:
 
 
 def finish(running: Running) -> Row:
-    """The row of a step that has ended or run out of time; nothing that it started is left."""
+    """Row of a step that has ended or run out of time; stops all of its processes."""
     step, process = running.step, running.process
     seconds, state, why = time.monotonic() - running.began, "ok", ""
     if process.poll() is None:
@@ -95,9 +100,9 @@ def finish(running: Running) -> Row:
     stop(process)
     output = running.log.read_text(errors="replace")
     if state == "ok" and not re.search(step.expects, output):
-        state, why = "FAILED", f"its output has nothing like {step.expects}"
-    if state == "FAILED" and step.refused and (found := re.search(step.refused, output)):
-        state, why = "refused", found.group(0).strip()
+        state, why = "FAILED", f"its output does not match {step.expects}"
+    if state == "FAILED" and step.refused and (match := re.search(step.refused, output)):
+        state, why = "refused", match.group(0).strip()
     if state == "FAILED":
         print(f"--- {step.part}, {step.name}: {why}; the end of its log:")
         print(*output.splitlines()[-12:], sep="\n", flush=True)
@@ -107,7 +112,7 @@ def finish(running: Running) -> Row:
 
 
 def run(steps: list[Step], deadline: float, out: Path, together: int, ended: Callable[[Row], None]) -> None:
-    """Runs the steps, up to `together` at a time, and hands over the row of each as it ends."""
+    """Runs the steps, up to `together` at a time, and passes the row of each to `ended`."""
     waiting, running = list(steps), list[Running]()
     try:
         while waiting or running:
@@ -121,14 +126,14 @@ def run(steps: list[Step], deadline: float, out: Path, together: int, ended: Cal
                 else:
                     log = log_of(step, out)
                     running.append(Running(step, log, start(step, log)))
-            for one in list(running):
+            for active in list(running):
                 is_late = time.monotonic() >= deadline
-                if one.process.poll() is None and not is_late:
+                if active.process.poll() is None and not is_late:
                     continue
-                if is_late or not begin_again(one):
-                    running.remove(one)
-                    ended(finish(one))
+                if is_late or not begin_again(active):
+                    running.remove(active)
+                    ended(finish(active))
             time.sleep(0.02)
-    finally:  # interrupted, too
-        for one in running:
-            stop(one.process)
+    finally:  # also when interrupted
+        for active in running:
+            stop(active.process)

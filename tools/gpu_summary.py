@@ -1,6 +1,6 @@
-"""Writes the results of gpu_check: one page that a person reads in a minute, and one archive of everything.
+"""Writes the results of gpu_check: a one-minute summary page, and an archive of everything.
 
-python -m tools.gpu_summary FOLDER    # prints the page of a folder of results
+python -m tools.gpu_summary FOLDER    # prints the page for a folder of results
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from benchmarks.tables import timing_rows
 from tools import gpu_lines
 
-MOST_LOG = 400_000  # bytes of a log that are kept, from its end
-MOST_FAILURES = 40  # that the page shows
+MOST_LOG = 400_000  # bytes kept from the end of a log
+MOST_FAILURES = 40  # shown on the page
 OPS = (
     "group_advantages",
     "token_logprobs",
@@ -35,7 +35,7 @@ Result = dict[str, Any]
 
 
 def results(folder: Path) -> dict[str, gpu_lines.Line]:
-    """The last line of each test and case, by name."""
+    """Last line of each test and case, by name."""
     return {
         item: line
         for path in sorted(folder.glob("*.jsonl"))
@@ -44,7 +44,7 @@ def results(folder: Path) -> dict[str, gpu_lines.Line]:
 
 
 def ran_on(lines: dict[str, gpu_lines.Line]) -> Counter[str]:
-    """How many tests and cases passed in which an op was called on a backend, by op:backend."""
+    """Number of passed tests and cases that called an op on a backend, by op:backend."""
     counts: Counter[str] = Counter()
     for item, line in lines.items():
         if line["state"] == "passed":
@@ -57,22 +57,22 @@ def lacking(counts: Counter[str]) -> list[str]:
 
 
 def load(path: Path) -> Result:
-    """A JSON file, or nothing where a process was killed while it wrote."""
+    """Content of a JSON file, or {} if it is missing or was cut off."""
     try:
-        found: Result = json.loads(path.read_text())
+        content: Result = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
-    return found
+    return content
 
 
 def peer_rows(result: Result) -> list[str]:
     rows = ["| op, case | a peer's time over ours |", "|---|---|"]
-    for found in result["cases"]:
+    for case in result["cases"]:
         ratios = [
             f"{name} {other['ratio']:.2f}" if "ratio" in other else f"{name}: {next(iter(other.values()))}"[:80]
-            for name, other in found["providers"].items()
+            for name, other in case["providers"].items()
         ]
-        rows.append(f"| {found['op']}, {found['name']} | {'; '.join(ratios)} |")
+        rows.append(f"| {case['op']}, {case['name']} | {'; '.join(ratios)} |")
     return rows
 
 
@@ -83,7 +83,7 @@ def failures(lines: dict[str, gpu_lines.Line]) -> list[str]:
 
 
 def page(folder: Path) -> str:
-    """The summary, from whatever the folder holds so far."""
+    """Summary of the results that the folder holds so far."""
     check, lines = load(folder / "gpu_check.json"), results(folder)
     counts, states = ran_on(lines), Counter(line["state"] for line in lines.values())
     machine = check.get("machine", {})
@@ -97,7 +97,7 @@ def page(folder: Path) -> str:
     parts.append("## Tests and cases")
     parts.append(", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none")
     table = ["| passed | " + " | ".join(BACKENDS) + " |", "|---|" + "---|" * len(BACKENDS)]
-    table += [f"| {op} | " + " | ".join(str(counts[f"{op}:{each}"]) for each in BACKENDS) + " |" for op in OPS]
+    table += [f"| {op} | " + " | ".join(str(counts[f"{op}:{backend}"]) for backend in BACKENDS) + " |" for op in OPS]
     parts.append("\n".join(table))
     if bad := failures(lines):
         parts += ["## What failed", "\n".join(bad)]
@@ -113,7 +113,7 @@ def page(folder: Path) -> str:
 
 
 def bundle(folder: Path, out: Path) -> None:
-    """Writes summary.md and gpu_check.tar.gz. Both are whole at any moment: a file takes its name once it is done."""
+    """Writes summary.md and gpu_check.tar.gz, each renamed once it is complete, so that neither is ever partial."""
     out.mkdir(parents=True, exist_ok=True)
     text = page(folder)
     (folder / "summary.md").write_text(text)
@@ -121,7 +121,7 @@ def bundle(folder: Path, out: Path) -> None:
     partial.write_text(text)
     partial.rename(out / "summary.md")
     with tarfile.open(partial, "w:gz") as archive:
-        for path in sorted(each for each in folder.iterdir() if each.is_file()):
+        for path in sorted(file for file in folder.iterdir() if file.is_file()):
             if path.suffix == ".log" and path.stat().st_size > MOST_LOG:
                 cut = folder / "cut"
                 cut.write_bytes(b"[its beginning is left out]\n" + path.read_bytes()[-MOST_LOG:])

@@ -1,10 +1,10 @@
-"""A pytest plugin for gpu_check: the tests worth a GPU, in shares, with a line for each as it ends.
+"""A pytest plugin for gpu_check: runs the tests that need a GPU, in shares, and writes a line for each as it ends.
 
     python -m pytest -p tools.gpu_tests --shard 1/4 --results tests_1.jsonl tests/ops
 
-Cases of the cpu and the reference backend are left out. CUDA's come first, as Triton compiles many of its own. A line
-names the ops and backends chosen for tensors on the GPU. A GPU that reports an error does so in every later call of its
-process, so this one ends; the same command then goes on behind the results that the file holds.
+Cases of the cpu and reference backends are left out. CUDA's cases come first, as Triton compiles many kernels for its
+own. A line names the ops and backends chosen for tensors on the GPU. After an error the GPU reports one in every later
+call of the process, so the process ends; the same command then continues after the results in the file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_kernels import dispatch
+from grpo_kernels import backends
 from tools import gpu_lines
 
 _ran: set[str] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="1/1", help="I/N: the I-th of N shares of the tests; each case is in one")
+    parser.addoption("--shard", default="1/1", help="I/N: the I-th of N disjoint shares of the tests")
     parser.addoption("--results", type=Path, help="a file that gets a line per test")
     parser.addoption("--patience", type=float, default=60, help="seconds until a test counts as hung")
     parser.addoption("--stand-ins", action="store_true", help="record calls on CPU tensors, in a rehearsal")
@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     device = "cpu" if config.getoption("--stand-ins") else "cuda"
-    dispatch.select = recording(dispatch.select, device)
+    backends.select = recording(backends.select, device)
     if config.getoption("--results"):
         lines = gpu_lines.Lines(config.getoption("--results"), config.getoption("--patience"))
         config.pluginmanager.register(Recorder(lines), "gpu_lines")
@@ -51,13 +51,13 @@ def recording(select: Callable[..., str], device: str = "cuda") -> Callable[...,
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = (int(number) for number in config.getoption("--shard").split("/"))
-    wanted = [item for item in items if backend_of(item) not in ("cpu", "reference")]
+    on_gpu = [item for item in items if backend_of(item) not in ("cpu", "reference")]
     recorder = config.pluginmanager.get_plugin("gpu_lines")
     done = recorder.lines.known if recorder else {}
-    kept = [item for item in wanted if digest(item) % shares == share - 1 and item.nodeid not in done]
-    kept.sort(key=lambda item: backend_of(item) == "triton")
-    config.hook.pytest_deselected(items=list(set(items) - set(kept)))
-    items[:] = kept
+    selected = [item for item in on_gpu if digest(item) % shares == share - 1 and item.nodeid not in done]
+    selected.sort(key=lambda item: backend_of(item) == "triton")
+    config.hook.pytest_deselected(items=list(set(items) - set(selected)))
+    items[:] = selected
 
 
 def backend_of(item: pytest.Item) -> str | None:
@@ -70,7 +70,7 @@ def digest(item: pytest.Item) -> int:
 
 
 class Recorder:
-    """Writes the lines; a test's state is that of its worst phase."""
+    """Writes a line per test, whose state is that of its worst phase."""
 
     def __init__(self, lines: gpu_lines.Lines) -> None:
         self.lines = lines
@@ -103,13 +103,13 @@ class Recorder:
             os._exit(gpu_lines.START_AGAIN)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """The exit status is that of all results, those of processes before this one included."""
+        """Sets the exit status from all results, including those of earlier processes."""
         if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = int(any(line["state"] in gpu_lines.BAD for line in self.lines.known.values()))
 
 
 def first_failure(report: pytest.TestReport) -> str:
-    """The lines of pytest's report that say what failed, and where."""
+    """Phase, message and place of a failure, from pytest's report."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is None:
         return f"{report.when}: {str(report.longrepr).strip()[-400:]}"

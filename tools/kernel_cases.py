@@ -1,21 +1,20 @@
-"""Small cases of every GPU kernel: values and gradients on a backend against the float64 reference.
+"""Checks small cases of every GPU kernel: values and gradients on a backend against the float64 reference.
 
     python -m tools.kernel_cases                                  # the CUDA kernels' cases
     python -m tools.kernel_cases --backend cuda triton --smoke    # first, one small call of each op
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tools.kernel_cases
 
-Results must be as close to float64 as twice the reference's own error in the working dtype. With --results a line for
-each item is appended to a file as it ends, and items that the file holds are left out: after a crash the same command
-goes on behind it. Without a GPU, --device cpu runs the kernels in their stand-ins, the emulator and Triton's
-interpreter; tests/test_sanitizer.py does so under AddressSanitizer, and tests/test_kernel_cases.py checks that the
-cases launch the kernels they name and that no kernel of csrc is without one.
+The error against float64 must be at most twice that of the reference in the working dtype. With --results a line per
+item is appended to a file as it ends, and items in the file are skipped: after a crash the same command continues.
+Without a GPU, --device cpu runs the kernels in the emulator and in Triton's interpreter; tests/test_sanitizer.py does
+so under AddressSanitizer, and tests/test_kernel_cases.py checks that the cases launch the kernels they name and that
+every kernel of csrc has a case.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import os
 import sys
 import time
@@ -28,14 +27,15 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.ops.similarity_groups import registration
 from tools import gpu_lines
 
-Put = Callable[[Tensor], Tensor]  # onto the device of the backend
+Put = Callable[[Tensor], Tensor]  # moves a tensor to the device of the backend
 Results = Iterator[Tensor]
 
 
 class Case(NamedTuple):
-    """A generator of results, and the kernels of csrc/cuda/<source>.cu that it launches, as source.kernel."""
+    """A generator of results, and the CUDA kernels that it launches, as op.kernel."""
 
     run: Callable[[str, Put], Results]
     kernels: set[str]
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 def advantages(names: tuple[str, ...], sizes: tuple[int, ...], backend: str, put: Put) -> Results:
-    """Some configs on some numbers of rows; groups by number and by id."""
+    """Named configs on several numbers of rows, with groups by size and by id."""
     for name in names:
         config = gk.AdvantageConfig(name)
         for rows in sizes:
@@ -65,36 +65,36 @@ def every_config(backend: str, put: Put) -> Results:
 
 
 def every_size(backend: str, put: Put) -> Results:
-    """Segments for a lane, a warp and a block."""
+    """Groups of a lane, a warp and a block."""
     yield from advantages(("gdpo", "grpo_passk"), (0, 1, 7, 40, 2100), backend, put)
 
 
 def few_advantages(backend: str, put: Put) -> Results:
-    """Few of the settings that Triton compiles in, as each takes it seconds."""
+    """A few compile-time settings, each of which takes Triton seconds."""
     yield from advantages(("grpo", "rloo", "gdpo"), (40,), backend, put)
 
 
 def shrunk_advantages(backend: str, put: Put) -> Results:
-    """Small clusters borrow from their group, whose statistics come first."""
+    """Shrinkage, which needs the statistics of the parent groups first."""
     config = gk.AdvantageConfig("grpo", shrinkage=2.0)
     groups, clusters = put(torch.randint(0, 9, (500,))), put(torch.randint(-1, 3, (500,)))
     yield from gk.group_advantages(put(torch.randn(500)), groups, subgroups=clusters, config=config, backend=backend)
 
 
 def large_advantages(backend: str, put: Put) -> Results:
-    """More rows than one block takes."""
+    """More rows than one block handles."""
     yield from gk.group_advantages(put(torch.randn(65536 + 256)), 256, config="batch_std", backend=backend)
 
 
 def logprobs(backend: str, put: Put) -> Results:
     shapes = ((1, torch.float32), (31, torch.bfloat16), (1041, torch.float16), (1041, torch.float32))
     for columns, dtype in shapes:
-        for shift in (0, 1):  # rows at any address, and to the last byte of their memory
+        for shift in (0, 1):  # unaligned rows, up to the last byte of their memory
             logits = put(torch.randn(3 * columns + shift).to(dtype))[shift:].view(3, columns).requires_grad_()
             targets, cap = put(torch.tensor([0, -100, columns - 1])), 9.0 if shift else None
-            found = gk.token_logprobs(logits, targets, softcap=cap, return_entropy=shift == 0, backend=backend)
-            yield from (each for each in found if each is not None)
-            total = found.logprobs.sum() if found.entropy is None else (found.logprobs + found.entropy).sum()
+            result = gk.token_logprobs(logits, targets, softcap=cap, return_entropy=shift == 0, backend=backend)
+            yield from (tensor for tensor in result if tensor is not None)
+            total = result.logprobs.sum() if result.entropy is None else (result.logprobs + result.entropy).sum()
             yield torch.autograd.grad(total, logits)[0]
     logits = put(torch.randn(3, 1041)).requires_grad_()
     targets = put(torch.tensor([0, -100, 9]))
@@ -103,14 +103,14 @@ def logprobs(backend: str, put: Put) -> Results:
 
 
 def outside_logprobs(backend: str, put: Put) -> Results:
-    """Targets that no column has, which the reference refuses: NaN, and nothing is read there."""
+    """Targets outside the vocabulary, which the reference refuses: NaN, without a read."""
     if backend == "reference":
         yield from [torch.tensor([True, True])] * 2
         return
     logits = put(torch.randn(2, 7)).requires_grad_()
-    found = gk.token_logprobs(logits, put(torch.tensor([7, -1])), backend=backend)
-    yield found.logprobs.isnan()
-    yield torch.autograd.grad(found.logprobs.sum(), logits)[0].isnan().any(1)
+    result = gk.token_logprobs(logits, put(torch.tensor([7, -1])), backend=backend)
+    yield result.logprobs.isnan()
+    yield torch.autograd.grad(result.logprobs.sum(), logits)[0].isnan().any(1)
 
 
 LOSSES = {
@@ -124,9 +124,9 @@ LOSSES = {
 
 
 def losses(name: str, backend: str, put: Put) -> Results:
-    """Rows padded and packed, longer than a task, without tokens."""
+    """Padded and packed rows, some longer than a task and one without tokens."""
     lengths = [1500, 40, 0, 70]
-    place = torch.cat([torch.arange(length) for length in lengths])  # in its row
+    place = torch.cat([torch.arange(length) for length in lengths])  # position in the row
     for is_packed in (False, True):
         places = place if is_packed else torch.arange(70).expand(4, 70)
         bounds = put(torch.tensor([0, *lengths]).cumsum(0)) if is_packed else None
@@ -134,7 +134,7 @@ def losses(name: str, backend: str, put: Put) -> Results:
 
 
 def many_losses(backend: str, put: Put) -> Results:
-    """So many rows that their sums are added up in two steps."""
+    """Enough rows for a reduction in two steps."""
     yield from one_loss(
         gk.LossConfig.trl(loss_type="dapo"), torch.arange(2).expand(1100, 2), 1100, backend, put, normalizer=7.0
     )
@@ -146,36 +146,48 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
     near = [put(start + 0.1 * torch.randn(shape)) for _ in range(2)]
     leaf, entropy = put(start).requires_grad_(), put(torch.rand(shape)) if config.entropy_coef else None
     segments = put(places.div(7, rounding_mode="floor").contiguous())
-    found = gk.policy_loss(
-        leaf, near[0], put(torch.randn(rows)), mask=put(torch.rand(shape) > 0.3), entropy=entropy,
+    result = gk.policy_loss(
+        leaf,
+        near[0],
+        put(torch.randn(rows)),
+        mask=put(torch.rand(shape) > 0.3),
+        entropy=entropy,
         ref_logprobs=near[1] if config.kl != "none" else None,
-        segments=segments if config.ratio == "segment" else None, config=config, backend=backend, **options,
-    )  # fmt: skip
-    yield found.loss.detach()
-    yield found.metrics.tensor.to(leaf.dtype)  # sums over terms of that precision
-    yield torch.autograd.grad(found.loss, leaf)[0]
+        segments=segments if config.ratio == "segment" else None,
+        config=config,
+        backend=backend,
+        **options,
+    )
+    yield result.loss.detach()
+    yield result.metrics.tensor.to(leaf.dtype)  # sums of terms in that precision
+    yield torch.autograd.grad(result.loss, leaf)[0]
 
 
 def segments(backend: str, put: Put) -> Results:
-    """With a critic and without; rows that are padded, and rows that are packed."""
+    """Padded rows with and without a critic, for each normalisation."""
     for norm in ("none", "batch", "prompt"):
         for has_critic in (False, True):
             shape, groups = (6, 70), put(torch.tensor([3, 0, 3, 3, 0, -1]))
             start = -torch.rand(shape)
             old, values = put(start + 0.1 * torch.randn(shape)), put(torch.randn(shape))
             yield from gk.endpoint_segments(
-                put(torch.randn(shape)), put(start), old, put(torch.rand(shape) > 0.1),
-                values=values if has_critic else None, groups=groups if norm == "prompt" or not has_critic else None,
-                config={"norm": norm, "group_variance_threshold": 2.0}, backend=backend,
-            )  # fmt: skip
+                put(torch.randn(shape)),
+                put(start),
+                old,
+                put(torch.rand(shape) > 0.1),
+                values=values if has_critic else None,
+                groups=groups if norm == "prompt" or not has_critic else None,
+                config={"norm": norm, "group_variance_threshold": 2.0},
+                backend=backend,
+            )
 
 
 WRONG_BOUNDS = ([0, 9000], [0, 40, 101], [9, 41, 60, 73], [-9, 50, 20, 900], [0, 2**63 - 1, -(2**63), 60], [5])
 
 
 def outside_segments(backend: str, put: Put) -> Results:
-    """Kernels run on whatever `cu_seqlens` holds before a GPU reports it, so the assertion is left out: no memory
-    outside is touched. Nothing is promised of the results but their shape."""
+    """Invalid `cu_seqlens`: a GPU reports them only after the kernels have run, so the assertion is disabled and the
+    kernels must not touch memory outside. Only the shape of the results is defined."""
     for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
         if backend == "reference":
             yield from [torch.tensor([73])] * 2
@@ -183,17 +195,21 @@ def outside_segments(backend: str, put: Put) -> Results:
         groups, tokens = torch.arange(len(bounds) - 1) % 2, put(torch.randn(3, 73))
         for values in (put(torch.randn(73)), None):
             with mock.patch("torch._assert_async"):
-                found = gk.endpoint_segments(
-                    *tokens, put(torch.rand(73) < 0.9), values=values, groups=put(groups),
-                    cu_seqlens=put(torch.tensor(bounds)), config={"norm": "prompt", "credit": "broadcast"},
+                result = gk.endpoint_segments(
+                    *tokens,
+                    put(torch.rand(73) < 0.9),
+                    values=values,
+                    groups=put(groups),
+                    cu_seqlens=put(torch.tensor(bounds)),
+                    config={"norm": "prompt", "credit": "broadcast"},
                     backend=backend,
-                )  # fmt: skip
-            yield torch.tensor(found.advantages.shape)
+                )
+            yield torch.tensor(result.advantages.shape)
 
 
 def outside_losses(backend: str, put: Put) -> Results:
-    """As outside_segments; the numbers of segments may hold anything, too."""
-    anything = torch.randint(-(2**31), 2**31, (100,))
+    """Invalid `cu_seqlens`, as in outside_segments, with arbitrary segment ids."""
+    arbitrary = torch.randint(-(2**31), 2**31, (100,))
     for config in LOSSES.values():
         for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
             if backend == "reference":
@@ -201,12 +217,12 @@ def outside_losses(backend: str, put: Put) -> Results:
                 continue
             rows, cu_seqlens = len(bounds) - 1, put(torch.tensor(bounds))
             with mock.patch("torch._assert_async"):
-                for result in one_loss(config, 7 * anything, rows, backend, put, cu_seqlens=cu_seqlens):
+                for result in one_loss(config, 7 * arbitrary, rows, backend, put, cu_seqlens=cu_seqlens):
                     yield torch.tensor(result.shape)
 
 
 def similarity(backend: str, put: Put) -> Results:
-    """Prompts of each size of tile, and ragged ones."""
+    """Prompts of each tile size, and ragged ones."""
     for size, dtype in ((5, torch.float32), (20, torch.bfloat16), (40, torch.float16)):
         yield from one_prompt(size, dtype, backend, put)
     ids = put(torch.randint(0, 3, (40,)))
@@ -215,20 +231,21 @@ def similarity(backend: str, put: Put) -> Results:
 
 
 def outside_similarity(backend: str, put: Put) -> Results:
-    """More and larger groups than `num_groups` and `max_size` promise; as outside_segments. The op is called directly:
-    off the GPU the promises are checked at once."""
+    """More and larger groups than `num_groups` and `max_size` announce, as in outside_segments. The op is called
+    directly, as the public function checks them off the GPU."""
     if backend == "reference":
         yield torch.tensor([40])
         return
     order, offsets = put(torch.randperm(40)), put(torch.tensor([0, 20, 29]))
     config = gk.SimilarityConfig()
-    forward = importlib.import_module("grpo_kernels.native.similarity_groups").forward
-    results = forward(put(torch.randn(40, 9)), order, offsets, 2, 5, None, config.modes, config.coefficients)
+    results = registration.FORWARD["cuda"](
+        put(torch.randn(40, 9)), order, offsets, 2, 5, None, config.modes, config.coefficients
+    )
     yield torch.tensor(results[0].shape)
 
 
 def large_similarity(backend: str, put: Put) -> Results:
-    """Prompts whose matrix does not fit into shared memory, which Triton leaves to others."""
+    """Prompts whose matrix exceeds shared memory, which Triton does not support."""
     yield from one_prompt(256, torch.float32, backend, put)
     yield from parts(200, backend, put)
 
@@ -272,23 +289,23 @@ CASES = {
     },
     "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "total", "tokens", "rows", "reduce")),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "finish")),
-    "segments": Case(segments, kernels(
-        "endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"
-    )),
-    "outside_segments": Case(outside_segments, kernels(
-        "endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"
-    )),
-    "similarity": Case(similarity, kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster")),
-    "outside_similarity": Case(
-        outside_similarity, kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster"), ("cuda",)
+    "segments": Case(
+        segments,
+        kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
     ),
+    "outside_segments": Case(
+        outside_segments,
+        kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
+    ),
+    "similarity": Case(similarity, kernels("similarity_groups", "cosine", "cluster")),
+    "outside_similarity": Case(outside_similarity, kernels("similarity_groups", "cosine", "cluster"), ("cuda",)),
     "similarity_parts": Case(similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette")),
     "large_similarity": Case(
         large_similarity,
-        kernels("pairwise_cosine", "cosine") | kernels("similarity_groups", "cluster", "tree", "silhouette"),
+        kernels("similarity_groups", "cosine", "cluster", "tree", "silhouette"),
         ("cuda",),
     ),
-}  # fmt: skip
+}
 
 
 def smoke_advantages(backend: str, put: Put) -> Results:
@@ -375,13 +392,15 @@ def as_double(tensor: Tensor) -> Tensor:
 
 
 def compare(run: Callable[[str, Put], Results], what: str, backend: str, device: torch.device) -> int:
-    """Compares the results of one case with the reference's; returns how many there were."""
-    from tests.harness import assert_within_budget  # imports pytest, which takes the sanitizer a while
+    """Compares the results of one case with the reference's, and returns their number."""
+    from tests.harness import assert_within_budget  # imports pytest, which is slow under the sanitizer
 
     outputs: list[list[Tensor]] = []
     puts: tuple[tuple[str, Put], ...] = (
-        (backend, lambda tensor: tensor.to(device)), ("reference", lambda tensor: tensor), ("reference", as_double),
-    )  # fmt: skip
+        (backend, lambda tensor: tensor.to(device)),
+        ("reference", lambda tensor: tensor),
+        ("reference", as_double),
+    )
     for name, put in puts:
         torch.manual_seed(0)
         outputs.append([result.detach().cpu() for result in run(name, put)])
@@ -400,15 +419,15 @@ def check(name: str, device: torch.device, backend: str = "cuda") -> int:
 
 def enable_stand_ins() -> None:
     """Runs the CUDA kernels in the emulator and Triton's in its interpreter, on CPU tensors."""
-    from grpo_kernels import capability
+    from grpo_kernels import backends
     from tests.emulation import build
 
     torch.ops.load_library(str(build.library()))
-    capability.enable_emulated_cuda()
+    backends.enable_emulated_cuda()
 
 
 def report(items: dict[str, Callable[[], int]], path: Path, patience: float) -> int:
-    """Runs the items that the file has no result of, a line each; returns the process's exit status."""
+    """Runs the items without a result in the file, writes a line for each, and returns the exit status."""
     lines = gpu_lines.Lines(path, patience)
     for item, run in items.items():
         if item in lines.known:
@@ -429,12 +448,14 @@ def report(items: dict[str, Callable[[], int]], path: Path, patience: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="by name; all if left out")
+    parser.add_argument("cases", nargs="*", help="names of cases; default: all")
     parser.add_argument("--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the kernels' stand-ins")
-    parser.add_argument("--smoke", action="store_true", help="one small call of each op in place of the cases")
-    parser.add_argument("--share", default="1/1", help="I/N: every N-th item, from the I-th on")
-    parser.add_argument("--results", type=Path, help="a file that gets a line per item; without it, fail at the first")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: emulator and interpreter")
+    parser.add_argument("--smoke", action="store_true", help="run one small call of each op instead of the cases")
+    parser.add_argument("--share", default="1/1", help="I/N: every N-th item, starting with the I-th")
+    parser.add_argument(
+        "--results", type=Path, help="a file that gets a line per item; default: stop at the first failure"
+    )
     parser.add_argument("--patience", type=float, default=120, help="seconds until an item of --results counts as hung")
     options = parser.parse_args()
     if options.device == "cpu":

@@ -49,7 +49,7 @@ def nightly(parts: Mapping[str, str]) -> int:
         for name, command in parts.items():
             print(f"== {name}: {command}", flush=True)
             outcomes[name] = run_part(command)
-    finally:  # also when it is interrupted
+    finally:  # also when interrupted
         print(format_table(outcomes), flush=True)
     return int(any(state != "ok" for state, _ in outcomes.values()))
 

@@ -1,11 +1,11 @@
-"""The peers' own tests, run with their functions and with ours in their place.
+"""Runs the peers' own tests with their functions, and with ours in their place.
 
     python tools/peer_tests.py trl ~/trl               # a checkout of huggingface/trl: its tests of GRPOTrainer
-    python tools/peer_tests.py verl ~/verl             # of verl-project/verl: those of its losses and advantages
-    python tools/peer_tests.py trl ~/trl -k "train"    # what follows goes to pytest
+    python tools/peer_tests.py verl ~/verl             # of verl-project/verl: its tests of losses and advantages
+    python tools/peer_tests.py trl ~/trl -k "train"    # further arguments go to pytest
 
-The models and data that TRL's tests download are made here instead, small and random, under the same names. A test that
-passes with the peer's own functions has to pass with ours; the exit status says whether all do. Lists go to --json.
+The models and data that TRL's tests download are generated instead, small and random, under the same names. A test that
+passes with the peer's functions must pass with ours; the exit status is 1 otherwise. --json stores the lists.
 """
 
 from __future__ import annotations
@@ -24,26 +24,47 @@ from pathlib import Path
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
-PLACE = "PEER_TESTS"  # of the environment: set in the processes that pytest runs in
+VARIABLE = "PEER_TESTS"  # environment variable, set for the processes of pytest
 FILES = {
     "trl": ["tests/test_grpo_trainer.py"],
     "verl": [
-        *(f"tests/trainer/ppo/test_{name}.py" for name in (
-            "core_algos_on_cpu", "dynamic_policy_losses_on_cpu", "loss_aggregation_on_cpu", "metric_utils_on_cpu",
-            "reinforce_pp_multiturn_on_cpu", "rollout_corr_integration", "value_loss_normalization_on_cpu",
-        )),
+        *(
+            f"tests/trainer/ppo/test_{name}.py"
+            for name in (
+                "core_algos_on_cpu",
+                "dynamic_policy_losses_on_cpu",
+                "loss_aggregation_on_cpu",
+                "metric_utils_on_cpu",
+                "reinforce_pp_multiturn_on_cpu",
+                "rollout_corr_integration",
+                "value_loss_normalization_on_cpu",
+            )
+        ),
         "tests/trainer/test_multi_trajectories_advantage_on_cpu.py",
     ],
-}  # fmt: skip
-# verl imports servers and queues at the top of modules whose functions on tensors are tested
-OTHER_PARTS = ("cachetools", "uvicorn", "fastapi", "transfer_queue")
+}
+# imported at the top of verl's modules, but not used by the tested functions
+UNUSED_IMPORTS = ("cachetools", "uvicorn", "fastapi", "transfer_queue")
 HUB = "trl-internal-testing"
 TEXTS = [
-    "Better late than never", "Beautiful is better than ugly", "Simple is better than complex", "Now is the time",
-    "Readability counts", "Errors should never pass silently", "In the face of doubt", "There should be one way",
-    "Flat is better than nested", "Sparse is better than dense", "Special cases are rare", "Explicit is better",
-    "Practicality beats purity", "Unless silenced", "Although that way", "If it is hard to explain", "One idea",
-]  # fmt: skip
+    "Better late than never",
+    "Beautiful is better than ugly",
+    "Simple is better than complex",
+    "Now is the time",
+    "Readability counts",
+    "Errors should never pass silently",
+    "In the face of doubt",
+    "There should be one way",
+    "Flat is better than nested",
+    "Sparse is better than dense",
+    "Special cases are rare",
+    "Explicit is better",
+    "Practicality beats purity",
+    "Unless silenced",
+    "Although that way",
+    "If it is hard to explain",
+    "One idea",
+]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -66,16 +87,23 @@ def make_models(folder: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     size = {
-        "vocab_size": len(tokenizer), "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "num_hidden_layers": 2, "intermediate_size": 32, "initializer_range": 0.2, **ends,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "initializer_range": 0.2,
+        **ends,
+    }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
     kinds: dict[str, tuple[type, dict[str, object]]] = {
         "tiny-Qwen2ForCausalLM-2.5": (tf.Qwen2ForCausalLM, size),
         "tiny-Qwen2ForSequenceClassification-2.5": (tf.Qwen2ForSequenceClassification, size | {"num_labels": 1}),
         "tiny-Qwen3ForCausalLM": (tf.Qwen3ForCausalLM, size | {"head_dim": 4}),
         "tiny-Qwen3ForSequenceClassification": (
-            tf.Qwen3ForSequenceClassification, size | {"head_dim": 4, "num_labels": 1},
+            tf.Qwen3ForSequenceClassification,
+            size | {"head_dim": 4, "num_labels": 1},
         ),
         "tiny-Qwen3MoeForCausalLM": (tf.Qwen3MoeForCausalLM, size | {"head_dim": 4} | experts),
         "tiny-LlamaForCausalLM-3.2": (tf.LlamaForCausalLM, size),
@@ -83,7 +111,7 @@ def make_models(folder: Path) -> None:
         "tiny-MistralForCausalLM-0.2": (tf.MistralForCausalLM, size | {"head_dim": 4}),
         "tiny-Gemma2ForCausalLM": (tf.Gemma2ForCausalLM, size | {"head_dim": 4}),
         "tiny-Cohere2ForCausalLM": (tf.Cohere2ForCausalLM, size),
-    }  # fmt: skip
+    }
     for name, (kind, settings) in kinds.items():
         torch.manual_seed(0)
         kind(kind.config_class(**settings)).save_pretrained(folder / name)  # type: ignore[attr-defined]
@@ -91,13 +119,13 @@ def make_models(folder: Path) -> None:
 
 
 def make_data(folder: Path) -> None:
-    """The prompts of `zen`, as text and as a conversation."""
-    of_name = {
+    """Writes a stand-in for TRL's data set `zen`, as text and as conversations."""
+    configs = {
         "standard_prompt_only": [{"prompt": text} for text in TEXTS],
         "conversational_prompt_only": [{"prompt": [{"role": "user", "content": text}]} for text in TEXTS],
     }
     header = ["---", "configs:"]
-    for name, lines in of_name.items():
+    for name, lines in configs.items():
         header += [f"- config_name: {name}", "  data_files:"]
         for split, part in (("train", lines), ("test", lines[:2])):
             path = folder / "zen" / name / f"{split}.jsonl"
@@ -107,26 +135,28 @@ def make_data(folder: Path) -> None:
     (folder / "zen" / "README.md").write_text("\n".join([*header, "---", ""]))
 
 
-def run(peer: str, place: Path, kind: str, arguments: list[str]) -> dict[str, str]:
-    """Of each test: passed, failed, error or skipped."""
-    report = place / f"{kind}.xml"
+def run(peer: str, folder: Path, kind: str, arguments: list[str]) -> dict[str, str]:
+    """Outcome of each test by name: passed, failed, error or skipped."""
+    report = folder / f"{kind}.xml"
     paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths), PLACE: f"{peer} {kind}"}
-    files = [name for name in FILES[peer] if (place / name).exists()]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths), VARIABLE: f"{peer} {kind}"}
+    files = [name for name in FILES[peer] if (folder / name).exists()]
+    options = ["-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--tb=short"]
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", Path(__file__).stem, "-p", "no:cacheprovider", "--tb=short",
-         f"--junitxml={report}", *files, *arguments],
-        cwd=place, env=environment, check=False,
-    )  # fmt: skip
-    found = {}
+        [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *files, *arguments],
+        cwd=folder,
+        env=environment,
+        check=False,
+    )
+    results = {}
     for case in ElementTree.parse(report).iter("testcase"):
         outcomes = {"failure": "failed", "error": "error", "skipped": "skipped"}
         outcome = next((outcomes[child.tag] for child in case if child.tag in outcomes), "passed")
-        found[f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"] = outcome
-    return found
+        results[f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"] = outcome
+    return results
 
 
-def put_ours_into_trl() -> None:
+def replace_in_trl() -> None:
     import trl
 
     from grpo_kernels.integrations.trl import FusedGRPOTrainer
@@ -134,7 +164,7 @@ def put_ours_into_trl() -> None:
     trl.GRPOTrainer = FusedGRPOTrainer  # type: ignore[misc]
 
 
-def put_ours_into_verl() -> None:
+def replace_in_verl() -> None:
     from verl.trainer.ppo import core_algos
 
     from grpo_kernels.integrations.verl import patch_verl
@@ -144,22 +174,24 @@ def put_ours_into_verl() -> None:
         (core_algos.POLICY_LOSS_REGISTRY, ("compute_policy_loss_{}",)),
         (core_algos.ADV_ESTIMATOR_REGISTRY, ("compute_{}_outcome_advantage", "compute_{}_advantage")),
     ):
-        for name in [name for name in registry if name.startswith("fused_")]:
-            theirs, ours = name.removeprefix("fused_"), registry[name]
-            if theirs in registry and theirs not in ("grpo", "gdpo"):  # called by verl itself, and patched
-                registry[theirs] = ours
-                for attribute in [each.format(theirs) for each in suffixes if hasattr(core_algos, each.format(theirs))]:
-                    setattr(core_algos, attribute, ours)
+        for fused in [name for name in registry if name.startswith("fused_")]:
+            name, ours = fused.removeprefix("fused_"), registry[fused]
+            # verl calls grpo and gdpo directly, and patch_verl replaces them
+            if name in registry and name not in ("grpo", "gdpo"):
+                registry[name] = ours
+                for function in (suffix.format(name) for suffix in suffixes):
+                    if hasattr(core_algos, function):
+                        setattr(core_algos, function, ours)
 
 
 def listed(theirs: dict[str, str], ours: dict[str, str]) -> str:
-    """Markdown: the tests by what came of them with either, cases of one test counted."""
+    """Markdown list of the tests by both outcomes, with the number of cases of each test."""
     outcomes: dict[tuple[str, str], Counter[str]] = {}
     for name, outcome in theirs.items():
         outcomes.setdefault((outcome, ours.get(name, "missing")), Counter())[name.split("::")[-1].split("[")[0]] += 1
     lines = []
     for (with_theirs, with_ours), tests in sorted(outcomes.items()):
-        lines.append(f"**{with_theirs} with theirs, {with_ours} with ours: {tests.total()}**\n")
+        lines.append(f"**{with_theirs} with the peer's code, {with_ours} with ours: {tests.total()}**\n")
         lines.append(
             ", ".join(f"{name} ({count})" if count > 1 else name for name, count in sorted(tests.items())) + "\n"
         )
@@ -171,31 +203,31 @@ def main() -> int:
     parser.add_argument("peer", choices=FILES)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--json", type=Path)
-    given, arguments = parser.parse_known_args()
+    options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        shutil.copytree(given.checkout / "tests", place / "tests")
-        if given.peer == "trl":
+        shutil.copytree(options.checkout / "tests", place / "tests")
+        if options.peer == "trl":
             make_models(place / HUB)
             make_data(place / HUB)
-        theirs, ours = (run(given.peer, place, kind, arguments) for kind in ("theirs", "ours"))
+        theirs, ours = (run(options.peer, place, kind, arguments) for kind in ("theirs", "ours"))
     worse = [name for name, outcome in theirs.items() if outcome == "passed" and ours.get(name) != "passed"]
     print(f"theirs {dict(Counter(theirs.values()))}, ours {dict(Counter(ours.values()))}")
-    print("passing with theirs alone:", *(worse or ["none"]), sep="\n  ")
+    print("passing only with the peer's code:", *(worse or ["none"]), sep="\n  ")
     print(listed(theirs, ours))
-    if given.json is not None:
-        given.json.write_text(json.dumps({"theirs": theirs, "ours": ours}, indent=1) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"theirs": theirs, "ours": ours}, indent=1) + "\n")
     return 1 if worse or "passed" not in theirs.values() else 0
 
 
-if PLACE in os.environ and __name__ != "__main__":  # loaded by pytest as a plugin
-    _peer, _kind = os.environ[PLACE].split()
+if VARIABLE in os.environ and __name__ != "__main__":  # loaded by pytest as a plugin
+    _peer, _kind = os.environ[VARIABLE].split()
     if _peer == "verl":
-        for _name in OTHER_PARTS:
+        for _name in UNUSED_IMPORTS:
             if importlib.util.find_spec(_name) is None:
                 sys.modules[_name] = MagicMock(__path__=[], __spec__=ModuleSpec(_name, None))
     if _kind == "ours":
-        put_ours_into_trl() if _peer == "trl" else put_ours_into_verl()
+        replace_in_trl() if _peer == "trl" else replace_in_verl()
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 __all__ = ["contractions"]
 
-# Fused on purpose, or inside of the math library, whose code is attributed to the line of the call.
+# Fused on purpose, or inside the math library, whose code is attributed to the line of the call.
 _FUSED_ON_PURPOSE = re.compile(r"\b(fmaf?|exp|expm1|log|log1p)\(")
 
 
@@ -18,15 +18,15 @@ def contractions(ptx: str) -> list[str]:
     that call ``fma`` or a function of the math library are left out. The PTX needs line information.
     """
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', ptx, flags=re.MULTILINE))
-    found = set()
+    lines = set()
     where = ("", 0)
     for line in ptx.splitlines():
         location = re.match(r"\s*\.loc\s+(\d+)\s+(\d+)", line)
         if location is not None:
             where = (files[location[1]], int(location[2]))
         elif re.match(r"\s*(@\S+\s+)?(fma\.rn(\.ftz)?|(mul|add|sub)(\.ftz)?)\.f(32|64)\b", line):
-            found.add(where)
-    texts = [f"{Path(file).name}:{number}: {_source_line(file, number)}" for file, number in sorted(found)]
+            lines.add(where)
+    texts = [f"{Path(file).name}:{number}: {_source_line(file, number)}" for file, number in sorted(lines)]
     return [text for text in texts if _FUSED_ON_PURPOSE.search(text) is None]
 
 

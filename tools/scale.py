@@ -52,10 +52,10 @@ class Setting:
             "random numbers of all rows, in every process": 3 * 4 * self.rollouts * TOKENS * VOCABULARY / MEMORY,
             "embedding": self.rollouts / self.embedders * EMBEDDING,
             "reference": 2 * WEIGHTS * self.tokens / FLOPS + passes * self.gather,
-            "update, the body": 6 * WEIGHTS * self.tokens / FLOPS + passes * 3 * self.gather,
+            "update, transformer body": 6 * WEIGHTS * self.tokens / FLOPS + passes * 3 * self.gather,
             "update, head and loss": 6 * HIDDEN * VOCABULARY * self.tokens / FLOPS,
-            "gradients between GPUs": 0.0 if self.sharded else self.minibatches * 2 * self.others * 2 * WEIGHTS / LINK,
-        }  # fmt: skip
+            "all-reduce of gradients": 0.0 if self.sharded else self.minibatches * 2 * self.others * 2 * WEIGHTS / LINK,
+        }
 
     def bytes(self) -> dict[str, float]:
         state = 2 + 2 + 2 + 2  # weights, gradients, two moments in bfloat16
@@ -64,8 +64,8 @@ class Setting:
             "weights, gradients, moments": state * WEIGHTS / parts,
             "reference": 2 * WEIGHTS / parts,
             "keys and values while sampling": self.together * (PROMPT + TOKENS) * KV,
-            "chances of all rows, in every process": 4.0 * self.together * self.gpus * VOCABULARY,
-            "logits of a micro-batch, were they whole": 4.0 * self.micro * TOKENS * VOCABULARY,
+            "token probabilities of all rows, in every process": 4.0 * self.together * self.gpus * VOCABULARY,
+            "logits of a micro-batch, if materialised": 4.0 * self.micro * TOKENS * VOCABULARY,
             "embeddings": 4.0 * self.rollouts * WIDTH,
             "group_advantages reads and writes": 21.0 * self.rollouts,
             "policy_loss reads and writes": 17.0 * self.rollouts * TOKENS,
@@ -76,10 +76,10 @@ class Setting:
         batches, passes = self.rows / self.together, self.rows / self.micro
         return {
             "forward passes while sampling": batches * TOKENS,
-            "sums of the chosen tokens": batches * TOKENS if self.gpus > 1 else 0,
+            "all-reduces of the chosen tokens": batches * TOKENS if self.gpus > 1 else 0,
             "forward passes of the reference": passes,
             "forward and backward passes": passes,
-            "sums of gradients": 0 if self.sharded or self.gpus == 1 else self.minibatches,
+            "all-reduces of gradients": 0 if self.sharded or self.gpus == 1 else self.minibatches,
             "launches of policy_loss (2 a micro-batch, 1 more over 1,024 rows)": 2 * passes,
             "launches of similarity_groups": 2,
             "launches of group_advantages": 1 if self.rollouts <= 65_536 else 3,

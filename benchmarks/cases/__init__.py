@@ -11,7 +11,7 @@ OPS = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.st
 
 
 def cases(op: str = "", name: str = "", device: str = "") -> list[Case]:
-    """Of one op, whose name has `name` in it, for one device; each of them all if empty."""
+    """Cases of an op whose names contain `name`, for a device; an empty argument matches all."""
     tables = [importlib.import_module(f"{__name__}.{op}").CASES for op in ([op] if op else OPS)]
     return [case for table in tables for case in table if name in case.name and (not device or device in case.devices)]
 

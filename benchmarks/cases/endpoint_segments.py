@@ -1,6 +1,6 @@
 """endpoint_segments against a loop over tokens, against copying its inputs, and over four decades of tokens.
 
-Bytes at the least, per token: 17 read (four float32, one bool) and 13 written (two float32, one int32, one bool). A
+Lower bound on bytes per token: 17 read (four float32, one bool) and 13 written (two float32, one int32, one bool). A
 copy of the inputs moves 34. Each token takes one exp, one expm1 and two walks along the row.
 """
 
@@ -29,7 +29,7 @@ class Responses:
 
 
 def make(rows: int, length: int, device: torch.device, seed: int = 0, dtype: torch.dtype = torch.float32) -> Responses:
-    """A reward at the end, a critic that changes its mind now and then, and a policy that has moved a little."""
+    """Responses with a reward at the end, a piecewise constant critic, and a policy slightly off the sampler."""
     rng = torch.Generator().manual_seed(seed)
     rewards = torch.zeros(rows, length)
     rewards[:, -1] = torch.rand(rows, generator=rng)
@@ -46,62 +46,90 @@ def of(rows: int, length: int, dtype: torch.dtype = torch.float32) -> Make:
 
 
 def ours(r: Responses) -> tuple[Tensor, Tensor]:
-    found = gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, values=r.values, config=CONFIG)
-    return found.advantages, found.endpoint_mask
+    result = gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, values=r.values, config=CONFIG)
+    return result.advantages, result.endpoint_mask
 
 
-def with_norm(norm: str, with_critic: bool) -> Call:
+def with_norm(norm: str, has_critic: bool) -> Call:
     config = gk.SegmentConfig(norm=norm)
-    if with_critic:
+    if has_critic:
         return lambda r: gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, values=r.values, config=config)
     return lambda r: gk.endpoint_segments(r.rewards, r.logprobs, r.old, r.mask, groups=8, config=config)
 
 
-def copying(with_critic: bool) -> Provider:
-    names = ["rewards", "logprobs", "old", "mask", *(["values"] if with_critic else [])]
+def copying(has_critic: bool) -> Provider:
+    names = ["rewards", "logprobs", "old", "mask", *(["values"] if has_critic else [])]
     return Provider("copying the inputs", lambda r: [getattr(r, name).clone() for name in names], agrees=False)
 
 
 def same(got: tuple[Tensor, Tensor], gold: tuple[Tensor, Tensor]) -> None:
-    assert torch.equal(got[1], gold[1]), "other endpoints"
+    assert torch.equal(got[1], gold[1]), "different endpoints"
     Same(rtol=1e-12, atol=1e-12)(got[0], gold[0])
 
 
-FEW = (2, 1024)  # rows and tokens of the loop, which would take minutes for all
+FEW = (2, 1024)  # rows and tokens for the loop, which would take minutes on all
 SHAPE = f"{ROWS} responses of {LENGTH:,} tokens"
 CASES = [
     Case(
-        # Where advantages are constant the two sides of the test are equal but for rounding, and only float64 holds
-        # that below group_epsilon: the loop agrees in float64, and is timed in float32, as it is written.
-        OP, "norm=none", SHAPE, Floor(bytes=30 * ROWS * LENGTH), of(ROWS, LENGTH), ours, same=same,
-        checked=of(*FEW, torch.float64), pairs=5,
+        # Where advantages are constant, the two sides of the test are equal up to rounding, which only float64 keeps
+        # below group_epsilon. So the loop is compared in float64, and timed in float32.
+        OP,
+        "norm=none",
+        SHAPE,
+        Floor(bytes=30 * ROWS * LENGTH),
+        of(ROWS, LENGTH),
+        ours,
+        same=same,
+        checked=of(*FEW, torch.float64),
+        pairs=5,
         providers=(
             Provider(
-                "a loop over tokens", lambda r: by_token_loop(r.rewards, r.logprobs, r.old, r.values, r.mask, CONFIG),
-                devices=("cpu",), few=of(*FEW), share=FEW[0] * FEW[1] / (ROWS * LENGTH),
+                "a loop over tokens",
+                lambda r: by_token_loop(r.rewards, r.logprobs, r.old, r.values, r.mask, CONFIG),
+                devices=("cpu",),
+                few=of(*FEW),
+                share=FEW[0] * FEW[1] / (ROWS * LENGTH),
             ),
         ),
         bars=(Bar("ratio at least", 200, "a loop over tokens"),),
     ),
     *(
         Case(
-            OP, f"norm={norm}, {'with' if critic else 'without'} a critic", SHAPE,
-            Floor(bytes=(30 if critic else 26) * ROWS * LENGTH), of(ROWS, LENGTH), with_norm(norm, critic),
-            (copying(critic),), (Bar("cost at most", 6, "copying the inputs"),),
+            OP,
+            f"norm={norm}, {'with' if critic else 'without'} a critic",
+            SHAPE,
+            Floor(bytes=(30 if critic else 26) * ROWS * LENGTH),
+            of(ROWS, LENGTH),
+            with_norm(norm, critic),
+            (copying(critic),),
+            (Bar("cost at most", 6, "copying the inputs"),),
         )
         for critic in (True, False)
         for norm in ("none", "batch")
     ),
     Case(
-        OP, "norm=none, long rows", "512 responses of 8,192 tokens", Floor(bytes=30 * 512 * 8192), of(512, 8192), ours,
-        same=same, devices=("cuda",),
+        OP,
+        "norm=none, long rows",
+        "512 responses of 8,192 tokens",
+        Floor(bytes=30 * 512 * 8192),
+        of(512, 8192),
+        ours,
+        same=same,
+        devices=("cuda",),
     ),
-]  # fmt: skip
+]
 SIZES = {1024: 1, 4 * 4096: 4, 64 * 4096: 64, ROWS * LENGTH: ROWS, ROWS * 16384: ROWS, 128 * 131072: 128}  # to rows
 SWEEPS = [
     Sweep(
-        OP, "norm=none", "tokens", tuple(SIZES),
-        lambda device, size: make(SIZES[size], size // SIZES[size], device), ours, Floor(bytes=30),
-        (Bar("exponent below", 1.1), Bar("growth at most", 2)), fit_from=2**18, batch=2 * 10**6,
+        OP,
+        "norm=none",
+        "tokens",
+        tuple(SIZES),
+        lambda device, size: make(SIZES[size], size // SIZES[size], device),
+        ours,
+        Floor(bytes=30),
+        (Bar("exponent below", 1.1), Bar("growth at most", 2)),
+        fit_from=2**18,
+        batch=2 * 10**6,
     )
-]  # fmt: skip
+]

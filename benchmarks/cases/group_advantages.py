@@ -1,6 +1,6 @@
 """group_advantages against the installed peers and plain torch.
 
-Bytes at the least, per reward: 4 read, 17 written (three float32, one int32, one bool); ids add 8.
+Lower bound on bytes per reward: 4 read, 17 written (three float32, one int32, one bool); ids add 8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OP, GROUP = "group_advantages", 8
 class Inputs(NamedTuple):
     rewards: Tensor
     ids: Tensor  # shuffled
-    index: np.ndarray  # in order, as verl has it
+    index: np.ndarray  # sorted, as in verl
     mask: Tensor
 
 
@@ -76,8 +76,8 @@ def known_dense(i: Inputs) -> Tensor:
 
 
 def unique_then_index_add(i: Inputs) -> Tensor:
-    found, number = torch.unique(i.ids, return_inverse=True)
-    return two_pass(i.rewards, number, len(found))
+    unique, number = torch.unique(i.ids, return_inverse=True)
+    return two_pass(i.rewards, number, len(unique))
 
 
 def sort_then_segment_reduce(i: Inputs) -> Tensor:
@@ -96,10 +96,16 @@ def sort_then_segment_reduce(i: Inputs) -> Tensor:
 SAME = Same(rtol=2e-3, atol=1e-5)
 CASES = [
     Case(
-        OP, "groups of 8", "8,192 rewards: 1,024 prompts, 8 responses each", Floor(bytes=21 * 8192),
-        lambda device, seed: make(8192, device, seed), ours, same=SAME, quick=("verl-grpo-vectorized", "trl"),
+        OP,
+        "groups of 8",
+        "8,192 rewards: 1,024 prompts, 8 responses each",
+        Floor(bytes=21 * 8192),
+        lambda device, seed: make(8192, device, seed),
+        ours,
+        same=SAME,
+        quick=("verl-grpo-vectorized", "trl"),
         providers=(
-            # its block of statements is called for the CPU
+            # the block of TRL's trainer is extracted for the CPU
             Provider("trl", trl, package="trl", devices=("cpu",)),
             Provider("verl-grpo", verl, package="verl", devices=("cpu",)),
             Provider("verl-grpo-vectorized", verl_vectorized, package="verl", devices=("cpu",)),
@@ -107,18 +113,24 @@ CASES = [
             Provider("torch.compile", torch.compile(eager)),
         ),
         bars=(
-            Bar("ratio at least", 300, "verl-grpo"), Bar("ratio at least", 5, "trl"),
+            Bar("ratio at least", 300, "verl-grpo"),
+            Bar("ratio at least", 5, "trl"),
             Bar("ratio at least", 5, "verl-grpo-vectorized"),
         ),
     ),
     Case(
-        OP, "unsorted ids", "65,536 rewards in groups of 8, shuffled", Floor(bytes=29 * 65536),
-        lambda device, seed: make(65536, device, seed), ours_by_ids, same=SAME,
+        OP,
+        "unsorted ids",
+        "65,536 rewards in groups of 8, shuffled",
+        Floor(bytes=29 * 65536),
+        lambda device, seed: make(65536, device, seed),
+        ours_by_ids,
+        same=SAME,
         quick=("torch, sort + segment_reduce",),
         providers=(
             Provider("torch, unique + index_add", unique_then_index_add),
             Provider("torch, sort + segment_reduce", sort_then_segment_reduce),
-            # is given what the others have to find out, hence no bar
+            # receives dense ids that the others must compute, hence no bar
             Provider("torch, index_add, ids known dense", known_dense),
         ),
         bars=(
@@ -127,14 +139,24 @@ CASES = [
         ),
     ),
     Case(
-        OP, "one small call", "64 rewards: 8 prompts, 8 responses each", Floor(bytes=21 * 64),
-        lambda device, seed: make(64, device, seed), ours, devices=("cpu",),
+        OP,
+        "one small call",
+        "64 rewards: 8 prompts, 8 responses each",
+        Floor(bytes=21 * 64),
+        lambda device, seed: make(64, device, seed),
+        ours,
+        devices=("cpu",),
         bars=(Bar("microseconds at most", 25),),
     ),
     *(
         Case(
-            OP, name, f"{rows:,} rewards in groups of 8", Floor(bytes=size * rows),
-            lambda device, seed, rows=rows: make(rows, device, seed), call, devices=("cuda",),
+            OP,
+            name,
+            f"{rows:,} rewards in groups of 8",
+            Floor(bytes=size * rows),
+            lambda device, seed, rows=rows: make(rows, device, seed),
+            call,
+            devices=("cuda",),
         )
         for name, rows, call, size in (
             ("with a step over the batch", 65536, ours_of_batch, 21),
@@ -142,13 +164,20 @@ CASES = [
             ("unsorted ids, many", 2**24, ours_by_ids, 29),
         )
     ),
-]  # fmt: skip
+]
 
 # Caches end between 2^15 and 2^24 rewards; a quadratic or N log^2 N step would show far above 1.25.
 SWEEPS = [
     Sweep(
-        OP, name, "rewards", tuple(2**e for e in range(6, 25, 3)), lambda device, size: make(size, device), call,
-        Floor(bytes=bytes_of_one), (Bar("exponent below", 1.25),), fit_from=2**15,
+        OP,
+        name,
+        "rewards",
+        tuple(2**e for e in range(6, 25, 3)),
+        lambda device, size: make(size, device),
+        call,
+        Floor(bytes=bytes_of_one),
+        (Bar("exponent below", 1.25),),
+        fit_from=2**15,
     )
     for name, call, bytes_of_one in (("groups of 8", ours, 21), ("unsorted ids", ours_by_ids, 29))
-]  # fmt: skip
+]

@@ -19,8 +19,8 @@ CONFIG = gk.LossConfig(loss="reinforce", aggregation="token-mean")
 
 
 def ours(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
-    given = {"advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
-    return i.gradients(gk.linear_policy_loss(i.hidden, i.weight, i.targets, None, **given).loss)
+    kwargs = {"advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
+    return i.gradients(gk.linear_policy_loss(i.hidden, i.weight, i.targets, None, **kwargs).loss)
 
 
 ALL_ROWS = Provider("all rows", ours, agrees=False)
@@ -29,29 +29,52 @@ ALL_ROWS = Provider("all rows", ours, agrees=False)
 def cases(shape: Shape) -> list[Case]:
     make = lambda device, seed: Inputs(shape, device, seed)  # noqa: E731
     common: dict[str, Any] = {
-        "dtype": str(shape.dtype).removeprefix("torch."), "devices": (shape.device,), "pairs": 5, "same": same(shape),
-    }  # fmt: skip
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "devices": (shape.device,),
+        "pairs": 5,
+        "same": same(shape),
+    }
     products = 1.15 if shape.device == "cpu" else 1.2
     whole = Case(
-        OP, str(shape), shape.model, Floor(flops=3 * shape.products), make, ours,
+        OP,
+        str(shape),
+        shape.model,
+        Floor(flops=3 * shape.products),
+        make,
+        ours,
         (*PEERS, Provider("three bare products", bare_products, agrees=False)),
         (
             Bar("cost at most", products, "three bare products"),
             *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
             Bar("memory below", 0.15, "naive autograd"),
         ),
-        returned=lambda i: i.gradient_bytes, quick=("naive autograd",) if shape is SHAPES[0] else (),
+        returned=lambda i: i.gradient_bytes,
+        quick=("naive autograd",) if shape is SHAPES[0] else (),
         **common,
-    )  # fmt: skip
+    )
     sparse = Case(
-        OP, f"{shape}, one row in 16", shape.model, Floor(flops=3 * shape.products / 16), make,
-        lambda i: ours(i, positions=i.sixteenth), (ALL_ROWS,), (Bar("ratio at least", 10, "all rows"),), **common,
-    )  # fmt: skip
-    # the logits of all rows are needed, for the metrics; the other two products of half of them
+        OP,
+        f"{shape}, one row in 16",
+        shape.model,
+        Floor(flops=3 * shape.products / 16),
+        make,
+        lambda i: ours(i, positions=i.sixteenth),
+        (ALL_ROWS,),
+        (Bar("ratio at least", 10, "all rows"),),
+        **common,
+    )
+    # the metrics need the logits of all rows; the other two products are for half of them
     half = Case(
-        OP, f"{shape}, half the advantages 0", shape.model, Floor(flops=2 * shape.products), make,
-        lambda i: ours(i, advantages=i.half), (ALL_ROWS,), (Bar("ratio at least", 1.4, "all rows"),), **common,
-    )  # fmt: skip
+        OP,
+        f"{shape}, half the advantages 0",
+        shape.model,
+        Floor(flops=2 * shape.products),
+        make,
+        lambda i: ours(i, advantages=i.half),
+        (ALL_ROWS,),
+        (Bar("ratio at least", 1.4, "all rows"),),
+        **common,
+    )
     return [whole, sparse, half]
 
 
@@ -59,8 +82,14 @@ CASES = [case for shape in SHAPES for case in cases(shape)]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(
-        OP, "forward and backward, H = 64, V = 1,024", "rows", tuple(8 * 10**e for e in range(5)),
-        lambda device, size: Inputs(TINY._replace(rows=size), device), ours,
-        Floor(flops=3 * TINY._replace(rows=1).products), fit_from=800, batch=10_000,
+        OP,
+        "forward and backward, H = 64, V = 1,024",
+        "rows",
+        tuple(8 * 10**e for e in range(5)),
+        lambda device, size: Inputs(TINY._replace(rows=size), device),
+        ours,
+        Floor(flops=3 * TINY._replace(rows=1).products),
+        fit_from=800,
+        batch=10_000,
     )
-]  # fmt: skip
+]

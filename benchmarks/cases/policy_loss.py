@@ -1,7 +1,7 @@
 """policy_loss against the installed peers, compiled torch and two exponentials: PPO clip + k3 + all metrics, forward
 and backward.
 
-Bytes at the least, per token: 4 each for log-probs, old and reference, 1 for the mask, 4 written: 17; the peers move
+Lower bound on bytes per token: 4 each for log-probs, old and reference, 1 for the mask, 4 written: 17; the peers move
 560 to 860.
 """
 
@@ -24,7 +24,7 @@ VERL = gk.LossConfig.verl(loss_mode="vanilla", use_kl_loss=True, kl_loss_coef=BE
 
 
 class Batch:
-    """Log-probs as after a step or two, every token valid; and a mask of a few of them, also without the others."""
+    """Log-probs slightly off-policy with all tokens valid, a mask of `share` of them, and the masked ones packed."""
 
     def __init__(self, rows: int, width: int, device: torch.device, seed: int, share: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -32,15 +32,15 @@ class Batch:
         logprobs = (0.5 * noise() - 1).clamp(max=-1e-3)
         old, ref = (logprobs + 0.1 * noise() for _ in range(2))
         if share == 0.5:
-            some = (torch.arange(width) < width // 2).expand(rows, width).clone()
+            chosen = (torch.arange(width) < width // 2).expand(rows, width).clone()
         else:
-            some = torch.rand(rows, width, generator=generator) < share
+            chosen = torch.rand(rows, width, generator=generator) < share
         self.advantages = torch.randn(rows, generator=generator).to(device)
         self.logprobs = logprobs.to(device).requires_grad_()
-        self.old, self.ref, self.some = old.to(device), ref.to(device), some.to(device)
-        self.mask = torch.ones_like(self.some)
-        self.cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), some.sum(1).cumsum(0)]).to(device)
-        self.packed = [t.detach()[self.some] for t in (self.logprobs, self.old, self.ref)]
+        self.old, self.ref, self.chosen = old.to(device), ref.to(device), chosen.to(device)
+        self.mask = torch.ones_like(self.chosen)
+        self.cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), chosen.sum(1).cumsum(0)]).to(device)
+        self.packed = [t.detach()[self.chosen] for t in (self.logprobs, self.old, self.ref)]
         self.packed[0].requires_grad_()
 
     def gradient(self, loss: Tensor) -> Tensor:
@@ -57,12 +57,12 @@ def ours(b: Batch, config: gk.LossConfig = OURS) -> Tensor:
 
 
 def masked(b: Batch) -> Tensor:
-    result = gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.some, ref_logprobs=b.ref, config=OURS)
+    result = gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.chosen, ref_logprobs=b.ref, config=OURS)
     return b.gradient(result.loss)
 
 
 def packed(b: Batch) -> Tensor:
-    """The tokens of the mask without the others, as a head that computes only them gives them."""
+    """The masked tokens packed, as a head that computes only these returns them."""
     lp, old, ref = b.packed
     result = gk.policy_loss(lp, old, b.advantages, cu_seqlens=b.cu_seqlens, ref_logprobs=ref, config=OURS)
     return torch.autograd.grad(result.loss, lp)[0]
@@ -75,7 +75,7 @@ def trl(b: Batch) -> Tensor:
 
 
 def plain(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """What TRL computes, as one function without host synchronisation, for torch.compile."""
+    """TRL's formula as one function without host synchronisation, for torch.compile."""
     ratio, weight, distance = (lp - old).exp(), mask.float(), ref - lp
     term = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
     kl = distance.exp() - distance - 1
@@ -119,45 +119,79 @@ BY_MASK = Provider("the same by a mask on dense arrays", masked, agrees=False)
 
 def some_tokens(name: str, shape: str, rows: int, share: float, *bars: Bar) -> Case:
     return Case(
-        OP, name, shape, Floor(bytes=17 * share * rows * WIDTH), of(rows, share), packed, (ALL_TOKENS, BY_MASK), bars,
+        OP,
+        name,
+        shape,
+        Floor(bytes=17 * share * rows * WIDTH),
+        of(rows, share),
+        packed,
+        (ALL_TOKENS, BY_MASK),
+        bars,
         same=SAME,
-    )  # fmt: skip
+    )
 
 
 CASES = [
     Case(
-        OP, "clip and k3", "256 responses of 2,048 tokens", Floor(bytes=17 * ROWS * WIDTH), of(), ours, same=SAME,
+        OP,
+        "clip and k3",
+        "256 responses of 2,048 tokens",
+        Floor(bytes=17 * ROWS * WIDTH),
+        of(),
+        ours,
+        same=SAME,
         quick=("trl",),
         providers=(
-            Provider("trl", trl, package="trl", devices=("cpu",)),  # as the tests call it, on the CPU
+            Provider("trl", trl, package="trl", devices=("cpu",)),  # extracted for the CPU, as in the tests
             Provider("verl", verl, package="verl", ours=lambda b: ours(b, VERL)),
             Provider("torch.compile", by(torch.compile(plain))),
             Provider("torch eager", by(plain)),
             Provider("two torch.exp", lambda b: torch.exp(torch.exp(b.old)), agrees=False),
         ),
         bars=(
-            Bar("ratio at least", 15, "trl"), Bar("ratio at least", 10, "verl"),
-            Bar("ratio at least", 3, "torch.compile"), Bar("cost at most", 3, "two torch.exp"),
+            Bar("ratio at least", 15, "trl"),
+            Bar("ratio at least", 10, "verl"),
+            Bar("ratio at least", 3, "torch.compile"),
+            Bar("cost at most", 3, "two torch.exp"),
         ),
     ),
     Case(
-        OP, "clip and k3, many rows", "2,048 responses of 2,048 tokens", Floor(bytes=17 * 8 * ROWS * WIDTH),
-        of(8 * ROWS), ours, (Provider("torch.compile", by(torch.compile(plain))),), same=SAME, devices=("cuda",),
+        OP,
+        "clip and k3, many rows",
+        "2,048 responses of 2,048 tokens",
+        Floor(bytes=17 * 8 * ROWS * WIDTH),
+        of(8 * ROWS),
+        ours,
+        (Provider("torch.compile", by(torch.compile(plain))),),
+        same=SAME,
+        devices=("cuda",),
     ),
     some_tokens(
-        "half the tokens, packed", "256 responses, half padding", ROWS, 0.5, Bar("ratio at least", 1.6, "all tokens"),
+        "half the tokens, packed",
+        "256 responses, half padding",
+        ROWS,
+        0.5,
+        Bar("ratio at least", 1.6, "all tokens"),
     ),
-    # here 0.15 ms of Python and autograd, which every call takes, are more than the endpoints' work: no bar
+    # no bar: the fixed 0.15 ms of Python and autograd exceed the work on the tokens
     some_tokens("one token in 16, packed", "256 responses of 2,048 tokens", ROWS, 1 / 16),
     some_tokens(
-        "one token in 16 of many, packed", "2,048 responses of 2,048 tokens", 8 * ROWS, 1 / 16,
+        "one token in 16 of many, packed",
+        "2,048 responses of 2,048 tokens",
+        8 * ROWS,
+        1 / 16,
         Bar("ratio at least", 8, "all tokens"),
     ),
-]  # fmt: skip
+]
 SWEEPS = [
     Sweep(
-        OP, "clip and k3", "tokens", tuple(2**e for e in range(8, 25, 2)),
-        lambda device, size: Batch(max(1, size // WIDTH), min(size, WIDTH), device, 0), ours, Floor(bytes=17),
+        OP,
+        "clip and k3",
+        "tokens",
+        tuple(2**e for e in range(8, 25, 2)),
+        lambda device, size: Batch(max(1, size // WIDTH), min(size, WIDTH), device, 0),
+        ours,
+        Floor(bytes=17),
         fit_from=2**18,
     )
-]  # fmt: skip
+]

@@ -1,9 +1,9 @@
-"""similarity_groups against scikit-learn as it is used, trees of fastcluster and SciPy with every cut's silhouette
-from the one before, and torch's batched product.
+"""similarity_groups against scikit-learn as it is commonly used, trees of fastcluster and SciPy with incrementally
+updated silhouettes, and torch's batched product.
 
-Work at the least, per prompt of K responses: K^2 D / 2 multiplications for the products, 2 K^2 additions for the cuts'
-sums, K^3 / 2 comparisons (dense) for the nearest clusters. On a GPU the embeddings are what has to be read: at
-P = 1,024, K = 64, D = 1,024 in bfloat16 134 MB.
+Lower bound on the work per prompt of K responses: K^2 D / 2 multiplications for the products, 2 K^2 additions for the
+sums of the cuts, K^3 / 2 comparisons (dense) for the nearest clusters. On a GPU the op is bound by reading the
+embeddings: 134 MB at P = 1,024, K = 64, D = 1,024 in bfloat16.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ def unit_product(e: Embeddings) -> Tensor:
 def same(cuts: list[Cut], gold: gk.SimilarityGroups) -> None:
     size = len(gold.labels) // len(cuts)
     for p, cut in enumerate(cuts):
-        assert partition(gold.labels[p * size : (p + 1) * size]) == partition(cut.labels), f"prompt {p}: other groups"
-        assert abs(float(gold.silhouette[p]) - cut.score) < 1e-6, f"prompt {p}: another silhouette"
+        assert partition(gold.labels[p * size : (p + 1) * size]) == partition(cut.labels), (
+            f"prompt {p}: different groups"
+        )
+        assert abs(float(gold.silhouette[p]) - cut.score) < 1e-6, f"prompt {p}: different silhouette"
 
 
 def floor(prompts: int, size: int, width: int = 4) -> Floor:
-    """Two flops for a multiplication and its addition; a comparison is not counted."""
+    """Counts a multiplication and its addition as two flops, and comparisons not at all."""
     return Floor(bytes=width * prompts * size * DEPTH, flops=prompts * (size**2 * DEPTH + 2 * size**2))
 
 
-# Few prompts for those who take seconds: they go through them one by one.
+# The peers iterate over prompts and take seconds, so they get few.
 PEERS = {
     "scikit-learn": (by_scikit_learn, 4, "sklearn"),
     "fastcluster": (by_fastcluster, 16, "fastcluster"),
@@ -79,26 +81,37 @@ def peers(size: int) -> tuple[Provider, ...]:
 
 def groups_case(size: int) -> Case:
     return Case(
-        OP, f"K={size}", f"256 prompts, {size} responses each, 1,024 numbers an embedding", floor(PROMPTS, size),
-        of(PROMPTS, size), ours, peers(size),
+        OP,
+        f"K={size}",
+        f"256 prompts, {size} responses each, 1,024 numbers an embedding",
+        floor(PROMPTS, size),
+        of(PROMPTS, size),
+        ours,
+        peers(size),
         (Bar("ratio at least", 600, "scikit-learn"), Bar("ratio at least", 10, "fastcluster")),
-        # the same groups and scores as the peers, which have no verdict that all are the same
-        same=same, checked=of(12, size, gk.SimilarityConfig(min_silhouette=-1)), pairs=7,
+        # the peers have no verdicts, so that only groups and scores are compared
+        same=same,
+        checked=of(12, size, gk.SimilarityConfig(min_silhouette=-1)),
+        pairs=7,
         quick=("fastcluster",) if size in (16, 64) else (),
-    )  # fmt: skip
+    )
 
 
 def distances_case(size: int) -> Case:
     return Case(
-        OP, f"pairwise_cosine K={size}", f"256 prompts, {size} responses each", floor(PROMPTS, size),
-        of(PROMPTS, size), distances,
+        OP,
+        f"pairwise_cosine K={size}",
+        f"256 prompts, {size} responses each",
+        floor(PROMPTS, size),
+        of(PROMPTS, size),
+        distances,
         (
             Provider("torch's batched product", batched_product, agrees=False),
             Provider("torch, normalize + batched product", unit_product),
         ),
         (Bar("ratio at least", 0.7, "torch's batched product"),),
-        same=Same(atol=1e-5),  # of sums of 1,024 products of unit vectors: a few units of 1
-    )  # fmt: skip
+        same=Same(atol=1e-5),  # a few units in the last place of 1, for sums of 1,024 products
+    )
 
 
 MANY = 4 * PROMPTS
@@ -106,28 +119,52 @@ CASES = [
     *(groups_case(size) for size in (8, 16, 32, 64)),
     *(distances_case(size) for size in (8, 16, 32, 64)),
     Case(
-        OP, "K=32, linear in prompts", "256 prompts against 1,024", floor(PROMPTS, 32), of(PROMPTS, 32), ours,
+        OP,
+        "K=32, linear in prompts",
+        "256 prompts against 1,024",
+        floor(PROMPTS, 32),
+        of(PROMPTS, 32),
+        ours,
         (Provider("four times the prompts", ours, agrees=False, few=of(MANY, 32)),),
         (Bar("ratio at least", 3.2, "four times the prompts"), Bar("ratio at most", 4.8, "four times the prompts")),
     ),
     Case(
-        OP, "K=64, many prompts", "1,024 prompts", floor(MANY, 64), of(MANY, 64), ours, pairs=5,
+        OP,
+        "K=64, many prompts",
+        "1,024 prompts",
+        floor(MANY, 64),
+        of(MANY, 64),
+        ours,
+        pairs=5,
         arrays={"distances of 256 prompts": lambda e: PROMPTS * e.size**2 * 4},
         bars=(Bar("memory below", 1, "distances of 256 prompts"),),
     ),
     *(
-        # the limits are a model's of an H200, and nobody has measured there yet
+        # the limits are estimates for an H200
         Case(
-            OP, f"K={size}, {str(dtype).removeprefix('torch.')}, many prompts", "1,024 prompts",
-            floor(MANY, size, dtype.itemsize), of(MANY, size, dtype=dtype), ours, devices=("cuda",),
-            dtype=str(dtype).removeprefix("torch."), bars=(Bar("microseconds at most", limit),),
+            OP,
+            f"K={size}, {str(dtype).removeprefix('torch.')}, many prompts",
+            "1,024 prompts",
+            floor(MANY, size, dtype.itemsize),
+            of(MANY, size, dtype=dtype),
+            ours,
+            devices=("cuda",),
+            dtype=str(dtype).removeprefix("torch."),
+            bars=(Bar("microseconds at most", limit),),
         )
         for size, dtype, limit in ((16, torch.bfloat16, 25), (64, torch.bfloat16, 80), (64, torch.float32, 110))
     ),
-]  # fmt: skip
+]
 SWEEPS = [
     Sweep(
-        OP, "K = 8, D = 1,024", "prompts", (1, 10, 100, 1000, 10_000), lambda device, size: of(size, 8)(device, 0),
-        ours, floor(1, 8), fit_from=100, batch=10_000,
+        OP,
+        "K = 8, D = 1,024",
+        "prompts",
+        (1, 10, 100, 1000, 10_000),
+        lambda device, size: of(size, 8)(device, 0),
+        ours,
+        floor(1, 8),
+        fit_from=100,
+        batch=10_000,
     )
-]  # fmt: skip
+]

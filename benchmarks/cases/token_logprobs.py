@@ -1,7 +1,7 @@
 """token_logprobs against the installed peers and plain torch.
 
-Bytes at the least, per row of V logits of s bytes: V s read by the forward; V s read and V s written by the backward,
-which in place takes no new memory. On the CPU the first touch of that new memory is part of everybody's time.
+Lower bound on bytes per row of V logits of s bytes: V s read by the forward; V s read and V s written by the backward,
+which in place allocates nothing. On the CPU the first touch of newly allocated memory is part of every provider's time.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def forward(function: Function) -> Call:
     return call
 
 
-def both(function: Function) -> Call:
+def both_passes(function: Function) -> Call:
     return lambda i: torch.autograd.grad((function(i.logits, i.targets) * i.weights).sum(), i.logits)[0]
 
 
-def providers(way: Callable[[Function], Call]) -> tuple[Provider, ...]:
+def providers(passes: Callable[[Function], Call]) -> tuple[Provider, ...]:
     return (
-        Provider("trl", way(trl), package="trl"),
-        Provider("verl", way(verl), package="verl"),
-        Provider("torch, log_softmax", way(by_log_softmax)),
-        Provider("torch.compile", way(torch.compile(by_log_softmax, dynamic=False))),
+        Provider("trl", passes(trl), package="trl"),
+        Provider("verl", passes(verl), package="verl"),
+        Provider("torch, log_softmax", passes(by_log_softmax)),
+        Provider("torch.compile", passes(torch.compile(by_log_softmax, dynamic=False))),
     )
 
 
 class Head(NamedTuple):
-    """What logits come from: its backward reads their gradient, which may then be where they were."""
+    """A head that produces the logits; its backward reads their gradient, which may replace them in place."""
 
     hidden: Tensor
     weight: Tensor
@@ -104,7 +104,7 @@ def in_place(i: Head) -> Tensor:
     return torch.autograd.grad(result.logprobs.sum(), i.weight)[0]
 
 
-# logits around 20 in float32: a log-probability is exact to a few of their units, 2e-6
+# logits around 20 in float32: a log-probability is exact to a few units of their last place, 2e-6
 SAME = Same(rtol=1e-5, atol=1e-5)
 MODEL = f"{ROWS} tokens of qwen2.5's {VOCABULARY:,} logits"
 SIZE = ROWS * VOCABULARY
@@ -116,47 +116,96 @@ def logits_bytes(i: Inputs) -> int:
 
 CASES = [
     Case(
-        OP, "forward and backward", MODEL, Floor(bytes=3 * 4 * SIZE), of(ROWS), both(ours), providers(both),
-        same=SAME, checked=of(8), pairs=7, target=0.0, arrays={"the logits": logits_bytes},
+        OP,
+        "forward and backward",
+        MODEL,
+        Floor(bytes=3 * 4 * SIZE),
+        of(ROWS),
+        both_passes(ours),
+        providers(both_passes),
+        same=SAME,
+        checked=of(8),
+        pairs=7,
+        target=0.0,
+        arrays={"the logits": logits_bytes},
         bars=(
-            Bar("ratio at least", 2, "trl"), Bar("ratio at least", 2, "torch, log_softmax"),
+            Bar("ratio at least", 2, "trl"),
+            Bar("ratio at least", 2, "torch, log_softmax"),
             Bar("memory below", 1.1, "the logits"),  # one gradient
         ),
     ),
     Case(
-        OP, "forward", MODEL, Floor(bytes=4 * SIZE), of(ROWS), forward(ours), providers(forward),
-        same=SAME, checked=of(8), pairs=7, target=0.0, quick=("torch, log_softmax",),
+        OP,
+        "forward",
+        MODEL,
+        Floor(bytes=4 * SIZE),
+        of(ROWS),
+        forward(ours),
+        providers(forward),
+        same=SAME,
+        checked=of(8),
+        pairs=7,
+        target=0.0,
+        quick=("torch, log_softmax",),
     ),
     Case(
-        # the peers' results differ in bfloat16 by what they round: compared in float32
-        OP, "forward in bfloat16", MODEL, Floor(bytes=2 * SIZE), of(ROWS, torch.bfloat16), forward(ours),
-        (Provider("torch, log_softmax", forward(by_log_softmax)),), same=SAME, checked=of(8), dtype="bfloat16",
-        pairs=7, target=0.0,
+        # the peers round to bfloat16, so results are compared in float32
+        OP,
+        "forward in bfloat16",
+        MODEL,
+        Floor(bytes=2 * SIZE),
+        of(ROWS, torch.bfloat16),
+        forward(ours),
+        (Provider("torch, log_softmax", forward(by_log_softmax)),),
+        same=SAME,
+        checked=of(8),
+        dtype="bfloat16",
+        pairs=7,
+        target=0.0,
     ),
     Case(
-        OP, "in place, from a head", f"128 tokens of {VOCABULARY:,} logits", Floor(bytes=4 * 4 * 128 * VOCABULARY),
-        head, in_place, pairs=5, target=0.0,
+        OP,
+        "in place, from a head",
+        f"128 tokens of {VOCABULARY:,} logits",
+        Floor(bytes=4 * 4 * 128 * VOCABULARY),
+        head,
+        in_place,
+        pairs=5,
+        target=0.0,
         arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
         bars=(Bar("memory below", 1.1, "the logits"),),  # the logits themselves
     ),
     *(
         Case(
-            OP, f"{model}, {name}", f"8,192 tokens of {size:,} logits", Floor(bytes=passes * 2 * 8192 * size),
-            lambda device, seed, size=size: make(8192, device, seed, torch.bfloat16, size), way(call), others,
-            same=SAME, checked=of(8), dtype="bfloat16", devices=("cuda",),
+            OP,
+            f"{model}, {name}",
+            f"8,192 tokens of {size:,} logits",
+            Floor(bytes=passes * 2 * 8192 * size),
+            lambda device, seed, size=size: make(8192, device, seed, torch.bfloat16, size),
+            way(call),
+            others,
+            same=SAME,
+            checked=of(8),
+            dtype="bfloat16",
+            devices=("cuda",),
         )
         for model, size in (("llama-3.1-8b", 128256), ("qwen3-8b", 151936))
         for name, passes, way, call, others in (
             ("forward", 1, forward, ours, ()),
             ("forward with softcap", 1, forward, ours_capped, ()),
-            ("forward and backward", 3, both, ours, providers(both)),
+            ("forward and backward", 3, both_passes, ours, providers(both_passes)),
         )
     ),
-]  # fmt: skip
+]
 SWEEPS = [
     Sweep(
-        OP, "forward and backward, V = 1,024", "logits", tuple(1024 * 10**e for e in range(6)),
-        lambda device, size: make(size // 1024, device, 0, torch.float32, 1024), both(ours), Floor(bytes=12),
+        OP,
+        "forward and backward, V = 1,024",
+        "logits",
+        tuple(1024 * 10**e for e in range(6)),
+        lambda device, size: make(size // 1024, device, 0, torch.float32, 1024),
+        both_passes(ours),
+        Floor(bytes=12),
         fit_from=10**6,
     )
-]  # fmt: skip
+]

@@ -6,17 +6,17 @@
 
 #include <array>
 #include <cstring>
+#include <optional>
 
 namespace grpo_kernels {
 
 using torch::stable::Tensor;
 
-// Set by tests: new memory is filled with NaN (integers: -1), so that reading or returning an element that no
-// kernel wrote shows. On the host only.
+// Set by tests to fill new host memory with NaN (integers: -1), which exposes elements that no kernel wrote.
 inline bool poison_allocations = false;
 
-// An uninitialised contiguous tensor beside `like`. Straight through the C shim: torch::stable::new_empty goes
-// through the dispatcher, which for a small op costs more than the op.
+// An uninitialised contiguous tensor on the device of `like`. Calls the C shim, because torch::stable::new_empty goes
+// through the dispatcher, which takes longer than a small op.
 inline Tensor empty_tensor(const Tensor& like, const int64_t* sizes, int64_t dimensions, int32_t dtype) {
   std::array<int64_t, 8> strides{};
   STD_TORCH_CHECK(dimensions <= static_cast<int64_t>(strides.size()), "cannot allocate ", dimensions, " dimensions");
@@ -38,6 +38,15 @@ inline Tensor empty_tensor(const Tensor& like, const int64_t* sizes, int64_t dim
 
 inline Tensor empty_vector(const Tensor& like, int64_t length, int32_t dtype) {
   return empty_tensor(like, &length, 1, dtype);
+}
+
+// Device memory for `count` records, owned by `memory`.
+template <typename Record>
+Record* allocate_records(std::optional<Tensor>& memory, const Tensor& like, int64_t count) {
+  static_assert(sizeof(Record) % sizeof(double) == 0);
+  const int64_t doubles = count * static_cast<int64_t>(sizeof(Record) / sizeof(double));
+  memory = empty_vector(like, doubles, aoti_torch_dtype_float64());
+  return static_cast<Record*>(memory->mutable_data_ptr());
 }
 
 inline int32_t dtype_of(const Tensor& tensor) {

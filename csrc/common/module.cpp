@@ -4,32 +4,92 @@
 #include <cuda_runtime_api.h>
 #endif
 
-#include "allocate.h"
 #include "build_facts.h"
-#include "simd/levels.h"
+#include "common/allocate.h"
+#include "common/simd/levels.h"
+#include "endpoint_segments/scan.h"
+#include "group_advantages/statistics.h"
+#include "policy_loss/plan.h"
+#include "similarity_groups/rules.h"
+#include "token_logprobs/softmax.h"
 
-// Importing the module runs the static registrations linked into it; what is left to offer is how it was
-// built.
+namespace {
+
+using namespace grpo_kernels;
+
+template <typename Settings>
+pybind11::dict settings_names() {
+  pybind11::dict names;
+  names["modes"] = Settings::kModeNames;
+  names["coefficients"] = Settings::kCoefficientNames;
+  return names;
+}
+
+// Names of modes, coefficients, metrics and enumerators in the kernels' order, and limits, by op: a test compares them
+// with the Python configs.
+pybind11::dict kernel_codes() {
+  pybind11::dict advantages = settings_names<AdvantagePlan>(), loss = settings_names<PolicyPlan>();
+  pybind11::dict similarity = settings_names<SimilaritySettings>(), segments = settings_names<SegmentSettings>();
+  pybind11::dict logprobs;
+#define GRPO_EXPORT(codes, Enum) codes[#Enum] = k##Enum##Names
+  GRPO_EXPORT(advantages, Center);
+  GRPO_EXPORT(advantages, Scale);
+  GRPO_EXPORT(advantages, Singleton);
+  GRPO_EXPORT(advantages, Combine);
+  GRPO_EXPORT(advantages, Whiten);
+  GRPO_EXPORT(advantages, Gain);
+  GRPO_EXPORT(loss, Loss);
+  GRPO_EXPORT(loss, Ratio);
+  GRPO_EXPORT(loss, Kl);
+  GRPO_EXPORT(loss, Aggregation);
+  GRPO_EXPORT(loss, Correction);
+  GRPO_EXPORT(similarity, Linkage);
+  GRPO_EXPORT(similarity, Collapse);
+  GRPO_EXPORT(similarity, Verdict);
+  GRPO_EXPORT(similarity, RowStatus);
+  GRPO_EXPORT(segments, SegmentRule);
+  GRPO_EXPORT(segments, SegmentProxy);
+  GRPO_EXPORT(segments, SegmentCredit);
+  GRPO_EXPORT(segments, SegmentNorm);
+#undef GRPO_EXPORT
+  loss["metrics"] = kPolicyMetricNames;
+  similarity["max_rows"] = kMaxItems;
+  logprobs["ignored_target"] = kIgnoredTarget;
+  pybind11::dict codes;
+  codes["group_advantages"] = advantages;
+  codes["policy_loss"] = loss;
+  codes["similarity_groups"] = similarity;
+  codes["endpoint_segments"] = segments;
+  codes["token_logprobs"] = logprobs;
+  return codes;
+}
+
+pybind11::dict build_facts() {
+  pybind11::dict facts;
+  facts["compiler"] = GRPO_COMPILER;
+  facts["flags"] = GRPO_FLAGS;
+  facts["torch_target"] = GRPO_TORCH_TARGET;
+  facts["built_with_torch"] = GRPO_BUILT_WITH_TORCH;
+  facts["simd_compiled"] = GRPO_SIMD_LEVELS;
+  facts["simd_here"] = simd_name(simd_level());
+  facts["cuda"] = GRPO_CUDA_VERSION;
+  facts["cuda_architectures"] = GRPO_CUDA_ARCHITECTURES;
+  return facts;
+}
+
+}  // namespace
+
+// Importing the module runs the op registrations that are linked into it.
 PYBIND11_MODULE(GRPO_MODULE_NAME, module) {
-  module.def("poison_allocations", [](bool on) { grpo_kernels::poison_allocations = on; });
+  module.def("poison_allocations", [](bool on) { poison_allocations = on; });
 #ifdef USE_CUDA
-  // The newest CUDA that the driver runs, 13020 for 13.2; 0 without a driver.
+  // The newest CUDA that the driver supports, 13020 for 13.2; 0 without a driver.
   module.def("driver_version", [] {
     int version = 0;
     cudaDriverGetVersion(&version);
     return version;
   });
 #endif
-  module.def("build_facts", [] {
-    pybind11::dict facts;
-    facts["compiler"] = GRPO_COMPILER;
-    facts["flags"] = GRPO_FLAGS;
-    facts["torch_target"] = GRPO_TORCH_TARGET;
-    facts["built_with_torch"] = GRPO_BUILT_WITH_TORCH;
-    facts["simd_compiled"] = GRPO_SIMD_LEVELS;
-    facts["simd_here"] = grpo_kernels::simd_name(grpo_kernels::simd_level());
-    facts["cuda"] = GRPO_CUDA_VERSION;
-    facts["cuda_architectures"] = GRPO_CUDA_ARCHITECTURES;
-    return facts;
-  });
+  module.def("build_facts", build_facts);
+  module.def("kernel_codes", kernel_codes);
 }

@@ -1,47 +1,49 @@
-"""What a run can go on from: safetensors and JSON, complete or not there at all.
+"""Checkpoints: safetensors and JSON, either complete or absent.
 
-A checkpoint is written beside its place, flushed to the disk, and then renamed, so that a run may be killed at any
-moment. Its state.json has a digest of every file and the recipe that it belongs to.
+A checkpoint is written to a temporary folder, flushed to disk and then renamed, so that a run may be killed at any
+moment. Its state.json holds a digest of every file and the recipe it belongs to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_trainer import model, processes
-from grpo_trainer.recipe import Recipe
+from grpo_trainer import distributed
+from grpo_trainer.log import Log
+from grpo_trainer.policy import Policy, Reference, adapters_of, load_lm, make_policy
+from grpo_trainer.recipe import Model, Recipe
 from grpo_trainer.settings import plain
 
-if TYPE_CHECKING:
-    from grpo_trainer.algorithm import Plan
-    from grpo_trainer.model import Policy, Reference
-    from grpo_trainer.train import Trainer
-
 FORMAT = 2
-# What may change between a run and the one that goes on from it.
-_FREE = ("output", "threads", "distributed", "logging", "checkpoints", "evaluation", "name")
+# keys that may change when a run is resumed
+_MAY_CHANGE = ("output", "threads", "distributed", "logging", "checkpoints", "evaluation", "name")
 
 
 class CheckpointError(Exception):
-    """A checkpoint is damaged, or of another run."""
+    """A checkpoint is damaged, cannot be written, or belongs to another recipe."""
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
+    """Position of a run, and what its results depend on beyond the weights and the recipe."""
+
     folder: Path
     phase: int
     step: int
-    threshold: float | None
+    threshold: float | None  # of group_ppo's segments
     threads: int
-    embedders: dict[str, str]
+    embedders: dict[str, str]  # resolved names by recipe key
 
 
 def to_json(value: Any) -> str:
@@ -49,81 +51,83 @@ def to_json(value: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    new = path.with_name(f".new-{path.name}")
-    new.write_text(text)
-    _flush(new)
-    new.rename(path)
+    """Writes a file atomically."""
+    temporary = path.with_name(f".new-{path.name}")
+    temporary.write_text(text)
+    _flush(temporary)
+    temporary.rename(path)
 
 
-def begin(recipe: Recipe) -> None:
-    """A run from nothing; of one that was killed before its first checkpoint no reference is taken over."""
-    for left in recipe.folder.glob("reference-*"):
-        shutil.rmtree(left)
+# Runs
+
+
+def start_run(recipe: Recipe) -> None:
+    """Prepares the folder of a new run, and removes references left by a run without a checkpoint."""
+    for reference in recipe.folder.glob("reference-*"):
+        shutil.rmtree(reference)
     recipe.folder.mkdir(parents=True, exist_ok=True)
     write_text(recipe.folder / "recipe.json", to_json(plain(recipe)))
 
 
-def refuse_used(folder: Path) -> None:
+def refuse_used_folder(folder: Path) -> None:
     if (folder / "recipe.json").exists():
         raise FileExistsError(
-            f"{folder} has a run already; go on from it with --resume, remove it with --fresh, or name another output"
+            f"{folder} contains a run already; continue it with --resume, remove it with --fresh, or choose another "
+            "output"
         )
 
 
-def save(trainer: Trainer, phase: int, step: int, optimizer: torch.optim.Optimizer, plan: Plan | None) -> None:
-    """By the first process; of weights that are shared out the others hand in their parts."""
-    whole = processes.full_weights(trainer.policy.lm) if trainer.policy.is_sharded else None
+def checkpoint_folder(recipe: Recipe, phase: int, step: int) -> Path:
+    return recipe.folder / "checkpoints" / f"{phase}-{step:06d}"
+
+
+def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
+    """Writes a checkpoint from the main process and removes old ones; all processes must call it."""
+    weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
     moments, steps = _moments(optimizer)
-    with processes.together():
-        if trainer.accelerator.is_main_process:
-            _write(trainer, phase, step, plan, whole, moments, steps)
+    with distributed.fail_together():
+        if not distributed.is_main_process():
+            return
+        from safetensors.torch import save_file
+
+        with _atomic_folder(state.folder) as folder:
+            save_policy(policy, folder / "model", weights)
+            save_file(moments, folder / "optimizer.safetensors")
+            content = {
+                "format": FORMAT,
+                "optimizer_steps": steps,
+                "recipe": _binding(plain(recipe)),
+                "files": _digests(folder),
+                **{name: value for name, value in vars(state).items() if name != "folder"},
+            }
+            (folder / "state.json").write_text(to_json(content))
+        log.event("checkpoint", phase=state.phase, step=state.step)
+        for old in _checkpoints(recipe)[: -recipe.checkpoints.keep]:
+            shutil.rmtree(old)
 
 
-def _write(
-    trainer: Trainer, phase: int, step: int, plan: Plan | None, whole: dict[str, torch.Tensor] | None,
-    moments: dict[str, torch.Tensor], steps: list[float],
-) -> None:  # fmt: skip
-    from safetensors.torch import save_file
-
-    place = _folder(trainer.recipe) / f"{phase}-{step:06d}"
-    with _atomic(place) as new:
-        model.save_policy(trainer.policy, new / "model", whole)
-        save_file(moments, new / "optimizer.safetensors")
-        threshold = plan.threshold.value if plan is not None and plan.threshold is not None else None
-        state = {
-            "format": FORMAT, "phase": phase, "step": step, "threshold": threshold, "optimizer_steps": steps,
-            "threads": torch.get_num_threads(), "embedders": trainer.embedders,
-            "recipe": _binding(plain(trainer.recipe)), "files": _digests(new),
-        }  # fmt: skip
-        (new / "state.json").write_text(to_json(state))
-    trainer.log.event("checkpoint", phase=phase, step=step)
-    for old in _all(trainer.recipe)[: -trainer.recipe.checkpoints.keep]:
-        shutil.rmtree(old)
-
-
-def last(recipe: Recipe) -> State | None:
-    """The newest checkpoint, checked; None where there is none, but for what was begun with the same recipe."""
-    found = _all(recipe)
-    if found:
-        return _read(found[-1], recipe)
-    begun = recipe.folder / "recipe.json"
-    if begun.exists():
-        _refuse_other(recipe.folder, _binding(_json(begun)), recipe)
+def load_last(recipe: Recipe) -> State | None:
+    """Reads and verifies the newest checkpoint; None if a run with this recipe has not written one yet."""
+    folders = _checkpoints(recipe)
+    if folders:
+        return _read_state(folders[-1], recipe)
+    written = recipe.folder / "recipe.json"
+    if written.exists():
+        _refuse_other_recipe(recipe.folder, _binding(_read_json(written)), recipe)
     return None
 
 
-def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
-    """The policy of a checkpoint; `begun` is the recipe's own, whose weights adapters go on top of."""
+def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
+    """Loads the policy of a checkpoint; adapters are loaded onto `initial`, the recipe's own policy."""
     from safetensors.torch import load_file, load_model
 
     folder = state.folder / "model"
     if recipe.model.lora is None:
-        lm = model.load_lm(dataclasses.replace(recipe.model, path=str(folder)), begun.device)
-        policy = model.policy_with(lm, begun.tokenizer, recipe.model, begun.backend)
+        lm = load_lm(dataclasses.replace(recipe.model, path=str(folder)), initial.device)
+        policy = make_policy(lm, initial.tokenizer, recipe.model, initial.backend)
     else:
-        model.load_adapter(begun, recipe.model, folder)
-        policy = begun
+        load_adapter(initial, recipe.model, folder)
+        policy = initial
     if (folder / "critic.safetensors").exists():
         policy.add_critic()
         assert policy.critic is not None
@@ -136,106 +140,152 @@ def load_policy(recipe: Recipe, state: State, begun: Policy) -> Policy:
     return policy
 
 
-def load_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
+def restore_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
     from safetensors.torch import load_file
 
-    stored = load_file(state.folder / "optimizer.safetensors")
+    moments = load_file(state.folder / "optimizer.safetensors")
     steps = json.loads((state.folder / "state.json").read_text())["optimizer_steps"]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for i, parameter in enumerate(parameters):
-        if f"{i}.exp_avg" not in stored:
+    for i, parameter in enumerate(_parameters(optimizer)):
+        if f"{i}.exp_avg" not in moments:
             continue
-        average = stored[f"{i}.exp_avg"]
+        average = moments[f"{i}.exp_avg"]
         if average.shape != parameter.shape:
             raise CheckpointError(
                 f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}"
             )
         optimizer.state[parameter] = {
             "step": torch.tensor(float(steps[i]), device=parameter.device),
-            "exp_avg": processes.part_like(average, parameter),
-            "exp_avg_sq": processes.part_like(stored[f"{i}.exp_avg_sq"], parameter),
+            "exp_avg": distributed.shard_like(average, parameter),
+            "exp_avg_sq": distributed.shard_like(moments[f"{i}.exp_avg_sq"], parameter),
         }
 
 
-def reference(trainer: Trainer, phase: int) -> Reference:
-    """The policy where a phase begins; kept in the run's folder for those that go on from the middle of the phase."""
+def load_reference(recipe: Recipe, policy: Policy, phase: int) -> Reference:
+    """Reference of a phase: the policy at its start, kept in the run's folder for runs resumed within the phase."""
     from safetensors.torch import load_file
 
-    recipe, policy = trainer.recipe, trainer.policy
     settings = recipe.model
     if settings.reference_model_path is not None:
-        return model.Reference(policy, settings)
-    place = recipe.folder / f"reference-{phase}"
-    whole = processes.full_weights(policy.lm) if policy.is_sharded else None
-    is_there = processes.first((place / "state.json").exists())
-    with processes.together():
-        if not is_there and trainer.accelerator.is_main_process:
-            with _atomic(place) as new:
-                _save_reference(policy, new, whole, only_adapters=settings.lora is not None)
-                (new / "state.json").write_text(to_json({"files": _digests(new)}))
-    if not is_there and whole is None:
-        return model.Reference(policy, settings)
+        return Reference(policy, settings)
+    folder = recipe.folder / f"reference-{phase}"
+    weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
+    exists = distributed.broadcast((folder / "state.json").exists())
+    with distributed.fail_together():
+        if not exists and distributed.is_main_process():
+            with _atomic_folder(folder) as temporary:
+                _save_reference(policy, temporary, weights, only_adapters=settings.lora is not None)
+                (temporary / "state.json").write_text(to_json({"files": _digests(temporary)}))
+    if not exists and weights is None:
+        return Reference(policy, settings)
     if settings.lora is None:
-        return model.Reference(policy, dataclasses.replace(settings, reference_model_path=str(place / "model")))
-    return model.Reference(policy, settings, load_file(place / "adapters.safetensors"))
+        return Reference(policy, dataclasses.replace(settings, reference_model_path=str(folder / "model")))
+    return Reference(policy, settings, load_file(folder / "adapters.safetensors"))
 
 
-def _save_reference(policy: Policy, folder: Path, whole: dict[str, torch.Tensor] | None, only_adapters: bool) -> None:
+def _save_reference(policy: Policy, folder: Path, weights: dict[str, Tensor] | None, only_adapters: bool) -> None:
     from safetensors.torch import save_file
 
     if only_adapters:
-        save_file({name: value.contiguous() for name, value in model.adapters_of(policy).items()},
-                  folder / "adapters.safetensors")  # fmt: skip
+        adapters = {name: value.contiguous() for name, value in adapters_of(policy).items()}
+        save_file(adapters, folder / "adapters.safetensors")
     else:
-        policy.lm.save_pretrained(folder / "model", state_dict=whole)
+        policy.lm.save_pretrained(folder / "model", state_dict=weights)
 
 
-def _folder(recipe: Recipe) -> Path:
-    return recipe.folder / "checkpoints"
+# Models
 
 
-def _all(recipe: Recipe) -> list[Path]:
-    folder = _folder(recipe)
-    return sorted(
-        (path for path in folder.glob("*-*") if not path.name.startswith(".")),
-        key=lambda path: tuple(int(part) for part in path.name.split("-")),
-    ) if folder.exists() else []  # fmt: skip
+def save_policy(policy: Policy, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Saves a model for transformers and peft, with value head and critic beside it.
+
+    Args:
+        policy: the policy.
+        folder: folder for safetensors, config and tokenizer.
+        weights: weights of the language model, where this process holds only part of them.
+    """
+    from safetensors.torch import save_file, save_model
+
+    policy.lm.save_pretrained(folder, state_dict=weights)
+    policy.tokenizer.save_pretrained(folder)
+    head = (policy.critic or policy).value_head
+    if head is not None:
+        save_file(dict(head.state_dict()), folder / "value_head.safetensors")
+    if policy.critic is not None:
+        save_model(policy.critic.lm, str(folder / "critic.safetensors"))
 
 
-def _read(folder: Path, recipe: Recipe) -> State:
-    state = _json(folder / "state.json")
+def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
+    """Loads adapters onto the recipe's own model; raises if they do not match its LoRA settings."""
+    import peft
+    from safetensors.torch import load_file
+
+    if settings.lora is None:
+        raise ValueError(f"model.lora: must be set to load the adapters in {str(folder)!r}, got None")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for key, stored in (("rank", config["r"]), ("alpha", config["lora_alpha"])):
+        value = getattr(settings.lora, key)
+        if value != stored:
+            raise ValueError(
+                f"model.lora.{key}: must be that of the adapters in {str(folder)!r}, {stored}, got {value}"
+            )
+    weights = load_file(folder / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(policy.lm, save_embedding_layers=False)
+    if weights.keys() != expected.keys():
+        raise ValueError(
+            f"model.lora.targets: must be the layers of the adapters in {str(folder)!r}, "
+            f"{config['target_modules']!r}, got {settings.lora.targets!r}: missing "
+            f"{sorted(expected.keys() - weights.keys())}, unexpected {sorted(weights.keys() - expected.keys())}"
+        )
+    peft.set_peft_model_state_dict(policy.lm, weights)
+
+
+# Files
+
+
+def _checkpoints(recipe: Recipe) -> list[Path]:
+    """Folders of all checkpoints, oldest first."""
+    folder = recipe.folder / "checkpoints"
+    if not folder.exists():
+        return []
+    folders = [path for path in folder.glob("*-*") if not path.name.startswith(".")]
+    return sorted(folders, key=lambda path: tuple(int(part) for part in path.name.split("-")))
+
+
+def _read_state(folder: Path, recipe: Recipe) -> State:
+    state = _read_json(folder / "state.json")
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: format must be {FORMAT}, got {state.get('format')!r}")
-    found = _digests(folder)
+    digests = _digests(folder)
     for name, digest in state["files"].items():
-        if found.get(name) != digest:
-            raise CheckpointError(f"{folder}: {name} is {'damaged' if name in found else 'missing'}")
-    _refuse_other(folder, state["recipe"], recipe)
+        if digests.get(name) != digest:
+            raise CheckpointError(f"{folder}: {name} is {'damaged' if name in digests else 'missing'}")
+    _refuse_other_recipe(folder, state["recipe"], recipe)
     return State(folder, *(state[name] for name in ("phase", "step", "threshold", "threads", "embedders")))
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path.parent}: {path.name} must be an object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.parent}: {path.name} must be an object, got {type(content).__name__}")
+    return content
 
 
-def _refuse_other(folder: Path, begun: dict[str, Any], recipe: Recipe) -> None:
-    differing = sorted(_differences(begun, _binding(plain(recipe)), ""))
-    if differing:
-        raise CheckpointError(f"{folder}: is of another recipe, which differs in {', '.join(differing)}")
+def _refuse_other_recipe(folder: Path, stored: dict[str, Any], recipe: Recipe) -> None:
+    keys = sorted(_differences(stored, _binding(plain(recipe)), ""))
+    if keys:
+        raise CheckpointError(f"{folder}: belongs to another recipe, which differs in {', '.join(keys)}")
 
 
 def _binding(recipe: dict[str, Any]) -> dict[str, Any]:
-    """What decides the numbers of a run."""
-    return {name: value for name, value in recipe.items() if name not in _FREE}
+    """The part of a recipe that determines a run's results."""
+    return {name: value for name, value in recipe.items() if name not in _MAY_CHANGE}
 
 
 def _differences(a: Any, b: Any, where: str) -> list[str]:
+    """Paths of the values that differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         return [
             path for name in a.keys() | b.keys() for path in _differences(a.get(name), b.get(name), f"{where}.{name}")
@@ -245,16 +295,20 @@ def _differences(a: Any, b: Any, where: str) -> list[str]:
     return [] if a == b else [where.lstrip(".")]
 
 
-def _moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], list[float]]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found, steps = {}, []
-    for i, parameter in enumerate(parameters):
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[float]]:
+    """AdamW's moments by parameter index, and the step count of each parameter."""
+    moments, steps = {}, []
+    for i, parameter in enumerate(_parameters(optimizer)):
         state = optimizer.state.get(parameter, {})
         steps.append(float(state.get("step", 0)))
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state:
-                found[f"{i}.{name}"] = processes.full(state[name]).contiguous()
-    return found, steps
+                moments[f"{i}.{name}"] = distributed.full_tensor(state[name]).contiguous()
+    return moments, steps
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -265,35 +319,27 @@ def _digests(folder: Path) -> dict[str, str]:
     }
 
 
-class _atomic:
-    """A folder to write to, which takes its name only when everything in it is on the disk."""
+@contextlib.contextmanager
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder that is renamed to `folder` once its contents are on disk, and removed on failure."""
+    from safetensors import SafetensorError
 
-    def __init__(self, place: Path) -> None:
-        self.place, self.new = place, place.parent / f".new-{place.name}"
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self.new, ignore_errors=True)
-        self.new.mkdir(parents=True)
-        return self.new
-
-    def __exit__(self, kind: Any, error: Any, *_: Any) -> None:
-        from safetensors import SafetensorError
-
-        if kind is not None:
-            shutil.rmtree(self.new, ignore_errors=True)
-            # safetensors says so in an error of its own where the disk is full
-            if issubclass(kind, OSError | SafetensorError):
-                raise CheckpointError(f"{self.place}: cannot be written: {error}") from error
-            return
-        try:
-            for path in [*self.new.rglob("*"), self.new]:
-                _flush(path)
-            shutil.rmtree(self.place, ignore_errors=True)
-            self.new.rename(self.place)
-            _flush(self.place.parent)
-        except OSError as why:
-            shutil.rmtree(self.new, ignore_errors=True)
-            raise CheckpointError(f"{self.place}: cannot be written: {why}") from why
+    temporary = folder.parent / f".new-{folder.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _flush(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        _flush(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # safetensors reports a full disk by an error of its own
+        if isinstance(error, OSError | SafetensorError):
+            raise CheckpointError(f"{folder}: cannot be written: {error}") from error
+        raise
 
 
 def _flush(path: Path) -> None:

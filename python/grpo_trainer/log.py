@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line, always; trackers when asked; a progress bar when somebody looks."""
+"""Logs of a run: JSON lines, trackers and a progress bar."""
 
 from __future__ import annotations
 
@@ -13,33 +13,37 @@ from grpo_trainer.trackers import TRACKERS, Tracker
 
 
 class Log:
-    """metrics.jsonl: numbers of a step. samples.jsonl: responses. events.jsonl: what was skipped, saved, resumed."""
+    """Writes the run's JSON lines.
+
+    metrics.jsonl holds the metrics of each step, samples.jsonl responses, maps.jsonl maps of one prompt's responses,
+    and events.jsonl what was skipped, saved and resumed.
+    """
 
     def __init__(self, recipe: Recipe, is_main: bool = True) -> None:
         self.settings, self.folder, self.is_main = recipe.logging, recipe.folder, is_main
         steps = [phase.sft.steps if phase.sft else phase.rl.steps if phase.rl else 0 for phase in recipe.phases]
-        self.before = [sum(steps[:number]) for number in range(len(steps) + 1)]  # steps of earlier phases
+        self.steps_before = [sum(steps[:number]) for number in range(len(steps) + 1)]  # of earlier phases
         self.start = time.time()
         self.bar: Any = None
         self.trackers: list[Tracker] = []
-        self.running: list[Tracker] = []  # those of them that a run was begun at
+        self.open_trackers: list[Tracker] = []
         if is_main:
             self.trackers = [TRACKERS[kind](recipe) for kind in self.settings.to]
 
     def open(self) -> None:
-        """Begins a run at each tracker, or goes on with it."""
+        """Starts or resumes a run in each tracker."""
         for tracker in self.trackers:
             tracker.open()
-            self.running.append(tracker)
+            self.open_trackers.append(tracker)
 
     def metrics(self, kind: str, phase: int, step: int, values: dict[str, float]) -> None:
         if not self.is_main or (step % self.settings.every and kind != "eval"):
             return
-        when = {"phase": kind, "number": phase, "step": step, "time": round(time.time() - self.start, 3)}
-        self._write("metrics", when | values)
+        header = {"phase": kind, "number": phase, "step": step, "time": round(time.time() - self.start, 3)}
+        self._write("metrics", header | values)
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         for tracker in self.trackers:
-            tracker.log(known, self.before[phase] + step)
+            tracker.log(known, self.steps_before[phase] + step)
 
     def samples(self, phase: int, step: int, samples: list[dict[str, Any]]) -> None:
         for sample in samples[: self.settings.samples] if self.is_main else []:
@@ -73,11 +77,11 @@ class Log:
 
     def close(self) -> None:
         self.close_progress()
-        while self.running:
-            self.running.pop().close()
+        while self.open_trackers:
+            self.open_trackers.pop().close()
 
-    def cut(self, phase: int, step: int) -> None:
-        """Forgets what came after a checkpoint, the evaluation there included: it will be written again."""
+    def truncate(self, phase: int, step: int) -> None:
+        """Removes the lines after a checkpoint, and those of the evaluation at it, which a resumed run repeats."""
         for name in ("metrics", "samples", "maps") if self.is_main else ():
             path = self.folder / f"{name}.jsonl"
             if not path.exists():
@@ -87,14 +91,14 @@ class Log:
                 try:
                     entry = json.loads(line)
                 except json.JSONDecodeError:
-                    continue  # the run was killed while it wrote
-                at = (entry["number"], entry["step"])
-                is_of_evaluation = name == "maps" or entry.get("phase") == "eval"
-                if at < (phase, step) or (at == (phase, step) and not is_of_evaluation):
+                    continue  # cut off when the run was killed
+                position = (entry["number"], entry["step"])
+                is_evaluation = name == "maps" or entry.get("phase") == "eval"
+                if position < (phase, step) or (position == (phase, step) and not is_evaluation):
                     kept.append(line)
-            new = path.with_name(f".new-{path.name}")
-            new.write_text("".join(line + "\n" for line in kept))
-            new.replace(path)
+            temporary = path.with_name(f".new-{path.name}")
+            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.replace(path)
 
     def _write(self, name: str, entry: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -105,9 +109,7 @@ class Log:
 def _bar(title: str, total: int) -> tuple[Any, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
-    )  # fmt: skip
+    title_column, text_column = TextColumn("{task.description}"), TextColumn("{task.fields[text]}")
+    bar = Progress(title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text_column)
     bar.start()
     return bar, bar.add_task(title, total=total, text="")

@@ -1,4 +1,4 @@
-"""Sampling: responses to prompts, with the log-probs that they were sampled with."""
+"""Sampling: responses to prompts, with the log-probs they were sampled with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_trainer import processes
-from grpo_trainer.model import Batch, Policy, encode_prompt, evaluating, pad, positions_of
+from grpo_trainer import distributed
+from grpo_trainer.data import Batch, encode_prompt, pad, positions_of
+from grpo_trainer.policy import Policy, evaluating
 
 
 @dataclasses.dataclass
 class Rollout:
-    """Responses in the order of their prompts, `group_size` each. Token ids are stored: text is never read back."""
+    """Responses in the order of their prompts, `group_size` each. Token ids are kept and never recovered from texts."""
 
-    items: list[dict[str, Any]]  # the data's lines, one for each prompt
+    items: list[dict[str, Any]]  # one line of data per prompt
     batch: Batch
     logprobs: Tensor  # [N, T] of the tempered policy when it sampled
     truncated: Tensor  # [N] bool: cut off by max_new_tokens
@@ -33,147 +34,185 @@ class Rollout:
         return self.batch.mask.sum(1)
 
 
-def usable(
-    policy: Policy, items: Sequence[dict[str, Any]], prompt: str, limit: int, chat: bool
+@dataclasses.dataclass(frozen=True)
+class _Sampling:
+    """Arguments of one `roll_out` that are the same for all of its batches."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    generator: torch.Generator | None
+    temperature: float
+    top_p: float
+    top_k: int
+
+
+def select_usable(
+    policy: Policy, items: Sequence[dict[str, Any]], column: str, max_prompt_tokens: int, chat: bool
 ) -> list[dict[str, Any]]:
-    """Items with their prompts under "prompt", and as ids under "prompt_ids"; those that are too long are left out."""
-    found = [
-        item | {"prompt": item[prompt], "prompt_ids": encode_prompt(policy.tokenizer, item[prompt], chat)}
+    """Adds "prompt" and "prompt_ids" to the items, and drops those whose prompt is empty or too long."""
+    encoded = [
+        item | {"prompt": item[column], "prompt_ids": encode_prompt(policy.tokenizer, item[column], chat)}
         for item in items
     ]
-    return [item for item in found if 0 < len(item["prompt_ids"]) <= limit]
+    return [item for item in encoded if 0 < len(item["prompt_ids"]) <= max_prompt_tokens]
 
 
 @torch.no_grad()
 def roll_out(
-    policy: Policy, items: list[dict[str, Any]], group_size: int, *, max_new_tokens: int,
-    generator: torch.Generator | None, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0,
-    min_new_tokens: int = 0, batch: int = 512,
-) -> Rollout:  # fmt: skip
-    """group_size responses to each item; temperature 0: the most probable token each time. Prompts of similar length
-    are answered together, each process its share of the rows."""
+    policy: Policy,
+    items: list[dict[str, Any]],
+    group_size: int,
+    *,
+    max_new_tokens: int,
+    generator: torch.Generator | None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_new_tokens: int = 0,
+    batch: int = 512,
+) -> Rollout:
+    """Samples responses; prompts of similar length share a batch, whose rows are divided among the processes.
+
+    Args:
+        policy: the policy.
+        items: lines of data with "prompt_ids".
+        group_size: responses per item.
+        max_new_tokens: longest response.
+        generator: random numbers; the same in every process.
+        temperature: 0 takes the most probable token.
+        top_p: restricts sampling to the most probable tokens with this total probability.
+        top_k: restricts sampling to the k most probable tokens; 0: no limit.
+        min_new_tokens: number of tokens before the end may be sampled.
+        batch: number of responses that are sampled together.
+    """
+    sampling = _Sampling(max_new_tokens, min_new_tokens, generator, temperature, top_p, top_k)
     ids = [item["prompt_ids"] for item in items]
-    together = max(1, batch // group_size)
+    prompts_at_once = max(1, batch // group_size)
     tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
     logprobs: list[list[float]] = [[] for _ in tokens]
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     with evaluating(policy), policy.autocast():
-        for first in range(0, len(ids), together):
-            some = by_length[first : first + together]
-            found = _sample(policy, [ids[i] for i in some], group_size, max_new_tokens, generator, temperature, top_p,
-                            top_k, min_new_tokens)  # fmt: skip
-            for i, prompt in enumerate(some):
-                for j in range(group_size):
-                    tokens[prompt * group_size + j], logprobs[prompt * group_size + j] = found[i * group_size + j]
-    prompts, prompt_mask = pad(ids, policy.pad, left=not policy.is_seq2seq)
-    rows, mask = pad(tokens, policy.pad, left=False)
-    stored = torch.zeros(rows.shape)
+        for start in range(0, len(ids), prompts_at_once):
+            chosen = by_length[start : start + prompts_at_once]
+            responses = _sample(policy, [ids[i] for i in chosen], group_size, sampling)
+            rows = [prompt * group_size + copy for prompt in chosen for copy in range(group_size)]
+            for row, response in zip(rows, responses, strict=True):
+                tokens[row], logprobs[row] = response
+    prompts, prompt_mask = pad(ids, policy.pad_id, left=not policy.is_seq2seq)
+    padded, mask = pad(tokens, policy.pad_id, left=False)
+    padded_logprobs = torch.zeros(padded.shape)
     for i, values in enumerate(logprobs):
-        stored[i, : len(values)] = torch.tensor(values)
+        padded_logprobs[i, : len(values)] = torch.tensor(values)
     prompt_of = torch.arange(len(tokens)) // group_size
     texts = [policy.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
-    truncated = torch.tensor([row[-1] not in policy.ends for row in tokens], dtype=torch.bool)
-    together_batch = Batch(prompts, prompt_mask, rows, mask, prompt_of).to(policy.device)
-    return Rollout(items, together_batch, stored.to(policy.device), truncated.to(policy.device), texts)
+    truncated = torch.tensor([row[-1] not in policy.stop_ids for row in tokens], dtype=torch.bool)
+    whole = Batch(prompts, prompt_mask, padded, mask, prompt_of).to(policy.device)
+    return Rollout(items, whole, padded_logprobs.to(policy.device), truncated.to(policy.device), texts)
 
 
 def _sample(
-    policy: Policy, prompts: list[list[int]], copies: int, most: int, generator: torch.Generator | None,
-    temperature: float, top_p: float, top_k: int, least: int,
-) -> list[tuple[list[int], list[float]]]:  # fmt: skip
-    ids, mask = pad(prompts, policy.pad, left=not policy.is_seq2seq)
-    ids, mask = ids.to(policy.device), mask.to(policy.device)
-    rows = torch.arange(len(prompts) * copies, device=policy.device)  # that are not finished
-    finished = torch.zeros(len(rows), dtype=torch.bool, device=policy.device)
-    mine = _Mine(len(rows), policy.device)
-    decoder = (_EncoderDecoder if policy.is_seq2seq else _Decoder)(policy, ids, mask, mine.of(rows) // copies)
-    tokens = torch.full((len(rows), most), policy.pad, device=policy.device)
-    logprobs = torch.zeros((len(rows), most), device=policy.device)
-    lengths = torch.zeros(len(rows), dtype=torch.int64, device=policy.device)
-    ends = torch.tensor(policy.ends, device=policy.device)
-    for t in range(most):
+    policy: Policy, prompts: list[list[int]], copies: int, sampling: _Sampling
+) -> list[tuple[list[int], list[float]]]:
+    """Samples `copies` responses to each prompt: token ids and log-probs."""
+    device, longest = policy.device, sampling.max_new_tokens
+    ids, mask = pad(prompts, policy.pad_id, left=not policy.is_seq2seq)
+    rows = torch.arange(len(prompts) * copies, device=device)  # rows that are still decoded
+    is_finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    local = _LocalRows(len(rows), device)
+    kind = _EncoderDecoder if policy.is_seq2seq else _Decoder
+    decoder = kind(policy, ids.to(device), mask.to(device), local.select(rows) // copies)
+    tokens = torch.full((len(rows), longest), policy.pad_id, device=device)
+    logprobs = torch.zeros((len(rows), longest), device=device)
+    lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)
+    stop_ids = torch.tensor(policy.stop_ids, device=device)
+    for t in range(longest):
         logits = decoder.logits.float()
-        # what is not sampled is scored all the same, as in the update
-        open_ = logits
-        if t < least:
-            open_ = logits.index_fill(1, ends, float("-inf"))
-        if temperature == 0:
-            chosen = mine.of_all(open_.argmax(-1))
+        # tokens that may not be sampled are still scored, as in the update
+        open_logits = logits
+        if t < sampling.min_new_tokens:
+            open_logits = logits.index_fill(1, stop_ids, float("-inf"))
+        if sampling.temperature == 0:
+            chosen = local.all_gather(open_logits.argmax(-1))
         else:
-            allowed = _filtered(open_ / temperature, top_p, top_k).softmax(-1)
-            # of all rows in every process, so that each row gets the random numbers that one process would give it
-            chosen = torch.multinomial(mine.among_all(allowed), 1, generator=generator).squeeze(1)
-            chosen = mine.of_all(mine.of(chosen))
-            found = gk.token_logprobs(logits, mine.of(chosen), temperature=temperature, backend=policy.backend)
-            if mine.counts:
-                logprobs[mine.of(rows), t] = found.logprobs
+            probs = _filtered(open_logits / sampling.temperature, sampling.top_p, sampling.top_k).softmax(-1)
+            # every process draws for all rows, so that a row gets the random numbers it would get in a single process
+            chosen = torch.multinomial(local.embed(probs), 1, generator=sampling.generator).squeeze(1)
+            chosen = local.all_gather(local.select(chosen))
+            scored = gk.token_logprobs(
+                logits, local.select(chosen), temperature=sampling.temperature, backend=policy.backend
+            )
+            if local.counts:
+                logprobs[local.select(rows), t] = scored.logprobs
         tokens[rows, t] = chosen
         lengths[rows] += 1
-        # a finished row goes on, unread, until half of them are
-        going = ~torch.isin(chosen, ends) & ~finished
-        finished = ~going
-        left = int(going.sum())
-        if left == 0 or t == most - 1:
+        # finished rows are decoded along, unread, until they are half of the batch
+        is_finished = torch.isin(chosen, stop_ids) | is_finished
+        remaining = int((~is_finished).sum())
+        if remaining == 0 or t == longest - 1:
             break
-        if left <= len(rows) // 2:
-            kept = going.nonzero().squeeze(1)
-            rows, chosen, finished = rows[kept], chosen[kept], finished[kept]
-            decoder.keep(mine.keep(kept))
-        decoder.step(mine.of(chosen))
-    logprobs = processes.total(logprobs)
-    # what a finished row said after its end is not part of it
-    is_end = torch.isin(tokens, ends)
-    until_end = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lengths)
+        if remaining <= len(rows) // 2:
+            kept = (~is_finished).nonzero().squeeze(1)
+            rows, chosen, is_finished = rows[kept], chosen[kept], is_finished[kept]
+            decoder.keep(local.keep(kept))
+        decoder.step(local.select(chosen))
+    logprobs = distributed.all_reduce_sum(logprobs)
+    # tokens that a finished row produced after its end are dropped
+    is_end = torch.isin(tokens, stop_ids)
+    lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lengths)
     return [
         (row[:length], values[:length])
-        for row, values, length in zip(tokens.tolist(), logprobs.tolist(), until_end.tolist(), strict=True)
+        for row, values, length in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
     ]
 
 
-class _Mine:
-    """Which of the rows that go on this process decodes: one at least, as in every pass the others may wait for it."""
+class _LocalRows:
+    """The rows of a batch that this process decodes; at least one, as other processes may wait for each forward pass.
+
+    A process without a row of its own decodes a copy that does not count.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
-        some = processes.share(count)
-        self.is_alone, self.count, self.counts = processes.world() == 1, count, len(some) > 0
-        self.rows = torch.tensor([*some] or [0], device=device)
+        local = distributed.local_range(count)
+        self.is_alone, self.count, self.counts = distributed.world_size() == 1, count, len(local) > 0
+        self.rows = torch.tensor([*local] or [0], device=device)
 
-    def of(self, value: Tensor) -> Tensor:
+    def select(self, value: Tensor) -> Tensor:
+        """Local rows of a tensor of all rows."""
         return value if self.is_alone else value[self.rows]
 
-    def among_all(self, value: Tensor) -> Tensor:
-        """Beside rows of others that stand for nothing."""
+    def embed(self, value: Tensor) -> Tensor:
+        """Tensor of all rows with the local ones in their places and ones elsewhere."""
         if self.is_alone:
             return value
-        found = value.new_ones((self.count, *value.shape[1:]))
-        found[self.rows] = value
-        return found
+        whole = value.new_ones((self.count, *value.shape[1:]))
+        whole[self.rows] = value
+        return whole
 
-    def of_all(self, value: Tensor) -> Tensor:
-        """From each process its own."""
+    def all_gather(self, value: Tensor) -> Tensor:
+        """Tensor of all rows from each process's local rows."""
         if self.is_alone:
             return value
         counted = slice(None if self.counts else 0)
-        return processes.whole(value[counted], self.rows[counted], self.count)
+        return distributed.all_gather_rows(value[counted], self.rows[counted], self.count)
 
     def keep(self, kept: Tensor) -> Tensor:
-        """Only these of all; which of the decoder's rows that leaves."""
+        """Drops all but the given rows, and returns the indices of the local rows that remain."""
         if self.is_alone:
             return kept
-        number = torch.full((self.count,), -1, device=kept.device)
-        number[kept] = torch.arange(len(kept), device=kept.device)
+        new_index = torch.full((self.count,), -1, device=kept.device)
+        new_index[kept] = torch.arange(len(kept), device=kept.device)
         self.count = len(kept)
-        left = (number[self.rows] >= 0).nonzero().squeeze(1)
-        self.counts = self.counts and len(left) > 0
+        remaining = (new_index[self.rows] >= 0).nonzero().squeeze(1)
+        self.counts = self.counts and len(remaining) > 0
         if not self.counts:
             self.rows = kept.new_zeros(1)
             return kept.new_zeros(1)
-        self.rows = number[self.rows[left]]
-        return left
+        self.rows = new_index[self.rows[remaining]]
+        return remaining
 
 
 class _Decoder:
-    """The next token's logits of each row, after prompts that were computed once for all their copies."""
+    """Next-token logits of each row, after prompts that were computed once for all their copies."""
 
     def __init__(self, policy: Policy, ids: Tensor, mask: Tensor, prompt_of: Tensor) -> None:
         from transformers import DynamicCache
@@ -181,22 +220,33 @@ class _Decoder:
         self.policy = policy
         used, prompt_of = torch.unique(prompt_of, return_inverse=True)
         ids, mask = ids[used], mask[used]
-        found = policy(
-            "next", None, input_ids=ids, attention_mask=mask.long(), position_ids=positions_of(mask),
-            past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1,
-        )  # fmt: skip
-        self.cache = found.past_key_values
+        output = policy(
+            "next",
+            None,
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=positions_of(mask),
+            past_key_values=DynamicCache(),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.cache = output.past_key_values
         self.cache.batch_select_indices(prompt_of)
-        self.logits = found.logits[:, -1][prompt_of]
+        self.logits = output.logits[:, -1][prompt_of]
         self.mask = mask[prompt_of]
 
     def step(self, chosen: Tensor) -> None:
         self.mask = torch.cat((self.mask, torch.ones_like(self.mask[:, :1])), 1)
-        found = self.policy(
-            "next", None, input_ids=chosen[:, None], attention_mask=self.mask.long(),
-            position_ids=positions_of(self.mask)[:, -1:], past_key_values=self.cache, use_cache=True,
-        )  # fmt: skip
-        self.logits = found.logits[:, -1]
+        output = self.policy(
+            "next",
+            None,
+            input_ids=chosen[:, None],
+            attention_mask=self.mask.long(),
+            position_ids=positions_of(self.mask)[:, -1:],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.logits = output.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
@@ -214,11 +264,16 @@ class _EncoderDecoder:
         self.step(torch.full((len(self.mask),), policy.lm.config.decoder_start_token_id, device=ids.device))
 
     def step(self, chosen: Tensor) -> None:
-        found = self.policy(
-            "next", None, encoder_outputs=self.encoded, attention_mask=self.mask.long(),
-            decoder_input_ids=chosen[:, None], past_key_values=self.cache, use_cache=True,
-        )  # fmt: skip
-        self.cache, self.logits = found.past_key_values, found.logits[:, -1]
+        output = self.policy(
+            "next",
+            None,
+            encoder_outputs=self.encoded,
+            attention_mask=self.mask.long(),
+            decoder_input_ids=chosen[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        self.cache, self.logits = output.past_key_values, output.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
@@ -227,14 +282,14 @@ class _EncoderDecoder:
 
 
 def _filtered(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """-inf for tokens that are not sampled; the most probable one always is."""
+    """Sets the logits of tokens outside top-k and top-p to -inf; the most probable token always remains."""
     if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        threshold = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     if top_p < 1:
         ordered, order = logits.sort(-1, descending=True)
-        chances = ordered.softmax(-1)
-        before = chances.cumsum(-1) - chances
-        dropped = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(dropped, float("-inf"))
+        probs = ordered.softmax(-1)
+        probs_before = probs.cumsum(-1) - probs
+        is_dropped = torch.zeros_like(probs_before, dtype=torch.bool).scatter(-1, order, probs_before >= top_p)
+        logits = logits.masked_fill(is_dropped, float("-inf"))
     return logits

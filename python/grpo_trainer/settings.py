@@ -1,8 +1,7 @@
-"""Dataclasses from nested mappings, and back: each key is checked for its name and its type, and explained by
-`grpo-train --keys`.
+"""Conversion between nested mappings and dataclasses, with checked key names and types.
 
-A field is made with `key(default, "what it does")`. Types are those a YAML file can hold: bool, int, float, str, None,
-lists and mappings of them, Literal choices, and other dataclasses.
+Fields are declared as `key(default, "help text")`. Their types are those of YAML (bool, int, float, str, None, lists,
+mappings), Literal choices, and other such dataclasses. `grpo-train --keys` prints the help texts.
 """
 
 from __future__ import annotations
@@ -15,35 +14,39 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 def key(default: Any, help: str, config: str | None = None) -> Any:
-    """A field with its explanation; a default that is mutable or a dataclass is made anew for each use.
+    """Declares a field.
 
-    config  of a mapping: the class of grpo_kernels whose fields are its keys
+    Args:
+        default: default value, or a dataclass that is instantiated without arguments.
+        help: help text.
+        config: for mappings, the config class of grpo_kernels whose fields are the keys.
     """
-    meta = {"help": help, "config": config}
+    metadata = {"help": help, "config": config}
     if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=meta)
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
-        return dataclasses.field(default_factory=default, metadata=meta)
-    return dataclasses.field(default=default, metadata=meta)
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def build(kind: type[Made], values: Mapping[str, Any], where: str = "") -> Made:
-    """The dataclass `kind` of what a file says. Errors name the full path of the key, the rule and the value."""
+def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """Builds the dataclass `kind` from a mapping. Errors name the key's full path, the rule and the value."""
     if not isinstance(values, Mapping):
         raise TypeError(f"{where or 'recipe'}: must be a mapping, got {type(values).__name__} {values!r}")
     fields = fields_of(kind)
     for name in values:
         if name not in fields:
-            raise ValueError(unknown(where, str(name), list(fields)))
-    given = {name: _convert(fields[name].type, value, _join(where, name)) for name, value in values.items()}
-    return kind(**given)
+            raise ValueError(unknown_key(where, str(name), list(fields)))
+    kwargs = {name: _convert(fields[name].type, value, _join(where, name)) for name, value in values.items()}
+    return kind(**kwargs)
 
 
-def unknown(where: str, name: str, known: list[str]) -> str:
+def unknown_key(where: str, name: str, known: list[str]) -> str:
+    """Error message for an unknown key or name, with the nearest known one."""
     near = difflib.get_close_matches(name, known, 1, 0.0)
     return f"{_join(where, name)}: no such key; the nearest is {near[0]!r}, all are {', '.join(sorted(known))}"
 
@@ -57,17 +60,17 @@ class Field(typing.NamedTuple):
 
 def fields_of(kind: type) -> dict[str, Field]:
     hints = typing.get_type_hints(kind)
-    found = {}
+    fields = {}
     for field in dataclasses.fields(kind):
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        found[field.name] = Field(hints[field.name], default, field.metadata["help"], field.metadata["config"])
-    return found
+        fields[field.name] = Field(hints[field.name], default, field.metadata["help"], field.metadata["config"])
+    return fields
 
 
 def explain(kind: type, where: str = "") -> Iterator[str]:
-    """A line for every key, those of nested dataclasses and of the configs of grpo_kernels included."""
+    """Yields a line of help for every key, including those of nested dataclasses and of grpo_kernels' configs."""
     for name, field in fields_of(kind).items():
         path = _join(where, name)
         nested = _dataclass_in(field.type)
@@ -80,13 +83,13 @@ def explain(kind: type, where: str = "") -> Iterator[str]:
         if field.config is not None:
             import grpo_kernels
 
-            for each in dataclasses.fields(getattr(grpo_kernels, field.config)):
-                if each.init:
-                    yield f"{path}.{each.name} ({each.type}, default {each.default!r}): of {field.config}"
+            for option in dataclasses.fields(getattr(grpo_kernels, field.config)):
+                if option.init:
+                    yield f"{path}.{option.name} ({option.type}, default {option.default!r}): of {field.config}"
 
 
 def override(values: dict[str, Any], assignment: str) -> None:
-    """`a.b.0.c=value` into nested mappings and lists; the value is read as YAML."""
+    """Applies `a.b.0.c=value` to nested mappings and lists; the value is parsed as YAML."""
     path, equals, text = assignment.partition("=")
     if not equals or not path:
         raise ValueError(f"override: must be key=value, got {assignment!r}")
@@ -101,7 +104,7 @@ def override(values: dict[str, Any], assignment: str) -> None:
 
 
 def read_yaml(text: str) -> Any:
-    """Without code, and with numbers such as 1e-5, which YAML 1.1 takes for text."""
+    """Parses YAML without object tags; numbers such as 1e-5, which are strings in YAML 1.1, are read as floats."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -113,19 +116,19 @@ def read_yaml(text: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What `build` makes the same of: for writing down."""
+    """Converts a dataclass to plain mappings and lists; the inverse of `build`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     return value
 
 
 def _index(place: list[Any], name: str, path: str) -> int:
     if not name.isdigit() or int(name) >= len(place):
-        raise ValueError(f"override: {path} needs a number below {len(place)} in place of {name!r}")
+        raise ValueError(f"override: {path} needs an index below {len(place)}, got {name!r}")
     return int(name)
 
 
@@ -136,7 +139,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
             return None
-        choices = [each for each in arguments if each is not type(None)]
+        choices = [argument for argument in arguments if argument is not type(None)]
         errors = []
         for choice in choices:
             try:
@@ -146,8 +149,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         raise errors[0] if len(errors) == 1 else _mismatch(kind, value, where)
     if origin is Literal:
         if value not in arguments:
-            near = difflib.get_close_matches(str(value), [str(each) for each in arguments], 1, 0.0)
-            allowed = ", ".join(repr(each) for each in arguments)
+            near = difflib.get_close_matches(str(value), [str(argument) for argument in arguments], 1, 0.0)
+            allowed = ", ".join(map(repr, arguments))
             raise ValueError(
                 f"{where}: must be one of {allowed}, got {value!r} (nearest {near[0] if near else None!r})"
             )
@@ -157,11 +160,11 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin is list:
         if not isinstance(value, list):
             raise _mismatch(kind, value, where)
-        return [_convert(arguments[0], each, f"{where}.{i}") for i, each in enumerate(value)]
+        return [_convert(arguments[0], item, f"{where}.{i}") for i, item in enumerate(value)]
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _mismatch(kind, value, where)
-        return {str(name): _convert(arguments[1], each, _join(where, str(name))) for name, each in value.items()}
+        return {str(name): _convert(arguments[1], item, _join(where, str(name))) for name, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
@@ -176,9 +179,9 @@ def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
 def _describe(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("nothing" if each is type(None) else _describe(each) for each in arguments)
+        return " or ".join("null" if choice is type(None) else _describe(choice) for choice in arguments)
     if origin is Literal:
-        return " | ".join(str(each) for each in arguments)
+        return " | ".join(map(str, arguments))
     if origin is list:
         return f"list of {_describe(arguments[0])}"
     if origin is dict:
@@ -187,13 +190,13 @@ def _describe(kind: Any) -> str:
 
 
 def _dataclass_in(kind: Any) -> type | None:
-    """The dataclass that a field holds, by itself, in a list, or as one choice of two."""
+    """Dataclass in a field's type: the type itself, a list's element or an optional."""
     if dataclasses.is_dataclass(kind):
         return typing.cast(type, kind)
-    for each in typing.get_args(kind):
-        found = _dataclass_in(each)
-        if found is not None:
-            return found
+    for argument in typing.get_args(kind):
+        nested = _dataclass_in(argument)
+        if nested is not None:
+            return nested
     return None
 
 

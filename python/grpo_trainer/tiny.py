@@ -1,4 +1,4 @@
-"""A model and a tokenizer that are made here: nothing is downloaded."""
+"""A tiny model and tokenizer, created locally without a download."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ END, PAD, START, UNKNOWN = "<end>", "<pad>", "<start>", "<unknown>"
 
 
 def make_tiny(settings: Tiny, tokenizer: Any, attention: str | None = None) -> Any:
-    """Without a download; its weights follow torch's seed."""
+    """Creates a Llama or T5 model with random weights from torch's global seed."""
     from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-    size: dict[str, Any] = {
+    common: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
@@ -22,45 +22,60 @@ def make_tiny(settings: Tiny, tokenizer: Any, attention: str | None = None) -> A
     }
     if settings.architecture == "seq2seq":
         config: Any = T5Config(
-            **size, d_model=settings.hidden, d_ff=settings.intermediate, num_layers=settings.layers,
-            num_heads=settings.heads, d_kv=settings.hidden // settings.heads, dropout_rate=0.0,
+            **common,
+            d_model=settings.hidden,
+            d_ff=settings.intermediate,
+            num_layers=settings.layers,
+            num_heads=settings.heads,
+            d_kv=settings.hidden // settings.heads,
+            dropout_rate=0.0,
             feed_forward_proj="gated-gelu",
-        )  # fmt: skip
+        )
         config.decoder_start_token_id = tokenizer.pad_token_id
         return T5ForConditionalGeneration(config)
     config = LlamaConfig(
-        **size, bos_token_id=tokenizer.bos_token_id, hidden_size=settings.hidden,
-        intermediate_size=settings.intermediate, num_hidden_layers=settings.layers,
-        num_attention_heads=settings.heads, num_key_value_heads=settings.heads, tie_word_embeddings=True,
+        **common,
+        bos_token_id=tokenizer.bos_token_id,
+        hidden_size=settings.hidden,
+        intermediate_size=settings.intermediate,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.heads,
+        tie_word_embeddings=True,
         max_position_embeddings=4096,
-    )  # fmt: skip
+    )
     return LlamaForCausalLM(config)
 
 
 def train_tokenizer(corpus: Sequence[str], vocabulary: int, is_seq2seq: bool) -> Any:
-    """Byte pairs of the corpus, each digit by itself, words and first digits with the space before them.
+    """Trains a byte-pair tokenizer that keeps digits apart and the space before a word or first digit with it.
 
-    Prompts begin with START, or end with END before an encoder.
+    Prompts begin with START, or end with END for an encoder-decoder.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer(models.BPE(unk_token=UNKNOWN))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(r" ?\d| ?[^\s\d]+|\s"), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    inner.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     special = [PAD, END, START, UNKNOWN]
-    inner.train_from_iterator(
+    tokenizer.train_from_iterator(
         corpus, trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
     )
-    frame = f"$A {END}" if is_seq2seq else f"{START} $A"
-    marks = [(mark, inner.token_to_id(mark)) for mark in (START, END)]
-    inner.post_processor = processors.TemplateProcessing(single=frame, special_tokens=marks)
+    template = f"$A {END}" if is_seq2seq else f"{START} $A"
+    special_ids = [(token, tokenizer.token_to_id(token)) for token in (START, END)]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special_ids)
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=END, pad_token=PAD, bos_token=START, unk_token=UNKNOWN,
-        padding_side="left", clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        bos_token=START,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

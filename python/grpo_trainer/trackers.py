@@ -1,5 +1,8 @@
-"""Where metrics go besides metrics.jsonl. Steps are counted over all phases: a tracker draws one axis, and wandb drops
-what comes at a step before the last. What is NaN is not passed on: it has no value, and a chart shows a gap."""
+"""Trackers that receive metrics in addition to metrics.jsonl.
+
+Steps are counted over all phases, as a tracker draws a single axis and wandb drops values of earlier steps. NaN is
+not passed on, so that a chart shows a gap.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from grpo_trainer.settings import plain
 
 
 class Tracker(Protocol):
-    """Made before anything is computed, so that what is missing is said then; a run begins with open()."""
+    """Created before the run, so that a missing package is reported at once; `open` starts the run."""
 
     def open(self) -> None: ...
 
@@ -25,7 +28,7 @@ class Tracker(Protocol):
 class Tensorboard:
     def __init__(self, recipe: Recipe) -> None:
         self.folder = recipe.folder / "tensorboard"
-        self.module = _package("tensorboard", "torch.utils.tensorboard")
+        self.module = _import("tensorboard", "torch.utils.tensorboard")
 
     def open(self) -> None:
         self.writer = self.module.SummaryWriter(str(self.folder))
@@ -40,12 +43,12 @@ class Tensorboard:
 
 class Wandb:
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.module = recipe, _package("wandb", "wandb")
+        self.recipe, self.module = recipe, _import("wandb", "wandb")
 
     def open(self) -> None:
         recipe = self.recipe
         self.module.init(
-            project=recipe.logging.project, name=recipe.name, config=plain(recipe), id=_id(recipe), resume="allow"
+            project=recipe.logging.project, name=recipe.name, config=plain(recipe), id=_run_id(recipe), resume="allow"
         )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -57,12 +60,12 @@ class Wandb:
 
 class Trackio:
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.module = recipe, _package("trackio", "trackio")
+        self.recipe, self.module = recipe, _import("trackio", "trackio")
 
     def open(self) -> None:
         recipe = self.recipe
-        # a run is known by its name
-        name = f"{recipe.name}-{_id(recipe)}"
+        # trackio identifies a run by its name
+        name = f"{recipe.name}-{_run_id(recipe)}"
         self.module.init(project=recipe.logging.project, name=name, config=plain(recipe), resume="allow")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -75,7 +78,7 @@ class Trackio:
 TRACKERS: dict[str, Callable[[Recipe], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio}
 
 
-def _package(kind: str, module: str) -> Any:
+def _import(kind: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -84,8 +87,8 @@ def _package(kind: str, module: str) -> Any:
         ) from error
 
 
-def _id(recipe: Recipe) -> str:
-    """The same for the run and for what goes on from it."""
+def _run_id(recipe: Recipe) -> str:
+    """Identifier that a resumed run shares with the original."""
     path = recipe.folder / "tracker-id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

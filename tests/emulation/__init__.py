@@ -21,13 +21,13 @@ only = pytest.mark.skipif(
 
 
 def set_schedule(seed: int) -> None:
-    """In which random order the threads run from now on; launches are counted from here."""
+    """Sets the random order in which threads run from now on, and resets the count of launches."""
     ctypes.CDLL(str(build.library())).grpo_kernels_set_schedule_seed(ctypes.c_uint64(seed))
 
 
 @contextlib.contextmanager
 def shared_memory(kilobytes: int) -> Iterator[None]:
-    """A device whose blocks can have so much shared memory: 227 KB on sm_90, 99 on sm_86, 64 on sm_75."""
+    """Emulates a device with that much shared memory per block: 227 KB on sm_90, 99 on sm_86, 64 on sm_75."""
     set_limit = ctypes.CDLL(str(build.library())).grpo_kernels_set_shared_memory_limit
     set_limit(ctypes.c_uint64(kilobytes * 1024))
     try:
@@ -37,6 +37,7 @@ def shared_memory(kilobytes: int) -> Iterator[None]:
 
 
 def launches(call: Callable[[], object]) -> int:
+    """Number of kernels that `call` launches."""
     set_schedule(1)
     call()
     count = ctypes.CDLL(str(build.library())).grpo_kernels_launches
@@ -45,20 +46,20 @@ def launches(call: Callable[[], object]) -> int:
 
 
 def launched(call: Callable[[], object]) -> set[str]:
-    """The kernels that it launches, as source.kernel."""
+    """Names of the kernels that `call` launches, as op.kernel."""
     set_schedule(1)
     call()
-    find, room = ctypes.CDLL(str(build.library())).grpo_kernels_launched, 1000
+    find, capacity = ctypes.CDLL(str(build.library())).grpo_kernels_launched, 1000
     find.restype = ctypes.c_uint64
-    places = (ctypes.c_uint64 * room)()
-    count = find(places, ctypes.c_uint64(room))
-    assert count <= room
-    # Two sources may have a kernel of the same name: the library's debug information says where one is from.
-    command = ["addr2line", "-f", "-C", "-e", str(build.library()), *(hex(place) for place in places[:count])]
+    offsets = (ctypes.c_uint64 * capacity)()
+    count = find(offsets, ctypes.c_uint64(capacity))
+    assert count <= capacity
+    # kernels of two sources may share a name; the debug information has their source files
+    command = ["addr2line", "-f", "-C", "-e", str(build.library()), *(hex(offset) for offset in offsets[:count])]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    found = set()
-    for name, where in zip(lines[::2], lines[1::2], strict=True):
+    names = set()
+    for name, source in zip(lines[::2], lines[1::2], strict=True):
         match = re.search(r"(\w+)(?:<.*>)?\(", name)
-        assert match is not None, (name, where)
-        found.add(f"{Path(where.partition(':')[0]).stem}.{match.group(1)}")
-    return found
+        assert match is not None, (name, source)
+        names.add(f"{Path(source.partition(':')[0]).parent.name}.{match.group(1)}")
+    return names

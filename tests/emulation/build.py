@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels for the host, once per state of their sources."""
+"""Compiles the CUDA kernels for the host, once per version of their sources."""
 
 from __future__ import annotations
 
@@ -24,16 +24,22 @@ def compiler() -> str | None:
 VARIANTS = {
     "plain": [],
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer"],
-    # ThreadSanitizer's instrumentation without its runtime: cuda_emulator_races.cpp answers the calls.
+    # ThreadSanitizer's instrumentation without its runtime, which cuda_emulator_races.cpp replaces
     "races": [
-        "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0",
-        "-nodefaultlibs", "-lstdc++", "-lm", "-lc", "-lgcc_s", "-lgcc",
+        "-fsanitize=thread",
+        "--param=tsan-instrument-func-entry-exit=0",
+        "-nodefaultlibs",
+        "-lstdc++",
+        "-lm",
+        "-lc",
+        "-lgcc_s",
+        "-lgcc",
     ],
-}  # fmt: skip
+}
 
 
 def library(variant: str = "plain") -> Path:
-    """The shared library; loading it gives the CUDA ops to CPU tensors."""
+    """The shared library that implements the CUDA ops for CPU tensors once it is loaded."""
     sources = sorted(p for f in FOLDERS for p in (ROOT / f).rglob("*") if p.suffix in {".cu", ".cuh", ".h", ".cpp"})
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources) + torch.__version__.encode())
     folder = ROOT / "build" / "emulation"
@@ -49,7 +55,7 @@ def library(variant: str = "plain") -> Path:
 
 
 def race_detector(folder: Path) -> Path:
-    """Object file with the callbacks of the "races" variant, which must not be instrumented themselves."""
+    """Object file with the callbacks of the "races" variant, which must not be instrumented."""
     target = folder / "cuda_emulator_races.o"
     source = ROOT / "tests" / "emulation" / "cuda_emulator_races.cpp"
     _run(
@@ -63,10 +69,10 @@ def _compile(target: Path, variant: str) -> None:
     command = [str(compiler()), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
     command += ["-fvisibility=hidden", "-ffp-contract=off"]  # as in the release
     command += ["-DGRPO_KERNELS_EMULATE", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
-    command += [f"-I{ROOT / f}" for f in ("csrc/include", "csrc/common", "csrc/cuda", "tests/emulation")]
+    command += [f"-I{ROOT / f}" for f in ("csrc", "tests/emulation")]
     command += ["-isystem", str(torch_dir / "include")]
-    command += ["-x", "c++", *map(str, sorted((ROOT / "csrc/cuda").glob("*.cu")))]
-    command += [*map(str, sorted((ROOT / "csrc/cuda").glob("*.cpp"))), "-x", "none"]
+    command += ["-x", "c++", *map(str, sorted((ROOT / "csrc").glob("*/*.cu")))]
+    command += [*map(str, sorted((ROOT / "csrc").glob("*/cuda_op.cpp"))), "-x", "none"]
     command += [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(target)]
     with tempfile.TemporaryDirectory() as folder:
         command += [str(race_detector(Path(folder)))] if variant == "races" else []

@@ -1,14 +1,13 @@
-// Compiles the project's CUDA kernels, unchanged, as host C++20 and runs them on the CPU, so that their logic
-// is tested where there is no GPU. Tests only. csrc/cuda/launch.h includes it under -DGRPO_KERNELS_EMULATE.
+// Compiles the CUDA kernels, unchanged, as host C++20 and runs them on the CPU, to test their logic without a GPU.
+// csrc/common/cuda/launch.h includes it under -DGRPO_KERNELS_EMULATE.
 //
-// What it adds over a GPU: threads run in an order drawn from a seed, shared memory starts as garbage, and
-// misused barriers and warp operations are errors that name the thread. What it lacks: threads change places
-// only at synchronising calls and atomics, so a loop that waits for a plain load never ends; blocks run one
-// after the other, so a block cannot wait for a later one; arithmetic is the host's. Neither __CUDACC__ nor
-// __CUDA_ARCH__ is defined.
+// Unlike on a GPU, threads run in an order drawn from a seed, shared memory starts as garbage, and misused barriers and
+// warp operations are errors that name the thread. Limits: threads are switched only at synchronising calls and
+// atomics, so a loop that polls a plain load never ends; blocks run one after another, so a block cannot wait for a
+// later one; arithmetic is the host's. Neither __CUDACC__ nor __CUDA_ARCH__ is defined.
 #pragma once
 
-// All headers whose own use of the names below must not be disturbed come first.
+// First the headers that use the names defined below themselves.
 #include <dlfcn.h>
 #include <math.h>
 
@@ -38,7 +37,7 @@
 using cudaStream_t = void*;
 inline constexpr int warpSize = 32;
 
-// For tests to call by name; they write the state of their own library only.
+// Called by tests by name; each library has its own state.
 extern "C" {
 __attribute__((used, visibility("default"))) inline void grpo_kernels_set_schedule_seed(std::uint64_t seed) {
   grpo_kernels::emulation::scheduler.set_seed(seed);
@@ -49,19 +48,19 @@ __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_s
 __attribute__((used, visibility("default"))) inline void grpo_kernels_set_shared_memory_limit(std::uint64_t bytes) {
   grpo_kernels::emulation::shared_memory_limit = bytes;
 }
-// Kernel launches since the seed was set.
+// Number of kernel launches since the seed was set.
 __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launches() {
   return grpo_kernels::emulation::scheduler.launches();
 }
-// Which kernels that were, as places in the library's file; at most `room` are written. Returns how many there are.
-__attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launched(std::uint64_t* places,
-                                                                                        std::uint64_t room) {
+// Writes the addresses of at most `capacity` of those kernels, as offsets in the library; returns their number.
+__attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_launched(std::uint64_t* offsets,
+                                                                                        std::uint64_t capacity) {
   std::uint64_t count = 0;
   for (const void* kernel : grpo_kernels::emulation::scheduler.kernels()) {
     Dl_info library;
     dladdr(kernel, &library);
     const auto first = reinterpret_cast<std::uintptr_t>(library.dli_fbase);
-    if (count < room) places[count] = reinterpret_cast<std::uintptr_t>(kernel) - first;
+    if (count < capacity) offsets[count] = reinterpret_cast<std::uintptr_t>(kernel) - first;
     ++count;
   }
   return count;
@@ -72,11 +71,11 @@ __attribute__((used, visibility("default"))) inline std::uint64_t grpo_kernels_l
 
 namespace grpo_kernels::emulation {
 
-// The launches from here on run as the first, second, ... after any other call with this seed.
+// Later launches get the schedules of this seed, from its first on.
 inline void set_schedule_seed(std::uint64_t seed) { scheduler.set_seed(seed); }
 inline std::uint64_t schedule_seed() { return scheduler.seed(); }
 
-// The types CUDA has warp operations for; smaller ones convert to int at the call, as there.
+// The types that CUDA has warp operations for; smaller ones convert to int, as in CUDA.
 template <typename T>
 concept WarpValue = std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8);
 
@@ -94,8 +93,8 @@ inline T shuffle(Operation operation, unsigned mask, T value, unsigned argument,
     std::string reason = std::string(name_of(operation)) + " with width " + std::to_string(width);
     scheduler.fail(std::move(reason), where);
   }
-  // As the hardware does it: the argument counts modulo 32, and a lane that would read outside its segment
-  // reads itself, but an exclusive or may reach an earlier segment.
+  // As in hardware, the argument counts modulo 32, and a lane that would read outside its segment reads itself, except
+  // that an exclusive or may reach an earlier segment.
   const unsigned lane = scheduler.lane();
   const unsigned first = lane & ~(width - 1u);
   const unsigned last = lane | (width - 1u);
@@ -121,7 +120,7 @@ inline unsigned vote(Operation operation, unsigned mask, unsigned value, const S
   return static_cast<unsigned>(scheduler.warp_collective(operation, mask, 4, value, 0, where));
 }
 
-// Threads change places only where they call the scheduler, so a plain update is atomic.
+// Threads are switched only in calls of the scheduler, so a plain update is atomic.
 template <typename T, typename Update>
 inline T atomic(T* address, Update update) {
   scheduler.yield(/*always=*/false);
@@ -178,7 +177,7 @@ inline int __any_sync(unsigned mask, int predicate, GRPO_SITE) {
 inline int __all_sync(unsigned mask, int predicate, GRPO_SITE) {
   return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(All), mask, predicate != 0, where));
 }
-// CUDA promises no more than that the calling lane is active.
+// CUDA only promises that the calling lane is active.
 inline unsigned __activemask() { return 1u << grpo_kernels::emulation::scheduler.lane(); }
 template <grpo_kernels::emulation::WarpValue T>
 inline unsigned __match_any_sync(unsigned mask, T value, GRPO_SITE) {
@@ -222,7 +221,7 @@ inline void __threadfence() { grpo_kernels::emulation::scheduler.yield(/*always=
 inline void __threadfence_block() { grpo_kernels::emulation::scheduler.yield(/*always=*/false); }
 inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*always=*/true); }
 
-// One overload per type CUDA has, rather than a template, so that arguments convert as they do there.
+// One overload per type that CUDA has, not a template, so that arguments convert as in CUDA.
 #define GRPO_ATOMIC(name, T, expression)                                                                            \
   inline T name(T* address, T value) {                                                                              \
     return grpo_kernels::emulation::atomic(address,                                                                 \
@@ -252,7 +251,7 @@ GRPO_ATOMIC(atomicAdd, unsigned long long, old + value)
 GRPO_ATOMIC(atomicAdd, float, old + value)
 GRPO_ATOMIC(atomicAdd, double, old + value)
 GRPO_ATOMIC(atomicExch, float, value)
-// Counts up to a limit and around: the ticket with which the last block of a grid knows itself.
+// Counts up to a limit, then wraps: tells the last block of a grid.
 GRPO_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
 #undef GRPO_INTEGER_ATOMICS
 #undef GRPO_ATOMIC

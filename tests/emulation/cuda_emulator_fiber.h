@@ -21,9 +21,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// swapcontext() saves the signal mask with a system call at each switch, which is far slower than the kernel
-// code between two switches; GRPO_EMULATOR_UCONTEXT forces it so that the fall-back can be tested on x86-64
-// too.
+// swapcontext() saves the signal mask with a system call, which is far slower than the kernel code between two
+// switches. GRPO_EMULATOR_UCONTEXT forces it, to test the fallback on x86-64.
 #if defined(__x86_64__) && !defined(GRPO_EMULATOR_UCONTEXT)
 #define GRPO_EMULATOR_FAST_SWITCH 1
 #else
@@ -31,9 +30,8 @@
 #endif
 
 #ifdef GRPO_EMULATOR_FAST_SWITCH
-// A top-level asm keeps the compiler from reasoning about the registers the body leaves alone (it would with
-// a naked function); the group section lets several translation units of one library include this header, if
-// they are not compiled with -flto, which assembles them as one.
+// Top-level asm, because the compiler reasons about the registers that a naked function leaves alone. The group section
+// lets several translation units include this header, unless they are compiled with -flto.
 __asm__(R"(
 .pushsection .text.grpo_kernels_swap_stack,"axG",@progbits,grpo_kernels_swap_stack,comdat
 .weak grpo_kernels_swap_stack
@@ -61,7 +59,7 @@ grpo_kernels_swap_stack:
 extern "C" __attribute__((visibility("hidden"))) void grpo_kernels_swap_stack(void** saved, void* loaded);
 #endif
 
-// Hidden: two emulated libraries in one process, perhaps of different builds, must not share this state.
+// Hidden, so that two emulated libraries in one process do not share this state.
 #pragma GCC visibility push(hidden)
 namespace grpo_kernels::emulation {
 
@@ -72,8 +70,7 @@ inline constexpr std::size_t kStackBytes = 256 * 1024;
 inline constexpr std::size_t kStackBytes = 64 * 1024;
 #endif
 
-// A place from which execution can go on: a fiber, or the caller of launch(). Stack bounds are for
-// AddressSanitizer, which has to be told of every change of stack.
+// A suspended execution: a fiber, or the caller of launch(). AddressSanitizer needs the stack bounds at every switch.
 struct Context {
 #ifdef GRPO_EMULATOR_FAST_SWITCH
   void* stack_pointer = nullptr;
@@ -87,10 +84,10 @@ struct Context {
 
 inline Context* switched_from = nullptr;
 
-// To be called first in a context that has just been switched to.
+// Must be called first in a context that has just been switched to.
 inline void arrive([[maybe_unused]] Context& here) {
 #ifdef GRPO_EMULATOR_ASAN
-  // The bounds of the stack of launch()'s caller are only known from here.
+  // the stack bounds of launch()'s caller are known only from here
   __sanitizer_finish_switch_fiber(here.fake_stack, &switched_from->stack_bottom, &switched_from->stack_bytes);
 #endif
 }
@@ -108,7 +105,7 @@ inline void switch_context(Context& from, Context& to) {
   arrive(from);
 }
 
-// A stack with an inaccessible page below it, so that an overflow faults instead of corrupting a neighbour.
+// A stack above an inaccessible page, so that an overflow faults.
 class Fiber {
  public:
   Fiber() : guard_bytes_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {
@@ -121,13 +118,12 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
   ~Fiber() { munmap(memory_, guard_bytes_ + kStackBytes); }
 
-  // Makes the next switch to this fiber call `entry`, which must not return; what ran here before is
-  // forgotten. `index` spreads the tops of the stacks: at equal offsets they would compete for the same cache
-  // sets.
+  // Makes the next switch to this fiber call `entry`, which must not return, and discards what ran here before. `index`
+  // spreads the tops of the stacks over the cache sets.
   void prepare(void (*entry)(), std::size_t index) {
     char* const bottom = static_cast<char*>(memory_) + guard_bytes_;
 #ifdef GRPO_EMULATOR_ASAN
-    // Frames that were abandoned never ran the code that unpoisons them.
+    // abandoned frames never ran the code that unpoisons them
     __asan_unpoison_memory_region(bottom, kStackBytes);
 #endif
     context.stack_bottom = bottom;
@@ -135,7 +131,7 @@ class Fiber {
     context.fake_stack = nullptr;
     const std::size_t usable = kStackBytes - (index % 32) * 128;
 #ifdef GRPO_EMULATOR_FAST_SWITCH
-    // The null return address ends stack walks and gives `entry` the alignment a call would have given it.
+    // the null return address ends stack walks and aligns the stack as a call would
     void** top = reinterpret_cast<void**>(bottom + usable);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(entry);

@@ -1,4 +1,4 @@
-// The 16-bit floating-point types of CUDA, to store and to convert, for the kernel emulator.
+// The 16-bit floating-point types of CUDA and their conversions, for the kernel emulator.
 #pragma once
 
 #include <bit>
@@ -31,7 +31,7 @@ inline float __half2float(__half value) {
   return value.bits & 0x8000 ? -size : size;
 }
 
-// To the nearest, ties to even.
+// Rounds to nearest even.
 inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   if (value != value) return {0x7fff};
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
@@ -44,7 +44,7 @@ inline __half __float2half_rn(float value) {
   const float size = std::fabs(value);
   if (size >= 65520) return {static_cast<std::uint16_t>(sign | 0x7c00)};
   int exponent = size < 0x1p-14f ? -14 : std::ilogb(size);
-  // in units of the last place; 2048 of them are 1024 of the next exponent's, and the bits agree with that
+  // in units of the last place; 2048 units carry into the exponent, which the addition below allows for
   const auto units = static_cast<std::uint16_t>(std::nearbyint(std::ldexp(size, 10 - exponent)));
   const auto biased = static_cast<std::uint16_t>(units < 1024 ? 0 : exponent + 14);
   return {static_cast<std::uint16_t>(sign | ((biased << 10) + units))};

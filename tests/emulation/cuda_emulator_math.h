@@ -1,4 +1,4 @@
-// The bit, arithmetic and vector functions of CUDA that kernels may call, for the kernel emulator.
+// Bit, arithmetic and vector functions of CUDA, for the kernel emulator.
 #pragma once
 
 #include <bit>
@@ -32,8 +32,7 @@ inline float rsqrt(float x) { return rsqrtf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 
-// Overloads, not templates, for the same conversions as in CUDA. Of floating-point arguments the one that is
-// a number wins.
+// Overloads, not templates, for the same conversions as in CUDA. NaN loses against a number.
 #define GRPO_MIN_MAX(T)                               \
   constexpr T min(T a, T b) { return b < a ? b : a; } \
   constexpr T max(T a, T b) { return a < b ? b : a; }
@@ -44,7 +43,7 @@ GRPO_MIN_MAX(unsigned long)
 GRPO_MIN_MAX(long long)
 GRPO_MIN_MAX(unsigned long long)
 #undef GRPO_MIN_MAX
-// Mixed signs compare as unsigned, by the usual conversions.
+// Mixed signs compare as unsigned, by the usual arithmetic conversions.
 #define GRPO_MIN_MAX(A, B, T)                                                     \
   constexpr T min(A a, B b) { return min(static_cast<T>(a), static_cast<T>(b)); } \
   constexpr T max(A a, B b) { return max(static_cast<T>(a), static_cast<T>(b)); }
@@ -64,8 +63,7 @@ inline double max(float a, double b) { return fmax(a, b); }
 inline double min(double a, float b) { return fmin(a, b); }
 inline double max(double a, float b) { return fmax(a, b); }
 
-// The alignment is CUDA's: a misaligned vector load, an error there, is one for UndefinedBehaviorSanitizer
-// here.
+// Aligned as in CUDA, so that UndefinedBehaviorSanitizer reports misaligned vector loads.
 #define GRPO_VECTOR2(name, T)          \
   struct alignas(2 * sizeof(T)) name { \
     T x, y;                            \

@@ -26,9 +26,9 @@ struct Stamp {
   bool is_atomic = false;
 };
 
-// The last accesses to one byte. Of reads that nothing orders, two are enough: a write that races with any of them
-// races with one of the two, unless all are of one warp, whose lanes wait for one another in groups. Those of the
-// lowest and the highest thread are kept, which tells the halves of a warp apart.
+// The last accesses to one byte. Two of its unordered reads are enough: a write that races with any of them races with
+// one of the two, unless all are of one warp, whose lanes synchronise in groups. Kept are the reads of the lowest and
+// the highest thread, which distinguishes the halves of a warp.
 struct Cell {
   Stamp write;
   Stamp reads[2];
@@ -52,9 +52,9 @@ struct Block {
   unsigned index[3];
 };
 
-constexpr std::size_t kMostPages = 2048;  // 100 MB; cleared before a launch once there are more
-constexpr std::size_t kMostRaces = 20;    // in one report
-constexpr unsigned kWarp = 32, kMostThreads = 1024;
+constexpr std::size_t kMaxPages = 2048;  // 100 MB; cleared before a launch once there are more
+constexpr std::size_t kMaxRaces = 20;    // in one report
+constexpr unsigned kWarp = 32, kMaxThreads = 1024;
 constexpr std::size_t kRecentPages = 1024;
 
 struct Recent {
@@ -67,7 +67,7 @@ unsigned current = 0;
 std::uintptr_t stack_begin = 0;
 std::size_t stack_bytes = 0;
 std::uint32_t epoch = 0, launch_epoch = 0, block_epoch = 0;
-std::uint32_t clocks[kMostThreads][kWarp];  // by thread: which clock of each lane of its warp it is ordered after
+std::uint32_t clocks[kMaxThreads][kWarp];  // by thread: the clock of each lane of its warp that it is ordered after
 
 std::unordered_map<std::uintptr_t, std::unique_ptr<Page>> pages;
 Recent recent[kRecentPages];
@@ -76,7 +76,7 @@ const void* kernel = nullptr;
 unsigned block_size[3];
 Range shared[2];
 std::vector<Block> blocks;  // of the launch
-std::vector<Race> found;
+std::vector<Race> races_of_launch;
 std::uintptr_t library = 0;  // where it is loaded
 
 bool contains(const Range& range, std::uintptr_t address) {
@@ -84,7 +84,7 @@ bool contains(const Range& range, std::uintptr_t address) {
 }
 bool is_shared(std::uintptr_t address) { return contains(shared[0], address) || contains(shared[1], address); }
 
-// Whether the current thread's next access comes after that one in every schedule.
+// Whether the next access of the current thread follows that one in every schedule.
 bool is_ordered(const Stamp& before, std::uintptr_t address) {
   if (before.epoch < launch_epoch) return true;
   if (before.epoch < block_epoch) return is_shared(address);
@@ -95,16 +95,16 @@ bool is_ordered(const Stamp& before, std::uintptr_t address) {
 void check(const Stamp& before, bool was_write, const Stamp& now, bool is_write, std::uintptr_t address,
            std::size_t bytes) {
   if ((before.is_atomic && now.is_atomic) || is_ordered(before, address)) return;
-  for (const Race& race : found) {
+  for (const Race& race : races_of_launch) {
     if (race.now.place == now.place && race.before.place == before.place && race.was_write == was_write) return;
   }
-  if (found.size() == kMostRaces) return;
-  found.push_back({is_write, was_write, static_cast<unsigned>(bytes), address, now, before});
+  if (races_of_launch.size() == kMaxRaces) return;
+  races_of_launch.push_back({is_write, was_write, static_cast<unsigned>(bytes), address, now, before});
 }
 
 void remember_read(Cell& cell, const Stamp& now, std::uintptr_t address) {
   for (Stamp& read : cell.reads) {
-    // Accesses ordered after this read are ordered after the earlier one; atomics, though, race only with plain ones.
+    // accesses ordered after this read are ordered after the earlier one; but atomics race only with plain accesses
     if (!is_ordered(read, address) || (now.is_atomic && !read.is_atomic && read.epoch >= launch_epoch)) continue;
     read = now;
     return;
@@ -159,7 +159,7 @@ struct Frame {
   std::string function, source;
 };
 
-// The functions a place in the library is of, from the innermost that was inlined there.
+// The functions at an address of the library, from the innermost inlined one.
 std::vector<Frame> frames_at(std::uintptr_t place) {
   Dl_info info;
   if (dladdr(&recording, &info) == 0) return {};
@@ -174,7 +174,7 @@ std::vector<Frame> frames_at(std::uintptr_t place) {
 
 // Returns the line of an access; for an atomic, the kernel's line rather than the emulator's.
 std::string source_of(const Stamp& stamp) {
-  // The return address is that of the next instruction, which may be of another line.
+  // the return address is the next instruction, which may be on another line
   for (const Frame& frame : frames_at(stamp.place - 1)) {
     const std::string file = frame.source.substr(frame.source.rfind('/') + 1);
     if (!file.starts_with("cuda_emulator")) return file.substr(0, file.find(' '));  // without a discriminator
@@ -222,13 +222,13 @@ void begin_launch(const void* function, const unsigned (&block)[3]) {
   std::copy(std::begin(block), std::end(block), block_size);
   launch_epoch = ++epoch;
   blocks.clear();
-  found.clear();
+  races_of_launch.clear();
   if (library == 0) {
     Dl_info info;
     dladdr(&recording, &info);
     library = reinterpret_cast<std::uintptr_t>(info.dli_fbase);
   }
-  if (pages.size() > kMostPages) {
+  if (pages.size() > kMaxPages) {
     pages.clear();
     std::fill(std::begin(recent), std::end(recent), Recent{});
   }
@@ -240,14 +240,14 @@ void begin_block(const unsigned (&index)[3], Range static_shared, Range dynamic_
   shared[0] = static_shared;
   shared[1] = dynamic_shared;
   std::memset(clocks, 0, sizeof(clocks));
-  for (unsigned thread = 0; thread < kMostThreads; ++thread) clocks[thread][thread % kWarp] = 1;
+  for (unsigned thread = 0; thread < kMaxThreads; ++thread) clocks[thread][thread % kWarp] = 1;
 }
 
 std::string end_launch() {
-  if (found.empty()) return {};
+  if (races_of_launch.empty()) return {};
   std::string text = "race in kernel " + kernel_name() + ":";
-  for (const Race& race : found) text += "\n  " + describe(race);
-  found.clear();
+  for (const Race& race : races_of_launch) text += "\n  " + describe(race);
+  races_of_launch.clear();
   return text;
 }
 
@@ -259,7 +259,7 @@ void set_thread(unsigned thread, Range stack) {
 
 void block_barrier() { ++epoch; }
 
-// Each lane is now ordered after everything that any of them is ordered after, and after what they did themselves.
+// Orders every lane after everything that any lane of the group has done or is ordered after.
 void warp_barrier(unsigned first_thread, std::uint32_t lanes) {
   std::uint32_t latest[kWarp] = {};
   for (unsigned lane = 0; lane < kWarp; ++lane) {
@@ -301,7 +301,7 @@ GRPO_CALLBACK __tsan_write_range(void* address, std::size_t bytes) {
 }
 GRPO_CALLBACK __tsan_init() {}
 GRPO_CALLBACK __tsan_vptr_update(void*, void*) {}
-// Called by the host's code, for the C++ library: reference counts, and whether a local static variable is initialised.
+// Called by the C++ library in host code: reference counts, and the initialisation of local static variables.
 extern "C" __attribute__((visibility("hidden"))) int __tsan_atomic32_fetch_add(int* address, int value, int) {
   return __atomic_fetch_add(address, value, __ATOMIC_SEQ_CST);
 }

@@ -1,12 +1,12 @@
-// Race detection for the kernel emulator. A build with -fsanitize=thread calls back at every load and store of the
-// kernels; cuda_emulator_races.cpp answers those calls in place of ThreadSanitizer's runtime, which knows nothing of
-// fibers or of CUDA's barriers. In every other build the functions below do nothing.
+// Race detection for the kernel emulator. A build with -fsanitize=thread makes a call at every load and store of the
+// kernels; cuda_emulator_races.cpp implements these in place of ThreadSanitizer's runtime, which supports neither
+// fibers nor CUDA's barriers. In other builds the functions below do nothing.
 //
 // Two accesses to the same byte race if at least one of them is a write, at least one is not atomic, and they come from
 //   - two threads of a block with neither __syncthreads() between them nor a chain of __syncwarp() from one to the
-//     other. Shuffles and votes order no memory, as on a GPU, so they do not count.
-//   - two blocks of one launch, which nothing orders. Shared memory is each block's own.
-// Two writes of the same value race as well: compute-sanitizer's racecheck reports those, too.
+//     other. As on a GPU, shuffles and votes do not order memory.
+//   - two blocks of one launch, which are unordered. Each block has its own shared memory.
+// Two writes of the same value race as well, as in compute-sanitizer's racecheck.
 #pragma once
 
 #include <cstddef>
@@ -27,17 +27,17 @@ struct Range {
 
 #ifdef GRPO_EMULATOR_RACES
 
-// `block` is the size of a block in threads, `index` the place of one in its grid, each as {x, y, z}.
+// `block` is the size of a block in threads, `index` its index in the grid, each as {x, y, z}.
 void begin_launch(const void* kernel, const unsigned (&block)[3]);
 void begin_block(const unsigned (&index)[3], Range static_shared, Range dynamic_shared);
-// Describes the races since begin_launch(), an empty string if there are none.
+// Description of the races since begin_launch(), empty if there are none.
 std::string end_launch();
 
 void set_thread(unsigned thread, Range stack);
 void block_barrier();
 void warp_barrier(unsigned first_thread, std::uint32_t lanes);
 
-// Accesses are recorded only while a kernel's own code runs, which these two tell apart from the emulator's.
+// Distinguish accesses of a kernel's own code, which are recorded, from those of the emulator.
 void set_recording(bool recording);
 void set_atomic(bool atomic);
 
@@ -54,7 +54,7 @@ inline void set_atomic(bool) {}
 
 #endif
 
-// The emulator's own code, from here to the end of the scope.
+// Marks the emulator's own code, to the end of the scope.
 class Paused {
  public:
   Paused() { set_recording(false); }

@@ -1,6 +1,5 @@
-// Runs the threads of a grid for the kernel emulator: one block at a time, one fiber per thread, in an order
-// drawn from a seed. A fiber runs until it has to wait, or chooses to yield at an atomic; then another one is
-// picked.
+// Runs the threads of a grid for the kernel emulator: one block at a time, one fiber per thread, in an order drawn from
+// a seed. A fiber runs until it has to wait or yields at an atomic; then another one is picked.
 #pragma once
 
 #include <algorithm>
@@ -75,7 +74,7 @@ inline const char* name_of(Operation operation) {
   return kNames[static_cast<int>(operation)];
 }
 
-// What one lane brings to a warp operation: raw bits, and for a shuffle the lane it wants to read.
+// The operands of one lane in a warp operation: raw bits and, for a shuffle, the lane to read.
 struct Request {
   Operation operation;
   std::uint8_t bytes;
@@ -109,7 +108,7 @@ class Scheduler {
  public:
   template <typename Thread>
   void run_grid(const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes, const Thread& thread) {
-    // Any number of OS threads may launch; the state of one grid at a time is kept.
+    // any OS thread may launch; the state of one grid at a time is kept
     const std::lock_guard<std::mutex> lock(mutex_);
     call_ = [](const void* callable) { (*static_cast<const Thread*>(callable))(); };
     callable_ = &thread;
@@ -143,8 +142,8 @@ class Scheduler {
   int block_barrier(Operation operation, bool predicate, const Site& where);
   std::uint64_t warp_collective(Operation operation, std::uint32_t mask, unsigned bytes, std::uint64_t value,
                                 unsigned source_lane, const Site& where);
-  // Lets another thread run now and then, so that those that race for an atomic come in any order, or always,
-  // for a thread that waits for another one in a loop.
+  // Lets another thread run: now and then, so that threads reach an atomic in any order, or always, for a thread that
+  // polls.
   void yield(bool always) {
     const races::Paused paused;
     if (always || (random() & 3) == 0) switch_to(pick(/*any=*/true));
@@ -212,8 +211,8 @@ class Scheduler {
 
   std::mutex mutex_;
   std::uint64_t seed_ = 0;
-  std::uint64_t launches_ = 0;     // Since the seed was set: each launch gets a schedule of its own.
-  std::set<const void*> kernels_;  // Those that were launched since then.
+  std::uint64_t launches_ = 0;     // since the seed was set; each launch gets its own schedule
+  std::set<const void*> kernels_;  // launched since then
   std::uint64_t random_state_ = 0;
 
   void (*call_)(const void*) = nullptr;
@@ -230,8 +229,8 @@ class Scheduler {
   std::uint32_t runnable_warps_ = 0;
   Barrier barrier_;
 
-  // How this block's threads are picked: at random each time, or the first (or last) that can run counting
-  // from a fixed one, which lets some warps run as far ahead of the others as the barriers allow.
+  // Threads of a block are picked at random each time, or else as the first (or last) runnable one counting from a
+  // fixed one, which lets some warps run as far ahead as the barriers allow.
   bool pick_at_random_ = true;
   bool pick_last_ = false;
   unsigned fixed_rotation_ = 0;
@@ -264,7 +263,7 @@ inline void Scheduler::run_blocks(dim3 grid, dim3 block, std::size_t shared_byte
   random_state_ = seed_;
   random_state_ = random() + launches_++;
 
-  // Any step without a common factor visits every block once, with no list of them.
+  // a step coprime to the number of blocks visits every block once
   StaticShared static_shared;
   std::uint64_t step = 1 + random() % blocks;
   while (std::gcd(step, blocks) != 1) ++step;
@@ -287,7 +286,7 @@ inline void Scheduler::run_block(std::size_t shared_bytes, StaticShared& static_
   set_current(pick(/*any=*/true));
   switch_context(caller_, fibers_[current_]->context);
   if (exception_ == nullptr && failure_.empty()) return;
-  // The fibers stopped in the midst of the kernel; none of them can be used for another block as it is.
+  // the fibers stopped within the kernel and must be reset before the next block
   for (std::size_t i = 0; i < fibers_.size(); ++i) fibers_[i]->prepare(fiber_main, i);
   if (exception_ != nullptr) std::rethrow_exception(std::exchange(exception_, nullptr));
   throw std::runtime_error(std::exchange(failure_, {}) + described_schedule());
@@ -333,7 +332,7 @@ inline void Scheduler::finish_thread() {
   warp.live &= ~bit;
   set_waiting(warp, bit);
   --live_;
-  // A thread that has returned takes part in nothing any more, so others may have waited for it alone.
+  // a thread that has returned takes no part in later operations, so others may have waited for it alone
   if (barrier_.arrived > 0 && barrier_.arrived == live_) release_barrier();
   for (std::uint32_t left = warp.at_collective; left != 0; left &= left - 1) {
     const unsigned other = std::countr_zero(left);
@@ -343,9 +342,8 @@ inline void Scheduler::finish_thread() {
   wait();
 }
 
-// What is on the fibers' stacks by now is never destroyed, so neither here nor in the callers may anything
-// hold memory; temporaries of the full expression that calls fail() would, so the callers build `reason`
-// before.
+// Objects on the fibers' stacks are never destroyed, so nothing here or in the callers may own memory. Temporaries of
+// the expression that calls fail() would, hence callers build `reason` before.
 inline void Scheduler::fail(unsigned thread, std::string reason, const Site& where) {
   failure_ = describe(thread) + at(where) + ": " + reason;
   std::string().swap(reason);
@@ -389,7 +387,7 @@ inline unsigned Scheduler::pick(bool any) {
   if (runnable_warps_ == 0) return kNobody;
   const bool at_random = any || pick_at_random_;
   const std::uint32_t bits = at_random ? static_cast<std::uint32_t>(random()) : fixed_rotation_;
-  // The first member counting up (or the last counting down) from a place below `count`, and around.
+  // the first member counting up (or the last counting down) from `place`, cyclically
   const bool last = pick_last_;
   const auto choose = [last](std::uint32_t members, unsigned place) {
     if (last) {
@@ -444,7 +442,7 @@ inline int Scheduler::block_barrier(Operation operation, bool predicate, const S
   set_waiting(warp, 1u << lane());
   if (barrier_.arrived == live_) release_barrier();
   wait();
-  // Stable until this thread comes to the next barrier.
+  // valid until this thread reaches the next barrier
   return barrier_.result;
 }
 

@@ -1,4 +1,4 @@
-// Shared memory of the one block the kernel emulator runs at a time.
+// Shared memory of the block that the kernel emulator runs.
 #pragma once
 
 #include <cstddef>
@@ -11,11 +11,10 @@
 #include "cuda_emulator_fiber.h"
 #include "cuda_emulator_races.h"
 
-// Static shared arrays should hold garbage when a block starts, but the compiler places them one by one: a
-// named section does not take those of templates. Thread-local variables are different: all of a library's,
-// templates' included, are one contiguous block per OS thread, which can be found and filled.
-// AddressSanitizer puts no red zones around thread-local variables, so its build uses plain statics instead:
-// it sees overruns of static arrays, this one sees reads before writes.
+// Static shared arrays must hold garbage when a block starts. A named section cannot collect them, because it does not
+// take those of templates; but all thread-local variables of a library form one contiguous block per OS thread, which
+// can be result and filled. AddressSanitizer puts no red zones around thread-local variables, so its build uses plain
+// statics: that build detects overruns of static arrays, the other one reads before writes.
 #if defined(__linux__) && !defined(GRPO_EMULATOR_ASAN)
 #define GRPO_EMULATOR_POISON_STATIC 1
 #include <link.h>
@@ -27,7 +26,7 @@
 #pragma GCC visibility push(hidden)
 namespace grpo_kernels::emulation {
 
-// As float, double and bfloat16 a NaN, as an index -1.
+// NaN as a float, double or bfloat16, -1 as an index.
 inline constexpr int kPoison = 0xFF;
 
 #ifdef GRPO_EMULATOR_POISON_STATIC
@@ -39,28 +38,27 @@ struct ThreadLocalBlock {
   std::size_t bytes = 0;
 };
 
-inline int match_thread_local_block(dl_phdr_info* info, std::size_t, void* found) {
+inline int match_thread_local_block(dl_phdr_info* info, std::size_t, void* result) {
   const auto* const begin = static_cast<const unsigned char*>(info->dlpi_tls_data);
   if (begin == nullptr) return 0;
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
     const std::size_t bytes = info->dlpi_phdr[i].p_memsz;
     if (&thread_local_anchor < begin || &thread_local_anchor >= begin + bytes) continue;
-    *static_cast<ThreadLocalBlock*>(found) = {static_cast<std::size_t>(&thread_local_anchor - begin), bytes};
+    *static_cast<ThreadLocalBlock*>(result) = {static_cast<std::size_t>(&thread_local_anchor - begin), bytes};
     return 1;
   }
   return 0;
 }
 
-// Host code of the same library may have thread-local variables of its own. It does not run during a launch,
-// so the whole block is put back when the launch ends. (In a program that links libc statically, libc's
-// variables would be in the block as well; do not do that.)
+// The block also holds thread-local variables of host code, which does not run during a launch; hence the block is
+// restored when the launch ends. (Do not link libc statically: its variables would be in the block as well.)
 class StaticShared {
  public:
   StaticShared() {
-    // The layout is the same for every OS thread.
+    // the same for every OS thread
     static const ThreadLocalBlock layout = [] {
-      thread_local_anchor = 0;  // The block of a thread exists from its first use on.
+      thread_local_anchor = 0;  // the first use allocates the block of a thread
       ThreadLocalBlock block;
       dl_iterate_phdr(match_thread_local_block, &block);
       return block;
@@ -94,8 +92,8 @@ class StaticShared {
 
 #endif
 
-// Allocated anew for every block and to the byte, so that AddressSanitizer sees overruns and pointers kept
-// from an earlier block.
+// Allocated for every block, in the exact size, so that AddressSanitizer detects overruns and pointers kept from an
+// earlier block.
 class DynamicShared {
  public:
   explicit DynamicShared(std::size_t bytes) : bytes_(bytes), memory_(std::malloc(bytes)) {

@@ -1,5 +1,5 @@
-// The warp operations of the kernel emulator. Lanes wait for each other exactly as their masks say, so
-// several groups of one warp can be at different operations at once.
+// The warp operations of the kernel emulator. Lanes wait for exactly the lanes of their masks, so groups of one warp
+// can be at different operations at once.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ inline void Scheduler::check_agreement(const Warp& warp, unsigned lane) {
     return other.operation == mine.operation && other.mask == mine.mask && other.bytes == mine.bytes;
   };
   const std::uint32_t waiting = warp.at_collective & mine.mask;
-  // The last to arrive was compared with all before it.
+  // the last lane to arrive was compared with all before it
   if ((waiting >> warp.last_arrival & 1) && agrees(warp.requests[warp.last_arrival])) return;
   for (std::uint32_t left = waiting; left != 0; left &= left - 1) {
     const Request& other = warp.requests[std::countr_zero(left)];
@@ -60,7 +60,7 @@ inline void Scheduler::check_agreement(const Warp& warp, unsigned lane) {
   }
 }
 
-// Finishes the operation for all lanes of its group once every one that has not returned waits there.
+// Completes the operation of a group once all of its lanes wait for it, except for those that have returned.
 inline void Scheduler::complete_if_ready(Warp& warp, const Request& request) {
   const Operation operation = request.operation;
   const std::uint32_t mask = request.mask;

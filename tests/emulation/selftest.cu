@@ -1,5 +1,5 @@
-// Kernels that try the emulator itself: right ones, and ones with a planted mistake that it has to expose.
-// Also plain CUDA: nvcc compiles the file as it is.
+// Kernels that test the emulator: correct ones, and ones with a planted mistake that it must expose. nvcc compiles the
+// file, too.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -7,7 +7,7 @@
 #include <exception>
 #include <string>
 
-#include "launch.h"
+#include "common/cuda/launch.h"
 
 namespace {
 
@@ -49,7 +49,7 @@ __global__ void reverse_warps(int* values) {
   values[threadIdx.x] = copy[threadIdx.x ^ 31];
 }
 
-// The second barrier protects reads: without it the next round overwrites what others have yet to read.
+// Without the second barrier, the next round overwrites values that other threads have yet to read.
 template <bool kSecondBarrier>
 __global__ void rotate_rounds(int* values, int rounds) {
   GRPO_DYNAMIC_SHARED(int, copy);
@@ -85,7 +85,7 @@ __global__ void record_order(unsigned* next, unsigned* threads) {
   threads[atomicAdd(next, 1u)] = blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-// A thread waits in a loop for one of another warp, which some schedules would never run by themselves.
+// A thread polls for one of another warp, which some schedules would never run on their own.
 __global__ void hand_over(int* flag, int* seen) {
   if (threadIdx.x == blockDim.x - 1) atomicExch(flag, 42);
   if (threadIdx.x == 0) {
@@ -132,21 +132,21 @@ __global__ void early_return(int* out, int count) {
   out[threadIdx.x] = __popc(__ballot_sync(kAllLanes, 1));
 }
 
-// How many of the block's shared words are not the poison when it starts, then writes over all of them.
+// Counts the block's shared words that are not poisoned when it starts, and overwrites all of them.
 template <typename T>
 __device__ int unpoisoned_in_template() {
   __shared__ T words[64];
-  const int found = words[threadIdx.x] != T(-1);
+  const int is_unpoisoned = words[threadIdx.x] != T(-1);
   words[threadIdx.x] = 0;
-  return found;
+  return is_unpoisoned;
 }
-__global__ void count_unpoisoned(int* found) {
+__global__ void count_unpoisoned(int* count) {
   __shared__ unsigned words[64];
   GRPO_DYNAMIC_SHARED(unsigned, dynamic);
   const int mine = (words[threadIdx.x] != ~0u) + unpoisoned_in_template<unsigned>() +
                    unpoisoned_in_template<uint64_t>() + 1000 * (dynamic[threadIdx.x] != ~0u);
   words[threadIdx.x] = dynamic[threadIdx.x] = 0;
-  atomicAdd(found, mine);
+  atomicAdd(count, mine);
 }
 
 __global__ void write_global(float* values, int index) { values[index + threadIdx.x] = 1.0f; }
@@ -222,7 +222,7 @@ __global__ void misuse(int kind, int* out) {
 
 std::string last_error;
 
-// Host state next to the kernels' shared memory, which launches must leave alone.
+// Host state next to the kernels' shared memory, which launches must not change.
 thread_local int host_value = 7;
 
 // For callers that cannot catch: 0, or 1 with the message in selftest_error().
@@ -283,8 +283,8 @@ int selftest_shuffle_segments(const double* values, double* out) {
 int selftest_early_return(int* out, int count) {
   return guarded([&] { launch(early_return, 1, 128, 0, nullptr, out, count); });
 }
-int selftest_count_unpoisoned(int* found, int blocks) {
-  return guarded([&] { launch(count_unpoisoned, blocks, 64, 64 * sizeof(unsigned), nullptr, found); });
+int selftest_count_unpoisoned(int* count, int blocks) {
+  return guarded([&] { launch(count_unpoisoned, blocks, 64, 64 * sizeof(unsigned), nullptr, count); });
 }
 int selftest_misuse(int kind, int* out) {
   return guarded([&] { launch(misuse, dim3(1, 2), dim3(32, 2), 0, nullptr, kind, out); });
@@ -293,7 +293,7 @@ int selftest_geometry(int grid, int block, int64_t shared_bytes) {
   return guarded([&] { launch(write_global, grid, block, shared_bytes, nullptr, nullptr, 0); });
 }
 
-// 32 values per block, from `index` on: 0 is right, 1 writes one past the end of the memory in question.
+// Writes 32 values per block from `index` on: 0 is correct, 1 writes one element past the end.
 int selftest_write(const char* memory, int index, float* values) {
   const auto is = [memory](const char* name) { return std::strcmp(memory, name) == 0; };
   return guarded([&] {
@@ -306,15 +306,14 @@ int selftest_write(const char* memory, int index, float* values) {
 }
 
 #ifdef GRPO_KERNELS_EMULATE
-// MEMORY INDEX as above, one mistake per process, for AddressSanitizer to end it with its report; or
-// "errors".
+// Arguments: MEMORY INDEX as above, one mistake per process, which AddressSanitizer ends; or "errors".
 int main(int argc, char** argv) {
   float* const values = static_cast<float*>(std::calloc(32, sizeof(float)));
   int failed = 0;
   if (argc == 3) {
     failed = selftest_write(argv[1], std::atoi(argv[2]), values);
   } else {
-    // An error leaves fibers in the midst of a kernel: they must be usable again, and nothing may leak.
+    // an error leaves fibers within a kernel: they must be usable again, and nothing may leak
     int out[64];
     for (int kind = 0; kind < 8; ++kind) {
       failed += selftest_misuse(kind, out) == 0;

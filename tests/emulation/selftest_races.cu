@@ -1,10 +1,10 @@
-// Kernels that try the race detector: right ones, and ones with a planted race. Lines whose accesses race end in a
-// comment that says so, with the kind of the race. Also plain CUDA: nvcc compiles the file as it is.
+// Kernels that test the race detector: correct ones, and ones with a planted race. Lines with racing accesses end in a
+// comment with the kind of the race. nvcc compiles the file, too.
 #include <cstdint>
 #include <exception>
 #include <string>
 
-#include "launch.h"
+#include "common/cuda/launch.h"
 
 namespace {
 

@@ -14,8 +14,8 @@ pytest.importorskip("datasets")
 
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_kernels.config.loss_peers import TRL_LOSS_TYPES
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
+from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
 from tests.integrations import tiny_trl
 
 # Of the wall clock, and of Trainer's own counting.
@@ -43,9 +43,12 @@ class Ours(_Recorded, FusedGRPOTrainer):
 
 def trained(kind: type, folder: Path, **changes: Any) -> Any:
     trainer = kind(
-        tiny_trl.model(), [tiny_trl.many_a, tiny_trl.few_b], GRPOConfig(**tiny_trl.settings(folder, **changes)),
-        tiny_trl.prompts(), processing_class=tiny_trl.tokenizer(),
-    )  # fmt: skip
+        tiny_trl.model(),
+        [tiny_trl.many_a, tiny_trl.few_b],
+        GRPOConfig(**tiny_trl.settings(folder, **changes)),
+        tiny_trl.prompts(),
+        processing_class=tiny_trl.tokenizer(),
+    )
     trainer.losses = []
     trainer.train()
     return trainer
@@ -84,14 +87,20 @@ OPTIONS: list[dict[str, Any]] = [
     {"use_bias_correction_kl": False, "epsilon": 0.05},
     {"top_entropy_quantile": 0.4, "entropy_coef": 0.02},
     {"entropy_coef": 0.05, "loss_type": "bnpo"},
-    {"use_adaptive_entropy": True, "entropy_target": 2.2, "entropy_coef": 0.01, "entropy_coef_delta": 0.01,
-     "entropy_coef_min": 0.0, "entropy_coef_max": 0.1},
+    {
+        "use_adaptive_entropy": True,
+        "entropy_target": 2.2,
+        "entropy_coef": 0.01,
+        "entropy_coef_delta": 0.01,
+        "entropy_coef_min": 0.0,
+        "entropy_coef_max": 0.1,
+    },
     {"off_policy_mask_threshold": 1e-3, "num_iterations": 3, "beta": 0.0},
     {"scale_rewards": "batch"},
     {"scale_rewards": "none", "reward_weights": [1.0, 0.3]},
     {"multi_objective_aggregation": "normalize_then_sum"},
     {"mask_truncated_completions": True},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
@@ -104,10 +113,13 @@ def test_evaluation(tmp_path: Path) -> None:
     found = []
     for kind in (Ours, Theirs):
         trainer = kind(
-            tiny_trl.model(), [tiny_trl.many_a],
+            tiny_trl.model(),
+            [tiny_trl.many_a],
             GRPOConfig(**tiny_trl.settings(tmp_path, per_device_eval_batch_size=8)),
-            tiny_trl.prompts(), tiny_trl.prompts(), processing_class=tiny_trl.tokenizer(),
-        )  # fmt: skip
+            tiny_trl.prompts(),
+            tiny_trl.prompts(),
+            processing_class=tiny_trl.tokenizer(),
+        )
         trainer.losses = []
         found.append({k: v for k, v in trainer.evaluate().items() if not any(part in k for part in TIMED)})
     assert found[0].keys() == found[1].keys()

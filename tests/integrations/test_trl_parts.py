@@ -22,19 +22,22 @@ import trl.trainer.utils as trl_utils
 from trl import GRPOConfig, GRPOTrainer
 
 import grpo_kernels as gk
-from grpo_kernels.config.loss_peers import TRL_LOSS_TYPES
-from grpo_kernels.integrations import _trl_patch as trl_patch
-from grpo_kernels.integrations import trl as trl_side
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
+from grpo_kernels.integrations.trl import patch as trl_patch
+from grpo_kernels.integrations.trl import trainer as trl_side
+from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
 from tests.integrations import tiny_trl
 
 
 def made(folder: Path, kind: type = FusedGRPOTrainer, changes: dict[str, Any] | None = None, **options: Any) -> Any:
     return kind(
-        tiny_trl.model(), [tiny_trl.many_a, tiny_trl.few_b],
+        tiny_trl.model(),
+        [tiny_trl.many_a, tiny_trl.few_b],
         args=GRPOConfig(**tiny_trl.settings(folder, **({"max_steps": 4} | (changes or {})))),
-        train_dataset=tiny_trl.prompts(), processing_class=tiny_trl.tokenizer(), **options,
-    )  # fmt: skip
+        train_dataset=tiny_trl.prompts(),
+        processing_class=tiny_trl.tokenizer(),
+        **options,
+    )
 
 
 def letters(texts: Any) -> Tensor:
@@ -54,10 +57,14 @@ def micro_batch(trainer: Any, by_row: bool) -> dict[str, Tensor]:
     tool_mask = torch.ones_like(mask)
     tool_mask[0, 2:4] = 0
     inputs = {
-        "prompt_ids": ids[:, :before], "prompt_mask": torch.ones(rows, before, dtype=torch.long),
-        "completion_ids": ids[:, before:], "completion_mask": mask, "tool_mask": tool_mask,
-        "num_items_in_batch": (mask * tool_mask).sum() * 4, "advantages": torch.tensor([0.7, -1.1, 0.4, 0.0]),
-    }  # fmt: skip
+        "prompt_ids": ids[:, :before],
+        "prompt_mask": torch.ones(rows, before, dtype=torch.long),
+        "completion_ids": ids[:, before:],
+        "completion_mask": mask,
+        "tool_mask": tool_mask,
+        "num_items_in_batch": (mask * tool_mask).sum() * 4,
+        "advantages": torch.tensor([0.7, -1.1, 0.4, 0.0]),
+    }
     with torch.no_grad():
         logprobs, _, _ = trainer._forward(trainer.model, inputs)
     near = [logprobs + 0.3 * torch.randn_like(logprobs) for _ in range(3)]
@@ -211,9 +218,11 @@ def test_evaluation_of_more_than_a_generation(tmp_path: Path) -> None:
     found = []
     for kind in (FusedGRPOTrainer, GRPOTrainer):
         trainer = made(
-            tmp_path, kind, {"per_device_eval_batch_size": 24, "steps_per_generation": 2},
+            tmp_path,
+            kind,
+            {"per_device_eval_batch_size": 24, "steps_per_generation": 2},
             eval_dataset=tiny_trl.prompts(),
-        )  # fmt: skip
+        )
         trainer.evaluate()
         found.append(list(trainer._logs["advantages"]))
     assert len(found[0]) == len(found[1]) and found[0] == pytest.approx(found[1], abs=1e-4)
@@ -259,15 +268,20 @@ def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
         ({"segments": gk.SegmentConfig(), "advantages": gk.AdvantageConfig()}, {}, "advantages and segments exclude"),
         ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "reward_weights must be left out"),
         ({"segments": gk.SegmentConfig()}, {}, "scale_rewards must be 'none' with segments, got 'group'"),
-        ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none", "importance_sampling_level": "sequence"},
-         "importance_sampling_level must be 'token'"),
+        (
+            {"segments": gk.SegmentConfig()},
+            {"scale_rewards": "none", "importance_sampling_level": "sequence"},
+            "importance_sampling_level must be 'token'",
+        ),
         ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none", "loss_type": "vespo"}, "loss_type must not be"),
         ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none"}, "use_bias_correction_kl must be False"),
-        ({"segments": gk.SegmentConfig()},
-         {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
-         "multi_objective_aggregation must be 'sum_then_normalize'"),
+        (
+            {"segments": gk.SegmentConfig()},
+            {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
+            "multi_objective_aggregation must be 'sum_then_normalize'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"FusedGRPOTrainer: .*{message}"):
         made(tmp_path, changes=changes, **options)
@@ -311,14 +325,17 @@ def test_patched_functions_of_logits(dtype: torch.dtype) -> None:
     index, mask = torch.randint(0, 11, (3, 5)), torch.arange(5) < torch.tensor([[5], [2], [4]])
     calls = {
         "selective_log_softmax": [
-            lambda f, x: f(x, index), lambda f, x: f(x, index, 0.7), lambda f, x: f(x, index, row_mask=where),
+            lambda f, x: f(x, index),
+            lambda f, x: f(x, index, 0.7),
+            lambda f, x: f(x, index, row_mask=where),
             lambda f, x: f(x, torch.stack([index, index], -1)),
         ],
         "entropy_from_logits": [lambda f, x: f(x)],
         "selective_log_softmax_and_entropy": [
-            lambda f, x: sum(f(x, index)), lambda f, x: sum(f(x, index, entropy_requires_grad=False)),
+            lambda f, x: sum(f(x, index)),
+            lambda f, x: sum(f(x, index, entropy_requires_grad=False)),
         ],
-    }  # fmt: skip
+    }
     # an element's own rounding, at the largest magnitude here
     exact = 8 * torch.finfo(dtype).eps * 16
     where = mask.to(torch.int64)
@@ -407,9 +424,12 @@ def test_other_trainers_learn_the_same_when_patched(tmp_path: Path, kind: str) -
         else:
             own = {"num_generations": 4, "max_completion_length": 7, "beta": 0.04}
             trainer = trl.RLOOTrainer(
-                model, tiny_trl.many_a, args=trl.RLOOConfig(**common, **own), train_dataset=tiny_trl.prompts(),
+                model,
+                tiny_trl.many_a,
+                args=trl.RLOOConfig(**common, **own),
+                train_dataset=tiny_trl.prompts(),
                 processing_class=tokenizer,
-            )  # fmt: skip
+            )
         trainer.train()
         return trainer.model.state_dict()
 
@@ -435,10 +455,21 @@ def test_two_processes(tmp_path: Path) -> None:
     for kind in ("ours", "theirs"):
         outputs[kind] = tmp_path / f"{kind}.json"
         subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TWO), kind,
-             str(outputs[kind])],
-            check=True, timeout=300, cwd=Path(__file__).parent.parent.parent, capture_output=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node=2",
+                str(TWO),
+                kind,
+                str(outputs[kind]),
+            ],
+            check=True,
+            timeout=300,
+            cwd=Path(__file__).parent.parent.parent,
+            capture_output=True,
+        )
     ours, theirs = (json.loads(path.read_text()) for path in outputs.values())
     assert len(ours) == len(theirs) >= 4
     for got, expected in zip(ours, theirs, strict=True):

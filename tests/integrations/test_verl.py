@@ -21,7 +21,7 @@ pytest.importorskip("tensordict")
 
 import grpo_kernels as gk
 from tests.integrations import tiny_verl
-from tests.ops import test_group_advantages_parity as of_advantages
+from tests.ops.group_advantages import test_parity as of_advantages
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
     from verl.trainer.ppo.v1 import utils as v1
     from verl.workers.utils import losses
 
-    from grpo_kernels.integrations import _verl_advantages
+    from grpo_kernels.integrations.verl import advantages as _verl_advantages
     from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def patched() -> Iterator[None]:
 
 def in_new_process(folder: Path, policy: str, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Where grpo-kernels is installed with the entry point of pyproject.toml."""
-    line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "_verl_plugin" in line)
+    line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "verl_plugin" in line)
     info = folder / "grpo_kernels_here-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grpo-kernels-here\nVersion: 1\n")
@@ -70,7 +70,10 @@ def in_new_process(folder: Path, policy: str, code: str, **variables: str) -> su
 
 
 def test_plugin_waits_for_the_registries(tmp_path: Path) -> None:
-    done = in_new_process(tmp_path, "none", """if True:
+    done = in_new_process(
+        tmp_path,
+        "none",
+        """if True:
         import sys
         import verl
         is_waiting = lambda: [f for f in sys.meta_path if type(f).__name__ == "_WhenImported"]
@@ -83,19 +86,23 @@ def test_plugin_waits_for_the_registries(tmp_path: Path) -> None:
         from verl.trainer.ppo import core_algos
         assert not is_waiting()
         core_algos.get_adv_estimator_fn("fused_rloo"), core_algos.get_policy_loss_fn("fused_gspo")
-    """)  # fmt: skip
+    """,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_plugin_fails_aloud(tmp_path: Path) -> None:
-    done = in_new_process(tmp_path, "auto", """if True:
+    done = in_new_process(
+        tmp_path,
+        "auto",
+        """if True:
         import verl
         verl.__version__, found = "0.8.2", verl.__version__
         from verl.trainer.ppo import core_algos
         assert not any(name.startswith("fused") for name in core_algos.POLICY_LOSS_REGISTRY)
         verl.__version__ = found
         core_algos.register_policy_loss("fused_gspo")(print)
-        from grpo_kernels.integrations import _verl_plugin
+        from grpo_kernels.integrations import verl_plugin as _verl_plugin
         try:
             _verl_plugin.register()
         except ValueError as error:
@@ -106,7 +113,8 @@ def test_plugin_fails_aloud(tmp_path: Path) -> None:
         assert "fused_grpo" not in core_algos.ADV_ESTIMATOR_REGISTRY  # all or nothing
         import grpo_kernels.integrations.verl
         assert core_algos.get_policy_loss_fn("fused_gspo") is not print
-    """)  # fmt: skip
+    """,
+    )
     assert done.returncode == 0, done.stderr
     assert "ERROR" in done.stderr and "is not registered with verl" in done.stderr
     assert "needs verl 0.9.1 or later, got 0.8.2" in done.stderr and "must not be registered yet" in done.stderr
@@ -117,7 +125,10 @@ def test_patch_by_an_external_module(tmp_path: Path) -> None:
     (tmp_path / "my_patches.py").write_text(
         "import tests.integrations.tiny_verl\nfrom grpo_kernels.integrations.verl import patch_verl\npatch_verl()\n"
     )
-    done = in_new_process(tmp_path, "auto", """if True:
+    done = in_new_process(
+        tmp_path,
+        "auto",
+        """if True:
         import verl
         from verl.trainer.distillation import losses as distillation
         from verl.trainer.ppo import core_algos, ray_trainer
@@ -128,7 +139,9 @@ def test_patch_by_an_external_module(tmp_path: Path) -> None:
                 utils.compute_advantage_for_multi_trajectories]
         assert all(f.__globals__["__name__"].startswith("grpo_kernels") for f in ours), ours
         core_algos.get_adv_estimator_fn("fused_rloo")
-    """, VERL_USE_EXTERNAL_MODULES="my_patches")  # fmt: skip
+    """,
+        VERL_USE_EXTERNAL_MODULES="my_patches",
+    )
     assert done.returncode == 0, done.stderr
     assert "not registered" not in done.stderr
 
@@ -247,9 +260,12 @@ def test_options_from_omegaconf(patched: None) -> None:
     batch = of_advantages.VerlBatch([8, 5], "normal")
     _, labels = clusters(batch)
     config = omegaconf.OmegaConf.create(
-        {"adv_estimator": "similarity_group_grpo", "norm_adv_by_std_in_grpo": False,
-         "grpo_kernels": {"shrinkage": 2, "reward_weights": [3.0]}}
-    )  # fmt: skip
+        {
+            "adv_estimator": "similarity_group_grpo",
+            "norm_adv_by_std_in_grpo": False,
+            "grpo_kernels": {"shrinkage": 2, "reward_weights": [3.0]},
+        }
+    )
     got = of_trainer("similarity_group_grpo", batch, config, similarity_labels=labels)
     settings = gk.AdvantageConfig("dr_grpo", shrinkage=2, reward_weights=(3.0,))
     rewards = batch.tokens(batch.scores).sum(1)
@@ -271,9 +287,14 @@ def test_group_ppo(patched: None, critic: bool) -> None:
     config = {"gamma": 0.9, "lam": 0.8, "grpo_kernels": fields}
     got = of_trainer("group_ppo", batch, config, **columns).batch
     want = gk.endpoint_segments(
-        batch.tokens(batch.scores), now, sampled, batch.mask, values=values if critic else None,
-        groups=gk.group_ids(batch.uids), config=gk.SegmentConfig(gamma=0.9, lam=0.8, **fields),
-    )  # fmt: skip
+        batch.tokens(batch.scores),
+        now,
+        sampled,
+        batch.mask,
+        values=values if critic else None,
+        groups=gk.group_ids(batch.uids),
+        config=gk.SegmentConfig(gamma=0.9, lam=0.8, **fields),
+    )
     for name in ("advantages", "returns", "segment_ids"):
         assert torch.equal(got[name], getattr(want, name)), name
 
@@ -364,9 +385,14 @@ def test_what_estimators_refuse_of_a_batch(patched: None) -> None:
 
 
 def test_unpatch_restores() -> None:
-    holders = [(core_algos, "compute_grpo_outcome_advantage"), (ray_trainer, "compute_advantage"),
-               (v1, "compute_advantage"), (v1, "compute_advantage_for_multi_trajectories"), (losses, "ppo_loss"),
-               (distillation, "ppo_loss")]  # fmt: skip
+    holders = [
+        (core_algos, "compute_grpo_outcome_advantage"),
+        (ray_trainer, "compute_advantage"),
+        (v1, "compute_advantage"),
+        (v1, "compute_advantage_for_multi_trajectories"),
+        (losses, "ppo_loss"),
+        (distillation, "ppo_loss"),
+    ]
     before = [getattr(module, name) for module, name in holders]
     patch_verl()
     patch_verl()
@@ -377,8 +403,13 @@ def test_unpatch_restores() -> None:
     assert all(getattr(module, name) is theirs for (module, name), theirs in zip(holders, before, strict=True))
     patch_verl(grpo=False)
     assert [getattr(module, name) is theirs for (module, name), theirs in zip(holders, before, strict=True)] == [
-        True, True, True, True, False, False
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     unpatch_verl()
 
 

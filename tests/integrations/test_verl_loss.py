@@ -18,7 +18,7 @@ pytest.importorskip("tensordict")
 
 import grpo_kernels as gk
 from tests.integrations import tiny_verl
-from tests.ops import test_policy_loss_parity_verl as of_losses
+from tests.ops.policy_loss import test_parity_verl as of_losses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -27,8 +27,8 @@ with warnings.catch_warnings():
     from verl.utils.py_functional import append_to_dict
     from verl.workers.utils import losses
 
-    from grpo_kernels.integrations import _verl_loss
     from grpo_kernels.integrations.verl import fused_ppo_loss, patch_verl, unpatch_verl
+    from grpo_kernels.integrations.verl import loss as _verl_loss
 
 
 @pytest.fixture
@@ -101,15 +101,26 @@ def actor_batch(dtype: torch.dtype = torch.float64) -> of_losses.Batch:
 
 
 def of_actor(
-    function: Any, batch: of_losses.Batch, fields: dict[str, Any], nested: bool, *, weights: bool = False,
-    with_entropy: bool = True, info: dict[str, Any] | None = None, columns: dict[str, Tensor] | None = None,
-) -> tuple[of_losses.Result, dict[str, Any]]:  # fmt: skip
+    function: Any,
+    batch: of_losses.Batch,
+    fields: dict[str, Any],
+    nested: bool,
+    *,
+    weights: bool = False,
+    with_entropy: bool = True,
+    info: dict[str, Any] | None = None,
+    columns: dict[str, Tensor] | None = None,
+) -> tuple[of_losses.Result, dict[str, Any]]:
     logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
     output = {"log_probs": tiny_verl.model_output(logprobs, nested)}
     if with_entropy:
         output["entropy"] = tiny_verl.model_output(entropy, nested)
-    given = {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask,
-             "ref_log_prob": batch.ref} | (columns or {})  # fmt: skip
+    given = {
+        "old_log_probs": batch.old,
+        "advantages": batch.advantages,
+        "response_mask": batch.mask,
+        "ref_log_prob": batch.ref,
+    } | (columns or {})
     if weights:
         given["rollout_is_weights"] = batch.is_weights
     config = of_losses.actor(fields)
@@ -181,9 +192,14 @@ def test_padded_columns_of_nested_responses() -> None:
     for nested in (True, False):
         data = tiny_verl.micro_batch({}, nested, dp_size=1, batch_num_tokens=None, global_batch_size=None)
         other = tiny_verl.micro_batch(
-            {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask,
-             "ref_log_prob": batch.ref}, not nested,
-        )  # fmt: skip
+            {
+                "old_log_probs": batch.old,
+                "advantages": batch.advantages,
+                "response_mask": batch.mask,
+                "ref_log_prob": batch.ref,
+            },
+            not nested,
+        )
         for name in ("old_log_probs", "advantages", "response_mask", "ref_log_prob"):
             data[name] = other[name]
         logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
@@ -227,8 +243,12 @@ def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.
     monkeypatch.setattr(_verl_loss, "_expect", lambda holds, message: None)  # waits on the CPU only
     batch = actor_batch(torch.float32)
     fields = of_losses.fields_of("vanilla", "token-mean", entropy_coeff=0.01, use_kl_loss=True)
-    columns = {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask,
-               "ref_log_prob": batch.ref}  # fmt: skip
+    columns = {
+        "old_log_probs": batch.old,
+        "advantages": batch.advantages,
+        "response_mask": batch.mask,
+        "ref_log_prob": batch.ref,
+    }
     output = {"log_probs": tiny_verl.model_output(batch.logprobs.clone().requires_grad_(), nested)}
     output["entropy"] = tiny_verl.model_output(batch.entropy, nested)
     data = tiny_verl.micro_batch(columns, nested, **INFO)
@@ -274,10 +294,10 @@ def test_other_losses_go_to_verl(
     patched: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = actor_batch(torch.float32)
-    theirs = _verl_loss.own["ppo_loss"]
+    theirs = _verl_loss.originals["ppo_loss"]
     assert theirs.__module__ == "verl.workers.utils.losses"
     fields = of_losses.fields_of("kl_cov", "token-mean")
-    _verl_loss._say_once.cache_clear()
+    _verl_loss._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             got, _ = of_actor(losses.ppo_loss, batch, fields, nested=True)
@@ -351,8 +371,11 @@ def trained(function: Any, fields: dict[str, Any]) -> TinyModel:
         halves = [torch.randint(13, (6, 13)) for _ in range(2)]
         rows = [tiny_verl.micro_batch({"response_mask": torch.rand(6, 10) < 0.8}, True) for _ in halves]
         # the two micro-batches are one of both ranks' two mini-batches
-        info = {"dp_size": 1, "batch_num_tokens": int(sum(r["response_mask"].values().sum() for r in rows)),
-                "global_batch_size": 12}  # fmt: skip
+        info = {
+            "dp_size": 1,
+            "batch_num_tokens": int(sum(r["response_mask"].values().sum() for r in rows)),
+            "global_batch_size": 12,
+        }
         for tokens, data in zip(halves, rows, strict=True):
             lengths = data["prompts"].offsets().diff() + data["responses"].offsets().diff()
             ids = torch.nested.as_nested_tensor(

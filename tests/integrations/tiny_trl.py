@@ -30,11 +30,21 @@ def tokenizer() -> Any:
 def model() -> str:
     """A folder, as TRL loads the reference policy from where the policy is from."""
     torch.manual_seed(0)
-    lm = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=None, initializer_range=0.3,
-        max_position_embeddings=64,
-    ))  # fmt: skip
+    lm = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(WORDS),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+            initializer_range=0.3,
+            max_position_embeddings=64,
+        )
+    )
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     lm.save_pretrained(folder)
@@ -59,9 +69,23 @@ def few_b(completions: list[str], **_: Any) -> list[float | None]:
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of GRPOConfig: two optimizer steps a generation, of two micro-batches, with a reference policy."""
     return {
-        "output_dir": str(folder), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4, "num_generations": 4, "max_completion_length": 7, "max_steps": 20,
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "beta": 0.04, "logging_steps": 1, "seed": 3,
-        "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "bf16": False,
-        "gradient_checkpointing": False, "dataloader_pin_memory": False,
-    } | changes  # fmt: skip
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "num_generations": 4,
+        "max_completion_length": 7,
+        "max_steps": 20,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "beta": 0.04,
+        "logging_steps": 1,
+        "seed": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+    } | changes

@@ -40,10 +40,12 @@ def trained(kind: type[GRPOTrainer]) -> list[dict[str, Any]]:
     """What was logged of each step, but for times."""
     changes = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.01, "max_steps": 6}
     trainer = kind(
-        tiny_trl.model(), [tiny_trl.many_a, tiny_trl.few_b],
+        tiny_trl.model(),
+        [tiny_trl.many_a, tiny_trl.few_b],
         args=GRPOConfig(**tiny_trl.settings(Path(tempfile.mkdtemp()), num_generations=8, **changes)),
-        train_dataset=tiny_trl.prompts(), processing_class=tiny_trl.tokenizer(),
-    )  # fmt: skip
+        train_dataset=tiny_trl.prompts(),
+        processing_class=tiny_trl.tokenizer(),
+    )
     assert trainer.accelerator.num_processes == 2
     trainer.train()
     return [

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import segments
-from grpo_kernels.ops import endpoint_segments, policy_loss
-from tests.harness import backends, device_of
+from grpo_kernels.groups import packed_bounds
+from grpo_kernels.ops.endpoint_segments import registration as endpoint_segments
+from grpo_kernels.ops.policy_loss import registration as policy_loss
+from tests.harness import device_of, runnable_backends
 
 TOKENS = 100
 RULE = "cu_seqlens must ascend from 0 to at most the number of tokens"
@@ -42,9 +43,7 @@ def linear_policy(cu_seqlens: Tensor, backend: str) -> Tensor:
     device = cu_seqlens.device
     hidden, weight = torch.randn(TOKENS, 8, device=device), torch.randn(11, 8, device=device)
     targets, advantages = torch.zeros(TOKENS, dtype=torch.int64, device=device), torch.ones(TOKENS, device=device)
-    return gk.linear_policy_loss(
-        hidden, weight, targets, None, advantages, cu_seqlens=cu_seqlens, backend=backend
-    ).loss  # fmt: skip
+    return gk.linear_policy_loss(hidden, weight, targets, None, advantages, cu_seqlens=cu_seqlens, backend=backend).loss
 
 
 def cut(cu_seqlens: Tensor, backend: str) -> Tensor:
@@ -57,17 +56,21 @@ def measure(cu_seqlens: Tensor, backend: str) -> Tensor:
     ids = torch.zeros(TOKENS, dtype=torch.int32, device=device)
     numbers = torch.ones(rows, dtype=torch.int32, device=device)
     result = gk.EndpointSegments(
-        torch.zeros(TOKENS, device=device), torch.zeros(TOKENS, device=device), ids == 0, ids, numbers,
+        torch.zeros(TOKENS, device=device),
+        torch.zeros(TOKENS, device=device),
+        ids == 0,
+        ids,
+        numbers,
         torch.ones((), dtype=torch.float64, device=device),
-    )  # fmt: skip
+    )
     return torch.tensor(list(gk.segment_metrics(result, cu_seqlens=cu_seqlens).values()))
 
 
 Call = Callable[[Tensor, str], Tensor]
 CALLS: dict[str, tuple[Call, list[str]]] = {
-    "policy_loss": (policy, backends(policy_loss.SUPPORTS)),
-    "linear_policy_loss": (linear_policy, backends(policy_loss.SUPPORTS)),
-    "endpoint_segments": (cut, backends(endpoint_segments.SUPPORTS)),
+    "policy_loss": (policy, runnable_backends(policy_loss.SUPPORTS)),
+    "linear_policy_loss": (linear_policy, runnable_backends(policy_loss.SUPPORTS)),
+    "endpoint_segments": (cut, runnable_backends(endpoint_segments.SUPPORTS)),
     "segment_metrics": (measure, ["reference"]),
 }
 EACH = [(op, backend) for op, (_, names) in CALLS.items() for backend in names]
@@ -108,7 +111,7 @@ def test_rows_stay_within_the_tokens(wrong: str) -> None:
     """Kernels that run before a failed assertion is noticed read bounds within the tokens."""
     given = torch.tensor(WRONG[wrong])
     with mock.patch("torch._assert_async") as checked:
-        found = segments.packed_bounds("op", given, TOKENS)
+        found = packed_bounds("op", given, TOKENS)
     assert not checked.call_args.args[0]
     assert found[0] == 0 and found[-1] <= TOKENS and (found.diff() >= 0).all() and len(found) == len(given)
 

@@ -29,6 +29,6 @@ def library(source: str, level: str) -> ctypes.CDLL:
     target = Path(tempfile.mkdtemp()) / f"{level}.so"
     command = [str(build.compiler()), "-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     command += ["-Wno-psabi", "-fPIC", "-shared", f"-DGRPO_SIMD={level}", *FLAGS[level]]
-    command += [f"-I{build.ROOT / folder}" for folder in ("csrc/include", "csrc/cpu", "tests/emulation")]
+    command += [f"-I{build.ROOT / folder}" for folder in ("csrc", "tests/emulation")]
     subprocess.run([*command, str(build.ROOT / "tests/simd" / source), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))

@@ -1,9 +1,10 @@
-// The row kernels of csrc/cpu/simd/token_logprobs.cpp for one instruction set, for test_token_logprobs_cpu.py.
-#include "simd/token_logprobs.cpp"
+// The row kernels of csrc/token_logprobs/simd.cpp for one instruction set, called by
+// tests/ops/token_logprobs/test_cpu.py.
+#include "token_logprobs/simd.cpp"
 
 namespace {
 
-// results: top, ties, below, spread, z of the target; then the gradient
+// results: top, ties, below, spread, and z of the target
 template <typename T>
 void run(const T* logits, T* gradient, int64_t columns, int64_t target, double softcap, double* results) {
   using namespace grpo_kernels;

@@ -1,9 +1,9 @@
-// The functions of csrc/cpu/simd/vector_math.h and the conversions of half_lanes.h applied to arrays, and those of the
-// kernel emulator, for test_vector_math.py.
-#include "simd/vector_math.h"
+// Applies vector_math.h, and the conversions of half_lanes.h and of the kernel emulator, to arrays; called by
+// test_vector_math.py.
+#include "common/simd/vector_math.h"
 
+#include "common/simd/half_lanes.h"
 #include "cuda_emulator_half.h"
-#include "simd/half_lanes.h"
 
 using namespace grpo_kernels::GRPO_SIMD;
 
@@ -39,7 +39,7 @@ void widen_half(const grpo_kernels::Half* from, float* to, int64_t count) { wide
 void widen_bfloat16(const grpo_kernels::BFloat16* from, float* to, int64_t count) { widen(from, to, count); }
 void narrow_half(const float* from, grpo_kernels::Half* to, int64_t count) { narrow(from, to, count); }
 void narrow_bfloat16(const float* from, grpo_kernels::BFloat16* to, int64_t count) { narrow(from, to, count); }
-// Without the emulator's types, which are not visible outside, in the signatures.
+// Signatures without the emulator's types, which are hidden.
 void emulator_widen_half(const uint16_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = __half2float(__ushort_as_half(from[i]));
 }

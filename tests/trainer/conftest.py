@@ -1,4 +1,4 @@
-"""Models of a few thousand weights: a second thread only waits, and takes a core from another process while it does."""
+"""Fixtures. Models have a few thousand weights, so a second thread would only wait and occupy a core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of every key of a recipe another value, and what must differ with it: what its consumer did, not what it was told."""
+"""Another value for every key of a recipe, and the effect on its consumer that must change with it."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grpo_trainer import cli, embed, processes, rollout
+from grpo_trainer import cli, distributed, embed, rollout
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.log import Log
-from grpo_trainer.model import Policy
+from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe, Similarity
-from grpo_trainer.report_evaluations import examples_section
+from grpo_trainer.report.evaluations import examples_section
+from grpo_trainer.report.run_folder import RunFolder
 from grpo_trainer.rewards import load_reward
-from grpo_trainer.run_folder import RunFolder
 from grpo_trainer.train import Trainer
 
-from grpo_kernels import dispatch
+from grpo_kernels import backends
 
 Seen = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    value: Any  # {saved} and {data} in it are filled in: a folder with a model, a JSONL file
-    seen: Seen  # of a Run, or of a Recipe
+    value: Any  # {saved} and {data} are replaced by a folder with a model and a JSONL file
+    seen: Seen  # observation of a Run or of a Recipe
     given: tuple[str, ...] = ()  # overrides for both values
     runs: bool = True
 
 
 @dataclasses.dataclass
 class Run:
-    """A recipe that was run, and what was noticed about it."""
+    """A recipe that was run, and observations of it."""
 
     recipe: Recipe
     error: str = ""
@@ -50,10 +50,10 @@ class Run:
     def of(cls, recipe: Recipe) -> Run:
         run, printed = cls(recipe), io.StringIO()
         with contextlib.ExitStack() as stack:
-            for where, name in ((Policy, "forward"), (Policy, "_after_shared_prompts"), (rollout, "_sample")):
+            for where, name in ((Policy, "forward"), (Policy, "_run_after_shared_prompts"), (rollout, "_sample")):
                 stack.enter_context(mock.patch.object(where, name, run._counted(getattr(where, name), name)))
-            select = dispatch.select
-            stack.enter_context(mock.patch.object(dispatch, "select", lambda *a: run._chosen(select(*a))))
+            select = backends.select
+            stack.enter_context(mock.patch.object(backends, "select", lambda *a: run._chosen(select(*a))))
             stack.enter_context(mock.patch("os.fsync"))
             stack.enter_context(contextlib.redirect_stderr(printed))
             try:
@@ -76,11 +76,11 @@ class Run:
 
     def lines(self, kind: str | None = None, file: str = "metrics") -> list[dict[str, Any]]:
         path = self.recipe.folder / f"{file}.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in found if kind is None or line.get("phase") == kind]
+        entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line for line in entries if kind is None or line.get("phase") == kind]
 
     def weights(self) -> dict[str, Any]:
-        """Of the last checkpoint, by their bits."""
+        """Digests of the weights of the last checkpoint."""
         from safetensors.torch import load_file
 
         assert not self.error, self.error
@@ -99,9 +99,9 @@ def weights(run: Run) -> Any:
 def metric(name: str, kind: str = "rl") -> Seen:
     def seen(run: Run) -> list[float]:
         assert not run.error, run.error
-        found = [line[name] for line in run.lines(kind) if name in line]
-        assert found, f"{name} was not logged"
-        return found
+        values = [line[name] for line in run.lines(kind) if name in line]
+        assert values, f"{name} was not logged"
+        return values
 
     return seen
 
@@ -192,13 +192,13 @@ def type_of_embedder(recipe: Recipe) -> str:
 def asked_of_ray(recipe: Recipe) -> Any:
     pool = embed.load_embedder(similarity_of(recipe)).pool
     assert pool is not None
-    return pool.asked
+    return pool.resources
 
 
-def embedder_name(wanted: Callable[[Recipe], str]) -> Seen:
+def embedder_name(name_of: Callable[[Recipe], str]) -> Seen:
     def seen(recipe: Recipe) -> str:
         with mock.patch.object(embed, "_sentence_transformer", lambda name: embed.hashed):
-            return embed.load_embedder(Similarity(embedder=wanted(recipe))).name
+            return embed.load_embedder(Similarity(embedder=name_of(recipe))).name
 
     return seen
 
@@ -222,7 +222,7 @@ def tracked(run: Run) -> str:
 def fake_wandb(recipe: Recipe) -> list[Any]:
     asked: list[Any] = []
     module = types.ModuleType("wandb")
-    module.init = lambda **given: asked.append(given["project"])  # type: ignore[attr-defined]
+    module.init = lambda **kwargs: asked.append(kwargs["project"])  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, {"wandb": module}):
         log = Log(recipe)
         log.open()
@@ -239,21 +239,21 @@ def folders(run: Run) -> list[str]:
 
 
 def shared_out(recipe: Recipe) -> list[str]:
-    """Modules whose weights would become parts, were there two processes."""
+    """Modules whose weights would be sharded over two processes."""
     trainer = Trainer(recipe)
     trainer.is_sharded = trainer.shards(2)
     with (
         mock.patch("torch.distributed.fsdp.fully_shard") as fully_shard,
         mock.patch("torch.distributed.device_mesh.init_device_mesh"),
-        mock.patch.object(processes, "world", lambda: 2),
-        mock.patch.object(processes, "agree"),
+        mock.patch.object(distributed, "world_size", lambda: 2),
+        mock.patch.object(distributed, "assert_identical"),
     ):
-        trainer.share_out()
+        trainer.distribute_weights()
     return [type(call.args[0]).__name__ for call in fully_shard.call_args_list]
 
 
 def recomputed_layers(recipe: Recipe) -> int:
-    """Forward passes of a layer, of which there is one more where activations are computed again."""
+    """Number of forward passes of a layer, one more if activations are recomputed."""
     trainer = Trainer(recipe)
     passes = Counter[bool]()
     layer = trainer.policy.inner.base_model.layers[0].mlp
@@ -282,20 +282,26 @@ SAMPLED = ("evaluation={{every: 0, samples: 2, embedder: hashed}}",)
 ALONE = ("phases=[{{sft: {{steps: 2, batch: 8, micro_batch: 8, optimizer: {{lr: 0.01}}}}}}]",)
 
 
-def made(value: Any, seen: Seen, *given: str) -> Case:
-    return Case(value, seen, given, runs=False)
+def made(value: Any, seen: Seen, *overrides: str) -> Case:
+    return Case(value, seen, overrides, runs=False)
 
 
-def ran(value: Any, seen: Seen, *given: str) -> Case:
-    return Case(value, seen, given)
+def ran(value: Any, seen: Seen, *overrides: str) -> Case:
+    return Case(value, seen, overrides)
 
 
-def of_optimizer(at: str, *given: str) -> dict[str, Case]:
+def of_optimizer(at: str, *overrides: str) -> dict[str, Case]:
     values: dict[str, Any] = {
-        "lr": 0.02, "betas": [0.5, 0.6], "eps": 0.1, "weight_decay": 0.5, "warmup": 2, "schedule": "constant",
-        "final": 0.9, "grad_clip": 1e-4,
-    }  # fmt: skip
-    return {f"{at}optimizer.{name}": ran(value, weights, *given) for name, value in values.items()}
+        "lr": 0.02,
+        "betas": [0.5, 0.6],
+        "eps": 0.1,
+        "weight_decay": 0.5,
+        "warmup": 2,
+        "schedule": "constant",
+        "final": 0.9,
+        "grad_clip": 1e-4,
+    }
+    return {f"{at}optimizer.{name}": ran(value, weights, *overrides) for name, value in values.items()}
 
 
 CASES: dict[str, Case] = {
@@ -345,18 +351,18 @@ CASES: dict[str, Case] = {
     SFT + "batch": ran(4, weights, *ALONE),
     SFT + "micro_batch": ran(4, calls("forward"), *ALONE),
     SFT + "polychromic": ran({"embedder": "hashed"}, weights, *FILES, *ALONE),
-    SFT + "polychromic.weight": ran(
-        0.3, weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"
-    ),
+    SFT + "polychromic.weight": ran(0.3, weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"),
     SFT + "polychromic.embedder": made(
-        "minilm", embedder_name(lambda recipe: recipe.phases[0].sft.polychromic.embedder),  # type: ignore[union-attr]
-        *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}",
+        "minilm",
+        embedder_name(lambda recipe: recipe.phases[0].sft.polychromic.embedder),  # type: ignore[union-attr]
+        *ALONE,
+        "phases.0.sft.polychromic={{embedder: hashed}}",
     ),
     RL + "steps": ran(1, lambda run: len(run.lines("rl"))),
     RL + "epochs": ran(2, metric("train/optimizer_steps")),
     RL + "minibatches": ran(2, metric("train/optimizer_steps")),
     RL + "micro_batch": ran(3, calls("forward")),
-    RL + "share_prompts": ran(False, calls("_after_shared_prompts")),
+    RL + "share_prompts": ran(False, calls("_run_after_shared_prompts")),
     RL + "dropout": ran(True, weights, *LORA),
     RL + "rewards": ran([{"name": f"{HERE}:not_a_number", "on_error": "skip"}], metric("rewards/max")),
     RL + "rewards[].name": ran(f"{HERE}:equal", metric("rewards/max")),
@@ -381,16 +387,15 @@ CASES: dict[str, Case] = {
     ALGORITHM + "similarity.embedder": made("minilm", embedder_name(lambda r: similarity_of(r).embedder), *CLUSTERS),
     ALGORITHM + "similarity.text": made("whole", embedded, *CLUSTERS),
     ALGORITHM + "similarity.unfinished": made("whole", embedded, *CLUSTERS),
-    ALGORITHM + "similarity.tail": made(
-        4, embedded, *CLUSTERS, "phases.0.rl.algorithm.similarity.unfinished=tail"
-    ),
+    ALGORITHM + "similarity.tail": made(4, embedded, *CLUSTERS, "phases.0.rl.algorithm.similarity.unfinished=tail"),
     ALGORITHM + "similarity.cache": made(1, times_embedded, *CLUSTERS),
     ALGORITHM + "similarity.workers": made(2, type_of_embedder, *CLUSTERS),
     ALGORITHM + "similarity.gpus_per_worker": made(
         0.5, asked_of_ray, *CLUSTERS, "phases.0.rl.algorithm.similarity.workers=2"
     ),
-    ALGORITHM + "similarity.config": ran({"linkage": "single", "min_silhouette": 0.9},
-                                         metric("similarity_groups/avg_groups_per_prompt"), *CLUSTERS),
+    ALGORITHM + "similarity.config": ran(
+        {"linkage": "single", "min_silhouette": 0.9}, metric("similarity_groups/avg_groups_per_prompt"), *CLUSTERS
+    ),
     ALGORITHM + "similarity.sharing": ran(1.0, weights, *CLUSTERS),
     ALGORITHM + "similarity.within": ran(0.5, metric("train/advantages_std"), *CLUSTERS),
     ALGORITHM + "similarity.between": ran(1.0, metric("train/advantages_std"), *CLUSTERS),
@@ -403,11 +408,10 @@ CASES: dict[str, Case] = {
     ALGORITHM + "critic.clip": ran(1e-6, weights, *CRITIC, "phases.0.rl.epochs=2"),
     ALGORITHM + "critic.warmup": ran(1, weights, *CRITIC),
     ALGORITHM + "top_k_ratio": ran(0.5, metric("train/tokens")),
-    ALGORITHM + "drop_flat": ran(
-        False, metric("train/skipped"), f"phases.0.rl.rewards=[{{{{name: '{HERE}:equal'}}}}]"
-    ),
+    ALGORITHM + "drop_flat": ran(False, metric("train/skipped"), f"phases.0.rl.rewards=[{{{{name: '{HERE}:equal'}}}}]"),
     ALGORITHM + "set_size": ran(
-        3, metric("train/advantages_std"),
+        3,
+        metric("train/advantages_std"),
         "phases.0.rl.algorithm={{name: polychromic, similarity: {{embedder: hashed}}}}",
     ),
     "evaluation.every": ran(1, lambda run: len(run.lines("eval")), "data.options.validation=1"),
@@ -429,9 +433,9 @@ CASES: dict[str, Case] = {
     "logging.samples": ran(1, lambda run: len(run.lines(file="samples"))),
     "checkpoints.every": ran(1, folders),
     "checkpoints.keep": ran(1, folders, "checkpoints.every=1"),
-}  # fmt: skip
+}
 
-# The other recipe, where it is not this key that gets a value.
+# Overrides for keys whose other value needs more than an assignment.
 CHANGES = {
     "phases[].sft": ("phases=[{{sft: {{steps: 1, batch: 8}}}}]",),
     "phases[].rl": ("phases=[{{rl: {{steps: 1, rollout: {{prompts: 4, group_size: 2}}}}}}]",),

@@ -1,4 +1,4 @@
-"""A recipe that takes a second, and what it is made of."""
+"""A recipe that runs in a second."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def values(folder: Path) -> dict[str, Any]:
 
 
 def recipe(folder: Path, *overrides: str) -> Recipe:
-    found = values(folder)
+    settings = values(folder)
     for assignment in overrides:
-        override(found, assignment)
-    return build(Recipe, found)
+        override(settings, assignment)
+    return build(Recipe, settings)
 
 
 def digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that a model without any skill gets different amounts of."""
+    """A reward that varies even for an untrained model."""
     return [sum(letter.isdigit() for letter in text) / 10 for text in completions]

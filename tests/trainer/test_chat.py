@@ -1,4 +1,4 @@
-"""Prompts as lists of messages, and texts through a chat template: from the data to rewards, samples and the report."""
+"""Chat prompts: lists of messages, and texts through a chat template, from the data to the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
-from grpo_trainer.model import save_policy
+from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.report import write_report
 from grpo_trainer.settings import build
@@ -72,26 +72,28 @@ def test_messages_and_templated_texts_are_the_same_prompts(tmp_path: Path, model
 
 def test_a_chat_from_the_data_to_the_report(tmp_path: Path, model: Path) -> None:
     seen.clear()
-    given = recipe(tmp_path, model, True, "tests.trainer.test_chat:noting", "reply", "exact")
-    train(given)
+    chat_recipe = recipe(tmp_path, model, True, "tests.trainer.test_chat:noting", "reply", "exact")
+    train(chat_recipe)
     for call in seen:
         assert all(prompt[0]["role"] == "user" and prompt[0]["content"] in TEXTS for prompt in call["prompts"])
         assert all(
             [*answer[0]] == ["role", "content"] and answer[0]["role"] == "assistant" for answer in call["completions"]
         )
-    sample = lines(given.folder, "samples")[0]
+    sample = lines(chat_recipe.folder, "samples")[0]
     assert sample["prompt"][0]["content"] in TEXTS and isinstance(sample["response"], str)
-    assert lines(given.folder, "maps")[0]["prompt"] in TEXTS
-    page = write_report(given.folder).read_text()
+    assert lines(chat_recipe.folder, "maps")[0]["prompt"] in TEXTS
+    page = write_report(chat_recipe.folder).read_text()
     assert f"user: {TEXTS[0]}" in page and "&#x27;content&#x27;" not in page.split("all settings of this run")[0]
-    found = evaluate_model(given, str(sorted((given.folder / "checkpoints").iterdir())[-1] / "model"), "test")
-    assert found.lines[0]["prompt"] == [{"role": "user", "content": TEXTS[0]}]
+    result = evaluate_model(
+        chat_recipe, str(sorted((chat_recipe.folder / "checkpoints").iterdir())[-1] / "model"), "test"
+    )
+    assert result.lines[0]["prompt"] == [{"role": "user", "content": TEXTS[0]}]
 
 
 def test_functions_get_texts_where_the_data_has_texts(tmp_path: Path, model: Path) -> None:
     seen.clear()
     train(recipe(tmp_path, model, False))
-    assert all(isinstance(each, str) for call in seen for each in (*call["prompts"], *call["completions"]))
+    assert all(isinstance(text, str) for call in seen for text in (*call["prompts"], *call["completions"]))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
-from grpo_trainer import checkpoint, cli, log, model
+from grpo_trainer import checkpoint, cli, log
 from grpo_trainer.algorithm import ALGORITHMS
-from grpo_trainer.data import stratified
+from grpo_trainer.data import split_stratified
 from grpo_trainer.recipe import Recipe, bundled, load
 from grpo_trainer.settings import explain
 
@@ -43,7 +43,7 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run, with its recipe beside it."""
+    """Folder with a finished run and its recipe."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "mine.yaml").write_text(json.dumps(small.values(folder / "run")))
     assert cli.train([str(folder / "mine.yaml"), *SHORT, "checkpoints.every=1", "checkpoints.keep=9"]) == 0
@@ -51,8 +51,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_and_its_overrides(finished: Path) -> None:
-    told = json.loads((finished / "run" / "recipe.json").read_text())
-    assert told["phases"][1]["rl"]["steps"] == 2 == len([e for e in lines(finished / "run") if e["phase"] == "rl"])
+    written = json.loads((finished / "run" / "recipe.json").read_text())
+    assert written["phases"][1]["rl"]["steps"] == 2 == len([e for e in lines(finished / "run") if e["phase"] == "rl"])
     assert (finished / "run" / "report.html").stat().st_size > 10_000
 
 
@@ -61,29 +61,29 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
     [
         ("phases.1.rl.rolout.batch=3", "phases.1.rl.rolout: no such key; the nearest is 'rollout'"),
         ("sead=3", "sead: no such key; the nearest is 'seed'"),
-        ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs a number below 2 in place of '7'"),
+        ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
         ("model.dtype=half", "model.dtype: must be one of"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
     ],
 )
-def test_what_is_wrong_is_a_line_and_no_traceback(
+def test_errors_are_one_line_without_a_traceback(
     recipe: str, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.train([recipe, override]) == 2
-    told = capsys.readouterr().err.strip()
-    assert "error: " in told and message in told and "Traceback" not in told
+    stderr = capsys.readouterr().err.strip()
+    assert "error: " in stderr and message in stderr and "Traceback" not in stderr
 
 
-def test_a_run_goes_on_or_begins_anew(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished / "run", folder)
     for gone in ("1-000001", "1-000002"):
         shutil.rmtree(folder / "checkpoints" / gone)
     command = [str(finished / "mine.yaml"), *SHORT, f"output={folder}", "checkpoints.every=1", "checkpoints.keep=9"]
     assert cli.train(command) == 2
-    assert f"{folder} has a run already; go on from it with --resume" in capsys.readouterr().err
+    assert f"{folder} contains a run already; continue it with --resume" in capsys.readouterr().err
     assert cli.train([*command, "--resume"]) == 0
     whole = weights(finished / "run")
     assert all(torch.equal(value, whole[name]) for name, value in weights(folder).items())
@@ -103,32 +103,32 @@ def test_smoke_is_small_and_overrides_go_over_it(tmp_path: Path, capsys: pytest.
     assert "eval/test_reward" in printed and "report.html" in printed
     assert [e["step"] for e in lines(tmp_path / "run") if e["phase"] == "rl"] == [1]
     whole, small = (load("arithmetic", smoke=smoke).folder for smoke in (False, True))
-    assert small.name == f"{whole.name}-smoke"  # what it leaves is not in the way of the whole run
+    assert small.name == f"{whole.name}-smoke"  # keeps the folder of the full run free
 
 
-def test_keys_and_names_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.train(["--keys"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told == list(explain(Recipe))
-    explained = {line.split(":")[0].split(" (")[0] for line in told if line.split(": ", 1)[1].strip()}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == list(explain(Recipe))
+    explained = {line.split(":")[0].split(" (")[0] for line in printed if line.split(": ", 1)[1].strip()}
     assert set(keys(Recipe)) <= explained
     at = "phases[].rl.algorithm."
-    assert f"{at}loss.clip_high (float | None, default 0.2): of LossConfig" in told
+    assert f"{at}loss.clip_high (float | None, default 0.2): of LossConfig" in printed
     of_configs = {"advantage.std_floor", "loss.kl", "similarity.config.linkage", "segments.gamma"}
     assert {f"{at}{key}" for key in of_configs} <= explained and not any("modes" in key for key in explained)
     with pytest.raises(SystemExit, match="0"):
         cli.train(["--help"])
-    assert "grpo-train --keys explains them all" in " ".join(capsys.readouterr().out.split())
+    assert "--keys lists all keys" in " ".join(capsys.readouterr().out.split())
     assert cli.train(["--list"]) == 0
-    told_names = capsys.readouterr().out
-    assert all(name in told_names for name in (*bundled(), *ALGORITHMS))
+    names = capsys.readouterr().out
+    assert all(name in names for name in (*bundled(), *ALGORITHMS))
     with pytest.raises(SystemExit, match="2"):
         cli.train([])
     assert "a recipe is needed" in capsys.readouterr().err
 
 
 def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the installed command runs, which Python puts its own folder first for."""
+    """The installed command has its own folder first on sys.path instead of the current one."""
     (tmp_path / "my_module.py").write_text("def my_reward(prompts, **_):\n    return [1.0] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
@@ -146,10 +146,10 @@ def test_one_model_is_evaluated_and_two_are_compared(
     assert cli.evaluate([recipe, before, after, "--json", str(out), "--split", "validation"]) == 0
     printed = capsys.readouterr().out
     assert before in printed and after in printed
-    found = json.loads(out.read_text())
-    assert set(found) == {before, after, "comparison"} and len(found[before]["prompts"]) == 8
+    results = json.loads(out.read_text())
+    assert set(results) == {before, after, "comparison"} and len(results[before]["prompts"]) == 8
     logged = [e for e in lines(finished / "run") if "eval/validation_reward" in e]
-    assert found[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
+    assert results[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
     with pytest.raises(SystemExit, match="2"):
         cli.evaluate([recipe, before, after, after])
     assert cli.evaluate([recipe, "/no/such/model"]) == 2
@@ -184,7 +184,7 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('{"a": 1}\n' * 3, ["--ratio", "0.1"], "--ratio: must leave lines to both parts, got 0.1 of 3 lines"),
     ],
 )
-def test_what_is_wrong_with_data_is_named(
+def test_errors_in_data_are_named(
     tmp_path: Path, text: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "replies.jsonl").write_text(text)
@@ -192,27 +192,27 @@ def test_what_is_wrong_with_data_is_named(
     assert message in capsys.readouterr().err
 
 
-def test_roundings_of_ranks_do_not_add_up() -> None:
+def test_rounding_of_strata_does_not_accumulate() -> None:
     for count in range(2, 40):
         lines = [{"n": i} for i in range(count)]
         for parts in (1, 4, 10):
-            first, second = stratified(lines, [float(line["n"]) for line in lines], 0.5, parts, 0)
+            first, second = split_stratified(lines, [float(line["n"]) for line in lines], 0.5, parts, 0)
             assert len(first) + len(second) == count and 0 <= len(first) - len(second) <= 1
 
 
-def test_a_package_that_is_missing_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_packages_are_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "yaml", None)
         assert cli.train([recipe]) == 2
-    told = capsys.readouterr().err
-    assert "yaml" in told and 'pip install "grpo-kernels[trainer]"' in told and "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert "yaml" in stderr and 'pip install "grpo-kernels[trainer]"' in stderr and "Traceback" not in stderr
 
 
-def test_columns_that_data_lacks_are_named(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_columns_are_named(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
     assert cli.train([recipe, f"data={{task: null, train: {tmp_path / 'd.jsonl'}}}"]) == 2
-    told = capsys.readouterr().err
-    assert "data.prompt: must be a column of every line, got 'prompt'" in told and "d.jsonl, line 2" in told
+    stderr = capsys.readouterr().err
+    assert "data.prompt: must be a column of every line, got 'prompt'" in stderr and "d.jsonl, line 2" in stderr
     assert cli.train([recipe, f"data={{task: null, prompt: a, train: {tmp_path / 'd.jsonl'}, sft: x}}"]) == 2
 
 
@@ -221,7 +221,7 @@ def test_a_report_is_drawn_on_demand(finished: Path, tmp_path: Path, capsys: pyt
     assert cli.report([str(finished / "run")]) == 0
     assert (finished / "run" / "report.html").exists() and "report.html" in capsys.readouterr().out
     assert cli.report([str(tmp_path)]) == 2
-    assert "no run is here" in capsys.readouterr().err
+    assert "contains no run" in capsys.readouterr().err
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -237,23 +237,23 @@ def test_a_full_disk_leaves_the_last_checkpoint(
     command = [recipe, *SHORT, "checkpoints.every=1"]
     real = checkpoint.save
 
-    def save(trainer: Any, phase: int, step: int, *more: Any) -> None:
+    def save(recipe: Recipe, policy: Any, optimizer: Any, state: checkpoint.State, log: Any) -> None:
         with monkeypatch.context() as patch:
-            if (phase, step) == (1, 2):
+            if (state.phase, state.step) == (1, 2):
                 if where == "weights":
-                    patch.setattr(model, "save_policy", lambda policy, folder, whole: (folder.mkdir(), full()))
+                    patch.setattr(checkpoint, "save_policy", lambda policy, folder, whole: (folder.mkdir(), full()))
                 elif where == "optimizer":
                     error = SafetensorError("I/O error: No space left on device (os error 28)")
                     patch.setattr("safetensors.torch.save_file", lambda *a, **k: (_ for _ in ()).throw(error))
                 else:
                     patch.setattr(checkpoint, "_flush", full)
-            real(trainer, phase, step, *more)
+            real(recipe, policy, optimizer, state, log)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", save)
         assert cli.train(command) == 2
-    told = capsys.readouterr().err
-    assert str(tmp_path / "run" / "checkpoints" / "1-000002") in told and "No space left on device" in told
+    stderr = capsys.readouterr().err
+    assert str(tmp_path / "run" / "checkpoints" / "1-000002") in stderr and "No space left on device" in stderr
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["0-000002", "1-000001"]
     assert cli.train([*command, "--resume"]) == 0
     assert lines(tmp_path / "run")[-1]["number"] == 2
@@ -264,5 +264,5 @@ def test_a_full_disk_is_named_where_metrics_are_written(
 ) -> None:
     monkeypatch.setattr(log.Log, "_write", full)
     assert cli.train([recipe, *SHORT]) == 2
-    told = capsys.readouterr().err
-    assert str(tmp_path / "run") in told and "No space left on device" in told
+    stderr = capsys.readouterr().err
+    assert str(tmp_path / "run") in stderr and "No space left on device" in stderr

@@ -1,4 +1,4 @@
-"""Measures of diversity: against sacrebleu, against hand-made counts, and where they have no value."""
+"""Measures of diversity: against sacrebleu, against counts by hand, and where they are undefined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_trainer.diversity_measures import by_embeddings, distinct, of_prompts, self_bleu, words_of
+from grpo_trainer.diversity_measures import distinct, measure_embeddings, measure_prompts, self_bleu, words_of
 from grpo_trainer.embed import hashed
 from grpo_trainer.recipe import Evaluation, Reward
 
@@ -27,8 +27,21 @@ def some_texts(seed: int, count: int, most: int) -> list[str]:
 
 def test_words_are_runs_of_letters_and_single_signs() -> None:
     assert words_of("Don't pay $1,250.5 -- über_all!\n") == (
-        "don", "'", "t", "pay", "$", "1", ",", "250", ".", "5", "-", "-", "über_all", "!",
-    )  # fmt: skip
+        "don",
+        "'",
+        "t",
+        "pay",
+        "$",
+        "1",
+        ",",
+        "250",
+        ".",
+        "5",
+        "-",
+        "-",
+        "über_all",
+        "!",
+    )
     assert words_of(" \n\t") == ()
 
 
@@ -50,7 +63,7 @@ def test_self_bleu_at_its_ends() -> None:
     assert self_bleu(["a b", "c d", "e f"]) == 0
     assert self_bleu(["", ""]) == 1
     assert self_bleu(["", "a b c d"]) == 0
-    # of the two that agree 1 and 1, of the third 0
+    # 1 and 1 for the two that agree, 0 for the third
     assert self_bleu(["a b c d", "a b c d", ""]) == pytest.approx(2 / 3)
 
 
@@ -86,55 +99,57 @@ def test_distinct_counts_ngrams_of_all_texts_but_none_across_two() -> None:
         (["a b"], {"self_bleu": math.nan, "distinct_1": 1.0, "distinct_2": 1.0}),
     ],
 )
-def test_what_has_no_value_is_nan(texts: list[str], expected: dict[str, float]) -> None:
-    found = {"self_bleu": self_bleu(texts), "distinct_1": distinct(texts, 1), "distinct_2": distinct(texts, 2)}
-    assert found == pytest.approx(expected, nan_ok=True)
+def test_undefined_measures_are_nan(texts: list[str], expected: dict[str, float]) -> None:
+    measures = {"self_bleu": self_bleu(texts), "distinct_1": distinct(texts, 1), "distinct_2": distinct(texts, 2)}
+    assert measures == pytest.approx(expected, nan_ok=True)
 
 
 def test_embedded_measures_by_hand() -> None:
-    # two alike, one opposite to nothing: distances 0, 1, 1
+    # two equal and one orthogonal: distances 0, 1, 1
     rows = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0]])
-    found = {name: float(values) for name, values in by_embeddings(rows, 3).items()}
-    assert found == pytest.approx({
-        "semantic_diversity": 2 / 3,
-        "vendi": 9 / 5,
-        "clusters": 2.0,
-        "cluster_entropy": -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)),
-    })  # fmt: skip
+    measures = {name: float(values) for name, values in measure_embeddings(rows, 3).items()}
+    assert measures == pytest.approx(
+        {
+            "semantic_diversity": 2 / 3,
+            "vendi": 9 / 5,
+            "clusters": 2.0,
+            "cluster_entropy": -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)),
+        }
+    )
 
 
 def test_embedded_measures_of_few_responses() -> None:
     nan = math.nan
     rows = torch.tensor([[1.0, 0.0], [nan, nan], [nan, nan], [nan, nan], [1.0, 0.0], [-1.0, 0.0]])
-    found = {name: values.tolist() for name, values in by_embeddings(rows, 2).items()}
-    assert found["semantic_diversity"] == pytest.approx([nan, nan, 2.0], nan_ok=True)
-    assert found["vendi"] == pytest.approx([1.0, nan, 1.0], nan_ok=True)
-    assert found["clusters"] == pytest.approx([1.0, nan, 1.0], nan_ok=True)
-    assert found["cluster_entropy"] == pytest.approx([0.0, nan, 0.0], nan_ok=True)
+    measures = {name: values.tolist() for name, values in measure_embeddings(rows, 2).items()}
+    assert measures["semantic_diversity"] == pytest.approx([nan, nan, 2.0], nan_ok=True)
+    assert measures["vendi"] == pytest.approx([1.0, nan, 1.0], nan_ok=True)
+    assert measures["clusters"] == pytest.approx([1.0, nan, 1.0], nan_ok=True)
+    assert measures["cluster_entropy"] == pytest.approx([0.0, nan, 0.0], nan_ok=True)
 
 
 def test_embedded_measures_agree_with_pairs_in_plain_python() -> None:
     rows = torch.randn(5, 8, dtype=torch.float64)
     unit = rows / rows.norm(dim=1, keepdim=True)
     pairs = [1 - float(unit[i] @ unit[j]) for i, j in itertools.combinations(range(5), 2)]
-    found = by_embeddings(rows.float(), 5)
-    assert float(found["semantic_diversity"]) == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
-    assert float(found["clusters"]) == float(gk.similarity_groups(rows.float(), 5).num_groups)
+    measures = measure_embeddings(rows.float(), 5)
+    assert float(measures["semantic_diversity"]) == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
+    assert float(measures["clusters"]) == float(gk.similarity_groups(rows.float(), 5).num_groups)
 
 
 def test_measures_of_a_prompt_do_not_depend_on_other_prompts_or_on_order() -> None:
     prompts = [some_texts(seed, 4, 6) for seed in range(3)]
-    together = of_prompts(prompts, hashed([text for texts in prompts for text in texts]))
+    together = measure_prompts(prompts, hashed([text for texts in prompts for text in texts]))
     assert set(together) == {"self_bleu", "distinct_1", "distinct_2", *EMBEDDED}
     for i, texts in enumerate(prompts):
         turned = texts[::-1]
-        alone = of_prompts([turned], hashed(turned))
+        alone = measure_prompts([turned], hashed(turned))
         for name, values in together.items():
             assert alone[name][0] == pytest.approx(values[i], abs=1e-6), name
 
 
 def test_no_prompts_have_no_measures() -> None:
-    assert all(values == [] for values in of_prompts([], torch.zeros(0, 1)).values())
+    assert all(values == [] for values in measure_prompts([], torch.zeros(0, 1)).values())
 
 
 ANSWERS = {"p": ["3 + 4 = 7", "3 + 4 = 7", "so 8 .", "Ann has 7"], "q": ["7", "7", "7", "7"]}
@@ -143,9 +158,12 @@ ANSWERS = {"p": ["3 + 4 = 7", "3 + 4 = 7", "so 8 .", "Ann has 7"], "q": ["7", "7
 def answered(policy: object, items: list[dict[str, Any]], size: int, **_: object) -> SimpleNamespace:
     texts = [text for item in items for text in ANSWERS[item["prompt"]][:size]]
     return SimpleNamespace(
-        items=items, group_size=size, texts=texts, truncated=torch.zeros(len(texts), dtype=torch.bool),
+        items=items,
+        group_size=size,
+        texts=texts,
+        truncated=torch.zeros(len(texts), dtype=torch.bool),
         lengths=torch.tensor([len(words_of(text)) for text in texts]),
-    )  # fmt: skip
+    )
 
 
 def test_samples_without_a_reward_are_not_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,9 +177,14 @@ def test_samples_without_a_reward_are_not_wrong_ones(monkeypatch: pytest.MonkeyP
 
     policy: Any = None
     result = evaluate.evaluate(
-        policy, [{"prompt": "p"}, {"prompt": "q"}], Evaluation(samples=4, pass_k=[1, 4], embedder="hashed"), [Reward()],
-        [known_for_some], 8, torch.Generator(),
-    )  # fmt: skip
+        policy,
+        [{"prompt": "p"}, {"prompt": "q"}],
+        Evaluation(samples=4, pass_k=[1, 4], embedder="hashed"),
+        [Reward()],
+        [known_for_some],
+        8,
+        torch.Generator(),
+    )
     assert result.metrics["pass@1"] == 1 and math.isnan(result.metrics["pass@4"])
     assert result.metrics["sampled_exact"] == 1 and result.metrics["skipped"] == 0
 
@@ -178,9 +201,14 @@ def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch
     items = [{"prompt": "p"}, {"prompt": "q"}]
     policy: Any = None
     result = evaluate.evaluate(
-        policy, items, Evaluation(samples=samples, pass_k=[1, 4], embedder="hashed"), [Reward()], [ends_in_seven], 8,
+        policy,
+        items,
+        Evaluation(samples=samples, pass_k=[1, 4], embedder="hashed"),
+        [Reward()],
+        [ends_in_seven],
+        8,
         torch.Generator(),
-    )  # fmt: skip
+    )
     assert result.metrics["exact"] == 1
     measures = ("self_bleu", "distinct_1", "distinct_2", *EMBEDDED)
     if samples == 0:
@@ -189,9 +217,9 @@ def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch
         return
     assert result.to_json()["embedder"] == "hashed"
     assert result.metrics["pass@1"] == pytest.approx((3 / 4 + 1) / 2)
-    of_each = of_prompts(list(ANSWERS.values()), hashed([text for texts in ANSWERS.values() for text in texts]))
+    of_each = measure_prompts(list(ANSWERS.values()), hashed([text for texts in ANSWERS.values() for text in texts]))
     for name in measures:
         known = [value for value in of_each[name] if not math.isnan(value)]
         assert result.metrics[name] == pytest.approx(sum(known) / len(known)), name
-    # the second prompt's responses are one word long: it has no bigrams, and must not count as none that differ
+    # the second prompt's responses have one word each: no bigrams, which must not count as no distinct ones
     assert math.isnan(of_each["distinct_2"][1])

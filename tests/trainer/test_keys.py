@@ -1,4 +1,4 @@
-"""Every key of a recipe changes something: a table says what, and a key without an entry in it fails."""
+"""Every key of a recipe changes something: a table says what, and a key without an entry fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from grpo_trainer.model import save_policy
+from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.settings import build, fields_of, override, plain
 from grpo_trainer.train import Trainer
@@ -29,26 +29,35 @@ SMALL = (
     "evaluation.every=0",
 )
 LINES = [
-    {"prompt": f"what is {i % 3}", "question": f"and what is {i}", "demonstration": f"so {i} #### {i}" * (1 + i % 2),
-     "solution": f"#### {i}{i}", "answer": str(i)}
+    {
+        "prompt": f"what is {i % 3}",
+        "question": f"and what is {i}",
+        "demonstration": f"so {i} #### {i}" * (1 + i % 2),
+        "solution": f"#### {i}{i}",
+        "answer": str(i),
+    }
     for i in range(9)
-]  # fmt: skip
+]
 
 
 def keys(kind: type, where: str = "") -> Iterator[str]:
-    """Those that have a value: leaves, and parts of a recipe that may be left out."""
+    """Keys with a value: leaves, and optional parts of a recipe."""
     for name, field in fields_of(kind).items():
         path = f"{where}{name}"
-        options = [each for each in (field.type, *typing.get_args(field.type)) if dataclasses.is_dataclass(each)]
+        options = [
+            kind_of_field
+            for kind_of_field in (field.type, *typing.get_args(field.type))
+            if dataclasses.is_dataclass(kind_of_field)
+        ]
         is_list = typing.get_origin(field.type) is list
         if not options or type(None) in typing.get_args(field.type) or name == "rewards":
             yield path
-        for each in options:
-            yield from keys(typing.cast(type, each), f"{path}[]." if is_list else f"{path}.")
+        for kind_of_field in options:
+            yield from keys(typing.cast(type, kind_of_field), f"{path}[]." if is_list else f"{path}.")
 
 
 def place(key: str) -> str:
-    """Of a key in the small recipe."""
+    """Path of a key in the small recipe."""
     return key.replace("[]", ".0")
 
 
@@ -65,7 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Any:
-    """What a case looks at; runs of the same recipe are one run."""
+    """Observation of a case; runs of equal recipes are shared."""
     runs: dict[str, Run] = {}
 
     def look(case: Any, *changes: str) -> Any:
@@ -98,6 +107,6 @@ def test_every_key_changes_something(seen: Any, key: str) -> None:
     for name in ("saved", "data", "other"):
         value = value.replace(f"{{{{{name}}}}}", f"{{{name}}}")
     changed = CHANGES.get(key, (f"{place(key)}={value}",))
-    # not in the assertion: what is seen may be long
+    # outside the assertion, as observations may be long
     is_different = seen(case) != seen(case, *changed)
     assert is_different

@@ -1,4 +1,4 @@
-"""What does not fit is counted where a run can do without it, and refused where it cannot."""
+"""Limits: prompts that do not fit are dropped and counted, settings that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -21,38 +21,47 @@ CONTEXT = 24
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a learned embedding of each position, and none beyond."""
+    """A model with learned position embeddings and none beyond CONTEXT."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("gpt2")
     tokenizer = train_tokenizer(["digits 0123456789"], 60, False)
     config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=CONTEXT, n_embd=32, n_layer=1, n_head=2,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def test_what_is_longer_than_the_models_context_is_left_out(tmp_path: Path, gpt2: Path) -> None:
+def test_prompts_beyond_the_models_context_are_dropped(tmp_path: Path, gpt2: Path) -> None:
     file = tmp_path / "data.jsonl"
-    # a token for each digit, and one for the start; demonstrations have one for the end
+    # one token per digit, one for the start, and one for the end of demonstrations
     texts = [("1" * prompt, "2" * response) for prompt in (3, 10, 12) for response in (2, 12, 14)]
     file.write_text("".join(json.dumps({"prompt": p, "demonstration": d, "answer": "2"}) + "\n" for p, d in texts))
     data = f"data={{task: null, train: '{file}', test: '{file}'}}"
     recipe = small.recipe(
-        tmp_path / "run", f"model={{path: '{gpt2}', max_prompt_tokens: 100}}", data, "phases.0.sft.steps=1",
-        "phases.1.rl.steps=1", "phases.1.rl.rollout.prompts=2",
-    )  # fmt: skip
+        tmp_path / "run",
+        f"model={{path: '{gpt2}', max_prompt_tokens: 100}}",
+        data,
+        "phases.0.sft.steps=1",
+        "phases.1.rl.steps=1",
+        "phases.1.rl.rollout.prompts=2",
+    )
     trainer = Trainer(recipe)
     trainer.run()
     kept = [(len(item["prompt"]), len(item["demonstration"])) for item in trainer.items("sft")]
     assert kept == [(3, 2), (3, 12), (3, 14), (10, 2), (10, 12), (12, 2)]
     assert {len(item["prompt"]) for item in trainer.items("train")} == {3, 10}
-    found = [e for e in lines(tmp_path / "run", "events") if e["event"] == "prompts left out"]
-    assert {e["split"]: e["count"] for e in found} == {"sft": 3, "train": 3, "test": 3}
-    assert {(e["limit"], e["of"]) for e in found} == {(CONTEXT, "the model's context")}
+    dropped = [e for e in lines(tmp_path / "run", "events") if e["event"] == "prompts left out"]
+    assert {e["split"]: e["count"] for e in dropped} == {"sft": 3, "train": 3, "test": 3}
+    assert {(e["limit"], e["of"]) for e in dropped} == {(CONTEXT, "the model's context")}
 
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, gpt2: Path) -> None:
@@ -62,24 +71,28 @@ def test_responses_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, g
 
 def test_a_launch_with_a_plugin_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.Accelerator.distributed_type", "FSDP")
-    with pytest.raises(ValueError, match=r"^accelerate: processes must be launched without a plugin .* got FSDP$"):
+    with pytest.raises(ValueError, match=r"^accelerate: processes must be launched without one of its .* got FSDP$"):
         Trainer(small.recipe(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("model.lora", "{rank: 2}", r"model.lora: does not go with distributed: fsdp2, got Lora"),
-        ("model.mixed_precision", "fp16", r"model.mixed_precision: does not go with distributed: fsdp2, got 'fp16'"),
-        ("phases.1.rl.algorithm", "{name: ppo, critic: {separate: true}}", r"critic.separate: does not .* got True"),
+        ("model.lora", "{rank: 2}", r"model.lora: cannot be combined with distributed: fsdp2, got Lora"),
+        (
+            "model.mixed_precision",
+            "fp16",
+            r"model.mixed_precision: cannot be combined with distributed: .*, got 'fp16'",
+        ),
+        ("phases.1.rl.algorithm", "{name: ppo, critic: {separate: true}}", r"critic.separate: cannot be .* got True"),
     ],
 )
-def test_what_cannot_be_shared_out(tmp_path: Path, key: str, value: str, said: str) -> None:
+def test_settings_that_cannot_be_sharded_are_refused(tmp_path: Path, key: str, value: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         small.recipe(tmp_path, "distributed=fsdp2", f"{key}={value}")
 
 
-def test_more_demonstrations_of_a_prompt_than_can_be_compared(tmp_path: Path) -> None:
+def test_too_many_demonstrations_of_a_prompt_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a", "demonstration": "b"}\n' * 257)
     more = (f"data={{task: null, train: '{file}'}}", "phases.0.sft.polychromic={embedder: hashed}")

@@ -1,4 +1,4 @@
-"""The trainer with the hot path of its predecessors takes the same step: what the benchmark compares is comparable."""
+"""The trainer takes the same step with the hot path of its predecessors, so the benchmark compares like with like."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.loops import instead_of_kernels
 from tests.trainer import small
 
 LOSS = "loss: {kl: k3, kl_coef: 0.05}"
-# The loop is float32: with a threshold of 1 its rounding decides where a segment of equal advantages is cut.
+# The loop runs in float32: at a threshold of 1, rounding would decide where equal advantages are cut.
 SEGMENTS = "segments: {norm: none, adaptive_threshold: false, group_variance_threshold: 2.0, group_max_size: 4}"
 
 
@@ -38,7 +38,7 @@ def test_loops_take_the_same_steps(tmp_path: Path, algorithm: str) -> None:
     train(recipe("kernels"))
     with instead_of_kernels():
         train(recipe("loops"))
-    found = norms(tmp_path / "kernels")
-    assert len(found) == 2 and min(found) > 0
-    # float32, and a second step from weights that differ in their last places
-    assert norms(tmp_path / "loops") == pytest.approx(found, rel=1e-4)
+    with_kernels = norms(tmp_path / "kernels")
+    assert len(with_kernels) == 2 and min(with_kernels) > 0
+    # float32, and the second step starts from weights that differ in their last digits
+    assert norms(tmp_path / "loops") == pytest.approx(with_kernels, rel=1e-4)

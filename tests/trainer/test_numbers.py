@@ -1,4 +1,4 @@
-"""Reading the number that a text says."""
+"""Reading numbers from texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from grpo_trainer.rewards.numbers import final_number, parse_number
 
-# one number each, in the ways that people and models write it
+# one number each, as people and models write it
 PARSED = {
     "0": 0, "18": 18, "007": 7, "+5": 5, "-5": -5, "\u22125": -5, "\u20135": -5, " 18 ": 18, "18.": 18, "18.0": 18,
     ".5": "1/2",
@@ -77,7 +77,7 @@ FINAL = {
     "5, or rather 1/0": None, "1, 2, 3": 3, "(1,2,3)": 3,
 }  # fmt: skip
 
-# what a pattern of digits, dot and sign that takes the first match makes of them: 1, nothing, 1, 1, -10, 250, nothing
+# a naive pattern of digits, dot and sign would find: 1, nothing, 1, 1, -10, 250, nothing
 NAIVE_FAILURES = {
     "#### 1,234": 1234, "#### [42]": 42, "#### 1/2": "1/2", "#### 1e3": 1000, "#### 9-10": 10,
     "so we get = 1,250": 1250,
@@ -181,7 +181,7 @@ def test_a_range_is_not_a_negative_number(low: int, high: int) -> None:
     assert parse_number(f"{low}-{high}") is None
 
 
-# each of a length n, made to be gone through again and again
+# texts of length n that provoke repeated scans
 ADVERSARIAL = {
     "digits": lambda n: "1" * n, "words of digits": lambda n: "a" + "1" * n,
     "thousands": lambda n: "1" + ",111" * (n // 4) + "1",
@@ -209,8 +209,8 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_time_is_linear(name: str) -> None:
     text = ADVERSARIAL[name](100_000)
-    began = time.process_time()
+    start = time.process_time()
     parse_number(text)
     final_number(text)
-    # 0.3 s at most when alone; what is quadratic takes minutes
-    assert time.process_time() - began < 3
+    # at most 0.3 s on an idle machine; quadratic time would take minutes
+    assert time.process_time() - start < 3

@@ -1,4 +1,4 @@
-"""Phases that follow each other: what one starts from, what is checked before the first, and who learns in which."""
+"""Sequences of phases: starting points, checks before the first phase, and which weights each one trains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+from grpo_trainer.data import prompt_text
 from grpo_trainer.embed import load_embedder
-from grpo_trainer.model import Policy, prompt_text
+from grpo_trainer.phases.rl import RlRun
+from grpo_trainer.phases.sft import SftRun, diversity_weights
+from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe, Similarity
-from grpo_trainer.rl import RlRun
 from grpo_trainer.settings import build
-from grpo_trainer.sft import SftRun, diversity_weights
 from grpo_trainer.train import Trainer, evaluate_model, train
 
 from tests.trainer import small
@@ -34,14 +35,14 @@ def newest(folder: Path) -> Path:
 
 @pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
 def test_adapters_that_were_trained_before_are_the_reference(tmp_path: Path, architecture: str) -> None:
-    """Adapters off would be the model before the supervised phase, and KL would not begin at 0."""
+    """Disabled adapters would be the model before the supervised phase, and KL would not start at 0."""
     train(small.recipe(tmp_path, *LORA, f"model.tiny.architecture={architecture}"))
     first, *_, last = [e for e in lines(tmp_path) if e["phase"] == "rl"]
-    # what rounding leaves between sampling a token at a time and scoring all at once
+    # rounding differs between sampling token by token and scoring at once
     assert abs(first["train/kl_rollout"]) < 1e-9 < 1e-6 < last["train/kl_rollout"]
 
 
-def test_a_run_with_adapters_goes_on_with_the_reference_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_with_adapters_keeps_its_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(small.recipe(tmp_path / "whole", *LORA, "checkpoints.every=1"))
     parts = small.recipe(tmp_path / "parts", *LORA, "checkpoints.every=1")
     stopped_after(monkeypatch, parts, 1, 2)
@@ -51,15 +52,13 @@ def test_a_run_with_adapters_goes_on_with_the_reference_it_had(tmp_path: Path, m
     assert timeless(lines(tmp_path / "parts")) == timeless(lines(tmp_path / "whole"))
 
 
-def test_samples_and_maps_are_written_once_by_a_run_that_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_and_maps_are_written_once_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = (*SHORT, "checkpoints.every=2", "evaluation.every=1", "phases.1.rl.algorithm.similarity={embedder: hashed}")
     train(small.recipe(tmp_path / "whole", *more))
     parts = small.recipe(tmp_path / "parts", *more)
     stopped_after(monkeypatch, parts, 1, 2)
     with (tmp_path / "parts" / "samples.jsonl").open("a") as file:
-        file.write('{"number": 1, "st')  # killed while it wrote
+        file.write('{"number": 1, "st')  # killed while writing
     train(parts, resume=True)
     for name in ("samples", "maps"):
         assert lines(tmp_path / "parts", name) == lines(tmp_path / "whole", name)
@@ -69,11 +68,11 @@ def test_adapters_are_evaluated_on_the_recipes_own_model(tmp_path: Path) -> None
     recipe = small.recipe(tmp_path, *LORA, "model.max_prompt_tokens=19")
     final = train(recipe)
     events = lines(tmp_path, "events")
-    found = evaluate_model(recipe, str(newest(tmp_path)), "test")
-    assert found.metrics["reward"] == final["eval/test_reward"]
-    assert found.lines == json.loads((tmp_path / "evaluations" / "test-2-000000.json").read_text())["prompts"]
+    result = evaluate_model(recipe, str(newest(tmp_path)), "test")
+    assert result.metrics["reward"] == final["eval/test_reward"]
+    assert result.lines == json.loads((tmp_path / "evaluations" / "test-2-000000.json").read_text())["prompts"]
     assert any(event["event"] == "prompts left out" for event in events)
-    assert lines(tmp_path, "events") == events  # an evaluation is not an event of the run
+    assert lines(tmp_path, "events") == events  # an evaluation is not logged with the run
 
 
 def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
@@ -97,9 +96,7 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two of them are right with a GPU")
-def test_what_is_wrong_with_a_later_phase_is_said_before_the_first(
-    tmp_path: Path, override_: str, message: str
-) -> None:
+def test_errors_in_later_phases_are_raised_before_the_first(tmp_path: Path, override_: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Trainer(small.recipe(tmp_path, override_))
 
@@ -121,7 +118,7 @@ def test_a_critic_warms_up_alone(tmp_path: Path, architecture: str) -> None:
     assert changed == [{True}, {True, False}]
 
 
-def test_checkpointing_is_on_in_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_is_on_in_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small.recipe(tmp_path, *SHORT, "model.gradient_checkpointing=true", "checkpoints.every=1")
     stopped_after(monkeypatch, recipe, 1, 1)
     trainer = Trainer(recipe)
@@ -130,9 +127,9 @@ def test_checkpointing_is_on_in_a_run_that_goes_on(tmp_path: Path, monkeypatch: 
 
 
 def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
-    """Nor changes anything else: the same weights, bit for bit."""
+    """The weights are the same bit for bit."""
     more = ("model.tiny.architecture=seq2seq", "phases.1.rl.share_prompts=false", *SHORT)
-    found = []
+    runs = []
     for name, checkpointing in (("with", "true"), ("without", "false")):
         recipe = small.recipe(tmp_path / name, *more, f"model.gradient_checkpointing={checkpointing}")
         trainer = Trainer(recipe)
@@ -144,29 +141,29 @@ def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
         run = RlRun(trainer, 1, settings, 0)
         run._set_lr(1)
         run.step(trainer.items("train")[:6], 1)
-        found.append(trainer.policy.state_dict())
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+        runs.append(trainer.policy.state_dict())
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[1])
 
 
 def test_rare_demonstrations_of_a_prompt_count_for_more(tmp_path: Path) -> None:
     prompts = ["p", "q", "p", "p", "p", "q"]
     texts = ["same words here", "alone", "same words here", "quite another", "same words here", "two"]
     embedder = load_embedder(Similarity(embedder="hashed", text="whole"))
-    found = diversity_weights(prompts, texts, embedder, 1.0)
-    assert found[0] == found[2] == found[4] < 1 < found[3]
-    assert sum(found[i] for i in (0, 2, 3, 4)) == pytest.approx(4) and found[1] == found[5] == pytest.approx(1)
-    # by hand: three copies and one at a distance d, so 1 / (3 + s) each and 1 / (1 + 3 s)
+    computed = diversity_weights(prompts, texts, embedder, 1.0)
+    assert computed[0] == computed[2] == computed[4] < 1 < computed[3]
+    assert sum(computed[i] for i in (0, 2, 3, 4)) == pytest.approx(4) and computed[1] == computed[5] == pytest.approx(1)
+    # three copies and one at similarity s: 1 / (3 + s) each, and 1 / (1 + 3 s)
     vectors = torch.nn.functional.normalize(embedder(texts).double(), dim=1)
     s = float(vectors[0] @ vectors[3])
     copy, other = 1 / (3 + s), 1 / max(1 + 3 * s, 1)
-    assert found[3] == pytest.approx(4 * other / (3 * copy + other), rel=1e-5)
+    assert computed[3] == pytest.approx(4 * other / (3 * copy + other), rel=1e-5)
     half = diversity_weights(prompts, texts, embedder, 0.5)
-    assert half == pytest.approx([(1 + weight) / 2 for weight in found])
+    assert half == pytest.approx([(1 + weight) / 2 for weight in computed])
     assert diversity_weights(prompts, texts, embedder, 0.0) == [1.0] * 6
 
 
 def test_weights_of_demonstrations_have_a_gradient(tmp_path: Path) -> None:
-    """The step is that of the weighted mean of the tokens' log-probs, however it is split."""
+    """The step is that of the weighted mean of the tokens' log-probs, irrespective of micro-batches."""
     recipe = small.recipe(tmp_path, "phases.0.sft.polychromic={embedder: hashed}", "phases.0.sft.micro_batch=5")
     trainer = Trainer(recipe)
     assert recipe.phases[0].sft is not None
@@ -176,19 +173,19 @@ def test_weights_of_demonstrations_have_a_gradient(tmp_path: Path) -> None:
     real = Policy._logprobs
 
     def noted(self: Policy, batch: Any, share: bool = True) -> torch.Tensor:
-        found = real(self, batch, share)
-        losses.extend((found[i] * batch.mask[i]).sum() for i in range(len(batch.tokens)))
+        logprobs = real(self, batch, share)
+        losses.extend((logprobs[i] * batch.mask[i]).sum() for i in range(len(batch.tokens)))
         losses_lengths.extend(batch.mask.sum(1).tolist())
-        return found
+        return logprobs
 
     losses_lengths: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Policy, "_logprobs", noted)
-        found = run.step(items, 1)
+        logprobs = run.step(items, 1)
     weights = [item["sft_weight"] for item in items]
     total = sum(w * length for w, length in zip(weights, losses_lengths, strict=True))
     expected = -sum(w * float(loss.detach()) for w, loss in zip(weights, losses, strict=True)) / total
-    assert found["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert logprobs["train/loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_texts_of_prompts() -> None:

@@ -1,4 +1,4 @@
-"""The policy scores responses as it sampled them, however the prompts are shared, padded and split."""
+"""The policy scores responses as it sampled them, irrespective of sharing, padding and splitting."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer import checkpoint
-from grpo_trainer.model import Policy, Reference, evaluating, load_adapter, load_policy, pad, save_policy
+from grpo_trainer.checkpoint import load_adapter, save_policy
+from grpo_trainer.data import pad
+from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Tiny
-from grpo_trainer.rollout import Rollout, _filtered, roll_out, usable
+from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.train import Trainer
 
 from tests.trainer import small
@@ -30,14 +32,14 @@ def policy_of(kind: str, lora: Lora | None = None) -> Policy:
 
 
 def rolled(policy: Policy, **settings: float) -> Rollout:
-    items = usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    given = {"max_new_tokens": 9, "batch": 6} | settings
-    return roll_out(policy, items, 3, generator=torch.Generator().manual_seed(0), **given)  # type: ignore[arg-type]
+    items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
+    kwargs = {"max_new_tokens": 9, "batch": 6} | settings
+    return roll_out(policy, items, 3, generator=torch.Generator().manual_seed(0), **kwargs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("cap", "is_plain"), [(None, True), (30.0, False)])
-def test_a_head_with_a_cap_is_not_plain(cap: float | None, is_plain: bool) -> None:
-    """Where it is not, the fused head would train another model than the one that sampled."""
+def test_a_head_with_a_softcap_is_not_plain(cap: float | None, is_plain: bool) -> None:
+    """With a softcap, the fused head would train another model than the one that sampled."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     policy = policy_of("causal")
@@ -57,8 +59,8 @@ def test_sampling_and_scoring_agree(kind: str, temperature: float) -> None:
     rollout = rolled(policy, temperature=temperature)
     with torch.no_grad(), evaluating(policy):
         for share in (True, False):
-            found = policy("logprobs", rollout.batch, share=share)
-            torch.testing.assert_close(found, rollout.logprobs, rtol=1e-4, atol=1e-5)
+            scored = policy("logprobs", rollout.batch, share=share)
+            torch.testing.assert_close(scored, rollout.logprobs, rtol=1e-4, atol=1e-5)
         rows = torch.tensor([1, 4, 20, 11])
         part = rollout.batch.rows(rows)
         of_part = policy("logprobs", part)
@@ -71,7 +73,7 @@ def test_sampling_and_scoring_agree(kind: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_log_probs_are_those_of_the_model_alone(kind: str) -> None:
-    """Row by row through the model as transformers has it, without padding or cache."""
+    """Row by row through transformers' own forward, without padding or cache."""
     policy = policy_of(kind)
     rollout = rolled(policy)
     for i in range(0, len(rollout.texts), 5):
@@ -94,16 +96,16 @@ def test_responses_end_at_their_first_end_or_are_truncated() -> None:
     ends = 0
     for row, mask, cut in zip(rollout.batch.tokens, rollout.batch.mask, rollout.truncated.tolist(), strict=True):
         tokens = row[mask].tolist()
-        assert tokens and policy.end not in tokens[:-1]
-        assert cut == (tokens[-1] != policy.end) and (not cut or len(tokens) == 40)
+        assert tokens and policy.eos_id not in tokens[:-1]
+        assert cut == (tokens[-1] != policy.eos_id) and (not cut or len(tokens) == 40)
         ends += not cut
     assert 0 < ends < len(rollout.texts)
 
 
 def test_sampling_follows_the_policys_probabilities() -> None:
-    """First tokens of 6,000 responses to one prompt, against the softmax: chi-squared within five sigma."""
+    """Chi-squared of the first tokens of 6,000 responses against the softmax, within five sigma."""
     policy = policy_of("causal")
-    items = usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
+    items = select_usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
     rollout = roll_out(policy, items, 6000, max_new_tokens=1, generator=torch.Generator().manual_seed(3), batch=6000)
     with torch.no_grad():
         chances = policy.lm(torch.tensor([items[0]["prompt_ids"]])).logits[0, -1].softmax(-1).double()
@@ -126,7 +128,7 @@ def test_prompts_that_do_not_fit_are_left_out() -> None:
     policy = policy_of("causal")
     lines = [{"prompt": text} for text in (*PROMPTS, "")]
     lengths = [len(policy.tokenizer(line["prompt"])["input_ids"]) for line in lines]
-    assert [len(item["prompt_ids"]) for item in usable(policy, lines, "prompt", 9, False)] == [
+    assert [len(item["prompt_ids"]) for item in select_usable(policy, lines, "prompt", 9, False)] == [
         length for length in lengths if length <= 9
     ]
 
@@ -139,9 +141,13 @@ def test_shared_prompts_give_the_same_gradient(kind: str) -> None:
     for share in (True, False):
         policy.zero_grad()
         loss, _ = policy(
-            "loss", rollout.batch, share=share, old_logprobs=rollout.logprobs, config="grpo",
+            "loss",
+            rollout.batch,
+            share=share,
+            old_logprobs=rollout.logprobs,
+            config="grpo",
             advantages=torch.linspace(-1, 1, len(rollout.texts)),
-        )  # fmt: skip
+        )
         loss.loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
@@ -175,7 +181,7 @@ def test_values_begin_at_zero_and_are_of_each_token() -> None:
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "seq2seq", "adapters"])
 def test_a_critic(kind: str, separate: bool) -> None:
-    """A separate one knows nothing of the policy's gradient; before it moves, both read the same states."""
+    """A separate critic has no gradient into the policy; before it is trained, both read the same states."""
     policy = policy_of("seq2seq" if kind == "seq2seq" else "causal", Lora(rank=2) if kind == "adapters" else None)
     policy.add_critic() if separate else policy.add_value_head()
     head = (policy.critic or policy).value_head
@@ -186,9 +192,9 @@ def test_a_critic(kind: str, separate: bool) -> None:
     own = [name for name, p in policy.lm.named_parameters() if p.requires_grad]
     for values in ("head", "all"):
         policy.zero_grad()
-        _, found = policy("loss", rollout.batch, values=values, **rows)
-        torch.testing.assert_close(found, policy("values", rollout.batch))
-        found.square().sum().backward()
+        _, predicted = policy("loss", rollout.batch, values=values, **rows)
+        torch.testing.assert_close(predicted, policy("values", rollout.batch))
+        predicted.square().sum().backward()
         moved = [name for name, p in policy.lm.named_parameters() if p.grad is not None and float(p.grad.norm()) > 0]
         assert bool(moved) == (values == "all" and not separate) and set(moved) <= set(own)
         if policy.critic is not None:
@@ -207,7 +213,7 @@ def test_padding() -> None:
 def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A policy tries its model when it is made, and a reference is made of a policy before the first step."""
+    """A policy runs its model when it is created, and a reference is created before the first step."""
     save_policy(policy_of("causal"), tmp_path / "model")
     seen = []
     monkeypatch.setattr(Policy, "_head_is_plain", lambda self: bool(seen.append(self.device.type)))
@@ -215,26 +221,26 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}")
     for path in (tmp_path / "model", "tiny"):
         policy = Trainer(small.recipe(tmp_path / "run", f"model.path={path}")).policy
-    checkpoint.load_policy(recipe, checkpoint.State(tmp_path, 0, 1, None, 1, {}), policy)
+    checkpoint.restore_policy(recipe, checkpoint.State(tmp_path, 0, 1, None, 1, {}), policy)
     Reference(policy, Model(reference_model_path=str(tmp_path / "model")))
     policy.add_critic()
     assert seen == ["meta"] * 5
 
 
-def test_a_response_ends_at_each_end_that_the_model_generates_with(tmp_path: Path) -> None:
+def test_responses_end_at_every_stop_token_of_the_generation_config(tmp_path: Path) -> None:
     policy = policy_of("causal")
     before = rolled(policy, temperature=0.0, max_new_tokens=6)
     other = int(before.batch.tokens[0, 2])
-    policy.lm.generation_config.eos_token_id = [policy.end, other]
+    policy.lm.generation_config.eos_token_id = [policy.eos_id, other]
     save_policy(policy, tmp_path)
     policy = load_policy(Model(path=str(tmp_path)), [], None)
-    assert policy.ends == sorted({policy.end, other})
+    assert policy.stop_ids == sorted({policy.eos_id, other})
     rollout = rolled(policy, temperature=0.0, max_new_tokens=6)
     tokens = rollout.batch.tokens[0][rollout.batch.mask[0]].tolist()
     first = before.batch.tokens[0].tolist()
     assert tokens == first[: first.index(other) + 1] and not rollout.truncated[0]
     rollout = rolled(policy, max_new_tokens=6, min_new_tokens=5)
-    assert not torch.isin(rollout.batch.tokens[:, :5], torch.tensor(policy.ends)).any()
+    assert not torch.isin(rollout.batch.tokens[:, :5], torch.tensor(policy.stop_ids)).any()
 
 
 @pytest.mark.parametrize(

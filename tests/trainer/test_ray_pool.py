@@ -1,4 +1,4 @@
-"""Embedders in Ray actors: order, whole prompts, actors that die, clusters without room. On this machine alone."""
+"""Embedders in Ray actors, on a local cluster: order, whole prompts, dying actors, lack of resources."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import ray
-from grpo_trainer import similarity
+from grpo_trainer import ray_pool
 from grpo_trainer.embed import hashed, load_embedder
+from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool, batch_ranges
 from grpo_trainer.recipe import Similarity
-from grpo_trainer.similarity import EmbedderError, RayEmbedderPool, parts_of
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -29,21 +29,28 @@ TEXTS = [f"prompt {i // 4} response {i}" for i in range(24)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two cores, no dashboard, nothing told to anybody; found from the loopback alone."""
+    """A local cluster with two cores, without dashboard and usage reports, on the loopback device only."""
     before = os.environ.get("RAY_USAGE_STATS_ENABLED")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
-        address="local", num_cpus=2, num_gpus=0, include_dashboard=False, log_to_driver=False,
-        _node_ip_address="127.0.0.1", object_store_memory=80 * 2**20,
-    )  # fmt: skip
+        address="local",
+        num_cpus=2,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=80 * 2**20,
+    )
     yield
     ray.shutdown()
     os.environ.pop("RAY_USAGE_STATS_ENABLED") if before is None else os.environ.update(RAY_USAGE_STATS_ENABLED=before)
 
 
 def encode(texts: Sequence[str]) -> Any:
-    """Of each text its number, the process it was embedded in, and the number of the first text beside it; or what the
-    first text says: an actor is much slower to begin than to be asked."""
+    """Embeds a text as its number, its process, and the number of the first text of the batch.
+
+    The first text can also ask for a failure, as starting another actor would be slow.
+    """
     what, _, place = texts[0].partition(" ")
     if what == "raise":
         with open(place, "a") as file:
@@ -54,7 +61,7 @@ def encode(texts: Sequence[str]) -> Any:
     if what == "flat":
         return torch.zeros(len(texts))
     for text in texts:
-        if text.startswith("die"):  # in the middle of a batch, so often as there is a file to remove
+        if text.startswith("die"):  # once for each file in the folder
             left = sorted(Path(text.split()[1]).glob("*"))
             if left:
                 left[0].unlink()
@@ -65,23 +72,23 @@ def encode(texts: Sequence[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def pool(cluster: None) -> Iterator[RayEmbedderPool]:
-    with RayEmbedderPool(encode, 2, cpus_per_worker=0.0, batch=8, retries=1) as found:
-        yield found
+    with RayEmbedderPool(encode, 2, cpus_per_worker=0.0, batch=8, retries=1) as pool_of_two:
+        yield pool_of_two
 
 
 def test_results_are_in_order_and_prompts_are_whole(pool: RayEmbedderPool) -> None:
-    found = pool(TEXTS, groups=4)
-    assert found[:, 0].tolist() == list(range(24))
-    of_prompts = found.view(6, 4, 3)
+    rows = pool(TEXTS, groups=4)
+    assert rows[:, 0].tolist() == list(range(24))
+    of_prompts = rows.view(6, 4, 3)
     assert (of_prompts[:, :, 1:] == of_prompts[:, :1, 1:]).all(), "a prompt's texts are in one call of one actor"
-    assert len(set(found[:, 1].tolist())) == 2, "both actors have worked"
-    # what is together does not depend on who does it
-    assert found[:, 2].tolist() == [8.0 * (i // 8) for i in range(24)]
+    assert len(set(rows[:, 1].tolist())) == 2, "both actors have worked"
+    # batches do not depend on the worker
+    assert rows[:, 2].tolist() == [8.0 * (i // 8) for i in range(24)]
     uneven = pool(TEXTS, groups=[1, 9, 14])
     assert uneven[:, 2].tolist() == [0.0] + [1.0] * 9 + [10.0] * 14
 
 
-def test_work_of_an_actor_that_died_is_done_again(
+def test_batches_of_an_actor_that_died_are_repeated(
     pool: RayEmbedderPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "0").touch()
@@ -89,7 +96,7 @@ def test_work_of_an_actor_that_died_is_done_again(
     texts = [*TEXTS[:13], f"die {tmp_path} 13", *TEXTS[14:]]
     assert pool(texts, groups=4)[:, 0].tolist() == list(range(24))
     assert pool.restarts == before + 1 and not list(tmp_path.iterdir())
-    assert "RayEmbedderPool: worker" in caplog.text and f"restart {pool.restarts}, its work is done" in caplog.text
+    assert "RayEmbedderPool: worker" in caplog.text and f"restart {pool.restarts}, its batch is repeated" in caplog.text
 
 
 def test_an_actor_that_died_while_it_was_idle(pool: RayEmbedderPool) -> None:
@@ -99,11 +106,11 @@ def test_an_actor_that_died_while_it_was_idle(pool: RayEmbedderPool) -> None:
     assert pool.restarts == before + 1
 
 
-def test_work_is_not_done_again_for_ever(pool: RayEmbedderPool, tmp_path: Path) -> None:
+def test_batches_are_not_repeated_for_ever(pool: RayEmbedderPool, tmp_path: Path) -> None:
     for i in range(9):
         (tmp_path / str(i)).touch()
     before = pool.restarts
-    with pytest.raises(EmbedderError, match=r"must be done within 1 retries, and its actor died 2 times: "):
+    with pytest.raises(EmbedderError, match=r"must succeed within 1 retries, and its actor died 2 times: "):
         pool([f"die {tmp_path} 0"])
     assert pool.restarts == before + 1 and len(list(tmp_path.iterdir())) == 7
     assert pool(TEXTS)[:, 0].tolist() == list(range(24)), "what gave up is not in the way of what comes next"
@@ -120,14 +127,14 @@ def test_an_embedder_that_raises_is_named_with_its_text_and_not_asked_again(
 
 @pytest.mark.parametrize(("text", "shape"), [("wrong", r"\[3, 1\]"), ("flat", r"\[2\]")])
 def test_another_number_of_vectors_is_refused(pool: RayEmbedderPool, text: str, shape: str) -> None:
-    with pytest.raises(EmbedderError, match=rf"encode must give \[2, D\] for 2 texts, got {shape}$"):
+    with pytest.raises(EmbedderError, match=rf"encode must return \[2, D\] for 2 texts, got {shape}$"):
         pool([text, "more"], groups=2)
 
 
-def test_what_cannot_be_placed_is_said(cluster: None) -> None:
+def test_actors_that_cannot_be_placed_are_an_error(cluster: None) -> None:
     said = (
         r"^RayEmbedderPool: the cluster must place 3 actors "
-        r"of \{'num_cpus': 1.0, 'num_gpus': 0.5\} within 2 s, and has "
+        r"of \{'num_cpus': 1.0, 'num_gpus': 0.5\} within 2 s, and "
         r"placed 0; it has \{'CPU': 2.0, 'GPU': 0.0\}, of which \{'CPU': 2.0, 'GPU': 0.0\} are free$"
     )
     pool = RayEmbedderPool(hashed, 3, gpus_per_worker=0.5, timeout=2)
@@ -137,7 +144,7 @@ def test_what_cannot_be_placed_is_said(cluster: None) -> None:
 
 
 def test_as_the_trainers_embedder(cluster: None, tmp_path: Path) -> None:
-    """Whose actors are gone with the run: the cluster has room for two, and three runs find it."""
+    """Actors end with their run: the cluster has room for two, and three runs in a row find it."""
 
     def run(name: str, workers: int) -> list[dict[str, Any]]:
         algorithm = f"{{name: similarity_group_grpo, similarity: {{embedder: hashed, workers: {workers}}}}}"
@@ -167,26 +174,26 @@ def test_the_cache_asks_for_the_missing_texts_of_a_prompt_together(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"workers": 0}, "workers must be a positive int, got 0"),
         ({"workers": True}, "workers must be a positive int, got True"),
         ({"workers": 1, "gpus_per_worker": -1}, "gpus_per_worker must not be negative, got -1"),
-        ({"workers": 1, "retries": -1}, "retries must be an int, not negative, got -1"),
+        ({"workers": 1, "retries": -1}, "retries must be a non-negative int, got -1"),
         ({"workers": 1, "timeout": 0}, "timeout must be positive, got 0"),
     ],
 )
-def test_arguments(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^RayEmbedderPool: {said}$"):
-        RayEmbedderPool(hashed, **given)
+def test_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^RayEmbedderPool: {message}$"):
+        RayEmbedderPool(hashed, **arguments)
 
 
 def test_groups_must_be_of_the_texts() -> None:
-    assert parts_of(10, [3, 3, 4], 6) == [(0, 6), (6, 10)] and parts_of(4, 4, 1) == [(0, 4)]
+    assert batch_ranges(10, [3, 3, 4], 6) == [(0, 6), (6, 10)] and batch_ranges(4, 4, 1) == [(0, 4)]
     with pytest.raises(ValueError, match="groups must divide the number of texts, 10, got 4"):
-        parts_of(10, 4, 8)
+        batch_ranges(10, 4, 8)
     with pytest.raises(ValueError, match=r"groups must be sizes with the sum 10, got \[4, 4\]"):
-        parts_of(10, [4, 4], 8)
+        batch_ranges(10, [4, 4], 8)
     with pytest.raises(ValueError, match="texts must not be empty"):
         RayEmbedderPool(hashed, 1)([])
 
@@ -194,8 +201,8 @@ def test_groups_must_be_of_the_texts() -> None:
 def test_without_ray_the_recipe_is_refused_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = similarity.importlib.util.find_spec
-    monkeypatch.setattr(similarity.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
+    real = ray_pool.importlib.util.find_spec
+    monkeypatch.setattr(ray_pool.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
     more = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
     with pytest.raises(ValueError, match=r"^phases.1.rl.algorithm.similarity.workers: needs the package ray, which"):
         train(small.recipe(tmp_path, more))

@@ -1,4 +1,4 @@
-"""Every bundled recipe that needs no download, at a size of seconds, through the command that a user types."""
+"""Smoke runs of every bundled recipe that needs no download, through the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_smoke(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_derived_recipe(tmp_path: Path) -> None:
-    """Lists are replaced, phases are changed one by one, and null takes away."""
+    """Lists are replaced, phases are changed one by one, and null removes."""
     (tmp_path / "base.yaml").write_text(
         "name: base\nphases:\n"
         "  - sft: {steps: 3}\n"
@@ -39,8 +39,8 @@ def test_a_derived_recipe(tmp_path: Path) -> None:
     (tmp_path / "derived.yaml").write_text(
         "base: base.yaml\nphases:\n  - null\n  - rl: {rewards: [{name: gsm8k}], algorithm: {loss: null, name: dapo}}\n"
     )
-    found = recipes.load(tmp_path / "derived.yaml").phases
-    assert [phase.rl.steps for phase in found if phase.rl is not None] == [4, 5] and len(found) == 2
-    rl = found[0].rl
-    assert rl is not None and [(each.name, each.weight) for each in rl.rewards] == [("gsm8k", 1.0)]
+    phases = recipes.load(tmp_path / "derived.yaml").phases
+    assert [phase.rl.steps for phase in phases if phase.rl is not None] == [4, 5] and len(phases) == 2
+    rl = phases[0].rl
+    assert rl is not None and [(reward.name, reward.weight) for reward in rl.rewards] == [("gsm8k", 1.0)]
     assert rl.algorithm.name == "dapo" and rl.algorithm.loss == {}

@@ -1,4 +1,4 @@
-"""The report: of runs that are complete, cut off, empty and hostile; its pictures, and what each section says."""
+"""The report of complete, killed, empty and hostile runs: pictures, and the text of each section."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from grpo_trainer import page, plots, report, report_map
-from grpo_trainer.maps import map_line
-from grpo_trainer.report import write_report
-from grpo_trainer.report_evaluations import examples_section, headline
-from grpo_trainer.run_folder import RunFolder
+from grpo_trainer import report
+from grpo_trainer.report import map, page, plots, write_report
+from grpo_trainer.report.evaluations import examples_section, headline
+from grpo_trainer.report.projection import map_line
+from grpo_trainer.report.run_folder import RunFolder
 
 from tests.trainer import run_folders
 
 VOID = {"meta", "img", "source"}
-ALLOWED = {
-    *VOID, "html", "head", "title", "style", "body", "main", "section", "h1", "h2", "h3", "p", "div", "span", "table",
-    "thead", "tbody", "tr", "th", "td", "figure", "figcaption", "picture", "details", "summary", "pre",
-}  # fmt: skip
+ALLOWED = VOID | set(
+    re.findall(
+        r"\w+",
+        "html head title style body main section h1 h2 h3 p div span table thead tbody tr th td figure figcaption "
+        "picture details summary pre",
+    )
+)
 HOSTILE = "<script>alert(1)</script>\"'&amp;<img src=x onerror=alert(2)>\x00\x1b[31m\x07\u202egnp.\ud800$\\frac{$_"
 
 
 class Reader(html.parser.HTMLParser):
-    """What a browser would make of it: elements, and the text outside of the style."""
+    """Elements of the page, and the text outside the style sheet."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -77,15 +80,28 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_complete_run_shows_every_section(complete: Path) -> None:
     text = read(complete).text
     for title in (
-        "Reward in training", "Spread of rewards", "Rewards by name", "Validation", "Diversity", "Clipping", "Entropy",
-        "KL from the reference", "Length of responses", "Gradient and learning rate", "Advantages", "Supervised phase",
-        "Similarity groups", "Segments", "Map of one prompt's responses", "Time",
-    ):  # fmt: skip
+        "Reward in training",
+        "Spread of rewards",
+        "Rewards by name",
+        "Validation",
+        "Diversity",
+        "Clipping",
+        "Entropy",
+        "KL from the reference",
+        "Length of responses",
+        "Gradient and learning rate",
+        "Advantages",
+        "Supervised phase",
+        "Similarity groups",
+        "Segments",
+        "Map of one prompt's responses",
+        "Time",
+    ):
         assert title in text
     assert "Not drawn" not in text
     assert "3 steps of SFT, then 45 steps of similarity_group_grpo" in text
     assert "State finished" in text
-    assert "Took 48 s" in text
+    assert "Duration 48 s" in text
     assert "Time 5.0 % of the time of RL steps is spent outside generation" in text
     assert "checkpoint 2 phase 0, step 3" in text
 
@@ -99,15 +115,15 @@ def test_headline_is_the_comparison_of_first_and_last(complete: Path) -> None:
     )
     assert "10 better, 0 worse, 10 equal" in text
     assert "validation split: before, phase 1 step 0; after, phase 1 step 45" in text
-    assert "The test split, after training alone: exact match 80.0 % of 20 prompts" in text
+    assert "On the test split, evaluated after training only: exact match 80.0 % of 20 prompts" in text
 
 
 @pytest.mark.parametrize(
     ("shares", "verdict"),
     [
         ((0.8, 0.3), "worse: the interval is below 0, and p below 0.05"),
-        ((0.3, 0.35), "no change is shown: the interval holds 0"),
-        ((0.3, 0.5), "no change is shown: p is not below 0.05, too few prompts differ"),
+        ((0.3, 0.35), "no significant change: the interval contains 0"),
+        ((0.3, 0.5), "no significant change: p is not below 0.05, as too few prompts differ"),
     ],
 )
 def test_headline_claims_no_more_than_both_figures_say(
@@ -139,7 +155,7 @@ def test_pictures_are_drawn_twice_and_not_blank(complete: Path) -> None:
         coloured = (image[..., :3].amax(2) - image[..., :3].amin(2) > 0.2) & (image[..., 3] > 0.2)
         assert coloured.float().mean() > 0.0005, f"{path} has axes but no data"
         if path.stem.startswith("time"):
-            # the legend alone would have passed
+            # the legend alone must not pass
             assert coloured[len(coloured) // 2 :].float().mean() > 0.2
 
 
@@ -157,13 +173,13 @@ def test_page_needs_nothing_else_and_has_a_dark_variant_of_each_picture(complete
     assert "default-src 'none'" in text
 
 
-def test_run_that_was_cut_off(tmp_path: Path) -> None:
+def test_killed_run(tmp_path: Path) -> None:
     folder = run_folders.write(tmp_path / "run", steps=25, finished=False, rich=False)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "rl", "step": 26, "rewards/me')
     (folder / "evaluations" / "validation-1-000025.json").write_text('{"metrics": {"exa')
     text = read(write_report(folder)).text
-    assert "not finished: the last step logged is 25 of rl, of 30" in text
+    assert "not finished: the last logged step of rl is 25 of 30" in text
     assert "Could not be read: metrics.jsonl: 1 line; validation-1-000025.json" in text
     assert "30.0 % → 50.0 %" in text
     assert "No map was logged" in text
@@ -172,7 +188,7 @@ def test_run_that_was_cut_off(tmp_path: Path) -> None:
     assert not list((folder / "plots").glob("clusters*"))
 
 
-def test_run_that_was_cut_off_at_once(tmp_path: Path) -> None:
+def test_run_killed_before_its_first_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "recipe.json").write_text('{"name": "early", "phases": [{"rl": {"steps": 5}}]}')
@@ -184,7 +200,7 @@ def test_run_that_was_cut_off_at_once(tmp_path: Path) -> None:
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no run is here: neither recipe.json nor metrics.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"contains no run: neither recipe.json nor metrics.jsonl"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -203,7 +219,7 @@ def test_evaluations_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
 def test_text_of_strangers_is_never_an_element(tmp_path: Path) -> None:
     folder = run_folders.write(tmp_path / "run", name=HOSTILE, steps=3)
     recipe = json.loads((folder / "recipe.json").read_text())
-    names = [f"$\\frac{{$a{HOSTILE}", f"_b{HOSTILE}"]  # the first is half a formula, the second what legends leave out
+    names = [f"$\\frac{{$a{HOSTILE}", f"_b{HOSTILE}"]  # half a formula, and a label that legends omit
     recipe["phases"][1]["rl"]["rewards"] = [{"name": name} for name in names]
     recipe["phases"][1]["rl"]["algorithm"]["name"] = recipe["model"]["path"] = recipe["data"]["task"] = HOSTILE
     recipe["seed"] = HOSTILE
@@ -223,7 +239,7 @@ def test_text_of_strangers_is_never_an_element(tmp_path: Path) -> None:
     the_map["responses"][0]["text"] = HOSTILE
     the_map["responses"][1] |= {"cluster": HOSTILE, "xy": HOSTILE, "reward": HOSTILE}
     run_folders.write_lines(folder / "maps.jsonl", [the_map])
-    reader = read(write_report(folder))  # asserts on every element
+    reader = read(write_report(folder))  # checks every element
     for _, attributes in reader.tags:
         assert not any(name.startswith("on") for name in attributes)
         assert set(attributes) <= {
@@ -257,7 +273,7 @@ def test_values_that_no_run_writes_do_not_stop_the_report(tmp_path: Path) -> Non
     (folder / "recipe.json").write_text(json.dumps(recipe | {"phases": [None, {"rl": {"algorithm": "x"}}], "model": 3}))
     text = read(write_report(folder)).text
     assert "metrics.jsonl: 1 line" in text
-    assert "No response has a place" in text
+    assert "No response has coordinates" in text
 
 
 def test_gaps_are_gaps_and_not_zeros() -> None:
@@ -288,8 +304,8 @@ def test_steps_count_on_over_phases_and_time_over_restarts(tmp_path: Path) -> No
     (tmp_path / "recipe.json").write_text(
         '{"phases": [{"rl": {"steps": 2}}, {"sft": {"steps": 1}}, {"rl": {"steps": 2}}]}'
     )
-    told = [(1, 10.0), (2, 20.0), (1, 5.0), (2, 8.0)]
-    run_folders.write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": s, "time": t} for s, t in told])
+    logged = [(1, 10.0), (2, 20.0), (1, 5.0), (2, 8.0)]
+    run_folders.write_lines(tmp_path / "metrics.jsonl", [{"phase": "rl", "step": s, "time": t} for s, t in logged])
     run = RunFolder.read(tmp_path)
     assert run.steps(run.lines("rl")) == [1, 2, 3, 4]
     assert run.seconds == 28
@@ -299,9 +315,12 @@ def test_steps_count_on_over_phases_and_time_over_restarts(tmp_path: Path) -> No
 def test_test_split_is_compared_where_it_was_evaluated_before(tmp_path: Path) -> None:
     folder = run_folders.write(tmp_path / "run", steps=2, rich=False)
     run_folders.write_evaluation(folder, "test", 1, 0, 0.1, False)
-    found = RunFolder.read(folder).before_and_after()
-    assert found is not None
-    assert [(each.split, each.phase, each.step) for each in found] == [("test", 1, 0), ("test", 2, 0)]
+    pair = RunFolder.read(folder).before_and_after()
+    assert pair is not None
+    assert [(evaluated.split, evaluated.phase, evaluated.step) for evaluated in pair] == [
+        ("test", 1, 0),
+        ("test", 2, 0),
+    ]
 
 
 def test_map_keeps_distances_and_does_not_depend_on_signs_or_lengths() -> None:
@@ -323,7 +342,7 @@ def test_map_keeps_distances_and_does_not_depend_on_signs_or_lengths() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_axes_of_a_map_point_where_their_largest_part_is_positive(axis: int, order: tuple[int, int]) -> None:
+def test_axes_of_a_map_have_a_positive_largest_component(axis: int, order: tuple[int, int]) -> None:
     pair = torch.full((2, 3), 0.1)
     pair[:, axis] = torch.tensor([0.8, -0.8])
     line = map_line(1, "p", ["a", "b"], pair[list(order)], torch.zeros(2), torch.zeros(2))
@@ -345,9 +364,9 @@ def test_map_of_few_or_equal_responses() -> None:
     assert [response["xy"][1] for response in of_one_number["responses"]] == [0, 0]
 
 
-def test_figures_say_that_there_is_none() -> None:
-    assert page.figures(math.nan) == page.percent(math.nan) == page.duration(math.nan) == "none"
-    assert [page.duration(seconds) for seconds in (0, 59.6, 61, 3_600, 7_325)] == [
+def test_missing_numbers_are_shown_as_none() -> None:
+    assert page.format_number(math.nan) == page.format_percent(math.nan) == page.format_duration(math.nan) == "none"
+    assert [page.format_duration(seconds) for seconds in (0, 59.6, 61, 3_600, 7_325)] == [
         "0 s",
         "1 min 0 s",
         "1 min 1 s",
@@ -365,14 +384,14 @@ def test_equal_responses_are_listed_once_and_drawn_as_one(tmp_path: Path, monkey
         return draw_map(folder, name, points, titles)
 
     draw_map = plots.draw_map
-    monkeypatch.setattr(report_map, "draw_map", note)
+    monkeypatch.setattr(map, "draw_map", note)
     rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     line = map_line(1, "p", ["a", "a", "b", "c"], rows, torch.tensor([0, 0, 1, 0]), torch.tensor([1.0, 0.0, 0.5, 1.0]))
     (tmp_path / "recipe.json").write_text("{}")
     run_folders.write_lines(tmp_path / "maps.jsonl", [line])
-    text = Reader(report_map.map_section(RunFolder.read(tmp_path))).text
+    text = Reader(map.map_section(RunFolder.read(tmp_path))).text
     assert "1: 2 times, cluster 0, reward 0.500 a 2: cluster 1, reward 0.500 b 3: cluster 0, reward 1.000 c" in text
-    assert "4 responses, 3 different ones, in 2 clusters" in text
+    assert "4 responses, 3 distinct, in 2 clusters" in text
     assert {(point.label, point.cluster, point.responses) for point in drawn} == {("1,3", 0, 3), ("2", 1, 1)}
 
 
@@ -400,4 +419,4 @@ def test_the_time_of_other_runs_stands_beside(tmp_path: Path) -> None:
     slower = [line | {"time/model": 7.125} if line["phase"] == "rl" else line for line in lines]
     run_folders.write_lines(other / "metrics.jsonl", slower)
     text = read(write_report(here, [other])).text
-    assert "seconds a step made up another <b>run</b>" in text and "model 0.800 7.125" in text
+    assert "seconds per step made up another <b>run</b>" in text and "model 0.800 7.125" in text

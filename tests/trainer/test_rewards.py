@@ -1,4 +1,4 @@
-"""What the bundled rewards make of responses."""
+"""Bundled rewards."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ CASES: dict[str, tuple[list[str], dict[str, list[Any]]]] = {
 
 
 def made(name: str, **options: Any) -> WeightedReward:
-    found = load_reward(Reward(name=name, options={**OPTIONS.get(name, {}), **options}))
-    assert isinstance(found, WeightedReward)
-    return found
+    function = load_reward(Reward(name=name, options={**OPTIONS.get(name, {}), **options}))
+    assert isinstance(function, WeightedReward)
+    return function
 
 
 def worth(function: WeightedReward, text: str, **columns: Any) -> float:
-    value = function(prompts=["p"], completions=[text], **{name: [each] for name, each in columns.items()})[0]
+    value = function(prompts=["p"], completions=[text], **{name: [entry] for name, entry in columns.items()})[0]
     assert value is not None
     return value
 
@@ -52,7 +52,9 @@ def worth(function: WeightedReward, text: str, **columns: Any) -> float:
 def test_a_batch_gives_what_each_response_gives_alone_in_any_order(name: str) -> None:
     function, (texts, columns) = made(name), CASES[name]
     together = function(prompts=["p"] * len(texts), completions=texts, **columns)
-    alone = [worth(made(name), text, **{key: each[i] for key, each in columns.items()}) for i, text in enumerate(texts)]
+    alone = [
+        worth(made(name), text, **{key: column[i] for key, column in columns.items()}) for i, text in enumerate(texts)
+    ]
     assert together == alone
     order = random.Random(0).sample(range(len(texts)), len(texts))
     shuffled = function(prompts=["p"] * len(texts), completions=[texts[i] for i in order], **columns)
@@ -63,10 +65,10 @@ def test_a_batch_gives_what_each_response_gives_alone_in_any_order(name: str) ->
 def test_components_are_within_0_and_1_and_make_the_total(name: str) -> None:
     function, (texts, columns) = made(name), CASES[name]
     prompts = ["p"] * len(texts)
-    found = function.components(prompts, texts, **columns)
-    assert set(found) >= set(function.weights)
-    assert all(0 <= value <= 1 for values in found.values() for value in values)
-    totals = [sum(weight * found[part][i] for part, weight in function.weights.items()) for i in range(len(texts))]
+    components = function.components(prompts, texts, **columns)
+    assert set(components) >= set(function.weights)
+    assert all(0 <= value <= 1 for values in components.values() for value in values)
+    totals = [sum(weight * components[part][i] for part, weight in function.weights.items()) for i in range(len(texts))]
     assert function(prompts, texts, **columns) == pytest.approx(totals)
 
 
@@ -139,9 +141,19 @@ def test_boilerplate_does_not_make_up_for_a_wrong_answer() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("#### 1,000", 1.1), ("#### $1000.", 1.1), ("so 1000", 1.0), ("#### 17", 0.1), ("#### 17 or so, it says", 0.0),
-     ("17", 0.0), ("#### none", 0.0), ("", 0.0), ("#### 1000 #### 17", 0.1), ("#### 17\n#### 1000", 1.1)],
-)  # fmt: skip
+    [
+        ("#### 1,000", 1.1),
+        ("#### $1000.", 1.1),
+        ("so 1000", 1.0),
+        ("#### 17", 0.1),
+        ("#### 17 or so, it says", 0.0),
+        ("17", 0.0),
+        ("#### none", 0.0),
+        ("", 0.0),
+        ("#### 1000 #### 17", 0.1),
+        ("#### 17\n#### 1000", 1.1),
+    ],
+)
 def test_worth_of_answers(text: str, value: float) -> None:
     assert worth(made("gsm8k"), text, answer=SOLUTION) == pytest.approx(value)
 
@@ -192,7 +204,7 @@ def test_length(characters: int, value: float) -> None:
 
 @given(text=st.text(alphabet="ab!?., ", min_size=3, max_size=400), sign=st.sampled_from("!?.,a"))
 def test_punctuation_has_no_gap(text: str, sign: str) -> None:
-    # a share changes by 1 / length, and no line is steeper than 15
+    # a share changes by 1 / length, and no slope exceeds 15
     assert abs(reply.punctuation(text + sign) - reply.punctuation(text)) <= 15.01 / len(text)
 
 
@@ -207,7 +219,7 @@ def test_engagement() -> None:
     asked = reply.engagement("Did you watch all of it yesterday?")
     assert plain < asked < reply.engagement("I watched it all. Did you like it?") <= 1
     assert reply.engagement("I watched it. It was long") > plain
-    # three stops are no sentences, and a mark alone asks nothing
+    # an ellipsis is no sentence, and a question mark alone no question
     assert reply.engagement("I watched all of that film... ???") == plain
     assert reply.engagement("So true") == plain / 2
     assert reply.engagement("I watched all of that film in Rome, true") == plain
@@ -237,7 +249,7 @@ def test_relevance_by_a_sentence_model() -> None:
     texts = [GOOD, "My cat sleeps all day."]
     near, far = function.components([POST] * 2, texts)["relevance"]
     assert near > 0.4 > 0.2 > far
-    # padding moves the last bits of an embedding
+    # padding changes the last bits of an embedding
     assert [near, far] == pytest.approx([function.components([POST], [t])["relevance"][0] for t in texts], abs=1e-5)
 
 
@@ -245,7 +257,7 @@ def test_dialogue_components() -> None:
     parts = made("dialogue").components(["p"] * len(TURNS), TURNS, answer=[GOLD] * len(TURNS))
     assert [parts[name][0] for name in ("f1", "rouge_l", "bleu")] == pytest.approx([1, 1, 1])
     assert parts["f1"][1] == parts["rouge_l"][1] == 1
-    # every n-gram is right, and one of the gold's seven tokens, the stop, is missing
+    # every n-gram matches, and one of the reference's seven tokens, the full stop, is missing
     assert parts["bleu"][1] == pytest.approx(math.exp(1 - 7 / 6))
     assert [parts[name][2] for name in ("f1", "rouge_l", "bleu")] == [0, 0, 0]
     assert parts["f1"][4] == pytest.approx(2 * 1 / (1 + 5))
@@ -287,7 +299,7 @@ def test_diversity_is_within_neighbours_of_one_prompt() -> None:
     assert values[3:] == pytest.approx([0, 0, 0], abs=1e-12)
 
 
-def test_diversity_leaves_out_what_is_not_embedded() -> None:
+def test_diversity_ignores_responses_without_an_embedding() -> None:
     values = made("diversity")(["a"] * 3, ["<think>never ends", "one", "<think>x</think> other words"])
     assert values[0] is None
     assert values[1] == values[2] != 0

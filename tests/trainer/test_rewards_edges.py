@@ -1,4 +1,4 @@
-"""Rewards of what a file may have and a function may give, and responses without any."""
+"""Edge cases of rewards: values in files, results of functions, unscored responses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from grpo_trainer.algorithm import Plan, credit
+from grpo_trainer.algorithm import Plan, assign_credit
 from grpo_trainer.recipe import Algorithm, Reward
 from grpo_trainer.rewards import RewardError, load_reward, score
 from grpo_trainer.rollout import Rollout
@@ -35,7 +35,7 @@ def test_without_an_answer_exact_has_nothing_to_say() -> None:
     assert load_reward(Reward(name="exact"))(prompts=["p"], completions=["#### 4"], answer=[None]) == [None]
 
 
-def test_nothing_is_not_diverse() -> None:
+def test_empty_responses_have_no_diversity() -> None:
     diversity = load_reward(Reward(name="diversity", options={"embedder": "hashed"}))
     texts = ["the sky is blue", "the sky is blue", "the sky is blue!", "", " "]
     with_empty = diversity(prompts=["p"] * 5, completions=texts)
@@ -43,7 +43,7 @@ def test_nothing_is_not_diverse() -> None:
     assert with_empty[:3] == pytest.approx(diversity(prompts=["p"] * 3, completions=texts[:3]))
 
 
-def test_an_option_that_a_reward_has_not_is_named() -> None:
+def test_unknown_options_of_rewards_are_named() -> None:
     with pytest.raises(ValueError, match=r"rewards.options.corect: no such key; the nearest is 'correct'"):
         load_reward(Reward(name="gsm8k", options={"corect": 1.0}))
 
@@ -52,7 +52,7 @@ def no_number(prompts: list[str], completions: list[str], **_: object) -> list[A
     return ["bad"] * len(completions)
 
 
-def test_what_is_no_number_names_the_reward() -> None:
+def test_invalid_values_name_the_reward() -> None:
     setting = Reward(name=f"{__name__}:no_number")
     with pytest.raises(RewardError, match=r"no_number' must be finite or None, got 'bad' for response 0"):
         score([setting], [no_number], rollout(["a"]))
@@ -65,11 +65,18 @@ def test_what_is_no_number_names_the_reward() -> None:
 def test_a_response_without_a_reward_is_left_out(name: str) -> None:
     mask = torch.ones(8, 3, dtype=torch.bool)
     mask[:, 2] = torch.arange(8) % 2 == 0
-    given = cast(Rollout, SimpleNamespace(
-        group_size=4, batch=SimpleNamespace(mask=mask), items=[{}, {}], texts=[""] * 8, lengths=mask.sum(1),
-    ))  # fmt: skip
+    rollout = cast(
+        Rollout,
+        SimpleNamespace(
+            group_size=4,
+            batch=SimpleNamespace(mask=mask),
+            items=[{}, {}],
+            texts=[""] * 8,
+            lengths=mask.sum(1),
+        ),
+    )
     rewards = torch.tensor([1.0, 0, NOTHING, 1, 0, 1, 0, 1])[:, None]
     embeddings = torch.randn(8, 5, generator=torch.Generator().manual_seed(0))
-    found = credit(Plan.of(Algorithm(name=name), 3), given, rewards, torch.ones(1), embeddings, None)
-    assert found.mask is not None
-    assert not found.mask[2].any() and torch.equal(found.mask[[0, 1, 3, 4, 5, 6, 7]], mask[[0, 1, 3, 4, 5, 6, 7]])
+    credit = assign_credit(Plan.of(Algorithm(name=name), 3), rollout, rewards, torch.ones(1), embeddings, None)
+    assert credit.mask is not None
+    assert not credit.mask[2].any() and torch.equal(credit.mask[[0, 1, 3, 4, 5, 6, 7]], mask[[0, 1, 3, 4, 5, 6, 7]])

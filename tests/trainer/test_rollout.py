@@ -1,4 +1,4 @@
-"""What is sampled, what it is scored as, and which of it enters the loss."""
+"""Sampling: log-probs, filters, lengths, and the responses that enter the loss."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from grpo_trainer.algorithm import Credit, Plan, _keep_largest
-from grpo_trainer.model import Batch, Policy, evaluating, load_policy
+from grpo_trainer.data import Batch
+from grpo_trainer.phases.rl import RlRun
+from grpo_trainer.policy import Policy, evaluating, load_policy
 from grpo_trainer.recipe import Algorithm, Lora, Model, Tiny
-from grpo_trainer.rl import RlRun
-from grpo_trainer.rollout import Rollout, _filtered, roll_out, usable
+from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.train import Trainer
 
 from tests.trainer import small
@@ -35,17 +36,17 @@ def policy_of(kind: str = "causal", adapters: bool = False, **settings: Any) -> 
 
 
 def sampled(policy: Policy, copies: int = 3, **settings: Any) -> Rollout:
-    items = usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    given = {"max_new_tokens": 9, "generator": torch.Generator().manual_seed(0)} | settings
-    return roll_out(policy, items, copies, **given)
+    items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
+    kwargs = {"max_new_tokens": 9, "generator": torch.Generator().manual_seed(0)} | settings
+    return roll_out(policy, items, copies, **kwargs)
 
 
 def ending(policy: Policy, by: float) -> None:
-    """The end becomes so much more likely at every token."""
+    """Adds `by` to the logit of the end at every token."""
 
-    def more(_module: Any, _given: Any, found: Any) -> Any:
-        found.logits[..., policy.end] += by
-        return found
+    def more(_module: Any, _inputs: Any, output: Any) -> Any:
+        output.logits[..., policy.eos_id] += by
+        return output
 
     policy.lm.register_forward_hook(more)
 
@@ -57,9 +58,9 @@ def ending(policy: Policy, by: float) -> None:
 def test_log_probs_are_those_of_a_fresh_pass_over_each_response_alone(
     kind: str, adapters: bool, temperature: float
 ) -> None:
-    """Through transformers' own forward: no padding, no cache, none of this package's kernels, in float64.
+    """Compares with transformers' own forward in float64, without padding, cache and this package's kernels.
 
-    One float32 evaluation loses about eps times the depth of its sums, a hundred terms here: 1e-5.
+    The float32 error is about eps times the length of the sums, a hundred terms here: 1e-5.
     """
     policy = policy_of(kind, adapters)
     rollout = sampled(policy, temperature=temperature, batch=6)
@@ -73,19 +74,19 @@ def test_log_probs_are_those_of_a_fresh_pass_over_each_response_alone(
                 logits = policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1]
             else:
                 start = torch.tensor([[policy.lm.config.decoder_start_token_id]])
-                logits = policy.lm(
-                    input_ids=prompt, decoder_input_ids=torch.cat((start, tokens[None, :-1]), 1)
-                ).logits[0]  # fmt: skip
+                logits = policy.lm(input_ids=prompt, decoder_input_ids=torch.cat((start, tokens[None, :-1]), 1)).logits[
+                    0
+                ]
         expected = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
         torch.testing.assert_close(stored[: len(tokens)].double(), expected, rtol=1e-5, atol=1e-5)
         assert not stored[len(tokens) :].any()
-        ends += int(tokens[-1] == policy.end)  # whose log-prob is among those compared
+        ends += int(tokens[-1] == policy.eos_id)  # its log-prob is compared, too
     assert ends > 0
 
 
 @pytest.mark.parametrize("kind", ["causal", "seq2seq"])
-def test_mixed_precision_is_that_of_scoring_too(kind: str) -> None:
-    """Sampling and scoring lose the same where they add up in the same order: they are closer than to float32."""
+def test_mixed_precision_applies_to_scoring_too(kind: str) -> None:
+    """Sampling and scoring round alike, so they are closer to each other than to float32."""
     policy, exact = policy_of(kind, mixed_precision="bf16"), policy_of(kind)
     rollout = sampled(policy, copies=8)
     assert rollout.logprobs.dtype == torch.float32
@@ -101,22 +102,22 @@ def test_an_empty_response_is_its_end_alone() -> None:
     ending(policy, 50.0)
     rollout = sampled(policy)
     assert set(rollout.texts) == {""} and rollout.lengths.tolist() == [1] * len(rollout.texts)
-    assert not rollout.truncated.any() and (rollout.batch.tokens == policy.end).all()
+    assert not rollout.truncated.any() and (rollout.batch.tokens == policy.eos_id).all()
     torch.testing.assert_close(rollout.logprobs, torch.zeros_like(rollout.logprobs), rtol=0, atol=1e-6)
-    # every prefix is scored as it was sampled: the end counts
+    # the end token is part of the response
     assert rollout.batch.mask.all() and rollout.batch.mask.shape[1] == 1
 
 
 @pytest.mark.parametrize("least", [0, 3])
-def test_the_end_is_not_sampled_before_the_least_length(least: int) -> None:
+def test_the_end_is_not_sampled_before_the_minimum_length(least: int) -> None:
     policy = policy_of()
     ending(policy, 50.0)
     rollout = sampled(policy, min_new_tokens=least)
     assert rollout.lengths.tolist() == [least + 1] * len(rollout.texts)
 
 
-def test_before_the_least_length_the_end_is_scored_all_the_same() -> None:
-    """So that the ratio begins at 1: the update knows of no such rule."""
+def test_the_end_is_scored_before_the_minimum_length() -> None:
+    """The update has no such rule, and the ratio must start at 1."""
     policy = policy_of()
     rollout = sampled(policy, min_new_tokens=4)
     with torch.no_grad(), evaluating(policy):
@@ -125,9 +126,15 @@ def test_before_the_least_length_the_end_is_scored_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("minibatches", [1, 4, 6])
-def test_there_are_as_many_minibatches_as_asked_for(tmp_path: Path, minibatches: int) -> None:
-    trainer = Trainer(small.recipe(tmp_path, f"phases.1.rl.minibatches={minibatches}", "phases.1.rl.epochs=1",
-                                   "phases.1.rl.algorithm.drop_flat=false"))  # fmt: skip
+def test_the_number_of_minibatches_is_that_of_the_recipe(tmp_path: Path, minibatches: int) -> None:
+    trainer = Trainer(
+        small.recipe(
+            tmp_path,
+            f"phases.1.rl.minibatches={minibatches}",
+            "phases.1.rl.epochs=1",
+            "phases.1.rl.algorithm.drop_flat=false",
+        )
+    )
     settings = trainer.recipe.phases[1].rl
     assert settings is not None
     metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
@@ -144,34 +151,34 @@ def test_empty_responses_can_be_trained_on(tmp_path: Path) -> None:
 
 
 def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What an RL step hands to its update."""
+    """Arguments that an RL step passes to its update."""
     settings = trainer.recipe.phases[1].rl
     assert settings is not None
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def update(self: RlRun, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
-        found.update(rollout=rollout, credit=credit, rows=self._matters(rollout, credit))
+        arguments.update(rollout=rollout, credit=credit, rows=self._rows_with_signal(rollout, credit))
         return {}
 
     monkeypatch.setattr(RlRun, "_update", update)
     RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
-    return found
+    return arguments
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "group_ppo"])
-def test_truncated_responses_are_left_out_where_that_is_wished(
+def test_mask_truncated_excludes_truncated_responses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     more = (f"phases.1.rl.algorithm.name={algorithm}", "phases.1.rl.rollout.mask_truncated=true")
     trainer = Trainer(small.recipe(tmp_path, *more))
     ending(trainer.policy, 2.0)
-    found = captured(trainer, monkeypatch)
-    cut, mask = found["rollout"].truncated, found["credit"].mask
+    arguments = captured(trainer, monkeypatch)
+    cut, mask = arguments["rollout"].truncated, arguments["credit"].mask
     assert 0 < int(cut.sum()) < len(cut)
-    assert not mask[cut].any() and torch.equal(mask[~cut], found["rollout"].batch.mask[~cut])
-    assert not found["rows"][cut].any()
-    last = found["rollout"].lengths - 1
-    ends = found["rollout"].batch.tokens[torch.arange(len(cut)), last] == trainer.policy.end
+    assert not mask[cut].any() and torch.equal(mask[~cut], arguments["rollout"].batch.mask[~cut])
+    assert not arguments["rows"][cut].any()
+    last = arguments["rollout"].lengths - 1
+    ends = arguments["rollout"].batch.tokens[torch.arange(len(cut)), last] == trainer.policy.eos_id
     assert torch.equal(cut, ~ends)
 
 
@@ -186,7 +193,7 @@ def test_filters_are_those_of_transformers(top_k: int, top_p: float) -> None:
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.5), (4, 0.6)])
-def test_what_is_sampled_passes_the_filters_at_the_temperature(top_k: int, top_p: float) -> None:
+def test_samples_pass_the_filters_at_the_temperature(top_k: int, top_p: float) -> None:
     policy = policy_of()
     rollout = sampled(policy, copies=8, top_k=top_k, top_p=top_p, temperature=0.5)
     was_left = 0
@@ -208,8 +215,8 @@ def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pyte
     rollout = roll_out(trainer.policy, items, 4, max_new_tokens=12, generator=torch.Generator().manual_seed(0))
     again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rollout.texts]
     tokens = [row[mask].tolist() for row, mask in zip(rollout.batch.tokens, rollout.batch.mask, strict=True)]
-    # reading them back would not do: the same text has several spellings in tokens
-    assert any(a != [t for t in b if t != trainer.policy.end] for a, b in zip(again, tokens, strict=True))
+    # tokenizing the texts would differ, as a text has several tokenizations
+    assert any(a != [t for t in b if t != trainer.policy.eos_id] for a, b in zip(again, tokens, strict=True))
     for name in ("__call__", "encode", "_encode_plus"):
         monkeypatch.setattr(type(tokenizer), name, lambda *_: pytest.fail("a text was read back"))
     settings = trainer.recipe.phases[1].rl
@@ -225,34 +232,35 @@ def test_batches_do_not_change_the_most_probable_response() -> None:
 
 def fake_rollout(rows: int, size: int, width: int) -> Rollout:
     ones = torch.ones(rows, width, dtype=torch.bool)
-    batch = Batch(torch.ones(rows // size, 1), ones[: rows // size, :1], torch.ones(rows, width), ones,
-                  torch.arange(rows) // size)  # fmt: skip
+    batch = Batch(
+        torch.ones(rows // size, 1), ones[: rows // size, :1], torch.ones(rows, width), ones, torch.arange(rows) // size
+    )
     return Rollout([{}] * (rows // size), batch, torch.zeros(rows, width), ~ones[:, 0], [""] * rows)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize(("ratio", "kept"), [(0.5, 4), (0.25, 2), (0.01, 1), (0.9, 7)])
-def test_the_share_with_the_largest_advantages_is_kept(per_token: bool, ratio: float, kept: int) -> None:
+def test_top_k_ratio_keeps_the_largest_advantages(per_token: bool, ratio: float, kept: int) -> None:
     rollout = fake_rollout(40, 8, 6)
     shape = (40, 6) if per_token else (40,)
     advantages = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    found = Credit(advantages)
-    _keep_largest(found, rollout, ratio)
-    assert found.mask is not None
-    keeps = found.mask.any(1).view(5, 8)
-    assert torch.equal(found.mask, found.mask.any(1)[:, None].expand_as(found.mask))
+    credit = Credit(advantages)
+    _keep_largest(credit, rollout, ratio)
+    assert credit.mask is not None
+    keeps = credit.mask.any(1).view(5, 8)
+    assert torch.equal(credit.mask, credit.mask.any(1)[:, None].expand_as(credit.mask))
     assert keeps.sum(1).tolist() == [kept] * 5
     size = (advantages.abs().amax(1) if per_token else advantages.abs()).view(5, 8)
     for row, chosen in zip(size, keeps, strict=True):
         assert sorted(row.tolist(), reverse=True)[:kept] == sorted(row[chosen].tolist(), reverse=True)
     before = rollout.batch.mask.clone()
     before[:, 3:] = False
-    within = dataclasses.replace(found, mask=before)
+    within = dataclasses.replace(credit, mask=before)
     _keep_largest(within, rollout, ratio)
     assert within.mask is not None and not within.mask[:, 3:].any() and within.mask[:, :3].any(1).sum() == 5 * kept
 
 
 def test_a_ratio_of_one_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = captured(Trainer(small.recipe(tmp_path)), monkeypatch)
-    assert found["credit"].mask is None
+    arguments = captured(Trainer(small.recipe(tmp_path)), monkeypatch)
+    assert arguments["credit"].mask is None
     assert Plan.of(Algorithm(), 8).settings.top_k_ratio == 1.0

@@ -1,4 +1,4 @@
-"""The data that bundled tasks make."""
+"""Data of the bundled tasks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def small(name: str, seed: int = 0, **options: Any) -> Splits:
 
 
 def what_it_is_about(name: str, item: Item) -> object:
-    """What must not be in two splits: numbers, persona with question, or post."""
+    """Content that must not be in two splits: numbers, persona with question, or post."""
     if name == "gsm8k":
         return tuple(EQUATION.findall(item["answer"]))
     if name == "reply":
@@ -56,16 +56,16 @@ def test_the_same_seed_makes_the_same_data(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_and_columns(name: str) -> None:
     splits = small(name)
-    assert [len(some) for some in (splits.sft, splits.train, splits.validation, splits.test)] == [601, 300, 40, 80]
+    assert [len(split) for split in (splits.sft, splits.train, splits.validation, splits.test)] == [601, 300, 40, 80]
     assert splits.rewards == (name,)
     assert all("demonstration" in item for item in splits.sft)
     assert not any("demonstration" in item for item in splits.train + splits.validation + splits.test)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_held_out_is_in_no_other_split(name: str) -> None:
+def test_held_out_content_is_in_no_other_split(name: str) -> None:
     splits = small(name)
-    about = [[what_it_is_about(name, item) for item in some] for some in (splits.validation, splits.test)]
+    about = [[what_it_is_about(name, item) for item in split] for split in (splits.validation, splits.test)]
     trained = {what_it_is_about(name, item) for item in splits.sft + splits.train}
     assert len(set(about[0] + about[1])) == len(about[0]) + len(about[1])
     assert trained.isdisjoint(about[0] + about[1])
@@ -73,9 +73,9 @@ def test_what_is_held_out_is_in_no_other_split(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_full_size_is_made_fast_for_a_small_model(name: str) -> None:
-    began = time.process_time()
+    start = time.process_time()
     splits = tasks.make(name, 0, {})
-    assert time.process_time() - began < 3
+    assert time.process_time() - start < 3
     texts = [item["prompt"] + item["demonstration"] for item in splits.sft]
     assert len({word for text in texts for word in re.findall(r"[a-z]+", text.lower())}) < 130
     assert max(len(text) for text in texts) < 260
@@ -83,7 +83,7 @@ def test_full_size_is_made_fast_for_a_small_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
-    """There is something to gain, and it is among what is shown."""
+    """Some but not all demonstrations are correct."""
     sft = small(name).sft
     function = load_reward(Reward(name=name, options=OPTIONS.get(name, {})))
     columns = {key: [item[key] for item in sft] for key in sft[0]}
@@ -95,9 +95,11 @@ def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
 
 def test_the_arithmetic_of_word_problems_is_true() -> None:
     splits = small("gsm8k")
-    found = list(equations([item["demonstration"] for item in splits.sft] + [item["answer"] for item in splits.test]))
-    assert len(found) > 800
-    for left, operator, right, result in found:
+    all_equations = list(
+        equations([item["demonstration"] for item in splits.sft] + [item["answer"] for item in splits.test])
+    )
+    assert len(all_equations) > 800
+    for left, operator, right, result in all_equations:
         values = {"+": left + right, "-": left - right, "*": left * right, "/": Fraction(left, right)}
         assert values[operator] == result
 
@@ -107,7 +109,7 @@ def test_answers_of_word_problems_are_right() -> None:
     for item in items:
         numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
         steps = list(equations([item["answer"]]))
-        # every number of the problem is used once, in order, and each step goes on from the one before
+        # every number of the problem is used once, in order, and each step continues from the result before
         assert [steps[0][0], *(step[2] for step in steps)] == numbers
         assert all(before[3] == after[0] for before, after in itertools.pairwise(steps))
         assert final_number(item["answer"]) == steps[-1][3]
@@ -117,9 +119,13 @@ def test_answers_of_word_problems_are_right() -> None:
 
 @pytest.mark.parametrize(
     ("options", "right", "marked"),
-    [({"skipped": 0.0, "terse": 0.0, "unmarked": 0.0}, 1, 1), ({"skipped": 1.0, "terse": 0.0, "unmarked": 0.0}, 0, 1),
-     ({"skipped": 0.0, "terse": 1.0, "unmarked": 0.0}, 1, 1), ({"skipped": 0.0, "terse": 0.0, "unmarked": 1.0}, 1, 0)],
-)  # fmt: skip
+    [
+        ({"skipped": 0.0, "terse": 0.0, "unmarked": 0.0}, 1, 1),
+        ({"skipped": 1.0, "terse": 0.0, "unmarked": 0.0}, 0, 1),
+        ({"skipped": 0.0, "terse": 1.0, "unmarked": 0.0}, 1, 1),
+        ({"skipped": 0.0, "terse": 0.0, "unmarked": 1.0}, 1, 0),
+    ],
+)
 def test_kinds_of_demonstrations(options: dict[str, float], right: int, marked: int) -> None:
     items = small("gsm8k", **options).sft
     assert {final_number(item["demonstration"]) == final_number(item["answer"]) for item in items} == {bool(right)}
@@ -139,8 +145,8 @@ def test_a_dialogue_is_answered_from_the_persona() -> None:
         facts = item["prompt"].split(" context:")[0]
         question = re.findall(r"Q: ([^?]*\?) R:$", item["prompt"])[0].split("R:")[-1].split("Q: ")[-1]
         topic = next(topic for topic in TOPICS if topic.question == question)
-        told = [value for value in topic.values if topic.fact.format(value) in facts]
-        assert [topic.reply.format(value) for value in told] == [item["answer"]]
+        stated = [value for value in topic.values if topic.fact.format(value) in facts]
+        assert [topic.reply.format(value) for value in stated] == [item["answer"]]
 
 
 def test_mistaken_and_evasive_replies() -> None:

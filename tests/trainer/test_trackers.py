@@ -1,4 +1,4 @@
-"""Every metric reaches every tracker with its step; a missing one is said at once; a run goes on as the same run."""
+"""Trackers: every metric arrives with its step, missing packages are reported, resumed runs continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=2", "phases.1.rl.rollout.pro
 
 
 class Fake(types.ModuleType):
-    """wandb and trackio, as far as they are used."""
+    """Stand-in for the parts of wandb and trackio that are used."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -32,8 +32,8 @@ class Fake(types.ModuleType):
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.finished = 0
 
-    def init(self, **given: Any) -> None:
-        self.begun.append(given)
+    def init(self, **kwargs: Any) -> None:
+        self.begun.append(kwargs)
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged.append((step, values))
@@ -44,19 +44,19 @@ class Fake(types.ModuleType):
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Fake]:
-    found = {name: Fake(name) for name in ("wandb", "trackio")}
-    for name, fake in found.items():
+    modules = {name: Fake(name) for name in ("wandb", "trackio")}
+    for name, fake in modules.items():
         monkeypatch.setitem(sys.modules, name, fake)
-    return found
+    return modules
 
 
 def expected(folder: Path) -> list[tuple[int, dict[str, float]]]:
-    """From metrics.jsonl, steps counted over both phases, of two steps each."""
-    found = []
+    """Metrics from metrics.jsonl, with steps counted over both phases of two steps each."""
+    logged = []
     for line in lines(folder):
         values = {k: v for k, v in line.items() if k not in ("phase", "number", "step", "time") and not math.isnan(v)}
-        found.append((2 * line["number"] + line["step"], values))
-    return found
+        logged.append((2 * line["number"] + line["step"], values))
+    return logged
 
 
 def test_every_metric_arrives_with_its_step(tmp_path: Path, fakes: dict[str, Fake]) -> None:
@@ -69,20 +69,20 @@ def test_every_metric_arrives_with_its_step(tmp_path: Path, fakes: dict[str, Fak
         assert begun["project"] == "mine" and begun["name"].startswith("small") and begun["config"]["seed"] == 0
 
 
-def test_what_has_no_value_is_left_out(tmp_path: Path, fakes: dict[str, Fake]) -> None:
+def test_undefined_values_are_left_out(tmp_path: Path, fakes: dict[str, Fake]) -> None:
     log = Log(small.recipe(tmp_path, "logging.to=[wandb]"))
     log.metrics("rl", 1, 3, {"a": math.nan, "b": 0.0, "c": math.inf})
     assert fakes["wandb"].logged == [(7, {"b": 0.0, "c": math.inf})]
     assert math.isnan(lines(tmp_path)[0]["a"])
 
 
-def test_a_run_that_goes_on_is_the_same_run(
+def test_a_resumed_run_continues_in_the_tracker(
     tmp_path: Path, fakes: dict[str, Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small.recipe(tmp_path, *SHORT, "logging.to=[wandb, trackio]")
     stopped_after(monkeypatch, recipe, 1, 1)
     with pytest.raises(FileExistsError):
-        train(recipe)  # refused, which must not be seen at a tracker
+        train(recipe)  # refused before a tracker is opened
     assert [fake.finished for fake in fakes.values()] == [1, 1]
     train(recipe, resume=True)
     first, second = fakes["wandb"].begun
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_is_the_same_run(
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-def test_a_missing_package_is_said_before_anything_is_computed(
+def test_missing_packages_are_reported_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
@@ -113,7 +113,7 @@ def test_tensorboard_itself(tmp_path: Path) -> None:
     log.metrics("rl", 1, 1, {"train/loss": 0.5, "train/kl_mean": math.nan})
     (tracker,) = log.trackers
     log.close()
-    assert isinstance(tracker, Tensorboard) and tracker.writer.file_writer is None  # or what waits would be lost
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert found.Tags()["scalars"] == ["train/loss"]
-    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(4, 2.0), (5, 0.5)]
+    assert isinstance(tracker, Tensorboard) and tracker.writer.file_writer is None  # pending values are flushed
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(4, 2.0), (5, 0.5)]

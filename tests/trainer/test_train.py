@@ -1,4 +1,4 @@
-"""Runs of a second: what is logged, going on from checkpoints, every algorithm, and what goes wrong."""
+"""Short runs: logs, checkpoints, every algorithm, and failures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ pytest.importorskip("accelerate")
 from accelerate.state import GradientState
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError
-from grpo_trainer.model import Policy
-from grpo_trainer.phase import PhaseRun, lr_factor
+from grpo_trainer.phases.base import PhaseRun, lr_factor
+from grpo_trainer.phases.rl import RlRun
+from grpo_trainer.policy import Policy
 from grpo_trainer.rewards import RewardError
-from grpo_trainer.rl import RlRun
 from grpo_trainer.train import Trainer, train
 
 from tests.trainer import small
@@ -46,12 +46,13 @@ def weights(folder: Path, checkpoint: str | None = None) -> dict[str, torch.Tens
     return load_file(newest / "model" / "model.safetensors")
 
 
-def test_a_run_writes_down_what_it_did(tmp_path: Path) -> None:
+def test_runs_write_their_logs(tmp_path: Path) -> None:
     final = train(small.recipe(tmp_path / "run"))
     entries = lines(tmp_path / "run")
     assert [(e["phase"], e["step"]) for e in entries if e["phase"] != "eval"] == [
-        *(("sft", step) for step in range(1, 5)), *(("rl", step) for step in range(1, 5))
-    ]  # fmt: skip
+        *(("sft", step) for step in range(1, 5)),
+        *(("rl", step) for step in range(1, 5)),
+    ]
     rl = [e for e in entries if e["phase"] == "rl"]
     assert final["eval/test_prompts"] == 8 and 0 <= final["eval/test_reward"] <= 1.2
     names = {name for e in rl for name in e}
@@ -104,7 +105,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Pa
 
 
 def stopped_after(monkeypatch: pytest.MonkeyPatch, recipe: Any, phase: int, step: int) -> None:
-    """Runs until just before a step would begin."""
+    """Runs until just before a step."""
     real = PhaseRun._items
 
     def items(self: PhaseRun, data: Any, at: int) -> Any:
@@ -128,7 +129,7 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, recipe: Any, phase: int, step
     ids=["grpo", "group_ppo", "critic", "similarity"],
 )
 @pytest.mark.parametrize(("phase", "step"), [(0, 2), (1, 0), (1, 2), (1, 3)])
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: int, step: int, algorithm: str
 ) -> None:
     more = (f"phases.1.rl.algorithm={algorithm}", "checkpoints.every=1")
@@ -143,7 +144,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """kill -9 at several moments of a run, each time gone on with; the end is that of an unbroken run."""
+    """A run killed at several moments and resumed each time ends like an uninterrupted one."""
     more = ["checkpoints.every=1", "phases.1.rl.steps=6"]
     code = (
         "import sys; from pathlib import Path; from grpo_trainer.train import train; from tests.trainer import small\n"
@@ -151,7 +152,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         f"folder = Path({str(tmp_path)!r}) / sys.argv[1]\n"
         f"train(small.recipe(folder, *{more!r}), resume=(folder / 'recipe.json').exists())"
     )
-    # in a process of its own, too: tests set switches of torch that change sums
+    # in a process of its own, as other tests change settings of torch that affect sums
     subprocess.run([sys.executable, "-c", code, "whole"], check=True, stderr=subprocess.DEVNULL, timeout=120)
     command = [sys.executable, "-c", code, "parts"]
     events = tmp_path / "parts" / "events.jsonl"
@@ -164,7 +165,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         before, give_up = saved(), time.time() + 120
         while process.poll() is None and time.time() < give_up and saved() == before:
             time.sleep(0.002)
-        time.sleep(0.007 * moment)  # into what follows a checkpoint, further each time
+        time.sleep(0.007 * moment)  # later after the checkpoint each time
         process.kill()
         process.wait()
     process = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120)
@@ -177,10 +178,10 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
 def test_checkpoints_that_are_damaged_or_foreign_are_refused(tmp_path: Path) -> None:
     recipe = small.recipe(tmp_path, "phases.1.rl.steps=1")
     train(recipe)
-    with pytest.raises(FileExistsError, match="has a run already; go on from it with --resume"):
+    with pytest.raises(FileExistsError, match="contains a run already; continue it with --resume"):
         train(recipe)
     other = small.recipe(tmp_path, "phases.1.rl.steps=1", "phases.1.rl.optimizer.lr=0.5", "seed=4")
-    with pytest.raises(CheckpointError, match=r"of another recipe, which differs in phases.1.rl.optimizer.lr, seed"):
+    with pytest.raises(CheckpointError, match=r"another recipe, which differs in phases.1.rl.optimizer.lr, seed"):
         train(other, resume=True)
     train(small.recipe(tmp_path, "phases.1.rl.steps=1", "logging.every=2"), resume=True)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
@@ -197,8 +198,8 @@ def test_checkpoints_that_are_damaged_or_foreign_are_refused(tmp_path: Path) -> 
 
 def test_checkpoints_hold_no_pickle_and_only_the_last_are_kept(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "checkpoints.every=1", "checkpoints.keep=3"))
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["1-000002", "1-000003", "1-000004"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["1-000002", "1-000003", "1-000004"]
     files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
 
@@ -207,8 +208,8 @@ def test_checkpoints_hold_no_pickle_and_only_the_last_are_kept(tmp_path: Path) -
 def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
     algorithm = {"name": name} | ({"similarity": {"embedder": "hashed"}} if name in WITH_CLUSTERS else {})
     train(small.recipe(tmp_path, "phases.1.rl.steps=2", f"phases.1.rl.algorithm={json.dumps(algorithm)}"))
-    found = [e for e in lines(tmp_path) if e["phase"] == "rl"]
-    assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in found)
+    entries = [e for e in lines(tmp_path) if e["phase"] == "rl"]
+    assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in entries)
 
 
 def test_while_a_separate_critic_warms_up_the_policy_stays(tmp_path: Path) -> None:
@@ -222,17 +223,17 @@ def test_while_a_separate_critic_warms_up_the_policy_stays(tmp_path: Path) -> No
 
 
 def test_reward_rises(tmp_path: Path) -> None:
-    """A dozen steps towards more digits."""
+    """A dozen steps improve the reward."""
     more = ["steps=16", "optimizer.lr=5e-3", "rollout.prompts=12", "algorithm.loss={kl: none, kl_coef: 0.0}"]
-    train(small.recipe(tmp_path, "evaluation.every=0", *(f"phases.1.rl.{each}" for each in more)))
+    train(small.recipe(tmp_path, "evaluation.every=0", *(f"phases.1.rl.{assignment}" for assignment in more)))
     rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["phase"] == "rl"]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
-def test_what_another_trainer_left_in_accelerate_changes_nothing(tmp_path: Path) -> None:
-    """One that broke off between two micro-batches, of which there are four to a step: steps would not be taken."""
+def test_accelerate_state_of_another_trainer_changes_nothing(tmp_path: Path) -> None:
+    """A trainer stopped mid-accumulation must not make another one skip steps."""
     state = GradientState()
-    found = []
+    runs = []
     for name, is_last, steps in (("alone", True, 1), ("after", False, 4)):
 
         class Left(Trainer):
@@ -241,8 +242,8 @@ def test_what_another_trainer_left_in_accelerate_changes_nothing(tmp_path: Path)
                 return super()._run(resume)
 
         Left(small.recipe(tmp_path / name, "evaluation.every=0")).run()
-        found.append((weights(tmp_path / name), timeless(lines(tmp_path / name))))
-    (alone, alone_lines), (after, after_lines) = found
+        runs.append((weights(tmp_path / name), timeless(lines(tmp_path / name))))
+    (alone, alone_lines), (after, after_lines) = runs
     assert all(torch.equal(value, after[name]) for name, value in alone.items()) and alone_lines == after_lines
 
 
@@ -273,7 +274,7 @@ HERE = "tests.trainer.test_train"
     ("name", "message"),
     [
         ("raises", r"reward '.*:raises' raised KeyError: 'no such thing'"),
-        ("too_few", r"reward '.*:too_few' must give one value for each of \d+ responses, got 1"),
+        ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be finite or None, got nan for response 1"),
         ("missing", r"rewards.name: cannot load '.*:missing'"),
     ],
@@ -299,11 +300,11 @@ def test_a_batch_without_any_advantage_is_skipped_and_said_so(tmp_path: Path, na
 
 
 def test_a_reference_that_is_not_the_policy_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_trainer.model import Reference
+    from grpo_trainer.policy import Reference
 
     real = Reference.logprobs
     monkeypatch.setattr(Reference, "logprobs", lambda self, batch: real(self, batch) + 1e-3)
-    with pytest.raises(RuntimeError, match="the reference must be the policy before the first step"):
+    with pytest.raises(RuntimeError, match="the reference must equal the policy before the first step"):
         train(small.recipe(tmp_path))
 
 
@@ -316,8 +317,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch:
 
 def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "model.max_prompt_tokens=19", "phases.1.rl.steps=1"))
-    found = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
-    assert found and all(e["limit"] == 19 and e["count"] > 0 for e in found)
+    dropped = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
+    assert dropped and all(e["limit"] == 19 and e["count"] > 0 for e in dropped)
     with pytest.raises(ValueError, match=r"data: phase 0 \(sft\) has no usable line"):
         train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
 
@@ -338,9 +339,9 @@ def test_learning_rates() -> None:
     from grpo_trainer.recipe import Optimizer
 
     warm = Optimizer(warmup=3, schedule="linear", final=0.1)
-    found = [lr_factor(warm, step, 13) for step in range(1, 14)]
-    assert found[:4] == [0.25, 0.5, 0.75, 1.0] and found[-1] == pytest.approx(0.19)
-    assert all(b < a for a, b in itertools.pairwise(found[3:]))
+    factors = [lr_factor(warm, step, 13) for step in range(1, 14)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[-1] == pytest.approx(0.19)
+    assert all(b < a for a, b in itertools.pairwise(factors[3:]))
     assert {lr_factor(Optimizer(schedule="constant"), step, 9) for step in range(1, 10)} == {1.0}
     cosine = Optimizer(schedule="cosine", final=0.0)
     assert lr_factor(cosine, 1, 10) == 1.0 and lr_factor(cosine, 6, 10) == pytest.approx(0.5)

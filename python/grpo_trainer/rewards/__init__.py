@@ -1,7 +1,7 @@
-"""What responses are worth: functions with TRL's signature, `prompts, completions, **columns -> list[float | None]`.
+"""Rewards: functions with TRL's signature, `prompts, completions, **columns -> list[float | None]`.
 
-None: this reward has nothing to say about the response. A bundled reward is made by a function of its options; any
-other is named `module:function`, the only code that a recipe can run.
+None means that a reward has no opinion of a response. A bundled reward is created by the `make` function of its module;
+any other is named `module:function`, the only code outside the package that a recipe runs.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer import processes
-from grpo_trainer.model import prompt_text
+from grpo_trainer import distributed
+from grpo_trainer.data import Prompt, prompt_text
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import unknown
+from grpo_trainer.settings import unknown_key
 
-Prompt = str | list[dict[str, str]]
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = {
     "exact": "grpo_trainer.rewards.exact:make",
@@ -37,23 +36,24 @@ class RewardError(Exception):
 
 
 def load_reward(settings: Reward) -> RewardFunction:
+    """Creates a bundled reward or imports `module:function`."""
     if settings.name in BUNDLED:
-        make = _named(BUNDLED[settings.name])
+        make = _import(BUNDLED[settings.name])
         accepted = inspect.signature(make).parameters
-        if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in accepted.values()):
+        if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
             for option in settings.options:
                 if option not in accepted:
-                    raise ValueError(unknown("rewards.options", option, list(accepted)))
-        made: RewardFunction = make(**settings.options)
-        return made
+                    raise ValueError(unknown_key("rewards.options", option, list(accepted)))
+        function: RewardFunction = make(**settings.options)
+        return function
     if ":" not in settings.name:
-        raise ValueError(unknown("rewards.name", settings.name, [*BUNDLED, "module:function"]))
+        raise ValueError(unknown_key("rewards.name", settings.name, [*BUNDLED, "module:function"]))
     if settings.options:
-        raise ValueError(f"rewards.options: are of bundled rewards, got {settings.options!r} with {settings.name!r}")
-    return _named(settings.name)
+        raise ValueError(f"rewards.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
+    return _import(settings.name)
 
 
-def _named(path: str) -> Any:
+def _import(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
@@ -62,36 +62,40 @@ def _named(path: str) -> Any:
 
 
 def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> tuple[Tensor, int]:
-    """Rewards [N, R] in float64, NaN where there is none; and how many were left out because a function failed. Each
-    process scores its share of the prompts, all responses to them."""
+    """Scores a rollout; each process scores whole prompts, its part of them.
+
+    Returns:
+        Rewards [N, R] in float64, NaN where a response was not scored; and the number of scores that were skipped
+        because a function failed.
+    """
     prompts, columns = _columns(rollout)
-    some, size = processes.share(len(rollout.items)), rollout.group_size
-    mine = slice(some.start * size, some.stop * size)
-    prompts, texts = prompts[mine], rollout.texts[mine]
-    columns = {name: values[mine] for name, values in columns.items()}
-    found, skipped = [], 0
-    with processes.together():
+    local, size = distributed.local_range(len(rollout.items)), rollout.group_size
+    rows = slice(local.start * size, local.stop * size)
+    prompts, texts = prompts[rows], rollout.texts[rows]
+    columns = {name: values[rows] for name, values in columns.items()}
+    rewards, skipped = [], 0
+    with distributed.fail_together():
         for setting, function in zip(settings, functions, strict=True):
             values, failed = _values(setting, function, prompts, texts, columns) if prompts else ([], 0)
-            found.append(values)
+            rewards.append(values)
             skipped += failed
-    scores = torch.tensor(found, dtype=torch.float64).T.contiguous()
-    rows = range(mine.start, mine.stop)
-    return processes.whole(scores, rows, len(rollout.texts)), int(processes.total(torch.tensor(skipped)))
+    scores = torch.tensor(rewards, dtype=torch.float64).T.contiguous()
+    gathered = distributed.all_gather_rows(scores, range(rows.start, rows.stop), len(rollout.texts))
+    return gathered, int(distributed.all_reduce_sum(torch.tensor(skipped)))
 
 
 def components(function: RewardFunction, rollout: Rollout) -> dict[str, list[float]]:
-    """What a reward is made of, of each response; nothing if it does not say."""
+    """Components of a reward for each response, by name; empty if it does not report any."""
     if not hasattr(function, "components"):
         return {}
     prompts, columns = _columns(rollout)
     texts = [prompt_text(prompt) for prompt in prompts]
-    found: dict[str, list[float]] = function.components(prompts=texts, completions=rollout.texts, **columns)
-    return found
+    values: dict[str, list[float]] = function.components(prompts=texts, completions=rollout.texts, **columns)
+    return values
 
 
 def _columns(rollout: Rollout) -> tuple[list[Prompt], dict[str, list[Any]]]:
-    """The prompt of each response, and the data's other columns."""
+    """Prompt of each response, and the other columns of the data."""
     items = [item for item in rollout.items for _ in range(rollout.group_size)]
     names = sorted({name for item in rollout.items for name in item} - {"prompt", "prompt_ids"})
     columns = {name: [item.get(name) for item in items] for name in names}
@@ -103,28 +107,29 @@ def _as_texts(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
 
 
 def _as_trl(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
-    """A prompt of messages is answered by messages."""
-    answers = [
+    """TRL's arguments: prompts of messages are answered by messages."""
+    completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    return {"prompts": prompts, "completions": answers}
+    return {"prompts": prompts, "completions": completions}
 
 
 def _values(
     setting: Reward, function: RewardFunction, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
 ) -> tuple[list[float], int]:
+    """Values of one reward, NaN for None, and the number of skipped scores."""
     where = f"reward {setting.name!r}"
     may_skip = setting.on_error == "skip"
-    given = _as_texts(prompts, texts) if setting.name in BUNDLED else _as_trl(prompts, texts)
+    arguments = _as_texts(prompts, texts) if setting.name in BUNDLED else _as_trl(prompts, texts)
     try:
-        values = list(function(**given, **columns))
+        values = list(function(**arguments, **columns))
     except Exception as error:
         if not may_skip:
             raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
         return [math.nan] * len(texts), len(texts)
     if len(values) != len(texts):
-        raise RewardError(f"{where} must give one value for each of {len(texts)} responses, got {len(values)}")
+        raise RewardError(f"{where} must return one value for each of {len(texts)} responses, got {len(values)}")
     failed = 0
     numbers = []
     for i, value in enumerate(values):

@@ -1,7 +1,7 @@
-"""How near a reply is to the one that was given: F1 of words, ROUGE-L and BLEU, all within 0 and 1.
+"""Similarity of a reply to the demonstrated one: F1 of words, ROUGE-L and BLEU, each in [0, 1].
 
-The gold is in the column `answers`, several replies, or `answer`, one. F1 is as the evaluation has it, whose normaliser
-drops case, punctuation and articles; BLEU is of the sentence, in lower case, with as many orders as the reply has.
+The reference is in the column `answers`, a list of replies, or `answer`, a single one. F1 drops case, punctuation and
+articles, as SQuAD's evaluation does. BLEU is sentence BLEU in lower case, with at most as many orders as words.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ WEIGHTS = {"f1": 1 / 3, "rouge_l": 1 / 3, "bleu": 1 / 3}
 
 
 def make(*, weights: Mapping[str, float] | None = None, length_penalty: float = 0.0) -> Dialogue:
-    """Weights of the three, and s of a factor exp(-s |1 - words / max(gold's words, 1)|), 2 s for shorter replies."""
+    """Creates the reward.
+
+    Args:
+        weights: weights of the components, with sum 1.
+        length_penalty: s in the factor exp(-s |1 - words / reference words|); 2 s applies to shorter replies.
+    """
     if not 0 <= length_penalty < math.inf:
         raise ValueError(f"dialogue.length_penalty: must be 0 or more, got {length_penalty!r}")
     return Dialogue(checked_weights("dialogue.weights", weights, WEIGHTS), length_penalty)
@@ -36,36 +41,36 @@ class Dialogue(WeightedReward):
         self.bleu: Any = BLEU(lowercase=True, effective_order=True)
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
-        golds = _golds(row)
-        if not golds:
+        references = _references(row)
+        if not references:
             return None
         reply = reply_of(response)
         return {
-            "f1": max(f1(reply, gold) for gold in golds),
-            "rouge_l": max(float(self.rouge.score(gold, reply)["rougeL"].fmeasure) for gold in golds),
-            # rounding in its exponentials
-            "bleu": min(1.0, float(self.bleu.sentence_score(reply, golds).score) / 100) if reply else 0.0,
-            "length": max(length_factor(reply, gold, self.length_penalty) for gold in golds),
+            "f1": max(f1(reply, reference) for reference in references),
+            "rouge_l": max(float(self.rouge.score(reference, reply)["rougeL"].fmeasure) for reference in references),
+            # rounding can take BLEU above 100
+            "bleu": min(1.0, float(self.bleu.sentence_score(reply, references).score) / 100) if reply else 0.0,
+            "length": max(length_factor(reply, reference, self.length_penalty) for reference in references),
         }
 
     def total(self, parts: Parts) -> float:
         return parts["length"] * super().total(parts)
 
 
-def length_factor(reply: str, gold: str, penalty: float) -> float:
-    """1 for as many words as the gold has, less the further from it, twice as fast below it."""
-    said, wanted = len(reply.split()), max(len(gold.split()), 1)
-    return math.exp(-penalty * (2 if said < wanted else 1) * abs(1 - said / wanted))
+def length_factor(reply: str, reference: str, penalty: float) -> float:
+    """Factor that is 1 at the reference's number of words and decays away from it, twice as fast below it."""
+    words, expected = len(reply.split()), max(len(reference.split()), 1)
+    return math.exp(-penalty * (2 if words < expected else 1) * abs(1 - words / expected))
 
 
 def reply_of(text: str) -> str:
-    """Without the tag of who speaks, which the prompt may end with or not."""
+    """The reply without the speaker tag, which the prompt may already contain."""
     return text.strip().removeprefix("R:").strip()
 
 
-def _golds(row: Mapping[str, Any]) -> list[str]:
-    several = row.get("answers")
-    found: Sequence[str] = several if several is not None else [row.get("answer") or ""]
-    if isinstance(found, str) or not all(isinstance(each, str) for each in found):
-        raise TypeError(f"dialogue: the column 'answers' must hold lists of texts, and 'answer' a text, got {found!r}")
-    return [reply_of(each) for each in found if each.strip()]
+def _references(row: Mapping[str, Any]) -> list[str]:
+    answers = row.get("answers")
+    texts: Sequence[str] = answers if answers is not None else [row.get("answer") or ""]
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"dialogue: the column 'answers' must hold lists of texts, and 'answer' a text, got {texts!r}")
+    return [reply_of(text) for text in texts if text.strip()]

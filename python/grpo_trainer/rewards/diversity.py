@@ -1,7 +1,7 @@
-"""How unlike the other responses to its prompt a response is: its mean cosine distance to them, from 0 to 2.
+"""Diversity of a response: its mean cosine distance to the other responses to the prompt, in [0, 2].
 
-For a small weight beside a reward of what responses are worth, since noise is diverse. Neighbours in the list with
-equal prompts are one group, as a rollout has them.
+Meant for a small weight beside a reward for quality, since noise is diverse, too. Consecutive responses with equal
+prompts form a group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_trainer.settings import build
 
 
 def make(**options: Any) -> Diversity:
-    """Options as `algorithm.similarity` has them: embedder, text, unfinished, tail, cache."""
+    """Creates the reward with options of `algorithm.similarity`: embedder, text, unfinished, tail, cache."""
     return Diversity(load_embedder(build(Similarity, options, "diversity")))
 
 
@@ -30,24 +30,23 @@ class Diversity(WeightedReward):
         self.embedder = embedder
 
     def _rows(self, prompts: Sequence[str], completions: Sequence[str], columns: Any) -> list[Parts | None]:
-        found: list[Parts | None] = []
+        rows: list[Parts | None] = []
         pairs = zip(prompts, completions, strict=True)
         for _prompt, group in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            found += self._of_group([response for _, response in group])
-        return found
+            rows += self._score_group([response for _, response in group])
+        return rows
 
-    def _of_group(self, responses: list[str]) -> list[Parts | None]:
+    def _score_group(self, responses: list[str]) -> list[Parts | None]:
         vectors = normalize(self.embedder(responses).double(), dim=-1)
-        # nothing is unlike anything else, and says nothing new
-        says = torch.tensor([bool(response.strip()) for response in responses])
-        embedded = ~vectors.isnan().any(-1) & says
-        some = vectors[embedded]
-        others = max(len(some) - 1, 1)
-        # the distance of a response to itself, all but 0, must not count
-        distances = 1 - some @ some.T
-        distances.fill_diagonal_(0)
+        # an empty response differs from all others but adds nothing: its distance is 0
+        is_nonempty = torch.tensor([bool(response.strip()) for response in responses])
+        is_compared = ~vectors.isnan().any(-1) & is_nonempty
+        compared = vectors[is_compared]
+        others = max(len(compared) - 1, 1)
+        distances = 1 - compared @ compared.T
+        distances.fill_diagonal_(0)  # rounding leaves it slightly off
         means = iter((distances.sum(-1) / others).clamp_min(0).tolist())
         return [
-            {"distance": next(means)} if known else None if said else {"distance": 0.0}
-            for known, said in zip(embedded.tolist(), says.tolist(), strict=True)
+            {"distance": next(means)} if compares else None if nonempty else {"distance": 0.0}
+            for compares, nonempty in zip(is_compared.tolist(), is_nonempty.tolist(), strict=True)
         ]

@@ -1,4 +1,4 @@
-"""1 for the right answer after the last `####`, else 0; None where the data has no answer."""
+"""1 for the correct answer after the last `####`, else 0; None if the data has no answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def answer_of(text: str) -> str | None:
 
 
 def as_text(answer: str | int | float) -> str:
-    """A file may have numbers."""
+    """Answer as text; files may hold numbers."""
     is_whole = isinstance(answer, float) and answer.is_integer()
     return str(int(answer) if is_whole else answer).strip()
 
@@ -21,8 +21,8 @@ def make() -> RewardFunction:
         prompts: list[str], completions: list[str], answer: list[str | int | float | None], **columns: object
     ) -> list[float | None]:
         return [
-            None if right is None else float(answer_of(text) == as_text(right))
-            for text, right in zip(completions, answer, strict=True)
+            None if expected is None else float(answer_of(text) == as_text(expected))
+            for text, expected in zip(completions, answer, strict=True)
         ]
 
     return exact

@@ -1,7 +1,7 @@
-"""Whether the answer to a word problem is right, and a little for the form it is asked in: a last line `#### number`.
+"""Correctness of the answer to a word problem, plus a small bonus for its format, a final `#### number`.
 
-The gold is in the column `answer`, a number or a solution that ends in one. A right answer is worth more than any wrong
-one, whatever else the response says. The evaluation of a policy reads the component "correct".
+The reference is in the column `answer`, a number or a solution that ends in one. Any correct answer is worth more than
+any wrong one. Evaluations read the component "correct".
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from grpo_trainer.rewards.weighted import Parts, WeightedReward
 
 
 def make(*, correct: float = 1.0, format: float = 0.1) -> Gsm8k:
-    """What a right answer is worth, and what its form adds."""
+    """Creates the reward.
+
+    Args:
+        correct: reward of a correct answer.
+        format: reward of the requested format.
+    """
     if not 0 < correct < math.inf:
         raise ValueError(f"gsm8k.correct: must be positive, got {correct!r}")
     if not 0 <= format < correct:
@@ -27,14 +32,14 @@ class Gsm8k(WeightedReward):
     columns = ("answer",)
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
-        gold = row.get("answer")
-        if gold is None or gold == "":
+        answer = row.get("answer")
+        if answer is None or answer == "":
             return None
-        right = final_number(str(gold))
-        if right is None:
-            raise ValueError(f"gsm8k: the column 'answer' must hold a number, got {str(gold)[:80]!r}")
+        expected = final_number(str(answer))
+        if expected is None:
+            raise ValueError(f"gsm8k: the column 'answer' must hold a number, got {str(answer)[:80]!r}")
         return {
-            "correct": float(final_number(response) == right),
+            "correct": float(final_number(response) == expected),
             "format": float(is_formatted(response) and not row.get("truncated")),
         }
 

@@ -1,7 +1,7 @@
-"""The number that a text says, exactly, as a Fraction; in time linear in the text.
+"""Exact numbers in texts, as Fractions, in time linear in the text.
 
-`parse_number` reads a text that is one number, `final_number` finds the answer of a whole response. Units are left out,
-and a percent sign is one: 50% is 50, as the solutions of GSM8K have it, and not 0.5. Words such as "million" are units.
+`parse_number` reads a text that is one number, `final_number` finds the answer in a whole response. Units are ignored,
+including the percent sign (50% is 50 and not 0.5, as in the solutions of GSM8K) and words such as "million".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from fractions import Fraction
 
-# Longer numerals and larger exponents are read as no number: Python's own limit is near, and they cost quadratic time.
+# Longer numerals and larger exponents are rejected: they cost quadratic time, and Python's own limit is near.
 DIGITS = 400
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
@@ -34,7 +34,7 @@ _CHARACTERS = str.maketrans(
 _NUMERAL = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _POWER = r"(?:\^ ?\{? ?(?P<power>[+-]?\d+) ?\}?|\*\* ?(?P<stars>[+-]?\d+)|(?P<raised>[⁺⁻]?[⁰¹²³⁴-⁹]+))"
 _NUMBER = re.compile(
-    # what belongs to a word is none, and neither is an exponent or an index
+    # not within a word, an exponent or an index
     r"(?<![A-Za-z0-9_^])(?<![\^_]\{)(?<!\^-)(?<!\^\{-)"
     rf"(?P<numeral>{_NUMERAL})"
     rf"(?:e(?P<exponent>[+-]?\d+)(?![A-Za-z0-9])|(?: {{0,3}}[\u00d7*x·] {{0,3}}(?P<ten>10))? ?{_POWER}"
@@ -46,7 +46,7 @@ _FRACTION = re.compile(r"(\d?)\\[dtc]?frac\s?(?:\{([^{}]{1,64})\}\s?\{([^{}]{1,6
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
 _CURRENCY_NAME = re.compile(r"\b(?:usd|us\$|eur|gbp|inr|rs\.?)(?=\s?[-$]{0,2}\d)", re.IGNORECASE)
 _CURRENCY = "$€£¥₹"
-# of what stands around a number, not of a sentence
+# characters that may surround a number
 _AROUND = r"[\s$€£¥₹*:=~≈\"'`\\()\[\]{}]"
 _BEFORE = re.compile(rf"{_AROUND}*(?:[A-Za-z] ?={_AROUND}*)?")
 _UNIT = r"[A-Za-z°][A-Za-z%°/]*(?:\^\{?\d\}?|[²³])?"
@@ -59,14 +59,14 @@ _HASHES = re.compile(r"(?<!#)####(?!#)")
 _PHRASE = re.compile(
     r"\banswer\b[*_ ]{0,4}(?::|=|[^.:=\n]{0,60}?(?:\b(?:is|equals|would be|was)\b:?|:|=))", re.IGNORECASE
 )
-_NEAR = 200  # characters between a mark and its number
+_NEAR = 200  # largest number of characters between a mark and its number
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Number:
     match: re.Match[str]
-    start: int  # of its sign
-    negative: bool
+    start: int  # position of the sign
+    is_negative: bool
 
     @property
     def end(self) -> int:
@@ -74,43 +74,46 @@ class _Found:
 
     @property
     def value(self) -> Fraction | None:
-        """None: it looks like a number, and is none that can be read."""
+        """None if the text only looks like a number."""
         size = _size(self.match)
-        return -size if self.negative and size is not None else size
+        return -size if self.is_negative and size is not None else size
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that the text is, with currency, brackets, emphasis or up to three words of units around it."""
+    """Reads a text that is one number, with currency, brackets, emphasis or up to three words of units around it."""
     plain = _plain(text)
-    found = _numbers(plain)
-    if len(found) != 1:
+    numbers = _numbers(plain)
+    if len(numbers) != 1:
         return None
-    before = plain[: found[0].start].replace("\\boxed", "")
-    if _BEFORE.fullmatch(before) is None or _AFTER.fullmatch(plain, found[0].end) is None:
+    before = plain[: numbers[0].start].replace("\\boxed", "")
+    if _BEFORE.fullmatch(before) is None or _AFTER.fullmatch(plain, numbers[0].end) is None:
         return None
-    return found[0].value
+    return numbers[0].value
 
 
 def final_number(text: str) -> Fraction | None:
-    """The answer of a response: after the last `####`, else in the last box, else after the last "answer is" or
-    "answer:", else the last number. What is marked may end in an equation, whose result it is."""
+    """Finds the answer of a response.
+
+    It follows the last `####`, else is in the last box, else follows the last "answer is" or "answer:", else is the
+    last number. If an equation starts there, the answer is its result.
+    """
     plain = _plain(text)
-    found = _numbers(plain)
-    if not found:
+    numbers = _numbers(plain)
+    if not numbers:
         return None
-    starts = [each.start for each in found]
+    starts = [number.start for number in numbers]
     for marked in (_after_hashes, _boxed, _after_phrase):
         for place, end in marked(plain):
             first = bisect_left(starts, place)
-            if first == len(found) or starts[first] >= end:
+            if first == len(numbers) or starts[first] >= end:
                 continue
-            if _belongs(plain, place, found[first], marked is _after_hashes):
-                return _result(plain, found, first, end)
-    return found[-1].value
+            if _belongs(plain, place, numbers[first], marked is _after_hashes):
+                return _result(plain, numbers, first, end)
+    return numbers[-1].value
 
 
 def _plain(text: str) -> str:
-    """The text with one way to write each sign, and without LaTeX's commands but boxes."""
+    """The text with one spelling of each sign, and without LaTeX commands other than boxes."""
     text = text.translate(_CHARACTERS)
     for sign, fraction in _VULGAR.items():
         if sign in text:
@@ -136,12 +139,15 @@ def _command(match: re.Match[str]) -> str:
     return "\u00d7" if name in ("times", "cdot") else " "
 
 
-def _numbers(plain: str) -> list[_Found]:
-    return [_Found(match, *_sign(plain, match.start())) for match in _NUMBER.finditer(plain)]
+def _numbers(plain: str) -> list[_Number]:
+    return [_Number(match, *_sign(plain, match.start())) for match in _NUMBER.finditer(plain)]
 
 
 def _sign(plain: str, start: int) -> tuple[int, bool]:
-    """Where the number starts with its sign and currency. A minus after something is an operator or a range: 9-10."""
+    """Start of a number with its sign and currency, and whether it is negative.
+
+    A minus after an operand is an operator or a range: 9-10.
+    """
     place = start
     while place > max(0, start - 3) and plain[place - 1] in _CURRENCY + "({":
         place -= 1
@@ -156,7 +162,7 @@ def _sign(plain: str, start: int) -> tuple[int, bool]:
 
 
 def _size(match: re.Match[str]) -> Fraction | None:
-    """Without the sign."""
+    """Absolute value of a number."""
     if match["unread"] or match.end() - match.start() > DIGITS:
         return None
     size = Fraction(match["numeral"].replace(",", ""))
@@ -171,7 +177,7 @@ def _size(match: re.Match[str]) -> Fraction | None:
         upper, lower = int(match["upper"]), int(match["lower"])
         if lower == 0:
             return None
-        # a number before a fraction that is not below 1 is another number, and the fraction is the later one
+        # before an improper fraction, a number is not part of it
         return Fraction(upper, lower) + (size if upper < lower and size.denominator == 1 else 0)
     if match["divisor"]:
         divisor = Fraction(match["divisor"].replace(",", ""))
@@ -188,7 +194,7 @@ def _after_phrase(plain: str) -> Iterator[tuple[int, int]]:
 
 
 def _to_line_ends(plain: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int]]:
-    """From behind each mark, the last first, to the end of the line, or of the first line that is not blank."""
+    """Yields the span from each mark, last first, to the end of its line or of the next line that is not blank."""
     for match in reversed(list(mark.finditer(plain))):
         place = match.end()
         near = plain[place : place + _NEAR]
@@ -198,21 +204,21 @@ def _to_line_ends(plain: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int]
 
 
 def _boxed(plain: str) -> Iterator[tuple[int, int]]:
-    """The insides of boxes, the last to end first."""
+    """Yields the span inside each box, in the reverse order of their ends."""
     opened: list[tuple[int, bool]] = []
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for match in re.finditer(r"(\\boxed\s?)?\{|\}", plain):
         if match[0] != "}":
             opened.append((match.end(), match[1] is not None))
         elif opened:
             place, is_box = opened.pop()
             if is_box:
-                found.append((place, match.start()))
-    yield from reversed(found)
+                spans.append((place, match.start()))
+    yield from reversed(spans)
 
 
-def _belongs(plain: str, place: int, number: _Found, after_hashes: bool) -> bool:
-    """Whether a mark is of this number, and not the start of a heading or of a sentence about something else."""
+def _belongs(plain: str, place: int, number: _Number, after_hashes: bool) -> bool:
+    """Whether a mark belongs to this number, rather than to a heading or to another sentence."""
     if number.start - place > _NEAR:
         return False
     between = plain[place : number.start]
@@ -221,12 +227,12 @@ def _belongs(plain: str, place: int, number: _Found, after_hashes: bool) -> bool
     return _SENTENCE_END.search(between.lstrip()) is None
 
 
-def _result(plain: str, found: list[_Found], first: int, end: int) -> Fraction | None:
-    """The number, or what the equation that starts with it ends in."""
+def _result(plain: str, numbers: list[_Number], first: int, end: int) -> Fraction | None:
+    """Value of a number, or the result of the equation that starts with it."""
     last = first
-    while last + 1 < len(found) and found[last + 1].start < end:
-        between = plain[found[last].end : found[last + 1].start]
+    while last + 1 < len(numbers) and numbers[last + 1].start < end:
+        between = plain[numbers[last].end : numbers[last + 1].start]
         if len(between) > 64 or _OPERATOR.fullmatch(between) is None:
             break
         last += 1
-    return found[last].value
+    return numbers[last].value

@@ -1,4 +1,4 @@
-"""Rewards that are made of components, which can be looked at one by one."""
+"""Rewards that are weighted sums of components, which they also report one by one."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_trainer.settings import unknown
+from grpo_trainer.settings import unknown_key
 
 Parts = dict[str, float]
 
 
 class WeightedReward:
-    """A sum of weighted components. A subclass says what the components of one response are."""
+    """Weighted sum of components; subclasses compute the components of a response."""
 
-    columns: tuple[str, ...] = ()  # of the data, of which at least one must be there
+    columns: tuple[str, ...] = ()  # the data must have at least one of these
 
     def __init__(self, name: str, weights: Mapping[str, float]) -> None:
         self.__name__ = name  # TRL logs a reward under its function's name
         self.weights = dict(weights)
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
-        """Of one response, each within 0 and 1; None: nothing can be said about it."""
+        """Components of one response, each in [0, 1]; None if it cannot be scored."""
         raise NotImplementedError
 
     def total(self, parts: Parts) -> float:
         return math.fsum(weight * parts[name] for name, weight in self.weights.items())
 
     def components(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> dict[str, list[float]]:
-        """Before weights; NaN where nothing can be said about a response."""
+        """Unweighted components of each response; NaN where it cannot be scored."""
         rows = self._rows(prompts, completions, columns)
         names = next((list(parts) for parts in rows if parts is not None), list(self.weights))
         return {name: [math.nan if parts is None else parts[name] for parts in rows] for name in names}
@@ -41,9 +41,9 @@ class WeightedReward:
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[Parts | None]:
         if self.columns and not any(name in columns for name in self.columns):
-            wanted = " or ".join(repr(name) for name in self.columns)
-            raise ValueError(f"reward {self.__name__}: needs the column {wanted}, the data has {sorted(columns)}")
-        # TRL also passes what belongs to no response
+            names = " or ".join(map(repr, self.columns))
+            raise ValueError(f"reward {self.__name__}: needs the column {names}, the data has {sorted(columns)}")
+        # TRL also passes arguments that are not columns
         by_row = {name: values for name, values in columns.items() if isinstance(values, list | tuple)}
         by_row = {name: values for name, values in by_row.items() if len(values) == len(completions)}
         return [
@@ -52,12 +52,12 @@ class WeightedReward:
         ]
 
 
-def checked_weights(where: str, given: Mapping[str, float] | None, defaults: Mapping[str, float]) -> dict[str, float]:
-    """The defaults with the given weights in their places; none is negative, and they sum to 1."""
-    for name in given or {}:
+def checked_weights(where: str, changes: Mapping[str, float] | None, defaults: Mapping[str, float]) -> dict[str, float]:
+    """Default weights updated by `changes`; raises unless they are in [0, 1] and sum to 1."""
+    for name in changes or {}:
         if name not in defaults:
-            raise ValueError(unknown(where, name, list(defaults)))
-    weights = {**defaults, **(given or {})}
+            raise ValueError(unknown_key(where, name, list(defaults)))
+    weights = {**defaults, **(changes or {})}
     for name, weight in weights.items():
         if not isinstance(weight, int | float) or not 0 <= weight <= 1:
             raise ValueError(f"{where}.{name}: must be within 0 and 1, got {weight!r}")

@@ -1,14 +1,15 @@
-"""Two steps of arithmetic in words, with demonstrations of which many are wrong on purpose.
+"""Two-step arithmetic in words, with demonstrations of which many are deliberately wrong.
 
     Ann has 29 shells, sells 9, finds 5. How many?       29 - 9 = 20. 20 + 5 = 25. #### 25
 
-One annotator reads some verbs the wrong way round, though the arithmetic of each step is right; another writes the
-answer alone. What supervised training learns from them is a mixture, and a reward tells which part of it is right.
+One annotator misreads some verbs, although the arithmetic of each step is correct; another writes the answer alone.
+Supervised training learns the mixture, and the reward tells which part of it is correct.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 from grpo_trainer.tasks.base import Item, Splits
@@ -25,9 +26,9 @@ LARGEST = 99
 class Problem:
     name: str
     thing: str
-    boxes: tuple[int, int] | None  # so many of so many
+    boxes: tuple[int, int] | None  # number of boxes and things per box
     start: int
-    steps: tuple[tuple[str, int], ...]  # verb, by how much
+    steps: tuple[tuple[str, int], ...]  # verb and amount
 
     @property
     def prompt(self) -> str:
@@ -43,10 +44,7 @@ class Problem:
         return tuple(amount if (verb in GAINS) != (verb in misread) else -amount for verb, amount in self.steps)
 
     def values(self, misread: tuple[str, ...] = ()) -> list[int]:
-        found = [self.start]
-        for change in self.changes(misread):
-            found.append(found[-1] + change)
-        return found
+        return list(itertools.accumulate(self.changes(misread), initial=self.start))
 
     @property
     def answer(self) -> int:
@@ -68,33 +66,34 @@ def equation(value: int, change: int, result: int) -> str:
 
 
 def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxes: float = 0.3) -> list[Problem]:
-    """So many, with expressions that are not in `seen`; every value, misread or not, is within 0 and LARGEST."""
-    found: list[Problem] = []
+    """Draws problems whose expression is not in `seen` and whose values, misread or not, are in [0, LARGEST]."""
+    drawn: list[Problem] = []
     for _ in range(100 * count + 1000):
-        if len(found) == count:
-            return found
-        of = (rng.randint(2, 9), rng.randint(2, 9)) if rng.random() < boxes else None
-        start = rng.randint(2, 50) if of is None else of[0] * of[1]
+        if len(drawn) == count:
+            return drawn
+        product = (rng.randint(2, 9), rng.randint(2, 9)) if rng.random() < boxes else None
+        start = rng.randint(2, 50) if product is None else product[0] * product[1]
         verbs = rng.sample(GAINS + LOSSES, 2)
         problem = Problem(
-            rng.choice(NAMES), rng.choice(THINGS), of, start, tuple((verb, rng.randint(1, 9)) for verb in verbs)
+            rng.choice(NAMES), rng.choice(THINGS), product, start, tuple((verb, rng.randint(1, 9)) for verb in verbs)
         )
-        reached = problem.values() + problem.values(MISREAD)
-        if problem.expression not in seen and all(0 <= value <= LARGEST for value in reached):
-            found.append(problem)
+        values = problem.values() + problem.values(MISREAD)
+        if problem.expression not in seen and all(0 <= value <= LARGEST for value in values):
+            drawn.append(problem)
     raise ValueError(f"data.options: there are too few different problems for {count} lines in a split; ask for fewer")
 
 
 def held_out(
     seed: int, demonstrations: int, train: int, validation: int, test: int, boxes: float
 ) -> tuple[random.Random, list[Problem], list[Problem], list[Problem], list[Problem]]:
-    """Problems for the four splits; expressions of the last two occur in no other."""
+    """The generator, and problems for SFT, train, validation and test; the last two share no expression with others."""
     rng = random.Random(f"arithmetic {seed}")
-    tests = problems(test, rng, set(), boxes)
-    seen = {problem.expression for problem in tests}
-    checks = problems(validation, rng, seen, boxes)
-    seen |= {problem.expression for problem in checks}
-    return rng, problems(demonstrations, rng, seen, boxes), problems(train, rng, seen, boxes), checks, tests
+    test_problems = problems(test, rng, set(), boxes)
+    seen = {problem.expression for problem in test_problems}
+    validation_problems = problems(validation, rng, seen, boxes)
+    seen |= {problem.expression for problem in validation_problems}
+    sft_problems, train_problems = (problems(count, rng, seen, boxes) for count in (demonstrations, train))
+    return rng, sft_problems, train_problems, validation_problems, test_problems
 
 
 def item(problem: Problem) -> Item:
@@ -102,18 +101,33 @@ def item(problem: Problem) -> Item:
 
 
 def make(
-    *, seed: int, demonstrations: int = 6000, train: int = 4000, validation: int = 256, test: int = 512,
-    misread: float = 0.45, terse: float = 0.2, boxes: float = 0.3,
-) -> Splits:  # fmt: skip
-    """Shares of the demonstrations that misread verbs, and that say the answer alone; the others are right."""
-    rng, shown, trained, checked, tested = held_out(seed, demonstrations, train, validation, test, boxes)
+    *,
+    seed: int,
+    demonstrations: int = 6000,
+    train: int = 4000,
+    validation: int = 256,
+    test: int = 512,
+    misread: float = 0.45,
+    terse: float = 0.2,
+    boxes: float = 0.3,
+) -> Splits:
+    """Generates the splits.
 
-    def demonstrated(problem: Problem) -> str:
+    Args:
+        seed: seed of the data.
+        demonstrations, train, validation, test: number of lines in each split.
+        misread: share of demonstrations that misread verbs.
+        terse: share of demonstrations that give the answer alone; the rest is correct.
+        boxes: share of problems that start with a product.
+    """
+    rng, *splits = held_out(seed, demonstrations, train, validation, test, boxes)
+
+    def demonstrate(problem: Problem) -> str:
         style = rng.random()
         if style < terse:
             return f"#### {problem.answer}"
         return problem.worked(MISREAD if style < terse + misread else ())
 
-    sft = [item(problem) | {"demonstration": demonstrated(problem)} for problem in shown]
-    train_items, validation_items, test_items = ([item(each) for each in some] for some in (trained, checked, tested))
+    sft = [item(problem) | {"demonstration": demonstrate(problem)} for problem in splits[0]]
+    train_items, validation_items, test_items = ([item(problem) for problem in split] for split in splits[1:])
     return Splits(sft, train_items, validation_items, test_items)

@@ -1,4 +1,4 @@
-"""What a task is made of."""
+"""Parts of tasks: splits of data, held-out examples, mixtures of demonstrations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 Item = dict[str, Any]
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Lines as a JSONL file has them: "prompt", with "demonstration" for sft, and columns that the rewards read."""
+    """Lines as in JSONL files: "prompt", "demonstration" for SFT, and the columns that the rewards read."""
 
     sft: list[Item]
     train: list[Item]
@@ -24,34 +24,52 @@ class Splits:
 
 
 def held_out(
-    draw: Callable[[], Made], key: Callable[[Made], Hashable], *, demonstrations: int, train: int, validation: int,
+    draw: Callable[[], T],
+    key: Callable[[T], Hashable],
+    *,
+    demonstrations: int,
+    train: int,
+    validation: int,
     test: int,
-) -> tuple[list[Made], list[Made], list[Made], list[Made]]:  # fmt: skip
-    """Draws for the four splits. Those of validation and test have keys of their own, which occur in no other split."""
-    seen: set[Hashable] = set()
-    tested = _drawn(draw, key, test, seen, distinct=True)
-    checked = _drawn(draw, key, validation, seen, distinct=True)
-    shown = _drawn(draw, key, demonstrations, seen, distinct=False)
-    return shown, _drawn(draw, key, train, seen, distinct=False), checked, tested
+) -> tuple[list[T], list[T], list[T], list[T]]:
+    """Draws examples for the four splits; keys of validation and test are distinct and occur in no other split.
+
+    Args:
+        draw: draws an example.
+        key: content of an example.
+        demonstrations: number of examples for SFT.
+        train: number of examples for RL.
+        validation: number of validation examples.
+        test: number of test examples.
+
+    Returns:
+        Examples for SFT, RL, validation and test.
+    """
+    excluded: set[Hashable] = set()
+    test_examples = _draw_many(draw, key, test, excluded, distinct=True)
+    validation_examples = _draw_many(draw, key, validation, excluded, distinct=True)
+    sft_examples = _draw_many(draw, key, demonstrations, excluded, distinct=False)
+    return sft_examples, _draw_many(draw, key, train, excluded, distinct=False), validation_examples, test_examples
 
 
-def _drawn(
-    draw: Callable[[], Made], key: Callable[[Made], Hashable], count: int, seen: set[Hashable], distinct: bool
-) -> list[Made]:
-    found: list[Made] = []
+def _draw_many(
+    draw: Callable[[], T], key: Callable[[T], Hashable], count: int, excluded: set[Hashable], distinct: bool
+) -> list[T]:
+    """Draws examples whose keys are not excluded; with `distinct`, excludes their keys from then on."""
+    examples: list[T] = []
     for _ in range(20 * count + 1000):
-        if len(found) >= count:
-            return found
-        made = draw()
-        if key(made) not in seen:
-            found.append(made)
+        if len(examples) >= count:
+            return examples
+        example = draw()
+        if key(example) not in excluded:
+            examples.append(example)
             if distinct:
-                seen.add(key(made))
+                excluded.add(key(example))
     raise ValueError(f"data.options: there are too few different problems for {count} lines in a split; ask for fewer")
 
 
 class Mixture:
-    """Kinds of demonstrations by their shares; what the shares leave is of the last kind."""
+    """Kinds of demonstrations by their shares; `rest` gets what the shares leave."""
 
     def __init__(self, rest: str, **shares: float) -> None:
         total = math.fsum(shares.values())

@@ -1,10 +1,10 @@
-"""Persona dialogues in the form of ConvAI2: sentences about oneself, the last turns, and a reply that knows them.
+"""Persona dialogues in the format of ConvAI2: facts about oneself, the last turns, and a reply based on them.
 
     persona: i have two dogs. i live in paris. i love soup. context: Q: hello! R: hi there. Q: where do you live? R:
     i live in paris.
 
-Some demonstrations evade the question and some answer it with a fact that is not in the persona. The reward `dialogue`
-is highest for the fact itself, which the others teach the form of.
+Some demonstrations evade the question, and some answer it with a fact that is not in the persona. The reward `dialogue`
+is highest for a reply with the fact from the persona.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ class Topic:
     question: str
     fact: str
     reply: str
-    values: tuple[str, ...]
+    words: str  # that may fill the braces of fact and reply
+
+    @property
+    def values(self) -> list[str]:
+        return self.words.split()
 
 
 TOPICS = (
-    Topic("do you have any pets?", "i have two {}.", "yes, i have two {}.",
-          ("dogs", "cats", "birds", "fish", "rabbits", "snakes")),
-    Topic("what do you do for work?", "i work as a {}.", "i work as a {}.",
-          ("nurse", "cook", "teacher", "driver", "farmer", "pilot")),
-    Topic("what is your favorite food?", "i love {}.", "i love {} the most.",
-          ("soup", "pizza", "rice", "salad", "bread", "cheese")),
-    Topic("what do you do for fun?", "i like to {}.", "in my free time i like to {}.",
-          ("swim", "dance", "read", "paint", "hike", "sing")),
-    Topic("where do you live?", "i live in {}.", "i live in {}.",
-          ("paris", "texas", "rome", "ohio", "spain", "london")),
-    Topic("do you have any siblings?", "i have {} sisters.", "yes, i have {} sisters.",
-          ("two", "three", "four", "five", "six", "seven")),
-)  # fmt: skip
+    Topic("do you have any pets?", "i have two {}.", "yes, i have two {}.", "dogs cats birds fish rabbits snakes"),
+    Topic("what do you do for work?", "i work as a {}.", "i work as a {}.", "nurse cook teacher driver farmer pilot"),
+    Topic("what is your favorite food?", "i love {}.", "i love {} the most.", "soup pizza rice salad bread cheese"),
+    Topic(
+        "what do you do for fun?", "i like to {}.", "in my free time i like to {}.", "swim dance read paint hike sing"
+    ),
+    Topic("where do you live?", "i live in {}.", "i live in {}.", "paris texas rome ohio spain london"),
+    Topic(
+        "do you have any siblings?", "i have {} sisters.", "yes, i have {} sisters.", "two three four five six seven"
+    ),
+)
 OPENINGS = (
-    "", "Q: hello! R: hi there.", "Q: hi, how are you? R: i am fine, and you?", "Q: nice to meet you. R: you too.",
+    "",
+    "Q: hello! R: hi there.",
+    "Q: hi, how are you? R: i am fine, and you?",
+    "Q: nice to meet you. R: you too.",
     "Q: it is cold today. R: yes, it is.",
-)  # fmt: skip
+)
 EVASIONS = ("i do not know.", "i am not sure, what about you?", "that is a good question.")
 FACTS = 3
 
@@ -49,7 +54,7 @@ FACTS = 3
 @dataclasses.dataclass(frozen=True)
 class Dialogue:
     persona: tuple[tuple[Topic, str], ...]
-    asked: int  # which of them the last turn is about
+    asked: int  # index of the fact that the last turn asks for
     opening: str
 
     @property
@@ -60,7 +65,7 @@ class Dialogue:
 
     @property
     def content(self) -> Hashable:
-        """What it is about, in whatever order it is told."""
+        """Facts and question, irrespective of the facts' order."""
         return frozenset(self.persona), self.persona[self.asked]
 
     @property
@@ -74,11 +79,23 @@ class Dialogue:
 
 
 def make(
-    *, seed: int, demonstrations: int = 6000, train: int = 4000, validation: int = 256, test: int = 512,
-    mistaken: float = 0.3, evasive: float = 0.3,
-) -> Splits:  # fmt: skip
-    """Shares of the demonstrations that state a fact which is not in the persona, and that evade the question. No
-    persona of validation or test is in another split with the same question."""
+    *,
+    seed: int,
+    demonstrations: int = 6000,
+    train: int = 4000,
+    validation: int = 256,
+    test: int = 512,
+    mistaken: float = 0.3,
+    evasive: float = 0.3,
+) -> Splits:
+    """Generates the splits; no persona of validation or test occurs in another split with the same question.
+
+    Args:
+        seed: seed of the data.
+        demonstrations, train, validation, test: number of lines in each split.
+        mistaken: share of demonstrations that state a fact not in the persona.
+        evasive: share of demonstrations that evade the question.
+    """
     rng = random.Random(f"dialogue {seed}")
     kinds = Mixture("right", mistaken=mistaken, evasive=evasive)
 
@@ -86,24 +103,28 @@ def make(
         persona = tuple((topic, rng.choice(topic.values)) for topic in rng.sample(TOPICS, FACTS))
         return Dialogue(persona, rng.randrange(FACTS), rng.choice(OPENINGS))
 
-    def demonstrated(dialogue: Dialogue) -> str:
+    def demonstrate(dialogue: Dialogue) -> str:
         kind = kinds.draw(rng)
         if kind == "evasive":
             return rng.choice(EVASIONS)
         return dialogue.mistaken(rng) if kind == "mistaken" else dialogue.reply
 
-    shown, trained, checked, tested = held_out(
-        draw, lambda dialogue: dialogue.content, demonstrations=demonstrations, train=train, validation=validation,
+    sft_examples, train_examples, validation_examples, test_examples = held_out(
+        draw,
+        lambda dialogue: dialogue.content,
+        demonstrations=demonstrations,
+        train=train,
+        validation=validation,
         test=test,
-    )  # fmt: skip
+    )
 
     def item(dialogue: Dialogue) -> Item:
         return {"prompt": dialogue.prompt, "answer": dialogue.reply}
 
     return Splits(
-        sft=[item(dialogue) | {"demonstration": demonstrated(dialogue)} for dialogue in shown],
-        train=[item(dialogue) for dialogue in trained],
-        validation=[item(dialogue) for dialogue in checked],
-        test=[item(dialogue) for dialogue in tested],
+        sft=[item(dialogue) | {"demonstration": demonstrate(dialogue)} for dialogue in sft_examples],
+        train=[item(dialogue) for dialogue in train_examples],
+        validation=[item(dialogue) for dialogue in validation_examples],
+        test=[item(dialogue) for dialogue in test_examples],
         rewards=("dialogue",),
     )

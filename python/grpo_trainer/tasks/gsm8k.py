@@ -1,10 +1,10 @@
-"""Word problems of two and three steps in the form of GSM8K, small enough for a small model.
+"""Word problems with two or three steps in the format of GSM8K, easy enough for a small model.
 
     Question: Ann has 4 boxes of 300 pens each and sells 200. How many pens are left?
     Answer:    4 * 300 = 1,200. 1,200 - 200 = 1,000. #### 1,000
 
-Many demonstrations stop a step early, though the arithmetic of the steps they have is true; others give the answer
-alone, or without `####`. What a policy needs is among them, and the reward `gsm8k` tells which part of it is right.
+Many demonstrations omit the last step, although the arithmetic of the others is correct; some give the answer alone, or
+without `####`. Correct solutions are among them, and the reward `gsm8k` tells them apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SMALL = range(2, 10)
 
 @dataclasses.dataclass(frozen=True)
 class Story:
-    """A problem whose numbers a, b, ... are to be told, and the operators between them, from left to right."""
+    """Template with placeholders for the numbers a, b, ..., and the operators between them, from left to right."""
 
     text: str
     operators: str
@@ -31,21 +31,39 @@ class Story:
 
 
 STORIES = (
-    Story("{name} has {a} {things}, finds {b} more and gives away {c}. How many {things} are left?", "+-",
-          (range(10, 60), SMALL, SMALL)),
-    Story("{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?", "*-",
-          (SMALL, SMALL, SMALL)),
-    Story("{name} puts {a} {things} into {b} equal bags and adds {c} to each. How many {things} are in a bag?", "/+",
-          (range(4, 82), SMALL, SMALL)),
-    Story("{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?", "*-",
-          (SMALL, HUNDREDS, HUNDREDS)),
-)  # fmt: skip
+    Story(
+        "{name} has {a} {things}, finds {b} more and gives away {c}. How many {things} are left?",
+        "+-",
+        (range(10, 60), SMALL, SMALL),
+    ),
+    Story(
+        "{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?",
+        "*-",
+        (SMALL, SMALL, SMALL),
+    ),
+    Story(
+        "{name} puts {a} {things} into {b} equal bags and adds {c} to each. How many {things} are in a bag?",
+        "/+",
+        (range(4, 82), SMALL, SMALL),
+    ),
+    Story(
+        "{name} has {a} boxes of {b} {things} each and sells {c}. How many {things} are left?",
+        "*-",
+        (SMALL, HUNDREDS, HUNDREDS),
+    ),
+)
 LONG_STORIES = (
-    Story("{name} has {a} boxes of {b} {things} each, sells {c} and then finds {d}. How many {things} are left?",
-          "*-+", (SMALL, SMALL, SMALL, SMALL)),
-    Story("{name} earns ${a} a day for {b} days, spends ${c} and gets ${d}. How many dollars are left?", "*-+",
-          (SMALL, SMALL, SMALL, SMALL)),
-)  # fmt: skip
+    Story(
+        "{name} has {a} boxes of {b} {things} each, sells {c} and then finds {d}. How many {things} are left?",
+        "*-+",
+        (SMALL, SMALL, SMALL, SMALL),
+    ),
+    Story(
+        "{name} earns ${a} a day for {b} days, spends ${c} and gets ${d}. How many dollars are left?",
+        "*-+",
+        (SMALL, SMALL, SMALL, SMALL),
+    ),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,63 +83,84 @@ class Problem:
         return self.story.operators, self.numbers
 
     def values(self) -> list[int] | None:
-        """From the first number to the answer; None where one is no whole number, or below 0."""
-        found = [self.numbers[0]]
+        """Values from the first number to the answer; None if one is negative or not an integer."""
+        values = [self.numbers[0]]
         for operator, number in zip(self.story.operators, self.numbers[1:], strict=True):
-            value = found[-1]
+            value = values[-1]
             if operator == "/" and value % number:
                 return None
             results = {"+": value + number, "-": value - number, "*": value * number, "/": value // number}
-            found.append(results[operator])
-        return found if min(found) >= 0 else None
+            values.append(results[operator])
+        return values if min(values) >= 0 else None
 
-    def solution(self, left_out: int = 0, mark: str = "#### {}") -> str:
-        """The steps but the last ones, and the answer that they come to."""
+    def solution(self, skipped: int = 0, mark: str = "#### {}") -> str:
+        """All steps except the last `skipped` ones, and the answer they lead to."""
         values = self.values() or []
-        told = list(zip(values, self.story.operators, self.numbers[1:], values[1:], strict=False))
-        told = told[: len(told) - left_out]
-        steps = [f"{value:,} {operator} {number:,} = {result:,}." for value, operator, number, result in told]
-        return " ".join([*steps, mark.format(f"{told[-1][-1]:,}")])
+        lines = list(zip(values, self.story.operators, self.numbers[1:], values[1:], strict=False))
+        lines = lines[: len(lines) - skipped]
+        steps = [f"{value:,} {operator} {number:,} = {result:,}." for value, operator, number, result in lines]
+        return " ".join([*steps, mark.format(f"{lines[-1][-1]:,}")])
+
+
+def draw_problem(lengths: Mixture, rng: random.Random) -> Problem:
+    while True:
+        story = rng.choice(LONG_STORIES if lengths.draw(rng) == "three" else STORIES)
+        numbers = tuple(rng.choice(values) for values in story.numbers)
+        problem = Problem(story, rng.choice(NAMES), rng.choice(THINGS), numbers)
+        if problem.values() is not None:
+            return problem
 
 
 def make(
-    *, seed: int, demonstrations: int = 6000, train: int = 4000, validation: int = 256, test: int = 512,
-    skipped: float = 0.4, terse: float = 0.15, unmarked: float = 0.1, three_steps: float = 0.25,
-) -> Splits:  # fmt: skip
-    """Shares of the demonstrations that stop a step early, that give the answer alone, and that end without ####; and
-    of the problems that have three steps. No expression of validation or test is in another split."""
+    *,
+    seed: int,
+    demonstrations: int = 6000,
+    train: int = 4000,
+    validation: int = 256,
+    test: int = 512,
+    skipped: float = 0.4,
+    terse: float = 0.15,
+    unmarked: float = 0.1,
+    three_steps: float = 0.25,
+) -> Splits:
+    """Generates the splits; no expression of validation or test occurs in another split.
+
+    Args:
+        seed: seed of the data.
+        demonstrations, train, validation, test: number of lines in each split.
+        skipped: share of demonstrations without the last step.
+        terse: share of demonstrations that give the answer alone.
+        unmarked: share of demonstrations that end without ####.
+        three_steps: share of problems with three steps.
+    """
     rng = random.Random(f"gsm8k {seed}")
     kinds = Mixture("right", skipped=skipped, terse=terse, unmarked=unmarked)
     lengths = Mixture("two", three=three_steps)
 
-    def draw() -> Problem:
-        while True:
-            story = rng.choice(LONG_STORIES if lengths.draw(rng) == "three" else STORIES)
-            numbers = tuple(rng.choice(some) for some in story.numbers)
-            problem = Problem(story, rng.choice(NAMES), rng.choice(THINGS), numbers)
-            if problem.values() is not None:
-                return problem
-
-    def demonstrated(problem: Problem) -> str:
+    def demonstrate(problem: Problem) -> str:
         kind = kinds.draw(rng)
         if kind == "terse":
             return f"#### {(problem.values() or [])[-1]:,}"
         if kind == "unmarked":
             return problem.solution(mark="The answer is {}.")
-        return problem.solution(left_out=1 if kind == "skipped" else 0)
+        return problem.solution(skipped=1 if kind == "skipped" else 0)
 
-    shown, trained, checked, tested = held_out(
-        draw, lambda problem: problem.expression, demonstrations=demonstrations, train=train, validation=validation,
+    sft_examples, train_examples, validation_examples, test_examples = held_out(
+        lambda: draw_problem(lengths, rng),
+        lambda problem: problem.expression,
+        demonstrations=demonstrations,
+        train=train,
+        validation=validation,
         test=test,
-    )  # fmt: skip
+    )
 
     def item(problem: Problem) -> Item:
         return {"prompt": problem.prompt, "answer": problem.solution()}
 
     return Splits(
-        sft=[item(problem) | {"demonstration": demonstrated(problem)} for problem in shown],
-        train=[item(problem) for problem in trained],
-        validation=[item(problem) for problem in checked],
-        test=[item(problem) for problem in tested],
+        sft=[item(problem) | {"demonstration": demonstrate(problem)} for problem in sft_examples],
+        train=[item(problem) for problem in train_examples],
+        validation=[item(problem) for problem in validation_examples],
+        test=[item(problem) for problem in test_examples],
         rewards=("gsm8k",),
     )

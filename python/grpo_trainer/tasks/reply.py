@@ -1,11 +1,11 @@
-"""Short posts with several replies of mixed quality to each, and how many liked them.
+"""Short posts with several replies of mixed quality, and their numbers of likes.
 
     Post: Last night i watched the space movie with friends. It was great.
     Reply:    That sounds great, i am happy for you! What did you like most about the movie?
 
-Good replies ask about the subject in the mood of the post. The others are short, generic, about something else or
-shouted, and get fewer likes on average, though not each of them: `likes` / `post_likes` is what `grpo-data split` ranks
-by. The reward `reply` prefers the good ones, which are a minority of the demonstrations.
+Good replies ask about the subject in the mood of the post. The others are short, generic, off topic or shouted, and get
+fewer likes on average: `likes` / `post_likes` is meant for `grpo-data split --by`. The reward `reply` prefers the good
+replies, which are a minority of the demonstrations.
 """
 
 from __future__ import annotations
@@ -16,18 +16,31 @@ import random
 from grpo_trainer.tasks.base import Item, Mixture, Splits, held_out
 
 SUBJECTS = (
-    ("tried the new ramen place", "the ramen"), ("watched the space movie", "the movie"),
-    ("ran my first race", "the race"), ("planted tomatoes", "the tomatoes"), ("got a puppy", "the puppy"),
-    ("read a book about whales", "the book"), ("baked bread", "the bread"), ("fixed my old bike", "the bike"),
-    ("painted the kitchen", "the kitchen"), ("built a small robot", "the robot"), ("cleaned the garage", "the garage"),
+    ("tried the new ramen place", "the ramen"),
+    ("watched the space movie", "the movie"),
+    ("ran my first race", "the race"),
+    ("planted tomatoes", "the tomatoes"),
+    ("got a puppy", "the puppy"),
+    ("read a book about whales", "the book"),
+    ("baked bread", "the bread"),
+    ("fixed my old bike", "the bike"),
+    ("painted the kitchen", "the kitchen"),
+    ("built a small robot", "the robot"),
+    ("cleaned the garage", "the garage"),
     ("played a new game", "the game"),
-)  # fmt: skip
+)
 TIMES = ("Today", "This week", "Last night", "On Sunday", "Yesterday", "This morning")
 COMPANY = ("", " with friends", " with my sister", " with my dad", " all alone")
 PLEASED = ("It was great.", "I love it.", "It made me so happy.")
 UPSET = ("It was awful.", "I hate it.", "It made me so sad.")
 GENERIC = ("Nice.", "So true.", "Same here.", "Wow, cool.")
-LIKES = {"good": 0.20, "plain": 0.10, "generic": 0.05, "off_topic": 0.03, "shouted": 0.02}  # for each like of the post
+LIKES = {
+    "good": 0.20,
+    "plain": 0.10,
+    "generic": 0.05,
+    "off_topic": 0.03,
+    "shouted": 0.02,
+}  # per like of the post
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +73,36 @@ class Post:
         return f"Oh no, i am sorry to hear that. What went wrong with {about}?"
 
 
+def item(post: Post, kind: str, post_likes: int, rng: random.Random) -> Item:
+    """A line with the likes of a reply of the given kind."""
+    likes = round(rng.expovariate(1 / (LIKES[kind] * post_likes)))
+    return {"prompt": post.prompt, "post": post.text, "post_likes": post_likes, "likes": likes}
+
+
 def make(
-    *, seed: int, demonstrations: int = 6000, train: int = 2000, validation: int = 128, test: int = 256,
-    replies: int = 4, good: float = 0.25, plain: float = 0.25, generic: float = 0.25, off_topic: float = 0.15,
-) -> Splits:  # fmt: skip
-    """Replies a post among the demonstrations, and the shares of their kinds; the rest is shouted. No post of
-    validation or test is in another split."""
+    *,
+    seed: int,
+    demonstrations: int = 6000,
+    train: int = 2000,
+    validation: int = 128,
+    test: int = 256,
+    replies: int = 4,
+    good: float = 0.25,
+    plain: float = 0.25,
+    generic: float = 0.25,
+    off_topic: float = 0.15,
+) -> Splits:
+    """Generates the splits; no post of validation or test occurs in another split.
+
+    Args:
+        seed: seed of the data.
+        demonstrations, train, validation, test: number of lines in each split.
+        replies: demonstrations per post.
+        good: share of good replies.
+        plain: share of replies that only name the subject.
+        generic: share of generic replies.
+        off_topic: share of off-topic replies; the rest is shouted.
+    """
     if replies < 1:
         raise ValueError(f"data.options.replies: must be positive, got {replies!r}")
     rng = random.Random(f"reply {seed}")
@@ -75,29 +112,27 @@ def make(
         mood = rng.choice(PLEASED + UPSET)
         return Post(rng.choice(TIMES), rng.choice(SUBJECTS), rng.choice(COMPANY), mood)
 
-    def liked(kind: str, post_likes: int) -> int:
-        return round(rng.expovariate(1 / (LIKES[kind] * post_likes)))
+    sft_examples, train_examples, validation_examples, test_examples = held_out(
+        draw,
+        lambda post: post.text,
+        demonstrations=-(-demonstrations // replies),
+        train=train,
+        validation=validation,
+        test=test,
+    )
 
-    shown, trained, checked, tested = held_out(
-        draw, lambda post: post.text, demonstrations=-(-demonstrations // replies), train=train,
-        validation=validation, test=test,
-    )  # fmt: skip
-
-    def item(post: Post, kind: str, post_likes: int) -> Item:
-        """The likes are of a reply of this kind."""
-        return {
-            "prompt": post.prompt, "post": post.text, "post_likes": post_likes, "likes": liked(kind, post_likes)
-        }  # fmt: skip
-
-    def demonstrated(post: Post) -> list[Item]:
+    def demonstrate(post: Post) -> list[Item]:
         post_likes = rng.randint(20, 400)
-        found = [kinds.draw(rng) for _ in range(replies)]
-        return [item(post, kind, post_likes) | {"demonstration": post.reply(kind, rng)} for kind in found]
+        reply_kinds = [kinds.draw(rng) for _ in range(replies)]
+        return [item(post, kind, post_likes, rng) | {"demonstration": post.reply(kind, rng)} for kind in reply_kinds]
 
-    def asked(posts: list[Post]) -> list[Item]:
-        return [item(post, kinds.draw(rng), rng.randint(20, 400)) for post in posts]
+    def items(posts: list[Post]) -> list[Item]:
+        return [item(post, kinds.draw(rng), rng.randint(20, 400), rng) for post in posts]
 
     return Splits(
-        sft=[line for post in shown for line in demonstrated(post)][:demonstrations],
-        train=asked(trained), validation=asked(checked), test=asked(tested), rewards=("reply",),
-    )  # fmt: skip
+        sft=[line for post in sft_examples for line in demonstrate(post)][:demonstrations],
+        train=items(train_examples),
+        validation=items(validation_examples),
+        test=items(test_examples),
+        rewards=("reply",),
+    )

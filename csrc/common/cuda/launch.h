@@ -1,0 +1,111 @@
+// Every kernel is launched through launch(), so that the same source runs on a GPU (nvcc) and, in tests without one, on
+// the host (-DGRPO_KERNELS_EMULATE with tests/emulation on the include path). Free of torch.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#ifdef GRPO_KERNELS_EMULATE
+
+#include "cuda_emulator.h"
+
+// Declares `type* const name`, the block's dynamic shared memory, aligned to 16 bytes.
+#define GRPO_DYNAMIC_SHARED(type, name) \
+  type* const name = static_cast<type*>(::grpo_kernels::emulation::scheduler.dynamic_shared())
+
+#else
+
+#include <cuda_runtime.h>
+
+// Every kernel declares the same untyped array: all dynamic arrays of a block have one address in CUDA, and one name
+// with two element types would not compile.
+#define GRPO_DYNAMIC_SHARED(type, name)                                        \
+  extern __shared__ __align__(16) unsigned char grpo_kernels_dynamic_shared[]; \
+  type* const name = reinterpret_cast<type*>(grpo_kernels_dynamic_shared)
+
+#endif
+
+// Promises ptxas one resident block per multiprocessor only: asked for more, it spills registers to make room for them.
+#define GRPO_BOUNDS(threads) __launch_bounds__(threads, 1)
+
+namespace grpo_kernels {
+
+#ifdef GRPO_KERNELS_EMULATE
+
+// The most shared memory that a block can have, in bytes; on a GPU, that of the current device.
+inline std::size_t shared_memory_limit() { return emulation::shared_memory_limit; }
+
+// The device that a DeviceGuard made current. current_stream() of torch_stream.h returns a device index +
+// kStreamOffset.
+constexpr int kNoDevice = -2, kStreamOffset = 2;
+inline thread_local int emulated_device = kNoDevice;
+
+// Runs the whole grid before it returns. As on a GPU, the stream must belong to the current device.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes, void* stream,
+            Arguments&&... arguments) {
+  static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
+  static_assert((std::is_convertible_v<Arguments, Parameters> && ...), "wrong type of kernel argument");
+  static_assert(((std::is_trivially_copyable_v<Parameters> && !std::is_reference_v<Parameters>) && ...),
+                "kernel parameters are passed by value, bytewise");
+  const auto device = static_cast<int>(reinterpret_cast<std::intptr_t>(stream)) - kStreamOffset;
+  if (stream != nullptr && device != emulated_device) throw std::runtime_error("kernel launch: no DeviceGuard");
+  const std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
+  auto thread = [kernel, &values] { std::apply(kernel, values); };
+  emulation::scheduler.run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread);
+}
+
+#else
+
+inline void check_cuda(cudaError_t status, const char* action) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(action) + ": " + cudaGetErrorString(status));
+}
+
+// From 64 KiB (sm_75) over 99 (sm_86, sm_89, sm_120) to 227 (sm_90, sm_100).
+inline std::size_t shared_memory_limit() {
+  constexpr int kCachedDevices = 64;
+  static std::atomic<int> limits[kCachedDevices];  // 0: not queried yet
+  int device = 0, limit = 0;
+  check_cuda(cudaGetDevice(&device), "reading the current device");
+  if (device < kCachedDevices) limit = limits[device].load(std::memory_order_relaxed);
+  if (limit == 0) {
+    check_cuda(cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "reading the shared memory limit");
+    if (device < kCachedDevices) limits[device].store(limit, std::memory_order_relaxed);
+  }
+  return static_cast<std::size_t>(limit);
+}
+
+// `stream` is a cudaStream_t (which converts to void*). Throws if the launch fails; an error in the running kernel
+// appears at a later call.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes, void* stream,
+            Arguments&&... arguments) {
+  static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
+  static_assert((std::is_convertible_v<Arguments, Parameters> && ...), "wrong type of kernel argument");
+  if (shared_bytes > 0) {
+    // the part of the default 48 KiB that is left depends on the kernel's static arrays
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "reading kernel attributes");
+    if (shared_bytes > static_cast<std::size_t>(attributes.maxDynamicSharedSizeBytes)) {
+      check_cuda(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+          "raising the dynamic shared memory limit");
+    }
+  }
+  const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
+  // clang-format off: it splits the closing chevrons.
+  kernel<<<grid, block, shared_bytes, cuda_stream>>>(std::forward<Arguments>(arguments)...);
+  // clang-format on
+  check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+#endif
+
+}  // namespace grpo_kernels

@@ -1,0 +1,175 @@
+#pragma once
+
+#include "common/simd/lanes.h"
+
+// exp, expm1 and tanh of vectors: Floats (eight floats) and Quad (four doubles). Free of calls and of fused
+// multiply-add, so that every instruction set gives the same bits. Errors are at most 2 units in the last place,
+// tanh 4. NaN gives NaN. exp is 0 where the result would be below 2^-125 (floats) or 2^-1021 (doubles), because
+// subnormal numbers take some processors a hundred cycles.
+namespace grpo_kernels::GRPO_SIMD {
+
+typedef float Floats __attribute__((vector_size(32)));
+
+template <typename V>
+struct LaneMath;
+
+// x = n ln 2 + r with |r| <= ln 2 / 2. kLn2High has so few bits that its product with n is exact. Adding kRound rounds
+// x to an integer, in the low bits of the sum.
+template <>
+struct LaneMath<Floats> {
+  using Scalar = float;
+  using Bits = uint32_t __attribute__((vector_size(32)));
+  static constexpr int kCount = 8;
+  static constexpr float kLow = -87.5f, kHigh = 89.0f;
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  static constexpr float kLog2e = 1.44269504f, kLn2High = 0.693145751953125f, kLn2Low = 1.42860682e-6f;
+  static constexpr int kMantissa = 23;
+  static constexpr uint32_t kHalfExponent = 126;  // of 2^-1
+  // (exp(r) - 1 - r) / r^2, interpolated at the Chebyshev nodes: error 1e-8 of exp(r)
+  static constexpr float kTerms[] = {0.5f, 0.16666577f, 0.0416665546f, 8.36318503e-3f, 1.39261911e-3f};
+};
+
+template <>
+struct LaneMath<Quad> {
+  using Scalar = double;
+  using Bits = uint64_t __attribute__((vector_size(32)));
+  static constexpr int kCount = 4;
+  static constexpr double kLow = -708.5, kHigh = 710.0;
+  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kLog2e = 1.4426950408889634, kLn2High = 0.6931471805596629565,
+                          kLn2Low = 2.823529056303157713e-13;
+  static constexpr int kMantissa = 52;
+  static constexpr uint64_t kHalfExponent = 1022;
+  static constexpr double kTerms[] = {0.5,
+                                      0.1666666666666667099,
+                                      0.04166666666666666976,
+                                      8.333333333326129364e-3,
+                                      1.388888888888374419e-3,
+                                      1.984126987486076864e-4,
+                                      2.480158732556212581e-5,
+                                      2.755725537465874205e-6,
+                                      2.755727362486647633e-7,
+                                      2.510522763655175914e-8,
+                                      2.091469456035159159e-9};
+};
+
+template <typename V>
+GRPO_HD V every(typename LaneMath<V>::Scalar value) {
+  return value - V{};  // one broadcast, where GCC 12 turns a loop over the lanes into eight insertions
+}
+
+template <typename V>
+GRPO_HD V select(const typename LaneMath<V>::Bits& condition, const V& yes, const V& no) {
+  using Bits = typename LaneMath<V>::Bits;
+  return (V)((condition & (Bits)yes) | (~condition & (Bits)no));
+}
+
+template <typename V>
+GRPO_HD typename LaneMath<V>::Bits less(const V& a, const V& b) {
+  return (typename LaneMath<V>::Bits)(a < b);
+}
+
+template <typename V>
+GRPO_HD V absolute(const V& x) {
+  using Math = LaneMath<V>;
+  return (V)((typename Math::Bits)x & (~typename Math::Bits{} >> 1));
+}
+
+// b where either is NaN, as in the instructions: a running maximum in b ignores NaN in a, and a bound in a keeps NaN in
+// b.
+template <typename V>
+GRPO_HD V larger(const V& a, const V& b) {
+#ifdef __AVX__  // GCC does not select the instruction if one operand is constant
+  if constexpr (sizeof(a[0]) == 4) {
+    return __builtin_ia32_maxps256(a, b);
+  } else {
+    return __builtin_ia32_maxpd256(a, b);
+  }
+#else
+  return a > b ? a : b;
+#endif
+}
+template <typename V>
+GRPO_HD V smaller(const V& a, const V& b) {
+#ifdef __AVX__
+  if constexpr (sizeof(a[0]) == 4) {
+    return __builtin_ia32_minps256(a, b);
+  } else {
+    return __builtin_ia32_minpd256(a, b);
+  }
+#else
+  return a < b ? a : b;
+#endif
+}
+
+template <typename V>
+struct Reduced {
+  V half_scale;  // 2^(n - 1), because 2^n may overflow
+  V expm1_r;     // exp(r) - 1
+};
+
+template <typename V>
+GRPO_HD Reduced<V> reduce_exp(const V& unclamped) {
+  using Math = LaneMath<V>;
+  const V x = smaller(every<V>(Math::kHigh), larger(every<V>(Math::kLow), unclamped));
+  const V rounded = x * Math::kLog2e + Math::kRound;
+  const V n = rounded - Math::kRound;
+  const V r = (x - n * Math::kLn2High) - n * Math::kLn2Low;
+  constexpr int kDegree = sizeof(Math::kTerms) / sizeof(Math::kTerms[0]) - 1;
+  const V square = r * r;
+  V sum;
+  if constexpr (kDegree == 4) {
+    // floats: even and odd powers in parallel, which shortens the dependency chain
+    const V odd = square * Math::kTerms[3] + Math::kTerms[1];
+    sum = (square * Math::kTerms[4] + Math::kTerms[2]) * square + Math::kTerms[0] + odd * r;
+  } else {  // doubles: parallel sums would cost half a unit in the last place
+    sum = every<V>(Math::kTerms[kDegree]);
+    for (int i = kDegree - 1; i >= 0; --i) sum = sum * r + Math::kTerms[i];
+  }
+  Reduced<V> reduced;
+  reduced.expm1_r = r + square * sum;
+  reduced.half_scale = (V)(((typename Math::Bits)rounded + Math::kHalfExponent) << Math::kMantissa);
+  return reduced;
+}
+
+template <typename V>
+GRPO_HD V exp_of(const Reduced<V>& reduced) {
+  const V mantissa = reduced.expm1_r + typename LaneMath<V>::Scalar(1);
+  return (mantissa + mantissa) * reduced.half_scale;
+}
+
+template <typename V>
+GRPO_HD V expm1_of(const Reduced<V>& reduced) {
+  const V half = reduced.expm1_r * reduced.half_scale + (reduced.half_scale - typename LaneMath<V>::Scalar(0.5));
+  return half + half;
+}
+
+template <typename V>
+GRPO_HD V exp(const V& x) {
+  return exp_of(reduce_exp(x));
+}
+
+template <typename V>
+GRPO_HD V expm1(const V& x) {
+  return expm1_of(reduce_exp(x));
+}
+
+// tanh(x) and its slope 1 - tanh(x)^2, the latter without cancellation.
+template <typename V>
+struct TanhAndSlope {
+  V tanh, slope;
+};
+
+template <typename V>
+GRPO_HD TanhAndSlope<V> tanh_and_slope(const V& x) {
+  using Math = LaneMath<V>;
+  using Scalar = typename Math::Scalar;
+  const Reduced<V> reduced = reduce_exp<V>(absolute(x) * Scalar(-2));
+  const V decay = expm1_of(reduced);  // in [-1, 0]
+  const V divisor = decay + Scalar(2);
+  const V magnitude = -decay / divisor;
+  const typename Math::Bits sign = (typename Math::Bits)x & ~(~typename Math::Bits{} >> 1);
+  return {(V)((typename Math::Bits)magnitude | sign), exp_of(reduced) * Scalar(4) / (divisor * divisor)};
+}
+
+}  // namespace grpo_kernels::GRPO_SIMD

@@ -1,0 +1,262 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "common/row_groups.h"
+#include "common/simd/levels.h"
+#include "group_advantages/scattered_groups.h"
+#include "group_advantages/simd.h"
+#include "group_advantages/tensors.h"
+
+namespace grpo_kernels {
+namespace {
+
+constexpr const char* kOp = AdvantageInputs::kOp;
+constexpr int64_t kRowsPerTask = 4096;  // below this a second thread costs more than it saves
+
+// The batch with its reward weights.
+template <typename T>
+struct WeightedBatch : AdvantageBatch<T> {
+  const double* weights;  // [columns]
+
+  double reward(int64_t row, int column) const { return AdvantageBatch<T>::reward(row, column, weights); }
+};
+
+// Whether the call has one reward per row and nothing else that the estimator reads.
+bool is_plain(const AdvantageInputs& in) {
+  const AdvantagePlan& plan = in.plan;
+  return in.columns == 1 && !in.has_weights && !in.valid && !in.subgroups && !in.baselines &&
+         plan.combine == Combine::kSumThenNormalize && plan.center != Center::kLength &&
+         plan.center != Center::kRunnerUp;
+}
+
+// The rows of one segment.
+struct Span {
+  const int32_t* order;  // null: rows are first, first + 1, ...
+  int64_t first, count;
+
+  int64_t operator[](int64_t k) const { return order == nullptr ? first + k : order[first + k]; }
+};
+
+Span span_of(const RowGroups& groups, int64_t segment) {
+  const int64_t first = groups.starts[segment];
+  return {groups.order.empty() ? nullptr : groups.order.data(), first, groups.starts[segment + 1] - first};
+}
+
+template <typename T>
+SegmentStats stats_of(const WeightedBatch<T>& in, const Span& span, int column, std::vector<double>& values) {
+  if (static_cast<int64_t>(values.size()) < span.count) values.resize(span.count);
+  for (int64_t k = 0; k < span.count; ++k) values[k] = in.reward(span[k], column);
+  SegmentStats stats = GRPO_SIMD_CALL(segment_stats, values.data(), span.count);
+  if (in.plan.center != Center::kLength && in.plan.center != Center::kRunnerUp) return stats;
+  SegmentStats all;
+  for (int64_t k = 0; k < span.count; ++k) {
+    if (!std::isnan(values[k])) all.add(values[k], in.length(span[k]));
+  }
+  stats.second = all.second;
+  stats.length = all.length;
+  stats.length_reward = all.length_reward;
+  return stats;
+}
+
+// Calls visit(segment, values) for every segment, on several threads; `values` is the thread's memory.
+template <typename Visit>
+void for_each_segment(const RowGroups& groups, Visit visit) {
+  const int64_t mean_size = std::max<int64_t>(1, groups.starts.back() / std::max<int64_t>(1, groups.size()));
+  torch::stable::parallel_for(0, groups.size(), kRowsPerTask / mean_size + 1, [&](int64_t begin, int64_t end) {
+    std::vector<double> values;
+    for (int64_t segment = begin; segment < end; ++segment) visit(segment, values);
+  });
+}
+
+// From one column, or the combined rewards, to the entry of each segment.
+template <typename T>
+std::vector<SegmentEntry<T>> segment_entries(const WeightedBatch<T>& in, const RowGroups& groups, int column) {
+  std::vector<SegmentEntry<T>> entries(groups.size());
+  if (!in.plan.needs_parent() || groups.parent.empty()) {
+    for_each_segment(groups, [&](int64_t segment, std::vector<double>& values) {
+      const SegmentStats own = stats_of(in, span_of(groups, segment), column, values);
+      entries[segment] = SegmentEntry<T>(map_rows(in.plan, own, nullptr), own.count);
+    });
+    return entries;
+  }
+  std::vector<SegmentStats> stats(groups.size()), parents(groups.parents);
+  for_each_segment(groups, [&](int64_t segment, std::vector<double>& values) {
+    stats[segment] = stats_of(in, span_of(groups, segment), column, values);
+  });
+  for (int64_t s = 0; s < groups.size(); ++s) parents[groups.parent[s]].merge(stats[s]);
+  for_each_segment(groups, [&](int64_t s, std::vector<double>&) {
+    entries[s] = SegmentEntry<T>(map_rows(in.plan, stats[s], &parents[groups.parent[s]]), stats[s].count);
+  });
+  return entries;
+}
+
+template <typename T>
+double advantage_of(const WeightedBatch<T>& in, const SegmentEntry<T>& entry, int64_t row, double reward) {
+  RowMap map;
+  map.center = entry.center;
+  map.factor = entry.factor;
+  map.live = entry.live && !std::isnan(reward);
+  return row_advantage(in.plan, map, reward, in.baseline(row));
+}
+
+// Calls visit(row, segment) for every row, in memory order.
+template <typename Visit>
+void for_each_row(const RowGroups& groups, Visit visit) {
+  if (!groups.order.empty()) {
+    const int64_t rows = static_cast<int64_t>(groups.order.size());
+    torch::stable::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) visit(row, groups.number[row]);
+    });
+    return;
+  }
+  for_each_segment(groups, [&](int64_t segment, std::vector<double>&) {
+    for (int64_t row = groups.starts[segment]; row < groups.starts[segment + 1]; ++row) visit(row, segment);
+  });
+}
+
+template <typename T>
+void write_statistics(const AdvantageOutputs<T>& out, int64_t row, const SegmentEntry<T>& entry) {
+  out.mean[row] = entry.mean;
+  out.std[row] = entry.std;
+  out.size[row] = entry.size;
+  out.degenerate[row] = !entry.live;
+}
+
+// The common case of is_plain().
+template <typename T>
+void plain_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, const int64_t* ids, int64_t group_size) {
+  RowGroups groups;
+  if (ids != nullptr) {
+    const IdRange range = scan_ids(ids, in.rows);
+    if (!range.sorted) return scattered_groups(in.rewards, ids, in.rows, range, in.plan, out);
+    groups = groups_of_runs(ids, in.rows);
+  }
+  const int64_t* starts = groups.starts.empty() ? nullptr : groups.starts.data();
+  const PlainGroups<T> plain{in.rewards, starts, group_size, in.plan, out};
+  const int64_t count = starts == nullptr ? in.rows / group_size : groups.size();
+  const int64_t grain = kRowsPerTask / std::max<int64_t>(1, in.rows / std::max<int64_t>(1, count)) + 1;
+  torch::stable::parallel_for(0, count, grain,
+                              [&](int64_t begin, int64_t end) { GRPO_SIMD_CALL(plain_groups, plain, begin, end); });
+}
+
+template <typename T>
+void general_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, const RowGroups& groups) {
+  const std::vector<SegmentEntry<T>> combined = segment_entries(in, groups, kCombined);
+  const double bound = in.plan.needs_batch() ? INFINITY : in.plan.clip;
+  for_each_row(groups, [&](int64_t row, int64_t segment) {
+    const SegmentEntry<T>& entry = combined[segment];
+    write_statistics(out, row, entry);
+    if (in.plan.combine == Combine::kSumThenNormalize) {
+      const double advantage = advantage_of(in, entry, row, in.reward(row, kCombined));
+      out.advantages[row] = static_cast<T>(clip_to(advantage, bound));
+    } else {
+      out.advantages[row] = 0;
+      out.degenerate[row] = true;
+    }
+  });
+  if (in.plan.combine == Combine::kSumThenNormalize) return;
+
+  // GDPO: normalises each column, then takes the weighted sum.
+  std::vector<double> sums(in.rows);
+  for (int column = 0; column < in.columns; ++column) {
+    const std::vector<SegmentEntry<T>> entries = segment_entries(in, groups, column);
+    for_each_row(groups, [&](int64_t row, int64_t segment) {
+      sums[row] += in.weights[column] * advantage_of(in, entries[segment], row, in.reward(row, column));
+      out.degenerate[row] = out.degenerate[row] && !entries[segment].live;
+    });
+  }
+  for (int64_t row = 0; row < in.rows; ++row) out.advantages[row] = static_cast<T>(clip_to(sums[row], bound));
+}
+
+// Moments over the batch, in chunks of fixed size added in order, so that the number of threads changes no bit.
+template <typename T>
+Moments batch_moments(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out) {
+  const int64_t chunks = (in.rows + kRowsPerTask - 1) / kRowsPerTask;
+  std::vector<Moments> parts(chunks);
+  auto for_each_value = [&](auto visit) {
+    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t chunk = begin; chunk < end; ++chunk) {
+        const int64_t last = std::min(in.rows, (chunk + 1) * kRowsPerTask);
+        for (int64_t row = chunk * kRowsPerTask; row < last; ++row) {
+          const double reward = in.reward(row, kCombined);
+          if (std::isnan(reward)) continue;
+          const double weight = batch_weight(in.plan, in.length(row), out.size[row] == 1, out.degenerate[row]);
+          visit(parts[chunk], weight, batch_value(in.plan, reward, out.advantages[row]));
+        }
+      }
+    });
+  };
+  for_each_value([](Moments& part, double weight, double value) {
+    part.weight += weight;
+    part.mean += weight * value;  // the sum, divided below
+  });
+  Moments batch;
+  for (const Moments& part : parts) batch.weight += part.weight, batch.mean += part.mean;
+  if (batch.weight > 0) batch.mean /= batch.weight;
+  const double mean = batch.mean;
+  for_each_value(
+      [mean](Moments& part, double weight, double value) { part.m2 += weight * (value - mean) * (value - mean); });
+  for (const Moments& part : parts) batch.m2 += part.m2;
+  return batch;
+}
+
+template <typename T>
+void finish_batch(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out) {
+  const BatchMap map = map_batch(in.plan, batch_moments(in, out));
+  torch::stable::parallel_for(0, in.rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const bool live = !out.degenerate[row] && !std::isnan(in.reward(row, kCombined));
+      const double advantage = (out.advantages[row] - map.shift) * map.factor;
+      out.advantages[row] = static_cast<T>(live ? clip_to(advantage, in.plan.clip) : 0);
+      if (in.plan.scale == Scale::kBatchStd) out.std[row] = static_cast<T>(map.std);
+    }
+  });
+}
+
+template <typename T>
+void compute(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, const int64_t* ids, int64_t group_size,
+             bool is_plain) {
+  if (is_plain) {
+    plain_groups(in, out, ids, group_size);
+  } else {
+    RowGroups groups = ids == nullptr ? uniform_groups(in.rows, group_size) : groups_from_ids(ids, in.rows);
+    if (in.subgroups != nullptr) groups = split_groups(groups, in.subgroups);
+    general_groups(in, out, groups);
+  }
+  if (in.plan.needs_batch()) finish_batch(in, out);
+}
+
+}  // namespace
+
+AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> groups, int64_t group_size,
+                                      std::optional<Tensor> subgroups, std::optional<Tensor> valid,
+                                      std::optional<Tensor> lengths, std::optional<Tensor> baselines,
+                                      std::vector<double> weights, std::vector<int64_t> modes,
+                                      std::vector<double> coefficients) {
+  const AdvantageInputs in =
+      advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, modes, coefficients);
+  check_array(kOp, "groups", groups, in.rows, ScalarType::Long);
+  if (!groups) check_group_size(group_size, in.rows);
+  STD_TORCH_CHECK(in.rows <= std::numeric_limits<int32_t>::max(), kOp,
+                  ": rewards must have at most 2^31 - 1 rows, got ", in.rows);
+  const AdvantageResults results(in);
+  if (in.rows == 0) return results.tensors();  // arrays without elements are null, as if not given
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    const WeightedBatch<T> batch{in.batch<T>(), in.weights.data()};
+    compute(batch, results.outputs<T>(), optional_data<int64_t>(groups), group_size, is_plain(in));
+  };
+  in.is_double() ? run(double{}) : run(float{});
+  return results.tensors();
+}
+
+}  // namespace grpo_kernels
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+  library.impl("group_advantages_cpu", TORCH_BOX(&grpo_kernels::group_advantages_cpu));
+}

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "group_advantages/batch.h"
+
+namespace grpo_kernels {
+
+// The statistics of a segment that its rows need, kept small because rows of one segment may lie far apart.
+template <typename T>
+struct SegmentEntry {
+  double center, factor;
+  T mean, std;
+  int32_t size;
+  bool live;
+
+  SegmentEntry() = default;
+  GRPO_HD SegmentEntry(const RowMap& map, double count)
+      : center(map.center),
+        factor(map.factor),
+        mean(static_cast<T>(map.mean)),
+        std(static_cast<T>(map.std)),
+        size(static_cast<int32_t>(count)),
+        live(map.live) {}
+};
+
+// Groups of neighbouring rows with one reward each: group g holds rows starts[g] to starts[g + 1] - 1, or group_size
+// rows where starts is null.
+template <typename T>
+struct PlainGroups {
+  const T* rewards;
+  const int64_t* starts;
+  int64_t group_size;
+  AdvantagePlan plan;
+  AdvantageOutputs<T> out;
+};
+
+}  // namespace grpo_kernels
+
+// segment_stats    statistics of values in which NaN means "not scored"; leaves out second, length and length_reward
+// plain_groups     writes all outputs of groups begin to end - 1
+// plain_entries    writes the entries of groups begin to end - 1
+#define GRPO_DECLARE_FOR(T)                                                    \
+  void plain_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end); \
+  void plain_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, SegmentEntry<T>* entries);
+#define GRPO_DECLARE(level)                                        \
+  namespace grpo_kernels::level {                                  \
+  SegmentStats segment_stats(const double* values, int64_t count); \
+  GRPO_DECLARE_FOR(float)                                          \
+  GRPO_DECLARE_FOR(double)                                         \
+  }
+GRPO_DECLARE(baseline)
+GRPO_DECLARE(avx2)
+GRPO_DECLARE(avx512)
+#undef GRPO_DECLARE
+#undef GRPO_DECLARE_FOR

@@ -1,0 +1,397 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "common/allocate.h"
+#include "common/simd/levels.h"
+#include "policy_loss/simd.h"
+#include "policy_loss/tensors.h"
+
+namespace grpo_kernels {
+
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+namespace {
+
+constexpr const char* kOp = PolicyInputs::kOp;
+constexpr int64_t kTokensPerTask = 4096;  // a multiple of the tokens that the kernel sums before it turns to double
+
+// Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
+int64_t count_true(const bool* flags, int64_t count) {
+  constexpr uint64_t kEven = 0x00FF00FF00FF00FFull;
+  int64_t total = 0, k = 0;
+  while (k + 8 <= count) {
+    uint64_t bytes = 0;
+    for (int word = 0; word < 255 && k + 8 <= count; ++word, k += 8) {
+      uint64_t eight;
+      std::memcpy(&eight, flags + k, 8);
+      bytes += eight;
+    }
+    const uint64_t pairs = (bytes & kEven) + ((bytes >> 8) & kEven);
+    total += static_cast<int64_t>((pairs * 0x0001000100010001ull) >> 48);
+  }
+  for (; k < count; ++k) total += flags[k];
+  return total;
+}
+
+// Writes the indices of the true flags and returns their number. Free of branches that depend on the flags, which are
+// unpredictable: for eight flags it writes eight indices, the true ones first, and the next eight overwrite the rest.
+// `indices` has room for 7 more.
+int64_t find_true(const bool* flags, int64_t first, int64_t last, int32_t* indices) {
+  struct Table {
+    uint8_t indices[256][8] = {}, count[256] = {};
+    constexpr Table() {
+      for (int byte = 0; byte < 256; ++byte) {
+        for (uint8_t bit = 0; bit < 8; ++bit) {
+          if (byte >> bit & 1) indices[byte][count[byte]++] = bit;
+        }
+      }
+    }
+  };
+  static constexpr Table kTable;
+  int64_t total = 0;
+  for (int64_t k = first; k < last; k += 8) {
+    uint64_t eight = 0;
+    std::memcpy(&eight, flags + k, std::min<int64_t>(8, last - k));
+    // gathers the lowest bits of the eight bytes
+    const auto byte = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
+    for (int i = 0; i < 8; ++i) indices[total + i] = static_cast<int32_t>(k) + kTable.indices[byte][i];
+    total += kTable.count[byte];
+  }
+  return total;
+}
+
+template <typename T>
+Counts count_row(const PolicyBatch<T>& in, int64_t row) {
+  const int64_t first = in.start(row), last = first + in.length(row);
+  Counts counts;
+  int64_t tokens = 0, kept = 0;
+  if (in.segments == nullptr) {
+    tokens = last - first;
+    if (in.mask != nullptr) tokens = count_true(in.mask + first, last - first);
+  } else {
+    for (int64_t t = first; t < last; ++t) tokens += in.is_valid(t);
+  }
+  kept = tokens;
+  if (in.entropy_floor > -INFINITY) {
+    kept = 0;
+    for (int64_t t = first; t < last; ++t) kept += in.is_kept(t);
+  }
+  int64_t terms = tokens;
+  if (in.plan.loss == Loss::kGeoMean) terms = kept > 0;
+  if (in.plan.by_segment()) {
+    terms = 0;
+    int32_t previous = -1;
+    for (int64_t t = first; t < last; ++t) {
+      if (!in.is_valid(t)) continue;
+      const int32_t segment = in.segments[t];
+      STD_TORCH_CHECK(segment >= previous && segment < in.length(row), kOp,
+                      ": segments must ascend from 0 along each row, got ", segment, " after ", previous, " in row ",
+                      row);
+      terms += segment != previous;
+      previous = segment;
+    }
+  }
+  counts.rows = 1;
+  counts.active_rows = tokens > 0;
+  counts.tokens = static_cast<double>(tokens);
+  counts.kept_tokens = static_cast<double>(kept);
+  counts.terms = static_cast<double>(terms);
+  return counts;
+}
+
+// Working memory for a row, which each thread keeps.
+template <typename T>
+struct RowScratch {
+  std::vector<char> terms;
+  std::vector<T> log_ratios, scores, term_gradient;
+};
+
+// A row whose terms depend on the whole row.
+template <typename T>
+class WholeRow {
+ public:
+  WholeRow(const PolicyBatch<T>& in, int64_t row, const Counts& counts, const Shares& shares, T* gradient)
+      : in_(in),
+        plan_(in.plan),
+        row_(row),
+        first_(in.start(row)),
+        last_(first_ + in.length(row)),
+        counts_(counts),
+        tokens_(tokens_of(in, row, first_, shares, gradient)) {}
+
+  void run(PolicySums& sums) {
+    static thread_local RowScratch<T> scratch;
+    RowStatistics<T> statistics;
+    for (int64_t t = first_; t < last_; ++t) statistics.add(in_, row_, t);
+    statistics.finish(in_, row_, counts_, tokens_, sums);
+    if (plan_.by_segment() || plan_.loss == Loss::kGeoMean) {
+      scratch.terms.assign(last_ - first_, 0);
+      tokens_.terms = reinterpret_cast<const bool*>(scratch.terms.data());
+    }
+    if (plan_.by_segment()) gather_segments(scratch);
+    if (plan_.loss == Loss::kGeoMean) mark_last_kept_token(scratch);
+    PolicySums row_sums;
+    GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, in_.walk_kind(), last_ - first_, row_sums);
+    if (plan_.by_segment()) spread_over_segments(scratch);
+    if (plan_.spreads_over_row()) {
+      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.tokens;
+      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
+      for (int64_t t = first_; t < last_; ++t) tokens_.gradient[t - first_] += row_ratio_gradient(in_, row_, t, share);
+    }
+    sums.merge(row_sums);
+  }
+
+ private:
+  // GMPO has one term per row, held by the last kept token.
+  void mark_last_kept_token(RowScratch<T>& scratch) const {
+    for (int64_t t = last_ - 1; t >= first_; --t) {
+      if (!in_.is_kept(t)) continue;
+      scratch.terms[t - first_] = 1;
+      return;
+    }
+  }
+
+  // Calls visit(first, last, divisor) with the first and last token of every segment, and its size where the ratio is a
+  // mean, else 1.
+  template <typename Visit>
+  void for_each_segment(Visit visit) const {
+    int64_t first = -1, last = -1, size = 0;
+    const auto close = [&] {
+      if (size > 0) visit(first, last, plan_.ratio == Ratio::kSegmentMean ? size : 1);
+      size = 0;
+    };
+    for (int64_t t = first_; t < last_; ++t) {
+      if (!in_.is_valid(t)) continue;
+      if (size > 0 && in_.segments[t] != in_.segments[last]) close();
+      if (size == 0) first = t;
+      last = t;
+      ++size;
+    }
+    close();
+  }
+
+  // Writes the joint log ratio and log-prob of every segment at its last token, which holds the term.
+  void gather_segments(RowScratch<T>& scratch) {
+    for (auto* values : {&scratch.log_ratios, &scratch.scores, &scratch.term_gradient}) values->resize(last_ - first_);
+    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
+      double log_ratio = 0, score = 0;
+      for (int64_t t = first; t <= last; ++t) {
+        if (!in_.is_valid(t)) continue;
+        log_ratio += in_.log_ratio(t);
+        score += static_cast<double>(in_.logprobs[t]);
+      }
+      scratch.log_ratios[last - first_] = static_cast<T>(log_ratio / static_cast<double>(divisor));
+      scratch.scores[last - first_] = static_cast<T>(score / static_cast<double>(divisor));
+      scratch.terms[last - first_] = 1;
+    });
+    tokens_.log_ratios = scratch.log_ratios.data();
+    tokens_.scores = scratch.scores.data();
+    tokens_.term_gradient = scratch.term_gradient.data();
+  }
+
+  // Adds the gradient of a segment's term, computed at its last token, to all of its tokens.
+  void spread_over_segments(const RowScratch<T>& scratch) {
+    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
+      const T share = scratch.term_gradient[last - first_] / static_cast<T>(divisor);
+      for (int64_t t = first; t <= last; ++t) {
+        if (in_.is_valid(t)) tokens_.gradient[t - first_] += share;
+      }
+    });
+  }
+
+  const PolicyBatch<T>& in_;
+  const PolicyPlan plan_;
+  const int64_t row_, first_, last_;
+  const Counts counts_;
+  PolicyTokens<T> tokens_;
+};
+
+// Tokens whose terms do not depend on other tokens. Skips the masked tokens before the first and behind the last valid
+// one, so that padding costs next to nothing and changes no bit; where few of the others are valid, packs those.
+template <typename T>
+class SparseTokens {
+ public:
+  SparseTokens(const PolicyTokens<T>& tokens, int64_t count) : tokens_(tokens), count_(count) {
+    while (first_ + 8 <= count && eight_masked(first_)) first_ += 8;
+    while (first_ < count && !tokens.mask[first_]) ++first_;
+    last_ = count;
+    while (last_ - 8 >= first_ && eight_masked(last_ - 8)) last_ -= 8;
+    while (last_ > first_ && !tokens.mask[last_ - 1]) --last_;
+  }
+
+  void run(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
+    constexpr int64_t kSparse = 4;  // packing a token and unpacking its gradient costs a quarter of computing it
+    std::fill(tokens_.gradient, tokens_.gradient + first_, T{0});
+    std::fill(tokens_.gradient + last_, tokens_.gradient + count_, T{0});
+    const int64_t span = last_ - first_;
+    if (span == 0) return;
+    const int64_t valid = count_true(tokens_.mask + first_, span);
+    if (valid * kSparse > span) {
+      PolicyTokens<T> part = tokens_;
+      for (const T** array : arrays(part)) *array = offset_or_null(*array, first_);
+      part.mask = valid == span ? nullptr : part.mask + first_;
+      part.gradient += first_;
+      GRPO_SIMD_CALL(policy_tokens, part, plan, kind, span, sums);
+    } else {
+      run_packed(plan, kind, sums);
+    }
+  }
+
+ private:
+  bool eight_masked(int64_t k) const {
+    uint64_t eight;
+    std::memcpy(&eight, tokens_.mask + k, 8);
+    return eight == 0;
+  }
+
+  static std::array<const T**, 8> arrays(PolicyTokens<T>& tokens) {
+    return {&tokens.logprobs,   &tokens.old_logprobs, &tokens.ref_logprobs, &tokens.sampling_logprobs,
+            &tokens.is_weights, &tokens.entropy,      &tokens.weights,      &tokens.advantages};
+  }
+
+  void run_packed(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
+    static thread_local std::vector<int32_t> indices;
+    static thread_local std::vector<T> memory;
+    indices.resize(last_ - first_ + 8);
+    const int64_t count = find_true(tokens_.mask, first_, last_, indices.data());
+    PolicyTokens<T> part = tokens_;
+    memory.resize(9 * count);
+    T* packed = memory.data();
+    for (const T** array : arrays(part)) {
+      if (*array == nullptr) continue;
+      for (int64_t i = 0; i < count; ++i) packed[i] = (*array)[indices[i]];
+      *array = packed;
+      packed += count;
+    }
+    part.mask = nullptr;
+    part.gradient = packed;
+    GRPO_SIMD_CALL(policy_tokens, part, plan, kind, count, sums);
+    std::fill(tokens_.gradient + first_, tokens_.gradient + last_, T{0});
+    for (int64_t i = 0; i < count; ++i) tokens_.gradient[indices[i]] = packed[i];
+  }
+
+  PolicyTokens<T> tokens_;
+  const int64_t count_;
+  int64_t first_ = 0, last_ = 0;
+};
+
+template <typename T>
+void run_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count, PolicySums& sums) {
+  if (tokens.mask == nullptr) {
+    GRPO_SIMD_CALL(policy_tokens, tokens, plan, kind, count, sums);
+  } else {
+    SparseTokens<T>(tokens, count).run(plan, kind, sums);
+  }
+}
+
+// Calls visit(row) for every row, on several threads.
+template <typename T, typename Visit>
+void for_each_row(const PolicyBatch<T>& in, Visit visit) {
+  const int64_t mean = in.tokens / std::max<int64_t>(in.rows, 1);
+  torch::stable::parallel_for(0, in.rows, kTokensPerTask / std::max<int64_t>(mean, 1) + 1,
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t row = begin; row < end; ++row) visit(row);
+                              });
+}
+
+template <typename T>
+void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double* metrics) {
+  std::vector<Counts> counts(in.rows);
+  for_each_row(in, [&](int64_t row) { counts[row] = count_row(in, row); });
+  Counts batch;
+  for (const Counts& row : counts) batch.add(row);
+  const auto shares = [&](int64_t row) { return in.shares(batch, counts[row]); };
+
+  std::vector<PolicySums> sums(in.rows);
+  if (in.needs_whole_rows()) {
+    for_each_row(in, [&](int64_t row) { WholeRow<T>(in, row, counts[row], shares(row), gradient).run(sums[row]); });
+  } else {
+    struct Task {
+      int64_t row, first, count;
+    };
+    std::vector<Task> tasks;
+    for (int64_t row = 0; row < in.rows; ++row) {
+      for (int64_t k = 0; k < in.length(row); k += kTokensPerTask) {
+        tasks.push_back({row, in.start(row) + k, std::min(kTokensPerTask, in.length(row) - k)});
+      }
+    }
+    std::vector<PolicySums> parts(tasks.size());
+    const int64_t count = static_cast<int64_t>(tasks.size());
+    const int64_t grain = kTokensPerTask * count / std::max<int64_t>(in.tokens, 1) + 1;
+    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
+        run_tokens(tokens, in.plan, in.walk_kind(), tasks[i].count, parts[i]);
+      }
+    });
+    for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);
+    if (in.is_weights_by_row) {
+      for (int64_t row = 0; row < in.rows; ++row) {
+        if (counts[row].tokens > 0) sums[row].add_is_weight(in.is_weights[row]);
+      }
+    }
+  }
+  if (entropy_gradient != nullptr) {
+    for_each_row(in, [&](int64_t row) {
+      const int64_t last = in.start(row) + in.length(row);
+      for (int64_t t = in.start(row); t < last; ++t) entropy_gradient[t] = in.entropy_gradient(t, shares(row));
+    });
+  }
+  PolicySums all;
+  RowMetrics row_metrics;
+  for (int64_t row = 0; row < in.rows; ++row) {
+    all.merge(sums[row]);
+    row_metrics.add(counts[row], sums[row], in.plan);
+  }
+  write_metrics(in.plan, batch, all, row_metrics, metrics);
+}
+
+}  // namespace
+
+PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
+                                  std::optional<Tensor> old_logprobs, Tensor advantages, std::optional<Tensor> mask,
+                                  std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
+                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
+                                  std::optional<Tensor> is_weights, std::optional<Tensor> weights,
+                                  std::optional<Tensor> normalizers, std::vector<double> counts,
+                                  std::vector<int64_t> modes, std::vector<double> coefficients,
+                                  bool needs_entropy_gradient) {
+  PolicyInputs inputs =
+      policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs,
+                    is_weights, entropy, entropy_floor, weights, normalizers, counts, modes, coefficients);
+  if (normalizers) {
+    const double* const values = optional_data<double>(normalizers);
+    for (int i = 0; i < 3; ++i) inputs.counts[i] = std::isnan(values[i]) ? counts[i] : values[i];
+  }
+  const int64_t* const bounds = optional_data<int64_t>(cu_seqlens);
+  if (bounds != nullptr) check_packed_bounds(kOp, bounds, inputs.rows, inputs.tokens);
+
+  const PolicyResults results(inputs, needs_entropy_gradient);
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    PolicyBatch<T> in = inputs.batch<T>();
+    if (entropy_floor) in.entropy_floor = *optional_data<T>(entropy_floor);
+    T* const gradient = data_of<T>(results.gradient);
+    T* const entropy_gradient = needs_entropy_gradient ? data_of<T>(results.entropy_gradient) : nullptr;
+    double* const metrics = data_of<double>(results.metrics);
+    // packed tensors may have tokens behind the last row
+    const int64_t used = bounds == nullptr ? inputs.tokens : bounds[inputs.rows];
+    std::fill(gradient + used, gradient + inputs.tokens, T{0});
+    if (entropy_gradient != nullptr) std::fill(entropy_gradient + used, entropy_gradient + inputs.tokens, T{0});
+    compute(in, gradient, entropy_gradient, metrics);
+    *data_of<T>(results.loss) = static_cast<T>(metrics[0]);
+  };
+  inputs.is_double() ? run(double{}) : run(float{});
+  return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
+}
+
+}  // namespace grpo_kernels
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+  library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
+}

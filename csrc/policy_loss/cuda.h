@@ -1,0 +1,87 @@
+#pragma once
+
+#include "policy_loss/walk.h"
+
+namespace grpo_kernels {
+
+constexpr int64_t kTokensPerTask = 1024;  // of a warp, where terms do not depend on other tokens
+
+// Results of a task, which is a row or a part of one.
+struct PolicyPart {
+  Counts counts;
+  PolicySums sums;
+  double misplaced_segments = 0;  // tokens whose segment id does not ascend from 0 along the row
+};
+// Results of many rows.
+struct PolicyTotal {
+  Counts counts;
+  PolicySums sums;
+  RowMetrics row_metrics;
+  double misplaced_segments = 0;
+
+  GRPO_HD void merge(const PolicyTotal& other) {
+    counts.add(other.counts);
+    sums.merge(other.sums);
+    row_metrics.merge(other.row_metrics);
+    misplaced_segments += other.misplaced_segments;
+  }
+};
+
+// Raw device pointers; null where an argument was not given.
+template <typename T>
+struct PolicyArrays {
+  PolicyBatch<T> batch;                    // the next two replace its entropy_floor and normalizers, where given
+  const T* entropy_floor;                  // [1]
+  const double* normalizers;               // [3]: tokens, rows, segments
+  int64_t tasks_per_row, tasks;            // tasks_per_row: of padded rows
+  T *gradient, *entropy_gradient;          // [tokens]
+  Counts *row_counts, *batch_counts;       // [rows], [1]; null if no share depends on them
+  PolicyPart* parts;                       // [tasks]
+  PolicyTotal* blocks;                     // [kTotalBlocks]
+  bool* terms;                             // [tokens], for segments and GMPO
+  T *log_ratios, *scores, *term_gradient;  // [tokens], for segments
+  double* metrics;
+  T* loss;
+  bool* segments_ascend;  // [1], for segments
+};
+
+constexpr int kTotalBlocks = 64;
+
+// The first task of a row. A packed row gets one task for each multiple of kTokensPerTask within its tokens, plus one,
+// which may be empty: enough for any row, and computable from the start of the row alone.
+template <typename T>
+GRPO_HD int64_t first_task(const PolicyArrays<T>& arrays, int64_t row) {
+  const PolicyBatch<T>& batch = arrays.batch;
+  return batch.cu_seqlens == nullptr ? row * arrays.tasks_per_row : batch.cu_seqlens[row] / kTokensPerTask + row;
+}
+
+// Upper bound on the number of tasks, from sizes that the host knows.
+template <typename T>
+int64_t count_tasks(const PolicyArrays<T>& arrays) {
+  const PolicyBatch<T>& batch = arrays.batch;
+  if (batch.cu_seqlens == nullptr || batch.rows == 0) return batch.rows * arrays.tasks_per_row;
+  return batch.tokens / kTokensPerTask + batch.rows;
+}
+
+// Whether tokens or rows must be counted over the batch, or over rows longer than a task, before the first gradient.
+template <typename T>
+bool needs_counts(const PolicyBatch<T>& batch) {
+  const PolicyPlan& plan = batch.plan;
+  const auto needs = [&](Aggregation aggregation, bool is_policy) {
+    if (aggregation == Aggregation::kLocalTokenMean) return true;
+    if (batch.weights != nullptr || aggregation == Aggregation::kTokenSum) return false;
+    if (aggregation == Aggregation::kTokenMean) {
+      return isnan(is_policy && plan.by_segment() ? batch.normalizers.segments : batch.normalizers.tokens);
+    }
+    // a block that processes a whole row counts its tokens itself
+    const bool needs_length = aggregation == Aggregation::kSeqMeanTokenMean && !batch.needs_whole_rows();
+    return isnan(batch.normalizers.rows) || needs_length;
+  };
+  return needs(plan.aggregation, true) || (batch.ref_logprobs != nullptr && needs(plan.kl_aggregation, false)) ||
+         (batch.entropy != nullptr && needs(plan.entropy_aggregation, false));
+}
+
+template <typename T>
+void launch_policy_loss(const PolicyArrays<T>& arrays, void* stream);
+
+}  // namespace grpo_kernels

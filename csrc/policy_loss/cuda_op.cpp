@@ -1,0 +1,78 @@
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "common/allocate.h"
+#include "common/cuda/torch_stream.h"
+#include "policy_loss/cuda.h"
+#include "policy_loss/tensors.h"
+
+namespace grpo_kernels {
+
+// loss, metrics, gradient, entropy_gradient, and whether segment ids ascend: [1] for ratios of segments, else [0]
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
+                                   std::optional<Tensor> old_logprobs, Tensor advantages, std::optional<Tensor> mask,
+                                   std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
+                                   std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
+                                   std::optional<Tensor> is_weights, std::optional<Tensor> weights,
+                                   std::optional<Tensor> normalizers, std::vector<double> counts,
+                                   std::vector<int64_t> modes, std::vector<double> coefficients,
+                                   bool needs_entropy_gradient) {
+  const PolicyInputs inputs =
+      policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs,
+                    is_weights, entropy, entropy_floor, weights, normalizers, counts, modes, coefficients);
+  const int64_t rows = inputs.rows, tokens = inputs.tokens;
+  const bool by_segment = inputs.plan.by_segment();
+  const PolicyResults results(inputs, needs_entropy_gradient);
+  const Tensor segments_ascend = empty_vector(logprobs, by_segment ? 1 : 0, aoti_torch_dtype_bool());
+
+  const DeviceGuard guard(logprobs.get_device_index());
+  void* stream = current_stream(logprobs.get_device_index());
+  const auto run = [&](auto zero) {
+    using T = decltype(zero);
+    PolicyArrays<T> arrays{};
+    arrays.batch = inputs.batch<T>();
+    arrays.entropy_floor = optional_data<T>(entropy_floor);
+    arrays.normalizers = optional_data<double>(normalizers);
+    arrays.tasks_per_row = std::max<int64_t>(1, (arrays.batch.width + kTokensPerTask - 1) / kTokensPerTask);
+    arrays.tasks = count_tasks(arrays);
+    arrays.gradient = data_of<T>(results.gradient);
+    if (needs_entropy_gradient) arrays.entropy_gradient = data_of<T>(results.entropy_gradient);
+    arrays.metrics = data_of<double>(results.metrics);
+    arrays.loss = data_of<T>(results.loss);
+    std::optional<Tensor> row_counts, batch_counts, parts, blocks, terms, values;
+    if (needs_counts(arrays.batch)) {
+      arrays.row_counts = allocate_records<Counts>(row_counts, logprobs, rows);
+      arrays.batch_counts = allocate_records<Counts>(batch_counts, logprobs, 1);
+    }
+    const int64_t num_parts = arrays.batch.needs_whole_rows() ? rows : arrays.tasks;
+    arrays.parts = allocate_records<PolicyPart>(parts, logprobs, num_parts);
+    arrays.blocks = allocate_records<PolicyTotal>(blocks, logprobs, kTotalBlocks);
+    if (by_segment || inputs.plan.loss == Loss::kGeoMean) {
+      terms = empty_vector(logprobs, tokens, aoti_torch_dtype_bool());
+      arrays.terms = data_of<bool>(*terms);
+    }
+    if (by_segment) {
+      arrays.segments_ascend = data_of<bool>(segments_ascend);
+      values = empty_vector(logprobs, 3 * tokens, dtype_of(logprobs));
+      arrays.log_ratios = data_of<T>(*values);
+      arrays.scores = arrays.log_ratios + tokens;
+      arrays.term_gradient = arrays.scores + tokens;
+    }
+    launch_policy_loss(arrays, stream);
+  };
+  inputs.is_double() ? run(double{}) : run(float{});
+  return {results.loss, results.metrics, results.gradient, results.entropy_gradient, segments_ascend};
+}
+
+}  // namespace grpo_kernels
+
+STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+  library.impl("_policy_loss_cuda", TORCH_BOX(&grpo_kernels::policy_loss_cuda));
+}

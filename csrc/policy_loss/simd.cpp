@@ -1,0 +1,283 @@
+// Compiled once per instruction set (GRPO_SIMD). Use only C headers and always-inlined project functions here: the
+// linker could merge an inline function of the standard library with a copy built for another instruction set.
+#include "policy_loss/simd.h"
+
+#include "common/simd/lanes.h"
+#include "common/simd/vector_math.h"
+#include "policy_loss/walk.h"
+
+namespace grpo_kernels::GRPO_SIMD {
+namespace {
+
+typedef int32_t FloatFlags __attribute__((vector_size(32)));
+typedef int64_t DoubleFlags __attribute__((vector_size(32)));
+typedef long long MaskOfDoubles __attribute__((vector_size(32)));  // the type that the AVX builtins take
+
+// Two independent vectors in the same steps: an exp is one long dependency chain, and the reorder window of a core does
+// not reach the next step.
+template <typename V>
+struct Twin {
+  V a, b;
+  Twin& operator+=(const Twin& other) { return *this = *this + other; }
+  Twin& operator*=(const Twin& other) { return *this = *this * other; }
+};
+
+#define GRPO_TWIN_OPERATOR(op)                                                               \
+  template <typename V>                                                                      \
+  GRPO_HD auto operator op(const Twin<V>& x, const Twin<V>& y)->Twin<decltype(x.a op y.a)> { \
+    return {x.a op y.a, x.b op y.b};                                                         \
+  }
+GRPO_TWIN_OPERATOR(+)
+GRPO_TWIN_OPERATOR(-)
+GRPO_TWIN_OPERATOR(*)
+GRPO_TWIN_OPERATOR(/)
+GRPO_TWIN_OPERATOR(<)
+GRPO_TWIN_OPERATOR(>)
+GRPO_TWIN_OPERATOR(<=)
+GRPO_TWIN_OPERATOR(>=)
+GRPO_TWIN_OPERATOR(==)
+GRPO_TWIN_OPERATOR(&)
+GRPO_TWIN_OPERATOR(|)
+#undef GRPO_TWIN_OPERATOR
+template <typename V>
+GRPO_HD Twin<V> operator-(const Twin<V>& x) {
+  return {-x.a, -x.b};
+}
+template <typename V>
+GRPO_HD Twin<V> operator~(const Twin<V>& x) {
+  return {~x.a, ~x.b};
+}
+
+template <typename T>
+struct VectorOf {
+  using Value = Floats;
+  using Flag = FloatFlags;
+  using Integer = int32_t;
+};
+template <>
+struct VectorOf<double> {
+  using Value = Quad;
+  using Flag = DoubleFlags;
+  using Integer = int64_t;
+};
+
+// One vector of the Math that walk.h asks for.
+template <typename T>
+struct VectorMath {
+  using Value = typename VectorOf<T>::Value;
+  using Flag = typename VectorOf<T>::Flag;
+  static constexpr int kCount = sizeof(Value) / sizeof(T);
+
+  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
+#ifdef __AVX__
+    // GCC compares the flag with 0 again, twice, in `flag ? yes : no`
+    if constexpr (sizeof(T) == 4) {
+      return __builtin_ia32_blendvps256(no, yes, (Value)flag);
+    } else {
+      return __builtin_ia32_blendvpd256(no, yes, (Value)flag);
+    }
+#else
+    return (Value)((flag & (Flag)yes) | (~flag & (Flag)no));
+#endif
+  }
+
+  GRPO_HD static Value log(Value x) {  // for DPPO-KL only
+    for (int l = 0; l < kCount; ++l) x[l] = sizeof(T) == 4 ? logf(x[l]) : ::log(x[l]);
+    return x;
+  }
+
+  // The first `left` lanes.
+  GRPO_HD static Flag first(int64_t left) {
+    Flag index;
+    for (int l = 0; l < kCount; ++l) index[l] = l;
+    // limited first, because the comparison narrows it to the width of a lane
+    const auto count = static_cast<typename VectorOf<T>::Integer>(left < kCount ? left : kCount);
+    return index < count;
+  }
+
+  GRPO_HD static Value load(const T* from, int64_t left) {
+    Value value{};
+    if (left >= kCount) {
+      memcpy(&value, from, sizeof value);
+      return value;
+    }
+#ifdef __AVX__
+    if constexpr (sizeof(T) == 4) {
+      return __builtin_ia32_maskloadps256((const Value*)from, first(left));
+    } else {
+      return __builtin_ia32_maskloadpd256((const Value*)from, (MaskOfDoubles)first(left));
+    }
+#else
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) value[l] = from[l];
+    }
+    return value;
+#endif
+  }
+
+  GRPO_HD static void store(T* to, int64_t left, const Value& value) {
+    if (left >= kCount) {
+      memcpy(to, &value, sizeof value);
+      return;
+    }
+#ifdef __AVX__
+    if constexpr (sizeof(T) == 4) {
+      __builtin_ia32_maskstoreps256((Value*)to, first(left), value);
+    } else {
+      __builtin_ia32_maskstorepd256((Value*)to, (MaskOfDoubles)first(left), value);
+    }
+#else
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) to[l] = value[l];
+    }
+#endif
+  }
+
+  // Those of the first `left` lanes whose byte is not 0, all of them where `from` is null.
+  GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
+    if (left >= kCount) {
+      if (from == nullptr) return ~Flag{};
+      // each lane masks its own byte of a broadcast word: converting bytes to lanes costs as much as an exp
+      constexpr int kLast = kCount - 1;
+      uint32_t words[2];
+      memcpy(words, from, kCount);
+      Flag bytes;
+      if constexpr (sizeof(T) == 4) {
+        const int32_t a = static_cast<int32_t>(words[0]), b = static_cast<int32_t>(words[kLast / 4]);
+        bytes =
+            Flag{a, a, a, a, b, b, b, b} & Flag{0xFF, 0xFF00, 0xFF0000, ~0xFFFFFF, 0xFF, 0xFF00, 0xFF0000, ~0xFFFFFF};
+      } else {
+        const int64_t a = static_cast<int64_t>(words[0]);
+        bytes = Flag{a, a, a, a} & Flag{0xFF, 0xFF00, 0xFF0000, 0xFF000000};
+      }
+      return bytes != 0;
+    }
+    if (from == nullptr) return first(left);
+    Flag flags{};
+    for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] ? -1 : 0;
+    return flags;
+  }
+
+  GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
+    Flag flags{};
+    for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
+    return flags;
+  }
+};
+
+// The Math that walk.h asks for, on two vectors.
+template <typename T>
+struct TwinMath {
+  using One = VectorMath<T>;
+  using Scalar = T;
+  using Value = Twin<typename One::Value>;
+  using Flag = Twin<typename One::Flag>;
+  using Counter = Flag;
+  static constexpr int kCount = 2 * One::kCount, kHalf = One::kCount;
+
+  GRPO_HD static Value all(T value) {
+    const auto lanes = every<typename One::Value>(value);
+    return {lanes, lanes};
+  }
+  GRPO_HD static Flag none() { return Flag{}; }
+  GRPO_HD static Flag negate(const Flag& flag) { return ~flag; }
+  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
+    return {One::select(flag.a, yes.a, no.a), One::select(flag.b, yes.b, no.b)};
+  }
+  GRPO_HD static Flag select_flag(const Flag& flag, const Flag& yes, const Flag& no) {
+    return (flag & yes) | (~flag & no);
+  }
+  GRPO_HD static Value lower(const Value& x, const Value& y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
+  GRPO_HD static Value higher(const Value& x, const Value& y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+  GRPO_HD static Value exp(const Value& x) { return {GRPO_SIMD::exp(x.a), GRPO_SIMD::exp(x.b)}; }
+  GRPO_HD static Value expm1(const Value& x) { return {GRPO_SIMD::expm1(x.a), GRPO_SIMD::expm1(x.b)}; }
+  GRPO_HD static Value log(const Value& x) { return {One::log(x.a), One::log(x.b)}; }
+  GRPO_HD static void count(Counter& counter, const Flag& flag) { counter = counter - flag; }  // a true lane is -1
+  GRPO_HD static Value load(const T* from, int64_t left) {
+    return {One::load(from, left), One::load(from + kHalf, left - kHalf)};
+  }
+  GRPO_HD static void store(T* to, int64_t left, const Value& value) {
+    One::store(to, left, value.a);
+    One::store(to + kHalf, left - kHalf, value.b);
+  }
+  GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
+    return {One::load_flags(from, left), One::load_flags(offset_or_null(from, kHalf), left - kHalf)};
+  }
+  GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
+    return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
+  }
+};
+
+// Adds the sum of all lanes.
+template <typename Lanes>
+GRPO_HD void fold(const Twin<Lanes>& twin, double& sum) {
+  sum += sum_lanes(twin.a + twin.b);
+}
+
+// Moves the sums from lanes to doubles; the lanes start again at 0.
+template <typename T>
+GRPO_HD void flush(StepSums<TwinMath<T>>& lanes, PolicySums& sums) {
+#define GRPO_SUM(name) fold(lanes.name, sums.name);
+  GRPO_POLICY_SUMS(GRPO_SUM, GRPO_SUM)
+#undef GRPO_SUM
+  lanes = StepSums<TwinMath<T>>{};
+}
+
+template <typename T>
+GRPO_HD void flush(const StepExtremes<TwinMath<T>>& lanes, PolicySums& sums) {
+  const auto merge = [](const auto& twin, bool is_minimum, double& extreme) {
+    const auto one = is_minimum ? smaller(twin.a, twin.b) : larger(twin.a, twin.b);
+    for (int l = 0; l < VectorMath<T>::kCount; ++l) {
+      if (is_minimum ? one[l] < extreme : one[l] > extreme) extreme = one[l];
+    }
+  };
+#define GRPO_MINIMUM(name) merge(lanes.name, true, sums.name);
+#define GRPO_MAXIMUM(name) merge(lanes.name, false, sums.name);
+  GRPO_POLICY_EXTREMES(GRPO_MINIMUM, GRPO_MAXIMUM)
+#undef GRPO_MINIMUM
+#undef GRPO_MAXIMUM
+}
+
+template <typename T, WalkKind kKind, bool kAllValid>
+void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+  constexpr int64_t kCount = TwinMath<T>::kCount, kBetweenFlushes = 64 * kCount;
+  PolicyWalk<TwinMath<T>, kKind> walk(tokens, plan);
+  PolicySums walk_sums;
+  for (int64_t begin = 0; begin < count; begin += kBetweenFlushes) {
+    const int64_t end = count < begin + kBetweenFlushes ? count : begin + kBetweenFlushes;
+    int64_t k = begin;
+    for (; k + kCount <= end; k += kCount) walk.template step<kAllValid>(k, kCount);
+    if (k < end) walk.step(k, end - k);
+    walk.complete_sums();
+    flush<T>(walk.sums, walk_sums);
+  }
+  flush<T>(walk.extremes, walk_sums);
+  walk_sums.apply_shares(tokens.shares);
+  sums.merge(walk_sums);
+}
+
+template <typename T>
+void walk(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count, PolicySums& sums) {
+  switch (kind) {
+    case WalkKind::kPlainClip:
+      return tokens.mask == nullptr ? run<T, WalkKind::kPlainClip, true>(tokens, plan, count, sums)
+                                    : run<T, WalkKind::kPlainClip, false>(tokens, plan, count, sums);
+    case WalkKind::kClip:
+      return run<T, WalkKind::kClip, false>(tokens, plan, count, sums);
+    default:
+      return run<T, WalkKind::kAny, false>(tokens, plan, count, sums);
+  }
+}
+
+}  // namespace
+
+void policy_tokens(const PolicyTokens<float>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count,
+                   PolicySums& sums) {
+  walk(tokens, plan, kind, count, sums);
+}
+void policy_tokens(const PolicyTokens<double>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count,
+                   PolicySums& sums) {
+  walk(tokens, plan, kind, count, sums);
+}
+
+}  // namespace grpo_kernels::GRPO_SIMD

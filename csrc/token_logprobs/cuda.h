@@ -1,0 +1,36 @@
+#pragma once
+
+#include "common/half_bits.h"
+#include "token_logprobs/softmax.h"
+
+namespace grpo_kernels {
+
+// Raw device pointers; null where an argument was not given.
+template <typename T>
+struct LogitArrays {
+  const T* logits;
+  LogitLayout layout;
+  const int64_t* targets;
+  const float* temperatures;  // null: scaling.temperature for all rows
+  LogitScaling scaling;
+};
+
+struct LogprobArrays {
+  float *logprobs, *entropy;
+  double* normalizer;
+};
+
+template <typename T>
+struct GradientArrays {
+  T* gradient;  // may be the logits
+  LogitLayout layout;
+  const float *grad_logprobs, *grad_entropy, *entropy;
+  const double* normalizer;
+};
+
+template <typename T>
+void launch_token_logprobs(const LogitArrays<T>& in, const LogprobArrays& out, void* stream);
+template <typename T>
+void launch_token_logprobs_backward(const LogitArrays<T>& in, const GradientArrays<T>& out, void* stream);
+
+}  // namespace grpo_kernels

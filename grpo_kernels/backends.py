@@ -1,0 +1,226 @@
+"""Selects the backend of a call, and says why another one cannot run it.
+
+An explicit choice is obeyed or refused with the reason; otherwise the first capable backend in the automatic order is
+used. Everything that runs per call is plain Python, so that torch.compile can trace it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+
+import torch
+
+from grpo_kernels.checks import dtype_names
+
+BACKENDS = ("cuda", "triton", "cpu", "reference")
+
+# Automatic order. Interpreted Triton also runs on the CPU, but only when requested by name.
+_CPU_ORDER = ("cpu", "reference")
+_GPU_ORDER = ("cuda", "triton", "reference")
+
+# Device types of each backend; None means any.
+DEVICES: dict[str, set[str] | None] = {
+    "cuda": {"cuda"},
+    "triton": {"cuda", "xpu"},
+    "cpu": {"cpu"},
+    "reference": None,
+}
+
+Supports = Mapping[str, tuple[torch.dtype, ...]]  # dtypes by backend
+Limits = Mapping[str, str]  # by backend, the reason why it cannot run this particular call
+_NO_LIMITS: Limits = {}
+
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+# Backends whose kernels the tests compiled for the host.
+_emulated: set[str] = set()
+
+
+def _import_compiled(name: str) -> tuple[ModuleType | None, str | None]:
+    """Imports a compiled module, which registers its kernels; without it their ops are defined but not implemented."""
+    try:
+        return importlib.import_module(f"grpo_kernels.{name}"), None
+    except ModuleNotFoundError:
+        return None, "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
+    except ImportError as error:  # built for another torch or another system
+        return None, f"built, but cannot be loaded: {error}"
+
+
+cpu_module, cpu_error = _import_compiled("_C")
+cuda_module: ModuleType | None = None
+cuda_error: str | None = "this torch is not a CUDA build"
+if torch.version.cuda:
+    cuda_module, cuda_error = _import_compiled("_C_cuda")
+
+
+def build_facts() -> dict[str, dict[str, str]]:
+    """Compiler, flags and targets of each compiled module."""
+    modules = {"cpu": cpu_module, "cuda": cuda_module}
+    return {name: module.build_facts() for name, module in modules.items() if module is not None}
+
+
+def _checked(name: str | None, where: str) -> str | None:
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+# A plain global and not a ContextVar, so that torch.compile can trace its use and guard on it.
+_forced: str | None = _checked(os.environ.get("GRPO_KERNELS_BACKEND") or None, "GRPO_KERNELS_BACKEND")
+
+
+def select(
+    op: str,
+    requested: str | None,
+    device_type: str,
+    dtype: torch.dtype,
+    supports: Supports,
+    device_index: int | None = None,
+    limits: Limits = _NO_LIMITS,
+) -> str:
+    """Name of the backend that runs this call of `op`."""
+    choice = requested or _forced
+    candidates = _CPU_ORDER if device_type == "cpu" else _GPU_ORDER
+    if choice is not None:
+        _checked(choice, f"{op}: backend")
+        reason = refusal(choice, device_type, dtype, supports, device_index, limits)
+        if reason is None:
+            return choice
+        others = [
+            name for name in candidates if refusal(name, device_type, dtype, supports, device_index, limits) is None
+        ]
+        way_out = f"; use backend={others[0]!r} or leave it out" if others else ""
+        raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
+    for name in candidates:
+        if refusal(name, device_type, dtype, supports, device_index, limits) is None:
+            return name
+    raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}")
+
+
+def refusal(
+    backend: str,
+    device_type: str,
+    dtype: torch.dtype,
+    supports: Supports,
+    device_index: int | None = None,
+    limits: Limits = _NO_LIMITS,
+) -> str | None:
+    """Reason why the backend cannot take such tensors, or None."""
+    if backend not in supports:
+        return "it is not implemented for this op"
+    if not runs_on(backend, device_type):
+        return f"it does not run on {device_type} tensors"
+    if dtype not in supports[backend]:
+        return f"it takes {dtype_names(supports[backend])}, not {dtype_names((dtype,))}"
+    return limits.get(backend) or missing(backend, device_index)
+
+
+def runs_on(backend: str, device_type: str) -> bool:
+    """Whether the backend takes tensors of this device type."""
+    devices = DEVICES[backend]
+    interpreted = backend == "triton" and device_type == "cpu" and interpreting()
+    return devices is None or device_type in devices or interpreted
+
+
+def missing(backend: str, device_index: int | None = None) -> str | None:
+    """Reason why the backend cannot run in this process on this GPU (default: the current one), or None."""
+    if backend in _emulated:
+        return None
+    if backend == "cuda":
+        if cuda_error is not None:
+            return f"CUDA kernels: {cuda_error}"
+        if device_index is None:  # no tensor names a device
+            if not torch.cuda.is_available():
+                return "no CUDA device"
+            device_index = torch.cuda.current_device()
+        return cuda_refusal(device_index)
+    if backend == "triton":
+        if not _TRITON_INSTALLED:
+            return "triton is not installed"
+        if interpreting() or torch.cuda.is_available() or torch.xpu.is_available():
+            return None
+        return "no GPU"
+    if backend == "cpu" and cpu_error is not None:
+        return f"CPU kernels: {cpu_error}"
+    return None
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in Python, on CPU tensors. Triton reads this variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def cuda_refusal(device_index: int) -> str | None:
+    """Reason why this GPU or its driver cannot run the CUDA kernels as built, or None."""
+    return _cuda_refusal(device_index)
+
+
+# Marks the result as constant for torch.compile, like torch.compiler.assume_constant_result, whose import takes a
+# second. An eager call costs a cache lookup.
+cuda_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _cuda_refusal(device_index: int) -> str | None:
+    assert cuda_module is not None
+    facts, driver = cuda_module.build_facts(), cuda_module.driver_version()
+    if driver // 1000 < int(facts["cuda"].partition(".")[0]):
+        newest = f"{driver // 1000}.{driver % 1000 // 10}"
+        return f"the kernels were built with CUDA {facts['cuda']}, the driver runs CUDA {newest} and older; update it"
+    architectures = facts["cuda_architectures"]
+    major, minor = torch.cuda.get_device_capability(device_index)
+    if runs_machine_code(architectures, major, minor):
+        return None
+    built_for = ", ".join(f"sm_{number}" for number in re.findall(r"\d+[af]?", architectures))
+    here = f"sm_{major}{minor}"
+    rebuild = f"CMAKE_ARGS=-DGRPO_CUDA_ARCHITECTURES={major}{minor}"
+    return f"the CUDA kernels are built for {built_for}, not for {here} of cuda:{device_index}; rebuild with {rebuild}"
+
+
+def runs_machine_code(architectures: str, major: int, minor: int) -> bool:
+    """Whether a GPU of compute capability `major`.`minor` runs code built for CMake's list of CUDA architectures.
+
+    Machine code runs on its own minor version and later ones of the same major version, PTX on everything later.
+    "80-real" is machine code, "80-virtual" PTX, "80" both. Code for "90a" runs on 9.0 alone, code for "100f" on 10.x.
+    """
+    for entry in architectures.split(";"):
+        match = re.fullmatch(r"(\d+)(\d)([af]?)(?:-(real|virtual))?", entry)
+        if match is None:  # "native" and similar: the GPU was at hand when the kernels were built
+            return True
+        built, feature, kind = (int(match[1]), int(match[2])), match[3], match[4]
+        same_major = built[0] == major and (built[1] == minor if feature == "a" else built[1] <= minor)
+        if (kind != "virtual" or feature) and same_major:
+            return True
+        if kind != "real" and not feature and built <= (major, minor):
+            return True
+    return False
+
+
+def available_backends(device_index: int | None = None) -> dict[str, str]:
+    """Maps each backend to "ok" or to the reason why it cannot run on this GPU (default: the current one)."""
+    return {name: missing(name, device_index) or "ok" for name in BACKENDS}
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Runs every call inside the block that names no backend on this one; a call it cannot run is refused."""
+    global _forced
+    _checked(name, "use_backend: name")
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def enable_emulated_cuda() -> None:
+    """Lets the CUDA backend take CPU tensors on request. For tests that compiled its kernels for the host."""
+    DEVICES["cuda"] = {"cpu"}
+    _emulated.add("cuda")

@@ -1,0 +1,130 @@
+"""Replaces TRL's log-probs from hidden states and from logits in all of its trainers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import trl.trainer.utils as host
+from torch import Tensor
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+import grpo_kernels as gk
+from grpo_kernels.integrations.trl.installed import refuse_other_trl
+
+_HEAD, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
+_originals: dict[str, Any] = {}
+
+
+def patch_trl(head: bool = True, logprobs: bool = True) -> None:
+    """Replaces TRL's scoring functions.
+
+    Values that only TRL computes (the sums for DPO's weighting and SFT's accuracy) still come from TRL.
+
+    Args:
+        head: log-probs and entropies from hidden states, as used by the GRPO, RLOO, SFT, DPO and KTO trainers
+        logprobs: log-probs and entropies from logits, as used by the other trainers
+    """
+    refuse_other_trl("patch_trl")
+    for name, wanted, ours in [
+        (_HEAD, head, _Head),
+        (_COMPACT, head, lambda device: True),  # compute only positions that count, on the CPU as well
+        ("selective_log_softmax", logprobs, selective_log_softmax),
+        ("entropy_from_logits", logprobs, entropy_from_logits),
+        ("selective_log_softmax_and_entropy", logprobs, selective_log_softmax_and_entropy),
+    ]:
+        if wanted and name not in _originals:
+            _originals[name] = getattr(host, name)
+            _replace(_originals[name], ours, name)
+
+
+def unpatch_trl() -> None:
+    """Restores TRL, including modules imported since."""
+    while _originals:
+        name, original = _originals.popitem()
+        _replace(getattr(host, name), original, name)
+
+
+def _replace(old: Any, new: Any, name: str) -> None:
+    """Replaces it in every module of TRL; the switch of TRL's own kernels only in the module of its trainers."""
+    paths = [path for path in sys.modules if path.split(".")[0] == "trl"]
+    for module in [sys.modules[path] for path in paths if name != _COMPACT or path == host.__name__]:
+        if vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+class _Head:
+    """Replaces an autograd function, which is called by `apply`."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None,
+        logit_scale: float,
+        outputs: Sequence[str],
+    ) -> tuple[Tensor | None, ...]:
+        # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
+        if not set(outputs) <= {"log_probs", "entropy"} or len(targets) == 0 or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+            results: tuple[Tensor | None, ...] = _originals[_HEAD].apply(
+                hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
+            )
+            return results
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        result = gk.linear_logprobs(
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            return_entropy="entropy" in outputs,
+        )
+        return result.logprobs, result.entropy, None, None, None
+
+
+def selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    if index.dim() == logits.dim():  # several targets per row
+        original: Tensor = _originals["selective_log_softmax"](logits, index, temperature, row_mask)
+        return original
+    return _scored(logits, index, temperature, row_mask, False).logprobs
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    entropy = _scored(logits, first, 1.0, None, True).entropy
+    assert entropy is not None
+    return entropy
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    logprobs, entropy = _scored(logits, index, temperature, row_mask, True)
+    assert entropy is not None
+    return logprobs, entropy if entropy_requires_grad else entropy.detach()
+
+
+def _scored(
+    logits: Tensor, index: Tensor, temperature: float, row_mask: Tensor | None, with_entropy: bool
+) -> gk.TokenLogprobs:
+    """Log-probs and entropies in the logits' precision, as in TRL off the GPU."""
+    targets = index if row_mask is None else torch.where(row_mask != 0, index, -100)
+    result = gk.token_logprobs(logits, targets, temperature=temperature, return_entropy=with_entropy)
+    entropy = None if result.entropy is None else result.entropy.to(logits.dtype)
+    return gk.TokenLogprobs(result.logprobs.to(logits.dtype), entropy)

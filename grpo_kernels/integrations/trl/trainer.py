@@ -1,0 +1,388 @@
+"""TRL's GRPOTrainer with our advantages, similarity groups, segments and loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+
+import grpo_kernels as gk
+from grpo_kernels.integrations.trl.installed import refuse_other_trl
+
+_THRESHOLD = "segment_threshold.json"  # in a checkpoint
+# Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
+_BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
+_ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
+
+
+class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer with the loss in one pass, and one collective and one wait for the device per micro-batch.
+
+    Args:
+        *arguments, **options: as for GRPOTrainer
+        similarity: compute advantages within clusters of similar completions; needs `embedder`
+        embedder: function from texts to embeddings [N, D]
+        advantages: an AdvantageConfig that replaces scale_rewards and multi_objective_aggregation, for example to let
+            small clusters borrow from their prompt, or to set a minimal standard deviation or a clip
+        segments: group tokens into segments that share an advantage; scale_rewards must be "none", because the config's
+            `norm` scales
+        backend: of grpo_kernels; None means the first that can
+    """
+
+    entropy_coef: float
+
+    def __init__(
+        self,
+        *arguments: Any,
+        similarity: gk.SimilarityConfig | None = None,
+        embedder: Callable[[Sequence[str]], Tensor] | None = None,
+        advantages: gk.AdvantageConfig | None = None,
+        segments: gk.SegmentConfig | None = None,
+        backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        refuse_other_trl("FusedGRPOTrainer")
+        if (similarity is None) != (embedder is None):
+            missing = "similarity" if similarity is None else "embedder"
+            raise ValueError(f"FusedGRPOTrainer: similarity and embedder go together, got no {missing}")
+        if similarity is not None and segments is not None:
+            raise ValueError("FusedGRPOTrainer: similarity and segments exclude each other, got both")
+        if advantages is not None and segments is not None:
+            raise ValueError("FusedGRPOTrainer: advantages and segments exclude each other, got both")
+        if advantages is not None and advantages.reward_weights is not None:
+            raise ValueError(
+                "FusedGRPOTrainer: advantages.reward_weights must be left out, as GRPOConfig has them, got "
+                f"{advantages.reward_weights}"
+            )
+        super().__init__(*arguments, **options)
+        self.advantages = advantages
+        self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
+        self.threshold = None if segments is None else gk.SegmentThreshold(segments)
+        self._entropy_window = torch.zeros(2, dtype=torch.float64)
+        self._check_options()
+        self._loss_config(0.0)  # refuses unsupported settings now rather than at the first step
+
+    # ------------------------------------------------------------------------------------------------ rewards
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Sequence[Any], completion_ids_list: Any
+    ) -> Tensor:
+        rewards: Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._scored = rewards  # of all processes, in rank order
+        if self.embedder is not None:
+            vectors = torch.as_tensor(self.embedder([_text(completion) for completion in completions]))
+            if vectors.dim() != 2 or len(vectors) != len(completions):
+                raise ValueError(
+                    f"FusedGRPOTrainer: embedder must give a vector for each of {len(completions)} texts, got shape "
+                    f"{list(vectors.shape)}"
+                )
+            self._embeddings = self.accelerator.gather(vectors.to(rewards.device).contiguous())
+        return rewards
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        size = self.num_generations if mode == "train" else self.num_generations_eval
+        if self.segments is not None:
+            self._add_segments(output, size, mode)
+            all_advantages = self.accelerator.gather(output["advantages"].sum(1))
+        else:
+            all_advantages = self._advantages(output, size, mode)
+            local = len(output["prompt_ids"])
+            first = self.accelerator.process_index * local
+            output["advantages"] = all_advantages[first : first + local].to(output["advantages"])
+        logged = self._logs["advantages"]
+        for _ in range(min(len(all_advantages), len(logged))):  # TRL's values for the same completions
+            logged.pop()
+        logged.extend(all_advantages.tolist())
+        return output
+
+    def _advantages(self, output: dict[str, Any], size: int, mode: str) -> Tensor:
+        by_reward = self.multi_objective_aggregation == "normalize_then_sum"
+        config = self.advantages or gk.AdvantageConfig.of("trl-gdpo" if by_reward else _ADVANTAGES[self.scale_rewards])
+        config = dataclasses.replace(config, reward_weights=tuple(self.reward_weights.tolist()))
+        lengths = self.accelerator.gather(_mask(output).sum(1)) if config.needs_lengths else None
+        subgroups = None
+        if self.similarity is not None:
+            clusters = gk.similarity_groups(self._embeddings, size, config=self.similarity, backend=self.kernel_backend)
+            subgroups = clusters.labels
+            for name, value in gk.similarity_metrics(clusters).items():
+                self._metrics[mode][name].append(value)
+        return gk.group_advantages(
+            self._scored, size, subgroups=subgroups, lengths=lengths, config=config, backend=self.kernel_backend
+        ).advantages
+
+    def _add_segments(self, output: dict[str, Any], size: int, mode: str) -> None:
+        """Places rewards at the ends of completions. The baseline is a prompt's mean, as TRL has no critic."""
+        mask = _mask(output)
+        old = output.get("old_per_token_logps")
+        if old is None:  # the policy has not changed since sampling
+            rows = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+                old, _, _ = self._forward(self.model, output, rows=rows)
+            output["old_per_token_logps"] = old
+        sampled = output.get("sampling_per_token_logps", old)
+        sampled = torch.where(sampled.isnan(), old, sampled)  # tokens that vLLM could not score
+        local = len(mask)
+        first = self.accelerator.process_index * local
+        weights = self.reward_weights.to(self._scored.device)
+        totals = (self._scored * weights).nansum(1)[first : first + local]
+        at_end = torch.zeros_like(old)
+        last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1, keepdim=True)
+        at_end.scatter_(1, last, totals[:, None].to(at_end))
+        scored = mask & ~self._scored[first : first + local].isnan().all(1)[:, None]
+        segments = gk.endpoint_segments(
+            at_end,
+            old,
+            sampled,
+            scored,
+            groups=size,
+            threshold=self.threshold,
+            config=self.segments,
+            backend=self.kernel_backend,
+        )
+        output["advantages"], output["segment_ids"] = segments.advantages, segments.segment_ids
+        for name, value in gk.segment_metrics(segments, size).items():
+            self._metrics[mode][name].append(value)
+        if self.threshold is not None and mode == "train":
+            group = torch.distributed.group.WORLD if self.accelerator.num_processes > 1 else None
+            self.threshold.update(segments, group)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.threshold is not None and self.args.should_save:
+            path = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" / _THRESHOLD
+            path.write_text(json.dumps(self.threshold.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.threshold is None or checkpoint is None:
+            return
+        path = Path(checkpoint) / _THRESHOLD
+        if path.exists():
+            self.threshold.load_state_dict(json.loads(path.read_text()))
+        elif self.threshold.config.adaptive_threshold:
+            raise ValueError(
+                f"FusedGRPOTrainer: resume_from_checkpoint must hold {_THRESHOLD}, as a run with segments leaves it, "
+                f"got {checkpoint!r}"
+            )
+
+    # --------------------------------------------------------------------------------------------------- loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        mode = "train" if self.model.training else "eval"
+        logprobs, entropy, aux_loss = self._forward(model, inputs, with_entropy=True)
+        mask = _mask(inputs)
+        steps = self.current_gradient_accumulation_steps if mode == "train" else 1
+        by_all = self.loss_type in _BY_ALL_TOKENS
+        bonus = self._entropy_coefficient()
+        # the bonus is a mean over the micro-batch's tokens, whatever the policy term's divisor
+        config = self._loss_config(bonus / steps if by_all else bonus)
+        kwargs: dict[str, Any] = {}
+        if by_all:
+            tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            kwargs["normalizer"] = {
+                "tokens": tokens * (steps / self.args.steps_per_generation if mode == "train" else 1)
+            }
+        if self.beta != 0.0:
+            kwargs["ref_logprobs"] = inputs["ref_per_token_logps"]
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            kwargs["is_weights"] = inputs["importance_sampling_ratio"]
+        if self.off_policy_mask_threshold is not None and "sampling_per_token_logps" in inputs:
+            kwargs["sampling_logprobs"] = inputs["sampling_per_token_logps"]
+        if "segment_ids" in inputs:
+            kwargs["segments"] = inputs["segment_ids"]
+        if self.top_entropy_quantile < 1.0 and self.accelerator.num_processes > 1:
+            kwargs["entropy_floor"] = self._entropy_floor(entropy, mask)
+        result = gk.policy_loss(
+            logprobs,
+            inputs.get("old_per_token_logps"),
+            inputs["advantages"],
+            mask=mask,
+            entropy=entropy,
+            config=config,
+            backend=self.kernel_backend,
+            **kwargs,
+        )
+        loss = result.loss if by_all else result.loss / steps
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * aux_loss / steps
+        self._log_loss(mode, result.metrics, aux_loss)
+        return loss
+
+    def _forward(
+        self, model: Any, inputs: dict[str, Any], with_entropy: bool = False, rows: int | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        named = (
+            "pixel_values",
+            "image_grid_thw",
+            "num_images",
+            "pixel_attention_mask",
+            "spatial_shapes",
+            "num_tiles",
+            "image_sizes",
+            "token_type_ids",
+            "mm_token_type_ids",
+            "image_position_ids",
+        )
+        results: tuple[Tensor, Tensor | None, Tensor | None] = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            inputs["completion_ids"].shape[1],
+            batch_size=rows,
+            compute_entropy=with_entropy,
+            compute_aux_loss=with_entropy and self.aux_loss_enabled,
+            **{name: inputs.get(name) for name in named},
+        )
+        return results
+
+    def _loss_config(self, entropy_coef: float) -> gk.LossConfig:
+        fields = {
+            name: getattr(self.args, name)
+            for name in (
+                "delta",
+                "use_bias_correction_kl",
+                "sapo_temperature_pos",
+                "sapo_temperature_neg",
+                "vespo_k_pos",
+                "vespo_lambda_pos",
+                "vespo_k_neg",
+                "vespo_lambda_neg",
+            )
+        }
+        config = gk.LossConfig.trl(
+            loss_type=self.loss_type,
+            importance_sampling_level=self.importance_sampling_level,
+            epsilon=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+            beta=self.beta,
+            max_completion_length=self.max_completion_length,
+            entropy_coef=entropy_coef,
+            top_entropy_quantile=self.top_entropy_quantile,
+            off_policy_mask_threshold=self.off_policy_mask_threshold,
+            **fields,
+        )
+        return config if self.segments is None else dataclasses.replace(config, ratio="segment")
+
+    def _entropy_coefficient(self) -> float:
+        """Coefficient of this step; the adaptive one is active only while the last step's entropy was low."""
+        if not self._entropy_bonus_enabled:
+            return 0.0
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return float(self.entropy_coef)
+
+    def _entropy_floor(self, entropy: Tensor | None, mask: Tensor) -> Tensor:
+        """The entropy reached by the kept share of tokens over all processes."""
+        assert entropy is not None
+        local = entropy.detach()[mask].float()
+        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=float("nan"))
+        entropies: Tensor = self.accelerator.gather(padded)
+        if entropies.numel() == 0:
+            return entropy.new_full((), float("inf"))
+        return entropies.nanquantile(1 - self.top_entropy_quantile).to(entropy.dtype)
+
+    def _log_loss(self, mode: str, metrics: Any, aux_loss: Tensor | None) -> None:
+        """Logs TRL's metrics under TRL's names, from one gathered vector."""
+        aux = metrics.tensor.new_zeros(1) if aux_loss is None else aux_loss.detach().to(metrics.tensor).view(1)
+        gathered = self.accelerator.gather(torch.cat([metrics.tensor, aux])[None]).cpu()
+        merged = metrics.merged(gathered[:, :-1])
+        values, log = merged.trl(), self._metrics[mode]
+        values.pop("entropy_coef", None)
+        policy = values.pop("policy_loss", merged.to_dict()["policy_loss"] + self.beta * merged.to_dict()["kl_loss"])
+        for name, value in values.items():
+            log[name].append(value)
+        if self.aux_loss_enabled:
+            log["aux_loss"].append(float(gathered[:, -1].mean()))
+        if not self._entropy_bonus_enabled:
+            return
+        log["policy_loss"].append(policy / len(gathered))
+        if self.use_adaptive_entropy and mode == "train":
+            kept = gathered[:, metrics.names.index("kept_tokens")]
+            entropy_sum = (gathered[:, metrics.names.index("entropy_loss")] * kept).sum()
+            self._adapt_entropy(torch.stack([entropy_sum, kept.sum()]))
+        if mode == "train" and self.accelerator.sync_gradients:
+            log["entropy_coef"].append(self.entropy_coef)
+
+    def _adapt_entropy(self, sum_and_count: Tensor) -> None:
+        """Sets the coefficient of the next step from the entropy of all tokens of this one."""
+        self._entropy_window += sum_and_count
+        if not self.accelerator.sync_gradients:
+            return
+        entropy = float(self._entropy_window[0] / self._entropy_window[1].clamp(min=1.0))
+        step = self.args.entropy_coef_delta
+        if entropy <= self.args.entropy_target:
+            self.entropy_coef = min(self.entropy_coef + step, self.args.entropy_coef_max)
+        else:
+            self.entropy_coef = max(self.entropy_coef - step, self.args.entropy_coef_min)
+        self._last_world_entropy = entropy
+        self._entropy_window.zero_()
+
+    def _check_options(self) -> None:
+        if self.segments is None:
+            return
+        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
+        rules = [
+            ("scale_rewards", self.scale_rewards, self.scale_rewards == "none", "must be 'none' with segments"),
+            (
+                "importance_sampling_level",
+                self.importance_sampling_level,
+                self.importance_sampling_level == "token",
+                "must be 'token' with segments, whose ratio is of the segment",
+            ),
+            ("loss_type", self.loss_type, self.loss_type != "vespo", "must not be 'vespo' with segments"),
+            (
+                "multi_objective_aggregation",
+                self.multi_objective_aggregation,
+                self.multi_objective_aggregation == "sum_then_normalize",
+                "must be 'sum_then_normalize' with segments",
+            ),
+            (
+                "per_device_eval_batch_size",
+                self.args.per_device_eval_batch_size,
+                self.accelerator.num_processes == 1
+                or self.args.eval_strategy == "no"
+                or self.args.per_device_eval_batch_size % self.num_generations_eval == 0,
+                f"must hold whole groups of {self.num_generations_eval} with segments",
+            ),
+            (
+                "use_bias_correction_kl",
+                self.args.use_bias_correction_kl,
+                self.beta == 0.0 or not self.args.use_bias_correction_kl,
+                "must be False with segments and beta, as it weighs a token's KL by the token's ratio",
+            ),
+            (
+                "per_device_train_batch_size * steps_per_generation",
+                rows,
+                self.accelerator.num_processes == 1 or rows % self.num_generations == 0,
+                f"must hold whole groups of {self.num_generations} with segments, as a prompt's mean is their baseline",
+            ),
+        ]
+        for name, value, holds, rule in rules:
+            if not holds:
+                raise ValueError(f"FusedGRPOTrainer: {name} {rule}, got {value!r}")
+
+
+def _mask(inputs: dict[str, Any]) -> Tensor:
+    mask: Tensor = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def _text(completion: str | list[dict[str, Any]]) -> str:
+    """The last assistant message of a conversation, with its text parts joined."""
+    if isinstance(completion, str):
+        return completion
+    said = [message.get("content") for message in completion if message.get("role", "assistant") == "assistant"]
+    content = said[-1] if said else None
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content if part.get("type", "text") == "text")
+    return content or ""

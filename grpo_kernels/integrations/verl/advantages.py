@@ -1,0 +1,235 @@
+"""verl's advantage estimators, from the arguments that verl passes and, where needed, from the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.checks import unknown
+
+# The DataProto being processed. Set by patch_verl, because verl passes registered functions only a part of it.
+BATCH: ContextVar[Any] = ContextVar("grpo_kernels_verl_batch", default=None)
+# Key of our options in verl's `algorithm`.
+OPTIONS = "grpo_kernels"
+LABELS, EMBEDDINGS, SEGMENTS = "similarity_labels", "similarity_embeddings", "segment_ids"
+
+PRESETS = {
+    "fused_grpo": "verl-grpo",
+    "fused_dr_grpo": "verl-dr-grpo",
+    "fused_rloo": "verl-rloo",
+    "fused_opo": "verl-opo",
+    "fused_grpo_passk": "verl-grpo-passk",
+    "fused_reinforce_plus_plus_baseline": "verl-reinforce-plus-plus-baseline",
+    "fused_gpg": "verl-gpg",
+    "fused_gdpo": "verl-gdpo",
+    "similarity_group_grpo": "grpo",  # a cluster of one has nothing to compare with: 0, not its reward
+}
+# Estimators with one advantage per response, equal at all of its tokens; group_ppo has one per token.
+OF_RESPONSES = tuple(PRESETS)
+ESTIMATORS = (*OF_RESPONSES, "group_ppo")
+
+Estimator = Callable[..., tuple[Tensor, Tensor]]
+# Adaptive thresholds persist from batch to batch.
+thresholds: dict[gk.SegmentConfig, gk.SegmentThreshold] = {}
+
+
+def estimator(name: str) -> Estimator:
+    """The function registered with verl under this name."""
+
+    def estimate(
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any = None,
+        config: Any = None,
+        reward_baselines: Any = None,  # passed to every estimator except verl's own GAE and GRPO
+    ) -> tuple[Tensor, Tensor]:
+        if index is None:
+            raise ValueError(f"{name}: index must be given, which verl takes from the batch's 'uid', got None")
+        ids = gk.group_ids(index.tolist(), device=token_level_rewards.device)
+        if len(ids) != len(token_level_rewards):
+            raise ValueError(f"{name}: index must have {len(token_level_rewards)} uids, got {len(ids)}")
+        with torch.no_grad():
+            if name == "group_ppo":
+                return _of_segments(token_level_rewards, response_mask, ids, config)
+            return _of_responses(name, token_level_rewards, response_mask, ids, config)
+
+    estimate.__name__ = estimate.__qualname__ = name
+    return estimate
+
+
+def grpo_outcome_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Replaces verl's function, which has these arguments and does not read its config."""
+    settings = dataclasses.replace(
+        gk.AdvantageConfig.of("verl-grpo"), eps=epsilon, scale="std" if norm_adv_by_std_in_grpo else "none"
+    )
+    ids = gk.group_ids(index.tolist(), device=token_level_rewards.device)
+    with torch.no_grad():
+        result = gk.group_advantages(token_level_rewards.detach().sum(-1), ids, config=settings)
+        return _to_tokens(result.advantages, token_level_rewards, response_mask)
+
+
+def _of_responses(
+    name: str, token_level_rewards: Tensor, response_mask: Tensor, ids: Tensor, config: Any
+) -> tuple[Tensor, Tensor]:
+    clustering = gk.SimilarityConfig if name == "similarity_group_grpo" else None
+    of_advantages, of_clusters = _options(name, config, gk.AdvantageConfig, clustering)
+    settings = gk.AdvantageConfig.of(PRESETS[name])
+    if settings.scale == "std" and config is not None and not config.get("norm_adv_by_std_in_grpo", True):
+        of_advantages = {"scale": "none"} | of_advantages
+    rewards = token_level_rewards.detach().sum(-1)
+    if name == "fused_gdpo":
+        rewards, weights = _columns(name, config, rewards)
+        of_advantages = {"reward_weights": weights} | of_advantages
+    settings = dataclasses.replace(settings, **of_advantages)
+    kwargs: dict[str, Any] = {}
+    if clustering is not None:
+        kwargs["subgroups"] = _clusters(name, ids, gk.SimilarityConfig(**of_clusters))
+    if settings.needs_lengths:
+        kwargs["lengths"] = response_mask.sum(-1)
+    result = gk.group_advantages(rewards, ids, config=settings, **kwargs)
+    return _to_tokens(result.advantages, token_level_rewards, response_mask)
+
+
+def _of_segments(rewards: Tensor, mask: Tensor, ids: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    name = "group_ppo"
+    fields, _ = _options(name, config, gk.SegmentConfig, None)
+    for field in ("gamma", "lam"):
+        if field in fields:
+            raise ValueError(f"{name}: {field} must be set as algorithm.{field}, got algorithm.{OPTIONS}.{field}")
+        fields[field] = 1.0 if config is None else float(config.get(field, 1.0))
+    settings = gk.SegmentConfig(**fields)
+    batch = _batch(name).batch
+    if "old_log_probs" not in batch:
+        raise ValueError(f"{name}: the batch must hold 'old_log_probs', got {sorted(batch.keys())}")
+    now, values = batch["old_log_probs"], batch.get("values", None)
+    grouped = values is None or settings.norm == "prompt"
+    threshold = thresholds.setdefault(settings, gk.SegmentThreshold(settings))
+    segments = gk.endpoint_segments(
+        rewards,
+        now,
+        batch.get("rollout_log_probs", now),
+        mask,
+        values=values,
+        groups=ids if grouped else None,
+        threshold=threshold,
+        config=settings,
+    )
+    threshold.update(segments)
+    batch[SEGMENTS] = segments.segment_ids  # for the loss 'fused_segment'
+    return segments.advantages.to(rewards.dtype), segments.returns.to(rewards.dtype)
+
+
+def _to_tokens(advantages: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = advantages.to(rewards.dtype)[:, None] * mask
+    return tokens, tokens
+
+
+def _options(name: str, config: Any, first: type, second: type | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options in algorithm.grpo_kernels as fields of the two classes."""
+    options = options_of(config)
+    fields = [_fields(kind) for kind in (first, second) if kind is not None]
+    for key in options:
+        if not any(key in names for names in fields):
+            raise unknown(name, f"keys of algorithm.{OPTIONS}", key, [field for names in fields for field in names])
+    parts = [{key: value for key, value in options.items() if key in names} for names in fields]
+    return parts[0], parts[1] if len(parts) > 1 else {}
+
+
+def options_of(config: Any) -> dict[str, Any]:
+    """Our options in an AlgoConfig, a dict or a DictConfig."""
+    options = None if config is None else config.get(OPTIONS, None)
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) and not hasattr(options, "items"):
+        raise TypeError(f"algorithm.{OPTIONS} must be a mapping, got {type(options).__name__} {options!r}")
+    # OmegaConf has its own list type
+    return {
+        key: value if isinstance(value, str) or not hasattr(value, "__len__") else tuple(value)
+        for key, value in options.items()
+    }
+
+
+def _fields(kind: type) -> list[str]:
+    # the estimator follows from the name
+    return [field.name for field in dataclasses.fields(kind) if field.init and field.name != "estimator"]
+
+
+def _batch(name: str) -> Any:
+    batch = BATCH.get()
+    if batch is None:
+        raise RuntimeError(
+            f"{name}: verl passes a registered estimator only a part of the batch, and this one needs the rest; call "
+            "grpo_kernels.integrations.verl.patch_verl(loss=False) in the process that computes advantages"
+        )
+    return batch
+
+
+def _column(name: str, key: str) -> Any:
+    batch = _batch(name)
+    return batch.non_tensor_batch[key] if key in batch.non_tensor_batch else batch.batch.get(key, None)
+
+
+def _columns(name: str, config: Any, like: Tensor) -> tuple[Tensor, tuple[float, ...] | None]:
+    """One column per reward, by verl's own keys."""
+    keys = None if config is None else config.get("gdpo_reward_keys", None)
+    if not keys:
+        raise ValueError(f"{name}: algorithm.gdpo_reward_keys must name the rewards, got {keys!r}")
+    columns = []
+    for key in keys:
+        column = _column(name, key)
+        if column is None:
+            held = sorted(_batch(name).non_tensor_batch)
+            raise ValueError(f"{name}: the batch must hold every one of gdpo_reward_keys, got {held} without {key!r}")
+        columns.append(torch.from_numpy(np.asarray(column, dtype=np.float32)) if _is_array(column) else column.float())
+    weights = config.get("gdpo_reward_weights", None)
+    if weights is not None and len(weights) != len(columns):
+        raise ValueError(
+            f"{name}: algorithm.gdpo_reward_weights must have one weight for each of {list(keys)}, got {list(weights)}"
+        )
+    return torch.stack(columns, 1).to(like.device), None if weights is None else tuple(float(w) for w in weights)
+
+
+def _clusters(name: str, ids: Tensor, settings: gk.SimilarityConfig) -> Tensor:
+    labels, embeddings = _column(name, LABELS), _column(name, EMBEDDINGS)
+    if (labels is None) == (embeddings is None):
+        got = "neither" if labels is None else "both"
+        raise ValueError(
+            f"{name}: the batch must hold either {LABELS!r} or {EMBEDDINGS!r}, one per response, got {got}"
+        )
+    if labels is not None:
+        values = np.asarray(labels.tolist()) if _is_array(labels) else labels
+        if _is_array(values) and values.dtype == object:
+            raise TypeError(f"{name}: {LABELS!r} must hold integers, got {labels.tolist()[:8]}")
+        numbers = torch.as_tensor(values)
+        if settings != gk.SimilarityConfig():
+            raise ValueError(f"{name}: options of the clustering must be left out with {LABELS!r}, got {settings}")
+        if numbers.dtype.is_floating_point or numbers.dtype == torch.bool:
+            raise TypeError(
+                f"{name}: {LABELS!r} must hold integers, -1 for a response to leave out, got {numbers.dtype}"
+            )
+        return numbers.to(ids.device)
+    vectors = embeddings
+    if _is_array(embeddings):
+        sizes = {np.size(vector) for vector in embeddings}
+        if len(sizes) > 1:
+            raise ValueError(f"{name}: {EMBEDDINGS!r} must hold vectors of one size, got sizes {sorted(sizes)}")
+        vectors = torch.from_numpy(np.asarray(embeddings.tolist(), dtype=np.float32))
+    return gk.similarity_groups(vectors.to(ids.device), ids, config=settings).labels
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)

@@ -1,0 +1,274 @@
+"""verl's policy losses under our names, and its ppo_loss as one pass over the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from verl.trainer.ppo import core_algos
+from verl.utils.metric import AggregationType, Metric
+
+import grpo_kernels as gk
+from grpo_kernels.integrations.verl.advantages import SEGMENTS
+from grpo_kernels.ops.policy_loss.peers import VERL_DEFAULTS
+
+VERLS = ("vanilla", "gspo", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "geo_mean", "dro")
+LOSSES = {f"fused_{mode}": mode for mode in (*VERLS, "segment")}
+PPOLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+
+# verl's own ppo_loss while fused_ppo_loss replaces it
+originals: dict[str, PPOLoss] = {}
+_log = logging.getLogger("grpo_kernels.integrations.verl")
+
+
+def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
+    """The function registered with verl under this name."""
+    mode = LOSSES[name]
+
+    def loss(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if config is None:
+            raise ValueError(f"{name}: config must be given, verl's ActorConfig, got None")
+        if mode == "segment":
+            raise RuntimeError(
+                f"{name}: verl gives a registered loss no segments; train with fused_ppo_loss, as after "
+                "grpo_kernels.integrations.verl.patch_verl()"
+            )
+        terms = _Terms(config, mode, loss_agg_mode, config.global_batch_info, response_mask.shape[-1], False)
+        result = gk.policy_loss(
+            log_prob,
+            old_log_prob,
+            advantages,
+            mask=response_mask,
+            is_weights=rollout_is_weights,
+            normalizer=terms.normalizer,
+            config=terms.config,
+        )
+        metrics = result.metrics.verl()
+        del metrics["actor/pg_loss"]  # verl adds it
+        return terms.scaled(result.loss), metrics
+
+    loss.__name__ = loss.__qualname__ = name
+    return loss
+
+
+def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    """Replaces verl.workers.utils.losses.ppo_loss: same arguments, loss, gradients and metrics, in one pass.
+
+    Nothing waits for the device. A loss_mode that is neither ours nor verl's own function is left to verl's ppo_loss.
+    """
+    mode = _mode(config.policy_loss.get("loss_mode", "vanilla"))
+    if mode is None:
+        from verl.workers.utils import losses
+
+        theirs = originals.get("ppo_loss", cast(PPOLoss, losses.ppo_loss))
+        return theirs(config, model_output, data, dp_group)
+    layout = _Layout(data)
+    config.global_batch_info.update(
+        {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")},
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    aggregation = config.loss_agg_mode
+    terms = _Terms(config, mode, aggregation, config.global_batch_info, layout.width, True)
+    entropy = model_output.get("entropy", None)
+    kwargs: dict[str, Any] = {"entropy": None if entropy is None else layout.of_model(entropy)}
+    keys = {"is_weights": "rollout_is_weights"} if "rollout_is_weights" in data else {}
+    keys |= {"ref_logprobs": "ref_log_prob"} if config.use_kl_loss else {}
+    keys |= {"segments": SEGMENTS} if mode == "segment" else {}
+    for argument, key in keys.items():
+        if key not in data:
+            raise KeyError(f"fused_ppo_loss: data must hold {key!r} for this config, got {sorted(data.keys())}")
+        kwargs[argument] = layout.of_data(data[key], -1 if argument == "segments" else 0)
+    result = gk.policy_loss(
+        layout.of_model(model_output["log_probs"]),
+        layout.of_data(data["old_log_probs"]),
+        layout.of_data(data["advantages"]),
+        mask=layout.of_data(data["response_mask"]).bool(),
+        cu_seqlens=layout.cu_seqlens,
+        normalizer=terms.normalizer,
+        config=terms.config,
+        **kwargs,
+    )
+    return terms.scaled(result.loss), _measured(result.metrics, terms, config, entropy is not None)
+
+
+def _mode(name: str) -> str | None:
+    """verl's name of the loss, or None if it is not one that we compute."""
+    if name in LOSSES:
+        return LOSSES[name]
+    registered = core_algos.POLICY_LOSS_REGISTRY.get(name)
+    if name in VERLS and getattr(registered, "__module__", None) == core_algos.__name__:
+        return name
+    _warn_once(f"fused_ppo_loss: loss_mode {name!r} is not one of ours, verl's own ppo_loss computes it")
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
+
+
+class _Terms:
+    """The divisors and factors of verl's agg_loss, as a LossConfig, a normalizer and a scale."""
+
+    def __init__(
+        self, config: Any, mode: str, aggregation: str, info: Any, width: Callable[[], int] | int, whole: bool
+    ):
+        ranks = info.get("dp_size", 1)
+        fields = {name: config.get(name, default) for name, default in VERL_DEFAULTS.items()}
+        fields |= {"loss_mode": "vanilla" if mode == "segment" else mode, "loss_agg_mode": aggregation}
+        fields["dro_beta"] = config.policy_loss.get("dro_beta", None) if mode == "dro" else None
+        if aggregation == "seq-mean-token-sum-norm":
+            length = info.get("loss_scale_factor", None)
+            fields["loss_scale_factor"] = (width() if callable(width) else width) if length is None else length
+        if not whole:  # verl adds these terms
+            fields |= {"use_kl_loss": False, "entropy_coeff": 0}
+        self.config = _loss_config(tuple(fields.items()), mode == "segment", ranks)
+        summed = aggregation == "token-sum"
+        # gradients are averaged over ranks, so a sum is multiplied by their number
+        self.scale = ranks if summed and self.config.aggregation == "token-sum" else 1
+        self.other_scale = ranks if summed and self.scale == 1 else 1
+        self.normalizer = self._normalizer(info, ranks)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scale == 1 else loss * self.scale
+
+    def _normalizer(self, info: Any, ranks: int) -> dict[str, Any] | None:
+        """This rank's share of the global counts."""
+        counts = {"tokens": info.get("batch_num_tokens", None), "rows": info.get("global_batch_size", None)}
+        config = self.config
+        kinds = {name for name in (config.aggregation, config.kl_aggregation, config.entropy_aggregation) if name}
+        for kind, key, prefix in (("tokens", "batch_num_tokens", "token-mean"), ("rows", "global_batch_size", "seq")):
+            if ranks > 1 and counts[kind] is None and any(name.startswith(prefix) for name in kinds):
+                raise ValueError(f"fused losses: {key} must be given for dp_size={ranks} with {sorted(kinds)}")
+        if self.config.ratio == "segment" and self.config.aggregation == "token-mean" and counts["tokens"] is not None:
+            raise ValueError(
+                "fused_segment: loss_agg_mode must not be 'token-mean', a mean over segments, as verl counts the "
+                "tokens of all ranks but not their segments; choose one of the seq-mean modes"
+            )
+        return {kind: count / ranks for kind, count in counts.items() if count is not None} or None
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_config(fields: tuple[tuple[str, Any], ...], by_segment: bool, ranks: int) -> gk.LossConfig:
+    config = gk.LossConfig.verl(**dict(fields))
+    if by_segment:
+        config = dataclasses.replace(config, ratio="segment")
+    if dict(fields)["loss_agg_mode"] == "token-sum" and config.aggregation != "token-sum":
+        # this loss has its own aggregation, which the number of ranks does not scale
+        config = dataclasses.replace(config, kl_coef=config.kl_coef * ranks, entropy_coef=config.entropy_coef * ranks)
+    return config
+
+
+class _Layout:
+    """Response tokens, packed, or padded if verl pads the prompts."""
+
+    def __init__(self, data: Any) -> None:
+        prompts, responses = data["prompts"], data["responses"]
+        self._data, self._responses, self.packed = data, responses, prompts.is_nested
+        device = responses.device
+        if self.packed:
+            offsets = responses.offsets()
+            before, self.lengths = prompts.offsets().diff(), offsets.diff()
+            count = responses.values().shape[0]
+            numbers = torch.arange(len(self.lengths), device=device)
+            self.rows = numbers.repeat_interleave(self.lengths, output_size=count)
+            self.places = torch.arange(count, device=device) - offsets[self.rows]
+            self.cu_seqlens: Tensor | None = offsets
+            self.total: Tensor | int = prompts.values().shape[0] + count
+        else:
+            seen = data["attention_mask"]
+            before, self.lengths = seen[:, : prompts.shape[1]].sum(1), seen[:, prompts.shape[1] :].sum(1)
+            self.rows = torch.arange(len(seen), device=device)[:, None]
+            self.places = torch.arange(responses.shape[1], device=device)
+            self.cu_seqlens = None
+            self.total = (before + self.lengths).sum()
+        # the model's output at a position predicts the next token
+        firsts = (before + self.lengths).cumsum(0) - self.lengths - 1
+        self._at = firsts[self.rows] + self.places
+        _expect((before > 0).all(), "every prompt must have a token")
+
+    def of_model(self, output: Tensor) -> Tensor:
+        """The model's output at the response tokens."""
+        values = output.values() if output.is_nested else output
+        message = f"the model's output must have a value for every token of prompts and responses, got {len(values)}"
+        if isinstance(self.total, int):
+            if self.total != len(values):
+                raise ValueError(f"fused_ppo_loss: {message}, expected {self.total}")
+        else:
+            _expect(self.total == len(values), message)
+        selected = values.index_select(0, self._at.clamp(0, len(values) - 1).flatten()).view(self._at.shape)
+        return selected if self.packed else torch.where(self.places < self.lengths[:, None], selected, 0)
+
+    def of_data(self, value: Tensor, fill: float = 0) -> Tensor:
+        if not self.packed:
+            shape = (len(self.lengths), len(self.places))
+            return value.to_padded_tensor(fill, output_size=shape) if value.is_nested else value
+        return value.values() if value.is_nested else value[self.rows, self.places]
+
+    def width(self) -> int:
+        """Padded width of the responses, verl's divisor unless it is given a constant."""
+        if not self.packed:
+            return len(self.places)
+        known = self._data.get("max_response_len", None)
+        return int(self.lengths.max()) if known is None else int(known)
+
+
+def _expect(holds: Tensor, message: str) -> None:
+    """Raises at once on the CPU, asynchronously elsewhere."""
+    if holds.device.type != "cpu":
+        torch._assert_async(holds, f"fused_ppo_loss: {message}")
+    elif not holds:
+        raise ValueError(f"fused_ppo_loss: {message}")
+
+
+def _measured(metrics: gk.PolicyLossMetrics, terms: _Terms, config: Any, has_entropy: bool) -> dict[str, Any]:
+    info = config.global_batch_info
+    is_share = info["dp_size"] > 1 or any(
+        info[k] is not None for k in ("batch_num_tokens", "global_batch_size", "loss_scale_factor")
+    )
+    of_share = AggregationType.SUM if is_share else AggregationType.MEAN
+    factors = {"actor/pg_loss": terms.scale}
+    factors |= dict.fromkeys(("actor/entropy_loss", "kl_loss"), terms.scale * terms.other_scale)
+    result: dict[str, Any] = {}
+    for key in _metric_names(terms.config, has_entropy):
+        kind = of_share if key in factors else AggregationType.MEAN
+        result[key] = _DeferredMetric(kind, metrics, key, factors.get(key, 1))
+    return result | ({"kl_coef": config.kl_loss_coef} if config.use_kl_loss else {})
+
+
+@functools.lru_cache(maxsize=64)
+def _metric_names(config: gk.LossConfig, has_entropy: bool) -> tuple[str, ...]:
+    """Names of the metrics, without reading any from the device."""
+    metrics = gk.PolicyLossMetrics(torch.zeros(len(gk.PolicyLossMetrics.names)), config, False, has_entropy)
+    return tuple(key for key in metrics.verl() if key != "kl_coef")
+
+
+class _DeferredMetric(Metric):  # type: ignore[misc]
+    """A Metric that is copied to the host when read, together with all others of the call."""
+
+    def __init__(self, aggregation: AggregationType, metrics: Any, key: str, factor: float) -> None:
+        self.aggregation, self._metrics, self._key, self._factor = aggregation, metrics, key, factor
+        self._values: list[float] | None = None
+
+    @property
+    def values(self) -> list[float]:
+        if self._values is None:
+            self._values = [self._metrics.verl()[self._key] * self._factor]
+        return self._values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as a number, because the trainer's process may lack the device."""
+        return Metric, (self.aggregation,), {"values": self.values}

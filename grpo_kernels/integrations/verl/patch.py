@@ -1,0 +1,130 @@
+"""Replaces verl's own functions, for configurations that use verl's own names."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl.trainer.ppo import core_algos
+
+from grpo_kernels.integrations.verl import advantages
+from grpo_kernels.integrations.verl import loss as loss_side
+
+_GRPO = "compute_grpo_outcome_advantage"
+_ADVANTAGE, _OF_SESSIONS, _LOSS = "compute_advantage", "compute_advantage_for_multi_trajectories", "ppo_loss"
+# name -> (verl's function, ours)
+_replaced: dict[str, tuple[Any, Any]] = {}
+
+
+def patch_verl(grpo: bool = True, loss: bool = True) -> None:
+    """Replaces verl's estimators and loss.
+
+    Call it before the workers are created, in every process concerned: the trainer's for advantages, the actors' for
+    losses.
+
+    Args:
+        grpo: compute adv_estimator 'grpo' and 'gdpo' with our kernel, and let our estimators see the whole batch and
+            outputs by session
+        loss: replace ppo_loss by fused_ppo_loss
+    """
+    if grpo:
+        from verl.trainer.ppo import ray_trainer
+
+        _replace(core_algos, _GRPO, advantages.grpo_outcome_advantage)
+        _replace(ray_trainer, _ADVANTAGE, _with_batch(getattr(ray_trainer, _ADVANTAGE)))
+        # only the v1 trainer needs this package
+        if importlib.util.find_spec("transfer_queue") is not None:
+            from verl.trainer.ppo.v1 import utils
+
+            _replace(utils, _OF_SESSIONS, _by_sessions(getattr(utils, _OF_SESSIONS), utils))
+    if loss:
+        from verl.workers.utils import losses
+
+        loss_side.originals.setdefault(_LOSS, losses.ppo_loss)
+        _replace(losses, _LOSS, loss_side.fused_ppo_loss)
+
+
+def unpatch_verl() -> None:
+    """Restores verl, including modules imported since."""
+    while _replaced:
+        name, (theirs, ours) = _replaced.popitem()
+        _swap(name, ours, theirs)
+    loss_side.originals.clear()
+    advantages.thresholds.clear()
+
+
+def _replace(module: Any, name: str, ours: Any) -> None:
+    if name not in _replaced:
+        _replaced[name] = (getattr(module, name), ours)
+        _swap(name, *_replaced[name])
+
+
+def _swap(name: str, old: Any, new: Any) -> None:
+    """Swaps the function where it is defined and in every module of verl that imported it by name."""
+    for module in [module for path, module in sys.modules.items() if path.split(".")[0] == "verl"]:
+        if vars(module).get(name) is old:
+            setattr(module, name, new)
+
+
+def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute_advantage(data: Any, adv_estimator: Any, *arguments: Any, **options: Any) -> Any:
+        config = options.get("config", arguments[4] if len(arguments) > 4 else None)
+        name = str(getattr(adv_estimator, "value", adv_estimator))
+        if advantages.options_of(config) and name not in advantages.ESTIMATORS:
+            raise ValueError(
+                f"compute_advantage: algorithm.{advantages.OPTIONS} must be left out unless adv_estimator is one of "
+                f"{', '.join(advantages.ESTIMATORS)}, got {name!r}"
+            )
+        token = advantages.BATCH.set(data)
+        try:
+            return original(data, adv_estimator, *arguments, **options)
+        finally:
+            advantages.BATCH.reset(token)
+
+    return compute_advantage
+
+
+def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def compute_advantage_for_multi_trajectories(
+        data: Any, batch_keys: Sequence[str], adv_estimator: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        """As verl does for 'grpo', gives all outputs of a session the advantage of its last one."""
+        if adv_estimator not in advantages.ESTIMATORS:
+            return original(data, batch_keys, adv_estimator, *arguments, **options)
+        sessions, last = _sessions(batch_keys)
+        if len(last) == len(batch_keys):
+            return module.compute_advantage(data, adv_estimator, *arguments, **options)
+        if adv_estimator not in advantages.OF_RESPONSES:
+            raise ValueError(
+                f"{adv_estimator}: every session must have one output, as an output's advantages are those of its own "
+                f"tokens, got {len(batch_keys)} outputs of {len(last)} sessions"
+            )
+        of_last = module.compute_advantage(data.select_idxs(list(last.values())), adv_estimator, *arguments, **options)
+        # advantages are equal at all tokens that count and 0 elsewhere
+        tokens = of_last.batch["advantages"]
+        place = of_last.batch["response_mask"].long().argmax(1, keepdim=True)
+        number = {session: i for i, session in enumerate(last)}
+        scores = tokens.gather(1, place)[[number[session] for session in sessions]]
+        data.batch["advantages"] = data.batch["returns"] = scores * data.batch["response_mask"]
+        return data
+
+    return compute_advantage_for_multi_trajectories
+
+
+def _sessions(keys: Sequence[str]) -> tuple[list[str], dict[str, int]]:
+    """Session of every row, and row of every session's last output; keys are uid_session_output."""
+    sessions, last, output_of = [], dict[str, int](), dict[str, int]()
+    for row, key in enumerate(keys):
+        parts = key.rsplit("_", 2)
+        if len(parts) != 3 or not parts[2].isdigit():
+            raise ValueError(f"{_OF_SESSIONS}: batch_keys must be of the form uid_session_output, got {key!r}")
+        session, output = f"{parts[0]}_{parts[1]}", int(parts[2])
+        sessions.append(session)
+        if session not in last or output_of[session] < output:
+            last[session], output_of[session] = row, output
+    return sessions, last

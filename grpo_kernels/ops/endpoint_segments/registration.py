@@ -1,0 +1,68 @@
+"""Registers endpoint_segments with torch. It has no gradient: advantages are data."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import registry
+from grpo_kernels.groups import packed_bounds, sort_rows
+from grpo_kernels.ops.endpoint_segments.config import NORM_PROMPT, Plan
+
+_FLOATS = (torch.float32, torch.float64)
+SUPPORTS = {"cuda": _FLOATS, "triton": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
+
+SCHEMA = (
+    "(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask, Tensor? values, Tensor? cu_seqlens, "
+    "Tensor? groups, Tensor threshold, int[] modes, float[] coefficients) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+registry.define_compiled(
+    "_endpoint_segments_cuda"
+    + SCHEMA.replace("Tensor? cu_seqlens, Tensor? groups", "Tensor? bounds, Tensor? order, Tensor? starts")
+)
+
+
+def _fake(rewards: Tensor, logprobs: Any, old: Any, mask: Tensor, values: Any, cu: Tensor | None, *_: Any) -> Any:
+    rows = rewards.shape[0] if cu is None else cu.shape[0] - 1
+    return (
+        torch.empty_like(rewards),
+        torch.empty_like(rewards),
+        torch.empty_like(mask, dtype=torch.bool),
+        torch.empty_like(mask, dtype=torch.int32),
+        rewards.new_empty(rows, dtype=torch.int32),
+    )
+
+
+def _cuda(
+    rewards: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    mask: Tensor,
+    values: Tensor | None,
+    cu_seqlens: Tensor | None,
+    groups: Tensor | None,
+    threshold: Tensor,
+    modes: list[int],
+    coefficients: list[float],
+) -> tuple[Tensor, ...]:
+    """Checks the bounds of packed rows and sorts rows into prompts with torch; the rest is one compiled op."""
+    bounds = None if cu_seqlens is None else packed_bounds("endpoint_segments", cu_seqlens, rewards.numel())
+    order = starts = None
+    if values is None or Plan(*modes, *coefficients).norm == NORM_PROMPT:
+        rows = rewards.shape[0] if bounds is None else bounds.shape[0] - 1
+        sorted_rows = sort_rows(rows, groups, 0, None)
+        assert sorted_rows is not None
+        order, starts = sorted_rows.order, sorted_rows.starts
+    results = torch.ops.grpo_kernels._endpoint_segments_cuda(
+        rewards, logprobs, old_logprobs, mask, values, bounds, order, starts, threshold, modes, coefficients
+    )
+    if len(results[-1]) == 0:  # tokens without a row
+        for result, absent in zip(results, (0, 0, False, -1), strict=False):
+            result.fill_(absent)
+    return cast(tuple[Tensor, ...], results)
+
+
+FORWARD = registry.define("endpoint_segments", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda)

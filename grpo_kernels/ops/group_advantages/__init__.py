@@ -1,0 +1,167 @@
+"""Rewards to advantages within groups."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends, checks
+from grpo_kernels.ops.group_advantages import registration as op
+from grpo_kernels.ops.group_advantages.config import AdvantageConfig
+
+_OP = "group_advantages"
+_BOOL = (torch.bool,)
+_NUMBERS = checks.INTEGERS + checks.FLOATS
+
+
+class GroupAdvantages(NamedTuple):
+    """Result of group_advantages, one entry per reward row.
+
+    Attributes:
+        advantages: float32, or float64 for float64 rewards
+        mean, std: statistics of the scored rewards of the row's group (of the weighted sum if there are several
+            rewards) as used: after borrowing or shrinkage, before std_floor and eps. With scale="batch_std", std is
+            that of the batch
+        size: int32, number of scored rows of the group
+        degenerate: bool, the group carries no learning signal; its rows have advantage exactly 0
+    """
+
+    advantages: Tensor
+    mean: Tensor
+    std: Tensor
+    size: Tensor
+    degenerate: Tensor
+
+
+def group_advantages(
+    rewards: Tensor,
+    groups: int | Tensor,
+    *,
+    subgroups: Tensor | None = None,
+    valid: Tensor | None = None,
+    lengths: Tensor | None = None,
+    baselines: Tensor | None = None,
+    config: AdvantageConfig | str = "grpo",
+    backend: str | None = None,
+) -> GroupAdvantages:
+    """Normalises the rewards of each group: (reward - mean) / (std + eps) and its variants.
+
+    A group whose rewards are all equal gives exactly 0 and is flagged in `degenerate`. Statistics are two-pass and
+    deterministic. Nothing waits for the GPU. There is no gradient: rewards that require grad are refused.
+
+    Args:
+        rewards: [N] or, for several rewards, [N, R]; NaN means not scored: left out of the statistics, advantage 0
+        groups: an int (groups of that many consecutive rows) or integer ids [N], in any order, sparse or negative
+        subgroups: integer labels [N] that split each group; rows with a negative label are left out
+        valid: bool [N]; False means not scored
+        lengths: tokens of each row [N]; required by center="length" and whiten="tokens", otherwise refused
+        baselines: [N]; required by center="baseline", otherwise refused
+        config: an AdvantageConfig or the name of an estimator (AdvantageConfig.names())
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    settings = AdvantageConfig.of(config)
+    rewards = _rewards(rewards, settings)
+    group_ids, group_size = _groups(groups, rewards)
+    subgroups = _subgroups(subgroups, rewards, settings)
+    if valid is not None:
+        valid = checks.per_row(_OP, "valid", valid, _BOOL, rewards).contiguous()
+    if _wanted("lengths", lengths, settings.needs_lengths, settings):
+        lengths = checks.per_row(_OP, "lengths", lengths, _NUMBERS, rewards).double().contiguous()
+    if _wanted("baselines", baselines, settings.needs_baselines, settings):
+        baselines = checks.per_row(_OP, "baselines", baselines, checks.FLOATS, rewards)
+        baselines = baselines.detach().to(rewards.dtype).contiguous()
+
+    chosen = backends.select(_OP, backend, rewards.device.type, rewards.dtype, op.SUPPORTS, rewards.device.index)
+    results = op.FORWARD[chosen](
+        rewards,
+        group_ids,
+        group_size,
+        subgroups,
+        valid,
+        lengths,
+        baselines,
+        settings.weight_list,
+        settings.modes,
+        settings.coefficients,
+    )
+    return GroupAdvantages(*results)
+
+
+def group_ids(keys: Iterable[Hashable], *, device: torch.device | str | None = None) -> Tensor:
+    """Numbers hashable keys (uids, prompts) by first appearance: int64 ids for the argument `groups`.
+
+    Keys are compared by equality and hash, never by their text: "1_10" and "11_0" stay different.
+    """
+    numbers: dict[Hashable, int] = {}
+    ids = []
+    for row, key in enumerate(keys):
+        try:
+            ids.append(numbers.setdefault(key, len(numbers)))
+        except TypeError as error:
+            raise TypeError(
+                f"group_ids: keys must be hashable, got {type(key).__name__} {key!r} in row {row}"
+            ) from error
+    return torch.tensor(ids, dtype=torch.int64, device=device)
+
+
+def _rewards(rewards: Tensor, settings: AdvantageConfig) -> Tensor:
+    checks.tensor(_OP, "rewards", rewards, checks.FLOATS)
+    if rewards.dim() not in (1, 2) or (rewards.dim() == 2 and rewards.shape[1] == 0):
+        raise ValueError(f"{_OP}: rewards must have shape [N] or [N, R] with R > 0, got {list(rewards.shape)}")
+    if rewards.requires_grad:
+        raise ValueError(
+            f"{_OP}: rewards must not require grad, got requires_grad=True; advantages are not differentiable, "
+            "pass rewards.detach()"
+        )
+    columns = 1 if rewards.dim() == 1 else rewards.shape[1]
+    weights = settings.reward_weights
+    if weights is not None and len(weights) != columns:
+        raise ValueError(
+            f"{_OP}: config.reward_weights must have {columns} numbers, one for each reward column, got {weights}"
+        )
+    # half-precision rewards get statistics and results in float32
+    if rewards.dtype in (torch.float16, torch.bfloat16):
+        rewards = rewards.float()
+    return rewards.contiguous()
+
+
+def _groups(groups: int | Tensor, rewards: Tensor) -> tuple[Tensor | None, int]:
+    if isinstance(groups, Tensor):
+        return checks.per_row(_OP, "groups", groups, checks.INTEGERS, rewards).long().contiguous(), 0
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"{_OP}: groups must be an int or an integer tensor, got {type(groups).__name__} {groups!r}")
+    if groups < 1:
+        raise ValueError(f"{_OP}: groups must be at least 1, got {groups}")
+    if rewards.shape[0] % groups != 0:
+        raise ValueError(
+            f"{_OP}: groups must divide the number of rewards, {rewards.shape[0]}, got {groups}; "
+            "pass a tensor of ids for groups of unequal size"
+        )
+    return None, groups
+
+
+def _subgroups(subgroups: Tensor | None, rewards: Tensor, settings: AdvantageConfig) -> Tensor | None:
+    if subgroups is not None:
+        return checks.per_row(_OP, "subgroups", subgroups, checks.INTEGERS, rewards).long().contiguous()
+    if settings.needs_parent:
+        field = "shrinkage" if settings.shrinkage > 0 else "singleton"
+        raise ValueError(
+            f"{_OP}: subgroups must be given, as config.{field}={getattr(settings, field)!r} "
+            "uses the group that a subgroup is part of, got None"
+        )
+    return None
+
+
+def _wanted(name: str, value: object, wanted: bool, settings: AdvantageConfig) -> bool:
+    """Whether the argument is used. An argument that is missing or would be ignored is refused."""
+    if wanted and value is None:
+        raise ValueError(f"{_OP}: {name} must be given for estimator {settings.estimator!r}, got None")
+    if not wanted and value is not None:
+        raise ValueError(
+            f"{_OP}: {name} must be left out, as estimator {settings.estimator!r} with center={settings.center!r}, "
+            f"whiten={settings.whiten!r} does not use it, got {type(value).__name__}"
+        )
+    return wanted

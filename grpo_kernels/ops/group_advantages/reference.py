@@ -1,0 +1,200 @@
+"""The specification of group_advantages in plain torch. In float64 it is the reference for every other backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.ops.group_advantages.config import (
+    CENTER_BASELINE,
+    CENTER_LEAVE_ONE_OUT,
+    CENTER_LENGTH,
+    CENTER_MEAN,
+    CENTER_NONE,
+    CENTER_RUNNER_UP,
+    GAIN_NONZERO,
+    NORMALIZE_THEN_SUM,
+    SCALE_BATCH_STD,
+    SCALE_MEAN,
+    SCALE_STD,
+    SINGLETON_PARENT,
+    SINGLETON_RAW,
+    WHITEN_NONE,
+    WHITEN_TOKENS,
+    Plan,
+)
+
+
+def forward(
+    rewards: Tensor,
+    groups: Tensor | None,
+    group_size: int,
+    subgroups: Tensor | None,
+    valid: Tensor | None,
+    lengths: Tensor | None,
+    baselines: Tensor | None,
+    weights: list[float],
+    modes: list[int],
+    coefficients: list[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plan = Plan(*modes, *coefficients)
+    columns = rewards if rewards.dim() == 2 else rewards[:, None]
+    weight = columns.new_tensor(weights) if weights else columns.new_ones(columns.shape[1])
+    takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if valid is None else valid
+    if subgroups is not None:
+        takes_part = takes_part & (subgroups >= 0)
+    scored_columns = ~columns.isnan() & takes_part[:, None]
+    scored = scored_columns.any(1)
+    combined = torch.where(scored_columns, columns * weight, 0).sum(1)
+
+    if groups is None:
+        groups = torch.arange(len(rewards), device=rewards.device) // group_size
+    whole = _Groups(groups, torch.zeros_like(groups))
+    segments = whole if subgroups is None else _Groups(groups, subgroups)
+    rest = (segments, whole, lengths, baselines, plan)
+    advantages, live, stats = _normalize(combined, scored, *rest)
+    if plan.combine == NORMALIZE_THEN_SUM:
+        parts = [_normalize(columns[:, c], scored_columns[:, c], *rest) for c in range(columns.shape[1])]
+        advantages = sum(weight[c] * part[0] for c, part in enumerate(parts))
+        live = torch.stack([part[1] for part in parts]).any(0)
+
+    std = stats.std
+    if plan.scale == SCALE_BATCH_STD:
+        _, var = _batch_moments(combined, scored.to(combined.dtype), plan)
+        std = var.sqrt().expand_as(combined).clone()
+        divisor = std.clamp(min=plan.std_floor) + plan.eps
+        advantages = torch.where(std != 0, advantages / divisor, 0)
+    if plan.whiten != WHITEN_NONE:
+        counts = lengths if plan.whiten == WHITEN_TOKENS else torch.ones_like(combined)
+        counted = scored
+        if plan.center == CENTER_LEAVE_ONE_OUT:  # undefined for a single row, except that a raw reward counts
+            counted = scored & (live | (stats.count != 1))
+        mean, var = _batch_moments(advantages, torch.where(counted, counts, 0).to(combined.dtype), plan)
+        in_root = plan.whiten == WHITEN_TOKENS
+        divisor = (var + plan.whiten_eps).sqrt() if in_root else var.sqrt() + plan.whiten_eps
+        advantages = torch.where(var != 0, (advantages - mean) / divisor, 0)
+    if plan.gain == GAIN_NONZERO:
+        advantages = advantages * scored.sum() / (scored & (combined != 0)).sum().clamp(min=1)
+    advantages = torch.where(live & scored, advantages, 0)
+    if plan.clip < math.inf:
+        advantages = advantages.clamp(-plan.clip, plan.clip)
+    return advantages, stats.mean, std, stats.count.to(torch.int32), ~live
+
+
+def _normalize(
+    reward: Tensor,
+    counted: Tensor,
+    segments: _Groups,
+    whole: _Groups,
+    lengths: Tensor | None,
+    baselines: Tensor | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor, _Stats]:
+    """Normalises one column within its groups: advantages, mask of rows with a signal, and the statistics used."""
+    own = _Stats(segments, reward, counted, lengths, plan.ddof)
+    parent = own if segments is whole else _Stats(whole, reward, counted, lengths, plan.ddof)
+
+    # a row alone in its subgroup may take the statistics of a group of more than one row
+    alone = own.count == 1
+    borrows = alone & (parent.count > 1) & (plan.singleton == SINGLETON_PARENT) & (segments is not whole)
+
+    def pick(field: str) -> Tensor:
+        return torch.where(borrows, getattr(parent, field), getattr(own, field))
+
+    count, mean, std, flat = pick("count"), pick("mean"), pick("std"), pick("flat")
+    if plan.shrinkage > 0 and segments is not whole:
+        keep = torch.where(alone, 1, own.count / (own.count + plan.shrinkage))
+        mean = keep * mean + (1 - keep) * parent.mean
+        std = keep * std + (1 - keep) * parent.std
+        flat = torch.where(alone, flat, parent.flat)
+
+    center = {
+        CENTER_NONE: lambda: torch.zeros_like(mean),
+        CENTER_MEAN: lambda: mean,
+        CENTER_LEAVE_ONE_OUT: lambda: mean,
+        CENTER_LENGTH: lambda: pick("length_mean"),
+        CENTER_BASELINE: lambda: baselines,
+        CENTER_RUNNER_UP: lambda: pick("second"),
+    }[plan.center]()
+    of_group = plan.center not in (CENTER_NONE, CENTER_BASELINE)
+    live = ~flat if of_group or plan.scale == SCALE_STD else torch.ones_like(flat)
+    divisor = torch.ones_like(mean)
+    if plan.scale == SCALE_STD:
+        divisor = std.clamp(min=plan.std_floor) + plan.eps
+    if plan.scale == SCALE_MEAN:
+        divisor = mean + plan.eps
+        live = live & (mean > 0)
+    live = live & (divisor != 0)
+    value = (reward - center) / divisor
+    if plan.center == CENTER_LEAVE_ONE_OUT:
+        value = value * count / (count - 1)
+    if plan.center == CENTER_RUNNER_UP:
+        value = value.clamp(min=0)  # only the best row exceeds the runner-up
+
+    raw = reward - center if plan.center == CENTER_BASELINE else reward
+    raw = raw / (1 + plan.eps) if plan.scale == SCALE_STD else raw
+    lonely = alone & ~borrows
+    value = torch.where(lonely, raw, value)
+    live = torch.where(lonely, plan.singleton == SINGLETON_RAW, live) & (own.count > 0)
+    own.mean = torch.where(own.count > 0, mean, 0)
+    own.std = torch.where(lonely | (own.count == 0), 0, std)
+    return torch.where(live & counted, value, 0), live, own
+
+
+def _batch_moments(values: Tensor, counts: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the batch, each row counted `counts` times."""
+    total = counts.sum()
+    mean = torch.where(total > 0, (counts * torch.where(counts > 0, values, 0)).sum() / total, 0)
+    squares = (counts * torch.where(counts > 0, values - mean, 0) ** 2).sum()
+    return mean, torch.where((total > plan.ddof) & (squares != 0), squares / (total - plan.ddof), 0)
+
+
+class _Groups:
+    """Rows with equal (group, subgroup): reductions over them, one result per row."""
+
+    def __init__(self, groups: Tensor, subgroups: Tensor) -> None:
+        order = subgroups.sort(stable=True).indices
+        self.order = order[groups[order].sort(stable=True).indices]
+        first = torch.ones_like(self.order, dtype=torch.bool)
+        for ids in (groups[self.order], subgroups[self.order]):
+            first[1:] &= ids[1:] == ids[:-1]
+        starts = ~first
+        starts[:1] = True
+        number = starts.cumsum(0) - 1
+        self.number = torch.empty_like(number)
+        self.number[self.order] = number
+        # one entry per row, so that the host need not know the number of groups
+        self.lengths = torch.zeros_like(number).scatter_add(0, number, torch.ones_like(number))
+
+    def reduce(self, values: Tensor, how: str, initial: float) -> Tensor:
+        if len(values) == 0:
+            return values.clone()
+        per_segment = torch.segment_reduce(values[self.order], how, lengths=self.lengths, initial=initial, unsafe=True)
+        return per_segment[self.number]
+
+
+class _Stats:
+    """Statistics of each row's group over its counted rows, in two passes."""
+
+    def __init__(self, segments: _Groups, reward: Tensor, counted: Tensor, lengths: Tensor | None, ddof: float) -> None:
+        def total(values: Tensor) -> Tensor:
+            return segments.reduce(torch.where(counted, values, 0), "sum", 0)
+
+        self.count = total(torch.ones_like(reward))
+        self.low = segments.reduce(torch.where(counted, reward, math.inf), "min", math.inf)
+        self.high = segments.reduce(torch.where(counted, reward, -math.inf), "max", -math.inf)
+        # by comparison, because the rounded mean of equal values may differ from them
+        self.flat = self.low >= self.high
+        self.mean = torch.where(self.flat, self.low, total(reward) / self.count)
+        self.mean = torch.where(self.count > 0, self.mean, 0)
+        squares = total((reward - self.mean) ** 2)
+        enough = ~self.flat & (self.count > ddof)
+        self.std = torch.where(enough, (squares / (self.count - ddof)).sqrt(), 0)
+        below = torch.where(counted & (reward < self.high), reward, -math.inf)
+        tied = total((reward == self.high).to(reward.dtype)) > 1
+        self.second = torch.where(tied, self.high, segments.reduce(below, "max", -math.inf))
+        tokens = torch.ones_like(reward) if lengths is None else lengths.to(reward.dtype)
+        weighted = total(tokens * reward) / total(tokens)
+        self.length_mean = torch.where(total(tokens) > 0, weighted, self.mean)

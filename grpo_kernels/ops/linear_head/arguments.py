@@ -1,0 +1,117 @@
+"""Checks of the LM head's arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import checks
+from grpo_kernels.ops.linear_head.chunks import Head
+from grpo_kernels.ops.token_logprobs import check_scaling
+from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+
+def check_head(
+    op: str,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+) -> Head:
+    """The head with its rows flattened to [N]."""
+    checks.tensor(op, "hidden", hidden, checks.FLOATS)
+    checks.tensor(op, "weight", weight, checks.FLOATS)
+    checks.tensor(op, "targets", targets, checks.INTEGERS)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        raise ValueError(f"{op}: hidden must have shape [..., H] with H > 0, got {list(hidden.shape)}")
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"{op}: targets must have the shape of hidden without its last dimension, {list(hidden.shape[:-1])}, "
+            f"got {list(targets.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] == 0:
+        raise ValueError(f"{op}: weight must have shape [V, {hidden.shape[-1]}] with V > 0, got {list(weight.shape)}")
+    if bias is not None:
+        checks.tensor(op, "bias", bias, checks.FLOATS)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"{op}: bias must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
+    hidden, weight, bias = _autocast(hidden, weight, bias)
+    for name, value in (("weight", weight), ("bias", bias), ("targets", targets)):
+        if value is None:
+            continue
+        checks.same_device(op, name, value, hidden.device)
+        if name != "targets" and value.dtype != hidden.dtype:
+            raise TypeError(f"{op}: {name} must be of dtype {hidden.dtype} like hidden, got {value.dtype}")
+    scaling = check_scaling(op, temperature, softcap, logit_scale, targets, hidden.dtype)
+    row_temperature = scaling.row_temperature
+    return Head(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.long().reshape(-1).contiguous(),
+        None if row_temperature is None else row_temperature.reshape(-1).contiguous(),
+        scaling.temperature,
+        scaling.softcap,
+        scaling.logit_scale,
+    )
+
+
+def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Casts everything to autocast's dtype, as a linear layer does."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind) or hidden.dtype == torch.float64:
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def check_targets(op: str, head: Head, backend: str) -> None:
+    """Checks target values on the CPU, where looking at data costs no wait. A GPU's kernels give NaN for such a row."""
+    targets, columns = head.targets, head.weight.shape[0]
+    if targets.device.type != "cpu" or backend not in ("cpu", "reference") or torch.compiler.is_compiling():
+        return
+    is_wrong = ((targets < 0) | (targets >= columns)) & (targets != IGNORED)
+    if bool(is_wrong.any()):
+        row = int(is_wrong.int().argmax())
+        raise RuntimeError(
+            f"{op}: targets must be in [0, {columns}) or {IGNORED}, got {int(targets[row])} in row {row}"
+        )
+
+
+def check_chunk_size(op: str, chunk_size: object) -> int | None:
+    if chunk_size is None:
+        return None
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
+        raise TypeError(f"{op}: chunk_size must be a number of rows, got {type(chunk_size).__name__} {chunk_size!r}")
+    if chunk_size < 1:
+        raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
+    return chunk_size
+
+
+def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | None:
+    """Positions in the flattened targets. Those of a mask are found with one wait for a GPU."""
+    if positions is None:
+        return None
+    positions = checks.tensor(op, "positions", positions, (torch.bool, *checks.INTEGERS))
+    checks.same_device(op, "positions", positions, targets.device)
+    if positions.dtype == torch.bool:
+        if positions.shape != targets.shape:
+            raise ValueError(
+                f"{op}: positions must, as a mask, have the shape of targets, {list(targets.shape)}, "
+                f"got {list(positions.shape)}"
+            )
+        return positions.reshape(-1).nonzero().squeeze(1)
+    if positions.dim() != 1:
+        raise ValueError(f"{op}: positions must be a mask or have shape [P], got {list(positions.shape)}")
+    if positions.device.type == "cpu" and positions.numel() > 0 and not torch.compiler.is_compiling():
+        ordered = positions.long().sort().values
+        repeated = int((ordered.diff() == 0).sum())
+        if int(ordered[0]) < 0 or int(ordered[-1]) >= targets.numel() or repeated > 0:
+            raise ValueError(
+                f"{op}: positions must be different places in [0, {targets.numel()}), got values from "
+                f"{int(ordered[0])} to {int(ordered[-1])}, {repeated} of them repeated"
+            )
+    return positions.long()

@@ -1,0 +1,85 @@
+"""Hidden states to log-probs of chosen tokens, with the logits of only one chunk of rows in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends
+from grpo_kernels.ops.linear_head import registration as op
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_targets
+from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
+from grpo_kernels.ops.linear_head.sharded import apply_sharded
+from grpo_kernels.ops.token_logprobs import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_OP = "linear_logprobs"
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    positions: Tensor | None = None,
+    return_entropy: bool = False,
+    chunk_size: int | None = None,
+    vocab_start: int | None = None,
+    process_group: ProcessGroup | None = None,
+    backend: str | None = None,
+) -> TokenLogprobs:
+    """Computes token_logprobs(hidden @ weight.T + bias, targets) without materialising the logits or their gradient.
+
+    Logits are accumulated and kept in float32 whatever the dtype of the weight. The backward recomputes them for rows
+    with a nonzero gradient (on a GPU for all rows, because finding those would wait). Only first derivatives.
+
+    Args:
+        hidden: [..., H], one row per target (shift first); bfloat16, float16, float32, float64 on the CPU
+        weight: [V, H] of the same dtype; no gradient is computed for it unless it requires one
+        targets: integers [...]; -100 gives log-prob and entropy 0 and no gradient
+        bias: [V]
+        temperature, softcap, logit_scale, return_entropy: as in token_logprobs
+        positions: rows to compute. A mask in the shape of targets gives results of that shape, 0 elsewhere, and waits
+            for a GPU; integers [P] into the flattened targets give results [P]
+        chunk_size: rows whose logits are in memory at a time; None means chosen from the shapes
+        vocab_start: first column held by this rank, if the columns of weight and bias are split over process_group.
+            Targets count over all columns. Hidden states must be equal on all ranks, and their gradient is complete on
+            each. One all-reduce forward, one backward
+        process_group: ranks that hold the other columns
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
+    size = check_chunk_size(_OP, chunk_size)
+    places = check_positions(_OP, positions, targets)
+    device = hidden.device
+    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index)
+    if process_group is not None and vocab_start is None:
+        raise ValueError(f"{_OP}: vocab_start must be given with process_group, got None")
+    if places is not None:
+        # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, as a mask causes.
+        temperatures = None if head.row_temperature is None else head.row_temperature[places]
+        head = Head(head.hidden[places], head.weight, head.bias, head.targets[places], temperatures, *head.scaling)
+    size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type)
+    if vocab_start is None:
+        check_targets(_OP, head, chosen)
+        logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size)
+    elif torch.compiler.is_compiling():
+        raise RuntimeError(f"{_OP}: vocab_start must be None under torch.compile, got {vocab_start}")
+    else:
+        logprobs, entropy = apply_sharded(chosen, process_group, vocab_start, head, return_entropy, size)
+    is_mask = positions is not None and positions.dtype == torch.bool
+
+    def shaped(result: Tensor) -> Tensor:
+        if places is None:
+            return result.view(targets.shape)
+        return result.new_zeros(targets.numel()).index_put((places,), result).view(targets.shape) if is_mask else result
+
+    return TokenLogprobs(shaped(logprobs), shaped(entropy) if return_entropy else None)

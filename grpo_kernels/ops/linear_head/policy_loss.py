@@ -1,0 +1,253 @@
+"""The policy loss straight from hidden states, with the logits of only one chunk of rows in memory."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends, checks
+from grpo_kernels.ops.linear_head import registration as op
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_targets
+from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
+from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
+from grpo_kernels.ops.policy_loss import PolicyLoss, compute
+from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy
+from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.policy_loss.registration import Policy
+from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+_OP = "linear_policy_loss"
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    positions: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    segments: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
+    is_weights: Tensor | None = None,
+    weights: Tensor | None = None,
+    normalizer: Normalizer | None = None,
+    return_entropy: bool = False,
+    config: LossConfig | str = "grpo",
+    memory: str = "fast",
+    compact: bool | None = None,
+    chunk_size: int | None = None,
+    weight_grad: Tensor | None = None,
+    backend: str | None = None,
+) -> PolicyLoss:
+    """Computes policy_loss(linear_logprobs(hidden, weight, targets).logprobs, ...) in three matrix products, not four.
+
+    Args:
+        hidden: [B, T, H] with targets [B, T], or packed [M, H] with targets [M] and cu_seqlens
+        targets: -100 excludes a token, whatever the mask says
+        weight, bias, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
+        old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights, weights,
+            normalizer, config: as in policy_loss
+        positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
+        return_entropy: measure the entropy even if the config does not need it
+        memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
+            backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
+            with top_entropy_quantile, where the kept tokens are known only at the end
+        compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
+            means on the CPU and with integer positions. On a GPU it waits for the device once
+        weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
+            micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
+    """
+    config = LossConfig.of(config, _OP)
+    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
+    size = check_chunk_size(_OP, chunk_size)
+    _check_form(hidden, cu_seqlens, memory)
+    takes_part = _participants(mask, check_positions(_OP, positions, targets), targets, cu_seqlens, segments)
+    head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
+    layout = Layout(_OP, targets.shape, head.wide, head.hidden.device, cu_seqlens)
+    policy = check_policy(
+        layout,
+        config,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=takes_part,
+        cu_seqlens=cu_seqlens,
+        segments=segments,
+        ref_logprobs=ref_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        is_weights=is_weights,
+        weights=weights,
+        normalizer=normalizer,
+    )
+    want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
+    check_entropy(layout, config, want_entropy)
+    chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
+    check_targets(_OP, head, chosen)
+    compact = _compacts(compact, positions, layout)
+    is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
+    chunking = _chunk(layout, head, policy, config, want_entropy, compact, size) if is_fast else None
+    _check_weight_grad(weight_grad, head, chunking)
+    if chunking is None:
+        logprobs, entropy = linear_logprobs(
+            hidden,
+            weight,
+            head.targets.view(targets.shape),
+            bias=bias,
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            positions=takes_part if compact else None,
+            return_entropy=want_entropy,
+            chunk_size=size,
+            backend=chosen,
+        )
+        return compute(layout, config, logprobs, entropy, None, policy, chosen)
+    loss, metrics = op.apply_loss(chosen, head, policy, chunking, weight_grad)
+    by_row = policy.advantages.shape != layout.shape
+    return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
+
+
+def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str) -> None:
+    if hidden.dim() != (3 if cu_seqlens is None else 2):
+        raise ValueError(
+            f"{_OP}: hidden must have shape [B, T, H], or [M, H] with cu_seqlens, got {list(hidden.shape)}"
+        )
+    if memory not in ("fast", "low"):
+        raise ValueError(f"{_OP}: memory must be 'fast' or 'low', got {memory!r}")
+
+
+def _compacts(compact: bool | None, positions: Tensor | None, layout: Layout) -> bool:
+    if compact is None:
+        compact = layout.device.type == "cpu" or (positions is not None and positions.dtype != torch.bool)
+    return compact and not torch.compiler.is_compiling()
+
+
+def _participants(
+    mask: Tensor | None, places: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None, segments: Tensor | None
+) -> Tensor:
+    """Tokens that every argument lets take part."""
+    takes_part = targets != IGNORED
+    if cu_seqlens is not None and cu_seqlens.dim() == 1 and len(cu_seqlens) > 0:
+        takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
+    if segments is not None and segments.shape == targets.shape:
+        takes_part = takes_part & (segments >= 0)
+    if mask is not None:
+        checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
+        if mask.shape != targets.shape:
+            raise ValueError(
+                f"{_OP}: mask must have the shape of targets, {list(targets.shape)}, got {list(mask.shape)}"
+            )
+        takes_part = takes_part & (mask != 0)
+    if places is not None:
+        selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
+        takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
+    return takes_part
+
+
+def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chunking | None) -> None:
+    if weight_grad is None:
+        return
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{_OP}: weight_grad must be None under torch.compile, got a tensor")
+    checks.tensor(_OP, "weight_grad", weight_grad, (head.wide, head.weight.dtype))
+    checks.same_device(_OP, "weight_grad", weight_grad, head.hidden.device)
+    if weight_grad.shape != head.weight.shape:
+        raise ValueError(
+            f"{_OP}: weight_grad must have the shape of weight, {list(head.weight.shape)}, "
+            f"got {list(weight_grad.shape)}"
+        )
+    if weight_grad.requires_grad or not head.weight.requires_grad:
+        raise ValueError(f"{_OP}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
+    if chunking is None:
+        raise ValueError(
+            f"{_OP}: weight_grad must be None where memory='low' runs (see memory; also with the reference backend and "
+            "without gradients), got a tensor"
+        )
+
+
+def _chunk(
+    layout: Layout,
+    head: Head,
+    policy: Policy,
+    config: LossConfig,
+    want_entropy: bool,
+    compact: bool,
+    chunk_size: int | None,
+) -> op.Chunking | None:
+    """None if the gradient of a chunk cannot be known before the other chunks are."""
+    if config.top_entropy_quantile < 1:
+        return None
+    without_grad, with_grad = _split_rows(layout, policy, config) if compact else (None, None)
+    rows = len(head.targets) if with_grad is None else len(with_grad)
+    size = chunk_size or rows_per_chunk(rows, len(head.weight), layout.device.type)
+    ends = None
+    if _couples_tokens(config) and rows > size:
+        if with_grad is None and policy.cu_seqlens is None:
+            longest = layout.shape[1]
+            size = size // max(longest, 1) * longest
+        else:
+            ends = _ends(layout, policy, with_grad)
+            longest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
+        if longest > size or size == 0:
+            return None
+    needs_entropy_gradient = want_entropy and config.entropy_coef != 0
+    return op.Chunking(list(layout.shape), want_entropy, needs_entropy_gradient, without_grad, with_grad, ends, size)
+
+
+def _couples_tokens(config: LossConfig) -> bool:
+    """Whether the gradient of a token depends on other tokens of its sequence."""
+    by_loss = config.loss in ("vespo", "geo_mean") or config.ratio != "token"
+    return by_loss or config.correction.startswith("sequence") or config.off_policy_threshold is not None
+
+
+def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Tensor, Tensor]:
+    """Participating tokens without and with a gradient, as far as that is known before anything is computed."""
+    takes_part = policy.mask
+    assert takes_part is not None
+    has_grad = takes_part
+    has_other_terms = config.kl_coef != 0 or config.entropy_coef != 0 or config.loss == "dro"
+    by_token = policy.advantages.shape == layout.shape
+    # through a sequence ratio every token gets a gradient from all terms of its sequence
+    if not has_other_terms and not (by_token and _couples_tokens(config)):
+        advantages = policy.advantages if by_token else _expand_rows(policy.advantages, layout, policy)
+        has_grad = takes_part & (advantages != 0)
+    kind = torch.where(has_grad, 1, torch.where(takes_part, 0, 2)).reshape(-1)
+    order = kind.argsort(stable=True)
+    without, with_, _ = torch.bincount(kind, minlength=3).tolist()
+    return order[:without], order[without : without + with_]
+
+
+def _expand_rows(values: Tensor, layout: Layout, policy: Policy) -> Tensor:
+    """One value per token from one per row."""
+    if len(values) == 0:
+        return values.new_zeros(layout.shape)
+    if policy.cu_seqlens is None:
+        return values[:, None].expand(layout.shape)
+    return values[_rows_of_tokens(layout, policy)]
+
+
+def _rows_of_tokens(layout: Layout, policy: Policy) -> Tensor:
+    """Row of every token; tokens behind the last row count as part of it."""
+    token = torch.arange(math.prod(layout.shape), device=layout.device)
+    if policy.cu_seqlens is None:
+        return token // max(layout.shape[1], 1)
+    rows = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
+    return rows.clamp(max=max(layout.rows - 1, 0))
+
+
+def _ends(layout: Layout, policy: Policy, selected: Tensor | None) -> list[int]:
+    """Ends of the sequences, counted in the selected tokens."""
+    rows = _rows_of_tokens(layout, policy)
+    rows = rows if selected is None else rows[selected]
+    ends = torch.bincount(rows, minlength=layout.rows).cumsum(0)
+    return [int(end) for end in ends.tolist()]

@@ -1,0 +1,384 @@
+"""Registers linear_logprobs, its backward, and linear_policy_loss with torch.
+
+linear_policy_loss computes the gradient in the forward pass, in three matrix products instead of four. The gradient of
+a token depends on its own log-prob, and on those of its sequence if the ratio does, so a chunk can be finished while
+its logits are in memory: policy_loss is called for the whole batch, of which the log-probs of the chunks so far are
+known, and the part of its gradient that belongs to the chunk is final. That costs a thousandth of a product, and the
+last call gives the loss.
+
+The gradients take one of two routes. Traced, they are outputs of a torch op that its backward scales. In eager mode an
+autograd function keeps them and hands them over without a copy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import registry
+from grpo_kernels.ops.linear_head.chunks import HEAD_SCHEMA, Chunk, Gradients, Head, Products, chunks, rows_with_grad
+from grpo_kernels.ops.policy_loss import registration as policy_loss
+from grpo_kernels.ops.policy_loss.config import METRICS
+from grpo_kernels.ops.policy_loss.registration import POLICY_SCHEMA, Policy
+from grpo_kernels.ops.token_logprobs import registration as token_logprobs
+from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+# Imported here and not at the first call, because torch.compile traces through it.
+_reference = importlib.import_module("grpo_kernels.ops.linear_head.reference")
+
+SUPPORTS = token_logprobs.SUPPORTS
+_KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
+_HEAD, _POLICY = len(Head._fields), len(Policy._fields)
+_MAX_SHARE = 0.75  # above this share of rows with a gradient, leaving the others out costs more than it saves
+
+# linear_logprobs
+
+
+def logprobs_forward(
+    backend: str, head: Head, want_entropy: bool, chunk_rows: int, pad_column: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies (empty unless wanted) and log-sum-exps of all rows."""
+    total = len(head.hidden)
+    products = Products(backend, head, min(chunk_rows, total), pad_column)
+    logprobs = head.hidden.new_empty(total, dtype=head.wide)
+    entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
+    normalizer = logprobs.new_empty(total, dtype=torch.float64)
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        for rows in chunks(total, chunk_rows):
+            chunk = products.measure(rows, want_entropy)
+            logprobs[rows], normalizer[rows] = chunk.logprobs[0], chunk.normalizer[0]
+            if want_entropy:
+                entropy[rows] = chunk.entropy[0]
+    return logprobs, entropy, normalizer
+
+
+def logprobs_backward(
+    backend: str,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    head: Head,
+    normalizer: Tensor,
+    entropy: Tensor | None,
+    needs: list[bool],
+    chunk_rows: int,
+    pad_column: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden states, weight and bias, from logits that are computed again for rows with a gradient."""
+    is_ignored = head.targets == IGNORED
+    grad_logprobs = None if grad_logprobs is None else torch.where(is_ignored, 0, grad_logprobs)
+    grad_entropy = None if grad_entropy is None else torch.where(is_ignored, 0, grad_entropy)
+    selected = rows_with_grad(grad_logprobs, grad_entropy)
+    if selected is None:
+        head = head.without(is_ignored)
+    total = len(head.hidden) if selected is None else len(selected)
+    products = Products(backend, head, min(chunk_rows, total), pad_column)
+    gradients = Gradients(products, needs, sparse=selected is not None)
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        for part in chunks(total, chunk_rows):
+            rows = part if selected is None else selected[part]
+            chunk = products.remeasure(rows, normalizer, entropy)
+            by_logprob = None if grad_logprobs is None else grad_logprobs[rows]
+            by_entropy = None if grad_entropy is None else grad_entropy[rows]
+            gradients.add(products.differentiate(chunk, by_logprob, by_entropy), chunk.hidden, rows)
+        return gradients.finish()
+
+
+LOGPROBS_SCHEMA = f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows) -> (Tensor, Tensor, Tensor)"
+BACKWARD_SCHEMA = (
+    f"(Tensor? grad_logprobs, Tensor? grad_entropy, {HEAD_SCHEMA}, Tensor normalizer, Tensor? entropy, bool[] needs, "
+    "int chunk_rows) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _logprobs_op(backend: str, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return logprobs_forward(backend, Head(*args[:_HEAD]), *args[_HEAD:])
+
+
+def _logprobs_backward_op(
+    backend: str, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return logprobs_backward(backend, grad_logprobs, grad_entropy, Head(*args[:_HEAD]), *args[_HEAD:])
+
+
+def _fake_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    head, (want_entropy, _) = Head(*args[:_HEAD]), args[_HEAD:]
+    logprobs = head.hidden.new_empty(head.targets.shape, dtype=head.wide)
+    entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
+    return logprobs, entropy, logprobs.new_empty(logprobs.shape, dtype=torch.float64)
+
+
+def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(Head(*args[:_HEAD]), args[-2])
+
+
+def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    needs_hidden, needs_weight, needs_bias = needs
+    hidden, weight = head.hidden, head.weight
+    return (
+        hidden.new_empty(hidden.shape if needs_hidden else (0,)),
+        weight.new_empty(weight.shape if needs_weight else (0, 0)),
+        hidden.new_empty(weight.shape[0] if needs_bias else 0, dtype=head.wide if head.bias is None else weight.dtype),
+    )
+
+
+def _set_up_logprobs(backend: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    head, (want_entropy, ctx.chunk_rows) = Head(*inputs[:_HEAD]), inputs[_HEAD:]
+    _, entropy, normalizer = output
+    ctx.mark_non_differentiable(*((normalizer,) if want_entropy else (entropy, normalizer)))
+    ctx.set_materialize_grads(False)
+    saved_entropy = entropy if want_entropy else None
+    ctx.save_for_backward(
+        head.hidden, head.weight, head.bias, head.targets, head.row_temperature, normalizer, saved_entropy
+    )
+    ctx.scaling = head.scaling
+
+
+def _differentiate_logprobs(
+    backend: str, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
+) -> tuple[Tensor | None, ...]:
+    others = (None,) * (_HEAD - 3 + 2)
+    if grad_logprobs is None and grad_entropy is None:
+        return None, None, None, *others
+    *tensors, normalizer, entropy = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    gradients = LOGPROBS_BACKWARD[backend](
+        None if grad_logprobs is None else grad_logprobs.contiguous(),
+        None if grad_entropy is None else grad_entropy.contiguous(),
+        *tensors,
+        *ctx.scaling,
+        normalizer,
+        entropy,
+        needs,
+        ctx.chunk_rows,
+    )
+    needed = (gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
+    return *needed, *others
+
+
+def _no_context(backend: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    return None
+
+
+def _no_second_derivative(backend: str, ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("linear_logprobs: a second derivative is not implemented; use create_graph=False")
+
+
+LOGPROBS = registry.define(
+    "linear_logprobs",
+    LOGPROBS_SCHEMA,
+    _KERNELS,
+    _fake_logprobs,
+    (_set_up_logprobs, _differentiate_logprobs),
+    implementation=_logprobs_op,
+)
+LOGPROBS_BACKWARD = registry.define(
+    "linear_logprobs_backward",
+    BACKWARD_SCHEMA,
+    _KERNELS,
+    _fake_logprobs_backward,
+    (_no_context, _no_second_derivative),
+    implementation=_logprobs_backward_op,
+)
+
+
+def apply_logprobs(backend: str, head: Head, want_entropy: bool, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies, both differentiable, and the log-sum-exp of every row."""
+    if backend == "reference":
+        return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, want_entropy))
+    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, chunk_rows))
+
+
+# linear_policy_loss
+
+
+class Chunking(NamedTuple):
+    """Which rows are computed, and how many at a time.
+
+    Attributes:
+        shape: shape of the log-probs
+        want_entropy: measure entropies
+        needs_entropy_gradient: the loss has an entropy bonus
+        without_grad: rows without a gradient, measured before all others
+        with_grad: rows with a gradient; None means all rows
+        ends: ends of the sequences among the rows with a gradient, where chunks may end; None means anywhere
+        chunk_rows: rows of a chunk
+    """
+
+    shape: list[int]
+    want_entropy: bool
+    needs_entropy_gradient: bool
+    without_grad: Tensor | None
+    with_grad: Tensor | None
+    ends: list[int] | None
+    chunk_rows: int
+
+
+_CHUNKING_SCHEMA = (
+    "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
+    "int[]? ends, int chunk_rows"
+)
+LOSS_SCHEMA = (
+    f"({HEAD_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+class _Batch:
+    """The log-probs of the chunks so far, and the policy loss that they give."""
+
+    def __init__(self, backend: str, head: Head, policy: Policy, chunking: Chunking) -> None:
+        self.backend, self.policy, self.chunking = backend, policy, chunking
+        self.logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
+        self.entropy = torch.zeros_like(self.logprobs) if chunking.want_entropy else None
+
+    def measure(self, products: Products, rows: slice | Tensor) -> Chunk:
+        chunk = products.measure(rows, self.entropy is not None)
+        self.logprobs[rows] = chunk.logprobs[0]
+        if self.entropy is not None:
+            self.entropy[rows] = chunk.entropy[0]
+        return chunk
+
+    def loss(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Loss, metrics, and the gradients by log-prob and entropy of every token."""
+        shape = self.chunking.shape
+        entropy = None if self.entropy is None else self.entropy.view(shape)
+        results = policy_loss.FORWARD[self.backend](
+            self.logprobs.view(shape), entropy, None, *self.policy, self.chunking.needs_entropy_gradient
+        )
+        return cast(tuple[Tensor, Tensor, Tensor, Tensor], results)
+
+
+def loss_forward(
+    backend: str, head: Head, policy: Policy, chunking: Chunking, needs: list[bool], into: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Loss, metrics, and the gradients of hidden states, weight and bias."""
+    with_grad, size = chunking.with_grad, chunking.chunk_rows
+    total = len(head.hidden) if with_grad is None else len(with_grad)
+    before = 0 if chunking.without_grad is None else len(chunking.without_grad)
+    if with_grad is None and policy.mask is not None:
+        head = head.without(~policy.mask.reshape(-1))
+    batch = _Batch(backend, head, policy, chunking)
+    products = Products(backend, head, min(size, max(total, before)))
+    on_cpu = head.hidden.device.type == "cpu"
+    gradients = Gradients(products, needs, into, sparse=on_cpu or with_grad is not None)
+    results = None
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        for part in chunks(before, size):
+            batch.measure(products, cast(Tensor, chunking.without_grad)[part])
+        for part in chunks(total, size, chunking.ends):
+            rows: slice | Tensor = part if with_grad is None else with_grad[part]
+            chunk = batch.measure(products, rows)
+            results = batch.loss()
+            by_logprob = results[2][rows]
+            by_entropy = results[3][rows] if chunking.needs_entropy_gradient else None
+            selected = rows_with_grad(by_logprob, by_entropy)
+            if selected is not None and len(selected) <= _MAX_SHARE * len(by_logprob):
+                chunk, by_logprob = chunk.select(selected), by_logprob[selected]
+                by_entropy = None if by_entropy is None else by_entropy[selected]
+                rows = selected + part.start if with_grad is None else with_grad[selected + part.start]
+            gradients.add(products.differentiate(chunk, by_logprob, by_entropy), chunk.hidden, rows)
+        loss, metrics = (batch.loss() if results is None else results)[:2]
+        return loss, metrics, *gradients.finish()
+
+
+def _unpack_loss(args: tuple[Any, ...]) -> tuple[Head, Policy, Chunking, list[bool]]:
+    *rest, needs = args
+    head, policy = Head(*rest[:_HEAD]), Policy(*rest[_HEAD : _HEAD + _POLICY])
+    return head, policy, Chunking(*rest[_HEAD + _POLICY :]), needs
+
+
+def _loss_op(backend: str, *args: Any) -> tuple[Tensor, ...]:
+    return loss_forward(backend, *_unpack_loss(args))
+
+
+def _fake_loss(*args: Any) -> tuple[Tensor, ...]:
+    head, _, _, needs = _unpack_loss(args)
+    loss = head.hidden.new_empty((), dtype=head.wide)
+    metrics = head.hidden.new_empty(len(METRICS), dtype=torch.float64)
+    return loss, metrics, *_fake_gradients(head, needs)
+
+
+def _set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[2:])
+    ctx.others = len(inputs) - 3
+
+
+def _differentiate_loss(_: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tuple[Tensor | None, ...]:
+    others = (None,) * ctx.others
+    if upstream is None:
+        return None, None, None, *others
+    gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+    scaled = (gradient * upstream.to(gradient.dtype) if need else None for gradient, need in gradients)
+    return *scaled, *others
+
+
+LOSS = registry.define(
+    "linear_policy_loss",
+    LOSS_SCHEMA,
+    _KERNELS,
+    _fake_loss,
+    (_set_up_loss, _differentiate_loss),
+    implementation=_loss_op,
+)
+
+
+class _PrecomputedGradient(torch.autograd.Function):
+    """Hands over the gradients of the forward pass in the backward, once, without a copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        backend: str,
+        head: Head,
+        policy: Policy,
+        chunking: Chunking,
+        into: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        head = head._replace(hidden=hidden, weight=weight, bias=bias)
+        needs = list(ctx.needs_input_grad[:3])
+        loss, metrics, *ctx.gradients = loss_forward(backend, head, policy, chunking, needs, into)
+        ctx.mark_non_differentiable(metrics)
+        ctx.set_materialize_grads(False)
+        ctx.has_added = into is not None
+        return loss, metrics
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if upstream is None:
+            return tuple(results)
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "linear_policy_loss: backward must run once with memory='fast', got a second call; "
+                "the first handed out the gradients. memory='low' computes them each time"
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        is_one = upstream.device.type == "cpu" and upstream.item() == 1
+        if ctx.has_added and not is_one:
+            rule = "linear_policy_loss: the loss must be given to backward unscaled with weight_grad"
+            torch._assert_async((upstream == 1).all(), rule)
+        for place, gradient in enumerate(gradients):
+            is_weight_added = place == 1 and ctx.has_added
+            if ctx.needs_input_grad[place] and not is_weight_added:
+                results[place] = gradient if is_one else gradient.mul_(upstream)
+        return tuple(results)
+
+
+def apply_loss(
+    backend: str, head: Head, policy: Policy, chunking: Chunking, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Loss and metrics. The loss has a gradient by hidden states, weight and bias."""
+    if torch.compiler.is_compiling():
+        results = LOSS[backend](*head, *policy, *chunking, head.needs_grad)
+        return cast(tuple[Tensor, Tensor], results[:2])
+    differentiable = (head.hidden, head.weight, head.bias)
+    results = _PrecomputedGradient.apply(*differentiable, backend, head, policy, chunking, into)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], results)

@@ -1,0 +1,116 @@
+"""The policy-gradient loss of GRPO and its relatives, from log-probs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from grpo_kernels import backends
+from grpo_kernels.ops.policy_loss import registration as op
+from grpo_kernels.ops.policy_loss.arguments import (
+    Layout,
+    Normalizer,
+    check_entropy,
+    check_policy,
+    find_entropy_floor,
+    needs_entropy_gradient,
+)
+from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+
+_OP = "policy_loss"
+
+
+class PolicyLoss(NamedTuple):
+    """The result of policy_loss.
+
+    Attributes:
+        loss: scalar to call backward() on
+        metrics: measurements of this call, copied to the host only when one is read
+    """
+
+    loss: Tensor
+    metrics: PolicyLossMetrics
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    segments: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
+    is_weights: Tensor | None = None,
+    entropy: Tensor | None = None,
+    entropy_floor: Tensor | None = None,
+    weights: Tensor | None = None,
+    normalizer: Normalizer | None = None,
+    config: LossConfig | str = "grpo",
+    backend: str | None = None,
+) -> PolicyLoss:
+    """Computes the policy loss and its gradient in one pass over the tokens.
+
+    Args:
+        logprobs: log-probs of the policy, padded [B, T] or packed [M] with `cu_seqlens`; differentiable
+        old_logprobs: log-probs of the policy that the ratio refers to; None means on-policy, the detached log-probs
+        advantages: one per row [B] or one per token
+        mask: tokens that take part; None means all. Masked slots may hold NaN
+        cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
+        segments: integers ascending from 0 along each row, -1 outside; for ratio="segment"
+        ref_logprobs: log-probs of the reference policy, for the KL term
+        sampling_logprobs: log-probs of the sampler, for config.correction and off_policy_threshold; NaN where the
+            sampler could not score the token
+        is_weights: importance weights of the policy term, one per token, [B, 1] or [B]; instead of config.correction
+        entropy: per token, for the entropy bonus (differentiable), the metrics and top_entropy_quantile
+        entropy_floor: scalar, the floor of top_entropy_quantile found elsewhere, for example over all ranks; None
+            means to find it here
+        weights: one per token; the loss is the weighted sum of the terms instead of the aggregation's mean
+        normalizer: what the aggregation divides by instead of counting: a number, a tensor, or a dict with any of
+            "tokens", "rows", "segments". The global count makes the loss independent of how a batch is split into
+            micro-batches and ranks
+        config: a LossConfig or a TRL loss_type
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    config = LossConfig.of(config)
+    layout = Layout.of(_OP, logprobs, cu_seqlens)
+    policy = check_policy(
+        layout,
+        config,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        mask=mask,
+        cu_seqlens=cu_seqlens,
+        segments=segments,
+        ref_logprobs=ref_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        is_weights=is_weights,
+        weights=weights,
+        normalizer=normalizer,
+    )
+    entropy = layout.floats("entropy", entropy, detach=False)
+    entropy_floor = check_entropy(layout, config, entropy is not None, entropy_floor)
+    return compute(layout, config, layout.number(logprobs), entropy, entropy_floor, policy, backend)
+
+
+def compute(
+    layout: Layout,
+    config: LossConfig,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    entropy_floor: Tensor | None,
+    policy: op.Policy,
+    backend: str | None,
+) -> PolicyLoss:
+    """The loss of checked arguments."""
+    if entropy is not None and entropy_floor is None and config.top_entropy_quantile < 1:
+        entropy_floor = find_entropy_floor(entropy, policy, config.top_entropy_quantile)
+    device = layout.device
+    chosen = backends.select(layout.op, backend, device.type, logprobs.dtype, op.SUPPORTS, device.index)
+    needs = needs_entropy_gradient(entropy, config)
+    loss, metrics = op.apply(chosen, logprobs, entropy, entropy_floor, policy, needs)
+    by_row = policy.advantages.shape != layout.shape
+    return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, entropy is not None))

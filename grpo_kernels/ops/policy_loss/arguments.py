@@ -1,0 +1,229 @@
+"""Checks the arguments of a policy loss and brings its tensors to one dtype and memory layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import checks
+from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.registration import Policy
+
+_NUMBERS = checks.INTEGERS + checks.FLOATS
+_COUNTED = ("tokens", "rows", "segments")
+
+Normalizer = float | Tensor | Mapping[str, float | Tensor]
+
+
+class Layout:
+    """Shape, number of rows, dtype and device of the log-probs, which the other tensors have to match."""
+
+    def __init__(
+        self, op: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, cu_seqlens: Tensor | None
+    ) -> None:
+        self.op, self.shape, self.device = op, shape, device
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.rows = self._count_rows(cu_seqlens)
+
+    @classmethod
+    def of(cls, op: str, logprobs: Tensor, cu_seqlens: Tensor | None) -> Layout:
+        checks.tensor(op, "logprobs", logprobs, checks.FLOATS)
+        return cls(op, logprobs.shape, logprobs.dtype, logprobs.device, cu_seqlens)
+
+    def _count_rows(self, cu_seqlens: Tensor | None) -> int:
+        op, shape = self.op, list(self.shape)
+        if cu_seqlens is None:
+            if len(shape) != 2:
+                raise ValueError(f"{op}: logprobs must have shape [B, T], or [M] with cu_seqlens, got {shape}")
+            return shape[0]
+        if len(shape) != 1:
+            raise ValueError(f"{op}: logprobs must have shape [M] with cu_seqlens, got {shape}")
+        checks.tensor(op, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
+        checks.same_device(op, "cu_seqlens", cu_seqlens, self.device)
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+            raise ValueError(f"{op}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
+        return len(cu_seqlens) - 1
+
+    def number(self, value: Tensor, detach: bool = False) -> Tensor:
+        """`value` in the dtype of the log-probs, contiguous."""
+        if detach and value.requires_grad:
+            value = value.detach()
+        if value.dtype != self.dtype:
+            value = value.to(self.dtype)
+        return value.contiguous()
+
+    def per_token(self, name: str, value: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> Tensor | None:
+        if value is None:
+            return None
+        checks.tensor(self.op, name, value, dtypes)
+        checks.same_device(self.op, name, value, self.device)
+        if value.shape != self.shape:
+            raise ValueError(
+                f"{self.op}: {name} must have the shape of logprobs, {list(self.shape)}, got {list(value.shape)}"
+            )
+        return value.contiguous()
+
+    def floats(self, name: str, value: Tensor | None, detach: bool = True) -> Tensor | None:
+        value = self.per_token(name, value, checks.FLOATS)
+        return None if value is None else self.number(value, detach)
+
+    def scalar(self, name: str, value: Tensor | None) -> Tensor | None:
+        if value is None:
+            return None
+        checks.tensor(self.op, name, value, checks.FLOATS)
+        checks.same_device(self.op, name, value, self.device)
+        if value.numel() != 1:
+            raise ValueError(f"{self.op}: {name} must have one element, got shape {list(value.shape)}")
+        return self.number(value.reshape(()), detach=True)
+
+    def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
+        checks.tensor(self.op, name, value, checks.FLOATS)
+        checks.same_device(self.op, name, value, self.device)
+        if value.shape != self.shape:
+            if tuple(value.shape) not in ((self.rows,), (self.rows, 1)):
+                raise ValueError(
+                    f"{self.op}: {name} must have one value per row, {[self.rows]}, or per token, "
+                    f"{list(self.shape)}, got {list(value.shape)}"
+                )
+            value = value.reshape(-1)
+        return self.number(value, detach=True)
+
+
+def check_policy(
+    layout: Layout,
+    config: LossConfig,
+    *,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segments: Tensor | None,
+    ref_logprobs: Tensor | None,
+    sampling_logprobs: Tensor | None,
+    is_weights: Tensor | None,
+    weights: Tensor | None,
+    normalizer: Normalizer | None,
+) -> Policy:
+    """Everything but log-probs and entropies, as the op takes it."""
+    mask = layout.per_token("mask", mask, (torch.bool, *_NUMBERS))
+    segments = layout.per_token("segments", segments, checks.INTEGERS)
+    weights = layout.per_token("weights", weights, _NUMBERS)
+    counts, normalizers = _normalizers(layout, config, normalizer)
+    policy = Policy(
+        old_logprobs=layout.floats("old_logprobs", old_logprobs),
+        advantages=layout.per_row_or_token("advantages", advantages),
+        mask=mask if mask is None or mask.dtype == torch.bool else mask != 0,
+        cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
+        segments=None if segments is None else segments.int(),
+        ref_logprobs=layout.floats("ref_logprobs", ref_logprobs),
+        sampling_logprobs=layout.floats("sampling_logprobs", sampling_logprobs),
+        is_weights=None if is_weights is None else layout.per_row_or_token("is_weights", is_weights),
+        weights=None if weights is None else layout.number(weights, detach=True),
+        normalizers=normalizers,
+        counts=counts,
+        modes=config.modes,
+        coefficients=config.coefficients,
+    )
+    _check_required(layout, config, policy, normalizer)
+    return policy
+
+
+def check_entropy(
+    layout: Layout, config: LossConfig, has_entropy: bool, entropy_floor: Tensor | None = None
+) -> Tensor | None:
+    """Requires what the entropy terms of the config need; returns the floor as the op takes it."""
+    if (config.entropy_coef != 0 or config.top_entropy_quantile < 1) and not has_entropy:
+        fields = f"entropy_coef={config.entropy_coef}, top_entropy_quantile={config.top_entropy_quantile}"
+        raise ValueError(f"{layout.op}: entropy must be given for {fields}, got None")
+    floor = layout.scalar("entropy_floor", entropy_floor)
+    if floor is not None and config.top_entropy_quantile >= 1:
+        raise ValueError(
+            f"{layout.op}: entropy_floor must be left out with top_entropy_quantile=1, which keeps all tokens, "
+            "got a tensor"
+        )
+    return floor
+
+
+def _check_required(layout: Layout, config: LossConfig, policy: Policy, normalizer: Normalizer | None) -> None:
+    def refuse(name: str, rule: str, got: object) -> None:
+        raise ValueError(f"{layout.op}: {name} must be {rule}, got {got}")
+
+    if config.ratio.startswith("segment") and policy.segments is None:
+        refuse("segments", f"given for ratio={config.ratio!r}", None)
+    if config.kl_coef != 0 and policy.ref_logprobs is None:
+        refuse("ref_logprobs", f"given for kl_coef={config.kl_coef}", None)
+    if policy.ref_logprobs is not None and config.kl == "none":
+        refuse("ref_logprobs", "left out with kl='none'", "a tensor; choose a kl, with kl_coef=0 to measure only")
+    if config.correction != "none" and policy.sampling_logprobs is None:
+        refuse("sampling_logprobs", f"given for correction={config.correction!r}", None)
+    weights = policy.is_weights
+    shape = None if weights is None else f"a tensor of shape {list(weights.shape)}"
+    if config.correction != "none" and weights is not None:
+        refuse("is_weights", f"left out with correction={config.correction!r}", shape)
+    if weights is not None and weights.shape != layout.shape and config.loss == "vespo":
+        refuse("is_weights", "one per token for loss='vespo'", shape)
+    if normalizer is None:
+        return
+    if policy.weights is not None:
+        refuse("normalizer", "left out with weights, which are what the terms are multiplied by", normalizer)
+    if config.aggregation == "token-sum" and not isinstance(normalizer, Mapping):
+        refuse("normalizer", "left out with aggregation='token-sum', which divides by nothing", normalizer)
+
+
+def _normalizers(
+    layout: Layout, config: LossConfig, normalizer: Normalizer | None
+) -> tuple[list[float], Tensor | None]:
+    """Counts of tokens, rows and segments: numbers, and a tensor if any count is one; NaN means to be counted."""
+    op = layout.op
+    if normalizer is None:
+        return [math.nan] * 3, None
+    if not isinstance(normalizer, Mapping):
+        kind = "rows" if config.aggregation.startswith("seq-mean") else "tokens"
+        kind = "segments" if kind == "tokens" and config.ratio.startswith("segment") else kind
+        normalizer = {kind: normalizer}
+    numbers: dict[str, float] = dict.fromkeys(_COUNTED, math.nan)
+    tensors: dict[str, Tensor] = {}
+    for name, value in normalizer.items():
+        if name not in _COUNTED:
+            raise ValueError(f"{op}: normalizer must be for one of {', '.join(_COUNTED)}, got {name!r}")
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
+            tensors[name] = value
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
+        else:
+            numbers[name] = float(value)
+    if not tensors:
+        return list(numbers.values()), None
+    unknown = torch.full((), math.nan, dtype=torch.float64, device=layout.device)
+    columns = dict.fromkeys(_COUNTED, unknown)
+    for name, value in tensors.items():
+        count = value.detach().to(unknown).reshape(())
+        # a count from elsewhere can be 0, which counts as 1, as in TRL
+        columns[name] = torch.where(count > 0, count, 1.0)
+    return list(numbers.values()), torch.stack(list(columns.values()))
+
+
+def find_entropy_floor(entropy: Tensor, policy: Policy, quantile: float) -> Tensor:
+    """The entropy reached by the top `quantile` of tokens, as torch.quantile, which refuses more than 2^24 values."""
+    valid = torch.ones_like(entropy, dtype=torch.bool) if policy.mask is None else policy.mask
+    if policy.segments is not None:
+        valid = valid & (policy.segments >= 0)
+    if policy.cu_seqlens is not None:
+        valid = valid & (torch.arange(len(entropy), device=entropy.device) < policy.cu_seqlens[-1])
+    ordered = torch.where(valid, entropy.detach(), math.inf).flatten().sort().values
+    if ordered.numel() == 0:
+        return entropy.new_zeros(())
+    # as torch.quantile does: the rank in float64, then interpolation between its two neighbours
+    rank = (valid.sum() - 1).clamp(min=0) * torch.full((), 1 - quantile, dtype=torch.float64, device=entropy.device)
+    below = ordered[rank.floor().long()]
+    above = ordered[rank.ceil().long()]
+    return torch.lerp(below, above, (rank - rank.floor()).to(entropy.dtype))
+
+
+def needs_entropy_gradient(entropy: Tensor | None, config: LossConfig) -> bool:
+    return entropy is not None and entropy.requires_grad and config.entropy_coef != 0

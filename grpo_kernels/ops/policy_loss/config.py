@@ -1,0 +1,376 @@
+"""LossConfig: the settings of the policy loss. Published losses are values of these fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from grpo_kernels.checks import finite, unknown
+from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES, trl_fields, verl_fields
+
+# Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
+LOSSES = ("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro")
+CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO = range(len(LOSSES))
+RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean")
+TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN = range(len(RATIOS))
+ESTIMATORS = ("none", "k1", "k2", "k3", "abs")
+KL_NONE, K1, K2, K3, KL_ABS = range(len(ESTIMATORS))
+KLS = (*ESTIMATORS, "k1+", "k3+", "abs+")  # "+": with the gradient of k2
+AGGREGATIONS = (
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "local-token-mean",
+)
+TOKEN_MEAN, TOKEN_SUM, ROW_TOKEN_MEAN, ROW_TOKEN_SUM, ROW_TOKEN_NORM, LOCAL_TOKEN_MEAN = range(len(AGGREGATIONS))
+CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+CORRECTION_NONE, TOKEN_TRUNCATE, TOKEN_MASK, SEQUENCE_TRUNCATE, SEQUENCE_MASK = range(len(CORRECTIONS))
+
+# Measurements of the kernels, in the order of PolicyLossMetrics.tensor.
+METRICS = (
+    "loss",
+    "policy_loss",
+    "kl_loss",
+    "entropy_loss",
+    "rows",
+    "active_rows",
+    "tokens",
+    "terms",
+    "kept_tokens",
+    "low_clipped",
+    "high_clipped",
+    "clipped",
+    "dual_clipped",
+    "low_clipped_rows",
+    "high_clipped_rows",
+    "low_clipped_min",
+    "high_clipped_max",
+    "log_ratio_sum",
+    "kl_sum",
+    "entropy_sum",
+    "ratio_sum",
+    "ratio_spread_sum",
+    "ratio_min",
+    "ratio_max",
+    "phi_sum",
+    "phi_rows",
+    "is_sum",
+    "is_square_sum",
+    "is_min",
+    "is_max",
+    "is_count",
+    "gap_sum",
+    "gap_max",
+    "gap_count",
+    "off_policy_tokens",
+)
+
+# Ratios that each loss is defined for.
+_RATIOS_OF = {
+    "clip": RATIOS,
+    "cispo": ("token", "sequence", "segment", "segment_mean"),
+    "sapo": ("token", "sequence", "segment", "segment_mean"),
+    "vespo": ("token", "sequence"),
+    "geo_mean": ("token",),
+    "dppo_tv": ("token",),
+    "dppo_kl": ("token",),
+    "reinforce": ("token",),
+    "dro": ("token",),
+}
+# Losses that read each field; a value other than the default is refused for all others.
+_OWN_FIELDS = {
+    "delta": ("clip",),
+    "dual_clip": ("clip",),
+    "ratio_cap": ("dppo_tv", "dppo_kl"),
+    "sapo_temperatures": ("sapo",),
+    "vespo_shape": ("vespo",),
+    "dro_beta": ("dro",),
+    "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl"),
+    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"),
+    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"),
+}
+
+
+class Plan(NamedTuple):
+    """A LossConfig as the kernels read it: codes and flags first, then numbers, with infinity for absent bounds."""
+
+    loss: int
+    ratio: int
+    kl: int
+    kl_straight: int
+    kl_unbiased: int
+    aggregation: int
+    kl_aggregation: int
+    entropy_aggregation: int
+    count_empty_rows: int
+    correction: int
+    low: float
+    high: float
+    dual_clip: float
+    cap: float
+    sapo_pos: float
+    sapo_neg: float
+    k_pos: float
+    lambda_pos: float
+    k_neg: float
+    lambda_neg: float
+    dro_beta: float
+    clamp_low: float
+    clamp_high: float
+    kl_coef: float
+    kl_clamp_in: float
+    kl_clamp_out: float
+    entropy_coef: float
+    max_length: float
+    correction_min: float
+    correction_max: float
+    off_policy_threshold: float
+
+    @property
+    def modes(self) -> list[int]:
+        return [int(value) for value in self[: self._fields.index("low")]]
+
+    @property
+    def coefficients(self) -> list[float]:
+        return [float(value) for value in self[self._fields.index("low") :]]
+
+    @property
+    def by_segment(self) -> bool:
+        return self.ratio in (SEGMENT, SEGMENT_MEAN)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """The policy loss: sum over terms of weight * term, plus kl_coef * KL, minus entropy_coef * entropy.
+
+    Args:
+        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce" or "dro"
+        ratio: "token", "sequence" (geometric mean of the row's ratios), "sequence_token" (its value, with the gradient
+            of each token's own ratio), "segment" (joint ratio of a sub-sequence) or "segment_mean"
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; geo_mean clips the log ratio to
+            [-clip_low, clip_high], and for dppo these bound the divergence. None means no bound on that side
+        dual_clip: with a negative advantage a term is at most -advantage * dual_clip
+        delta: upper bound of the unclipped ratio (two-sided clipping)
+        ratio_cap: upper bound of the detached ratio of dppo
+        sapo_temperatures: for positive advantages, for the others
+        vespo_shape: k and lambda for nonnegative advantages, k and lambda for the others
+        dro_beta: weight of the squared log ratio
+        log_ratio_clamp: (low, high) bounds of the log ratio, which has no gradient beyond them
+        kl: "none", "k1", "k2", "k3" or "abs"; a trailing "+" takes the gradient of k2
+        kl_coef: weight of the KL term; 0 computes it for the metrics only
+        kl_clamp: (input, output); the log ratio to the reference and the estimate are clamped to plus and minus these
+        kl_unbiased: multiply the estimate by the ratio, with gradients through both
+        entropy_coef: weight of the entropy bonus
+        aggregation: "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum" or
+            "seq-mean-token-sum-norm"
+        kl_aggregation, entropy_aggregation: the same for those terms; None means as `aggregation`. "local-token-mean"
+            is the mean over the tokens kept by top_entropy_quantile, whatever the normalizer
+        max_length: constant divisor of "seq-mean-token-sum-norm"
+        count_empty_rows: whether rows without tokens count in means over rows
+        correction: of the mismatch between sampler and trainer, from sampling_logprobs: "none", "token_truncate",
+            "token_mask", "sequence_truncate" or "sequence_mask"
+        correction_min, correction_max: bounds of the correction's ratio; None means no bound
+        off_policy_threshold: drop rows with a negative advantage whose mean log ratio of sampler to policy exceeds this
+        top_entropy_quantile: restrict the policy term to this share of the tokens, those of highest entropy
+    """
+
+    loss: str = "clip"
+    ratio: str = "token"
+    clip_low: float | None = 0.2
+    clip_high: float | None = 0.2
+    dual_clip: float | None = None
+    delta: float | None = None
+    ratio_cap: float | None = None
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    vespo_shape: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
+    dro_beta: float | None = None
+    log_ratio_clamp: tuple[float, float] | None = None
+    kl: str = "none"
+    kl_coef: float = 0.0
+    kl_clamp: tuple[float, float] | None = None
+    kl_unbiased: bool = False
+    entropy_coef: float = 0.0
+    aggregation: str = "token-mean"
+    kl_aggregation: str | None = None
+    entropy_aggregation: str | None = None
+    max_length: int | None = None
+    count_empty_rows: bool = False
+    correction: str = "none"
+    correction_min: float | None = None
+    correction_max: float | None = None
+    off_policy_threshold: float | None = None
+    top_entropy_quantile: float = 1.0
+
+    # Derived: the two parts of the Plan.
+    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
+    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        self._check_combinations()
+        plan = self._plan()
+        object.__setattr__(self, "modes", plan.modes)
+        object.__setattr__(self, "coefficients", plan.coefficients)
+
+    @classmethod
+    def trl(cls, **fields: Any) -> LossConfig:
+        """The loss that trl.GRPOConfig describes with these fields; the others have TRL's defaults."""
+        return cls(**trl_fields(**fields))
+
+    @classmethod
+    def verl(cls, **fields: Any) -> LossConfig:
+        """The loss that verl's ActorConfig and PolicyLossConfig describe with these fields; likewise."""
+        return cls(**verl_fields(**fields))
+
+    @classmethod
+    def of(cls, config: LossConfig | str, op: str = "policy_loss") -> LossConfig:
+        """Returns a config unchanged, and resolves the name of a TRL loss_type."""
+        if isinstance(config, LossConfig):
+            return config
+        if not isinstance(config, str):
+            raise TypeError(f"{op}: config must be a LossConfig or a str, got {type(config).__name__}")
+        if config not in _NAMED:
+            raise unknown(op, "config", config, _NAMED)
+        return _NAMED[config]
+
+    def _check_names(self) -> None:
+        choices = {"loss": LOSSES, "ratio": RATIOS, "kl": KLS, "correction": CORRECTIONS}
+        choices |= {"aggregation": AGGREGATIONS[:-1]}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise unknown("LossConfig", field, getattr(self, field), allowed)
+        for field in ("kl_aggregation", "entropy_aggregation"):
+            if getattr(self, field) is not None and getattr(self, field) not in AGGREGATIONS:
+                raise unknown("LossConfig", field, getattr(self, field), AGGREGATIONS)
+        for field in ("kl_unbiased", "count_empty_rows"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(f"LossConfig: {field} must be a bool, got {getattr(self, field)!r}")
+
+    def _check_numbers(self) -> None:
+        for field in ("clip_low", "clip_high", "off_policy_threshold", "correction_min", "correction_max"):
+            if getattr(self, field) is not None:
+                # TRL's cispo has an absolute cap, which may lie below 1
+                finite("LossConfig", field, getattr(self, field), None if field == "clip_high" else 0.0)
+        for field in ("delta", "ratio_cap", "dro_beta"):
+            if getattr(self, field) is not None:
+                finite("LossConfig", field, getattr(self, field), 0.0, open_end=True)
+        if self.dual_clip is not None:
+            finite("LossConfig", "dual_clip", self.dual_clip, 1.0, open_end=True)
+        for field in ("kl_coef", "entropy_coef"):
+            finite("LossConfig", field, getattr(self, field))
+        finite("LossConfig", "top_entropy_quantile", self.top_entropy_quantile, 0.0, open_end=True)
+        if self.top_entropy_quantile > 1:
+            raise ValueError(f"LossConfig: top_entropy_quantile must be at most 1, got {self.top_entropy_quantile!r}")
+        self._check_tuple("sapo_temperatures", 2, minimum=0.0, open_end=True)
+        self._check_tuple("vespo_shape", 4, minimum=0.0)
+        if self.kl_clamp is not None:
+            self._check_tuple("kl_clamp", 2, minimum=0.0, open_end=True)
+        clamp = self.log_ratio_clamp
+        if clamp is not None:
+            numbers = isinstance(clamp, tuple | list) and all(type(bound) in (int, float) for bound in clamp)
+            if not numbers or len(clamp) != 2 or not clamp[0] < clamp[1]:
+                raise ValueError(f"LossConfig: log_ratio_clamp must be (low, high) with low < high, got {clamp!r}")
+            object.__setattr__(self, "log_ratio_clamp", tuple(float(bound) for bound in clamp))
+        if self.max_length is not None and (
+            isinstance(self.max_length, bool) or not isinstance(self.max_length, int) or self.max_length < 1
+        ):
+            raise ValueError(f"LossConfig: max_length must be a positive int, got {self.max_length!r}")
+
+    def _check_tuple(self, field: str, length: int, **rule: Any) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, tuple | list) or len(value) != length:
+            raise ValueError(f"LossConfig: {field} must hold {length} numbers, got {value!r}")
+        for number in value:
+            finite("LossConfig", field, number, **rule)
+        object.__setattr__(self, field, tuple(float(number) for number in value))
+
+    def _check_combinations(self) -> None:
+        def refuse(rule: str, *fields: str) -> None:
+            got = ", ".join(f"{field}={getattr(self, field)!r}" for field in fields)
+            raise ValueError(f"LossConfig: {rule}, got {got}")
+
+        if self.ratio not in _RATIOS_OF[self.loss]:
+            refuse(f"ratio must be one of {', '.join(_RATIOS_OF[self.loss])} for this loss", "ratio", "loss")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for field, losses in _OWN_FIELDS.items():
+            if self.loss not in losses and getattr(self, field) != defaults[field]:
+                refuse(f"{field} must be left out unless loss is {' or '.join(losses)}", field, "loss")
+        if self.loss.startswith("dppo") and None in (self.clip_low, self.clip_high):
+            refuse("clip_low and clip_high must be numbers for dppo", "clip_low", "clip_high")
+        if self.loss == "dro" and self.dro_beta is None:
+            refuse("dro_beta must be given for loss 'dro'", "dro_beta")
+        if self.clip_high is not None and self.clip_high < (-1.0 if self.loss == "cispo" else 0.0):
+            refuse("clip_high must be at least 0", "clip_high")
+        if self.kl == "none" and (self.kl_coef != 0 or self.kl_clamp is not None or self.kl_unbiased):
+            refuse(
+                "kl must be chosen for kl_coef, kl_clamp and kl_unbiased", "kl", "kl_coef", "kl_clamp", "kl_unbiased"
+            )
+        biased = self.ratio not in ("token", "sequence") or self.loss == "geo_mean" or self.kl.endswith("+")
+        if self.kl_unbiased and biased:
+            refuse("kl_unbiased must be False with a straight-through KL, this ratio or loss", "kl", "ratio", "loss")
+        aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
+        if ("seq-mean-token-sum-norm" in aggregations) != (self.max_length is not None):
+            refuse("max_length must be given with seq-mean-token-sum-norm, and only then", "max_length", "aggregation")
+        if self.correction == "none" and (self.correction_min, self.correction_max) != (None, None):
+            refuse("correction must be chosen for its bounds", "correction_min", "correction_max")
+        if self.correction.startswith("sequence") and self.loss == "vespo":
+            refuse("correction must be by token for vespo, whose ratio is their product", "correction", "loss")
+        if self.correction.startswith("token") and self.ratio.startswith("segment"):
+            refuse("correction must be by sequence with ratios of segments", "correction", "ratio")
+        if self.loss == "geo_mean" and self.aggregation not in ("seq-mean-token-sum", "token-sum"):
+            refuse(
+                "aggregation must be seq-mean-token-sum (or token-sum) for geo_mean, whose terms are rows",
+                "aggregation",
+            )
+
+    def _plan(self) -> Plan:
+        def bound(value: float | None, none: float) -> float:
+            return none if value is None else float(value)
+
+        of_ratio = self.loss in ("clip", "cispo")
+        low, high = bound(self.clip_low, math.inf), bound(self.clip_high, math.inf)
+        clamp_low, clamp_high = self.log_ratio_clamp or (-math.inf, math.inf)
+        kl_clamp_in, kl_clamp_out = self.kl_clamp or (math.inf, math.inf)
+        sapo_pos, sapo_neg = self.sapo_temperatures
+        k_pos, lambda_pos, k_neg, lambda_neg = self.vespo_shape
+        return Plan(
+            loss=LOSSES.index(self.loss),
+            ratio=RATIOS.index(self.ratio),
+            kl=ESTIMATORS.index(self.kl.removesuffix("+")),
+            kl_straight=self.kl.endswith("+"),
+            kl_unbiased=self.kl_unbiased,
+            aggregation=AGGREGATIONS.index(self.aggregation),
+            kl_aggregation=AGGREGATIONS.index(self.kl_aggregation or self.aggregation),
+            entropy_aggregation=AGGREGATIONS.index(self.entropy_aggregation or self.aggregation),
+            count_empty_rows=self.count_empty_rows,
+            correction=CORRECTIONS.index(self.correction),
+            low=1 - low if of_ratio else low,
+            high=1 + high if of_ratio else high,
+            dual_clip=bound(self.dual_clip, math.inf),
+            cap=bound(self.delta if self.loss == "clip" else self.ratio_cap, math.inf),
+            sapo_pos=sapo_pos,
+            sapo_neg=sapo_neg,
+            k_pos=k_pos,
+            lambda_pos=lambda_pos,
+            k_neg=k_neg,
+            lambda_neg=lambda_neg,
+            dro_beta=bound(self.dro_beta, 0.0),
+            clamp_low=clamp_low,
+            clamp_high=clamp_high,
+            kl_coef=self.kl_coef,
+            kl_clamp_in=kl_clamp_in,
+            kl_clamp_out=kl_clamp_out,
+            entropy_coef=self.entropy_coef,
+            max_length=self.max_length or 1,
+            correction_min=bound(self.correction_min, -math.inf),
+            correction_max=bound(self.correction_max, math.inf),
+            off_policy_threshold=bound(self.off_policy_threshold, math.inf),
+        )
+
+
+# Built once, because torch.compile can read a config but not trace its construction.
+_NAMED = {name: LossConfig.trl(loss_type=name) for name in TRL_LOSS_TYPES}

@@ -1,0 +1,483 @@
+"""The specification of policy_loss in plain, differentiable torch. In float64 it is the reference for all backends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.groups import packed_bounds
+from grpo_kernels.ops.policy_loss.config import (
+    CISPO,
+    CLIP,
+    CORRECTION_NONE,
+    DPPO_KL,
+    DPPO_TV,
+    DRO,
+    GEO_MEAN,
+    K1,
+    K2,
+    K3,
+    KL_ABS,
+    KL_NONE,
+    LOCAL_TOKEN_MEAN,
+    ROW_TOKEN_MEAN,
+    ROW_TOKEN_NORM,
+    SAPO,
+    SEGMENT_MEAN,
+    SEQUENCE,
+    SEQUENCE_MASK,
+    SEQUENCE_TOKEN,
+    SEQUENCE_TRUNCATE,
+    TOKEN,
+    TOKEN_MEAN,
+    TOKEN_SUM,
+    TOKEN_TRUNCATE,
+    VESPO,
+    Plan,
+)
+
+
+class _Rows:
+    """Maps tokens to rows (`count` for tokens of no row), sums over rows, and spreads rows over their tokens."""
+
+    def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
+        if cu_seqlens is None:
+            bounds = torch.arange(shape[0] + 1, device=device) * shape[1]
+        else:
+            bounds = packed_bounds("policy_loss", cu_seqlens, shape[0])
+        self.count, self.starts = len(bounds) - 1, bounds[:-1]
+        self.of = torch.searchsorted(bounds[1:], torch.arange(shape.numel(), device=device), right=True)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.count + 1).index_add(0, self.of, values)[:-1]
+
+    def spread(self, values: Tensor) -> Tensor:
+        return torch.cat([values, values.new_zeros(1)])[self.of]
+
+    def last(self, flagged: Tensor) -> Tensor:
+        """Position of the last such token of each row, -1 where there is none."""
+        position = torch.where(flagged, torch.arange(len(flagged), device=flagged.device), -1)
+        return position.new_full((self.count + 1,), -1).scatter_reduce(0, self.of, position, "amax")[:-1]
+
+
+class _Tokens(NamedTuple):
+    """One entry per token, 0 for tokens that take no part."""
+
+    valid: Tensor
+    kept: Tensor  # by their entropy
+    lp: Tensor
+    old: Tensor
+    advantage: Tensor
+
+
+class _Terms(NamedTuple):
+    """Terms of the policy loss: at every token, or at the last token of a segment or row."""
+
+    here: Tensor  # bool, one per token
+    score: Tensor  # log-prob of what the ratio is of
+    ratio: Tensor
+
+
+def forward(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    entropy_floor: Tensor | None,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segments: Tensor | None,
+    ref_logprobs: Tensor | None,
+    sampling_logprobs: Tensor | None,
+    is_weights: Tensor | None,
+    weights: Tensor | None,
+    normalizers: Tensor | None,
+    counts: list[float],
+    modes: list[int],
+    coefficients: list[float],
+) -> tuple[Tensor, Tensor]:
+    plan = Plan(*modes, *coefficients)
+    rows = _Rows(logprobs.shape, cu_seqlens, logprobs.device)
+    valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)
+    if cu_seqlens is not None:
+        valid = valid & (rows.of < rows.count)
+    if segments is not None:
+        valid = valid & (segments.reshape(-1) >= 0)
+
+    def clean(values: Tensor | None) -> Tensor | None:
+        """Sets slots that take no part to 0, whatever they hold, and expands one value per row to one per token."""
+        if values is None:
+            return None
+        values = rows.spread(values) if values.shape != logprobs.shape else values.reshape(-1)
+        return torch.where(valid, values.to(logprobs.dtype), 0)
+
+    lp, advantage = clean(logprobs), clean(advantages)
+    old = lp.detach() if old_logprobs is None else clean(old_logprobs.detach())
+    reference, weight_of = clean(ref_logprobs), clean(weights)
+    entropies = clean(entropy)
+    kept = valid if entropy_floor is None else valid & (entropies.detach() >= entropy_floor)
+    # in a geometric mean, tokens that are not kept have left the mean itself
+    factor = torch.ones_like(lp) if plan.loss == GEO_MEAN else kept.to(lp.dtype)
+
+    correction, correction_by_row = _correction(rows, valid, old, sampling_logprobs, is_weights, plan)
+    dropped = _off_policy(rows, valid, advantage, lp.detach(), sampling_logprobs, old, plan)
+    factor = torch.where(dropped, 0, factor)
+
+    tokens = _Tokens(valid, kept, lp, old, advantage)
+    terms = _ratios(rows, tokens, segments, plan)
+    # these two make one weight of the row of the tokens' weights
+    folded = plan.loss in (VESPO, GEO_MEAN) and correction_by_row is None
+    policy, counters = _policy(rows, tokens, terms, correction if folded else None, plan)
+    if correction is not None and not folded:
+        factor = factor * correction
+    policy = torch.where(terms.here, policy * factor, 0)
+    kl = _kl(lp, reference, terms, plan)
+
+    share = _Shares(rows, valid, kept, terms.here, normalizers, counts, weight_of, plan)
+    policy_loss = (share.of(plan.aggregation, policy=True) * policy).sum()
+    kl_loss = (share.of(plan.kl_aggregation) * torch.where(valid, kl, 0)).sum()
+    entropy_loss = lp.new_zeros(())
+    if entropies is not None:
+        entropy_loss = (share.of(plan.entropy_aggregation) * entropies).sum()
+    loss = policy_loss
+    if plan.kl_coef != 0:  # what is only measured may overflow
+        loss = loss + plan.kl_coef * kl_loss
+    if plan.entropy_coef != 0:
+        loss = loss - plan.entropy_coef * entropy_loss
+
+    parts = (loss, policy_loss, kl_loss, entropy_loss)
+    scalars = [part.detach().double() for part in parts] + _counts(rows, valid, kept, terms)
+    scalars += _clipping(rows, valid, terms, counters, plan)
+    scalars += _sums(rows, tokens, terms, kl, entropies, counters, plan)
+    scalars += _mismatch(valid, old, sampling_logprobs, correction, correction_by_row, dropped)
+    return loss.to(lp.dtype), torch.stack([value.detach().double() for value in scalars])
+
+
+def _correction(
+    rows: _Rows, valid: Tensor, old: Tensor, sampling: Tensor | None, given: Tensor | None, plan: Plan
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weights for rollout mismatch, one per token, and if they are of rows, one per row."""
+    if given is not None:
+        by_row = given.dim() == 1 and len(given) != len(valid)
+        spread = rows.spread(given) if by_row else given.reshape(-1)
+        by_row = torch.where(rows.sum(valid.to(old.dtype)) > 0, given, math.nan) if by_row else None
+        return torch.where(valid, spread, 1), by_row
+    if plan.correction == CORRECTION_NONE or sampling is None:
+        return None, None
+    # a token that the sampler could not score says nothing: ratio 1
+    gap = old - sampling.reshape(-1)
+    gap = torch.where(valid & ~gap.isnan(), gap, 0)
+    by_row = plan.correction in (SEQUENCE_TRUNCATE, SEQUENCE_MASK)
+    ratio = (rows.sum(gap) if by_row else gap).exp()
+    low, high = plan.correction_min, plan.correction_max
+    if plan.correction in (TOKEN_TRUNCATE, SEQUENCE_TRUNCATE):
+        ratio = ratio.clamp(low, high)
+    else:
+        ratio = torch.where((ratio < low) | (ratio > high), 0, ratio)
+    return (rows.spread(ratio), ratio) if by_row else (ratio, None)
+
+
+def _off_policy(
+    rows: _Rows, valid: Tensor, advantage: Tensor, lp: Tensor, sampling: Tensor | None, old: Tensor, plan: Plan
+) -> Tensor:
+    """Tokens without a policy term, as their row is too far from the policy that sampled it and their advantage < 0."""
+    if plan.off_policy_threshold == math.inf:
+        return torch.zeros_like(valid)
+    gap = (old if sampling is None else sampling.reshape(-1)) - lp
+    gap = torch.where(valid & ~gap.isnan(), gap, 0)
+    distance = rows.sum(gap) / rows.sum(valid.to(gap.dtype)).clamp(min=1)
+    return valid & (advantage < 0) & rows.spread(~(distance <= plan.off_policy_threshold))
+
+
+def _ratios(rows: _Rows, tokens: _Tokens, segments: Tensor | None, plan: Plan) -> _Terms:
+    lp, valid = tokens.lp, tokens.valid
+    d, here, score = lp - tokens.old, valid, lp
+    if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN):
+        mean = rows.sum(d) / rows.sum(valid.to(d.dtype)).clamp(min=1)
+        d = rows.spread(mean) if plan.ratio == SEQUENCE else rows.spread(mean).detach() + lp - lp.detach()
+    if plan.by_segment:
+        here, joint = _joint(rows, valid, segments, plan)
+        d, score = joint(d), joint(lp)
+    if plan.loss == GEO_MEAN:
+        return _geometric(rows, tokens, plan)
+    d = d.clamp(plan.clamp_low, plan.clamp_high)
+    # an infinite ratio would make NaN of the terms that are clipped or have no advantage
+    limit = math.floor(math.log(torch.finfo(d.dtype).max))
+    return _Terms(here, score, torch.where(d > limit, limit + d - d.detach(), d).exp())
+
+
+def _joint(
+    rows: _Rows, valid: Tensor, segments: Tensor | None, plan: Plan
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Mask of the last tokens of segments, and a function that gives every token its segment's sum (or mean)."""
+    assert segments is not None
+    position = torch.arange(len(valid), device=valid.device)
+    key = rows.spread(rows.starts) + segments.reshape(-1)
+    ascending = torch.where(valid, key, -1).cummax(0).values == key
+    fits = ascending & (key <= rows.spread(rows.last(valid)))
+    torch._assert_async((fits | ~valid).all(), "policy_loss: segments must ascend from 0 along each row")
+    key = torch.where(valid, key, 0)
+
+    def joint(values: Tensor) -> Tensor:
+        sums = torch.zeros_like(values).index_add(0, key, torch.where(valid, values, 0))
+        if plan.ratio == SEGMENT_MEAN:
+            sums = sums / torch.zeros_like(values).index_add(0, key, valid.to(values.dtype)).clamp(min=1)
+        return sums[key]
+
+    last = torch.full_like(position, -1).scatter_reduce(0, key, torch.where(valid, position, -1), "amax")
+    return valid & (last[key] == position), joint
+
+
+def _geometric(rows: _Rows, tokens: _Tokens, plan: Plan) -> _Terms:
+    """GMPO: one term a row, whose ratio is the mean of log ratios that are clipped where that lowers the objective."""
+    kept, advantage, d = tokens.kept, tokens.advantage, tokens.lp - tokens.old
+    clipped = d.clamp(-plan.low, plan.high)
+    pessimistic = torch.where(advantage < 0, torch.maximum(d, clipped), torch.minimum(d, clipped))
+    pessimistic = torch.where(advantage == 0, 0, pessimistic)
+    count = rows.sum(kept.to(d.dtype))
+    mean = rows.sum(torch.where(kept, pessimistic, 0)) / count.clamp(min=1)
+    spread = rows.spread(mean)
+    at_end = kept & (torch.arange(len(d), device=d.device) == rows.spread(rows.last(kept)))
+    return _Terms(at_end, d, spread.exp())
+
+
+def _policy(
+    rows: _Rows, tokens: _Tokens, terms: _Terms, correction: Tensor | None, plan: Plan
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The terms before their weights, and what is counted of them."""
+    valid, _, lp, old, advantage = tokens
+    ratio, low, high = terms.ratio, plan.low, plan.high
+    fixed = ratio.detach().clamp(max=plan.cap)
+    none = torch.zeros_like(valid)
+    counters = {"low": none, "high": none, "clipped": none, "dual": none, "phi": torch.zeros_like(ratio)}
+    if plan.loss == CLIP:
+        counters["low"] = (fixed < low) & (advantage < 0)
+        counters["high"] = (fixed > high) & (advantage > 0)
+        counters["clipped"] = counters["low"] | counters["high"]
+        plain, clipped = -advantage * ratio.clamp(max=plan.cap), -advantage * ratio.clamp(low, high)
+        policy = torch.maximum(plain, clipped)
+        if plan.dual_clip < math.inf:
+            ceiling = -advantage * plan.dual_clip
+            counters["dual"] = (advantage < 0) & (policy.detach() > ceiling)
+            policy = torch.where(advantage < 0, torch.minimum(policy, ceiling), policy)
+        return policy, counters
+    if plan.loss == SAPO:
+        tau = _by_sign(advantage > 0, plan.sapo_pos, plan.sapo_neg, ratio)
+        return -advantage * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), counters
+    if plan.loss == GEO_MEAN:
+        d = (lp - old).detach()
+        below, above = d < -low, d > high
+        counters |= {"low": below & (advantage < 0), "high": above & (advantage > 0)}
+        # verl counts tokens outside on either side, apart for better and worse rows
+        counters |= {"clipped": (below | above) & (advantage > 0), "dual": (below | above) & (advantage < 0)}
+        total = rows.sum(valid.to(ratio.dtype)).clamp(min=1)
+        policy = -rows.spread(rows.sum(advantage) / total) * ratio
+        if correction is not None:
+            logs = torch.where(valid, (correction + 1e-10).log(), 0)
+            policy = policy * rows.spread(rows.sum(logs) / total).exp()
+        return policy, counters
+    if plan.loss == DRO:
+        return -(lp * advantage - 0.5 * plan.dro_beta * (lp - old) ** 2), counters
+    return _score_function(rows, tokens, terms, correction, counters, plan)
+
+
+def _score_function(
+    rows: _Rows, tokens: _Tokens, terms: _Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses of the form -weight * advantage * log-prob, whose weight has no gradient."""
+    valid, _, lp, old, advantage = tokens
+    fixed = terms.ratio.detach()
+    weight = torch.ones_like(fixed)
+    if plan.loss == CISPO:
+        weight = fixed.clamp(plan.low, plan.high)
+        counters["high"] = (fixed > plan.high) & (advantage > 0)
+        counters["low"] = (fixed < plan.low) & (advantage < 0)
+        counters["clipped"] = weight != fixed
+    if plan.loss in (DPPO_TV, DPPO_KL):
+        weight = fixed.clamp(max=plan.cap)
+        trusted = _trusted(lp.detach(), old, advantage, plan)
+        counters["clipped"], counters["dual"] = ~trusted, (fixed > plan.cap) & trusted
+        weight = torch.where(trusted, weight, 0)
+    if plan.loss == VESPO:
+        floor = math.log(1e-8)
+        log_w = rows.sum(torch.where(valid, (lp - old).detach().clamp(-20, 20), 0))
+        if correction is not None:
+            log_w = log_w + rows.sum(torch.where(valid, correction.log().clamp(floor, 20), 0))
+        log_w = rows.spread(log_w.clamp(floor, 20))
+        k = _by_sign(advantage >= 0, plan.k_pos, plan.k_neg, fixed)
+        rate = _by_sign(advantage >= 0, plan.lambda_pos, plan.lambda_neg, fixed).clamp(min=1e-4)
+        weight = (rate + k * log_w - rate * log_w.exp()).exp()
+        weight = torch.where(weight.isinf(), 0, weight)
+        counters["phi"] = weight
+    return -weight * advantage * terms.score, counters
+
+
+def _by_sign(positive: Tensor, value: float, other: float, like: Tensor) -> Tensor:
+    """Selects one of two numbers at each token. torch.where alone would round them to float32."""
+    return torch.where(positive, like.new_tensor(value), like.new_tensor(other))
+
+
+def _trusted(lp: Tensor, old: Tensor, advantage: Tensor, plan: Plan) -> Tensor:
+    """DPPO: tokens whose probability moved little, or back, as seen by the two outcomes "this token" and "another"."""
+    new, before = lp.exp(), old.exp()
+    if plan.loss == DPPO_TV:
+        return torch.where(advantage > 0, new - before <= plan.high, new - before >= -plan.low)
+    others = (1 - before) * ((1 - before + 1e-8) / (1 - new + 1e-8)).log()
+    divergence = before * (old - lp) + others
+    upward = (divergence <= plan.high) | (new <= before)
+    downward = (divergence <= plan.low) | (new >= before)
+    return torch.where(advantage > 0, upward, downward)
+
+
+def _kl(lp: Tensor, reference: Tensor | None, terms: _Terms, plan: Plan) -> Tensor:
+    if reference is None or plan.kl == KL_NONE:
+        return torch.zeros_like(lp)
+    d = lp - reference
+    limited = d.clamp(-plan.kl_clamp_in, plan.kl_clamp_in)
+    value = {
+        K1: lambda: limited,
+        K2: lambda: 0.5 * limited**2,
+        K3: lambda: torch.expm1(-limited) + limited,
+        KL_ABS: lambda: limited.abs(),
+    }[plan.kl]()
+    value = value.clamp(-plan.kl_clamp_out, plan.kl_clamp_out)
+    if plan.kl_straight:
+        straight = 0.5 * d**2
+        value = straight - straight.detach() + value.detach()
+    return value * terms.ratio if plan.kl_unbiased else value
+
+
+class _Shares:
+    """The weight of every token in a sum that is the mean an aggregation asks for."""
+
+    def __init__(
+        self,
+        rows: _Rows,
+        valid: Tensor,
+        kept: Tensor,
+        here: Tensor,
+        normalizers: Tensor | None,
+        counts: list[float],
+        given: Tensor | None,
+        plan: Plan,
+    ) -> None:
+        self.rows, self.valid, self.kept, self.here, self.given, self.plan = rows, valid, kept, here, given, plan
+        known = torch.tensor(counts, dtype=torch.float64, device=valid.device)
+        if normalizers is not None:
+            known = torch.where(normalizers.isnan(), known, normalizers)
+        self.tokens, self.row_count, self.segments = known
+
+    def of(self, aggregation: int, policy: bool = False) -> Tensor:
+        if aggregation == LOCAL_TOKEN_MEAN:
+            return self.kept / self.kept.sum().double().clamp(min=1)
+        if self.given is not None:
+            return self.given
+        by_segment = policy and self.plan.by_segment
+        members = self.here if policy else self.valid
+        if aggregation == TOKEN_SUM:
+            return members.double()
+        if aggregation == TOKEN_MEAN:
+            return members / _known(self.segments if by_segment else self.tokens, members.sum())
+        per_row = self.rows.sum(members.double())
+        counted = (self.rows.sum(self.valid.double()) > 0).sum()
+        if self.plan.count_empty_rows or (policy and self.plan.loss == GEO_MEAN):
+            counted = torch.full_like(counted, self.rows.count)
+        share = 1 / _known(self.row_count, counted).expand(self.rows.count)
+        if aggregation == ROW_TOKEN_MEAN:
+            share = share / per_row.clamp(min=1)
+        if aggregation == ROW_TOKEN_NORM:
+            share = share / self.plan.max_length
+        return self.rows.spread(share) * members
+
+
+def _known(given: Tensor, counted: Tensor) -> Tensor:
+    return torch.where(given.isnan(), counted.clamp(min=1), given)
+
+
+# Metrics, in the order of METRICS in config.py
+
+
+def _counts(rows: _Rows, valid: Tensor, kept: Tensor, terms: _Terms) -> list[Tensor]:
+    active = rows.sum(valid.double()) > 0
+    return [torch.full_like(active.sum(), rows.count), active.sum(), valid.sum(), terms.here.sum(), kept.sum()]
+
+
+def _clipping(rows: _Rows, valid: Tensor, terms: _Terms, counters: dict[str, Tensor], plan: Plan) -> list[Tensor]:
+    where = valid if plan.loss == GEO_MEAN else terms.here
+    count = rows.sum(where.double())
+    fractions = {}
+    for side in ("low", "high"):
+        fraction = rows.sum((counters[side] & where).double()) / count
+        fractions[side] = torch.where(count > 0, fraction, math.nan)
+    return [
+        *((counters[name] & where).sum() for name in ("low", "high", "clipped", "dual")),
+        *(fractions[side].nansum() for side in ("low", "high")),
+        _extreme(fractions["low"], "min"),
+        _extreme(fractions["high"], "max"),
+    ]
+
+
+def _extreme(values: Tensor, how: str) -> Tensor:
+    """The smallest or largest value that is not NaN; NaN if there is none."""
+    none = math.inf if how == "min" else -math.inf
+    filled = torch.cat([torch.where(values.isnan(), none, values), values.new_full((1,), none)])
+    extreme = filled.min() if how == "min" else filled.max()
+    return torch.where((~values.isnan()).any(), extreme, math.nan)
+
+
+def _sums(
+    rows: _Rows,
+    tokens: _Tokens,
+    terms: _Terms,
+    kl: Tensor,
+    entropies: Tensor | None,
+    counters: dict[str, Tensor],
+    plan: Plan,
+) -> list[Tensor]:
+    d = (tokens.lp - tokens.old).detach()
+    if plan.ratio == TOKEN:
+        d = d.clamp(plan.clamp_low, plan.clamp_high)
+    ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
+    phi = torch.where(terms.here, counters["phi"], 0)
+    phi_of_row = rows.sum(phi) / rows.sum(terms.here.to(phi.dtype)).clamp(min=1)
+    entropy_sum = torch.zeros_like(d).sum() if entropies is None else entropies.sum()
+    return [
+        d.sum(),
+        torch.where(tokens.valid, kl, 0).sum(),
+        entropy_sum,
+        ratio.nansum(),
+        (ratio - 1).square().nansum(),
+        _extreme(ratio, "min"),
+        _extreme(ratio, "max"),
+        phi.sum(),
+        phi_of_row.sum(),
+    ]
+
+
+def _mismatch(
+    valid: Tensor,
+    old: Tensor,
+    sampling: Tensor | None,
+    correction: Tensor | None,
+    correction_by_row: Tensor | None,
+    dropped: Tensor,
+) -> list[Tensor]:
+    none = torch.full_like(old, math.nan)
+    weights = none if correction is None else torch.where(valid, correction, math.nan)
+    weights = weights if correction_by_row is None else correction_by_row
+    gap = none if sampling is None else torch.where(valid, (old - sampling.reshape(-1)).abs(), math.nan)
+    return [
+        weights.nansum(),
+        (weights**2).nansum(),
+        _extreme(weights, "min"),
+        _extreme(weights, "max"),
+        (~weights.isnan()).sum(),
+        gap.nansum(),
+        _extreme(gap, "max"),
+        (~gap.isnan()).sum(),
+        dropped.sum(),
+    ]

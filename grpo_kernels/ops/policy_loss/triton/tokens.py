@@ -1,0 +1,386 @@
+"""The pass of policy_loss over tokens: terms, gradients and metrics.
+
+Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
+"""
+
+import triton
+import triton.language as tl
+
+from grpo_kernels.ops.policy_loss.triton.rows import (
+    S_ADVANTAGE,
+    S_FACTOR,
+    S_FAR,
+    S_LAST_KEPT,
+    S_LOG_RATIO,
+    S_PHI_OTHER,
+    S_PHI_POSITIVE,
+    S_TERMS,
+    S_TOKENS,
+    locate,
+    row_value,
+)
+from grpo_kernels.ops.policy_loss.triton.sums import (
+    LOCAL_TOKEN_MEAN,
+    M_ENTROPY,
+    M_ENTROPY_SUM,
+    M_GAP,
+    M_GAP_COUNT,
+    M_GAP_MAX,
+    M_KL,
+    M_KL_SUM,
+    M_LOG_RATIO,
+    M_OFF_POLICY,
+    M_PHI,
+    M_POLICY,
+    M_RATIO,
+    M_RATIO_MIN,
+    M_RATIO_SPREAD,
+    M_THROUGH,
+    RECORD,
+    ROW_TOKEN_MEAN,
+    T_ENTROPY,
+    T_KL,
+    T_POLICY,
+    empty_record,
+    put,
+    put_counts,
+    put_extremes,
+    put_sum,
+    put_weights,
+)
+from grpo_kernels.ops.policy_loss.triton.terms import (
+    GEO_MEAN,
+    INTEGERS,
+    KL_NONE,
+    SEGMENT,
+    SEGMENT_MEAN,
+    SEQUENCE,
+    SEQUENCE_TOKEN,
+    TOKEN,
+    TOKEN_MASK,
+    TOKEN_TRUNCATE,
+    VESPO,
+    is_kept,
+    kl_term,
+    load,
+    load_advantage,
+    load_pair,
+    policy_term,
+    takes_part,
+    token_weight,
+)
+
+
+@triton.jit
+def _share_of(
+    totals_ptr, stats_ptr, weights_ptr, total: tl.constexpr, members: tl.constexpr, row, rows, AGGREGATION: tl.constexpr
+):
+    """Weight of each token or term of a row, unless explicit weights replace it."""
+    share = tl.load(totals_ptr + total)
+    if weights_ptr is not None and AGGREGATION != LOCAL_TOKEN_MEAN:
+        share = share * 0.0 + 1.0
+    elif AGGREGATION == ROW_TOKEN_MEAN:
+        share = share / tl.maximum(row_value(stats_ptr, members, row, rows), 1.0)
+    return share
+
+
+@triton.jit
+def _entropies(
+    entropy_ptr, by_entropy_ptr, record, at, inside, valid, kept, weight, share, coef, AGGREGATION: tl.constexpr
+):
+    """Adds the entropy to the record and writes its gradient."""
+    entropy = load(entropy_ptr, at, valid)
+    counted = weight
+    if AGGREGATION == LOCAL_TOKEN_MEAN:
+        counted = kept.to(entropy.dtype)
+    record = put_sum(record, M_ENTROPY_SUM, entropy)
+    record = put(record, M_ENTROPY, tl.sum((entropy * counted).to(tl.float64), axis=0) * share)
+    if by_entropy_ptr is not None:
+        slope = (share * -coef).to(entropy.dtype)
+        tl.store(by_entropy_ptr + at, tl.where(valid, counted * slope, 0.0), mask=inside)
+    return record
+
+
+@triton.jit
+def _mismatch(
+    sampling_ptr,
+    is_weights_ptr,
+    record,
+    old,
+    at,
+    valid,
+    row_factor,
+    least,
+    most,
+    LOSS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    IS_BY_ROW: tl.constexpr,
+):
+    """Importance weight of the policy term for rollout mismatch, and its metrics."""
+    if sampling_ptr is not None:
+        gap = tl.abs(old - load(sampling_ptr, at, valid))
+        scored = valid & (gap == gap)
+        record = put_sum(record, M_GAP, tl.where(scored, gap, 0.0))
+        record = put(record, M_GAP_MAX, tl.max(tl.where(scored, gap, float("-inf")), axis=0))
+        record = put_sum(record, M_GAP_COUNT, scored)
+    by_token: tl.constexpr = (CORRECTION == TOKEN_TRUNCATE) | (CORRECTION == TOKEN_MASK)
+    weight = tl.full(old.shape, 0.0, old.dtype) + row_factor
+    if by_token or (is_weights_ptr is not None and IS_BY_ROW == 0):
+        own = token_weight(is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION, IS_BY_ROW)
+        record = put_weights(record, own, valid & (own == own))
+        # VESPO and GMPO have combined the tokens' weights into one per row
+        if (LOSS != VESPO) & (LOSS != GEO_MEAN):
+            weight = own
+    return weight, record
+
+
+@triton.jit
+def _kl(
+    ref_ptr,
+    weights_ptr,
+    record,
+    at,
+    valid,
+    kept,
+    weight,
+    lp,
+    ratio,
+    inside,
+    share,
+    coef,
+    bound,
+    top,
+    KL: tl.constexpr,
+    KL_STRAIGHT: tl.constexpr,
+    KL_UNBIASED: tl.constexpr,
+    AGGREGATION: tl.constexpr,
+):
+    """Gradient of the KL term, and its part that flows through the ratio."""
+    value, slope = kl_term(lp - load(ref_ptr, at, valid), bound, top, KL, KL_STRAIGHT)
+    if AGGREGATION == LOCAL_TOKEN_MEAN:
+        weight = kept.to(lp.dtype)
+    scale = weight * (share * coef).to(lp.dtype)
+    counts = tl.full([], coef, tl.float64) != 0.0  # a KL that is only measured may overflow
+    through = tl.full(lp.shape, 0.0, lp.dtype)
+    if KL_UNBIASED:
+        value, slope = value * ratio, slope * ratio
+        through = tl.where(inside & valid, tl.where(counts, value, 0.0), 0.0) * scale
+    value = tl.where(valid, value, 0.0)
+    total = tl.sum(value.to(tl.float64), axis=0)
+    record = put(record, M_KL_SUM, total)
+    if weights_ptr is not None or AGGREGATION == LOCAL_TOKEN_MEAN:
+        total = tl.sum((value * weight).to(tl.float64), axis=0)
+    return tl.where(valid, tl.where(counts, slope, 0.0), 0.0) * scale, through, put(record, M_KL, total * share)
+
+
+@triton.jit
+def _tally(
+    record,
+    valid,
+    here,
+    distance,
+    advantage,
+    limited,
+    ratio,
+    weight,
+    is_low,
+    is_high,
+    is_clipped,
+    is_dual,
+    low,
+    high,
+    LOSS: tl.constexpr,
+    RATIO: tl.constexpr,
+):
+    where = here
+    if LOSS == GEO_MEAN:  # counted where tokens are clipped, not where the row has its term
+        where = valid
+        below, above = distance < -low, distance > high
+        better, worse = advantage > 0.0, advantage < 0.0
+        is_low, is_high = below & worse, above & better
+        # verl counts tokens outside on either side, apart for better and worse rows
+        is_clipped, is_dual = (below | above) & better, (below | above) & worse
+    record = put_counts(record, is_low & where, is_high & where, is_clipped & where, is_dual & where)
+    log_ratio = distance
+    if (RATIO == TOKEN) & (LOSS != GEO_MEAN):
+        log_ratio = limited
+    record = put_sum(record, M_LOG_RATIO, tl.where(valid, log_ratio, 0.0))
+    record = put_sum(record, M_RATIO, tl.where(here & (ratio == ratio), ratio, 0.0))
+    off = tl.where(here & (ratio == ratio), ratio - 1.0, 0.0)
+    record = put_sum(record, M_RATIO_SPREAD, off * off)
+    if LOSS == VESPO:
+        record = put_sum(record, M_PHI, tl.where(here, weight, 0.0))
+    return put_extremes(record, M_RATIO_MIN, ratio, here)
+
+
+@triton.jit
+def _term_place(
+    joint_ptr,
+    score_ptr,
+    last_ptr,
+    segments_ptr,
+    stats_ptr,
+    row,
+    rows,
+    start,
+    length,
+    k,
+    valid,
+    lp,
+    distance,
+    LOSS: tl.constexpr,
+    RATIO: tl.constexpr,
+):
+    """Mask of tokens with a term, its log ratio and log-prob, and the slot of its segment's values."""
+    here, log_ratio, score, slot = valid, distance, lp, start + k
+    if (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN) | (LOSS == GEO_MEAN):
+        log_ratio = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats_ptr, S_LOG_RATIO, row, rows).to(lp.dtype)
+    if LOSS == GEO_MEAN:
+        here = valid & (k.to(tl.float64) == row_value(stats_ptr, S_LAST_KEPT, row, rows))
+    if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
+        slot = start + tl.load(segments_ptr + start + k, mask=valid, other=0)
+        # wrong numbers are reported only after the launch, and must not lead out of the row
+        here = valid & (tl.load(last_ptr + slot, mask=valid & (slot < start + length), other=-1) == k)
+        log_ratio = tl.load(joint_ptr + slot, mask=here, other=0.0).to(lp.dtype)
+        if score_ptr is not None:
+            score = tl.load(score_ptr + slot, mask=here, other=0.0).to(lp.dtype)
+    return here, log_ratio, score, slot
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def tokens_kernel(
+    logprobs_ptr,
+    old_ptr,
+    advantages_ptr,
+    mask_ptr,
+    cu_seqlens_ptr,
+    segments_ptr,
+    ref_ptr,
+    sampling_ptr,
+    is_weights_ptr,
+    entropy_ptr,
+    floor_ptr,
+    weights_ptr,
+    joint_ptr,
+    score_ptr,
+    size_ptr,
+    last_ptr,
+    stats_ptr,
+    totals_ptr,
+    gradient_ptr,
+    slot_gradient_ptr,
+    by_entropy_ptr,
+    records_ptr,
+    rows: "i64",
+    width: "i64",
+    tokens: "i64",
+    chunks: "i64",
+    steps: "i32",
+    low: "fp64",
+    high: "fp64",
+    dual_clip: "fp64",
+    cap: "fp64",
+    sapo_pos: "fp64",
+    sapo_neg: "fp64",
+    dro_beta: "fp64",
+    clamp_low: "fp64",
+    clamp_high: "fp64",
+    kl_coef: "fp64",
+    kl_clamp_in: "fp64",
+    kl_clamp_out: "fp64",
+    entropy_coef: "fp64",
+    correction_min: "fp64",
+    correction_max: "fp64",
+    LOSS: tl.constexpr,
+    RATIO: tl.constexpr,
+    KL: tl.constexpr,
+    KL_STRAIGHT: tl.constexpr,
+    KL_UNBIASED: tl.constexpr,
+    AGGREGATION: tl.constexpr,
+    KL_AGGREGATION: tl.constexpr,
+    ENTROPY_AGGREGATION: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    OFF_POLICY: tl.constexpr,
+    ADVANTAGE_BY_ROW: tl.constexpr,
+    IS_BY_ROW: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Gradient and record of one part of a row. The gradient through a joint ratio is left to the next kernel."""
+    row, start, length, begin = locate(cu_seqlens_ptr, rows, width, tokens, chunks, steps, PART)
+    dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
+    low, high = tl.full([], low, dtype), tl.full([], high, dtype)
+    k = begin + tl.arange(0, PART)
+    at = start + k
+    inside = k < length
+    valid = takes_part(mask_ptr, segments_ptr, at, k < tl.where(row < rows, length, 0))
+    kept = is_kept(entropy_ptr, floor_ptr, at, valid)
+    lp, old = load_pair(logprobs_ptr, old_ptr, at, valid)
+    own_advantage = load_advantage(advantages_ptr, row, at, valid, ADVANTAGE_BY_ROW)
+    advantage = own_advantage
+    if LOSS == GEO_MEAN:
+        advantage = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats_ptr, S_ADVANTAGE, row, rows).to(dtype)
+    zero = tl.full(lp.shape, 0.0, lp.dtype)
+    weight = zero + 1.0
+    if weights_ptr is not None:
+        weight = load(weights_ptr, at, valid)
+    here, log_ratio, score, slot = _term_place(
+        joint_ptr, score_ptr, last_ptr, segments_ptr, stats_ptr, row, rows, start, length, k, valid, lp, lp - old, LOSS,
+        RATIO,
+    )  # fmt: skip
+    phi_positive, phi_other = zero, zero
+    if LOSS == VESPO:
+        phi_positive += row_value(stats_ptr, S_PHI_POSITIVE, row, rows).to(dtype)
+        phi_other += row_value(stats_ptr, S_PHI_OTHER, row, rows).to(dtype)
+    value, by_score, by_ratio, ratio, limited, unclamped, phi, is_low, is_high, is_clipped, is_dual = policy_term(
+        lp, old, advantage, log_ratio, score, phi_positive, phi_other, low, high, dual_clip, cap, sapo_pos, sapo_neg,
+        dro_beta, clamp_low, clamp_high, LOSS,
+    )  # fmt: skip
+
+    record = _tally(
+        empty_record(), valid, here, lp - old, own_advantage, limited, ratio, phi, is_low, is_high, is_clipped,
+        is_dual, low, high, LOSS, RATIO,
+    )  # fmt: skip
+    factor, record = _mismatch(
+        sampling_ptr, is_weights_ptr, record, old, at, valid, row_value(stats_ptr, S_FACTOR, row, rows).to(dtype),
+        tl.full([], correction_min, dtype), tl.full([], correction_max, dtype), LOSS, CORRECTION, IS_BY_ROW,
+    )  # fmt: skip
+    counts = here
+    if LOSS != GEO_MEAN:
+        counts = counts & kept
+    if OFF_POLICY:
+        far = row_value(stats_ptr, S_FAR, row, rows) > 0.0
+        dropped = valid & (own_advantage < tl.where(far, 0.0, float("-inf")))
+        record = put_sum(record, M_OFF_POLICY, dropped)
+        counts = counts & (dropped == 0)
+    factor = tl.where(counts, factor * weight, 0.0)
+    share = _share_of(totals_ptr, stats_ptr, weights_ptr, T_POLICY, S_TERMS, row, rows, AGGREGATION)
+    policy = tl.sum((tl.where(counts, value, 0.0) * factor).to(tl.float64), axis=0)
+    record = put(record, M_POLICY, policy * share)
+    scale = factor * share.to(dtype)
+    gradient = tl.where(counts, by_score, 0.0) * scale
+    through = tl.where(counts, by_ratio, 0.0) * scale
+    of_kl = zero
+    if ref_ptr is not None and KL != KL_NONE:
+        share = _share_of(totals_ptr, stats_ptr, weights_ptr, T_KL, S_TOKENS, row, rows, KL_AGGREGATION)
+        of_kl, kl_through, record = _kl(
+            ref_ptr, weights_ptr, record, at, valid, kept, weight, lp, ratio, unclamped, share, kl_coef, tl.full([],
+            kl_clamp_in, dtype), tl.full([], kl_clamp_out, dtype), KL, KL_STRAIGHT, KL_UNBIASED, KL_AGGREGATION,
+        )  # fmt: skip
+        through += kl_through
+    if entropy_ptr is not None:
+        share = _share_of(totals_ptr, stats_ptr, weights_ptr, T_ENTROPY, S_TOKENS, row, rows, ENTROPY_AGGREGATION)
+        record = _entropies(
+            entropy_ptr, by_entropy_ptr, record, at, inside, valid, kept, weight, share, entropy_coef,
+            ENTROPY_AGGREGATION,
+        )  # fmt: skip
+    if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
+        size = tl.load(size_ptr + slot, mask=here, other=1.0).to(dtype)
+        tl.store(slot_gradient_ptr + slot, (gradient + through) / size, mask=here)
+        gradient = of_kl
+    elif (RATIO == SEQUENCE) | (LOSS == GEO_MEAN):
+        record = put_sum(record, M_THROUGH, through)
+        gradient += of_kl
+    else:
+        gradient += through + of_kl
+    tl.store(gradient_ptr + at, gradient, mask=inside)
+    tl.store(records_ptr + tl.program_id(0).to(tl.int64) * RECORD + tl.arange(0, RECORD), record)

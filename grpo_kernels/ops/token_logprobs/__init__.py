@@ -1,0 +1,166 @@
+"""Log-probs of chosen tokens from logits, and the entropy of every row."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends, checks
+from grpo_kernels.ops.token_logprobs import registration as op
+
+_OP = "token_logprobs"
+
+
+class TokenLogprobs(NamedTuple):
+    """One entry per target, in float32, or float64 for float64 logits.
+
+    Attributes:
+        logprobs: log-prob of the target, never above 0
+        entropy: entropy of the row's distribution in nats, never below 0; None unless requested
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    return_entropy: bool = False,
+    inplace_backward: bool = False,
+    backend: str | None = None,
+) -> TokenLogprobs:
+    """Computes log softmax(softcap(logit_scale * logits) / temperature) at the targets without storing the softmax.
+
+    A logit of -inf is a masked token, with probability 0 whatever the softcap. NaN and +inf make their own row NaN and
+    no other. Nothing waits for the GPU: an invalid target is an error on the CPU and gives NaN on a GPU, and so does an
+    element of a temperature tensor that is not positive and finite. Only logits have a gradient, and only a first one.
+
+    Args:
+        logits: [..., V]; bfloat16, float16, float32, float64 on the CPU; copied unless columns are contiguous
+        targets: integers [...]; -100 gives log-prob and entropy 0 and no gradient, and the row is not read
+        temperature: positive number, or a tensor with one per target ([...]) or per first dimension ([B], [B, 1])
+        softcap: positive number; logits become softcap * tanh(x / softcap). None leaves them unchanged
+        logit_scale: positive number
+        return_entropy: also return the differentiable entropy of every row
+        inplace_backward: the backward overwrites the logits with their gradient, which saves their size in memory.
+            Nothing else may read them, backward runs once, and torch.compile is not supported
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    checks.tensor(_OP, "logits", logits, checks.FLOATS)
+    checks.tensor(_OP, "targets", targets, checks.INTEGERS)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{_OP}: logits must have shape [..., V] with V > 0, got {list(logits.shape)}")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{_OP}: targets must have shape {list(logits.shape[:-1])}, one for each row of the logits, "
+            f"got {list(targets.shape)}"
+        )
+    checks.same_device(_OP, "targets", targets, logits.device)
+    scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
+    if inplace_backward:
+        _check_inplace(logits)
+
+    chosen = backends.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS, logits.device.index)
+    rows = _rows(logits)
+    shape = rows.shape[:2]
+    logprobs, entropy, _ = op.FORWARD[chosen](
+        rows,
+        targets.long().reshape(shape).contiguous(),
+        None if scaling.row_temperature is None else scaling.row_temperature.reshape(shape).contiguous(),
+        *scaling[1:],
+        return_entropy,
+        inplace_backward,
+    )
+    return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """Views logits [..., V], or a slice such as logits[:, :-1], as [A, B, V] with contiguous columns."""
+    if logits.dim() < 3:
+        logits = logits[None] if logits.dim() == 2 else logits[None, None]
+    rows = logits if logits.dim() == 3 else logits.flatten(0, -3)
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+class Scaling(NamedTuple):
+    """The map from logits to the softmax's argument: softcap(logit_scale * x) / temperature."""
+
+    row_temperature: Tensor | None  # in the shape of the targets; None means the number
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+def check_scaling(
+    op_name: str,
+    temperature: float | Tensor,
+    softcap: float | None,
+    logit_scale: float,
+    targets: Tensor,
+    dtype: torch.dtype,
+) -> Scaling:
+    row_temperature, number = None, 1.0
+    if isinstance(temperature, Tensor):
+        row_temperature = _row_temperature(op_name, temperature, targets, dtype)
+    else:
+        number = _positive(op_name, "temperature", temperature)
+    cap = None if softcap is None else _positive(op_name, "softcap", softcap)
+    return Scaling(row_temperature, number, cap, _positive(op_name, "logit_scale", logit_scale))
+
+
+def _row_temperature(op_name: str, temperature: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    checks.tensor(op_name, "temperature", temperature, checks.FLOATS)
+    checks.same_device(op_name, "temperature", temperature, targets.device)
+    if temperature.requires_grad:
+        raise ValueError(
+            f"{op_name}: temperature must not require grad, got requires_grad=True; it has no gradient here, "
+            "pass temperature.detach()"
+        )
+    shape = targets.shape
+    full = temperature
+    if full.dim() == 1 and full.shape == shape[:1]:
+        full = full.reshape(-1, *(1 for _ in shape[1:]))
+    fits = full.dim() == len(shape) and all(a in (1, b) for a, b in zip(full.shape, shape, strict=True))
+    if not fits:
+        raise ValueError(
+            f"{op_name}: temperature must have the shape of the targets, {list(shape)}, or one element for each of the "
+            f"first dimension, got {list(temperature.shape)}"
+        )
+    return full.to(torch.promote_types(dtype, torch.float32)).expand(shape)
+
+
+def _positive(op_name: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op_name}: {name} must be a number, got {type(value).__name__} {value!r}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op_name}: {name} must be positive and finite, got {value}")
+    return float(value)
+
+
+def _check_inplace(logits: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{_OP}: inplace_backward must be False under torch.compile, got True; "
+            "a compiled graph cannot know that its input is overwritten"
+        )
+    if logits.requires_grad and logits.is_leaf:
+        raise ValueError(
+            f"{_OP}: inplace_backward must be False for logits that are a leaf, got True; "
+            "their values would be lost and their gradient would share their memory"
+        )
+    extent = 1
+    for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape, strict=True) if n > 1):
+        if stride < extent:
+            raise ValueError(
+                f"{_OP}: logits must not overlap themselves in memory with inplace_backward=True, "
+                f"got strides {list(logits.stride())}"
+            )
+        extent = stride * (size - 1) + extent

@@ -1,0 +1,327 @@
+"""token_logprobs in Triton: one program per row, a running maximum and running sums in every lane.
+
+Without `from __future__ import annotations`: Triton reads the annotations "fp64" of the kernels' scalars.
+"""
+
+from typing import Any, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from grpo_kernels.ops.token_logprobs import config
+
+IGNORED = tl.constexpr(config.IGNORED)
+# Below this, exp is 0; a finite number in place of -inf, so that 0 times it is 0.
+_NO_EXPONENT = tl.constexpr(-10000.0)
+_LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+# Columns of a row at a time: eight per thread, a row of a small vocabulary to a single warp.
+_BLOCK, _WARPS = 2048, 8
+_SMALL_BLOCK, _SMALL_WARPS = 256, 1
+# Nothing is compiled anew for another length, stride, temperature or coefficient; what alignment allows is a constexpr.
+_RUNTIME = ["columns", "inner", "outer_stride", "inner_stride", "temperature", "numerator", "bend"]
+
+
+@triton.jit
+def _row_start(row, inner, outer_stride, inner_stride):
+    return row // inner * outer_stride + row % inner * inner_stride
+
+
+@triton.jit
+def _factor(temperatures_ptr, row, temperature, numerator):
+    """z = factor * x, or with a softcap factor * tanh(bend * x). NaN if the temperature means nothing."""
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + row).to(tl.float64)
+    means = (temperature > 0) & (temperature < float("inf"))
+    return tl.where(means, numerator / tl.where(means, temperature, 1.0), float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _bent(u):
+    """tanh(u) and 1 - tanh(u)^2. The polynomial, interpolated at Chebyshev's points, is exact to 6e-10 below 0.625."""
+    square = u * u
+    near = 0.00229280719276
+    near = near * square - 0.00834400056095
+    near = near * square + 0.02176893546
+    near = near * square - 0.0539592616426
+    near = near * square + 0.133333035656
+    near = near * square - 0.333333331722
+    near = u + u * square * near
+    decay = tl.exp(-2 * tl.abs(u))
+    far = (1 - decay) / (1 + decay)
+    far = tl.where(u < 0, -far, far)
+    return tl.where(tl.abs(u) < 0.625, near, far), 4 * decay / ((1 + decay) * (1 + decay))
+
+
+@triton.jit
+def _mapped(x, factor, bend, CAPPED: tl.constexpr):
+    """z and dz/dx of logits; infinite ones stay what they are under a softcap."""
+    if CAPPED:
+        tanh, slope = _bent(x * bend)
+        return tl.where(tl.abs(x) == float("inf"), x, tanh * factor), slope * (bend * factor)
+    return x * factor, tl.zeros_like(x) + factor
+
+
+@triton.jit
+def _log1p(x):
+    """For float64; exact where x is far below 1."""
+    sum = 1.0 + x
+    lost = sum - 1.0
+    return tl.where(lost == 0, x, tl.log(sum) * (x / tl.where(lost == 0, 1.0, lost)))
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _forward_kernel(
+    logits_ptr,
+    targets_ptr,
+    temperatures_ptr,
+    logprobs_ptr,
+    entropy_ptr,
+    normalizer_ptr,
+    columns: "i32",
+    inner: "i64",
+    outer_stride: "i64",
+    inner_stride: "i64",
+    temperature: "fp64",
+    numerator: "fp64",
+    bend: "fp32",
+    CAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    if target == IGNORED:
+        tl.store(logprobs_ptr + row, 0.0)
+        tl.store(normalizer_ptr + row, 0.0)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, 0.0)
+    else:
+        start_of_row = _row_start(row, inner, outer_stride, inner_stride)
+        if ALIGNED:
+            start_of_row = tl.multiple_of(start_of_row, 16)
+            columns = columns // 16 * 16  # a hint on an argument would be lost
+        logits_ptr += start_of_row
+        factor = _factor(temperatures_ptr, row, temperature, numerator)
+        # As in csrc/token_logprobs/softmax.h: the largest logits are counted, the others summed.
+        top = tl.full([BLOCK], _LOWEST, tl.float32)
+        ties = tl.zeros([BLOCK], tl.float32)
+        below = tl.zeros([BLOCK], tl.float32)
+        spread = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            x = tl.load(logits_ptr + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+            z, _ = _mapped(x, factor, bend, CAPPED)
+            # either z or the maximum so far is the new maximum, so one exponential serves both cases
+            rises = z > top
+            is_top = z == top
+            away = tl.abs(z - top)
+            decay = tl.exp(-away)
+            sum = ties + below
+            if entropy_ptr is not None:
+                away = tl.where(away > -_NO_EXPONENT, -_NO_EXPONENT, away)
+                falls = tl.where(is_top, spread, spread + away * decay)
+                spread = tl.where(rises, (spread + away * sum) * decay, falls)
+            below = tl.where(rises, sum * decay, tl.where(is_top, below, below + decay))
+            ties = tl.where(rises, 1.0, tl.where(is_top, ties + 1.0, ties))
+            top = tl.where(rises, z, top)
+
+        row_top = tl.max(top, axis=0)
+        at_top = top == row_top
+        gap = tl.where(at_top, 0.0, tl.maximum(top - row_top, _NO_EXPONENT))
+        decay = tl.exp(gap)
+        sum = ties + below
+        number = tl.sum(tl.where(at_top, ties, 0.0), axis=0).to(tl.float64)
+        others = (number - 1.0) + tl.sum(tl.where(at_top, below, sum * decay), axis=0).to(tl.float64)
+        log_sum = _log1p(others)
+        known = (target >= 0) & (target < columns)
+        x = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
+        z, _ = _mapped(x, factor, bend, CAPPED)
+        # a target that is no column, an overflow, or no number at all
+        fails = (known == 0) | (row_top == float("inf")) | (others < 0)
+        spoiled = tl.where(fails, float("nan"), 0.0)
+        logprob = (z - row_top).to(tl.float64) - log_sum + spoiled
+        tl.store(logprobs_ptr + row, tl.where(logprob > 0, 0.0, logprob).to(tl.float32))
+        # of no number at all it is what another part of the vocabulary may be added to
+        total = tl.where((others < 0) & known, float("-inf"), row_top.to(tl.float64) + log_sum + spoiled)
+        tl.store(normalizer_ptr + row, total)
+        if entropy_ptr is not None:
+            spreads = tl.sum((spread - gap * sum) * decay, axis=0).to(tl.float64)
+            entropy = log_sum + spreads / (1.0 + others) + spoiled
+            tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy).to(tl.float32))
+
+
+@triton.jit
+def _target_gradient(
+    logits_ptr, target, columns, factor, bend, high, low, for_logprob, for_entropy, own_entropy, CAPPED: tl.constexpr
+):
+    """g (1 - p) - h p (log p + H), without cancellation where p is nearly 1."""
+    known = (target >= 0) & (target < columns)
+    x = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
+    z, slope = _mapped(x, factor, bend, CAPPED)
+    log_p = (z.to(tl.float64) - high.to(tl.float64)) - low.to(tl.float64)
+    rest = tl.where(log_p > -1e-5, -log_p * (1.0 + 0.5 * log_p), 1.0 - tl.exp(log_p))
+    surprise = tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy
+    return (for_logprob * rest - for_entropy * tl.exp(log_p) * surprise).to(tl.float32) * slope
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
+def _backward_kernel(
+    logits_ptr,
+    gradient_ptr,
+    targets_ptr,
+    temperatures_ptr,
+    normalizer_ptr,
+    entropy_ptr,
+    grad_logprobs_ptr,
+    grad_entropy_ptr,
+    columns: "i32",
+    inner: "i64",
+    outer_stride: "i64",
+    inner_stride: "i64",
+    temperature: "fp64",
+    numerator: "fp64",
+    bend: "fp32",
+    CAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    INPLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    for_logprob = 0.0
+    for_entropy = 0.0
+    if grad_logprobs_ptr is not None:
+        for_logprob = tl.load(grad_logprobs_ptr + row)
+    if grad_entropy_ptr is not None:
+        for_entropy = tl.load(grad_entropy_ptr + row)
+    start_of_row = _row_start(row, inner, outer_stride, inner_stride)
+    start_of_gradient = start_of_row if INPLACE else row * columns  # a new gradient is contiguous
+    if ALIGNED:
+        start_of_row = tl.multiple_of(start_of_row, 16)
+        start_of_gradient = tl.multiple_of(start_of_gradient, 16)
+        columns = columns // 16 * 16  # a hint on an argument would be lost
+    logits_ptr += start_of_row
+    gradient_ptr += start_of_gradient
+    dtype = gradient_ptr.dtype.element_ty
+    if (target == IGNORED) | ((for_logprob == 0) & (for_entropy == 0)):
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            tl.store(gradient_ptr + column, tl.zeros([BLOCK], dtype), mask=column < columns)
+    else:
+        factor = _factor(temperatures_ptr, row, temperature, numerator)
+        normalizer = tl.load(normalizer_ptr + row)
+        high = normalizer.to(tl.float32)
+        low = (normalizer - high.to(tl.float64)).to(tl.float32)
+        own_entropy = 0.0
+        if grad_entropy_ptr is not None:
+            own_entropy = tl.load(entropy_ptr + row)
+
+        own = _target_gradient(
+            logits_ptr, target, columns, factor, bend, high, low, for_logprob, for_entropy, own_entropy, CAPPED
+        )
+        if INPLACE:
+            tl.debug_barrier()  # all threads have read the target before one overwrites it
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < columns
+            x = tl.load(logits_ptr + column, mask=inside, other=0.0).to(tl.float32)
+            z, slope = _mapped(x, factor, bend, CAPPED)
+            log_p = (z - high) - low
+            p = tl.exp(log_p)
+            weight = tl.zeros_like(p) + for_logprob
+            if grad_entropy_ptr is not None:
+                weight += for_entropy * (tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy)
+            dx = tl.where(column == target, own, -(p * weight) * slope)
+            tl.store(gradient_ptr + column, dx.to(dtype), mask=inside)
+
+
+def _launch_options(
+    logits: Tensor, temperature: float, softcap: Optional[float], logit_scale: float
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The last arguments of both kernels: run-time values and constexprs."""
+    columns = logits.shape[2]
+    outer_stride, inner_stride = logits.stride(0), logits.stride(1)
+    numerator, bend = (logit_scale, 0.0) if softcap is None else (softcap, logit_scale / softcap)
+    small = columns <= 4 * _SMALL_BLOCK
+    arguments = columns, logits.shape[1], outer_stride, inner_stride, temperature, numerator, bend
+    return arguments, {
+        "CAPPED": softcap is not None,
+        "ALIGNED": all(number % 16 == 0 for number in (columns, outer_stride, inner_stride)),
+        "BLOCK": _SMALL_BLOCK if small else _BLOCK,
+        "num_warps": _SMALL_WARPS if small else _WARPS,
+    }
+
+
+def forward(
+    logits: Tensor,
+    targets: Tensor,
+    row_temperature: Optional[Tensor],
+    temperature: float,
+    softcap: Optional[float],
+    logit_scale: float,
+    want_entropy: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    logprobs = logits.new_empty(targets.shape, dtype=torch.float32)
+    entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
+    normalizer = torch.empty_like(logprobs, dtype=torch.float64)
+    if targets.numel() > 0:
+        arguments, constants = _launch_options(logits, temperature, softcap, logit_scale)
+        _forward_kernel[(targets.numel(),)](
+            logits,
+            targets,
+            row_temperature,
+            logprobs,
+            entropy if want_entropy else None,
+            normalizer,
+            *arguments,
+            **constants,
+        )
+    return logprobs, entropy, normalizer
+
+
+def backward(grad_logprobs: Optional[Tensor], grad_entropy: Optional[Tensor], logits: Tensor, *saved: Any) -> Tensor:
+    gradient = logits.new_empty(logits.shape)
+    _backward_into(gradient, False, grad_logprobs, grad_entropy, logits, *saved)
+    return gradient
+
+
+def backward_inplace(
+    logits: Tensor, grad_logprobs: Optional[Tensor], grad_entropy: Optional[Tensor], *saved: Any
+) -> None:
+    _backward_into(logits, True, grad_logprobs, grad_entropy, logits, *saved)
+
+
+def _backward_into(
+    gradient: Tensor,
+    inplace: bool,
+    grad_logprobs: Optional[Tensor],
+    grad_entropy: Optional[Tensor],
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Optional[Tensor],
+    row_temperature: Optional[Tensor],
+    temperature: float,
+    softcap: Optional[float],
+    logit_scale: float,
+) -> None:
+    if targets.numel() == 0:
+        return
+    arguments, constants = _launch_options(logits, temperature, softcap, logit_scale)
+    _backward_kernel[(targets.numel(),)](
+        logits,
+        gradient,
+        targets,
+        row_temperature,
+        normalizer,
+        entropy,
+        grad_logprobs,
+        grad_entropy,
+        *arguments,
+        INPLACE=inplace,
+        **constants,
+    )

@@ -1,0 +1,140 @@
+"""Registers ops with torch, the same way for every op.
+
+Each backend has a torch op of its own, <op>_<backend>, with one schema and one fake implementation for all. Compiled
+backends are therefore called without a Python layer in between, which for a small op costs more than the work, and
+the choice of the backend stays plain Python that torch.compile can trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+
+from grpo_kernels.backends import Supports  # also imports the compiled implementations
+
+NAMESPACE = "grpo_kernels"
+_Function = Callable[..., Any]
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def define(
+    op: str,
+    schema: str,
+    supports: Supports,
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+    folder: str = "",
+    function: str = "forward",
+    cuda: _Function | None = None,
+    implementation: _Function | None = None,
+) -> dict[str, Callable[..., Any]]:
+    """Defines <op>_<backend> for every backend in `supports` and returns the callables by backend name.
+
+    Args:
+        autograd: (setup_context, backward) as torch.library.register_autograd takes them, both called with the name of
+            the backend before their own arguments; None for an op without a gradient.
+        folder, function: the package of the op and the function that implements it in its reference.py and triton.
+        cuda: what the CUDA backend does around a compiled op; None if the compiled op is <op>_cuda itself.
+        implementation: a function of the backend's name and the arguments, for ops built on other ops.
+    """
+    callables: dict[str, Callable[..., Any]] = {}
+    for backend in supports:
+        name = f"{op}_{backend}"
+        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        if implementation is not None:
+            _library.impl(name, functools.partial(implementation, backend), "CompositeExplicitAutograd")
+        elif backend in ("reference", "triton"):
+            _library.impl(name, _lazy(f"{folder}.{backend}", function, backend), "CompositeExplicitAutograd")
+        elif backend == "cuda" and cuda is not None:
+            _library.impl(name, cuda, "CompositeExplicitAutograd")
+        if autograd is not None:
+            setup_context, backward = (functools.partial(part, backend) for part in autograd)
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{name}", backward, setup_context=_keywords(setup_context), lib=_library
+            )
+        callables[backend] = overload(op, backend)
+        if autograd is not None:
+            callables[backend] = _eager(callables[backend], setup_context, backward)
+    return callables
+
+
+def overload(op: str, backend: str) -> Callable[..., Any]:
+    """The torch op itself."""
+    return cast(Callable[..., Any], getattr(getattr(torch.ops, NAMESPACE), f"{op}_{backend}").default)
+
+
+def _eager(op: _Function, setup_context: _Function, backward: _Function) -> _Function:
+    """Wraps the op in an autograd function, without the 0.2 ms a call that torch's own registration adds.
+
+    torch.compile gets the op itself, whose gradient is registered.
+    """
+
+    class Gradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return backward(ctx, *grads)
+
+    # the rest of Function.apply is for torch.func, which takes the other path
+    apply = super(torch.autograd.Function, Gradient).apply
+
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return op(*args)
+        if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+            return apply(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return call
+
+
+def define_compiled(schema: str) -> None:
+    """Defines an op that only compiled code implements and only our own Python calls."""
+    _library.define(schema)
+
+
+def _keywords(setup_context: Callable[..., Any]) -> Callable[..., Any]:
+    """Restores the parameter names, which torch inspects and a partial hides."""
+
+    def named(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup_context(ctx, inputs, output)
+
+    return named
+
+
+def _lazy(module: str, function: str, backend: str) -> Callable[..., Any]:
+    """Imports the implementation at the first call, because importing grpo_kernels must not import triton."""
+    implementation: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal implementation
+        if implementation is None:
+            implementation = getattr(importlib.import_module(module), function)
+        with device_guard(backend, args):
+            return implementation(*args)
+
+    return call
+
+
+def device_guard(backend: str, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Makes the GPU of the arguments the current device for Triton's launches; compiled ops do so themselves."""
+    if backend == "triton":
+        device = next(value.device for value in args if isinstance(value, torch.Tensor))
+        if device.type != "cpu":  # else interpreted
+            guard: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+            return guard
+    return contextlib.nullcontext()

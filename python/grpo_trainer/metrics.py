@@ -1,0 +1,96 @@
+"""Metrics of a training step, under the names they are logged by; NaN marks an undefined value."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_trainer.algorithm import Credit, Plan
+from grpo_trainer.recipe import Reward
+from grpo_trainer.rollout import Rollout
+
+
+def loss_metrics(
+    metric_tensors: list[Tensor], losses: list[float], grad_norms: list[float], plan: Plan
+) -> dict[str, float]:
+    """Metrics of the optimizer steps of one rollout, given the loss metrics, loss and gradient norm of each."""
+    merged = gk.PolicyLossMetrics.merge(torch.stack(metric_tensors)).tolist()
+    m = dict(zip(gk.PolicyLossMetrics.names, merged, strict=True))
+    tokens, terms, steps = max(m["tokens"], 1), max(m["terms"], 1), len(metric_tensors)
+    mean_ratio = m["ratio_sum"] / terms
+    metrics = {
+        "train/total_loss": sum(losses) / steps,
+        "train/policy_loss": m["policy_loss"] / steps,
+        "train/entropy": m["entropy_sum"] / tokens,
+        "train/ratio_mean": mean_ratio,
+        "train/ratio_std": math.sqrt(max(0.0, m["ratio_spread_sum"] / terms - (mean_ratio - 1) ** 2)),
+        "train/ratio_min": m["ratio_min"],
+        "train/ratio_max": m["ratio_max"],
+        "train/clip_low": m["low_clipped"] / terms,
+        "train/clip_high": m["high_clipped"] / terms,
+        "train/grad_norm": sum(grad_norms) / steps,
+        "train/optimizer_steps": float(steps),
+        "train/tokens": m["tokens"] / steps,
+    }
+    if plan.loss.kl != "none":
+        metrics["train/kl_mean"] = m["kl_sum"] / tokens
+        metrics["train/kl_penalty"] = plan.loss.kl_coef * m["kl_loss"] / steps
+    return metrics
+
+
+def rollout_metrics(
+    rollout: Rollout,
+    totals: Tensor,
+    rewards: Tensor,
+    settings: list[Reward],
+    credit: Credit,
+    reference: Tensor | None,
+) -> dict[str, float]:
+    """Metrics of rewards, groups, lengths and advantages.
+
+    Args:
+        rollout: N sampled responses of at most T tokens.
+        totals: [N] weighted sums of the rewards, NaN for unscored responses.
+        rewards: [N, R] individual rewards.
+        settings: the R rewards of the recipe.
+        credit: the advantages.
+        reference: [N, T] log-probs of the reference policy, if the loss has a KL term.
+    """
+    scored = totals[~totals.isnan()].double()
+    nan = math.nan
+    q25, median, q75 = (float(scored.quantile(q)) if len(scored) else nan for q in (0.25, 0.5, 0.75))
+    groups = totals.view(-1, rollout.group_size)
+    advantages = credit.advantages if credit.advantages.dim() == 1 else credit.advantages.sum(1)
+    metrics = {
+        "rewards/mean": float(scored.mean()) if len(scored) else nan,
+        "rewards/std": float(scored.std()) if len(scored) > 1 else nan,
+        "rewards/min": float(scored.min()) if len(scored) else nan,
+        "rewards/max": float(scored.max()) if len(scored) else nan,
+        "rewards/q25": q25,
+        "rewards/median": median,
+        "rewards/q75": q75,
+        "rewards/group_std": float(groups.std(1).nanmean()) if rollout.group_size > 1 else nan,
+        "group_stats/num_groups": float(len(rollout.items)),
+        "group_stats/avg_group_size": float(rollout.group_size),
+        "group_stats/flat_groups": float((groups.amax(1) == groups.amin(1)).sum()),
+        "train/avg_reward": float(scored.mean()) if len(scored) else nan,
+        "train/reward_std": float(groups.nanmean(1).std()) if len(groups) > 1 else nan,
+        "train/advantages_mean": float(advantages.double().mean()),
+        "train/advantages_std": float(advantages.double().std()) if len(advantages) > 1 else nan,
+        "train/nonzero_advantages": float((advantages != 0).double().mean()),
+        "rollout/length_mean": float(rollout.lengths.double().mean()),
+        "rollout/length_max": float(rollout.lengths.max()),
+        "rollout/truncated": float(rollout.truncated.double().mean()),
+    }
+    names = [setting.name for setting in settings]
+    for i, name in enumerate(names if len(names) > 1 else []):
+        number = f".{i}" if names.count(name) > 1 else ""
+        metrics[f"rewards/{name}{number}"] = float(rewards[:, i].nanmean())
+    if reference is not None:
+        log_ratio = (rollout.logprobs - reference)[rollout.batch.mask].double()
+        k3 = torch.expm1(-log_ratio) + log_ratio  # estimate for the policy that sampled
+        metrics |= {"train/kl_rollout": float(k3.mean()), "train/kl_std": float(k3.std())}
+    return metrics | credit.metrics

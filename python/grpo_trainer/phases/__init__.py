@@ -1,0 +1,1 @@
+"""The phases of a run: supervised and reinforcement learning."""

@@ -1,0 +1,280 @@
+"""The reinforcement phase: sample, score, assign credit, update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_trainer import checkpoint, distributed
+from grpo_trainer.algorithm import Credit, Plan, assign_credit, total_rewards
+from grpo_trainer.data import prompt_text
+from grpo_trainer.embed import Embedder, embed_all, load_embedder
+from grpo_trainer.metrics import loss_metrics, rollout_metrics
+from grpo_trainer.phases.base import PhaseRun, sum_losses
+from grpo_trainer.policy import Reference, evaluating, set_training
+from grpo_trainer.recipe import Critic, Reward, Rl
+from grpo_trainer.report.projection import map_line
+from grpo_trainer.rewards import RewardFunction, score
+from grpo_trainer.rollout import Rollout, roll_out
+from grpo_trainer.tasks.base import Item
+
+
+class RlRun(PhaseRun):
+    kind, split = "rl", "train"
+    settings: Rl
+    plan: Plan
+    reference: Reference | None = None
+    embedder: Embedder | None = None
+    rewards: list[Reward]
+    functions: list[RewardFunction]
+
+    @property
+    def items_per_step(self) -> int:
+        return self.settings.rollout.prompts
+
+    @property
+    def evaluates_every(self) -> int:
+        return self.trainer.recipe.evaluation.every
+
+    @property
+    def critic_lr(self) -> float:
+        return (self.settings.algorithm.critic or Critic()).lr
+
+    def set_up(self) -> None:
+        trainer, rl = self.trainer, self.settings
+        self.plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+        self.rewards, self.functions = trainer.rewards_of(self.number)
+        trainer.policy.temperature = rl.rollout.temperature
+        if self.plan.segments is not None and not trainer.policy.has_values:
+            separate = (rl.algorithm.critic or Critic()).separate
+            trainer.policy.add_critic() if separate else trainer.policy.add_value_head()
+        if self.plan.needs_reference:
+            self.reference = checkpoint.load_reference(trainer.recipe, trainer.policy, self.number)
+        self.embedder = None if self.plan.similarity is None else load_embedder(self.plan.similarity)
+        if self.start and self.plan.threshold is not None:
+            assert trainer.resumed is not None
+            self.plan.threshold.load_state_dict({"value": trainer.resumed.threshold})
+
+    def step(self, items: list[Item], step: int) -> dict[str, float]:
+        trainer, policy, settings = self.trainer, self.trainer.policy, self.settings.rollout
+        policy.temperature = settings.temperature
+        generator = torch.Generator(policy.device).manual_seed(trainer.seed_of("sampling", self.number, step))
+        with self.timed("generate"):
+            rollout = self._roll_out(items, generator)
+        with self.timed("reward"):
+            rewards, skipped = score(self.rewards, self.functions, rollout)
+            rewards = rewards.to(policy.device, torch.float32)
+            weights = self._reward_weights().to(policy.device)
+        with self.timed("embed"):
+            embeddings = None if self.embedder is None else self._embed(self.embedder, rollout).to(policy.device)
+        with self.timed("model"):
+            reference = self._reference_logprobs(rollout, step)
+            values = self._values(rollout) if self.plan.segments is not None else None
+        with self.timed("advantage"):
+            credit = assign_credit(self.plan, rollout, rewards, weights, embeddings, values)
+            threshold = None if self.plan.threshold is None else self.plan.threshold.value
+            segments = [] if credit.segments is None else [credit.segments]
+            distributed.assert_identical(f"advantages of step {step}", credit.advantages, *segments, threshold)
+            if settings.mask_truncated:
+                mask = rollout.batch.mask if credit.mask is None else credit.mask
+                credit.mask = mask & ~rollout.truncated[:, None]
+            totals = total_rewards(rewards, weights)
+            metrics = rollout_metrics(rollout, totals, rewards, self.rewards, credit, reference)
+            metrics["rewards/skipped"] = float(skipped)
+            if self.embedder is not None and self.embedder.pool is not None:
+                metrics["embedder/restarts"] = float(self.embedder.pool.restarts)
+        metrics |= self._update(rollout, credit, reference, values, step)
+        self._log_samples(step, rollout, rewards, credit)
+        return metrics
+
+    def _log_samples(self, step: int, rollout: Rollout, rewards: Tensor, credit: Credit) -> None:
+        with distributed.fail_together():
+            samples = [
+                {
+                    "prompt": rollout.items[i // rollout.group_size]["prompt"],
+                    "response": rollout.texts[i],
+                    "rewards": rewards[i].tolist(),
+                    "advantage": float(credit.advantages[i].sum()),
+                }
+                for i in range(min(len(rollout.texts), self.trainer.recipe.logging.samples))
+            ]
+            self.trainer.log.samples(self.number, step, samples)
+
+    def on_evaluation(self, step: int) -> None:
+        """Logs a map of the responses to the first training prompt, sampled with the same random numbers each time."""
+        if self.embedder is None or self.plan.similarity is None:
+            return
+        trainer = self.trainer
+        generator = torch.Generator(trainer.policy.device).manual_seed(trainer.seed_of("map", self.number))
+        rollout = self._roll_out(trainer.items("train")[:1], generator)
+        rewards, _ = score(self.rewards, self.functions, rollout)
+        embeddings = self._embed(self.embedder, rollout)
+        clusters = gk.similarity_groups(embeddings, rollout.group_size, config=self.plan.clustering)
+        totals = total_rewards(rewards, self._reward_weights())
+        prompt = prompt_text(rollout.items[0]["prompt"])
+        line = map_line(step, prompt, rollout.texts, embeddings, clusters.labels, totals)
+        with distributed.fail_together():
+            trainer.log.map(self.number, line)
+
+    def close(self) -> None:
+        if self.embedder is not None:
+            self.embedder.close()
+
+    def _reward_weights(self) -> Tensor:
+        return torch.tensor([reward.weight for reward in self.rewards])
+
+    def _embed(self, embedder: Embedder, rollout: Rollout) -> Tensor:
+        return embed_all(embedder, rollout.texts, rollout.group_size)
+
+    def _roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
+        settings = self.settings.rollout
+        return roll_out(
+            self.trainer.policy,
+            items,
+            settings.group_size,
+            max_new_tokens=settings.max_new_tokens,
+            generator=generator,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_new_tokens=settings.min_new_tokens,
+            batch=settings.batch,
+        )
+
+    def _reference_logprobs(self, rollout: Rollout, step: int) -> Tensor | None:
+        if self.reference is None:
+            return None
+        logprobs = torch.zeros_like(rollout.logprobs)
+        all_rows = torch.arange(len(logprobs), device=logprobs.device)
+        for rows, counts in self.micro_batches(all_rows, self.settings.micro_batch):
+            part = rollout.batch.rows(rows)
+            part_logprobs = self.reference.logprobs(part)
+            if counts:
+                logprobs[rows, : part_logprobs.shape[1]] = part_logprobs
+            if step == 1 and self.trainer.recipe.model.reference_model_path is None:
+                self._assert_is_policy(part_logprobs, part)
+        return distributed.all_reduce_sum(logprobs)
+
+    @torch.no_grad()
+    def _assert_is_policy(self, reference: Tensor, part: Any) -> None:
+        with evaluating(self.trainer.policy):
+            difference = float((self.trainer.policy("logprobs", part) - reference).abs().max())
+        if difference != 0:
+            raise RuntimeError(
+                f"the reference must equal the policy before the first step, got log-probs that differ by {difference}"
+            )
+
+    @torch.no_grad()
+    def _values(self, rollout: Rollout) -> Tensor:
+        values = torch.zeros_like(rollout.logprobs)
+        all_rows = torch.arange(len(values), device=values.device)
+        with evaluating(self.trainer.policy):
+            for rows, counts in self.micro_batches(all_rows, self.settings.micro_batch):
+                part_values = self.trainer.policy("values", rollout.batch.rows(rows))
+                if counts:
+                    values[rows, : part_values.shape[1]] = part_values
+        return torch.where(rollout.batch.mask, distributed.all_reduce_sum(values), 0)
+
+    def _update(
+        self, rollout: Rollout, credit: Credit, reference: Tensor | None, values: Tensor | None, step: int
+    ) -> dict[str, float]:
+        rl, device = self.settings, rollout.logprobs.device
+        policy = self.trainer.policy
+        set_training(policy, rl.dropout)
+        metric_tensors, norms, losses = [], [], []
+        generator = torch.Generator().manual_seed(self.trainer.seed_of("minibatches", self.number, step))
+        has_signal = self._rows_with_signal(rollout, credit)
+        copies = torch.arange(rollout.group_size)
+        for _ in range(rl.epochs):
+            order = torch.randperm(len(rollout.items), generator=generator)
+            for prompts in order.tensor_split(rl.minibatches):
+                rows = (prompts.sort().values[:, None] * rollout.group_size + copies).flatten().to(device)
+                rows = rows[has_signal[rows]]
+                if len(rows) == 0:
+                    self.trainer.log.event("minibatch skipped: no response has an advantage", step=step)
+                    continue
+                with self.timed("model"):
+                    metric_tensor, loss = self._minibatch(rollout, credit, reference, values, rows, step)
+                    norms.append(self.optimizer_step())
+                metric_tensors.append(metric_tensor)
+                losses.append(loss)
+        policy.eval()
+        if not metric_tensors:
+            return {"train/skipped": 1.0}
+        metrics = loss_metrics(metric_tensors, losses, norms, self.plan)
+        return metrics | {"train/skipped": 0.0, "train/lr": self.optimizer.param_groups[0]["lr"]}
+
+    def _rows_with_signal(self, rollout: Rollout, credit: Credit) -> Tensor:
+        """Responses [N] that enter the loss; groups without any advantage carry no learning signal."""
+        mask = rollout.batch.mask if credit.mask is None else credit.mask & rollout.batch.mask
+        has_signal = mask.any(1)
+        if self.plan.settings.drop_flat and self.plan.segments is None:
+            advantages = credit.advantages if credit.advantages.dim() == 1 else credit.advantages.abs().sum(1)
+            is_group_flat = (advantages.view(-1, rollout.group_size) == 0).all(1)
+            has_signal = has_signal & ~is_group_flat.repeat_interleave(rollout.group_size)
+        return has_signal
+
+    def _minibatch(
+        self,
+        rollout: Rollout,
+        credit: Credit,
+        reference: Tensor | None,
+        values: Tensor | None,
+        rows: Tensor,
+        step: int,
+    ) -> tuple[Tensor, float]:
+        """Accumulates the gradient of one optimizer step; micro-batches divide by the counts of the whole minibatch."""
+        mask = rollout.batch.mask if credit.mask is None else credit.mask & rollout.batch.mask
+        normalizer = {"tokens": float(mask[rows].sum()), "rows": float(len(rows))}
+        if credit.segments is not None:
+            segments = torch.where(mask[rows], credit.segments[rows], -1)
+            normalizer["segments"] = float((segments.amax(1) + 1).sum())
+        critic = self.plan.settings.critic or Critic()
+        is_warmup = values is not None and step <= critic.warmup
+        metric_tensors, losses = [], []
+        micro_batches = self.micro_batches(rows, self.settings.micro_batch)
+        for micro_rows, counts in micro_batches:
+            part = rollout.batch.rows(micro_rows)
+            width = slice(part.tokens.shape[1])
+            is_per_row = credit.advantages.dim() == 1
+            kwargs: dict[str, Any] = {}
+            if credit.segments is not None:
+                kwargs["segments"] = credit.segments[micro_rows, width]
+            if reference is not None:
+                kwargs["ref_logprobs"] = reference[micro_rows, width]
+            loss, predicted = self.model(
+                "loss",
+                part,
+                share=self.settings.share_prompts and not self.trainer.recipe.model.gradient_checkpointing,
+                config=self.plan.loss,
+                old_logprobs=rollout.logprobs[micro_rows, width],
+                advantages=credit.advantages[micro_rows] if is_per_row else credit.advantages[micro_rows, width],
+                mask=mask[micro_rows, width],
+                normalizer=normalizer,
+                return_entropy=True,
+                values="none" if values is None else "head" if is_warmup else "all",
+                **kwargs,
+            )
+            objective = loss.loss
+            if values is not None and predicted is not None and credit.returns is not None:
+                error = _value_error(predicted, values[micro_rows, width], credit.returns[micro_rows, width], critic)
+                critic_loss = (error * part.mask).sum() / float(rollout.batch.mask[rows].sum())
+                objective = critic_loss if is_warmup else objective + critic.coef * critic_loss
+            self.backward(objective, counts)
+            if counts:
+                metric_tensors.append(loss.metrics.tensor)
+                losses.append(objective.detach())
+        merged = gk.PolicyLossMetrics.merge(micro_batches.all_gather(metric_tensors))
+        return merged, sum_losses(micro_batches.all_gather(losses))
+
+
+def _value_error(predicted: Tensor, old: Tensor, returns: Tensor, critic: Critic) -> Tensor:
+    """Half the squared error of the values, clipped like PPO's if the critic has a clip range."""
+    error = (predicted - returns).square() / 2
+    if critic.clip is None:
+        return error
+    clipped = old + (predicted - old).clamp(-critic.clip, critic.clip)
+    return torch.maximum(error, (clipped - returns).square() / 2)

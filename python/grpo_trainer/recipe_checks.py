@@ -1,0 +1,148 @@
+"""Checks of a recipe's values, beyond the types of its keys.
+
+`recipe` imports this module, so the parts of a recipe are read here by the names of their keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the rule
+
+
+def check(recipe: Any) -> None:
+    """Raises ValueError with the key, the rule and the value of the first rule that a recipe does not meet."""
+    for name, value, is_met, rule in _rules(recipe):
+        if not is_met:
+            raise ValueError(f"{name}: {rule}, got {value!r}")
+
+
+def _rules(recipe: Any) -> Iterator[Rule]:
+    yield _output(recipe.output)
+    yield from _positive("", recipe, "threads")
+    yield from _model(recipe.model)
+    yield from _data(recipe.data)
+    yield from _sharding(recipe)
+    for i, phase in enumerate(recipe.phases):
+        if phase.sft is not None:
+            yield from _sft(f"phases.{i}.sft", phase.sft)
+        if phase.rl is not None:
+            yield from _rl(f"phases.{i}.rl", phase.rl)
+    evaluation = recipe.evaluation
+    yield from _positive("evaluation.", evaluation, "prompts", "test_prompts", "batch", "temperature")
+    yield from _not_negative("evaluation.", evaluation, "every", "samples", "tracked")
+    yield "evaluation.pass_k", evaluation.pass_k, min(evaluation.pass_k, default=1) > 0, "must be positive"
+    yield from _positive("logging.", recipe.logging, "every")
+    yield from _not_negative("logging.", recipe.logging, "samples")
+    yield from _positive("checkpoints.", recipe.checkpoints, "keep")
+    yield from _not_negative("checkpoints.", recipe.checkpoints, "every")
+
+
+def _model(model: Any) -> Iterator[Rule]:
+    four_bit, is_tiny = model.four_bit, model.path == "tiny"
+    yield "model.four_bit", four_bit, not four_bit or model.lora is not None, "requires lora"
+    yield "model.four_bit", four_bit, not (four_bit and is_tiny), "cannot be combined with path: tiny"
+    mixed = model.mixed_precision
+    yield "model.mixed_precision", mixed, mixed == "no" or model.dtype == "float32", "requires dtype: float32"
+    yield from _positive("model.", model, "max_prompt_tokens")
+    yield from _positive("model.tiny.", model.tiny, "hidden", "layers", "heads", "intermediate", "vocabulary")
+    divides = model.tiny.hidden % max(model.tiny.heads, 1) == 0
+    yield "model.tiny.heads", model.tiny.heads, divides, f"must divide hidden, {model.tiny.hidden}"
+    if model.lora is not None:
+        yield from _positive("model.lora.", model.lora, "rank", "alpha")
+        yield "model.lora.dropout", model.lora.dropout, 0 <= model.lora.dropout < 1, "must be in [0, 1)"
+
+
+def _sharding(recipe: Any) -> Iterator[Rule]:
+    if recipe.distributed != "fsdp2":
+        return
+    rule = "cannot be combined with distributed: fsdp2"
+    yield "model.lora", recipe.model.lora, recipe.model.lora is None, rule
+    yield "model.mixed_precision", recipe.model.mixed_precision, recipe.model.mixed_precision != "fp16", rule
+    for i, phase in enumerate(recipe.phases):
+        if phase.rl is not None and phase.rl.algorithm.critic is not None:
+            is_separate = phase.rl.algorithm.critic.separate
+            yield f"phases.{i}.rl.algorithm.critic.separate", is_separate, not is_separate, rule
+
+
+def _data(data: Any) -> Iterator[Rule]:
+    if data.task is None:
+        yield "data.train", data.train, data.train is not None, "must be given without a task"
+        yield "data.options", data.options, not data.options, "requires a bundled task"
+    else:
+        for name in ("train", "sft", "validation", "test"):
+            path = getattr(data, name)
+            yield f"data.{name}", path, path is None, f"requires task: null, which is {data.task!r}"
+    yield from _positive("data.", data, "limit")
+
+
+def _sft(at: str, sft: Any) -> Iterator[Rule]:
+    yield from _positive(f"{at}.", sft, "steps", "batch", "micro_batch")
+    yield from _optimizer(f"{at}.optimizer", sft.optimizer)
+    if sft.polychromic is not None:
+        weight = sft.polychromic.weight
+        yield f"{at}.polychromic.weight", weight, 0 <= weight <= 1, "must be in [0, 1]"
+
+
+def _optimizer(at: str, optimizer: Any) -> Iterator[Rule]:
+    yield f"{at}.lr", optimizer.lr, 0 < optimizer.lr < math.inf, "must be positive"
+    betas = optimizer.betas
+    is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    yield f"{at}.betas", betas, is_pair, "must be two numbers in [0, 1)"
+    yield from _not_negative(f"{at}.", optimizer, "eps", "weight_decay", "warmup", "final", "grad_clip")
+
+
+def _rl(at: str, rl: Any) -> Iterator[Rule]:
+    rollout, rows = rl.rollout, rl.rollout.prompts * rl.rollout.group_size
+    yield from _positive(f"{at}.", rl, "steps", "epochs", "micro_batch")
+    yield from _optimizer(f"{at}.optimizer", rl.optimizer)
+    yield from _positive(f"{at}.rollout.", rollout, "prompts", "group_size", "temperature", "max_new_tokens", "batch")
+    yield from _not_negative(f"{at}.rollout.", rollout, "top_k", "min_new_tokens")
+    yield f"{at}.rollout", rows, rows > 1, "must have more than one response"
+    yield f"{at}.rollout.top_p", rollout.top_p, 0 < rollout.top_p <= 1, "must be in (0, 1]"
+    shortest, is_shorter = rollout.min_new_tokens, rollout.min_new_tokens <= rollout.max_new_tokens
+    yield f"{at}.rollout.min_new_tokens", shortest, is_shorter, "must not exceed max_new_tokens"
+    minibatches = rl.minibatches
+    yield f"{at}.minibatches", minibatches, 0 < minibatches <= rollout.prompts, "must be in [1, rollout.prompts]"
+    yield from _algorithm(f"{at}.algorithm", rl.algorithm, rollout.group_size)
+
+
+def _algorithm(at: str, algorithm: Any, group_size: int) -> Iterator[Rule]:
+    ratio, set_size = algorithm.top_k_ratio, algorithm.set_size
+    yield f"{at}.top_k_ratio", ratio, 0 < ratio <= 1, "must be in (0, 1]"
+    is_subset = set_size == 0 or 2 <= set_size < group_size
+    rule = "must be 0, or at least 2 and less than the group size, as a set of all credits all alike"
+    yield f"{at}.set_size", set_size, is_subset, rule
+    similarity, critic = algorithm.similarity, algorithm.critic
+    if similarity is not None:
+        yield from _positive(f"{at}.similarity.", similarity, "tail")
+        yield from _not_negative(f"{at}.similarity.", similarity, "cache", "workers", "gpus_per_worker")
+        yield from _not_negative(f"{at}.similarity.", similarity, "sharing", "within", "between")
+        gpus, has_workers = similarity.gpus_per_worker, similarity.workers > 0
+        yield f"{at}.similarity.gpus_per_worker", gpus, gpus == 0 or has_workers, "requires workers"
+    if critic is not None:
+        yield from _positive(f"{at}.critic.", critic, "lr", "clip")
+        yield from _not_negative(f"{at}.critic.", critic, "coef", "warmup")
+
+
+def _positive(at: str, settings: Any, *names: str) -> Iterator[Rule]:
+    for name in names:
+        value = getattr(settings, name)
+        yield f"{at}{name}", value, value is None or value > 0, "must be positive"
+
+
+def _not_negative(at: str, settings: Any, *names: str) -> Iterator[Rule]:
+    for name in names:
+        value = getattr(settings, name)
+        yield f"{at}{name}", value, value >= 0, "must not be negative"
+
+
+def _output(output: str) -> Rule:
+    rule = "may contain {name} and {seed} in braces and nothing else"
+    try:
+        output.format(name="", seed=0)
+    except (KeyError, IndexError, ValueError):
+        return "output", output, False, rule
+    return "output", output, True, rule

@@ -1,0 +1,54 @@
+"""What only the CPU kernels do: rows in numbers past the caches are sorted in two steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+from tests.harness import assert_within_budget, needs_cpu_kernels
+
+pytestmark = needs_cpu_kernels
+
+ROWS = 300_001  # above the limit of one step, 2^18
+
+
+def ids_of(kind: str) -> torch.Tensor:
+    ids = torch.randint(ROWS // 8, (ROWS,))
+    return {
+        "dense": ids,
+        "negative": ids - ROWS,
+        "gaps": ids * 31,
+        "sparse": ids * 0x9E3779B97F4A7C1,
+        "one group has most rows": torch.where(torch.rand(ROWS) < 0.9, 17, ids),
+        "all but one in one group": (torch.arange(ROWS) != 5).long(),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["dense", "negative", "gaps", "sparse", "one group has most rows", "all but one in one group"]
+)
+@pytest.mark.parametrize("config", ["grpo", "trl-batch"])
+def test_many_unsorted_rows_match_float64_reference(kind: str, config: str) -> None:
+    rewards, groups = torch.randn(ROWS) + 3, ids_of(kind)
+    rewards[::11] = float("nan")
+    rewards[groups % 5 == 0] = 0.7
+    got = gk.group_advantages(rewards, groups, config=config, backend="cpu")
+    working = gk.group_advantages(rewards, groups, config=config, backend="reference")
+    gold = gk.group_advantages(rewards.double(), groups, config=config, backend="reference")
+    for field in ("advantages", "mean", "std"):
+        assert_within_budget(getattr(got, field), getattr(working, field), getattr(gold, field), field)
+    assert torch.equal(got.size, gold.size) and torch.equal(got.degenerate, gold.degenerate)
+
+
+def test_number_of_threads_changes_no_bit_of_many_unsorted_rows() -> None:
+    rewards, groups = torch.randn(ROWS), ids_of("dense")
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(gk.group_advantages(rewards, groups, config="grpo", backend="cpu"))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))

@@ -1,0 +1,189 @@
+"""linear_logprobs against the installed TRL's fused head, torch's linear_cross_entropy and the naive expression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.ops.linear_head.registration import SUPPORTS
+from tests.harness import assert_within_budget, runnable_backends
+
+# both sides are the same products; only what a row's kernel does differs, which has tests of its own
+BACKENDS = [name for name in runnable_backends(SUPPORTS) if name in ("cpu", "reference")]
+F64 = torch.float64
+ROWS, WIDTH, HIDDEN, VOCABULARY = 3, 9, 16, 517
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scaled": {"temperature": 0.6, "logit_scale": 0.3},
+    "capped": {"temperature": 1.4, "softcap": 5.0, "logit_scale": 0.8},
+}
+Head = dict[str, Tensor]
+
+
+def head(dtype: torch.dtype, with_bias: bool = True) -> Head:
+    """Leaves of numbers that bfloat16 has too, so that every dtype is given the same."""
+    random = torch.Generator().manual_seed(8)
+    given = {"hidden": torch.randn(ROWS, WIDTH, HIDDEN, generator=random)}
+    given["weight"] = torch.randn(VOCABULARY, HIDDEN, generator=random)
+    if with_bias:
+        given["bias"] = torch.randn(VOCABULARY, generator=random)
+    return {name: value.bfloat16().to(dtype).requires_grad_() for name, value in given.items()}
+
+
+def labels() -> Tensor:
+    found = torch.randint(VOCABULARY, (ROWS, WIDTH), generator=torch.Generator().manual_seed(9))
+    found[0, 2:5] = found[2, -1] = -100
+    return found
+
+
+def naive(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """What a trainer does with the logits whole, written for torch to differentiate."""
+    logits = F.linear(hidden, weight, bias) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / (temperature[..., None] if isinstance(temperature, Tensor) else temperature)).log_softmax(-1)
+    ignored = labels() == -100
+    logprobs = log_p.gather(-1, labels().clamp(min=0)[..., None])[..., 0].masked_fill(ignored, 0)
+    return logprobs, -(log_p.exp() * log_p).sum(-1).masked_fill(ignored, 0)
+
+
+def gradients(results: tuple[Tensor, ...], leaves: Head) -> Head:
+    """Of both results at once."""
+    random = torch.Generator().manual_seed(10)
+    upstream = [torch.randn(r.shape, generator=random, dtype=F64).to(r) for r in results]
+    found = torch.autograd.grad(results, list(leaves.values()), upstream)
+    return {f"by {name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+
+
+def outcome(results: tuple[Tensor, ...], leaves: Head) -> Head:
+    return dict(zip(("logprobs", "entropy"), results, strict=False)) | gradients(results, leaves)
+
+
+def ours(given: Head, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+    return gk.linear_logprobs(**given, targets=labels(), return_entropy=True, backend=backend, **options)
+
+
+# The naive expression
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_naive_in_float64(backend: str, options: dict[str, Any], with_bias: bool) -> None:
+    given, other = head(F64, with_bias), head(F64, with_bias)
+    got = outcome(ours(given, backend, chunk_size=10, **options), given)
+    expected = outcome(naive(**other, **options), other)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_naive_with_a_temperature_for_every_row(backend: str) -> None:
+    temperature = torch.linspace(0.4, 2, ROWS, dtype=F64)
+    given, other = head(F64), head(F64)
+    got = outcome(ours(given, backend, chunk_size=10, temperature=temperature), given)
+    expected = outcome(naive(**other, temperature=temperature[:, None]), other)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-11, msg=name)
+
+
+# torch
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_linear_cross_entropy(backend: str, dtype: torch.dtype, reduction: str) -> None:
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has none")
+
+    def theirs(given: Head) -> Head:
+        rows = given["hidden"].flatten(0, 1)
+        loss = F.linear_cross_entropy(
+            rows, given["weight"], labels().flatten(), linear_bias=given["bias"], reduction=reduction, ignore_index=-100
+        )
+        return {"loss": loss} | gradients((loss,), given)
+
+    given = head(dtype)
+    logprobs = gk.linear_logprobs(**given, targets=labels(), backend=backend, chunk_size=10).logprobs
+    loss = -logprobs.sum() / ((labels() != -100).sum() if reduction == "mean" else 1)
+    got = {"loss": loss} | gradients((loss,), given)
+    working, gold = theirs(head(dtype)), theirs(head(F64))
+    for name, value in got.items():
+        if dtype == F64:
+            torch.testing.assert_close(value, gold[name], rtol=1e-11, atol=1e-12, msg=name)
+        else:
+            assert_within_budget(value, working[name], gold[name], name)
+
+
+# TRL, which does without Triton what it does with it
+
+
+def trl_function() -> Any:
+    return pytest.importorskip("trl.kernels").ChunkedLogProbFunction
+
+
+def chunked(
+    given: Head, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0
+) -> tuple[Tensor, ...]:
+    """As add_fused_lm_head calls it on a device without Triton, with tiles that do not divide the vocabulary."""
+    hidden, targets = given["hidden"].flatten(0, 1), labels().clamp(min=0).flatten()
+    results = trl_function().apply(
+        hidden, given["weight"], given.get("bias"), targets, temperature, 200, softcap, logit_scale, ("entropy",)
+    )
+    return tuple(result.view(ROWS, WIDTH).masked_fill(labels() == -100, 0) for result in results[:2])
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunked_logprob_function(backend: str, options: dict[str, Any], dtype: torch.dtype, with_bias: bool) -> None:
+    """No further from float64 than theirs; for bfloat16 theirs are rounded logits."""
+    given, other, exact = head(dtype, with_bias), head(dtype, with_bias), head(F64, with_bias)
+    got = outcome(ours(given, backend, **options), given)
+    theirs = outcome(chunked(other, **options), other)
+    gold = outcome(naive(**exact, **options), exact)
+    for name, value in got.items():
+        assert value.dtype == theirs[name].dtype
+        assert_within_budget(value, theirs[name], gold[name], name)
+
+
+def test_a_model_with_the_fused_head_of_trl() -> None:
+    """From token ids to the gradient of every parameter, the head being the embedding too."""
+    trl_function()
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl.trainer import utils
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 24, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, initializer_range=0.5, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    utils.add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
+    targets = labels()
+    ids = targets.clamp(min=0)
+
+    theirs = model(input_ids=ids, labels=targets, fused_lm_head=True)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    weight = model.get_output_embeddings().weight
+    mine = gk.linear_logprobs(hidden, weight, targets[:, 1:], temperature=0.8, return_entropy=True)
+    torch.testing.assert_close(mine.logprobs, theirs.log_probs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.entropy, theirs.entropy, rtol=1e-5, atol=1e-5)
+    leaves = dict(model.named_parameters())
+    assert model.get_input_embeddings().weight is weight
+    found = gradients((mine.logprobs, mine.entropy), leaves)
+    for name, value in gradients((theirs.log_probs, theirs.entropy), leaves).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)

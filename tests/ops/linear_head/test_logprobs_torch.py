@@ -1,0 +1,189 @@
+"""linear_logprobs among the rest of torch: compile, autocast, tied embeddings, checkpoints, LoRA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import grpo_kernels as gk
+from grpo_kernels import registry
+from grpo_kernels.ops.linear_head.registration import LOGPROBS
+from tests.harness import device_of, needs_cpu_kernels
+from tests.ops.linear_head.test_logprobs_edges import (
+    BACKENDS,
+    F64,
+    HIDDEN,
+    KERNELS,
+    VOCABULARY,
+    assert_close,
+    assert_same,
+    batch,
+    run,
+)
+
+
+def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[tuple[Any, ...], bool, int]:
+    given = {k: v.to(device_of(backend)) for k, v in batch(5, dtype=dtype).items()}
+    given["targets"][1] = -100
+    leaves = [given[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    leaves[2] = leaves[2] if full else None
+    temperature = torch.rand(5, device=given["hidden"].device) + 0.5 if full else None
+    return (*leaves, given["targets"], temperature, 0.7, 9.0 if full else None, 0.5), full, 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "full"), [pytest.param("cpu", False, marks=needs_cpu_kernels), *((name, True) for name in KERNELS)]
+)
+def test_opcheck(backend: str, full: bool) -> None:
+    head, *rest = forward_arguments(backend, full, torch.float32)
+    torch.library.opcheck(registry.overload("linear_logprobs", backend), (*head, *rest))
+
+
+EVERYTHING = [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("backend", "needs"),
+    [
+        *((name, EVERYTHING) for name in KERNELS),
+        pytest.param("cpu", [True, False, False], marks=needs_cpu_kernels),
+        pytest.param("cpu", [False, True, False], marks=needs_cpu_kernels),
+    ],
+)
+def test_opcheck_of_the_backward(backend: str, needs: list[bool]) -> None:
+    head, *rest = forward_arguments(backend, True, torch.bfloat16)
+    head = tuple(value.detach() if isinstance(value, Tensor) else value for value in head)
+    logprobs, entropy, normalizer = LOGPROBS[backend](*head, *rest)
+    upstream, saved = (torch.randn_like(logprobs), torch.randn_like(entropy)), (normalizer, entropy, needs, 3)
+    op = registry.overload("linear_logprobs_backward", backend)
+    torch.library.opcheck(op, (*upstream, *head, *saved))
+    torch.library.opcheck(op, (upstream[0], None, *head, *saved))
+
+
+@pytest.mark.parametrize(("backend", "dynamic"), [(None, True), *((name, False) for name in BACKENDS)])
+def test_compiles_into_one_graph(backend: str | None, dynamic: bool) -> None:
+    torch.compiler.reset()
+    device = device_of(backend or "cuda")
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
+        options: dict[str, Any] = {"temperature": 0.8, "return_entropy": True, "chunk_size": 3, "backend": backend}
+        result = gk.linear_logprobs(hidden * 2, weight, targets, bias=bias, **options)
+        return (result.logprobs - 0.1 * result.entropy).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for rows in (4, 7) if dynamic else (4,):
+        given = {k: v.to(device) for k, v in batch(rows, dtype=torch.float32).items()}
+        found = []
+        for function in (loss, compiled):
+            leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+            value = function(**leaves)
+            value.backward()
+            found.append({"value": value} | {k: leaf.grad for k, leaf in leaves.items() if leaf.requires_grad})
+        assert_close(*found, rtol=1e-6, atol=1e-6)
+        assert found[0]["weight"].any()
+
+
+@pytest.mark.parametrize("kind", ["integers", "mask"])
+def test_compiles_with_positions(kind: str) -> None:
+    torch.compiler.reset()
+    given = batch(6, dtype=torch.float32)
+    positions = torch.tensor([5, 0, 3]) if kind == "integers" else torch.arange(6) % 2 == 0
+
+    def logprobs(hidden: Tensor, places: Tensor) -> Tensor:
+        return gk.linear_logprobs(hidden * 2, given["weight"], given["targets"], positions=places).logprobs
+
+    # how many rows a mask chooses is data, for which there is no graph
+    compiled = torch.compile(logprobs, fullgraph=kind == "integers", backend="aot_eager")
+    torch.testing.assert_close(compiled(given["hidden"], positions), logprobs(given["hidden"], positions))
+
+
+def test_autocast_is_casting_by_hand() -> None:
+    given = batch(dtype=torch.float32)
+    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = gk.linear_logprobs(**leaves, chunk_size=7)
+    by_hand = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in by_hand.items()}
+    expected = gk.linear_logprobs(**halves, chunk_size=7)
+    assert cast.logprobs.dtype == torch.float32 and torch.equal(cast.logprobs, expected.logprobs)
+    cast.logprobs.sum().backward()
+    expected.logprobs.sum().backward()
+    for name in ("hidden", "weight", "bias"):
+        assert leaves[name].grad.dtype == torch.float32 and torch.equal(leaves[name].grad, by_hand[name].grad), name
+
+
+@needs_cpu_kernels
+def test_autocast_leaves_float64_alone() -> None:
+    given = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = run(given)
+    assert inside["logprobs"].dtype == F64
+    assert_same(inside, run(given))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_tied_embeddings_get_both_gradients(chunk_size: int | None) -> None:
+    embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=F64)
+    ids = torch.randint(VOCABULARY, (2, 6))
+
+    def gradient(of_naive: bool) -> Tensor:
+        embedding.weight.grad = None
+        hidden = torch.tanh(embedding(ids)[:, :-1])
+        if of_naive:
+            rows = (hidden @ embedding.weight.T).log_softmax(-1)
+            logprobs = rows.gather(-1, ids[:, 1:, None])[..., 0]
+        else:
+            logprobs = gk.linear_logprobs(hidden, embedding.weight, ids[:, 1:], chunk_size=chunk_size).logprobs
+        logprobs.square().sum().backward()
+        return embedding.weight.grad
+
+    torch.testing.assert_close(gradient(False), gradient(True), rtol=1e-11, atol=1e-12)
+
+
+def test_gradient_checkpointing() -> None:
+    given = batch()
+
+    def both(hidden: Tensor, weight: Tensor) -> Tensor:
+        result = gk.linear_logprobs(torch.tanh(hidden), weight, given["targets"], return_entropy=True, chunk_size=7)
+        return (result.logprobs * result.entropy).sum()
+
+    found = []
+    for is_kept in (False, True):
+        leaves = [given[name].clone().requires_grad_() for name in ("hidden", "weight")]
+        value = both(*leaves) if is_kept else checkpoint(both, *leaves, use_reentrant=False)
+        value.backward()
+        found.append({"value": value.detach(), "hidden": leaves[0].grad, "weight": leaves[1].grad})
+    assert_same(*found)
+
+
+def test_lora_on_the_head() -> None:
+    peft = pytest.importorskip("peft")
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm_head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=F64)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.lm_head(hidden)
+
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(Model(), config, autocast_adapter_dtype=False).double()
+    layer, given = model.base_model.model.lm_head, batch()
+    found = []
+    for is_plain in (False, True):
+        model.zero_grad(set_to_none=True)
+        if is_plain:
+            logprobs = gk.token_logprobs(model(given["hidden"]), given["targets"]).logprobs
+        else:
+            weight = layer.base_layer.weight + layer.get_delta_weight("default")
+            logprobs = gk.linear_logprobs(given["hidden"], weight, given["targets"], chunk_size=7).logprobs
+        logprobs.square().sum().backward()
+        found.append({"logprobs": logprobs} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert len(found[0]) == 3 and all(value.any() for value in found[0].values())
+    assert layer.base_layer.weight.grad is None
+    assert_close(*found, rtol=1e-9)

@@ -1,0 +1,115 @@
+"""linear_policy_loss on every backend against its float64 reference, for every way of cutting rows into chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.ops.linear_head.registration import SUPPORTS
+from tests.harness import assert_within_budget, device_of, needs_cpu_kernels, runnable_backends
+
+KERNELS = [name for name in runnable_backends(SUPPORTS) if name != "reference"]
+F64 = torch.float64
+ROWS, WIDTH, HIDDEN, VOCABULARY = 3, 7, 5, 31
+CONFIGS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "kl": {"kl": "k3", "kl_coef": 0.1, "aggregation": "token-mean"},
+    "rows": {"aggregation": "seq-mean-token-mean", "count_empty_rows": True},
+    "sequence": {"ratio": "sequence"},
+    "sequence_token": {"ratio": "sequence_token"},
+    "entropy": {"entropy_coef": 0.1, "entropy_aggregation": "local-token-mean"},
+    "vespo": {"loss": "vespo"},
+    "geo_mean": {"loss": "geo_mean", "aggregation": "seq-mean-token-sum"},
+    "quantile": {"top_entropy_quantile": 0.5},
+    "segment": {"ratio": "segment"},
+    "dro": {"loss": "dro", "dro_beta": 0.3},
+    "corrected": {"correction": "sequence_truncate", "correction_max": 1.2},
+}
+EXTRAS = ("plain", "mask", "positions", "by token", "scaled")
+
+
+def batch(name: str, extra: str = "plain", seed: int = 0) -> dict[str, Any]:
+    """Tensors by name, all float64; a target that does not count, and a row without an advantage."""
+    random = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=F64)
+
+    targets = torch.randint(VOCABULARY, (ROWS, WIDTH), generator=random)
+    targets[0, 1] = -100
+    old = -noise(ROWS, WIDTH).abs() * 2 - 1
+    advantages = noise(ROWS)
+    advantages[-1] = 0
+    given = {
+        "hidden": noise(ROWS, WIDTH, HIDDEN),
+        "weight": noise(VOCABULARY, HIDDEN),
+        "bias": noise(VOCABULARY),
+        "targets": targets,
+        "old_logprobs": old,
+        "advantages": advantages,
+    }
+    if name == "kl":
+        given["ref_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
+    if name == "corrected":
+        given["sampling_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
+    if name == "segment":
+        given["segments"] = (torch.arange(WIDTH) // 3).expand(ROWS, WIDTH)
+    if extra == "mask":
+        given["mask"] = noise(ROWS, WIDTH) > -0.3
+    if extra == "positions":
+        given["positions"] = torch.tensor([0, 3, 4, 9, 20, 15])
+    if extra == "by token":
+        given["advantages"] = noise(ROWS, WIDTH)
+        given["advantages"][:, 2:4] = 0
+    if extra == "scaled":
+        temperature = torch.rand(ROWS, WIDTH, generator=random, dtype=F64) + 0.5
+        given |= {"softcap": 5.0, "temperature": temperature, "logit_scale": 0.7}
+    return given
+
+
+def run(given: dict[str, Any], backend: str, dtype: torch.dtype = F64, **options: Any) -> dict[str, Tensor]:
+    device = device_of(backend)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype) if value.is_floating_point() else value.to(device)
+
+    arguments = {name: moved(value) for name, value in given.items()}
+    leaves = {name: arguments[name].requires_grad_() for name in ("hidden", "weight", "bias")}
+    result = gk.linear_policy_loss(backend=backend, **arguments, **options)
+    (result.loss * 1.5).backward()
+    return {"loss": result.loss, "metrics": result.metrics.tensor} | {n: leaf.grad for n, leaf in leaves.items()}
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 7, 8, 100])
+@pytest.mark.parametrize("memory", ["fast", "low"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float64_is_the_reference(name: str, memory: str, chunk_size: int | None) -> None:
+    for extra in EXTRAS:
+        given = batch(name, extra)
+        config = gk.LossConfig(**CONFIGS[name])
+        got = run(given, "cpu", config=config, memory=memory, chunk_size=chunk_size)
+        gold = run(given, "reference", config=config)
+        for what in gold:
+            torch.testing.assert_close(got[what], gold[what], rtol=1e-9, atol=1e-11, equal_nan=True, msg=what)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_float32_loses_no_more_than_torch_does(backend: str, name: str) -> None:
+    config = gk.LossConfig(**CONFIGS[name])
+    given = {
+        key: value.float().double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in batch(name, "mask").items()
+    }
+    got = run(given, backend, torch.float32, config=config, chunk_size=14)
+    working = run(given, "reference", torch.float32, config=config)
+    gold = run(given, "reference", config=config)
+    for what in ("loss", "hidden", "weight", "bias"):
+        assert_within_budget(got[what], working[what], gold[what], what)

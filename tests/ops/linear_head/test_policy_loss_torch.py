@@ -1,0 +1,172 @@
+"""linear_policy_loss among the rest of torch, its options, and half precision."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels import registry
+from grpo_kernels.ops.linear_head import registration as op
+from grpo_kernels.ops.policy_loss.config import METRICS
+from tests.harness import assert_within_budget, device_of, needs_cpu_kernels
+from tests.ops.linear_head.test_policy_loss_edges import (
+    CONFIGS,
+    F64,
+    KERNELS,
+    ROWS,
+    VOCABULARY,
+    WIDTH,
+    assert_close,
+    assert_same,
+    batch,
+    leaves_of,
+    run,
+)
+
+
+# without a GPU the other kernels take seconds, for ops that are built on the same ones as linear_logprobs
+@pytest.mark.parametrize("name", ["dapo", "sequence"])
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name == "cpu" or torch.cuda.is_available()])
+def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> None:
+    # with all of these no metric is NaN, which opcheck does not take for equal
+    given = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch(name, 2).items()}
+    given["sampling_logprobs"] = given["old_logprobs"] + 0.01
+    given |= {"is_weights": torch.rand(2, WIDTH), "return_entropy": True}
+    given = {k: v.to(device_of(backend)) if isinstance(v, Tensor) else v for k, v in given.items()}
+    calls: list[tuple[Any, ...]] = []
+    once = op.apply_loss
+    monkeypatch.setattr(op, "apply_loss", lambda *args: calls.append(args) or once(*args))
+    options = {"config": CONFIGS[name], "chunk_size": 8, "backend": backend}
+    metrics = gk.linear_policy_loss(**given | leaves_of(given), **options).metrics
+    assert not metrics.tensor.isnan().any()
+    _, head, policy, chunking, _ = calls[0]
+    torch.library.opcheck(
+        registry.overload("linear_policy_loss", backend), (*head, *policy, *chunking, head.needs_grad)
+    )
+
+
+@pytest.mark.parametrize("memory", ["fast", "low"])
+@pytest.mark.parametrize(
+    ("backend", "name"), [(None, "dapo"), pytest.param("cpu", "sequence", marks=needs_cpu_kernels)]
+)
+def test_compiles_into_one_graph(backend: str | None, name: str, memory: str) -> None:
+    torch.compiler.reset()
+    given = {k: v.float() if v.is_floating_point() else v for k, v in batch(name).items()}
+    given = {k: v.to(device_of(backend or "cpu")) for k, v in given.items()}
+    options: dict[str, Any] = {"config": CONFIGS[name], "memory": memory, "chunk_size": 8, "backend": backend}
+
+    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, **others: Tensor) -> Tensor:
+        return gk.linear_policy_loss(hidden * 2, weight, bias=bias, **others, **options).loss * 3
+
+    found = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = leaves_of(given)
+        value = function(**given | leaves)
+        value.backward()
+        found.append({"loss": value.detach()} | {k: leaf.grad for k, leaf in leaves.items()})
+    assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert found[0]["weight"].any()
+
+
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_autocast_is_casting_by_hand(memory: str) -> None:
+    given = {k: v.float() if v.is_floating_point() else v for k, v in batch("dapo").items()}
+    options = {"config": CONFIGS["dapo"], "memory": memory}
+    cast, by_hand = leaves_of(given), leaves_of(given)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = gk.linear_policy_loss(**given | cast, **options).loss
+    outside = gk.linear_policy_loss(**given | {k: v.bfloat16() for k, v in by_hand.items()}, **options).loss
+    assert inside.dtype == torch.float32 and torch.equal(inside, outside)
+    inside.backward()
+    outside.backward()
+    for name in cast:
+        assert cast[name].grad.dtype == torch.float32 and torch.equal(cast[name].grad, by_hand[name].grad), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["dapo", "sequence"])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_halves_lose_no_more_than_torch_does(backend: str, name: str, dtype: torch.dtype) -> None:
+    exact = {k: v.to(dtype).double() if v.is_floating_point() else v for k, v in batch(name, 2).items()}
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in exact.items()}
+    options = {"config": CONFIGS[name], "chunk_size": 8}
+    got, working = run(given, backend, **options), run(given, "reference", **options)
+    gold = run(exact, "reference", **options)
+    assert got["loss"].dtype == torch.float32 and got["by weight"].dtype == dtype
+    for what in ("loss", "by hidden", "by weight", "by bias"):
+        assert_within_budget(got[what], working[what], gold[what], what)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
+    given = {k: v.float() if v.is_floating_point() else v for k, v in batch("sequence", 2).items()}
+    first, second = (run(given, backend, config=CONFIGS["sequence"], chunk_size=8) for _ in range(2))
+    assert_same(second, first)
+
+
+# Options
+
+# An option, and what else the call is given with and without it.
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "old_logprobs": (torch.full((ROWS, WIDTH), -3.0, dtype=F64), {}),
+    "advantages": (torch.ones(ROWS, dtype=F64), {}),
+    "bias": (torch.arange(VOCABULARY, dtype=F64), {}),
+    "temperature": (torch.full((ROWS, 1), 1.5, dtype=F64), {}),
+    "softcap": (1.5, {}),
+    "logit_scale": (0.5, {}),
+    "positions": (torch.tensor([0, 1, 9]), {}),
+    "mask": (torch.arange(WIDTH) % 2 == torch.zeros(ROWS, 1), {}),
+    "segments": ((torch.arange(WIDTH) // 2).repeat(ROWS, 1), {"config": CONFIGS["segment"]}),
+    "ref_logprobs": (torch.full((ROWS, WIDTH), -1.0, dtype=F64), {"config": CONFIGS["dapo"]}),
+    "sampling_logprobs": (torch.full((ROWS, WIDTH), -6.0, dtype=F64), {"config": CONFIGS["corrected"]}),
+    "is_weights": (torch.linspace(0.5, 1, ROWS, dtype=F64), {}),
+    "weights": (torch.full((ROWS, WIDTH), 0.5, dtype=F64), {}),
+    "normalizer": (11.0, {}),
+    "config": ("dr_grpo", {}),
+}
+
+
+def test_the_options_are_all_of_the_signature() -> None:
+    required = {"hidden", "weight", "targets"}
+    # tested each by itself; the last three must change nothing
+    others = {"cu_seqlens", "return_entropy", "weight_grad", "backend", "memory", "compact", "chunk_size"}
+    assert set(inspect.signature(gk.linear_policy_loss).parameters) == required | others | set(OPTIONS)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("memory", ["fast", "low"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_changes_the_result(name: str, memory: str) -> None:
+    value, others = OPTIONS[name]
+    names = ("hidden", "weight", "targets", "old_logprobs", "advantages")
+    given = {k: v for k, v in batch().items() if k in names} | others | {"memory": memory}
+    neutral: dict[str, Any] = {
+        "old_logprobs": given["old_logprobs"],
+        "advantages": given["advantages"],
+        "temperature": 1.0,
+        "logit_scale": 1.0,
+        "config": "grpo",
+        "segments": (torch.arange(WIDTH) // 3).repeat(ROWS, 1),
+        "ref_logprobs": given["old_logprobs"],
+        "sampling_logprobs": given["old_logprobs"],
+    }
+    if name == "config":  # by TRL's name, and max_length must follow
+        value = gk.LossConfig.trl(loss_type="dr_grpo", max_completion_length=9)
+    before, after = run(given | {name: neutral.get(name)}), run(given | {name: value})
+    assert after["loss"].isfinite() and after["loss"] != before["loss"]
+    assert not torch.allclose(after["by hidden"], before["by hidden"], rtol=1e-6, atol=0)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("memory", ["fast", "low"])
+def test_return_entropy_measures_it_and_changes_nothing_else(memory: str) -> None:
+    given, places = batch(), [METRICS.index(name) for name in ("entropy_sum", "entropy_loss")]
+    without, found = run(given, memory=memory), run(given, memory=memory, return_entropy=True)
+    assert (found["metrics"][places] > 0).all() and not without["metrics"][places].any()
+    found["metrics"][places] = 0
+    assert_close(found, without, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,471 @@
+"""What policy_loss and LossConfig refuse, what the message names, and that no setting is silently ignored."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, KLS, LOSSES, RATIOS
+from grpo_kernels.ops.policy_loss.peers import TRL_DEFAULTS, TRL_LOSS_TYPES, VERL_DEFAULTS
+from grpo_kernels.ops.policy_loss.registration import SUPPORTS
+from tests.harness import device_of, runnable_backends
+
+BACKENDS = runnable_backends(SUPPORTS)
+NAN, INF = float("nan"), float("inf")
+SHAPE = (3, 4)
+# With every optional argument but cu_seqlens, each by a config that reads it.
+ARGUMENTS: dict[str, Tensor] = {
+    "logprobs": -torch.ones(SHAPE),
+    "old_logprobs": -torch.ones(SHAPE),
+    "advantages": torch.ones(3),
+    "mask": torch.ones(SHAPE, dtype=torch.bool),
+    "segments": torch.zeros(SHAPE, dtype=torch.int32),
+    "ref_logprobs": -torch.ones(SHAPE),
+    "sampling_logprobs": -torch.ones(SHAPE),
+    "is_weights": torch.ones(SHAPE),
+    "entropy": torch.ones(SHAPE),
+    "weights": torch.ones(SHAPE),
+}
+PER_TOKEN = [name for name in ARGUMENTS if name not in ("logprobs", "advantages", "is_weights")]
+
+
+def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
+    """The call raises this very type, and its message has the op and each part."""
+    given: dict[str, Any] = {"config": gk.LossConfig(kl="k3")} | ARGUMENTS | changes
+    given = {name: value for name, value in given.items() if value is not None or name in changes}
+    for backend in (None, *BACKENDS):
+        device = device_of(backend or "cpu")
+        moved = {k: v.to(device) if isinstance(v, Tensor) and v.device.type != "meta" else v for k, v in given.items()}
+        with pytest.raises(error) as caught:
+            gk.policy_loss(**moved, backend=backend)
+        assert caught.type is error
+        for part in ("policy_loss: ", *parts):
+            assert part in str(caught.value), f"{part!r} is not in {str(caught.value)!r}"
+
+
+def test_the_arguments_as_they_are_taken() -> None:
+    result = gk.policy_loss(**ARGUMENTS, config=gk.LossConfig(kl="k3"))  # type: ignore[arg-type]
+    assert result.loss.isfinite()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize("value", [[[1.0] * 4] * 3, 1.0, "x"], ids=repr)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_argument_that_is_no_tensor(name: str, value: Any) -> None:
+    refused(TypeError, name, type(value).__name__, **{name: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "name", ["logprobs", "old_logprobs", "advantages", "ref_logprobs", "sampling_logprobs", "is_weights", "entropy"]
+)
+def test_numbers_of_another_dtype(name: str, dtype: torch.dtype) -> None:
+    refused(TypeError, name, str(dtype), **{name: ARGUMENTS[name].to(dtype)})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("segments", torch.float32), ("segments", torch.bool), ("mask", torch.complex64), ("weights", torch.complex64)],
+)
+def test_other_arguments_of_another_dtype(name: str, dtype: torch.dtype) -> None:
+    refused(TypeError, name, str(dtype), **{name: torch.ones(SHAPE).to(dtype)})
+
+
+@pytest.mark.parametrize("shape", [(3,), (4,), (3, 5), (2, 4), (3, 4, 1), (3, 1), (1, 4), ()], ids=str)
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_argument_of_another_shape(name: str, shape: tuple[int, ...]) -> None:
+    value = torch.ones(shape).to(ARGUMENTS[name].dtype)
+    refused(ValueError, name, str(list(SHAPE)), str(list(shape)), **{name: value})
+
+
+@pytest.mark.parametrize("shape", [(4,), (2,), (1, 4), (4, 1), (3, 5), (3, 4, 1), ()], ids=str)
+@pytest.mark.parametrize("name", ["advantages", "is_weights"])
+def test_neither_one_per_row_nor_per_token(name: str, shape: tuple[int, ...]) -> None:
+    refused(
+        ValueError, name, "per row", "[3]", "per token", str(list(SHAPE)), str(list(shape)), **{name: torch.ones(shape)}
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "logprobs"])
+def test_argument_on_another_device(name: str) -> None:
+    refused(ValueError, name, "meta", **{name: ARGUMENTS[name].to("meta")})
+
+
+@pytest.mark.parametrize("shape", [(), (12,), (3, 4, 1)], ids=str)
+def test_logprobs_of_another_shape(shape: tuple[int, ...]) -> None:
+    refused(ValueError, "logprobs", "[B, T]", str(list(shape)), logprobs=torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(), (3, 4)], ids=str)
+def test_packed_logprobs_of_another_shape(shape: tuple[int, ...]) -> None:
+    refused(
+        ValueError, "logprobs", "[M]", str(list(shape)), logprobs=torch.ones(shape), cu_seqlens=torch.tensor([0, 4])
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "parts"),
+    [
+        ([0, 4], TypeError, ("list",)),
+        (torch.tensor([0.0, 4.0]), TypeError, ("torch.float32",)),
+        (torch.tensor([0, 4], dtype=torch.int16), TypeError, ("torch.int16",)),
+        (torch.tensor(4), ValueError, ("[B + 1]", "[]")),
+        (torch.tensor([[0, 4]]), ValueError, ("[B + 1]", "[1, 2]")),
+        (torch.zeros(0, dtype=torch.int64), ValueError, ("[B + 1]", "[0]")),
+        (torch.tensor([0, 4], device="meta"), ValueError, ("meta",)),
+    ],
+    ids=str,
+)
+def test_bounds_of_packed_rows(value: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
+    refused(error, "cu_seqlens", *parts, logprobs=torch.ones(4), cu_seqlens=value)
+
+
+def test_segments_that_do_not_ascend() -> None:
+    config = gk.LossConfig(ratio="segment")
+    given = {"logprobs": -torch.ones(2, 3), "old_logprobs": None, "advantages": torch.ones(2), "config": config}
+    for bad in ([[0, 1, 0], [0, 0, 0]], [[0, 0, 1], [1, 0, 0]], [[0, 5, 5], [0, 0, 0]]):
+        with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):
+            gk.policy_loss(**given, segments=torch.tensor(bad), backend="reference")  # type: ignore[arg-type]
+
+
+NORMALIZERS = [0, -1, 0.0, -2.5, NAN, INF, True, "3", None]
+
+
+@pytest.mark.parametrize("value", NORMALIZERS[:-1], ids=repr)
+def test_normalizer_that_is_no_positive_number(value: Any) -> None:
+    refused(ValueError, "normalizer", "positive", repr(value), normalizer=value, weights=None)
+    refused(ValueError, "normalizer", "positive", repr(value), normalizer={"rows": value}, weights=None)
+
+
+def test_normalizer_of_another_kind() -> None:
+    refused(ValueError, "normalizer", "tokens, rows, segments", "'token'", normalizer={"token": 3}, weights=None)
+    refused(ValueError, "normalizer", "one element", "[2]", normalizer=torch.ones(2), weights=None)
+    config = gk.LossConfig(kl="k3", aggregation="token-sum")
+    refused(ValueError, "normalizer", "token-sum", "3", normalizer=3, weights=None, config=config)
+    refused(ValueError, "normalizer", "weights", "3", normalizer=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "parts"),
+    [
+        (gk.LossConfig(ratio="segment", kl="k3"), "segments", ("ratio='segment'", "None")),
+        (gk.LossConfig(ratio="segment_mean", kl="k3"), "segments", ("ratio='segment_mean'", "None")),
+        (gk.LossConfig(kl="k3", kl_coef=0.1), "ref_logprobs", ("kl_coef=0.1", "None")),
+        (gk.LossConfig(kl="k3", entropy_coef=0.1), "entropy", ("entropy_coef=0.1", "None")),
+        (gk.LossConfig(kl="k3", top_entropy_quantile=0.5), "entropy", ("top_entropy_quantile=0.5", "None")),
+    ],
+)
+def test_argument_that_the_config_needs(config: gk.LossConfig, missing: str, parts: tuple[str, ...]) -> None:
+    refused(ValueError, missing, *parts, config=config, **{missing: None})
+
+
+def test_arguments_that_contradict_the_config() -> None:
+    refused(ValueError, "ref_logprobs", "kl='none'", config=gk.LossConfig())
+    masked = gk.LossConfig(kl="k3", correction="token_mask")
+    refused(ValueError, "is_weights", "correction='token_mask'", "[3, 4]", config=masked)
+    refused(ValueError, "sampling_logprobs", "correction='token_mask'", "None", config=masked, sampling_logprobs=None)
+    vespo = gk.LossConfig(loss="vespo", kl="k3")
+    refused(ValueError, "is_weights", "vespo", "[3]", config=vespo, is_weights=torch.ones(3))
+    refused(ValueError, "entropy_floor", "top_entropy_quantile=1", entropy_floor=torch.ones(()))
+
+
+def test_entropy_floor_that_is_no_scalar() -> None:
+    some = gk.LossConfig(kl="k3", top_entropy_quantile=0.5)
+    refused(ValueError, "entropy_floor", "one element", "[2]", config=some, entropy_floor=torch.ones(2))
+    refused(TypeError, "entropy_floor", "float", config=some, entropy_floor=0.5)
+    refused(TypeError, "entropy_floor", "int64", config=some, entropy_floor=torch.ones((), dtype=torch.long))
+
+
+@pytest.mark.parametrize("config", [None, 3, {"loss": "clip"}, gk.LossConfig])
+def test_config_of_another_type(config: Any) -> None:
+    refused(TypeError, "config", type(config).__name__, config=config)
+
+
+def test_name_of_a_config_is_a_loss_type_of_trl() -> None:
+    for name in TRL_LOSS_TYPES:
+        assert gk.LossConfig.of(name) == gk.LossConfig.trl(loss_type=name)
+    with pytest.raises(ValueError, match=r"^policy_loss: config must be one of .*'gropo' \(did you mean 'grpo'\?\)"):
+        gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3), config="gropo")
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match=r"^policy_loss: backend must be one of .*'gpu'"):
+        gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3), backend="gpu")
+
+
+# Config
+
+
+def config_refused(error: type[Exception], *parts: str, **settings: Any) -> None:
+    with pytest.raises(error) as caught:
+        gk.LossConfig(**settings)
+    assert caught.type is error and str(caught.value).startswith("LossConfig: ")
+    for part in parts:
+        assert part in str(caught.value), f"{part!r} is not in {str(caught.value)!r}"
+
+
+CHOICES = {
+    "loss": LOSSES,
+    "ratio": RATIOS,
+    "kl": KLS,
+    "aggregation": AGGREGATIONS[:-1],
+    "kl_aggregation": AGGREGATIONS,
+    "entropy_aggregation": AGGREGATIONS,
+    "correction": CORRECTIONS,
+}
+
+
+@pytest.mark.parametrize("value", ["means", "", 1, True, ["clip"]], ids=repr)
+@pytest.mark.parametrize("field", CHOICES)
+def test_choice_that_does_not_exist_lists_those_that_do(field: str, value: Any) -> None:
+    config_refused(ValueError, field, repr(value), *CHOICES[field], **{field: value})
+
+
+# Numbers, each with what makes it legal to set
+NUMBERS: dict[str, dict[str, Any]] = {
+    "clip_low": {},
+    "clip_high": {},
+    "dual_clip": {},
+    "delta": {},
+    "ratio_cap": {"loss": "dppo_tv"},
+    "dro_beta": {"loss": "dro"},
+    "kl_coef": {"kl": "k1"},
+    "entropy_coef": {},
+    "correction_min": {"correction": "token_mask"},
+    "correction_max": {"correction": "token_mask"},
+    "off_policy_threshold": {},
+    "top_entropy_quantile": {},
+}
+POSITIVE = {"delta": 0.0, "ratio_cap": 0.0, "dro_beta": 0.0, "dual_clip": 1.0, "top_entropy_quantile": 0.0}
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_number_that_is_not_finite(field: str, value: float) -> None:
+    config_refused(ValueError, field, repr(value), **NUMBERS[field] | {field: value})
+
+
+@pytest.mark.parametrize("value", ["1e-6", True, [1.0], torch.tensor(1.0)], ids=repr)
+@pytest.mark.parametrize("field", NUMBERS)
+def test_number_of_another_type(field: str, value: Any) -> None:
+    config_refused(TypeError, field, type(value).__name__, **NUMBERS[field] | {field: value})
+
+
+@pytest.mark.parametrize("field", sorted(set(NUMBERS) - {"kl_coef", "entropy_coef"}))
+def test_number_below_its_least(field: str) -> None:
+    config_refused(ValueError, field, "-0.5", **NUMBERS[field] | {field: -0.5})
+    if field in POSITIVE:
+        config_refused(ValueError, field, repr(POSITIVE[field]), **NUMBERS[field] | {field: POSITIVE[field]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"top_entropy_quantile": 1.5}, ("top_entropy_quantile", "at most 1", "1.5")),
+        ({"loss": "sapo", "sapo_temperatures": (1.0,)}, ("sapo_temperatures", "2 numbers", "(1.0,)")),
+        ({"loss": "sapo", "sapo_temperatures": 1.0}, ("sapo_temperatures", "2 numbers", "1.0")),
+        ({"loss": "sapo", "sapo_temperatures": (1.0, 0.0)}, ("sapo_temperatures", "above 0", "0.0")),
+        ({"loss": "vespo", "vespo_shape": (1.0, 2.0, 3.0)}, ("vespo_shape", "4 numbers", "(1.0, 2.0, 3.0)")),
+        ({"loss": "vespo", "vespo_shape": (1.0, 2.0, 3.0, -1.0)}, ("vespo_shape", "at least 0", "-1.0")),
+        ({"kl": "k3", "kl_clamp": (20.0,)}, ("kl_clamp", "2 numbers", "(20.0,)")),
+        ({"kl": "k3", "kl_clamp": (0.0, 1.0)}, ("kl_clamp", "above 0", "0.0")),
+        ({"log_ratio_clamp": (1.0, -1.0)}, ("log_ratio_clamp", "low < high", "(1.0, -1.0)")),
+        ({"log_ratio_clamp": (0.0, NAN)}, ("log_ratio_clamp", "low < high", "(0.0, nan)")),
+        ({"log_ratio_clamp": 20.0}, ("log_ratio_clamp", "(low, high)", "20.0")),
+        ({"log_ratio_clamp": ("a", "b")}, ("log_ratio_clamp", "(low, high)", "('a', 'b')")),
+        *[({"max_length": v}, ("max_length", "positive int", repr(v))) for v in (0, -1, 1.5, True, "9")],
+        ({"max_length": 9}, ("max_length", "9", "token-mean")),
+        ({"aggregation": "seq-mean-token-sum-norm"}, ("max_length", "None", "seq-mean-token-sum-norm")),
+        ({"kl": "k1", "kl_aggregation": "seq-mean-token-sum-norm"}, ("max_length", "None")),
+        ({"entropy_aggregation": "seq-mean-token-sum-norm"}, ("max_length", "None")),
+        ({"kl_coef": 0.1}, ("kl", "'none'", "kl_coef", "0.1")),
+        ({"kl_clamp": (1.0, 1.0)}, ("kl", "'none'", "kl_clamp", "(1.0, 1.0)")),
+        ({"kl_unbiased": True}, ("kl", "'none'", "kl_unbiased", "True")),
+        ({"kl": "k3+", "kl_coef": 1.0, "kl_unbiased": True}, ("kl_unbiased", "'k3+'")),
+        ({"kl": "k3", "kl_unbiased": True, "ratio": "segment"}, ("kl_unbiased", "'segment'")),
+        ({"correction_max": 2.0}, ("correction", "correction_max", "2.0")),
+        ({"correction": "token_mask", "ratio": "segment"}, ("correction", "token_mask", "segment")),
+        ({"correction": "sequence_mask", "loss": "vespo"}, ("correction", "sequence_mask", "vespo")),
+        ({"loss": "geo_mean"}, ("aggregation", "geo_mean", "token-mean")),
+        ({"loss": "dro"}, ("dro_beta", "None")),
+        ({"loss": "dppo_tv", "clip_low": None}, ("clip_low", "None", "dppo")),
+        ({"loss": "dppo_kl", "clip_high": None}, ("clip_high", "None", "dppo")),
+        ({"clip_high": -0.1}, ("clip_high", "-0.1")),
+        ({"loss": "cispo", "clip_high": -1.5}, ("clip_high", "-1.5")),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_settings_without_a_meaning(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    config_refused(ValueError, *parts, **settings)
+
+
+@pytest.mark.parametrize("field", ["kl_unbiased", "count_empty_rows"])
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_switch_that_is_no_bool(field: str, value: Any) -> None:
+    config_refused(TypeError, field, repr(value), **{field: value})
+
+
+OWN = {
+    "delta": 1.5,
+    "dual_clip": 3.0,
+    "ratio_cap": 3.0,
+    "sapo_temperatures": (1.0, 2.0),
+    "dro_beta": 0.1,
+    "vespo_shape": (1.0, 1.0, 1.0, 1.0),
+    "log_ratio_clamp": (-1.0, 1.0),
+    "clip_low": 0.3,
+    "clip_high": 0.3,
+}
+USERS = {
+    "delta": {"clip"},
+    "dual_clip": {"clip"},
+    "ratio_cap": {"dppo_tv", "dppo_kl"},
+    "sapo_temperatures": {"sapo"},
+    "dro_beta": {"dro"},
+    "vespo_shape": {"vespo"},
+    "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl"},
+    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"},
+    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("field", OWN)
+def test_field_of_another_loss_is_refused(field: str, loss: str) -> None:
+    needed: dict[str, Any] = {"loss": loss, field: OWN[field]}
+    if loss == "dro":
+        needed.setdefault("dro_beta", 0.1)
+    if loss == "geo_mean":
+        needed["aggregation"] = "seq-mean-token-sum"
+    if loss in USERS[field]:
+        gk.LossConfig(**needed)
+    else:
+        config_refused(ValueError, field, repr(loss), **needed)
+
+
+@pytest.mark.parametrize("loss", ["vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro"])
+def test_ratio_without_a_meaning_for_the_loss(loss: str) -> None:
+    needed = {"dro_beta": 0.1} if loss == "dro" else {}
+    config_refused(ValueError, "ratio", "'segment'", repr(loss), "token", loss=loss, ratio="segment", **needed)
+
+
+# Peers' names
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"loss_typ": "grpo"}, ("field", "'loss_typ'", "did you mean 'loss_type'?")),
+        ({"loss_type": "ppo"}, ("loss_type", "'ppo'", *TRL_LOSS_TYPES)),
+        ({"importance_sampling_level": "row"}, ("importance_sampling_level", "'row'", "token, sequence")),
+        ({"use_adaptive_entropy": True}, ("use_adaptive_entropy", "True")),
+        (
+            {"loss_type": "vespo", "use_vllm": True},
+            ("vllm_importance_sampling_mode", "token_truncate", "'sequence_mask'"),
+        ),
+    ],
+    ids=str,
+)
+def test_fields_of_trl(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^LossConfig\.trl: ") as caught:
+        gk.LossConfig.trl(**settings)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"loss_agg": "token-mean"}, ("field", "'loss_agg'", "loss_agg_mode")),
+        ({"loss_mode": "ppo"}, ("loss_mode", "'ppo'", "vanilla")),
+        ({"loss_agg_mode": "mean"}, ("loss_agg_mode", "'mean'", "token-mean")),
+        ({"use_kl_loss": True, "kl_loss_type": "full"}, ("kl_loss_type", "'full'", "low_var_kl", "k3+")),
+        ({"use_kl_loss": True, "kl_loss_type": None}, ("kl_loss_type", "None", "low_var_kl")),
+        ({"loss_mode": "clip_cov"}, ("loss_mode", "'clip_cov'", "not implemented")),
+        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("loss_scale_factor", "None")),
+    ],
+    ids=str,
+)
+def test_fields_of_verl(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^LossConfig\.verl: ") as caught:
+        gk.LossConfig.verl(**settings)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_config_is_frozen_and_compares_by_its_settings() -> None:
+    config = gk.LossConfig(loss="sapo", sapo_temperatures=[1, 2])  # type: ignore[arg-type]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.kl = "k1"  # type: ignore[misc]
+    assert config == gk.LossConfig(loss="sapo", sapo_temperatures=(1.0, 2.0)) != gk.LossConfig(loss="sapo")
+    assert hash(config) == hash(gk.LossConfig(loss="sapo", sapo_temperatures=(1.0, 2.0)))
+    clamped = gk.LossConfig(log_ratio_clamp=[-20, 20])  # type: ignore[arg-type]
+    assert hash(clamped) == hash(gk.LossConfig(log_ratio_clamp=(-20.0, 20.0)))
+    assert dataclasses.replace(config, kl="k1").sapo_temperatures == (1.0, 2.0)
+
+
+def test_metric_that_does_not_exist() -> None:
+    metrics = gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3)).metrics
+    with pytest.raises(KeyError, match=r"PolicyLossMetrics: 'kls' is none of .*kl_sum"):
+        metrics["kls"]
+    assert re.search("policy_loss", repr(metrics))
+
+
+# Nothing is ignored: the settings from which a field is changed, and the change
+
+VLLM = {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}
+TRL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "loss_type": ({}, "grpo"),
+    "importance_sampling_level": ({}, "sequence"),
+    "epsilon": ({}, 0.3),
+    "epsilon_high": ({}, 0.3),
+    "delta": ({}, 1.5),
+    "beta": ({}, 0.1),
+    "use_bias_correction_kl": ({"beta": 0.1}, False),
+    "sapo_temperature_pos": ({"loss_type": "sapo"}, 2.0),
+    "sapo_temperature_neg": ({"loss_type": "sapo"}, 2.0),
+    **{f"vespo_{name}": ({"loss_type": "vespo"}, 1.5) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+    "max_completion_length": ({"loss_type": "dr_grpo"}, 64),
+    "entropy_coef": ({}, 0.1),
+    "top_entropy_quantile": ({}, 0.5),
+    "off_policy_mask_threshold": ({}, 0.5),
+    "use_vllm": ({}, True),
+    "vllm_importance_sampling_correction": (VLLM, False),
+    "vllm_importance_sampling_mode": (VLLM, "token_truncate"),
+    "vllm_importance_sampling_clip_max": (VLLM, 2.0),
+    "vllm_importance_sampling_clip_min": (VLLM, 0.5),
+}
+VERL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
+    "loss_mode": ({}, "gspo"),
+    "loss_agg_mode": ({}, "token-sum"),
+    "loss_scale_factor": ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 5}, 6),
+    "clip_ratio": ({"clip_ratio_low": None}, 0.3),
+    "clip_ratio_low": ({}, 0.3),
+    "clip_ratio_high": ({}, 0.3),
+    "clip_ratio_c": ({}, 4.0),
+    "tau_pos": ({"loss_mode": "sapo"}, 2.0),
+    "tau_neg": ({"loss_mode": "sapo"}, 2.0),
+    "dro_beta": ({"loss_mode": "dro", "dro_beta": 0.1}, 0.2),
+    "entropy_coeff": ({}, 0.1),
+    "use_kl_loss": ({}, True),
+    "kl_loss_coef": ({"use_kl_loss": True}, 0.1),
+    "kl_loss_type": ({"use_kl_loss": True}, "k1"),
+}
+
+
+def test_no_field_of_trl_is_ignored() -> None:
+    assert set(TRL_CHANGES) | {"use_adaptive_entropy"} == set(TRL_DEFAULTS)
+    for field, (base, value) in TRL_CHANGES.items():
+        assert gk.LossConfig.trl(**base) != gk.LossConfig.trl(**base | {field: value}), field
+
+
+def test_no_field_of_verl_is_ignored() -> None:
+    assert set(VERL_CHANGES) == set(VERL_DEFAULTS)
+    for field, (base, value) in VERL_CHANGES.items():
+        assert gk.LossConfig.verl(**base) != gk.LossConfig.verl(**base | {field: value}), field

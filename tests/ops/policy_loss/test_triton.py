@@ -1,0 +1,199 @@
+"""What only the Triton kernels of policy_loss could get wrong: parts of rows, tiles of segments, recompilation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.ops.policy_loss import registration as op
+from tests import harness
+
+if "triton" not in harness.runnable_backends(op.SUPPORTS):
+    pytest.skip("triton cannot run here", allow_module_level=True)
+
+DEVICE = harness.device_of("triton")
+# More than one part of 1024 tokens, and many tiles of 32.
+LENGTHS = (1500, 40, 0, 1025)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clip": {"kl": "k3", "kl_coef": 0.1, "aggregation": "seq-mean-token-mean", "entropy_coef": 0.01},
+    "sequence": {"ratio": "sequence", "correction": "sequence_truncate", "correction_max": 2.0},
+    "segment": {"ratio": "segment_mean"},
+    "geo_mean": {"loss": "geo_mean", "aggregation": "token-sum"},
+    "vespo": {"loss": "vespo", "off_policy_threshold": 0.01},
+}
+
+
+def rows_of(length: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+
+    def values() -> Tensor:
+        return torch.rand(length, generator=random, dtype=torch.float64).to(dtype)
+
+    logprobs = -values()
+    segments = (values() < 0.05).cumsum(0).int()
+    segments = segments - segments[:1]
+    drift = 0.3 * (values() - 0.5)
+    return {
+        "logprobs": logprobs,
+        "old_logprobs": logprobs + drift,
+        "mask": values() > 0.2,
+        "segments": torch.where(values() < 0.1, -1, segments),
+        "ref_logprobs": logprobs + 0.5 * (values() - 0.5),
+        "sampling_logprobs": logprobs + drift + 0.01 * values(),
+        "entropy": values(),
+    }
+
+
+def batch(dtype: torch.dtype = torch.float32, width: int | None = None) -> dict[str, Tensor]:
+    """The rows side by side, or if they have a width padded to it with what must not matter."""
+    rows = [rows_of(length, seed, dtype) for seed, length in enumerate(LENGTHS)]
+    if width is None:
+        ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]} | {"cu_seqlens": ends}
+    padded = {}
+    for name in rows[0]:
+        like = rows[0][name]
+        nothing = {torch.bool: False, torch.int32: 7}.get(like.dtype, float("nan"))
+        padded[name] = torch.full((len(LENGTHS), width), nothing, dtype=like.dtype)
+        for row, length in enumerate(LENGTHS):
+            padded[name][row, :length] = rows[row][name]
+    return padded
+
+
+def run(data: dict[str, Tensor], variant: str, backend: str = "triton", **more: Any) -> tuple[Tensor, ...]:
+    """Loss, the gradients by log-probs and entropy, and the metrics."""
+    config = gk.LossConfig(**VARIANTS[variant])
+    # leaves of their own, or gradients of several runs would add up
+    given = {name: tensor.detach().clone().to(DEVICE) for name, tensor in data.items()}
+    if variant != "clip":
+        del given["ref_logprobs"]
+    if variant != "sequence":
+        del given["sampling_logprobs"]
+    if not config.ratio.startswith("segment"):
+        del given["segments"]
+    logprobs = given.pop("logprobs").requires_grad_()
+    given["entropy"].requires_grad_()
+    advantages = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=logprobs.dtype, device=DEVICE)
+    result = gk.policy_loss(
+        logprobs, given.pop("old_logprobs"), advantages, config=config, backend=backend, **given, **more
+    )
+    result.loss.backward()
+    by_entropy = given["entropy"].grad
+    return (
+        result.loss.detach(),
+        logprobs.grad if logprobs.grad is not None else torch.zeros_like(logprobs),
+        by_entropy if by_entropy is not None else torch.zeros_like(logprobs),
+        result.metrics.tensor,
+    )
+
+
+def rows_in(gradient: Tensor) -> Tensor:
+    """The gradient of the rows side by side, from padded or packed."""
+    if gradient.dim() == 1:
+        return gradient[: sum(LENGTHS)]
+    return torch.cat([gradient[row, :length] for row, length in enumerate(LENGTHS)])
+
+
+def assert_equal_bits(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> None:
+    for name, a, b in zip(("loss", "gradient", "by entropy", "metrics"), one, other, strict=True):
+        if name in ("gradient", "by entropy"):
+            a, b = rows_in(a), rows_in(b)
+        assert torch.equal(a.nan_to_num(nan=-7.0), b.nan_to_num(nan=-7.0)), name
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_neither_padding_nor_packing_changes_a_bit(variant: str) -> None:
+    narrow = run(batch(width=1500), variant)
+    assert_equal_bits(narrow, run(batch(width=1500), variant))
+    assert_equal_bits(narrow, run(batch(width=2100), variant))
+    assert_equal_bits(narrow, run(batch(), variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_of_several_parts_are_those_of_the_reference(variant: str) -> None:
+    data = batch(torch.float64)
+    for got, gold in zip(run(data, variant), run(data, variant, "reference"), strict=True):
+        torch.testing.assert_close(got, gold, rtol=1e-11, atol=1e-13, equal_nan=True)
+
+
+@pytest.mark.parametrize("variant", ["clip", "segment"])
+def test_tokens_behind_the_last_row_are_of_none(variant: str) -> None:
+    data = batch()
+    tail = {name: torch.cat([tensor, tensor[:1200]]) for name, tensor in data.items() if name != "cu_seqlens"}
+    tail["logprobs"][sum(LENGTHS) :] = float("nan")
+    result = run(tail | {"cu_seqlens": data["cu_seqlens"]}, variant)
+    assert_equal_bits(result, run(data, variant))
+    assert (result[1][sum(LENGTHS) :] == 0).all() and (result[2][sum(LENGTHS) :] == 0).all()
+
+
+def test_an_infinite_token_spoils_its_own_segment_only() -> None:
+    data = batch(width=1500)
+    clean = run(data, "segment")[1]
+    taken = data["mask"][0] & (data["segments"][0] >= 0)
+    at = int(taken.nonzero()[100])
+    data["old_logprobs"][0, at] = -float("inf")
+    spoilt = run(data, "segment")[1]
+    other = data["segments"][0] != data["segments"][0, at]
+    assert torch.equal(spoilt[0, other], clean[0, other]) and torch.equal(spoilt[1:], clean[1:])
+    assert not torch.equal(spoilt, clean)
+
+
+def test_kl_over_the_kept_tokens_only() -> None:
+    data = {name: value[:, :50].to(DEVICE) for name, value in batch(torch.float64, width=1500).items()}
+    config = gk.LossConfig(
+        kl="k2", kl_coef=0.1, kl_aggregation="local-token-mean", top_entropy_quantile=0.3, aggregation="token-sum"
+    )
+    data["mask"] &= torch.tensor([50, 40, 0, 50], device=DEVICE)[:, None] > torch.arange(50, device=DEVICE)
+    del data["segments"], data["sampling_logprobs"]
+    logprobs, old = data.pop("logprobs"), data.pop("old_logprobs")
+    advantages = torch.ones(len(LENGTHS), dtype=torch.float64, device=DEVICE)
+    found = {}
+    for backend in ("triton", "reference"):
+        leaf = logprobs.clone().requires_grad_()
+        result = gk.policy_loss(leaf, old, advantages, weights=data["entropy"], config=config, backend=backend, **data)
+        result.loss.backward()
+        found[backend] = (result.metrics.tensor, leaf.grad)
+    for got, gold in zip(found["triton"], found["reference"], strict=True):
+        torch.testing.assert_close(got, gold, rtol=1e-11, atol=1e-13, equal_nan=True)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a failed assertion on the device ends the process's use of it")
+def test_wrong_rows_and_segments_are_refused() -> None:
+    data = batch()
+    data["cu_seqlens"] = data["cu_seqlens"].flip(0)
+    with pytest.raises(RuntimeError, match="policy_loss: cu_seqlens must ascend"):
+        run(data, "clip")
+    for wrong in (torch.arange(1500).flip(0), torch.arange(1500) // 700 + 1400):
+        data = batch(width=1500)
+        data["segments"][0], data["mask"][0, 1000:] = wrong.int(), False
+        with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0"):
+            run(data, "segment")
+
+
+def test_no_kernel_is_compiled_again_for_another_number() -> None:
+    """Of the arguments that are neither pointers nor settings, Triton must look at the type alone."""
+    code = (
+        "from triton.runtime.jit import JITFunction\n"
+        "from grpo_kernels.ops.policy_loss.triton import ratio_gradients, rows, sums, tokens\n"
+        "for module in (ratio_gradients, rows, sums, tokens):\n"
+        "    for name, kernel in vars(module).items():\n"
+        "        if name.endswith('_kernel') and isinstance(kernel, JITFunction):\n"
+        "            for p in kernel.params:\n"
+        "                if not p.name.endswith('_ptr') and not p.is_constexpr:\n"
+        "                    fixed = p.annotation_type == 'fp64' or (p.annotation_type and p.do_not_specialize)\n"
+        "                    print(name, p.name, 'fixed' if fixed else 'FREE')\n"
+    )
+    # the interpreter's kernels do not tell
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len({line.split()[0] for line in lines}) == 6, done.stdout
+    assert not [line for line in lines if line.endswith("FREE")]

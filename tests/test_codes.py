@@ -1,0 +1,100 @@
+"""The compiled kernels read settings by position: their lists of names and codes are those of the Python configs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import grpo_kernels as gk
+from grpo_kernels import backends
+from grpo_kernels.ops.endpoint_segments import config as segments
+from grpo_kernels.ops.group_advantages import config as advantages
+from grpo_kernels.ops.policy_loss import config as loss
+from grpo_kernels.ops.similarity_groups import RowStatus
+from grpo_kernels.ops.similarity_groups import config as similarity
+from grpo_kernels.ops.token_logprobs import config as logprobs
+
+MODULES = {name: module for name in ("cpu", "cuda") if (module := getattr(backends, f"{name}_module")) is not None}
+ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
+    "group_advantages": {
+        "Center": advantages.CENTERS,
+        "Scale": advantages.SCALES,
+        "Singleton": advantages.SINGLETONS,
+        "Combine": advantages.COMBINES,
+        "Whiten": advantages.WHITENS,
+        "Gain": advantages.GAINS,
+    },
+    "policy_loss": {
+        "Loss": loss.LOSSES,
+        "Ratio": loss.RATIOS,
+        "Kl": [name for name in loss.KLS if not name.endswith("+")],  # kl_straight is a mode of its own
+        "Aggregation": loss.AGGREGATIONS,
+        "Correction": loss.CORRECTIONS,
+    },
+    "similarity_groups": {
+        "Linkage": similarity.LINKAGES,
+        "Collapse": similarity.COLLAPSES,
+        "Verdict": [verdict.name for verdict in sorted(gk.Verdict)],
+    },
+    "endpoint_segments": {
+        "SegmentRule": segments.RULES,
+        "SegmentProxy": segments.PROXIES,
+        "SegmentCredit": segments.CREDITS,
+        "SegmentNorm": segments.NORMS,
+    },
+}
+PLANS: dict[str, Any] = {
+    "group_advantages": advantages.Plan,
+    "policy_loss": loss.Plan,
+    "similarity_groups": similarity.Plan,
+    "endpoint_segments": segments.Plan,
+}
+
+pytestmark = pytest.mark.skipif(not MODULES, reason="no compiled kernels are built")
+
+
+@pytest.fixture(params=MODULES)
+def codes(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    return MODULES[request.param].kernel_codes()
+
+
+def enumerator(name: str) -> str:
+    """The C++ name of a Python name: kSeqMeanTokenMean of seq-mean-token-mean."""
+    return "k" + "".join(word.capitalize() for word in re.split("[-_]", name))
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in ENUMERATIONS.items() for name in names])
+def test_codes_are_the_positions_of_names(codes: dict[str, dict[str, Any]], op: str, name: str) -> None:
+    assert codes[op][name].split(", ") == [enumerator(value) for value in ENUMERATIONS[op][name]]
+
+
+def test_every_exported_enumeration_is_compared(codes: dict[str, dict[str, Any]]) -> None:
+    exported = {(op, name) for op, names in codes.items() for name in names if name[0].isupper()}
+    compared = {(op, name) for op, names in ENUMERATIONS.items() for name in names}
+    assert exported - {("similarity_groups", "RowStatus")} == compared
+
+
+def test_row_status_has_the_same_bits(codes: dict[str, dict[str, Any]]) -> None:
+    bits = dict(part.split(" = ") for part in codes["similarity_groups"]["RowStatus"].split(", "))
+    members = RowStatus.__members__.items()  # iteration leaves out a flag of value 0
+    assert {name: int(value) for name, value in bits.items()} == {enumerator(n): int(v) for n, v in members}
+
+
+@pytest.mark.parametrize("op", PLANS)
+def test_settings_are_in_the_same_order(codes: dict[str, dict[str, Any]], op: str) -> None:
+    modes, coefficients = codes[op]["modes"].split(), codes[op]["coefficients"].split()
+    plan = PLANS[op](*range(len(PLANS[op]._fields)))
+    assert [*modes, *coefficients] == list(plan._fields)
+    assert (len(modes), len(coefficients)) == (len(plan.modes), len(plan.coefficients))
+
+
+def test_metrics_are_in_the_same_order(codes: dict[str, dict[str, Any]]) -> None:
+    assert tuple(codes["policy_loss"]["metrics"].split()) == loss.METRICS
+
+
+def test_limits_are_the_same(codes: dict[str, dict[str, Any]]) -> None:
+    assert codes["similarity_groups"]["max_rows"] == similarity.MAX_ROWS
+    assert codes["token_logprobs"]["ignored_target"] == logprobs.IGNORED

@@ -1,0 +1,61 @@
+"""The public API of the package, name by name: a change shows in tests/public_api.txt.
+
+python -m tests.test_public_api > tests/public_api.txt
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpo_kernels as gk
+
+LISTED = Path(__file__).parent / "public_api.txt"
+
+
+def parameters(function: Any) -> str:
+    """Names, kinds and defaults of the parameters."""
+    signature = inspect.signature(function)
+    without_types = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=without_types, return_annotation=inspect.Signature.empty))
+
+
+def members(name: str, value: Any) -> Iterator[str]:
+    if inspect.ismodule(value):
+        for public in sorted(value.__all__):
+            yield from members(f"{name}.{public}", getattr(value, public))
+    elif inspect.isfunction(value):
+        yield f"{name}{parameters(value)}"
+    elif dataclasses.is_dataclass(value):
+        fields = ", ".join(f"{f.name}={f.default!r}" for f in dataclasses.fields(value) if f.init)
+        yield f"{name}({fields})"
+    elif hasattr(value, "_fields"):
+        yield f"{name}({', '.join(value._fields)})"
+    elif inspect.isclass(value) and hasattr(value, "__members__"):
+        yield f"{name}({', '.join(f'{member} = {int(number)}' for member, number in value.__members__.items())})"
+    elif inspect.isclass(value):
+        yield f"{name}{parameters(value)}"
+    if inspect.isclass(value):
+        for method, function in sorted(vars(value).items()):
+            is_own = not method.startswith("_") and not hasattr(tuple, method)
+            if (is_own and isinstance(function, staticmethod | classmethod)) or (
+                inspect.isfunction(function) and is_own
+            ):
+                yield f"{name}.{method}{parameters(getattr(value, method))}"
+
+
+def listing() -> str:
+    lines = [line for name in sorted(gk.__all__) if name != "__version__" for line in members(name, getattr(gk, name))]
+    return "\n".join(lines) + "\n"
+
+
+def test_public_api_is_the_listed_one() -> None:
+    print(listing())
+    assert listing() == LISTED.read_text()
+
+
+if __name__ == "__main__":
+    print(listing(), end="")

@@ -1,0 +1,255 @@
+"""Two processes match a single one: equal prompts, samples and rewards, and equal weights up to rounding.
+
+All recipes run in one launch, since a launch takes longer than a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from grpo_trainer import distributed
+from grpo_trainer.report.run_folder import number
+from grpo_trainer.train import train
+
+from tests.trainer import small
+from tests.trainer.test_train import lines, stopped_after, timeless, weights
+
+HERE = "tests.trainer.distributed_cases"
+# 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
+ODD = (
+    "phases.1.rl.rollout={prompts: 3, group_size: 5, max_new_tokens: 12, batch: 10}",
+    "phases.1.rl.micro_batch=3",
+    "phases.0.sft.batch=15",
+    "phases.0.sft.micro_batch=4",
+    "phases.0.sft.steps=2",
+    "phases.1.rl.steps=2",
+    "model.tiny.layers=2",
+    "data.options.validation=3",
+    "data.options.test=3",
+    "evaluation.every=0",
+    "checkpoints.every=1",
+    "checkpoints.keep=9",
+)
+SAMPLES = ("evaluation.samples=3", "evaluation.embedder=hashed")
+SEGMENTS = "phases.1.rl.algorithm={name: group_ppo, segments: {threshold_lr: 0.5}}"
+CLUSTERS = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, sharing: 0.5}}"
+CRITIC = "phases.1.rl.algorithm={name: ppo, critic: {separate: true, warmup: 1}}"
+SHARDED = "distributed=fsdp2"
+ONE = ("phases.0.sft.batch=1", "data.options.test=1")  # too few rows for the second process to have one
+RUNS = {
+    "grpo": (*ODD, *SAMPLES),
+    "group_ppo": (*ODD, SEGMENTS),
+    "clusters": (*ODD, CLUSTERS),
+    "critic": (*ODD, CRITIC),
+    "one_prompt": (
+        *ODD,
+        *ONE,
+        "phases.1.rl.rollout={prompts: 1, group_size: 2, max_new_tokens: 6}",
+        "phases.1.rl.minibatches=1",
+    ),
+    "sharded": (*ODD, SHARDED),
+    "sharded_values": (*ODD, SEGMENTS, SHARDED),
+    "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", SHARDED),
+}
+# Stopped before this step of the RL phase, and resumed with the other number of processes.
+STOP = (1, 2)
+RESUMED = ("group_ppo", "sharded_values")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the runs of one process, one/NAME, and of two processes, two/NAME."""
+    top = tmp_path_factory.mktemp("runs")
+    torch.set_num_threads(1)
+    cases: list[dict[str, Any]] = [
+        {"folder": f"{top}/two/failing", "overrides": [f"phases.1.rl.rewards.0.name='{HERE}:fails_in_the_second'"]},
+        {
+            "folder": f"{top}/two/moody",
+            "overrides": [*ODD, "phases.1.rl.steps=1", f"phases.1.rl.rewards.0.name='{HERE}:is_different_in_each'"],
+        },
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, overrides in RUNS.items():
+            train(small.recipe(top / "one" / name, *overrides))
+            cases.append({"folder": f"{top}/two/{name}", "overrides": overrides})
+            if name in RESUMED:
+                stopped_after(patch, small.recipe(top / "one_then_two" / name, *overrides), STOP[0], STOP[1] - 1)
+                cases += [
+                    {"folder": f"{top}/one_then_two/{name}", "overrides": overrides, "resume": True},
+                    {"folder": f"{top}/two_then_one/{name}", "overrides": overrides, "stop": STOP},
+                ]
+    (top / "cases.json").write_text(json.dumps(cases))
+    done = launched("-m", HERE, str(top / "cases.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return top
+
+
+def launched(*command: str, limit: float = 400.0) -> subprocess.CompletedProcess[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = (
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "--num_machines=1",
+        "--dynamo_backend=no",
+        "--mixed_precision=no",
+        f"--main_process_port={port}",
+    )
+    return subprocess.run(
+        [sys.executable, "-m", *launch, *command],
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def assert_same(one: Path, two: Path, rtol: float = 1e-4, atol: float = 2e-5) -> None:
+    """Samples and rewards are equal bit for bit, metrics and weights up to rounding.
+
+    AdamW amplifies rounding where a gradient is almost 0, but stays far below a step of the learning rate, 1e-3.
+    """
+    assert [path.read_text() for path in two.parent.glob(f"{two.name}-error-*")] == []
+    for a, b in zip(lines(one, "samples"), lines(two, "samples"), strict=True):
+        assert (a["prompt"], a["response"], a["rewards"]) == (b["prompt"], b["response"], b["rewards"])
+    for a, b in zip(timeless(lines(one)), timeless(lines(two)), strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            if isinstance(value, str) or name.startswith(("rewards/", "rollout/", "group_stats/", "eval/")):
+                assert value == b[name] or number(value) != number(value), (name, a["phase"], a["step"])
+            else:
+                assert b[name] == pytest.approx(value, rel=rtol, abs=atol, nan_ok=True), (name, a["phase"], a["step"])
+    checkpoints = sorted(path.name for path in (one / "checkpoints").iterdir())
+    assert checkpoints == sorted(path.name for path in (two / "checkpoints").iterdir())
+    for checkpoint in checkpoints:
+        a_weights, b_weights = weights(one, checkpoint), weights(two, checkpoint)
+        assert a_weights.keys() == b_weights.keys()
+        for name, weight in a_weights.items():
+            torch.testing.assert_close(b_weights[name], weight, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_match_a_single_one(folder: Path, name: str) -> None:
+    assert_same(folder / "one" / name, folder / "two" / name)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_runs_resume_with_another_number_of_processes(folder: Path, name: str) -> None:
+    train(small.recipe(folder / "two_then_one" / name, *RUNS[name]), resume=True)
+    assert_same(folder / "one" / name, folder / "two_then_one" / name)
+    assert_same(folder / "one" / name, folder / "one_then_two" / name)
+    started = [event["processes"] for event in lines(folder / "two_then_one" / name, "events") if "processes" in event]
+    assert started == [2, 1]
+
+
+def test_each_process_has_its_part_of_the_weights(folder: Path) -> None:
+    def parts(name: str) -> list[dict[str, int]]:
+        return [json.loads((folder / "two" / f"{name}-parts-{rank}").read_text()) for rank in range(2)]
+
+    assert all(part["here"] == part["all"] for part in parts("grpo"))
+    shards = parts("sharded")
+    assert sum(part["here"] for part in shards) == shards[0]["all"]
+    assert max(part["here"] for part in shards) < 0.6 * shards[0]["all"]
+
+
+def test_the_threshold_of_segments_moves_alike(folder: Path) -> None:
+    """The threshold must also change, or the test would show nothing."""
+    states = [
+        [json.loads((at / "state.json").read_text())["threshold"] for at in sorted((path / "checkpoints").iterdir())]
+        for path in (folder / "one" / "group_ppo", folder / "two" / "group_ppo")
+    ]
+    assert states[0] == states[1] and len({value for value in states[0] if value is not None}) > 1
+
+
+def test_rewards_of_all_processes_are_gathered(folder: Path) -> None:
+    """Of three prompts, the first process scores one and the second two."""
+    expected = torch.tensor([0.1 * i for i in range(5)] + [1 + 0.1 * i for i in range(10)], dtype=torch.float32)
+    (step,) = [line for line in lines(folder / "two" / "moody") if line["phase"] == "rl"]
+    assert step["rewards/mean"] == pytest.approx(float(expected.mean()), rel=1e-6)
+    assert step["rewards/group_std"] == pytest.approx(float(expected.view(3, 5).std(1).mean()), rel=1e-6)
+
+
+def test_failures_in_one_process_end_all(folder: Path) -> None:
+    said = "reward 'tests.trainer.distributed_cases:fails_in_the_second' raised ValueError: no reward today"
+    errors = [(folder / "two" / f"failing-error-{rank}").read_text() for rank in range(2)]
+    assert errors == [f"ProcessError: process 1: RewardError: {said}", f"RewardError: {said}"]
+
+
+def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
+    """A forward pass fails while the other process waits for it."""
+    recipe = tmp_path / "recipe.yaml"
+    values = small.values(tmp_path / "run") | {
+        "phases": [
+            {
+                "rl": {
+                    "steps": 1,
+                    "rollout": {"prompts": 2, "group_size": 4, "max_new_tokens": 4},
+                    "rewards": [{"name": f"{HERE}:breaks_the_second_model"}],
+                }
+            }
+        ]
+    }
+    recipe.write_text(json.dumps(values))
+    start = time.monotonic()
+    done = launched("-m", "grpo_trainer", str(recipe), limit=200)
+    assert done.returncode != 0
+    assert "RuntimeError: the second model is broken" in done.stderr
+    assert time.monotonic() - start < 150, "an end is not waited for: gloo gives up after half an hour"
+
+
+@pytest.fixture
+def of_three(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    rank = [0]
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
+    monkeypatch.setattr(distributed, "rank", lambda: rank[0])
+    return rank
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 12])
+def test_local_ranges_partition_the_items_evenly(of_three: list[int], count: int) -> None:
+    ranges = []
+    for of_three[0] in range(3):
+        ranges.append(distributed.local_range(count))
+    assert [i for local in ranges for i in local] == list(range(count))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 4), (7, 2), (12, 4), (12, 100), (13, 3)])
+def test_micro_batches_contain_every_row_once(of_three: list[int], count: int, size: int) -> None:
+    rows = torch.arange(count)
+    dealt = []
+    for of_three[0] in range(3):
+        dealt.append(list(distributed.MicroBatches(rows, size, equal_count=True)))
+    assert len({len(pieces) for pieces in dealt}) == 1, "all wait for each other as often"
+    counted = sorted(i for pieces in dealt for piece, counts in pieces if counts for i in piece.tolist())
+    assert counted == list(range(count)) and max(len(piece) for pieces in dealt for piece, _ in pieces) <= size
+    assert all(len(pieces) for pieces in dealt)
+
+
+def test_one_process_has_the_micro_batches_it_always_had() -> None:
+    rows = torch.arange(13)
+    pieces = distributed.MicroBatches(rows, 5)
+    assert [(piece.tolist(), counts) for piece, counts in pieces] == [(piece.tolist(), True) for piece in rows.split(5)]
+    assert torch.equal(pieces.all_gather([torch.tensor(1.0), torch.tensor(2.0)]), torch.tensor([1.0, 2.0]))
+
+
+def test_rows_in_another_order_are_not_the_same() -> None:
+    for value in (torch.randn(6), torch.randn(6, 3), torch.randn(6, 2, 2).bfloat16(), torch.arange(6) > 2):
+        assert distributed._digest(value) == distributed._digest(value.clone())
+        assert distributed._digest(value) != distributed._digest(value.flip(0))
+    assert distributed._digest(torch.zeros(0, 3)) == distributed._digest(torch.zeros(0, 3))

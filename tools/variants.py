@@ -1,0 +1,103 @@
+"""Writes the tables of all losses and advantage estimators, read from the code, into the pages of their ops.
+
+python tools/variants.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from grpo_kernels import AdvantageConfig, LossConfig
+from grpo_kernels.ops.policy_loss import config as loss
+from grpo_kernels.ops.policy_loss import peers
+
+OPS = Path(__file__).parent.parent / "docs" / "ops"
+MARKS = ("<!-- variants, written by tools/variants.py -->", "<!-- end of variants -->")
+FIELDS = {
+    "loss": loss.LOSSES,
+    "ratio": loss.RATIOS,
+    "kl": loss.KLS,
+    "aggregation": loss.AGGREGATIONS,
+    "correction": loss.CORRECTIONS,
+}
+# Fields without a default.
+REQUIRED = {"dro": {"dro_beta": 1.0}}
+# Derived for the kernels, or shown in a column of its own.
+HIDDEN = {"modes", "coefficients", "weight_list", "estimator", "loss", "ratio", "aggregation"}
+
+Fields = dict[str, object]
+
+
+def changed(config: LossConfig | AdvantageConfig, default: LossConfig | AdvantageConfig) -> Fields:
+    """Fields of a config that differ from the default's, except those that have a column of their own."""
+    names = [field.name for field in dataclasses.fields(config) if field.name not in HIDDEN]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+
+
+def spelled(fields: Fields) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in fields.items())
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ("---",) * len(header), *rows))
+
+
+def loss_rows(configs: Mapping[str, LossConfig], sentence: str, name: str) -> str:
+    """A table of a peer's losses, below a sentence that lists the fields they have in common."""
+    changes = {key: changed(config, LossConfig()) for key, config in configs.items()}
+    first = next(iter(changes.values()))
+    shared = {k: v for k, v in first.items() if all(k in fields and fields[k] == v for fields in changes.values())}
+    rows = []
+    for key, config in configs.items():
+        own = {field: value for field, value in changes[key].items() if field not in shared}
+        rows.append((f"`{key}`", f"`{config.loss}`", f"`{config.ratio}`", f"`{config.aggregation}`", spelled(own)))
+    header = (name, "loss", "ratio", "aggregation", "other fields")
+    return f"{sentence}\n\nAll have {spelled(shared)}.\n\n{table(header, rows)}"
+
+
+def policy_loss() -> str:
+    choices = [(f"`{name}`", ", ".join(f"`{value}`" for value in values)) for name, values in FIELDS.items()]
+    trl = {name: LossConfig.trl(loss_type=name) for name in peers.TRL_LOSS_TYPES}
+    verl = {name: LossConfig.verl(loss_mode=name, **REQUIRED.get(name, {})) for name in peers._VERL_LOSSES}
+    refused = ", ".join(f"`{name}`" for name in peers._VERL_REFUSED)
+    return "\n\n".join(
+        [
+            table(("field of `LossConfig`", "values"), choices),
+            loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
+            loss_rows(verl, "`LossConfig.verl(loss_mode=...)`, with verl's defaults.", "verl's `loss_mode`"),
+            f"Refused: verl's {refused}.",
+        ]
+    )
+
+
+def group_advantages() -> str:
+    rows = []
+    for name in AdvantageConfig.names():
+        config = AdvantageConfig(name)
+        fields = changed(config, AdvantageConfig())
+        center, scale = fields.pop("center", "mean"), fields.pop("scale", "std")
+        rows.append((f"`{name}`", f"`{center}`", f"`{scale}`", spelled(fields)))
+    return table(("name", "center", "scale", "other fields"), rows)
+
+
+PAGES = {"policy_loss.md": policy_loss, "group_advantages.md": group_advantages}
+
+
+def updated(page: str, text: str) -> str:
+    """The text of a page with its tables written anew."""
+    begin, end = MARKS
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise SystemExit(f"variants: {page} must have {begin} and {end} once each")
+    return re.sub(f"{begin}.*{end}", lambda _: f"{begin}\n\n{PAGES[page]()}\n\n{end}", text, flags=re.DOTALL)
+
+
+def main() -> None:
+    for page in PAGES:
+        (OPS / page).write_text(updated(page, (OPS / page).read_text()))
+
+
+if __name__ == "__main__":
+    main()
