@@ -164,7 +164,7 @@ def test_some_op_was_found() -> None:
 
 
 def includes_of(source: Path) -> set[str]:
-    """What a file of csrc includes, itself or through other files of csrc."""
+    """Includes of a file of csrc, direct and through other files of csrc."""
     found: set[str] = set()
     pending = [source]
     while pending:

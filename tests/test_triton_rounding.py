@@ -38,7 +38,7 @@ def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> Non
         config = gk.SegmentConfig(norm="prompt")
         gk.endpoint_segments(*tokens, mask, groups=torch.tensor([0, 0]), config=config)
     kernels = {
-        "group_advantages": ("parents", "segments", "moments", "finish"),
+        "group_advantages": ("parents", "groups", "moments", "finish"),
         "similarity_groups": ("products", "distances", "tree", "cuts", "silhouette"),
         "endpoint_segments": ("returns", "baselines", "tokens", "scale", "cuts", "credits", "moments", "results"),
     }

@@ -273,11 +273,11 @@ def kernels(source: str, *names: str) -> set[str]:
 
 
 CASES = {
-    "every_config": Case(every_config, kernels("group_advantages", "segments", "one_block"), ("cuda",)),
-    "every_size": Case(every_size, kernels("group_advantages", "segments", "one_block"), ("cuda",)),
-    "few_advantages": Case(few_advantages, kernels("group_advantages", "segments", "one_block")),
-    "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "segments")),
-    "large_advantages": Case(large_advantages, kernels("group_advantages", "segments", "moments", "finish")),
+    "every_config": Case(every_config, kernels("group_advantages", "groups", "one_block"), ("cuda",)),
+    "every_size": Case(every_size, kernels("group_advantages", "groups", "one_block"), ("cuda",)),
+    "few_advantages": Case(few_advantages, kernels("group_advantages", "groups", "one_block")),
+    "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "groups")),
+    "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "moments", "finish")),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     **{

@@ -71,8 +71,8 @@ FEW = (2, 1024)  # rows and tokens for the loop, which would take minutes on all
 SHAPE = f"{ROWS} responses of {LENGTH:,} tokens"
 CASES = [
     Case(
-        # Where advantages are constant, the two sides of the test are equal up to rounding, which only float64 keeps
-        # below group_epsilon. So the loop is compared in float64, and timed in float32.
+        # Constant advantages make both sides of the test equal up to rounding, which only float64 keeps below
+        # group_epsilon, so the loop is compared in float64 and timed in float32.
         OP,
         "norm=none",
         SHAPE,

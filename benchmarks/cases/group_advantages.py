@@ -80,7 +80,7 @@ def unique_then_index_add(i: Inputs) -> Tensor:
     return two_pass(i.rewards, number, len(unique))
 
 
-def sort_then_segment_reduce(i: Inputs) -> Tensor:
+def sort_then_group_reduce(i: Inputs) -> Tensor:
     ids, order = i.ids.sort(stable=True)
     sizes = torch.unique_consecutive(ids, return_counts=True)[1]
     sorted_rewards = i.rewards[order]
@@ -129,7 +129,7 @@ CASES = [
         quick=("torch, sort + segment_reduce",),
         providers=(
             Provider("torch, unique + index_add", unique_then_index_add),
-            Provider("torch, sort + segment_reduce", sort_then_segment_reduce),
+            Provider("torch, sort + segment_reduce", sort_then_group_reduce),
             # receives dense ids that the others must compute, hence no bar
             Provider("torch, index_add, ids known dense", known_dense),
         ),

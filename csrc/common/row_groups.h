@@ -7,13 +7,13 @@
 
 namespace grpo_kernels {
 
-// Rows by segment, which is a group or, with subgroups, a part of one. Segment s holds rows order[starts[s]] to
-// order[starts[s + 1] - 1], ascending; an empty `order` is the identity. The segments of one group are neighbours, and
+// Rows by group, which is a group or, with subgroups, a part of one. Group s holds rows order[starts[s]] to
+// order[starts[s + 1] - 1], ascending; an empty `order` is the identity. The groups of one group are neighbours, and
 // parent[s] is its number; without subgroups `parent` is empty.
 struct RowGroups {
   std::vector<int32_t> order;
   std::vector<int64_t> starts;
-  std::vector<int32_t> number;  // the segment of each row; empty if `order` is
+  std::vector<int32_t> number;  // the group of each row; empty if `order` is
   std::vector<int32_t> parent;
   int64_t parents = 0;
 

@@ -34,7 +34,7 @@ bool is_plain(const AdvantageInputs& in) {
          plan.center != Center::kRunnerUp;
 }
 
-// The rows of one segment.
+// The rows of one group.
 struct Span {
   const int32_t* order;  // null: rows are first, first + 1, ...
   int64_t first, count;
@@ -42,18 +42,18 @@ struct Span {
   int64_t operator[](int64_t k) const { return order == nullptr ? first + k : order[first + k]; }
 };
 
-Span span_of(const RowGroups& groups, int64_t segment) {
-  const int64_t first = groups.starts[segment];
-  return {groups.order.empty() ? nullptr : groups.order.data(), first, groups.starts[segment + 1] - first};
+Span span_of(const RowGroups& groups, int64_t group) {
+  const int64_t first = groups.starts[group];
+  return {groups.order.empty() ? nullptr : groups.order.data(), first, groups.starts[group + 1] - first};
 }
 
 template <typename T>
-SegmentStats stats_of(const WeightedBatch<T>& in, const Span& span, int column, std::vector<double>& values) {
+GroupStatistics stats_of(const WeightedBatch<T>& in, const Span& span, int column, std::vector<double>& values) {
   if (static_cast<int64_t>(values.size()) < span.count) values.resize(span.count);
   for (int64_t k = 0; k < span.count; ++k) values[k] = in.reward(span[k], column);
-  SegmentStats stats = GRPO_SIMD_CALL(segment_stats, values.data(), span.count);
+  GroupStatistics stats = GRPO_SIMD_CALL(group_statistics, values.data(), span.count);
   if (in.plan.center != Center::kLength && in.plan.center != Center::kRunnerUp) return stats;
-  SegmentStats all;
+  GroupStatistics all;
   for (int64_t k = 0; k < span.count; ++k) {
     if (!std::isnan(values[k])) all.add(values[k], in.length(span[k]));
   }
@@ -63,40 +63,40 @@ SegmentStats stats_of(const WeightedBatch<T>& in, const Span& span, int column, 
   return stats;
 }
 
-// Calls visit(segment, values) for every segment, on several threads; `values` is the thread's memory.
+// Calls visit(group, values) for every group, on several threads; `values` is the thread's memory.
 template <typename Visit>
-void for_each_segment(const RowGroups& groups, Visit visit) {
+void for_each_group(const RowGroups& groups, Visit visit) {
   const int64_t mean_size = std::max<int64_t>(1, groups.starts.back() / std::max<int64_t>(1, groups.size()));
   torch::stable::parallel_for(0, groups.size(), kRowsPerTask / mean_size + 1, [&](int64_t begin, int64_t end) {
     std::vector<double> values;
-    for (int64_t segment = begin; segment < end; ++segment) visit(segment, values);
+    for (int64_t group = begin; group < end; ++group) visit(group, values);
   });
 }
 
-// From one column, or the combined rewards, to the entry of each segment.
+// From one column, or the combined rewards, to the entry of each group.
 template <typename T>
-std::vector<SegmentEntry<T>> segment_entries(const WeightedBatch<T>& in, const RowGroups& groups, int column) {
-  std::vector<SegmentEntry<T>> entries(groups.size());
+std::vector<GroupEntry<T>> group_entries(const WeightedBatch<T>& in, const RowGroups& groups, int column) {
+  std::vector<GroupEntry<T>> entries(groups.size());
   if (!in.plan.needs_parent() || groups.parent.empty()) {
-    for_each_segment(groups, [&](int64_t segment, std::vector<double>& values) {
-      const SegmentStats own = stats_of(in, span_of(groups, segment), column, values);
-      entries[segment] = SegmentEntry<T>(map_rows(in.plan, own, nullptr), own.count);
+    for_each_group(groups, [&](int64_t group, std::vector<double>& values) {
+      const GroupStatistics own = stats_of(in, span_of(groups, group), column, values);
+      entries[group] = GroupEntry<T>(map_rows(in.plan, own, nullptr), own.count);
     });
     return entries;
   }
-  std::vector<SegmentStats> stats(groups.size()), parents(groups.parents);
-  for_each_segment(groups, [&](int64_t segment, std::vector<double>& values) {
-    stats[segment] = stats_of(in, span_of(groups, segment), column, values);
+  std::vector<GroupStatistics> stats(groups.size()), parents(groups.parents);
+  for_each_group(groups, [&](int64_t group, std::vector<double>& values) {
+    stats[group] = stats_of(in, span_of(groups, group), column, values);
   });
   for (int64_t s = 0; s < groups.size(); ++s) parents[groups.parent[s]].merge(stats[s]);
-  for_each_segment(groups, [&](int64_t s, std::vector<double>&) {
-    entries[s] = SegmentEntry<T>(map_rows(in.plan, stats[s], &parents[groups.parent[s]]), stats[s].count);
+  for_each_group(groups, [&](int64_t s, std::vector<double>&) {
+    entries[s] = GroupEntry<T>(map_rows(in.plan, stats[s], &parents[groups.parent[s]]), stats[s].count);
   });
   return entries;
 }
 
 template <typename T>
-double advantage_of(const WeightedBatch<T>& in, const SegmentEntry<T>& entry, int64_t row, double reward) {
+double advantage_of(const WeightedBatch<T>& in, const GroupEntry<T>& entry, int64_t row, double reward) {
   RowMap map;
   map.center = entry.center;
   map.factor = entry.factor;
@@ -104,7 +104,7 @@ double advantage_of(const WeightedBatch<T>& in, const SegmentEntry<T>& entry, in
   return row_advantage(in.plan, map, reward, in.baseline(row));
 }
 
-// Calls visit(row, segment) for every row, in memory order.
+// Calls visit(row, group) for every row, in memory order.
 template <typename Visit>
 void for_each_row(const RowGroups& groups, Visit visit) {
   if (!groups.order.empty()) {
@@ -114,13 +114,13 @@ void for_each_row(const RowGroups& groups, Visit visit) {
     });
     return;
   }
-  for_each_segment(groups, [&](int64_t segment, std::vector<double>&) {
-    for (int64_t row = groups.starts[segment]; row < groups.starts[segment + 1]; ++row) visit(row, segment);
+  for_each_group(groups, [&](int64_t group, std::vector<double>&) {
+    for (int64_t row = groups.starts[group]; row < groups.starts[group + 1]; ++row) visit(row, group);
   });
 }
 
 template <typename T>
-void write_statistics(const AdvantageOutputs<T>& out, int64_t row, const SegmentEntry<T>& entry) {
+void write_statistics(const AdvantageOutputs<T>& out, int64_t row, const GroupEntry<T>& entry) {
   out.mean[row] = entry.mean;
   out.std[row] = entry.std;
   out.size[row] = entry.size;
@@ -146,10 +146,10 @@ void plain_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, co
 
 template <typename T>
 void general_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, const RowGroups& groups) {
-  const std::vector<SegmentEntry<T>> combined = segment_entries(in, groups, kCombined);
+  const std::vector<GroupEntry<T>> combined = group_entries(in, groups, kCombined);
   const double bound = in.plan.needs_batch() ? INFINITY : in.plan.clip;
-  for_each_row(groups, [&](int64_t row, int64_t segment) {
-    const SegmentEntry<T>& entry = combined[segment];
+  for_each_row(groups, [&](int64_t row, int64_t group) {
+    const GroupEntry<T>& entry = combined[group];
     write_statistics(out, row, entry);
     if (in.plan.combine == Combine::kSumThenNormalize) {
       const double advantage = advantage_of(in, entry, row, in.reward(row, kCombined));
@@ -164,10 +164,10 @@ void general_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, 
   // GDPO: normalises each column, then takes the weighted sum.
   std::vector<double> sums(in.rows);
   for (int column = 0; column < in.columns; ++column) {
-    const std::vector<SegmentEntry<T>> entries = segment_entries(in, groups, column);
-    for_each_row(groups, [&](int64_t row, int64_t segment) {
-      sums[row] += in.weights[column] * advantage_of(in, entries[segment], row, in.reward(row, column));
-      out.degenerate[row] = out.degenerate[row] && !entries[segment].live;
+    const std::vector<GroupEntry<T>> entries = group_entries(in, groups, column);
+    for_each_row(groups, [&](int64_t row, int64_t group) {
+      sums[row] += in.weights[column] * advantage_of(in, entries[group], row, in.reward(row, column));
+      out.degenerate[row] = out.degenerate[row] && !entries[group].live;
     });
   }
   for (int64_t row = 0; row < in.rows; ++row) out.advantages[row] = static_cast<T>(clip_to(sums[row], bound));

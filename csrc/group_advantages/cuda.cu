@@ -5,7 +5,7 @@
 #include "common/cuda/team.cuh"
 #include "group_advantages/cuda.h"
 
-// Three steps: statistics of groups, where subgroups borrow from them; advantages of every segment; and, for estimators
+// Three steps: statistics of groups, where subgroups borrow from them; advantages of every group; and, for estimators
 // that normalise over the batch, a pass over all rows. A small batch takes the last two in one launch of one block.
 namespace grpo_kernels {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kOneBlockThreads = 512;  // 128 registers each
 constexpr int64_t kOneBlockRows = 65536;
-constexpr int64_t kLongSegment = 2048;  // longer ones take a whole block
+constexpr int64_t kLongGroup = 2048;  // longer ones take a whole block
 
 template <typename T>
 struct Rows {
@@ -23,27 +23,27 @@ struct Rows {
   __device__ double reward(int64_t row, int column) const { return a.batch.reward(row, column, a.weights); }
 };
 
-struct Segment {
+struct Group {
   int64_t first, count;
 };
 
-__device__ __forceinline__ Segment segment_at(const int64_t* starts, int64_t group_size, int64_t segments, int64_t s) {
-  if (s >= segments) return {0, 0};
+__device__ __forceinline__ Group group_at(const int64_t* starts, int64_t group_size, int64_t groups, int64_t s) {
+  if (s >= groups) return {0, 0};
   if (starts == nullptr) return {s * group_size, group_size};
   return {starts[s], starts[s + 1] - starts[s]};
 }
 
 // Two passes; every thread of the team gets the result.
 template <typename T>
-__device__ SegmentStats team_stats(const Rows<T>& rows, const Segment& segment, int column, const Team& team,
-                                   double* shared) {
-  SegmentStats own;
-  for (int64_t k = team.rank; k < segment.count; k += team.size) {
-    const int64_t row = rows.at(segment.first + k);
+__device__ GroupStatistics team_stats(const Rows<T>& rows, const Group& group, int column, const Team& team,
+                                      double* shared) {
+  GroupStatistics own;
+  for (int64_t k = team.rank; k < group.count; k += team.size) {
+    const int64_t row = rows.at(group.first + k);
     const double reward = rows.reward(row, column);
     if (!isnan(reward)) own.add(reward, rows.a.batch.length(row));
   }
-  SegmentStats all;
+  GroupStatistics all;
   all.count = team_sum(team, own.count, shared);
   all.sum = team_sum(team, own.sum, shared);
   all.low = -team_max(team, -own.low, shared);
@@ -61,32 +61,32 @@ __device__ SegmentStats team_stats(const Rows<T>& rows, const Segment& segment, 
   }
   const double mean = all.mean();
   double squares = 0;
-  for (int64_t k = team.rank; k < segment.count; k += team.size) {
-    const double reward = rows.reward(rows.at(segment.first + k), column);
+  for (int64_t k = team.rank; k < group.count; k += team.size) {
+    const double reward = rows.reward(rows.at(group.first + k), column);
     if (!isnan(reward)) squares += (reward - mean) * (reward - mean);
   }
   all.m2 = team_sum(team, squares, shared);
   return all;
 }
 
-// Calls work(segment number, segment, team) for every segment with a team of `width` lanes, or with the whole block for
-// a long segment. All threads of the block take part in every call.
+// Calls work(number, group, team) for every group with a team of `width` lanes, or with the whole block for
+// a long group. All threads of the block take part in every call.
 template <typename Work>
-__device__ void for_each_segment(const int64_t* starts, int64_t group_size, int64_t segments, int width, Work work) {
+__device__ void for_each_group(const int64_t* starts, int64_t group_size, int64_t groups, int width, Work work) {
   const int64_t teams = blockDim.x / width;
   const Team narrow{static_cast<int>(threadIdx.x) % width, width, false};
   const Team wide{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), true};
-  for (int64_t base = blockIdx.x * teams; base < segments; base += gridDim.x * teams) {
+  for (int64_t base = blockIdx.x * teams; base < groups; base += gridDim.x * teams) {
     const int64_t mine = base + threadIdx.x / width;
-    Segment segment = segment_at(starts, group_size, segments, mine);
-    const bool is_long = segment.count > kLongSegment;
+    Group group = group_at(starts, group_size, groups, mine);
+    const bool is_long = group.count > kLongGroup;
     const int64_t rounds = __syncthreads_or(is_long) ? teams : 0;
-    // In round -1 each team has its own segment; in round r >= 0 the block has the r-th of them, if that is long. There
+    // In round -1 each team has its own group; in round r >= 0 the block has the r-th of them, if that is long. There
     // is one call site, because the work is inlined and a second one would double the registers.
     for (int64_t round = -1; round < rounds; ++round) {
       const bool whole_block = round >= 0;
-      Segment current = whole_block ? segment_at(starts, group_size, segments, base + round) : segment;
-      if (whole_block && current.count <= kLongSegment) continue;
+      Group current = whole_block ? group_at(starts, group_size, groups, base + round) : group;
+      if (whole_block && current.count <= kLongGroup) continue;
       if (!whole_block && is_long) current.count = 0;
       work(whole_block ? base + round : mine, current, whole_block ? wide : narrow);
     }
@@ -99,53 +99,52 @@ __global__ void GRPO_BOUNDS(kThreads) parent_stats_kernel(const __grid_constant_
   __shared__ double shared[kMaxWarps];
   const Rows<T> rows{arrays};
   const int columns = arrays.batch.plan.combine == Combine::kNormalizeThenSum ? arrays.batch.columns : 0;
-  for_each_segment(arrays.parent_starts, 0, arrays.segments, kWarp,
-                   [&](int64_t number, const Segment& segment, const Team& team) {
-                     for (int column = kCombined; column < columns; ++column) {
-                       const SegmentStats stats = team_stats(rows, segment, column, team, shared);
-                       if (team.rank == 0 && segment.count > 0) {
-                         arrays.parent_stats[(column + 1) * arrays.segments + number] = stats;
-                       }
+  for_each_group(arrays.parent_starts, 0, arrays.groups, kWarp,
+                 [&](int64_t number, const Group& group, const Team& team) {
+                   for (int column = kCombined; column < columns; ++column) {
+                     const GroupStatistics stats = team_stats(rows, group, column, team, shared);
+                     if (team.rank == 0 && group.count > 0) {
+                       arrays.parent_stats[(column + 1) * arrays.groups + number] = stats;
                      }
-                   });
+                   }
+                 });
 }
 
 template <typename T>
-__device__ RowMap map_of(const AdvantageArrays<T>& arrays, int64_t number, const Segment& segment,
-                         const SegmentStats& own, int column) {
-  const SegmentStats* parent = nullptr;
-  if (arrays.parent_stats != nullptr && segment.count > 0) {
-    parent = arrays.parent_stats + (column + 1) * arrays.segments + arrays.parent[number];
+__device__ RowMap map_of(const AdvantageArrays<T>& arrays, int64_t number, const Group& group,
+                         const GroupStatistics& own, int column) {
+  const GroupStatistics* parent = nullptr;
+  if (arrays.parent_stats != nullptr && group.count > 0) {
+    parent = arrays.parent_stats + (column + 1) * arrays.groups + arrays.parent[number];
   }
   return map_rows(arrays.batch.plan, own, parent);
 }
 
-// Writes all outputs of one segment, before the step over the batch.
+// Writes all outputs of one group, before the step over the batch.
 template <typename T>
-__device__ void write_segment(const Rows<T>& rows, int64_t number, const Segment& segment, const Team& team,
-                              double* shared) {
+__device__ void write_group(const Rows<T>& rows, int64_t number, const Group& group, const Team& team, double* shared) {
   const AdvantageArrays<T>& a = rows.a;
   const double bound = a.batch.plan.needs_batch() ? INFINITY : a.batch.plan.clip;
-  const SegmentStats combined = team_stats(rows, segment, kCombined, team, shared);
-  const RowMap reported = map_of(a, number, segment, combined, kCombined);
+  const GroupStatistics combined = team_stats(rows, group, kCombined, team, shared);
+  const RowMap reported = map_of(a, number, group, combined, kCombined);
   bool live = reported.live;
   const bool by_column = a.batch.plan.combine == Combine::kNormalizeThenSum;
   if (by_column) live = false;
   for (int column = by_column ? 0 : kCombined; column < (by_column ? a.batch.columns : 0); ++column) {
-    const SegmentStats own = by_column ? team_stats(rows, segment, column, team, shared) : combined;
-    const RowMap map = by_column ? map_of(a, number, segment, own, column) : reported;
+    const GroupStatistics own = by_column ? team_stats(rows, group, column, team, shared) : combined;
+    const RowMap map = by_column ? map_of(a, number, group, own, column) : reported;
     live = live || map.live;
     const double weight = by_column ? a.weights[column] : 1;
-    for (int64_t k = team.rank; k < segment.count; k += team.size) {
-      const int64_t row = rows.at(segment.first + k);
+    for (int64_t k = team.rank; k < group.count; k += team.size) {
+      const int64_t row = rows.at(group.first + k);
       const double reward = rows.reward(row, column);
       const double before = column > 0 ? static_cast<double>(a.out.advantages[row]) : 0;
       const double part = isnan(reward) ? 0 : row_advantage(a.batch.plan, map, reward, a.batch.baseline(row));
       a.out.advantages[row] = static_cast<T>(before + weight * part);
     }
   }
-  for (int64_t k = team.rank; k < segment.count; k += team.size) {
-    const int64_t row = rows.at(segment.first + k);
+  for (int64_t k = team.rank; k < group.count; k += team.size) {
+    const int64_t row = rows.at(group.first + k);
     a.out.advantages[row] = static_cast<T>(clip_to(static_cast<double>(a.out.advantages[row]), bound));
     a.out.mean[row] = static_cast<T>(reported.mean);
     a.out.std[row] = static_cast<T>(reported.std);
@@ -207,13 +206,12 @@ __device__ void finish_rows(const Rows<T>& rows, const BatchMap& map, int64_t fi
 }
 
 template <typename T>
-__global__ void GRPO_BOUNDS(kThreads) segments_kernel(const __grid_constant__ AdvantageArrays<T> arrays, int width) {
+__global__ void GRPO_BOUNDS(kThreads) groups_kernel(const __grid_constant__ AdvantageArrays<T> arrays, int width) {
   __shared__ double shared[kMaxWarps];
   const Rows<T> rows{arrays};
-  for_each_segment(arrays.starts, arrays.group_size, arrays.segments, width,
-                   [&](int64_t number, const Segment& segment, const Team& team) {
-                     write_segment(rows, number, segment, team, shared);
-                   });
+  for_each_group(
+      arrays.starts, arrays.group_size, arrays.groups, width,
+      [&](int64_t number, const Group& group, const Team& team) { write_group(rows, number, group, team, shared); });
 }
 
 template <typename T>
@@ -246,10 +244,9 @@ __global__ void __launch_bounds__(kOneBlockThreads)
   __shared__ Moments moments[kMaxWarps];
   __shared__ BatchMap map;
   const Rows<T> rows{arrays};
-  for_each_segment(arrays.starts, arrays.group_size, arrays.segments, width,
-                   [&](int64_t number, const Segment& segment, const Team& team) {
-                     write_segment(rows, number, segment, team, shared);
-                   });
+  for_each_group(
+      arrays.starts, arrays.group_size, arrays.groups, width,
+      [&](int64_t number, const Group& group, const Team& team) { write_group(rows, number, group, team, shared); });
   __syncthreads();
   const Moments all = block_moments(thread_moments(rows, threadIdx.x, blockDim.x), moments);
   if (threadIdx.x == 0) map = map_batch(arrays.batch.plan, all);
@@ -269,18 +266,18 @@ int64_t blocks_for(int64_t items, int64_t per_block) { return (items + per_block
 
 template <typename T>
 void launch_group_advantages(const AdvantageArrays<T>& arrays, void* stream) {
-  // with ids the host does not know the sizes of segments, and a warp each suits most
+  // with ids the host does not know the sizes of groups, and a warp each suits most
   const int width = arrays.starts == nullptr ? team_width(arrays.group_size) : kWarp;
   if (arrays.parent_stats != nullptr) {
-    const int64_t blocks = blocks_for(arrays.segments, kThreads / kWarp);
+    const int64_t blocks = blocks_for(arrays.groups, kThreads / kWarp);
     launch(parent_stats_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, arrays);
   }
   if (arrays.batch.plan.needs_batch() && arrays.batch.rows <= kOneBlockRows) {
     launch(one_block_kernel<T>, dim3(1), dim3(kOneBlockThreads), 0, stream, arrays, width);
     return;
   }
-  const int64_t blocks = blocks_for(arrays.segments, kThreads / width);
-  launch(segments_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, arrays, width);
+  const int64_t blocks = blocks_for(arrays.groups, kThreads / width);
+  launch(groups_kernel<T>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, arrays, width);
   if (!arrays.batch.plan.needs_batch()) return;
   const int64_t wanted = blocks_for(arrays.batch.rows, kThreads);
   const unsigned parts = static_cast<unsigned>(wanted < kMaxPartials ? wanted : kMaxPartials);

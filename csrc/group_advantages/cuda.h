@@ -13,8 +13,8 @@ template <typename T>
 struct AdvantageArrays {
   AdvantageBatch<T> batch;
   const int64_t *order, *starts, *parent, *parent_starts;
-  int64_t group_size, segments;
-  SegmentStats* parent_stats;  // [1 or 1 + columns, segments]
+  int64_t group_size, groups;
+  GroupStatistics* parent_stats;  // [1 or 1 + columns, groups]
   AdvantageOutputs<T> out;
   Moments* partials;  // [kMaxPartials], for estimators that normalise over the batch
   double weights[kMaxColumns];

@@ -41,13 +41,13 @@ AdvantageTensors group_advantages_cuda(Tensor rewards, std::optional<Tensor> ord
     arrays.parent = optional_data<int64_t>(parent);
     arrays.parent_starts = optional_data<int64_t>(parent_starts);
     arrays.group_size = group_size;
-    arrays.segments = starts ? in.rows : in.rows / group_size;
+    arrays.groups = starts ? in.rows : in.rows / group_size;
     arrays.out = results.outputs<T>();
     std::copy(in.weights.begin(), in.weights.end(), arrays.weights);
     std::optional<Tensor> parent_stats, partials;
     if (parent && in.plan.needs_parent()) {
       const int64_t kinds = in.plan.combine == Combine::kNormalizeThenSum ? 1 + in.columns : 1;
-      arrays.parent_stats = allocate_records<SegmentStats>(parent_stats, rewards, kinds * arrays.segments);
+      arrays.parent_stats = allocate_records<GroupStatistics>(parent_stats, rewards, kinds * arrays.groups);
     }
     if (in.plan.needs_batch()) arrays.partials = allocate_records<Moments>(partials, rewards, kMaxPartials);
     launch_group_advantages(arrays, stream);

@@ -71,7 +71,7 @@ void sort_groups(int64_t rows, RewardOf reward_of, NumberOf number_of, int64_t g
     Scratch<int32_t> positions;
     Scratch<int64_t> starts;
     Scratch<T> sorted;
-    Scratch<SegmentEntry<T>> entries;
+    Scratch<GroupEntry<T>> entries;
   };
   if (rows == 0) return;
   static thread_local Buffers buffers;
@@ -80,7 +80,7 @@ void sort_groups(int64_t rows, RewardOf reward_of, NumberOf number_of, int64_t g
   int32_t* const positions = buffers.positions.get(sort_shards.count() * groups);
   int64_t* const starts = buffers.starts.get(groups + 1);
   T* const sorted = buffers.sorted.get(rows);
-  SegmentEntry<T>* const entries = buffers.entries.get(groups);
+  GroupEntry<T>* const entries = buffers.entries.get(groups);
   find_positions(sort_shards, groups, number_of, positions, starts);
   sort_shards.for_each([=](int64_t shard, int64_t first, int64_t last) {
     int32_t* const next = positions + shard * groups;
@@ -95,7 +95,7 @@ void sort_groups(int64_t rows, RewardOf reward_of, NumberOf number_of, int64_t g
   const double bound = plan.needs_batch() ? INFINITY : plan.clip;
   shards.for_each([=](int64_t, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
-      const SegmentEntry<T> entry = entries[number_of(row)];
+      const GroupEntry<T> entry = entries[number_of(row)];
       const double reward = reward_of(row);
       const RowMap map{0, 0, entry.center, entry.factor, entry.live && reward == reward};
       write(row, entry, static_cast<T>(clip_to(row_advantage(plan, map, reward, 0), bound)));
@@ -189,7 +189,7 @@ void bucket_groups(const T* rewards, const int64_t* ids, int64_t rows, const IdR
   torch::stable::parallel_for(0, buckets, 1, [&](int64_t begin, int64_t end) {
     for (int64_t bucket = begin; bucket < end; ++bucket) {
       Slot<T>* const bucket_slots = slots + starts[bucket];
-      const auto write = [bucket_slots](int64_t row, const SegmentEntry<T>& entry, T advantage) {
+      const auto write = [bucket_slots](int64_t row, const GroupEntry<T>& entry, T advantage) {
         bucket_slots[row].result = {advantage, entry.mean, entry.std, entry.live ? entry.size : -1 - entry.size};
       };
       sort_groups_by_id<T>(
@@ -214,7 +214,7 @@ void scattered_groups(const T* rewards, const int64_t* ids, int64_t rows, const 
                       const AdvantagePlan& plan, const AdvantageOutputs<T>& out) {
   constexpr int64_t kCachedRows = int64_t{1} << 18;
   if (rows > kCachedRows) return bucket_groups(rewards, ids, rows, range, plan, out);
-  const auto write = [out](int64_t row, const SegmentEntry<T>& entry, T advantage) {
+  const auto write = [out](int64_t row, const GroupEntry<T>& entry, T advantage) {
     out.advantages[row] = advantage;
     out.mean[row] = entry.mean;
     out.std[row] = entry.std;

@@ -8,7 +8,7 @@ namespace grpo_kernels::GRPO_SIMD {
 namespace {
 
 template <typename T>
-GRPO_HD SegmentStats stats_of(const T* values, int64_t count) {
+GRPO_HD GroupStatistics stats_of(const T* values, int64_t count) {
   const Quad one = broadcast(1), none = broadcast(0);
   Lanes scored{}, sum{};
   Lanes low{{broadcast(INFINITY), broadcast(INFINITY)}}, high{{broadcast(-INFINITY), broadcast(-INFINITY)}};
@@ -23,7 +23,7 @@ GRPO_HD SegmentStats stats_of(const T* values, int64_t count) {
       high.part[h] = higher(high.part[h], v);
     }
   }
-  SegmentStats stats;
+  GroupStatistics stats;
   stats.count = fold_sum(scored);
   stats.sum = fold_sum(sum);
   stats.low = fold_low(low);
@@ -50,7 +50,7 @@ GRPO_HD void all_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end
   for (int64_t g = begin; g < end; ++g) {
     const int64_t first = groups.starts == nullptr ? g * groups.group_size : groups.starts[g];
     const int64_t count = groups.starts == nullptr ? groups.group_size : groups.starts[g + 1] - first;
-    const SegmentStats own = stats_of(groups.rewards + first, count);
+    const GroupStatistics own = stats_of(groups.rewards + first, count);
     const RowMap map = map_rows(plan, own, nullptr);
     const Quad center = broadcast(map.center), factor = broadcast(map.factor);
     // NaN marks a row without an advantage, and adding NaN marks all rows of a degenerate group
@@ -77,25 +77,25 @@ GRPO_HD void all_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end
 }
 
 template <typename T>
-GRPO_HD void all_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, SegmentEntry<T>* entries) {
+GRPO_HD void all_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, GroupEntry<T>* entries) {
   for (int64_t g = begin; g < end; ++g) {
     const int64_t first = groups.starts[g], count = groups.starts[g + 1] - first;
-    const SegmentStats own = stats_of(groups.rewards + first, count);
-    entries[g] = SegmentEntry<T>(map_rows(groups.plan, own, nullptr), own.count);
+    const GroupStatistics own = stats_of(groups.rewards + first, count);
+    entries[g] = GroupEntry<T>(map_rows(groups.plan, own, nullptr), own.count);
   }
 }
 
 }  // namespace
 
-SegmentStats segment_stats(const double* values, int64_t count) { return stats_of(values, count); }
+GroupStatistics group_statistics(const double* values, int64_t count) { return stats_of(values, count); }
 
 void plain_groups(const PlainGroups<float>& groups, int64_t begin, int64_t end) { all_groups(groups, begin, end); }
 void plain_groups(const PlainGroups<double>& groups, int64_t begin, int64_t end) { all_groups(groups, begin, end); }
 
-void plain_entries(const PlainGroups<float>& groups, int64_t begin, int64_t end, SegmentEntry<float>* entries) {
+void plain_entries(const PlainGroups<float>& groups, int64_t begin, int64_t end, GroupEntry<float>* entries) {
   all_entries(groups, begin, end, entries);
 }
-void plain_entries(const PlainGroups<double>& groups, int64_t begin, int64_t end, SegmentEntry<double>* entries) {
+void plain_entries(const PlainGroups<double>& groups, int64_t begin, int64_t end, GroupEntry<double>* entries) {
   all_entries(groups, begin, end, entries);
 }
 

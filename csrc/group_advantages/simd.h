@@ -4,16 +4,16 @@
 
 namespace grpo_kernels {
 
-// The statistics of a segment that its rows need, kept small because rows of one segment may lie far apart.
+// The statistics of a group that its rows need, kept small because rows of one group may lie far apart.
 template <typename T>
-struct SegmentEntry {
+struct GroupEntry {
   double center, factor;
   T mean, std;
   int32_t size;
   bool live;
 
-  SegmentEntry() = default;
-  GRPO_HD SegmentEntry(const RowMap& map, double count)
+  GroupEntry() = default;
+  GRPO_HD GroupEntry(const RowMap& map, double count)
       : center(map.center),
         factor(map.factor),
         mean(static_cast<T>(map.mean)),
@@ -35,17 +35,17 @@ struct PlainGroups {
 
 }  // namespace grpo_kernels
 
-// segment_stats    statistics of values in which NaN means "not scored"; leaves out second, length and length_reward
+// group_statistics    statistics of values in which NaN means "not scored"; leaves out second, length and length_reward
 // plain_groups     writes all outputs of groups begin to end - 1
 // plain_entries    writes the entries of groups begin to end - 1
 #define GRPO_DECLARE_FOR(T)                                                    \
   void plain_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end); \
-  void plain_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, SegmentEntry<T>* entries);
-#define GRPO_DECLARE(level)                                        \
-  namespace grpo_kernels::level {                                  \
-  SegmentStats segment_stats(const double* values, int64_t count); \
-  GRPO_DECLARE_FOR(float)                                          \
-  GRPO_DECLARE_FOR(double)                                         \
+  void plain_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, GroupEntry<T>* entries);
+#define GRPO_DECLARE(level)                                              \
+  namespace grpo_kernels::level {                                        \
+  GroupStatistics group_statistics(const double* values, int64_t count); \
+  GRPO_DECLARE_FOR(float)                                                \
+  GRPO_DECLARE_FOR(double)                                               \
   }
 GRPO_DECLARE(baseline)
 GRPO_DECLARE(avx2)

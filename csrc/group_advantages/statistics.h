@@ -6,7 +6,7 @@
 #include "common/host_device.h"
 #include "common/settings.h"
 
-// From the rewards of one segment (a group or a subgroup) to the advantage of each of its rows. Statistics are computed
+// From the rewards of one group (or subgroup) to the advantage of each of its rows. Statistics are computed
 // in double and in two passes, which reproduces the float32 results of every peer to rounding.
 namespace grpo_kernels {
 
@@ -44,8 +44,8 @@ struct AdvantagePlan {
   GRPO_HD bool is_group_centered() const { return center != Center::kNone && center != Center::kBaseline; }
 };
 
-// Statistics of a segment; the second pass adds m2.
-struct SegmentStats {
+// Statistics of a group; the second pass adds m2.
+struct GroupStatistics {
   double count = 0;  // valid, scored rows
   double sum = 0;
   double low = INFINITY, high = -INFINITY;
@@ -63,7 +63,7 @@ struct SegmentStats {
     length_reward += row_length * reward;
   }
 
-  GRPO_HD void merge_first_pass(const SegmentStats& other) {
+  GRPO_HD void merge_first_pass(const GroupStatistics& other) {
     count += other.count;
     sum += other.sum;
     low = other.low < low ? other.low : low;
@@ -76,7 +76,7 @@ struct SegmentStats {
   }
 
   // Merges the statistics of both passes.
-  GRPO_HD void merge(const SegmentStats& other) {
+  GRPO_HD void merge(const GroupStatistics& other) {
     const double delta = other.mean() - mean();
     const double total = count + other.count;
     if (count > 0 && other.count > 0) m2 += delta * delta * count * (other.count / total);
@@ -94,14 +94,14 @@ struct SegmentStats {
 // NaN stays NaN, so that an infinite reward shows in the results.
 GRPO_HD double at_least(double value, double floor) { return value < floor ? floor : value; }
 
-// advantage = (reward - center) * factor for the rows of a live segment, 0 for the rows of a degenerate one.
+// advantage = (reward - center) * factor for the rows of a live group, 0 for the rows of a degenerate one.
 struct RowMap {
   double mean = 0, std = 0;  // reported to the user
   double center = 0, factor = 0;
   bool live = false;
 };
 
-GRPO_HD RowMap map_singleton(const AdvantagePlan& plan, const SegmentStats& own) {
+GRPO_HD RowMap map_singleton(const AdvantagePlan& plan, const GroupStatistics& own) {
   RowMap map;
   map.mean = own.mean();
   map.live = plan.singleton == Singleton::kRaw;
@@ -109,14 +109,14 @@ GRPO_HD RowMap map_singleton(const AdvantagePlan& plan, const SegmentStats& own)
   return map;
 }
 
-// `parent` has the statistics of the group that a subgroup belongs to; null where the segment is a group.
-GRPO_HD RowMap map_rows(const AdvantagePlan& plan, const SegmentStats& own, const SegmentStats* parent) {
+// `parent` has the statistics of the group that a subgroup belongs to; null without subgroups.
+GRPO_HD RowMap map_rows(const AdvantagePlan& plan, const GroupStatistics& own, const GroupStatistics* parent) {
   RowMap map;
   if (own.count == 0) return map;
   const bool borrows = own.count == 1 && plan.singleton == Singleton::kParent && parent != nullptr && parent->count > 1;
   if (own.count == 1 && !borrows) return map_singleton(plan, own);
 
-  SegmentStats used = own;
+  GroupStatistics used = own;
   if (borrows) used = *parent;
   map.mean = used.mean();
   map.std = used.std(plan.ddof);

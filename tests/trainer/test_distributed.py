@@ -177,7 +177,7 @@ def test_the_threshold_of_segments_moves_alike(folder: Path) -> None:
 
 
 def test_rewards_of_all_processes_are_gathered(folder: Path) -> None:
-    """Of three prompts, the first process scores one and the second two."""
+    """The first process scores one of three prompts, the second two."""
     expected = torch.tensor([0.1 * i for i in range(5)] + [1 + 0.1 * i for i in range(10)], dtype=torch.float32)
     (step,) = [line for line in lines(folder / "two" / "moody") if line["phase"] == "rl"]
     assert step["rewards/mean"] == pytest.approx(float(expected.mean()), rel=1e-6)

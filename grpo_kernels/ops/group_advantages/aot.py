@@ -5,7 +5,7 @@ from __future__ import annotations
 from grpo_kernels.aot import EXACT, AotCase
 from grpo_kernels.ops.group_advantages import triton as kernels
 from grpo_kernels.ops.group_advantages.triton.batch import finish_kernel, moments_kernel
-from grpo_kernels.ops.group_advantages.triton.segments import parents_kernel, segments_kernel
+from grpo_kernels.ops.group_advantages.triton.groups import groups_kernel, parents_kernel
 
 
 def _aot_cases() -> tuple[AotCase, ...]:
@@ -14,13 +14,13 @@ def _aot_cases() -> tuple[AotCase, ...]:
     pointers |= {"size_ptr": "*i32", "degenerate_ptr": "*i8"}
     sorted_rows = {"order_ptr": "*i64", "starts_ptr": "*i64", "parent_ptr": "*i64", "parents_ptr": "*fp64"}
     nothing = dict.fromkeys(("lengths_ptr", "baselines_ptr"))
-    small, wide = {"SEGMENTS": kernels._TILE // 8, "BLOCK": 8}, {"SEGMENTS": kernels._SORTED_TILE // 32, "BLOCK": 32}
+    small, wide = {"GROUPS": kernels._TILE // 8, "BLOCK": 8}, {"GROUPS": kernels._SORTED_TILE // 32, "BLOCK": 32}
     kinds = {"SCALE": 0, "WHITEN": 2, "GAIN": 0, "BLOCK": kernels._ROWS_PER_PROGRAM, "MAX_PARTS": kernels._MAX_PARTS}
     shared = {"values_ptr": "*fp32", "advantages_ptr": "*fp32", "parts_ptr": "*fp64", "number": "i32"}
     finish = dict.fromkeys(("ddof", "eps", "std_floor", "whiten_eps", "clip"), "fp64")
     return (
         AotCase(
-            segments_kernel,
+            groups_kernel,
             pointers | doubles | {"number": "i32", "group_size": "i32"},
             {
                 "CENTER": 1,
@@ -35,7 +35,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
             options=EXACT,
         ),
         AotCase(
-            segments_kernel,
+            groups_kernel,
             pointers | sorted_rows | doubles | {"number": "i32", "group_size": "i32"},
             {"CENTER": 1, "SCALE": 1, "SINGLETON": 2, "WRITE": 0, **wide, **nothing},
             label="subgroups",

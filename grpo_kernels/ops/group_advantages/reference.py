@@ -52,8 +52,8 @@ def forward(
     if groups is None:
         groups = torch.arange(len(rewards), device=rewards.device) // group_size
     whole = _Groups(groups, torch.zeros_like(groups))
-    segments = whole if subgroups is None else _Groups(groups, subgroups)
-    rest = (segments, whole, lengths, baselines, plan)
+    innermost = whole if subgroups is None else _Groups(groups, subgroups)
+    rest = (innermost, whole, lengths, baselines, plan)
     advantages, live, stats = _normalize(combined, scored, *rest)
     if plan.combine == NORMALIZE_THEN_SUM:
         parts = [_normalize(columns[:, c], scored_columns[:, c], *rest) for c in range(columns.shape[1])]
@@ -86,25 +86,25 @@ def forward(
 def _normalize(
     reward: Tensor,
     counted: Tensor,
-    segments: _Groups,
+    groups: _Groups,
     whole: _Groups,
     lengths: Tensor | None,
     baselines: Tensor | None,
     plan: Plan,
 ) -> tuple[Tensor, Tensor, _Stats]:
     """Normalises one column within its groups: advantages, mask of rows with a signal, and the statistics used."""
-    own = _Stats(segments, reward, counted, lengths, plan.ddof)
-    parent = own if segments is whole else _Stats(whole, reward, counted, lengths, plan.ddof)
+    own = _Stats(groups, reward, counted, lengths, plan.ddof)
+    parent = own if groups is whole else _Stats(whole, reward, counted, lengths, plan.ddof)
 
     # a row alone in its subgroup may take the statistics of a group of more than one row
     alone = own.count == 1
-    borrows = alone & (parent.count > 1) & (plan.singleton == SINGLETON_PARENT) & (segments is not whole)
+    borrows = alone & (parent.count > 1) & (plan.singleton == SINGLETON_PARENT) & (groups is not whole)
 
     def pick(field: str) -> Tensor:
         return torch.where(borrows, getattr(parent, field), getattr(own, field))
 
     count, mean, std, flat = pick("count"), pick("mean"), pick("std"), pick("flat")
-    if plan.shrinkage > 0 and segments is not whole:
+    if plan.shrinkage > 0 and groups is not whole:
         keep = torch.where(alone, 1, own.count / (own.count + plan.shrinkage))
         mean = keep * mean + (1 - keep) * parent.mean
         std = keep * std + (1 - keep) * parent.std
@@ -171,20 +171,20 @@ class _Groups:
     def reduce(self, values: Tensor, how: str, initial: float) -> Tensor:
         if len(values) == 0:
             return values.clone()
-        per_segment = torch.segment_reduce(values[self.order], how, lengths=self.lengths, initial=initial, unsafe=True)
-        return per_segment[self.number]
+        per_group = torch.segment_reduce(values[self.order], how, lengths=self.lengths, initial=initial, unsafe=True)
+        return per_group[self.number]
 
 
 class _Stats:
     """Statistics of each row's group over its counted rows, in two passes."""
 
-    def __init__(self, segments: _Groups, reward: Tensor, counted: Tensor, lengths: Tensor | None, ddof: float) -> None:
+    def __init__(self, groups: _Groups, reward: Tensor, counted: Tensor, lengths: Tensor | None, ddof: float) -> None:
         def total(values: Tensor) -> Tensor:
-            return segments.reduce(torch.where(counted, values, 0), "sum", 0)
+            return groups.reduce(torch.where(counted, values, 0), "sum", 0)
 
         self.count = total(torch.ones_like(reward))
-        self.low = segments.reduce(torch.where(counted, reward, math.inf), "min", math.inf)
-        self.high = segments.reduce(torch.where(counted, reward, -math.inf), "max", -math.inf)
+        self.low = groups.reduce(torch.where(counted, reward, math.inf), "min", math.inf)
+        self.high = groups.reduce(torch.where(counted, reward, -math.inf), "max", -math.inf)
         # by comparison, because the rounded mean of equal values may differ from them
         self.flat = self.low >= self.high
         self.mean = torch.where(self.flat, self.low, total(reward) / self.count)
@@ -194,7 +194,7 @@ class _Stats:
         self.std = torch.where(enough, (squares / (self.count - ddof)).sqrt(), 0)
         below = torch.where(counted & (reward < self.high), reward, -math.inf)
         tied = total((reward == self.high).to(reward.dtype)) > 1
-        self.second = torch.where(tied, self.high, segments.reduce(below, "max", -math.inf))
+        self.second = torch.where(tied, self.high, groups.reduce(below, "max", -math.inf))
         tokens = torch.ones_like(reward) if lengths is None else lengths.to(reward.dtype)
         weighted = total(tokens * reward) / total(tokens)
         self.length_mean = torch.where(total(tokens) > 0, weighted, self.mean)

@@ -47,7 +47,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
         "clip": ({"KL": K3}, {"ref_ptr": "*fp32"}),
         "packed": ({"KL": K3}, {"ref_ptr": "*fp32", "entropy_ptr": "*fp32", "by_entropy_ptr": "*fp32"} | packed),
         "sequence": (
-            {"RATIO": SEQUENCE, "CORRECTION": SEQUENCE_TRUNCATE, "AGGREGATION": ROW_TOKEN_MEAN, "HAS_ROW_IS": 1},
+            {"RATIO": SEQUENCE, "CORRECTION": SEQUENCE_TRUNCATE, "AGGREGATION": ROW_TOKEN_MEAN, "HAS_ROW_WEIGHT": 1},
             {"sampling_ptr": "*fp32", "through_ptr": "*fp64"},
         ),
         "segment": ({"RATIO": SEGMENT}, packed | slots),
@@ -63,7 +63,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
         "ROWS": kernels._ROWS_PER_BLOCK,
         "BLOCKS": kernels._BLOCKS,
     }
-    others = ("OFF_POLICY", "ADVANTAGE_BY_ROW", "IS_BY_ROW", "HAS_ROW_IS")
+    others = ("OFF_POLICY", "ADVANTAGE_BY_ROW", "IS_WEIGHTS_BY_ROW", "HAS_ROW_WEIGHT")
     settings = dict.fromkeys((*kernels._MODES, *others), 0) | {"ADVANTAGE_BY_ROW": 1} | shapes
     numbers = ("known_tokens", "known_rows", "known_segments", *kernels._NUMBERS)
     scalars = dict.fromkeys(numbers, "fp64") | {"steps": "i32"}

@@ -11,15 +11,15 @@ from grpo_kernels.aot import EXACT
 from grpo_kernels.groups import sort_rows
 from grpo_kernels.ops.group_advantages.config import SCALE_BATCH_STD, SINGLETON_PARENT, Plan
 from grpo_kernels.ops.group_advantages.triton.batch import finish_kernel, moments_kernel
-from grpo_kernels.ops.group_advantages.triton.segments import (
+from grpo_kernels.ops.group_advantages.triton.groups import (
     ADD_COLUMN,
     WRITE_ALL,
     WRITE_STATISTICS,
+    groups_kernel,
     parents_kernel,
-    segments_kernel,
 )
 
-# Rows of segments in one program: what fits in registers as float64, less where row numbers take some too.
+# Rows of groups in one program: what fits in registers as float64, less where row numbers take some too.
 _TILE = 512
 _SORTED_TILE = 128
 _ROWS_PER_PROGRAM = 1024
@@ -46,8 +46,8 @@ def forward(
     number = rows // group_size if starts is None else rows
     # a tile as wide as the groups are; where ids hide their size, 32
     block = min(max(triton.next_power_of_2(group_size), 2), _TILE) if starts is None else 32
-    tile = {"SEGMENTS": (_TILE if starts is None else _SORTED_TILE) // block, "BLOCK": block, **EXACT}
-    grid = (triton.cdiv(number, tile["SEGMENTS"]),)
+    tile = {"GROUPS": (_TILE if starts is None else _SORTED_TILE) // block, "BLOCK": block, **EXACT}
+    grid = (triton.cdiv(number, tile["GROUPS"]),)
 
     batch = plan.scale == SCALE_BATCH_STD or plan.whiten != 0 or plan.gain != 0
     mean, std = rewards.new_empty(rows), rewards.new_empty(rows)
@@ -67,7 +67,7 @@ def forward(
         arrays = values, lengths, baselines, order, starts, parent, parents, into, mean, std, size, degenerate
         numbers = weight, plan.ddof, plan.eps, plan.std_floor, plan.shrinkage, math.inf if batch else plan.clip
         modes = {"CENTER": plan.center, "SCALE": plan.scale, "SINGLETON": plan.singleton, "WRITE": write}
-        segments_kernel[grid](*arrays, number, group_size, *numbers, **modes, **tile)
+        groups_kernel[grid](*arrays, number, group_size, *numbers, **modes, **tile)
 
     if columns is None:
         run(combined, advantages, WRITE_ALL.value, 1.0)

@@ -85,7 +85,7 @@ def forward(
     plan = _plan(modes, coefficients)
     plan |= {
         "ADVANTAGE_BY_ROW": advantages.shape != logprobs.shape,
-        "IS_BY_ROW": is_weights is not None and is_weights.shape != logprobs.shape,
+        "IS_WEIGHTS_BY_ROW": is_weights is not None and is_weights.shape != logprobs.shape,
         "PART": _PART,
         "BLOCK": _BLOCK,
         "ROW_BLOCK": _ROW_BLOCK,
@@ -159,8 +159,8 @@ def _run(
         "metrics_ptr": metrics,
         "loss_ptr": loss,
     }
-    of_row = plan["CORRECTION"] in (SEQUENCE_TRUNCATE, SEQUENCE_MASK) or plan["IS_BY_ROW"]
-    shape = {"rows_per_block": triton.cdiv(rows, max(blocks, 1)), "blocks": blocks, "HAS_ROW_IS": of_row}
+    of_row = plan["CORRECTION"] in (SEQUENCE_TRUNCATE, SEQUENCE_MASK) or plan["IS_WEIGHTS_BY_ROW"]
+    shape = {"rows_per_block": triton.cdiv(rows, max(blocks, 1)), "blocks": blocks, "HAS_ROW_WEIGHT": of_row}
     shape |= {"ROWS": _ROWS_PER_BLOCK, "BLOCKS": _BLOCKS}
 
     _launch(of_rows.rows_kernel, rows, plan, inputs, outputs)

@@ -256,12 +256,12 @@ def _tell_row(
     RATIO: tl.constexpr,
     CORRECTION: tl.constexpr,
     OFF_POLICY: tl.constexpr,
-    IS_BY_ROW: tl.constexpr,
+    IS_WEIGHTS_BY_ROW: tl.constexpr,
 ):
     """From the sums over a row to what its tokens have to know of it."""
     of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
     corrects_row: tl.constexpr = (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == SEQUENCE_MASK)
-    is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_BY_ROW)
+    is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)
     divisor = tl.maximum(here, 1.0)
     factor = here * 0.0 + 1.0
     if is_of_row:
@@ -327,7 +327,7 @@ def rows_kernel(
     CORRECTION: tl.constexpr,
     OFF_POLICY: tl.constexpr,
     ADVANTAGE_BY_ROW: tl.constexpr,
-    IS_BY_ROW: tl.constexpr,
+    IS_WEIGHTS_BY_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -339,7 +339,7 @@ def rows_kernel(
     corrects_row: tl.constexpr = (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == SEQUENCE_MASK)
     collects: tl.constexpr = (LOSS == VESPO) | (LOSS == GEO_MEAN)
     has_is: tl.constexpr = is_weights_ptr is not None or CORRECTION != 0
-    is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_BY_ROW)
+    is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)
     count = tl.zeros([BLOCK], tl.int32)
     kept_count = count
     last_kept = count - 1
@@ -366,7 +366,9 @@ def rows_kernel(
             logs += clamp((lp - old).to(tl.float64), -20.0, 20.0)
         if collects and has_is and not is_of_row:
             least, most = tl.full([], correction_min, dtype), tl.full([], correction_max, dtype)
-            weight = token_weight(is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION, IS_BY_ROW)
+            weight = token_weight(
+                is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION, IS_WEIGHTS_BY_ROW
+            )
             logs += tl.where(valid, _log_weight(weight.to(tl.float64), LOSS), 0.0)
         if corrects_row:
             gaps += sampler_gap(old, load(sampling_ptr, at, valid)).to(tl.float64)
@@ -395,5 +397,5 @@ def rows_kernel(
         stats_ptr, is_weights_ptr, row, rows, here, kept_here, tl.sum(ratio, axis=0), tl.sum(gaps, axis=0),
         tl.sum(drift, axis=0), tl.sum(logs, axis=0), tl.sum(advantages, axis=0), tl.max(last_kept, axis=0), k_pos,
         lambda_pos, k_neg, lambda_neg, correction_min, correction_max, off_policy_threshold, LOSS, RATIO, CORRECTION,
-        OFF_POLICY, IS_BY_ROW,
+        OFF_POLICY, IS_WEIGHTS_BY_ROW,
     )  # fmt: skip

@@ -25,44 +25,48 @@ T_ACTIVE, T_TOKENS, T_TERMS, T_KEPT, T_WRONG_SEGMENTS, T_POLICY, T_KL, T_ENTROPY
 # minimum as the maximum of the negative.
 METRICS = tl.constexpr(len(config.METRICS))
 RECORD = tl.constexpr(64)
-(
-    M_LOSS,
-    M_POLICY,
-    M_KL,
-    M_ENTROPY,
-    M_ROWS,
-    M_ACTIVE,
-    M_TOKENS,
-    M_TERMS,
-    M_KEPT,
-    M_LOW,
-    M_HIGH,
-    M_CLIPPED,
-    M_DUAL,
-    M_LOW_ROWS,
-    M_HIGH_ROWS,
-    M_LOW_MIN,
-    M_HIGH_MAX,
-    M_LOG_RATIO,
-    M_KL_SUM,
-    M_ENTROPY_SUM,
-    M_RATIO,
-    M_RATIO_SPREAD,
-    M_RATIO_MIN,
-    M_RATIO_MAX,
-    M_PHI,
-    M_PHI_ROWS,
-    M_IS,
-    M_IS_SQUARE,
-    M_IS_MIN,
-    M_IS_MAX,
-    M_IS_COUNT,
-    M_GAP,
-    M_GAP_MAX,
-    M_GAP_COUNT,
-    M_OFF_POLICY,
-    M_THROUGH,
-) = (tl.constexpr(i) for i in range(36))
+
+
+def _metric(name):
+    return tl.constexpr(config.METRICS.index(name))
+
+
+M_LOSS = _metric("loss")
+M_POLICY = _metric("policy_loss")
+M_KL = _metric("kl_loss")
+M_ENTROPY = _metric("entropy_loss")
+M_ROWS = _metric("rows")
+M_ACTIVE = _metric("active_rows")
+M_TOKENS = _metric("tokens")
+M_TERMS = _metric("terms")
+M_KEPT = _metric("kept_tokens")
+M_LOW = _metric("low_clipped")
+M_HIGH = _metric("high_clipped")
+M_CLIPPED = _metric("clipped")
+M_DUAL = _metric("dual_clipped")
+M_LOW_ROWS = _metric("low_clipped_rows")
+M_HIGH_ROWS = _metric("high_clipped_rows")
+M_LOW_MIN = _metric("low_clipped_min")
+M_HIGH_MAX = _metric("high_clipped_max")
+M_LOG_RATIO = _metric("log_ratio_sum")
+M_KL_SUM = _metric("kl_sum")
+M_ENTROPY_SUM = _metric("entropy_sum")
+M_RATIO = _metric("ratio_sum")
+M_RATIO_SPREAD = _metric("ratio_spread_sum")
+M_RATIO_MIN = _metric("ratio_min")
+M_RATIO_MAX = _metric("ratio_max")
+M_PHI = _metric("phi_sum")
+M_PHI_ROWS = _metric("phi_rows")
+M_IS = _metric("is_sum")
+M_IS_SQUARE = _metric("is_square_sum")
+M_IS_MIN = _metric("is_min")
+M_IS_MAX = _metric("is_max")
+M_IS_COUNT = _metric("is_count")
+M_GAP = _metric("gap_sum")
+M_GAP_MAX = _metric("gap_max")
+M_GAP_COUNT = _metric("gap_count")
+M_OFF_POLICY = _metric("off_policy_tokens")
+M_THROUGH = tl.constexpr(len(config.METRICS))  # derivative by the row's log ratio, not a metric
 
 # Columns that hold a minimum, and those that hold a maximum, as bit masks that replace a comparison with each.
 _LOWEST = tl.constexpr(sum(1 << column.value for column in (M_LOW_MIN, M_RATIO_MIN, M_IS_MIN)))
@@ -223,7 +227,7 @@ def gather_kernel(
     parts: "i64",
     rows_per_block: "i64",
     LOSS: tl.constexpr,
-    HAS_ROW_IS: tl.constexpr,
+    HAS_ROW_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -259,7 +263,7 @@ def gather_kernel(
         row_record = tl.where((place == M_HIGH_MAX) & counted, high, row_record)
         if LOSS == VESPO:
             row_record = tl.where(place == M_PHI_ROWS, (_column(row_record, M_PHI) / divisor)[:, None], row_record)
-        if HAS_ROW_IS:
+        if HAS_ROW_WEIGHT:
             weight = tl.load(stats_ptr + S_IS * rows + row, mask=known, other=float("nan"))[:, None]
             is_measured = weight == weight
             row_record = tl.where((place == M_IS) & is_measured, weight, row_record)

@@ -134,10 +134,10 @@ def mismatch_weight(gap, least, most, CORRECTION: tl.constexpr):
 
 @triton.jit
 def token_weight(
-    is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION: tl.constexpr, IS_BY_ROW: tl.constexpr
+    is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION: tl.constexpr, IS_WEIGHTS_BY_ROW: tl.constexpr
 ):
     """The tokens' own weights for rollout mismatch; 1 where there are none, or rows have them."""
-    if is_weights_ptr is not None and IS_BY_ROW == 0:
+    if is_weights_ptr is not None and IS_WEIGHTS_BY_ROW == 0:
         weight = tl.load(is_weights_ptr + at, mask=valid, other=1.0)
     elif (CORRECTION == TOKEN_TRUNCATE) | (CORRECTION == TOKEN_MASK):
         weight = mismatch_weight(sampler_gap(old, load(sampling_ptr, at, valid)), least, most, CORRECTION)

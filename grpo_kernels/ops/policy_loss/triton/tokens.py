@@ -114,7 +114,7 @@ def _mismatch(
     most,
     LOSS: tl.constexpr,
     CORRECTION: tl.constexpr,
-    IS_BY_ROW: tl.constexpr,
+    IS_WEIGHTS_BY_ROW: tl.constexpr,
 ):
     """Importance weight of the policy term for rollout mismatch, and its metrics."""
     if sampling_ptr is not None:
@@ -125,8 +125,8 @@ def _mismatch(
         record = put_sum(record, M_GAP_COUNT, scored)
     by_token: tl.constexpr = (CORRECTION == TOKEN_TRUNCATE) | (CORRECTION == TOKEN_MASK)
     weight = tl.full(old.shape, 0.0, old.dtype) + row_factor
-    if by_token or (is_weights_ptr is not None and IS_BY_ROW == 0):
-        own = token_weight(is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION, IS_BY_ROW)
+    if by_token or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW == 0):
+        own = token_weight(is_weights_ptr, sampling_ptr, old, at, valid, least, most, CORRECTION, IS_WEIGHTS_BY_ROW)
         record = put_weights(record, own, valid & (own == own))
         # VESPO and GMPO have combined the tokens' weights into one per row
         if (LOSS != VESPO) & (LOSS != GEO_MEAN):
@@ -302,7 +302,7 @@ def tokens_kernel(
     CORRECTION: tl.constexpr,
     OFF_POLICY: tl.constexpr,
     ADVANTAGE_BY_ROW: tl.constexpr,
-    IS_BY_ROW: tl.constexpr,
+    IS_WEIGHTS_BY_ROW: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Gradient and record of one part of a row. The gradient through a joint ratio is left to the next kernel."""
@@ -342,7 +342,7 @@ def tokens_kernel(
     )  # fmt: skip
     factor, record = _mismatch(
         sampling_ptr, is_weights_ptr, record, old, at, valid, row_value(stats_ptr, S_FACTOR, row, rows).to(dtype),
-        tl.full([], correction_min, dtype), tl.full([], correction_max, dtype), LOSS, CORRECTION, IS_BY_ROW,
+        tl.full([], correction_min, dtype), tl.full([], correction_max, dtype), LOSS, CORRECTION, IS_WEIGHTS_BY_ROW,
     )  # fmt: skip
     counts = here
     if LOSS != GEO_MEAN:

@@ -19,13 +19,13 @@ SCALE_MEAN = tl.constexpr(config.SCALE_MEAN)
 SINGLETON_RAW = tl.constexpr(config.SINGLETON_RAW)
 SINGLETON_PARENT = tl.constexpr(config.SINGLETON_PARENT)
 
-# What a launch writes: everything, the statistics alone, or one column's share of a sum over columns (GDPO).
+# Outputs of a launch: everything, the statistics alone, or one column's share of a sum over columns (GDPO).
 WRITE_ALL, WRITE_STATISTICS, ADD_COLUMN = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
 def _load(values_ptr, order_ptr, first, count, offset, BLOCK: tl.constexpr):
-    """A [SEGMENTS, BLOCK] tile of the segments' rows from `offset` on: row numbers, mask, values (NaN outside)."""
+    """A [GROUPS, BLOCK] tile of the groups' rows from `offset` on: row numbers, mask, values (NaN outside)."""
     column = offset + tl.arange(0, BLOCK)[None, :]
     inside = column < count[:, None]
     rows = first[:, None] + column
@@ -44,16 +44,16 @@ def _statistics(
     count,
     ddof,
     CENTER: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Count, mean, std, flat, high, second and length-weighted mean of each group's scored rows, in two passes."""
-    scored_rows = tl.zeros([SEGMENTS], tl.float64)
-    total = tl.zeros([SEGMENTS], tl.float64)
-    low = tl.full([SEGMENTS], float("inf"), tl.float64)
-    high = tl.full([SEGMENTS], float("-inf"), tl.float64)
-    tokens = tl.zeros([SEGMENTS], tl.float64)
-    token_total = tl.zeros([SEGMENTS], tl.float64)
+    scored_rows = tl.zeros([GROUPS], tl.float64)
+    total = tl.zeros([GROUPS], tl.float64)
+    low = tl.full([GROUPS], float("inf"), tl.float64)
+    high = tl.full([GROUPS], float("-inf"), tl.float64)
+    tokens = tl.zeros([GROUPS], tl.float64)
+    token_total = tl.zeros([GROUPS], tl.float64)
     longest = tl.max(count, axis=0)
     for offset in range(0, longest, BLOCK):
         rows, inside, value = _load(values_ptr, order_ptr, first, count, offset, BLOCK)
@@ -71,9 +71,9 @@ def _statistics(
     mean = tl.where(flat, low, total / tl.maximum(scored_rows, 1.0))
     mean = tl.where(scored_rows > 0, mean, 0.0)
 
-    squares = tl.zeros([SEGMENTS], tl.float64)
-    winners = tl.zeros([SEGMENTS], tl.float64)
-    second = tl.full([SEGMENTS], float("-inf"), tl.float64)
+    squares = tl.zeros([GROUPS], tl.float64)
+    winners = tl.zeros([GROUPS], tl.float64)
+    second = tl.full([GROUPS], float("-inf"), tl.float64)
     for offset in range(0, longest, BLOCK):
         rows, inside, value = _load(values_ptr, order_ptr, first, count, offset, BLOCK)
         distance = tl.where(value == value, value - mean[:, None], 0.0)
@@ -90,13 +90,13 @@ def _statistics(
 
 
 @triton.jit
-def _bounds(starts_ptr, group_size, segment, number):
-    """First row and row count of segments; count 0 past the last one."""
-    known = segment < number
+def _bounds(starts_ptr, group_size, group, number):
+    """First row and row count of groups; count 0 past the last one."""
+    known = group < number
     if starts_ptr is not None:
-        first = tl.load(starts_ptr + segment, mask=known, other=0)
-        return first, tl.load(starts_ptr + segment + 1, mask=known, other=0) - first
-    first = segment * group_size
+        first = tl.load(starts_ptr + group, mask=known, other=0)
+        return first, tl.load(starts_ptr + group + 1, mask=known, other=0) - first
+    first = group * group_size
     return first, tl.where(known, group_size, 0).to(tl.int64)
 
 
@@ -110,21 +110,21 @@ def parents_kernel(
     number,
     ddof: "fp64",
     CENTER: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """parents[5, number]: count, mean, std, flat and length-weighted mean of every group."""
-    segment = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)
-    first, count = _bounds(starts_ptr, 0, segment, number)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    first, count = _bounds(starts_ptr, 0, group, number)
     scored, mean, std, flat, _, length_mean = _statistics(
-        values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, SEGMENTS, BLOCK
+        values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, GROUPS, BLOCK
     )
-    known = segment < number
-    tl.store(parents_ptr + segment, scored, mask=known)
-    tl.store(parents_ptr + number + segment, mean, mask=known)
-    tl.store(parents_ptr + 2 * number + segment, std, mask=known)
-    tl.store(parents_ptr + 3 * number + segment, flat.to(tl.float64), mask=known)
-    tl.store(parents_ptr + 4 * number + segment, length_mean, mask=known)
+    known = group < number
+    tl.store(parents_ptr + group, scored, mask=known)
+    tl.store(parents_ptr + number + group, mean, mask=known)
+    tl.store(parents_ptr + 2 * number + group, std, mask=known)
+    tl.store(parents_ptr + 3 * number + group, flat.to(tl.float64), mask=known)
+    tl.store(parents_ptr + 4 * number + group, length_mean, mask=known)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def _map(
     length_mean,
     parent_ptr,
     parents_ptr,
-    segment,
+    group,
     number,
     eps,
     std_floor,
@@ -151,7 +151,7 @@ def _map(
     borrows = scored < 0  # nowhere
     count = scored
     if parents_ptr is not None:
-        parent = tl.load(parent_ptr + segment, mask=segment < number, other=0)
+        parent = tl.load(parent_ptr + group, mask=group < number, other=0)
         parent_count = tl.load(parents_ptr + parent)
         parent_mean = tl.load(parents_ptr + number + parent)
         parent_std = tl.load(parents_ptr + 2 * number + parent)
@@ -200,7 +200,7 @@ def _map(
 
 
 @triton.jit
-def segments_kernel(
+def groups_kernel(
     values_ptr,
     lengths_ptr,
     baselines_ptr,
@@ -225,13 +225,13 @@ def segments_kernel(
     SCALE: tl.constexpr,
     SINGLETON: tl.constexpr,
     WRITE: tl.constexpr,
-    SEGMENTS: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    segment = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)
-    first, count = _bounds(starts_ptr, group_size, segment, number)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    first, count = _bounds(starts_ptr, group_size, group, number)
     scored, own_mean, own_std, flat, second, length_mean = _statistics(
-        values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, SEGMENTS, BLOCK
+        values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, GROUPS, BLOCK
     )
     center, factor, live, mean, std = _map(
         scored,
@@ -242,7 +242,7 @@ def segments_kernel(
         length_mean,
         parent_ptr,
         parents_ptr,
-        segment,
+        group,
         number,
         eps,
         std_floor,
