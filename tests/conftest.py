@@ -1,4 +1,4 @@
-"""Set-up for all tests: the GPU-less stand-ins for Triton and CUDA, poisoned memory, seeds."""
+"""Setup for all tests: stand-ins for Triton and CUDA on machines without a GPU, poisoned memory, seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-# Must be set before triton is imported anywhere. With a GPU the kernels run for real.
+# Must be set before Triton is first imported. With a GPU, the compiled kernels run.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thins grids: every pair of values stays; of Triton's cases, which it interprets or compiles, at most a tenth."""
+    """Thins grids: keeps every pair of values, but at most a tenth of the slow Triton cases."""
     if config.getoption("--whole-grid"):
         return
     grids: dict[tuple[str, bool, int], dict[str, thinning.Case]] = defaultdict(dict)
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Memory that nobody wrote holds NaN, in torch's own allocations and in those of the compiled ops."""
+    """Fills uninitialized memory with NaN, in torch's allocations and in those of the compiled ops."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     for module in (backends.cpu_module, backends.cuda_module):

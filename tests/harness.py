@@ -1,4 +1,4 @@
-"""What every op's tests share: which backends can run, and how exact a result has to be."""
+"""Helpers shared by the tests of all ops: runnable backends and error budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ needs_cpu_kernels = pytest.mark.skipif(cpu_module is None, reason="the CPU kerne
 
 
 def runnable_backends(supports: Supports, dtype: torch.dtype = torch.float32) -> list[str]:
-    """The backends to test here: with a GPU the real ones, without one Triton's interpreter and the emulated CUDA."""
+    """Backends to test on this machine; without a GPU, Triton is interpreted and CUDA emulated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = [name for name in BACKENDS if refusal(name, device, dtype, supports) is None]
     if device == "cuda" and refusal("cpu", "cpu", dtype, supports) is None:
@@ -25,9 +25,9 @@ def device_of(backend: str) -> torch.device:
 
 
 def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str = "result") -> None:
-    """No further from the float64 gold than twice the reference in the working dtype, plus a few last digits.
+    """Checks that a result is at most twice as far from float64 as the reference in its dtype, plus a few ulps.
 
-    Non-finite values must be the same everywhere.
+    Non-finite values must match everywhere.
     """
     got, working, gold = got.detach().cpu(), working.detach().cpu(), gold.detach().cpu()
     assert got.shape == gold.shape, f"{what}: shape {list(got.shape)} instead of {list(gold.shape)}"

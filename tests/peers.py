@@ -1,4 +1,4 @@
-"""The installed peers' own advantage code, made callable: nothing of it is repeated here."""
+"""The advantage code of the installed peers, made callable without copying any of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @functools.cache
 def verl(estimator: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function that verl registers under this name."""
+    """The advantage function that verl registers under this name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from verl.trainer.ppo import core_algos
@@ -31,7 +31,7 @@ def trl_grpo(
     aggregation: str = "sum_then_normalize",
     weights: Tensor | None = None,
 ) -> Tensor:
-    """TRL's GRPO advantages: the statements of its trainer from the mask of unscored rows to the final zeroing."""
+    """TRL's GRPO advantages, by its trainer's statements from the mask of unscored rows to the final zeroing."""
     functions = rewards_per_func.shape[1]
     trainer = types.SimpleNamespace(
         reward_weights=torch.ones(functions) if weights is None else weights,
@@ -44,7 +44,7 @@ def trl_grpo(
 
 
 def trl_rloo(rewards: Tensor, group_size: int, *, normalize: bool = False) -> Tensor:
-    """TRL's RLOO advantages of rewards that are already summed."""
+    """TRL's RLOO advantages for rewards summed over functions."""
     trainer = types.SimpleNamespace(normalize_advantages=normalize)
     block = _statements("trl.trainer.rloo_trainer", "RLOOTrainer", "grouped_rewards")
     return block(trainer, rewards=rewards, num_generations=group_size, device="cpu")
@@ -52,7 +52,7 @@ def trl_rloo(rewards: Tensor, group_size: int, *, normalize: bool = False) -> Te
 
 @functools.cache
 def _statements(module_name: str, trainer: str, first: str) -> Callable[..., Tensor]:
-    """The part of _generate_and_score_completions from the assignment of `first` to advantages = nan_to_num(...)."""
+    """Compiles _generate_and_score_completions from the assignment of `first` to advantages = nan_to_num(...)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = __import__(module_name, fromlist=[trainer])

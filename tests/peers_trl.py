@@ -1,4 +1,4 @@
-"""TRL's own policy losses on log-probs that a test made up: nothing of them is repeated here."""
+"""TRL's own policy losses, made callable on given log-probs without copying any of their code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _module(name: str) -> Any:
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """What trl.GRPOConfig has where a user says nothing."""
+    """Default values of the fields of trl.GRPOConfig."""
     config = _module("trl.trainer.grpo_config").GRPOConfig
     return {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -35,7 +35,7 @@ def defaults() -> dict[str, Any]:
 
 
 class _Accelerator:
-    """A single process."""
+    """Stand-in for accelerate.Accelerator with a single process."""
 
     num_processes = 1
     sync_gradients = True
@@ -52,7 +52,7 @@ class _Accelerator:
 
 
 class _Trainer:
-    """What the loss reads of its trainer."""
+    """Stand-in for the trainer, with the attributes that the loss reads."""
 
     def __init__(self, logprobs: Tensor | None, entropy: Tensor | None, options: dict[str, Any]) -> None:
         trainer = _module("trl.trainer.grpo_trainer").GRPOTrainer
@@ -86,7 +86,7 @@ class _Trainer:
 def policy_loss(
     logprobs: Tensor, entropy: Tensor, mask: Tensor, inputs: dict[str, Tensor], gmpo: bool = False, **options: Any
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss and metrics of GRPOTrainer (or GMPOTrainer) on one micro-batch; inputs by TRL's names."""
+    """Loss and metrics of GRPOTrainer (or GMPOTrainer) for one micro-batch; `inputs` uses TRL's names."""
     if gmpo:
         compute = _module("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer._compute_loss
     else:
@@ -101,7 +101,7 @@ def policy_loss(
 
 
 def sampler_ratio(old: Tensor, sampling: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, dict[str, float]]:
-    """The weights for what vLLM sampled, [B, T] or [B, 1], and their metrics."""
+    """Importance weights of tokens sampled by vLLM, [B, T] or [B, 1], and their metrics."""
     trainer = _Trainer(None, None, options)
     ratio = _ratio_block()(trainer, old, sampling, mask.long(), "train", old.device, None)
     return ratio, trainer.metrics()
@@ -109,7 +109,7 @@ def sampler_ratio(old: Tensor, sampling: Tensor, mask: Tensor, **options: Any) -
 
 @functools.cache
 def _ratio_block() -> Callable[..., Tensor]:
-    """The two blocks of _generate_and_score_completions that make the weights and measure them."""
+    """Compiles the two blocks of _generate_and_score_completions that compute the weights and their metrics."""
     module = _module("trl.trainer.grpo_trainer")
     source = textwrap.dedent(inspect.getsource(module.GRPOTrainer._generate_and_score_completions))
     condition = "self.use_vllm and self.vllm_importance_sampling_correction"

@@ -1,4 +1,4 @@
-"""Hypothesis strategies that more than one op's tests draw from."""
+"""Hypothesis strategies shared by the tests of several ops."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpo_kernels import AdvantageConfig
 
 NAN = float("nan")
 
-# What the rewards of a batch look like, each after a way to be wrong: exact ties (binary, grid), a variance lost to an
-# offset, eps deciding the result (tiny), squares far from 1 (wide), a rounded mean beside equal values (equal).
+# Distributions of rewards, one for each likely mistake: exact ties (binary, grid), a variance lost to an offset,
+# results dominated by eps (tiny), squares far from 1 (wide), a rounded mean of equal values (equal).
 VALUES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "normal": lambda n, g: torch.randn(n, generator=g),
     "binary": lambda n, g: torch.randint(0, 2, (n,), generator=g).float(),
@@ -25,13 +25,13 @@ VALUES: dict[str, Callable[[int, torch.Generator], Tensor]] = {
     "equal": lambda n, g: torch.tensor([0.1, 0.35, 0.7, 1000.1])[torch.randint(0, 4, (1,), generator=g)].repeat(n),
 }
 
-# How a tensor lies in memory. Whatever lies between its elements is NaN (or a number that belongs to no group).
+# Memory layouts of a tensor. The memory between its elements holds NaN, or 1 for integers.
 LAYOUTS = ("contiguous", "every_other", "column")
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Arguments of group_advantages, all on the CPU, with what only some estimators read."""
+    """Arguments of group_advantages on the CPU, including those that only some estimators read."""
 
     rewards: Tensor
     groups: Tensor
@@ -41,14 +41,14 @@ class Batch:
     baselines: Tensor
 
     def options(self, config: AdvantageConfig, device: torch.device, subgroups: bool = False) -> dict[str, Tensor]:
-        """The keyword arguments that this config takes."""
+        """Keyword arguments that the config accepts."""
         wanted = {"valid": True, "lengths": config.needs_lengths, "baselines": config.needs_baselines}
         wanted["subgroups"] = subgroups or config.needs_parent
         return {name: getattr(self, name).to(device) for name, use in wanted.items() if use}
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values with other strides."""
+    """A copy of the tensor in the given memory layout."""
     if layout == "contiguous":
         return tensor.contiguous()
     filler = NAN if tensor.is_floating_point() else 1
@@ -74,13 +74,13 @@ def group_sizes(draw: st.DrawFn, max_rows: int) -> list[int]:
 
 @st.composite
 def ids(draw: st.DrawFn, sizes: list[int]) -> Tensor:
-    """One int64 id per row: neighbours or shuffled; counting from 0, sparse, negative, or anywhere in int64."""
+    """One int64 id per row, contiguous or shuffled: counting from 0, sparse, negative, or anywhere in int64."""
     count = len(sizes)
     any_id = st.integers(-(2**63), 2**63 - 1)
     names = draw(
         st.just(list(range(count)))
         | st.just([7 - 1000 * i for i in range(count)])
-        | st.just([(i - 2) << 32 for i in range(count)])  # alike in their low 32 bits
+        | st.just([(i - 2) << 32 for i in range(count)])  # equal in their low 32 bits
         | st.lists(any_id, min_size=count, max_size=count, unique=True)
     )
     rows = [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
@@ -95,7 +95,7 @@ def batches(
     dtype: torch.dtype = torch.float32,
     kinds: tuple[str, ...] = tuple(VALUES),
 ) -> Batch:
-    """Rewards of ragged groups with everything that may come with them; some batches have no scored row at all."""
+    """Rewards of ragged groups with all optional arguments; some batches have no scored row at all."""
     sizes = draw(group_sizes(max_rows))
     groups = draw(ids(sizes))
     n = len(groups)
@@ -103,7 +103,7 @@ def batches(
     rewards = torch.empty(n, columns)
     for column in range(columns):
         kind = draw(st.sampled_from(kinds))
-        for name in groups.unique():  # so that "equal" differs between groups
+        for name in groups.unique():  # one value per group for "equal"
             own = groups == name
             rewards[own, column] = VALUES[kind](int(own.sum()), generator)
     missing = draw(st.sampled_from((0.0, 0.0, 0.2, 0.6, 1.0)))

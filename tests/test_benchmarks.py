@@ -1,4 +1,4 @@
-"""The benchmark runner: which peers are timed, and what is stored. No test here judges a speed."""
+"""The benchmark runner: the choice of timed peers, and the stored results. No test here depends on speed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_names_of_cases_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-# Every bar on the CPU, by kind, provider and limit. No bar may be removed or relaxed.
+# Every CPU bar by kind, provider and limit. Bars must not be removed or relaxed.
 HEADS = ("N=1024 H=256 V=32000", "N=2048 H=512 V=50304")
 HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
 SIZES = (8, 16, 32, 64)
@@ -299,7 +299,7 @@ def test_the_first_of_each_op_comes_first_and_the_budget_ends_it(
     table = cases(device="cpu")
     firsts = [case.op for case in run.round_robin(table)][: len(OPS)]
     assert sorted(firsts) == OPS and len(list(run.round_robin(table))) == len(table)
-    clock = iter([0.0, 1.0, 99.0, 99.0])  # the start, and before each case
+    clock = iter([0.0, 1.0, 99.0, 99.0])  # at the start and before each case
     monkeypatch.setattr(run, "ceiling", lambda device: LIMITS)
     monkeypatch.setattr(run, "cases", lambda op, name, device: [small_case(name=name) for name in "abc"])
     monkeypatch.setattr(run, "OPS", ["sum"])

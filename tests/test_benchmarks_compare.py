@@ -1,4 +1,4 @@
-"""When a ratio has fallen from one result to another. Nothing here judges a speed."""
+"""Detection of ratios that have fallen between two results. No test here depends on speed."""
 
 from __future__ import annotations
 

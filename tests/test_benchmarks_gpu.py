@@ -78,7 +78,7 @@ def test_a_gpu_is_judged_by_its_events() -> None:
 
 
 class Gpu:
-    """Plays torch.cuda: a call's time, how long the host takes to queue it, and the sleeps that were asked for."""
+    """Stand-in for torch.cuda with a fixed time per call and a given queueing time; records requested sleeps."""
 
     def __init__(self, patch: pytest.MonkeyPatch, host: float) -> None:
         self.sleeps: list[int] = []
@@ -95,7 +95,7 @@ class Gpu:
                 pass
 
             def query(self) -> bool:
-                """The GPU is awake if the host took longer than the last sleep, a cycle of which is a microsecond."""
+                """Whether the GPU is awake: the host took longer than the last sleep, whose cycles are microseconds."""
                 return host * 1e6 > gpu_made_up.sleeps[-1]
 
             def elapsed_time(self, end: Event) -> float:
@@ -111,7 +111,7 @@ class Gpu:
 def test_events_give_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Gpu(monkeypatch, host=1e-3)
     assert gpu.event_time(lambda: None, 5) == 250
-    assert played.sleeps == [2100] * 5  # twice what the host took to queue a call, and a little
+    assert played.sleeps == [2100] * 5  # a little more than twice the time the host takes to queue a call
 
 
 def test_the_gpu_sleeps_longer_if_it_woke_before_the_call_was_queued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Measurements are written as they end: a later failure loses none of them."""
+"""Measurements are written as soon as they end, so a later failure loses none of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_item_that_killed_its_process_is_not_repeated(tmp_path: Path) -> None
     path = tmp_path / "lines"
     gpu_lines.Lines(path, 60).write("a", "begun")
     with path.open("a") as file:
-        file.write('{"item": "b", "sta')  # cut off as it was written
+        file.write('{"item": "b", "sta')  # truncated while being written
     measurements = Items(path, 1e9)
     assert run_items(measurements, a=fails, b=lambda: {"us": 2}) == [{"us": 2}]
     assert measurements.lost() == {"failed": ["a: the process ended while it ran"]}
@@ -105,6 +105,6 @@ def test_a_backend_that_cannot_run_has_a_reason(tmp_path: Path, monkeypatch: pyt
         where = ["--device", "cpu", "--backend", "cuda", "--json", str(out)]
         timings.main(["--op", "group_advantages", "--case", "one small", *where])
     timing = json.loads(out.read_text())["timings"][0]
-    if "missing" in timing:  # not where the kernels are emulated
+    if "missing" in timing:  # absent if the kernels are emulated
         assert "cannot run here" in timing["missing"]
     assert ended.value.code == 0 and timing["backend"] == "cuda"

@@ -1,4 +1,4 @@
-"""Checks the commands that setup.py gives to CMake, with stubs that record them."""
+"""Checks the commands that setup.py passes to CMake, with stubs that record them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("has_packages", [True, False])
 def test_build_uses_the_programs_of_this_environment(tmp_path: Path, has_packages: bool) -> None:
-    """Programs of this Python's packages come before those on PATH, as a system's CMake may be too old for nvcc.
+    """Programs of this environment's packages take precedence over PATH, as a system CMake may be too old for nvcc.
 
-    Ninja is passed each time: CMake's cache has the first build's, which pip may have removed with its environment.
+    Ninja's path is passed each time: CMake caches that of the first build, which pip may have removed since.
     """
     log, modules = tmp_path / "log", tmp_path / "modules"
     modules.mkdir()

@@ -1,4 +1,4 @@
-"""The compiled kernels read settings by position: their lists of names and codes are those of the Python configs."""
+"""The compiled kernels read settings by position, so their names and codes must match the Python configs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
     "policy_loss": {
         "Loss": loss.LOSSES,
         "Ratio": loss.RATIOS,
-        "Kl": [name for name in loss.KLS if not name.endswith("+")],  # kl_straight is a mode of its own
+        "Kl": [name for name in loss.KLS if not name.endswith("+")],  # kl_straight is a separate mode
         "Aggregation": loss.AGGREGATIONS,
         "Correction": loss.CORRECTIONS,
     },
@@ -62,7 +62,7 @@ def codes(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def enumerator(name: str) -> str:
-    """The C++ name of a Python name: kSeqMeanTokenMean of seq-mean-token-mean."""
+    """The C++ name of a Python name, e.g. kSeqMeanTokenMean for seq-mean-token-mean."""
     return "k" + "".join(word.capitalize() for word in re.split("[-_]", name))
 
 
@@ -79,7 +79,7 @@ def test_every_exported_enumeration_is_compared(codes: dict[str, dict[str, Any]]
 
 def test_row_status_has_the_same_bits(codes: dict[str, dict[str, Any]]) -> None:
     bits = dict(part.split(" = ") for part in codes["similarity_groups"]["RowStatus"].split(", "))
-    members = RowStatus.__members__.items()  # iteration leaves out a flag of value 0
+    members = RowStatus.__members__.items()  # iteration skips flags of value 0
     assert {name: int(value) for name, value in bits.items()} == {enumerator(n): int(v) for n, v in members}
 
 

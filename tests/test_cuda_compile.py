@@ -68,7 +68,7 @@ def test_a_spill_is_seen(tmp_path: Path) -> None:
 
 
 def build_commands(folder: Path) -> dict[str, list[str]]:
-    """Compile command of each CUDA source in a build for sm_90, by name."""
+    """Compile commands of the CUDA sources in a build for sm_90, by name."""
     search = os.pathsep.join([str(Path(sys.executable).parent), str(Path(str(NVCC)).parent), os.environ["PATH"]])
     command = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
     command += ["-DGRPO_WITH_CUDA=ON", "-DGRPO_CUDA_ARCHITECTURES=90", f"-DPython_EXECUTABLE={sys.executable}"]

@@ -1,4 +1,4 @@
-"""Several GPUs in one process: kernels are launched on the one of the input, and only where there is code for it."""
+"""Several GPUs in one process: kernels launch on the input's GPU, and only if they were built for it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_guard_is_for_the_device_of_the_first_tensor(backend: str, monkeypat
         assert entered == ([torch.device("cuda:1")] if backend == "triton" else [])
 
 
-# The choice of a backend by architecture
+# Backend selection by architecture
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def cuda_module_of(facts: dict[str, str]) -> Any:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An H100, a V100 and an A10 with the CUDA kernels built, and with Triton."""
+    """Simulates an H100, a V100 and an A10, with CUDA kernels and Triton available."""
     capabilities = [SimpleNamespace(major=x // 10, minor=x % 10) for x in (90, 70, 86)]
     facts = {"cuda": "13.0.88", "cuda_architectures": "80-real;90-real;100"}
     monkeypatch.setattr(backends, "DEVICES", backends.DEVICES | {"cuda": {"cuda"}})
@@ -146,7 +146,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "cuda_error", None)
     monkeypatch.setattr(backends, "cuda_module", cuda_module_of(facts))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    # not get_device_capability, which torch.compile knows by itself
+    # get_device_capability is not patched, as torch.compile handles it itself
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: capabilities[index])
     backends._cuda_refusal.cache_clear()
     yield
@@ -202,7 +202,7 @@ def test_a_driver_older_than_the_build_is_the_reason(gpus: None, monkeypatch: py
 def test_torch_compile_traces_the_choice(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     torch.compiler.reset()
-    # into a compiled module torch.compile cannot look
+    # torch.compile cannot trace into a compiled module
     assert backends.cpu_module is not None and backends.cuda_module is not None
     compiled_facts, facts = backends.cpu_module.build_facts, backends.cuda_module.build_facts()
     monkeypatch.setattr(backends.cuda_module, "build_facts", lambda: compiled_facts() | facts)

@@ -1,4 +1,4 @@
-"""The kernel emulator of tests/emulation, tested on correct kernels and on ones with a planted mistake."""
+"""The kernel emulator of tests/emulation, tested on correct kernels and on kernels with a planted mistake."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_missing_barrier_before_overwriting_shows(library: ctypes.CDLL) -> None:
     assert seeds_right(library, lambda: rotate_rounds(library, second_barrier=False)) < len(SEEDS)
 
 
-# The last is more than the 48 KiB a kernel gets without asking.
+# The last size exceeds the 48 KiB that a kernel gets by default.
 @pytest.mark.parametrize("count", [1, 100, 7000])
 def test_dynamic_shared_memory(library: ctypes.CDLL, count: int) -> None:
     values = (ctypes.c_double * count)(*range(count))
@@ -214,7 +214,7 @@ def test_shuffles_of_doubles_in_segments(library: ctypes.CDLL) -> None:
     check(library, library.selftest_shuffle_segments(values, out))
     for lane in range(32):
         place = lane % 8
-        # An exclusive or beyond the segment reaches lanes of earlier segments only; 5 stays within one of 8.
+        # A shuffle by XOR can only reach earlier segments beyond its own; 5 stays within a segment of 8.
         sources = [lane - place + 3, lane - 2 * (place >= 2), lane + 2 * (place < 6), lane ^ 5]
         assert list(out[lane * 4 : lane * 4 + 4]) == [values[source] for source in sources]
 

@@ -1,4 +1,4 @@
-"""Every example runs, at toy size, and reaches the result that it promises."""
+"""Every example runs at toy size and reaches its stated result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verl")
-    from tests.integrations import tiny_verl  # stands in for servers that verl imports
+    from tests.integrations import tiny_verl  # replaces servers that verl imports
 
     assert tiny_verl
     metrics = run("verl_grpo", monkeypatch)

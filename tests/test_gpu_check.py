@@ -1,4 +1,4 @@
-"""tools/gpu_check.py on a mocked machine: a stand-in for Python reports a GPU and plays the commands."""
+"""tools/gpu_check.py on a mocked machine: a stand-in for Python reports a GPU and simulates the commands."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS = {
     "cores": 4,
     "lacks": [],
 }
-# $PLAN holds its behaviour: facts; modules that hang, fail, or die once; ops that its tests run, and their outcome.
+# $PLAN controls its behaviour: facts; modules that hang, fail or die once; the ops under test and their outcomes.
 PYTHON = """
 import json, os, pathlib, signal, subprocess, sys, time
 plan, out = json.loads(os.environ["PLAN"]), pathlib.Path(os.environ["OUT"])
@@ -126,7 +126,7 @@ class Machine:
         self.patch.setenv("PLAN", json.dumps(facts | plan))
 
     def run(self, *arguments: str, **plan: Any) -> tuple[int, dict[str, dict[str, Any]]]:
-        """Exit status, and steps by part and name."""
+        """Runs the tool; returns its exit status and its steps by part and name."""
         self.prepare(**plan)
         status = 0
         try:
@@ -164,7 +164,7 @@ def test_all_parts(machine: Machine) -> None:
     logs = machine.archive()
     assert "-DGRPO_CUDA_ARCHITECTURES=90-real" in logs["build_build.log"]
     assert f"this is pytest None 0 {machine.folder / 'work' / 'package'}" in logs["tests_1_2.log"]
-    # Triton's cases run while the package is being built, so not from there
+    # Triton's cases run while the package is being built, so they import it from the checkout
     assert f"this is tools.kernel_cases None 0 {build.ROOT}" in logs["smoke_triton.log"]
 
 
@@ -172,7 +172,7 @@ def test_the_page(machine: Machine) -> None:
     machine.run()
     page = machine.page()
     assert page.startswith("# GPU check: A GPU\n") and page == machine.archive()["summary.md"]
-    assert "| build | build | ok |" in page and "| silhouette | 3 | 3 |" in page  # once in each share, and in smoke
+    assert "| build | build | ok |" in page and "| silhouette | 3 | 3 |" in page  # once in each share and once in smoke
     assert "| sum, of ten, float32 | cuda | 20 us | 10 us | 9 us | 4.0 | 75% | 3 | 1 |" in page
     assert "it takes less" in page and "What failed" not in page
 
@@ -213,7 +213,7 @@ def test_time_is_under_nine_minutes(machine: Machine) -> None:
     assert sum(seconds for seconds, _, _ in stages) == pytest.approx(530)
     chosen = gpu_check.stages_of(plan, ["timings", "step"], 300)
     assert [steps[0].part for _, _, steps in chosen] == ["timings", "step"]
-    assert sum(seconds for seconds, _, _ in chosen) == pytest.approx(300)  # all of it goes to what was chosen
+    assert sum(seconds for seconds, _, _ in chosen) == pytest.approx(300)  # the chosen parts share all of the time
 
 
 def test_the_most_valuable_comes_first(machine: Machine) -> None:
@@ -228,7 +228,7 @@ def test_nothing_runs_beside_timings() -> None:
 
 
 def test_left_over_time_goes_to_the_next_part(machine: Machine) -> None:
-    """The peers have a sixth of the time, but get all that the timings left."""
+    """The peers' share is a sixth of the time, but they get all that the timings leave."""
     machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("timings",), 10), gpu_check.Stage(("peers",), 2)))
     (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
     status, steps = machine.run("--parts", "timings", "peers", "--seconds", "6", hang=["benchmarks.run"])
@@ -411,7 +411,7 @@ def test_the_archive_survives_a_signal(machine: Machine, kind: signal.Signals) -
     steps = machine.content("gpu_check.json")["steps"]
     assert {row["part"] for row in steps} == {"build", "smoke", "values"} and "| build | build | ok |" in machine.page()
     if kind == signal.SIGTERM:
-        assert machine.content("timings.json") == TIMINGS  # of the step that was interrupted
+        assert machine.content("timings.json") == TIMINGS  # results of the interrupted step
         assert not is_running(int(child.read_text()))
     else:  # a killed process cannot stop its children
         os.killpg(os.getpgid(int(child.read_text())), signal.SIGKILL)

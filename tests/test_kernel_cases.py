@@ -1,4 +1,4 @@
-"""tools/kernel_cases.py on the kernels compiled for the host: every kernel has a case, and every result is right."""
+"""tools/kernel_cases.py on kernels compiled for the host: every kernel has a case, and every result is correct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def kernels_of_the_sources() -> set[str]:
     kernels = set()
     for path in (build.ROOT / "csrc").rglob("*.cu*"):
-        # the macro or __launch_bounds__(...) between __global__ and the name
+        # removes the macro or __launch_bounds__(...) between __global__ and the name
         text = re.sub(r"__launch_bounds__\([^()]*\)|GRPO_BOUNDS(\([^()]*\))?", "", path.read_text())
         names = re.findall(r"__global__\s+(?:\w+\s+)*?(\w+)\(", text)
         assert len(names) == text.count("__global__"), path

@@ -1,4 +1,4 @@
-"""House rules that can be read off the sources: imports by layer, files by op, sizes, environment variables."""
+"""Rules that can be checked on the sources: imports by layer, files by op, sizes, environment variables."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "grpo_kernels"
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 
-# The layer of a file is its name. In a folder of ops/, __init__.py holds the public function, and every name that is
-# not listed here holds more of it.
+# A file's name is its layer. In a folder of ops/, __init__.py holds the public function; files not listed here are
+# parts of it.
 LAYERS = {
     "config": {"config", "peers"},
     "peers": {"peers"},
@@ -27,7 +27,7 @@ LAYERS = {
     "chunks": {"registration"},
     "public": {"public", "registration", "config", "chunks"},
 }
-# Modules at the top of the package that each layer may import.
+# Top-level modules of the package that each layer may import.
 SHARED = {
     "config": {"checks"},
     "peers": {"checks"},
@@ -47,10 +47,10 @@ TOP = {
     "groups": {"checks"},
     "registry": {"backends"},
 }
-# Third-party packages that the package may import at the top of a module.
+# Third-party packages that modules may import at the top.
 OUTSIDE = {"torch"}
 OPS = sorted(p.parent.name for p in (PACKAGE / "ops").glob("*/__init__.py"))
-# Built on the kernels of other ops.
+# Ops built on the kernels of other ops.
 COMPOSED = {"linear_head"}
 
 
@@ -61,7 +61,7 @@ def layer_of(parts: tuple[str, ...]) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Dotted names of the modules that a file imports, wherever it does."""
+    """Dotted names of all modules that a file imports, at any level."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
 def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     """Whether one module of the package may import another; both are given without the leading grpo_kernels."""
     if importer[0] == "integrations":
-        # public names, their own folder, and what translates the peers' settings
+        # public names, their own folder, and modules that translate the peers' settings
         return not imported or imported[0] in ("checks", *importer[:1]) or imported[-1] == "peers"
     if importer[0] != "ops":
         return (imported[0] if imported else "grpo_kernels") in TOP[importer[0]]
@@ -130,7 +130,7 @@ def test_no_module_imports_itself_through_others() -> None:
         assert name not in trail, f"import circle: {' -> '.join((*trail[trail.index(name) :], name))}"
         if name not in done:
             for other in sorted(edges[name]):
-                # a package's public function imports the package's own layers
+                # a package's public function may import the layers of its package
                 if not (name == other or other == trail[-1:] or name.startswith(f"{other}.")):
                     visit(other, (*trail, name))
             done.add(name)
@@ -177,7 +177,7 @@ def includes_of(source: Path) -> set[str]:
 
 @pytest.mark.parametrize("pattern", ["*/simd.cpp", "*/*.cu"])
 def test_kernels_do_not_include_torch(pattern: str) -> None:
-    """torch's headers would compile for each instruction set, and take nvcc a minute."""
+    """torch's headers would be compiled for each instruction set, and take nvcc a minute."""
     sources = list((ROOT / "csrc").glob(pattern))
     assert sources
     for source in sources:
@@ -197,7 +197,7 @@ def tracked(*suffixes: str) -> list[Path]:
 
 
 def body_lines(function: ast.FunctionDef) -> int:
-    """Lines of a function without its signature and docstring, which name a parameter a line."""
+    """Lines of a function without its signature and docstring, which have one line per parameter."""
     first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
     return (function.end_lineno or 0) - first.lineno + 1
 
@@ -245,7 +245,7 @@ def trainer_module(path: Path) -> str:
 
 
 def trainer_imports(path: Path, modules: set[str]) -> set[str]:
-    """Modules of the trainer that a file imports anywhere, with the packages that Python imports on the way."""
+    """Trainer modules that a file imports at any level, including their parent packages."""
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -260,7 +260,7 @@ def trainer_imports(path: Path, modules: set[str]) -> set[str]:
 
 
 def import_circle(edges: dict[str, set[str]]) -> tuple[str, ...]:
-    """A circle of imports, or ()."""
+    """A cycle of imports, or () if there is none."""
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> tuple[str, ...]:
@@ -277,7 +277,7 @@ def import_circle(edges: dict[str, set[str]]) -> tuple[str, ...]:
 
 
 def test_no_module_of_the_trainer_imports_itself_through_others() -> None:
-    """Neither at the top nor in functions nor for type checkers."""
+    """Includes imports inside functions and for type checkers."""
     modules = {trainer_module(path): path for path in TRAINER_FILES}
     edges = {name: trainer_imports(path, set(modules)) for name, path in modules.items()}
     assert "grpo_trainer.policy" in edges["grpo_trainer.checkpoint"]

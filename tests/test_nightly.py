@@ -1,4 +1,4 @@
-"""The nightly run goes on after a failure, reports every part, and fails if one did."""
+"""The nightly run continues after a failure, reports every part, and fails if any part failed."""
 
 from __future__ import annotations
 

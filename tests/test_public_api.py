@@ -1,4 +1,4 @@
-"""The public API of the package, name by name: a change shows in tests/public_api.txt.
+"""The public API of the package must match tests/public_api.txt, so every change of it is visible.
 
 python -m tests.test_public_api > tests/public_api.txt
 """
@@ -17,7 +17,7 @@ LISTED = Path(__file__).parent / "public_api.txt"
 
 
 def parameters(function: Any) -> str:
-    """Names, kinds and defaults of the parameters."""
+    """Names, kinds and defaults of a callable's parameters."""
     signature = inspect.signature(function)
     without_types = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
     return str(signature.replace(parameters=without_types, return_annotation=inspect.Signature.empty))

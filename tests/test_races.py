@@ -1,4 +1,4 @@
-"""The race detector of tests/emulation, tested on correct kernels and on ones with a planted race."""
+"""The race detector of tests/emulation, tested on correct kernels and on kernels with a planted race."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.emulation import build
 
 SOURCE = build.ROOT / "tests" / "emulation" / "selftest_races.cu"
 ORDERED = 8
-# The message on the later and of the earlier access; which of two comes first may be the schedule's choice.
+# The kinds of the later and the earlier access in the message; their order may depend on the schedule.
 RACING = [
     ("shared", {("read", "write"), ("write", "read")}),
     ("shared", {("write", "write")}),

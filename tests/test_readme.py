@@ -1,4 +1,4 @@
-"""The examples of the README run and print what it says, and the tables of variants are those of the code."""
+"""The README's examples run and print the stated output, and its tables of variants match the code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_outdated_table_is_noticed() -> None:
 
 def test_every_loss_of_the_peers_is_listed_or_refused() -> None:
     pytest.importorskip("verl")
-    from tests.integrations import tiny_verl  # stand-ins for servers that verl imports
+    from tests.integrations import tiny_verl  # replace servers that verl imports
 
     assert tiny_verl
     from verl.trainer.ppo import core_algos

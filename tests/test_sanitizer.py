@@ -71,6 +71,6 @@ def test_an_access_outside_is_reported() -> None:
 
 @needs_no_gpu
 def test_kernels_have_no_races() -> None:
-    """tests/test_races.py tests the detector on planted races."""
+    """No kernel has a race; tests/test_races.py tests the detector itself on planted ones."""
     done = run("races")
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md are the output of tools/scale.py."""
+"""The tables of docs/scale.md must match the output of tools/scale.py."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_every_phase_was_timed(document: dict[str, Any]) -> None:
 
 
 def test_phases_add_up(document: dict[str, Any]) -> None:
-    # of two steps a median is the mean
+    # the median of two steps is their mean
     for each in document["totals"]:
         parts = sum(row["seconds_median"] for row in document["rows"] if row["who"] == each["who"])
         assert parts == pytest.approx(each["seconds_median"], rel=0.02, abs=2e-3)

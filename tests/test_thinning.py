@@ -89,6 +89,6 @@ def test_a_grid_is_thinned_unless_asked_for_whole(pytester: pytest.Pytester) -> 
     outcome = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
     assert outcome["passed"] == 30 + 4 + outcome["passed"] - 34 and 54 <= outcome["passed"] <= 66
     assert outcome["passed"] + outcome["deselected"] == 110
-    # 30 outside the grid, 4 of triton's 40, at least every kind with every size elsewhere
+    # 30 outside the grid, 4 of Triton's 40, and elsewhere at least every pair of kind and size
     assert 30 + 4 + 20 <= outcome["passed"] <= 30 + 4 + 30
     assert pytester.runpytest_inprocess("-p", "no:cacheprovider", "--whole-grid").parseoutcomes() == {"passed": 110}

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the Triton kernels for every supported GPU, none of which is needed here.
+"""Ahead-of-time compilation of the Triton kernels for every supported GPU, without needing one.
 
 The tool compiles in its own process throughout: other tests set TRITON_INTERPRET, which is fixed for a
 process once triton is imported. For the same reason this module must not import triton itself.
@@ -74,10 +74,10 @@ def compile_module(tmp_path: Path) -> Any:
 
 def run_tool(tmp_path: Path, *args: str) -> Outcome:
     report = tmp_path / "report.json"
-    # A caller in the interpreter, and without any GPU, is the case that has to work.
+    # The tool must work for a caller with Triton's interpreter enabled and without a GPU.
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(TOOL), *args, "--json", str(report)]
-    # Not from the checkout root: the tool has to find the package by itself.
+    # The working directory is not the checkout root: the tool must find the package itself.
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
     rows = json.loads(report.read_text())["rows"] if report.exists() else []
     return Outcome(done.returncode, done.stdout, done.stderr, rows)
@@ -316,7 +316,7 @@ def test_the_tool_finds_every_op(tool: ModuleType) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_op_compiles_for_every_target(op: str, target: str, tmp_path: Path) -> None:
     outcome = run_tool(tmp_path, "--op", op, "--target", target)
-    # A module that declares no cases fails here as well: the tool refuses it.
+    # A module that declares no cases fails here, too, because the tool rejects it.
     assert outcome.status == 0, outcome.stdout + outcome.stderr
     cases = {(row["kernel"], row["label"]) for row in outcome.rows}
     assert cases

@@ -1,4 +1,4 @@
-"""Triton's kernels in the interpreter: no access outside a tensor, whatever offsets and numbers of segments hold."""
+"""Interpreted Triton kernels never access memory outside a tensor, whatever the offsets and segment counts hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's inte
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads and stores that leave the tensors a kernel was given are errors."""
+    """Makes loads and stores outside of a kernel's tensors raise an error."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     place, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store

@@ -1,6 +1,6 @@
-"""Every launch of the ops that decide by comparing numbers asks for the rounding its source has (docs/numerics.md).
+"""Ops that decide by comparing numbers launch with rounding as written in the source (docs/numerics.md).
 
-That the option has the effect is checked ahead of time, for the declared cases: tests/test_triton_aot.py.
+tests/test_triton_aot.py checks the effect of the option on the declared cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests the vector math of the CPU kernels for accuracy, and for the same bits on every instruction set."""
+"""Tests the vector math of the CPU kernels for accuracy and for equal bits on every instruction set."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def apply(function: str, x: np.ndarray, level: str = "baseline") -> np.ndarray:
 
 
 def samples(function: str, dtype: type) -> np.ndarray:
-    """Numbers over the whole range of the function, and as many with magnitudes towards 0."""
+    """Samples over the function's whole range, and as many with magnitudes near 0."""
     bottom, top = (-86.5, 88.7) if dtype is np.float32 else (-707.0, 709.7)
     if function in ("tanh", "slope"):
         bottom, top = -12, 12
@@ -96,7 +96,7 @@ def test_halves_convert_as_in_torch(who: str, name: str, level: str) -> None:
     every = torch.arange(2**16).to(torch.uint16).view(dtype)
     wide = convert(f"{who}widen_{name}", every, torch.float32, level)
     assert torch.equal(wide.nan_to_num(7.0), every.float().nan_to_num(7.0)) and wide.isnan().equal(every.isnan())
-    # every half, what is exactly between two of them, what is next to that, and anything
+    # every half, the midpoints of neighbours, the floats next to midpoints, and random bits
     between = (wide[:-1].double() / 2 + wide[1:].double() / 2).float()
     random = torch.randint(-(2**31), 2**31, (100_000,)).to(torch.int32).view(torch.float32)
     near = [between, between.nextafter(torch.tensor(0.0)), between.nextafter(torch.tensor(float("inf")))]

@@ -1,4 +1,4 @@
-"""FusedGRPOTrainer beside GRPOTrainer: the same seed, the same data, the same losses, gradients and metrics."""
+"""FusedGRPOTrainer against GRPOTrainer: the same seed and data give the same losses, gradients and metrics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_t
 from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
 from tests.integrations import tiny_trl
 
-# Of the wall clock, and of Trainer's own counting.
+# Metrics that depend on the wall clock or on Trainer's own counters.
 TIMED = ("runtime", "per_second", "step_time")
 
 
 class _Recorded:
-    """What each micro-batch's loss was."""
+    """Mixin that records the loss of each micro-batch."""
 
     losses: list[float]
 
@@ -63,7 +63,7 @@ def figures(trainer: Any) -> list[dict[str, float]]:
 
 def assert_same(ours: Any, theirs: Any) -> None:
     assert len(ours.losses) == len(theirs.losses) > 0
-    # float32 through twenty steps, of terms that cancel in the loss
+    # float32 over twenty steps, with terms that cancel in the loss
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-4, abs=2e-5)
     for got, expected in zip(figures(ours), figures(theirs), strict=True):
         assert got.keys() == expected.keys()

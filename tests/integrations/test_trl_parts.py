@@ -1,4 +1,4 @@
-"""What FusedGRPOTrainer adds to GRPOTrainer, what it refuses, and single micro-batches that training does not reach."""
+"""FusedGRPOTrainer: its additions to GRPOTrainer, its errors, and micro-batches that training does not reach."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made(folder: Path, kind: type = FusedGRPOTrainer, changes: dict[str, Any] | 
 
 
 def letters(texts: Any) -> Tensor:
-    """How often each letter is in a text."""
+    """Letter counts of each text."""
     return torch.tensor([[float(text.count(letter)) for letter in "abcdefghijklmnop"] for text in texts]) + 0.01
 
 
@@ -49,7 +49,7 @@ def letters(texts: Any) -> Tensor:
 
 
 def micro_batch(trainer: Any, by_row: bool) -> dict[str, Tensor]:
-    """As a generation gives it, with tools, and log-probs of a sampler that could not score one token."""
+    """A micro-batch of a generation with tool tokens, where the sampler has no log-prob for one token."""
     torch.manual_seed(5)
     rows, before, width = 4, 3, 6
     ids = torch.randint(3, len(tiny_trl.WORDS), (rows, before + width))
@@ -68,7 +68,7 @@ def micro_batch(trainer: Any, by_row: bool) -> dict[str, Tensor]:
     with torch.no_grad():
         logprobs, _, _ = trainer._forward(trainer.model, inputs)
     near = [logprobs + 0.3 * torch.randn_like(logprobs) for _ in range(3)]
-    near[2][1] += 0.8  # the sampler says that this row is off-policy, the old policy that it is not
+    near[2][1] += 0.8  # this row is off-policy by the sampler's log-probs, but not by those of the old policy
     ratio = torch.where((mask * tool_mask).bool(), (near[0] - near[2]).exp(), 1.0)
     inputs |= {"old_per_token_logps": near[0], "ref_per_token_logps": near[1], "sampling_per_token_logps": near[2]}
     inputs["sampling_per_token_logps"][1, 2] = float("nan")
@@ -79,7 +79,7 @@ def micro_batch(trainer: Any, by_row: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("by_row", [False, True], ids=["token", "row"])
 @pytest.mark.parametrize("loss_type", TRL_LOSS_TYPES)
 def test_a_micro_batch_from_vllm_with_tools(tmp_path: Path, loss_type: str, by_row: bool) -> None:
-    """vLLM is not needed for the loss: the same trainer computes it twice."""
+    """The loss does not need vLLM; the same trainer computes it in both ways."""
     if loss_type == "vespo" and by_row:
         pytest.skip("TRL refuses it")
     trainer = made(
@@ -98,7 +98,7 @@ def test_a_micro_batch_from_vllm_with_tools(tmp_path: Path, loss_type: str, by_r
         gradients = {name: weight.grad.clone() for name, weight in trainer.model.named_parameters()}
         found.append((loss.detach(), gradients, {name: value[0] for name, value in trainer._metrics["train"].items()}))
     (loss, gradients, metrics), (their_loss, their_gradients, their_metrics) = found
-    # float32: terms of about 1, some of which cancel
+    # float32: terms around 1, some of which cancel
     torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, their_gradients, rtol=1e-4, atol=1e-6)
     assert metrics == pytest.approx(their_metrics, rel=1e-5, abs=1e-6, nan_ok=True)
@@ -173,7 +173,7 @@ def test_tokens_in_segments_share_an_advantage(tmp_path: Path) -> None:
     assert max(int(inputs["segment_ids"].max()) for inputs in seen) >= 1
     assert any(name.startswith("group/") for name in trainer.state.log_history[0])
     assert trainer.threshold.value != 0.5
-    # four micro-batches a generation, in another order than that of the log
+    # four micro-batches per generation, in a different order than in the log
     of_last = torch.cat([inputs["advantages"].sum(1) for inputs in seen[-4:]])
     assert sorted(trainer._logs["advantages"]) == pytest.approx(sorted(of_last.tolist()))
     again = made(tmp_path, changes=changes, segments=config)
@@ -186,7 +186,7 @@ def test_tokens_in_segments_share_an_advantage(tmp_path: Path) -> None:
 
 
 def test_segments_are_cut_where_the_sampler_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler's log-probs, and the policy's own where it had none."""
+    """Cuts use the sampler's log-probs, and those of the policy where the sampler has none."""
     changes = {"scale_rewards": "none", "use_bias_correction_kl": False}
     trainer = made(tmp_path, changes=changes, segments=gk.SegmentConfig())
     mask = torch.ones(4, 3, dtype=torch.long)
@@ -202,7 +202,7 @@ def test_segments_are_cut_where_the_sampler_differs(tmp_path: Path, monkeypatch:
 
 
 def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's mean is the baseline: each of several processes must have all of its completions."""
+    """The baseline is a prompt's mean, so each process needs all completions of its prompts."""
     changes = {"scale_rewards": "none", "use_bias_correction_kl": False, "eval_strategy": "steps"}
     trainer = made(tmp_path, changes=changes, segments=gk.SegmentConfig(), eval_dataset=tiny_trl.prompts())
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
@@ -214,7 +214,7 @@ def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch:
 
 
 def test_evaluation_of_more_than_a_generation(tmp_path: Path) -> None:
-    """The log holds the rows of one generation of training."""
+    """The evaluation batch is larger than the log, which holds the rows of one training generation."""
     found = []
     for kind in (FusedGRPOTrainer, GRPOTrainer):
         trainer = made(
@@ -256,7 +256,7 @@ def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
     assert floor.isinf()
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_patches_are_taken_back() -> None:
     patch_trl()
     patch_trl()
     assert trl_utils._ChunkedLogProbFunction is not before[0]["_ChunkedLogProbFunction"]
-    # what is left to TRL's own kernels still asks whether there is a device for Triton
+    # TRL's own kernels still query Triton's availability for the calls left to them
     assert kernels._use_triton is before[0]["_use_triton"] is not trl_utils._use_triton
     unpatch_trl()
     unpatch_trl()
@@ -336,7 +336,7 @@ def test_patched_functions_of_logits(dtype: torch.dtype) -> None:
             lambda f, x: sum(f(x, index, entropy_requires_grad=False)),
         ],
     }
-    # an element's own rounding, at the largest magnitude here
+    # rounding of one element at the largest magnitude here
     exact = 8 * torch.finfo(dtype).eps * 16
     where = mask.to(torch.int64)
     for name, cases in calls.items():
@@ -377,14 +377,14 @@ def test_patched_head(softcap: float | None, scale: float, temperature: float, o
         kept = [each for each in result if each is not None]
         sum((each.square().sum() for each in kept), start=torch.zeros(())).backward()
         found.append([each.detach() for each in kept] + [each.grad for each in (hidden, weight, bias)])
-    # float32: log-probs of about 10, and sums of eleven of them in the gradients
+    # float32: log-probs of magnitude 10, and sums of eleven of them in the gradients
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=2e-5)
     mixed = ours.apply(values[0].bfloat16(), values[1], values[2], targets, 1.0, 4, softcap, scale, outputs)
     assert mixed[0].isfinite().all()
 
 
 def test_a_head_in_parts_is_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ZeRO-3."""
+    """Under ZeRO-3, where the head is partitioned."""
     torch.manual_seed(0)
     arguments = (torch.randn(7, 6), torch.randn(11, 6), None, torch.randint(0, 11, (7,)), 1.0, 4, None, 1.0, ())
     asked = []
@@ -439,7 +439,7 @@ def test_other_trainers_learn_the_same_when_patched(tmp_path: Path, kind: str) -
         ours = trained()
     finally:
         unpatch_trl()
-    for name, weight in theirs.items():  # Adam turns a rounding of a small gradient into a part of a step of 1e-2
+    for name, weight in theirs.items():  # Adam amplifies the rounding of a small gradient to a fraction of a 1e-2 step
         torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=1e-4)
 
 
@@ -450,7 +450,7 @@ TWO = Path(__file__).parent / "two_trl.py"
 
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """Metrics and losses of all ranks, and the entropy that the kept share of all ranks' tokens reaches."""
+    """Compares losses and metrics over all ranks, including the entropy threshold of the kept share of tokens."""
     outputs = {}
     for kind in ("ours", "theirs"):
         outputs[kind] = tmp_path / f"{kind}.json"

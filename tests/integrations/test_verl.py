@@ -1,4 +1,4 @@
-"""Our names in verl's registries, and our advantages beside verl's."""
+"""Our entries in verl's registries, and our advantages compared with verl's."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with warnings.catch_warnings():
     from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 
 ROOT = Path(__file__).parents[2]
-# verl's name for each of our estimators that has one, and the group sizes that it takes
+# verl's name for each estimator that it has too, and the group sizes that it supports
 PEERS = {
     "fused_grpo": ("grpo", of_advantages.RAGGED),
     "fused_dr_grpo": ("grpo", of_advantages.RAGGED),
@@ -58,7 +58,7 @@ def patched() -> Iterator[None]:
 
 
 def in_new_process(folder: Path, policy: str, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Where grpo-kernels is installed with the entry point of pyproject.toml."""
+    """Runs code in a process where grpo-kernels is installed with the entry point of pyproject.toml."""
     line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "verl_plugin" in line)
     info = folder / "grpo_kernels_here-1.dist-info"
     info.mkdir()
@@ -121,7 +121,7 @@ def test_plugin_fails_aloud(tmp_path: Path) -> None:
 
 
 def test_patch_by_an_external_module(tmp_path: Path) -> None:
-    """Imported by verl before its plug-ins, while it is half imported itself."""
+    """verl imports external modules before its plug-ins, while verl itself is only partly imported."""
     (tmp_path / "my_patches.py").write_text(
         "import tests.integrations.tiny_verl\nfrom grpo_kernels.integrations.verl import patch_verl\npatch_verl()\n"
     )
@@ -150,7 +150,7 @@ def test_patch_by_an_external_module(tmp_path: Path) -> None:
 
 
 def assert_rows(name: str, batch: of_advantages.VerlBatch, tokens: Tensor, peer: Tensor, **changes: Any) -> None:
-    """One advantage a row, equal to verl's but for its rounding and for the groups that are all equal."""
+    """Checks for one advantage per row, equal to verl's up to rounding and except for groups of equal rewards."""
     assert tokens.dtype == torch.float32 and torch.equal(tokens, tokens[:, :1] * batch.mask)
     settings = dataclasses.replace(gk.AdvantageConfig.of(_verl_advantages.PRESETS[name]), **changes)
     known = batch.ours(settings.estimator, "reference", **changes)
@@ -207,7 +207,7 @@ def test_patched_grpo(by_std: bool) -> None:
         got = ray_trainer.compute_advantage(data[1], "grpo", norm_adv_by_std_in_grpo=by_std)
     finally:
         unpatch_verl()
-    assert not torch.equal(got.batch["advantages"], want.batch["advantages"])  # of another rounding, so of ours
+    assert not torch.equal(got.batch["advantages"], want.batch["advantages"])  # other rounding, so ours was called
     changes = {} if by_std else {"scale": "none"}
     assert_rows("fused_grpo", batch, got.batch["advantages"], want.batch["advantages"][:, 0], **changes)
 
@@ -224,7 +224,7 @@ def test_gdpo(name: str, weights: list[float] | None) -> None:
         got = of_trainer(name, batch, config, **columns).batch["advantages"]
     finally:
         unpatch_verl()
-    # three normalised rewards of up to 2 each, over deviations of about 1: whitened by the tokens' own
+    # three normalized rewards of up to 2 each, whitened over tokens with a deviation of about 1
     spread = batch.ours("verl-gdpo", "reference", batch.columns)
     allowed = 64 * torch.finfo(torch.float32).eps * (1 + 3 / of_advantages.smallest_divisor(spread))
     assert not torch.equal(got, want) and float((got - want).abs().max()) < allowed
@@ -255,7 +255,7 @@ def test_similarity_labels_and_embeddings(patched: None, options: dict[str, Any]
 
 
 def test_options_from_omegaconf(patched: None) -> None:
-    """As hydra makes them of +algorithm.grpo_kernels.shrinkage=2."""
+    """Options in the form that Hydra makes of +algorithm.grpo_kernels.shrinkage=2."""
     omegaconf = pytest.importorskip("omegaconf")
     batch = of_advantages.VerlBatch([8, 5], "normal")
     _, labels = clusters(batch)
@@ -301,18 +301,18 @@ def test_group_ppo(patched: None, critic: bool) -> None:
 
 def test_threshold_goes_on(patched: None) -> None:
     batch = of_advantages.VerlBatch([8, 5, 3], "normal")
-    fields = {"threshold_lr": 0.07, "group_max_size": 1}  # a segment a token is above every band
+    fields = {"threshold_lr": 0.07, "group_max_size": 1}  # one segment per token is above every band
     settings = gk.SegmentConfig(**fields)
     for _ in range(3):
         of_trainer("group_ppo", batch, {"grpo_kernels": fields}, old_log_probs=torch.randn(batch.mask.shape))
     moved = _verl_advantages.thresholds[settings].value / settings.group_variance_threshold
     assert moved == pytest.approx(float(np.exp(3 * 0.07)), rel=1e-6)
-    unpatch_verl()  # another run of this process begins where its configuration says
+    unpatch_verl()  # the next run in this process starts from its configuration
     assert not _verl_advantages.thresholds
 
 
 def keys_of(batch: of_advantages.VerlBatch, outputs: int) -> list[str]:
-    """Every session has up to so many outputs, the last of which need not come last."""
+    """Keys for sessions of up to `outputs` outputs; a session's final output need not come last."""
     return [f"{uid}_{i // outputs}_{(i + 1) % outputs}" for i, uid in enumerate(batch.uids)]
 
 
@@ -326,7 +326,7 @@ def of_sessions(name: Any, batch: of_advantages.VerlBatch, keys: list[str], **co
 def test_sessions_with_several_outputs(patched: None, outputs: int) -> None:
     batch = of_advantages.VerlBatch([18], "normal")
     keys = keys_of(batch, outputs)
-    # verl's own way for 'grpo', whose formula is ours while it is patched
+    # verl's own path for 'grpo', which uses our formula while patched
     want = of_sessions(core_algos.AdvantageEstimator.GRPO, batch, keys)
     assert torch.equal(of_sessions("fused_grpo", batch, keys), want)
     assert len(set(want[:, 0].tolist())) == 18 // outputs

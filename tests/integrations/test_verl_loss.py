@@ -1,4 +1,4 @@
-"""Our losses beside verl's, each by itself and as the whole ppo_loss, and a model trained with either."""
+"""Our losses compared with verl's: each alone, within ppo_loss, and in the training of a model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_registered_losses(mode: str, aggregation: str, weights: bool, info: Any
 
 
 def test_geo_mean_counts_the_rows_of_all_ranks() -> None:
-    """verl has the mean over the micro-batch, whose gradients it then adds up."""
+    """verl averages over the micro-batch and then accumulates the gradients; ours divides by the global count."""
     batch = of_losses.make_batch().to(torch.float64)
     fields = of_losses.fields_of("geo_mean", "seq-mean-token-sum")
     want = of_losses.theirs(batch, fields, False, of_losses.GLOBAL)
@@ -185,7 +185,7 @@ def test_ppo_loss_terms(with_entropy: bool, weights: bool, nested: bool) -> None
 
 
 def test_padded_columns_of_nested_responses() -> None:
-    """As where the trainer adds a column to v1's: the model's output nested, the rest of it padded, or the reverse."""
+    """Mixed layouts, as when a trainer adds a column: nested model output with padded columns, or the reverse."""
     batch = actor_batch()
     fields = of_losses.fields_of("vanilla", "token-mean", use_kl_loss=True)
     want, _ = of_actor(fused_ppo_loss, batch, fields, nested=True)
@@ -225,7 +225,7 @@ def test_segments(nested: bool) -> None:
 
 
 class Waits(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts what has to wait for a GPU."""
+    """Counts operations that would synchronize with a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Waits(torch.utils._python_dispatch.TorchDispatchMode):
 
 @LAYOUTS
 def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_verl_loss, "_expect", lambda holds, message: None)  # waits on the CPU only
+    monkeypatch.setattr(_verl_loss, "_expect", lambda holds, message: None)  # synchronizes on the CPU only
     batch = actor_batch(torch.float32)
     fields = of_losses.fields_of("vanilla", "token-mean", entropy_coeff=0.01, use_kl_loss=True)
     columns = {
@@ -252,7 +252,7 @@ def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.
     output = {"log_probs": tiny_verl.model_output(batch.logprobs.clone().requires_grad_(), nested)}
     output["entropy"] = tiny_verl.model_output(batch.entropy, nested)
     data = tiny_verl.micro_batch(columns, nested, **INFO)
-    fused_ppo_loss(of_losses.actor(fields), output, data)  # what is looked up once
+    fused_ppo_loss(of_losses.actor(fields), output, data)  # warms up cached look-ups
     counts = []
     for function in (fused_ppo_loss, losses.ppo_loss):
         with Waits() as waits:
@@ -262,7 +262,7 @@ def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.
 
 
 def test_metrics_go_to_other_processes_as_numbers() -> None:
-    """Not with the tensor, whose device the trainer's process may not have."""
+    """Metrics are sent without their tensor, as the trainer's process may lack its device."""
     batch = actor_batch(torch.float32)
     columns = {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask}
     output = {"log_probs": tiny_verl.model_output(batch.logprobs, True)}
@@ -279,7 +279,7 @@ def test_metrics_go_to_other_processes_as_numbers() -> None:
 
 @LAYOUTS
 def test_loss_can_be_added_to(nested: bool) -> None:
-    """As verl's distillation does, in place."""
+    """verl's distillation adds to the loss in place."""
     logprobs = torch.rand(6, 10).log().requires_grad_()
     columns = dict.fromkeys(("old_log_probs", "advantages"), logprobs.detach()) | {"response_mask": torch.ones(6, 10)}
     output = {"log_probs": tiny_verl.model_output(logprobs, nested)}
@@ -306,7 +306,7 @@ def test_other_losses_go_to_verl(
     assert [record.getMessage() for record in caplog.records if "fused_ppo_loss" in record.getMessage()] == [
         "fused_ppo_loss: loss_mode 'kl_cov' is not one of ours, verl's own ppo_loss computes it"
     ]
-    # somebody's own, under one of verl's names
+    # a user's own loss under one of verl's names
     monkeypatch.setitem(
         core_algos.POLICY_LOSS_REGISTRY,
         "gpg",
@@ -344,7 +344,7 @@ def test_what_ppo_loss_refuses() -> None:
 
 
 class TinyModel(torch.nn.Module):
-    """Tokens to the next token's log-prob and entropy, at every place."""
+    """Maps tokens to the log-prob of the next token and the entropy at every position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,14 +363,14 @@ STEPS, RATE = 4, 0.05
 
 
 def trained(function: Any, fields: dict[str, Any]) -> TinyModel:
-    """Steps of two micro-batches, as verl's engine takes them: sequences sampled once, advantages of their rewards."""
+    """Trains as verl's engine does, in steps of two micro-batches of random sequences."""
     model, reference = TinyModel(), TinyModel()
     torch.manual_seed(11)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for step in range(STEPS):
         halves = [torch.randint(13, (6, 13)) for _ in range(2)]
         rows = [tiny_verl.micro_batch({"response_mask": torch.rand(6, 10) < 0.8}, True) for _ in halves]
-        # the two micro-batches are one of both ranks' two mini-batches
+        # the two micro-batches form one mini-batch
         info = {
             "dp_size": 1,
             "batch_num_tokens": int(sum(r["response_mask"].values().sum() for r in rows)),
@@ -404,7 +404,7 @@ def test_training_ends_where_verls_does(aggregation: str) -> None:
     start = TinyModel()
     for name, value in theirs.state_dict().items():
         moved = float((value - start.state_dict()[name]).abs().max())
-        # every step adds the rounding of a sum over some 100 tokens to weights of up to 4
+        # every step adds the rounding of a sum over about 100 tokens to weights of up to 4
         assert moved > 0.01
         error = float((ours.state_dict()[name] - value).abs().max())
         assert error <= STEPS * 100 * torch.finfo(torch.float64).eps * 4, name

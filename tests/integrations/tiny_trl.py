@@ -28,7 +28,7 @@ def tokenizer() -> Any:
 
 @functools.cache
 def model() -> str:
-    """A folder, as TRL loads the reference policy from where the policy is from."""
+    """Path of the saved model; TRL loads the reference policy from the policy's path."""
     torch.manual_seed(0)
     lm = LlamaForCausalLM(
         LlamaConfig(
@@ -58,7 +58,7 @@ def prompts() -> Dataset:
 
 
 def many_a(completions: list[str], **_: Any) -> list[float]:
-    # in eighths, so that equal rewards have exactly their mean in TRL, too: VESPO looks at the sign of the rest
+    # multiples of 1/8, so that TRL's mean of equal rewards is exact, too: VESPO uses the sign of the difference
     return [text.split().count("a") + len(text.split()) / 8 for text in completions]
 
 
@@ -67,7 +67,7 @@ def few_b(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Arguments of GRPOConfig: two optimizer steps a generation, of two micro-batches, with a reference policy."""
+    """GRPOConfig arguments: two optimizer steps of two micro-batches per generation, with a reference policy."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,

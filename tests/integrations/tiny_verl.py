@@ -1,4 +1,4 @@
-"""What verl hands around, made small: the batch of a trainer, the micro-batch of an actor, keys of sessions."""
+"""Small versions of verl's data: the batch of a trainer, the micro-batch of an actor, the output of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# verl's trainers import servers and queues at the top of the modules whose functions on tensors are tested here.
+# The modules under test import servers and queues at the top, which their tensor functions do not need.
 _OF_OTHER_PARTS = ("cachetools", "uvicorn", "fastapi", "transfer_queue")
 for _name in _OF_OTHER_PARTS:
     if importlib.util.find_spec(_name) is None:
@@ -29,7 +29,7 @@ _PROMPTS = (1, 3, 2, 1, 3, 2)
 
 
 def trainer_batch(tokens: Tensor, mask: Tensor, uids: Any, **columns: Any) -> DataProto:
-    """Tensors of `columns` are one a token or row, arrays not tensors to verl."""
+    """A trainer's batch; tensors in `columns` become verl's tensors, and NumPy arrays its non-tensors."""
     tensors = {"token_level_rewards": tokens, "response_mask": mask, "attention_mask": _attention(mask)}
     tensors |= {"prompts": torch.ones(len(mask), 2, dtype=torch.long)}
     tensors |= {name: value for name, value in columns.items() if isinstance(value, Tensor)}
@@ -42,7 +42,7 @@ def _attention(mask: Tensor) -> Tensor:
 
 
 def model_output(values: Tensor, nested: bool) -> Tensor:
-    """[B, T] as the model has it: a value at every place, for the token behind it; NaN where that is none of ours."""
+    """Values [B, T] in the model's layout: each position holds the next token's value, or NaN outside of responses."""
     nan = values.new_full((1,), float("nan"))
     rows = [
         torch.cat([nan.expand(before - 1), row[:length], nan])
@@ -52,7 +52,7 @@ def model_output(values: Tensor, nested: bool) -> Tensor:
 
 
 def micro_batch(columns: dict[str, Tensor], nested: bool, **info: Any) -> Any:
-    """Of an actor: columns [B, T] by verl's names, as v1 has them (nested) or padded."""
+    """An actor's micro-batch; columns [B, T] by verl's names become nested, as in v1, or stay padded."""
     width = max(LENGTHS)
     responses = torch.arange(width) < torch.tensor(LENGTHS)[:, None]
     prompts = torch.arange(3).flip(0) < torch.tensor(_PROMPTS)[:, None]
@@ -76,7 +76,7 @@ def as_nested(values: Tensor) -> Tensor:
 
 
 def response_part(values: Tensor) -> Tensor:
-    """Of the model's nested output."""
+    """Slices the responses out of the model's nested output."""
     firsts = zip(values.unbind(), LENGTHS, _PROMPTS, strict=True)
     rows = [row[before - 1 : before - 1 + length] for row, length, before in firsts]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)

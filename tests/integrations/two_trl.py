@@ -1,4 +1,4 @@
-"""Run in each of several processes: trains a few steps, and the first writes what was logged.
+"""Trains a few steps in each of several processes; the first one writes its log to a file.
 
 python -m torch.distributed.run --nproc-per-node=2 two_trl.py ours|theirs FILE
 """
@@ -27,8 +27,8 @@ TIMED = ("runtime", "per_second", "step_time")
 def main() -> None:
     torch.set_num_threads(1)
     logged = trained({"ours": FusedGRPOTrainer, "theirs": GRPOTrainer}[sys.argv[1]])
-    # The trainer's DistributedDataParallel must be gone before its process group: where its reducer is the group's last
-    # owner, torch joins gloo's threads with Python's lock held, and one that still has a tensor to free waits for it.
+    # The trainer's DistributedDataParallel must be freed before its process group: if its reducer is the last owner of
+    # the group, torch joins gloo's threads with the GIL held, and a thread that still has to free a tensor deadlocks.
     gc.collect()
     assert not any(type(each) is DistributedDataParallel for each in gc.get_objects())
     if torch.distributed.get_rank() == 0:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def trained(kind: type[GRPOTrainer]) -> list[dict[str, Any]]:
-    """What was logged of each step, but for times."""
+    """Trains and returns the log of each step without timings."""
     changes = {"top_entropy_quantile": 0.5, "use_adaptive_entropy": True, "entropy_coef": 0.01, "max_steps": 6}
     trainer = kind(
         tiny_trl.model(),

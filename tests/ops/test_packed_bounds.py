@@ -1,4 +1,4 @@
-"""The one rule about cu_seqlens: an error for every op and backend, and no row outside the tokens whatever it holds."""
+"""Bounds of cu_seqlens: invalid ones are an error in every op and backend, and no row ever lies outside the tokens."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ on_device = pytest.mark.skipif(
 def test_wrong_bounds_are_an_error(op: str, backend: str, wrong: str, dtype: torch.dtype) -> None:
     if wrong == "extreme" and dtype == torch.int32:
         pytest.skip("int32 cannot hold them")
-    # linear_policy_loss is built on policy_loss, which reads them
+    # linear_policy_loss is built on policy_loss, which reads the bounds
     named = op.removeprefix("linear_")
     with pytest.raises(RuntimeError, match=f"{named}: {RULE}"):
         CALLS[op][0](torch.tensor(WRONG[wrong], device=device_of(backend)).to(dtype), backend)
@@ -108,7 +108,7 @@ def test_bounds_in_strided_memory(op: str, backend: str) -> None:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rows_stay_within_the_tokens(wrong: str) -> None:
-    """Kernels that run before a failed assertion is noticed read bounds within the tokens."""
+    """Kernels that run before a failed assertion is noticed still read within the tokens."""
     given = torch.tensor(WRONG[wrong])
     with mock.patch("torch._assert_async") as checked:
         found = packed_bounds("op", given, TOKENS)

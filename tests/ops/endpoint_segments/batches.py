@@ -1,4 +1,4 @@
-"""Batches for the tests of endpoint_segments, and how to call it with them."""
+"""Batches for the tests of endpoint_segments, and helpers that run the op on them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# Triton's interpreter and the emulated CUDA take 10 to 1000 times as long.
+# Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
-# A cut test closer to a tie than this can go either way, by the order of a sum.
+# A cut test closer to a tie than this can go either way, depending on the summation order.
 TIE = 1e-9
 
 RULES, PROXIES = ("bounded", "literal"), ("coherent", "uncorrelated")
@@ -32,14 +32,14 @@ GARBAGE = torch.tensor([NAN, INF, -INF, 1e30], dtype=F64)
 
 
 def config_of(**fields: Any) -> gk.SegmentConfig:
-    """With segments' own advantages, so that rows are independent, unless told otherwise."""
+    """A config without normalization by default, so that rows are independent."""
     defaults: dict[str, Any] = {"norm": "none", "min_threshold": 1e-9, "max_threshold": 1e9}
     return gk.SegmentConfig(**defaults | fields)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """[B, T] each, in float64 on the CPU; groups are ids [B]. cu_seqlens: [M] each."""
+    """One batch in float64 on the CPU: token tensors are [B, T], or [M] with cu_seqlens; groups are ids [B]."""
 
     rewards: Tensor
     logprobs: Tensor
@@ -50,7 +50,7 @@ class Batch:
     cu_seqlens: Tensor | None = None
 
     def map(self, change: Any) -> Batch:
-        """With every tensor that has an element for each token changed alike."""
+        """Applies the same change to every per-token tensor."""
         names = ("rewards", "logprobs", "old_logprobs", "mask", "values")
         values = {name: getattr(self, name) for name in names}
         fields: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
@@ -63,7 +63,7 @@ class Batch:
         return self.map(lambda x: x if x.dtype == torch.bool else x.to(dtype))
 
     def with_garbage(self) -> Batch:
-        """What is not to be looked at, where the mask is 0."""
+        """Fills masked positions with values that the op must not read."""
         count = self.rewards.numel()
 
         def change(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class Batch:
         return self.map(change)
 
     def packed(self, behind: int = 0) -> Batch:
-        """Each row up to its last valid token, or one more; with tokens of no row behind the last."""
+        """Packs the rows: each is cut at its last valid token or one later; `behind` tokens follow the last row."""
         width = self.mask.shape[1]
         last = (self.mask * torch.arange(1, width + 1)).amax(1) if width else torch.zeros(len(self.mask))
         lengths = torch.minimum(last + torch.arange(len(last)) % 2, torch.tensor(width)).long()
@@ -118,9 +118,10 @@ def batch_of(
     wild: bool = False,
     prompts: int = 3,
 ) -> Batch:
-    """Ragged rows; gaps: the share of tokens masked inside of them; empty: that of rows without any token.
+    """Returns a batch of ragged rows.
 
-    wild: some tokens weigh 1e8 times as much as their neighbours, which brings cut tests close to ties at tau 1.
+    `gaps` is the share of tokens masked inside rows, `empty` the share of rows without tokens. With `wild`, some tokens
+    weigh 1e8 times as much as their neighbours, which brings cut tests close to ties at tau 1.
     """
     random = torch.Generator().manual_seed(seed)
 
@@ -155,7 +156,7 @@ def batch_of(
 
 @st.composite
 def batches(draw: st.DrawFn, max_rows: int = 8, max_width: int = 70) -> Batch:
-    """Mostly with enough tokens for every setting to matter."""
+    """Random batches, most of them with enough tokens for every setting to matter."""
     return batch_of(
         draw(st.integers(0, 2**32 - 1)),
         draw(st.sampled_from([rows for rows in (3, 5, 8, 1, 2, 0) if rows <= max_rows])),
@@ -175,7 +176,7 @@ def _labelled(what: str) -> Callable[[str], str]:
 
 
 def assert_gold(got: gk.EndpointSegments, gold: Gold, what: str = "") -> None:
-    """Numbers to the last digits of their dtype, everything else exactly."""
+    """Checks floats up to the last digits of their dtype, and everything else exactly."""
     for name in ("segment_ids", "endpoint_mask", "num_segments"):
         one, other = getattr(got, name).cpu(), getattr(gold, name)
         assert one.dtype == other.dtype and torch.equal(one, other), (
@@ -199,12 +200,12 @@ def assert_same(got: gk.EndpointSegments, wanted: gk.EndpointSegments, what: str
 
 
 def lengths_of(ids: Tensor) -> list[int]:
-    """How many tokens each segment of one row has."""
+    """Number of tokens in each segment of one row."""
     return torch.bincount(ids[ids >= 0].cpu()).tolist()
 
 
 def plan(advantages: Any, *, weights: Any = 0.5, mask: Any = None) -> Batch:
-    """Rows whose tokens have these advantages with lam 0, and these weights in the cut test."""
+    """A batch whose tokens have these advantages at lam 0 and these weights in the cut test."""
     wanted = torch.as_tensor(advantages, dtype=F64)
     wanted = wanted if wanted.dim() == 2 else wanted[None]
     counted = torch.ones_like(wanted, dtype=torch.bool) if mask is None else torch.as_tensor(mask).view(wanted.shape)
@@ -223,6 +224,6 @@ def width_for(backend: str, width: int) -> int:
 
 
 def cuts_of(batch: Batch, backend: str, **fields: Any) -> list[list[int]]:
-    """The lengths of each row's segments, without looking past a token's own reward unless told otherwise."""
+    """The segment lengths of each row; by default a token's advantage depends on its own reward only."""
     ids = batch.run(config_of(**{"lam": 0.0} | fields), backend).segment_ids
     return [lengths_of(row) for row in ids]

@@ -1,4 +1,4 @@
-"""What endpoint_segments has to give, from its formulas in float64 NumPy, with windows in place of recurrences."""
+"""The expected result of endpoint_segments: its formulas in float64 NumPy, with windows in place of recurrences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLAMP = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Gold:
-    """Like EndpointSegments; margin: how far the closest cut test was from a tie, relative to its terms."""
+    """Like EndpointSegments; `margin` is the distance of the closest cut test from a tie, relative to its terms."""
 
     advantages: Tensor
     returns: Tensor
@@ -30,20 +30,20 @@ class Gold:
 
 
 def discounts(gamma: float, count: int) -> Numbers:
-    """[n, n], gamma^(j - i) above and on the diagonal, 0 below it."""
+    """The [n, n] matrix with gamma^(j - i) on and above the diagonal and 0 below it."""
     ahead = np.arange(count)[None] - np.arange(count)[:, None]
     return np.where(ahead >= 0, gamma ** np.maximum(ahead, 0.0), 0.0)
 
 
 def token_advantages(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
-    """GAE of tokens that follow each other."""
+    """GAE of consecutive tokens."""
     following = np.append(values[1:], 0.0)[: len(values)]
     found: Numbers = discounts(gamma * lam, len(rewards)) @ (rewards + gamma * following - values)
     return found
 
 
 def segment_advantages(rewards: Numbers, values: Numbers, starts: Places, gamma: float, lam: float) -> Numbers:
-    """GAE of segments, each of which begins at one of `starts` and reaches to the next."""
+    """GAE of segments; each begins at an entry of `starts` and ends before the next one."""
     powers = gamma ** np.arange(len(rewards) + 1.0)
     ends = np.append(starts[1:], len(rewards))
     within = [rewards[a:b] @ powers[: b - a] for a, b in zip(starts, ends, strict=True)]
@@ -54,7 +54,7 @@ def segment_advantages(rewards: Numbers, values: Numbers, starts: Places, gamma:
 
 
 def first_cut(weights: Numbers, advantages: Numbers, config: gk.SegmentConfig, tau: float) -> tuple[int, float]:
-    """How many of these tokens are in the first segment, and the margin of the tests that were made for it."""
+    """Length of the first segment of these tokens, and the smallest margin of the cut tests it took."""
     a, w = advantages[: config.group_max_size + 1], weights[: config.group_max_size + 1]
     n = np.arange(1, len(a) + 1)
     if config.proxy == "coherent":
@@ -80,12 +80,12 @@ def first_cut(weights: Numbers, advantages: Numbers, config: gk.SegmentConfig, t
 
 
 def places_of(mask: NDArray[np.bool_], bounds: Places) -> list[Places]:
-    """Of each row, where its valid tokens are in the flat arrays."""
+    """Indices of each row's valid tokens in the flat arrays."""
     return [a + np.flatnonzero(mask[a:b]) for a, b in itertools.pairwise(bounds.tolist())]
 
 
 def baselines(rewards: Numbers, rows: list[Places], groups: list[int], gamma: float) -> Numbers:
-    """At every token the mean return of the rows of its prompt that have tokens."""
+    """Per-token baseline: the mean return of the prompt's rows that have tokens."""
     returns: dict[int, list[float]] = {}
     for group, places in zip(groups, rows, strict=True):
         if len(places):
@@ -97,7 +97,7 @@ def baselines(rewards: Numbers, rows: list[Places], groups: list[int], gamma: fl
 
 
 def normalised(advantages: Numbers, pools: Places, eps: float) -> Numbers:
-    """By the mean and the deviation of all that have the same number in `pools`."""
+    """Normalizes each advantage by the mean and the deviation of its pool."""
     found = np.zeros_like(advantages)
     for pool in np.unique(pools):
         own = advantages[pools == pool]
@@ -109,7 +109,7 @@ def normalised(advantages: Numbers, pools: Places, eps: float) -> Numbers:
 def all_cuts(
     places: Places, weights: Numbers, advantages: Numbers, config: gk.SegmentConfig, threshold: float
 ) -> tuple[list[int], float]:
-    """Where the segments of a row begin, counted in its tokens, and the smallest margin."""
+    """Start of each segment of a row, counted in valid tokens, and the smallest margin."""
     starts, margin = [], 1.0
     for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
         while len(run):
@@ -131,7 +131,7 @@ def expected(
     config: gk.SegmentConfig,
     tau: float | None = None,
 ) -> Gold:
-    """On the numbers as they are, whatever their dtype; `groups` are ids."""
+    """Expected result for the inputs' exact values, whatever their dtype; `groups` are ids."""
     shape = rewards.shape
     if cu_seqlens is None:
         bounds = np.arange(shape[0] + 1, dtype=np.int64) * shape[1]

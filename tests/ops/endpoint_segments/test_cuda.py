@@ -1,4 +1,4 @@
-"""What only the CUDA kernels promise: how many launches a call takes, and the same bits under every schedule."""
+"""Properties of the CUDA kernels alone: the number of launches per call, and the same bits under every schedule."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(critic: bool, norm: str) -> gk.EndpointSegments:
 @pytest.mark.parametrize("norm", ["none", "batch", "prompt"])
 @pytest.mark.parametrize("critic", [True, False])
 def test_launches(critic: bool, norm: str) -> None:
-    # without a critic returns and baselines come first; without a norm no moments are merged
+    # without a critic, returns and baselines are computed first; without a norm, no moments are merged
     assert launches(lambda: run(critic, norm)) == 5 + 2 * (not critic) - (norm == "none")
 
 

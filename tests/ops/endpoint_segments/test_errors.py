@@ -1,4 +1,4 @@
-"""What endpoint_segments, its config and its threshold refuse: the exception and what its message names."""
+"""Errors of endpoint_segments, its config and its threshold: the exception type and the parts of its message."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ OP = "endpoint_segments"
 
 
 def arguments(*shape: int, **changes: Any) -> dict[str, Any]:
-    """Valid ones, but for the changes."""
+    """Valid arguments with `changes` applied."""
     tokens = -torch.rand(*(shape or (4, 5)))
     return {**dict.fromkeys(TOKENS, tokens), "config": {"norm": "none"}, **changes}
 
 
 def message_of(error: type[Exception], **given: Any) -> str:
-    """The message of exactly this type, the same on every backend, which begins with the function's name."""
+    """Checks that every backend raises exactly this type with the same message naming the op, and returns it."""
     found = set()
     for backend in (None, *BACKENDS):
         with pytest.raises(error) as caught:
@@ -186,7 +186,7 @@ def test_ids_of_another_shape(shape: tuple[int, ...]) -> None:
 
 
 def not_finite(name: str, value: float, packed: bool, with_values: bool) -> dict[str, Any]:
-    """One of them in row 2."""
+    """Arguments with `value` at one token of row 2."""
     given = arguments(**({} if with_values else {"values": None, "groups": 2}))
     given[name] = given[name].clone()
     given[name][2, 3] = value

@@ -1,7 +1,7 @@
-"""What gradient the segments' advantages give, in an environment whose policy gradient is known exactly.
+"""The gradient that segment advantages give, in an environment whose policy gradient is known exactly.
 
-Responses of LENGTH tokens out of two, from a policy with a logit for every position and token before; each of the
-2^LENGTH responses has a reward of its own, at its last token. `pytest -s` prints how far each form is off.
+Responses have LENGTH tokens from a vocabulary of two; the policy has one logit for every position and previous token.
+Each of the 2^LENGTH responses has a reward of its own, at its last token. `pytest -s` prints the error of each form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEGMENTS = gk.SegmentConfig(norm="none", group_max_size=4)
 
 @dataclasses.dataclass
 class Environment:
-    """Rewards of all responses, and the policy's logits [position, token before, token]."""
+    """Rewards of all responses, and the policy's logits [position, previous token, token]."""
 
     rewards: Tensor
     logits: Tensor
@@ -59,14 +59,14 @@ class Environment:
         return float((self.logprobs(self.logits, tokens).sum(1).exp() * self.reward(tokens)).sum())
 
     def values(self, tokens: Tensor) -> Tensor:
-        """The expected reward before each token: what a perfect critic says."""
+        """Expected reward before each token, as a perfect critic predicts it."""
         every = self.all_responses()
         chance = self.logprobs(self.logits, every).sum(1).exp()
         weighted = chance * self.reward(every)
         code = (tokens << torch.arange(LENGTH)).sum(1)
         columns = []
         for t in range(LENGTH):
-            # responses that begin with the same t tokens have the same t low bits
+            # responses with the same first t tokens share their t low bits
             start = torch.arange(2**LENGTH) % 2**t
             mass, worth = (torch.zeros(2**t, dtype=torch.float64).index_add(0, start, x) for x in (chance, weighted))
             columns.append((worth / mass)[code % 2**t])
@@ -74,7 +74,7 @@ class Environment:
 
 
 class Estimate:
-    """The mean of a gradient over batches, and its standard error, against the exact one."""
+    """Mean and standard error of a gradient over batches, compared with the exact gradient."""
 
     def __init__(self, gradients: list[Tensor], exact: Tensor) -> None:
         found = torch.stack(gradients).flatten(1)
@@ -83,14 +83,14 @@ class Estimate:
         self.exact = exact.flatten()
 
     def deviations(self) -> Tensor:
-        """In standard errors. Half of the components say the same as the other half: two tokens, one softmax."""
+        """Deviations in standard errors. Half of the components are redundant, as two tokens share one softmax."""
         return ((self.mean - self.exact) / self.error.clamp(min=1e-12))[::2][1:]
 
     def off(self) -> float:
         return float((self.mean - self.exact).norm() / self.exact.norm())
 
     def noise(self) -> float:
-        """What `off` is expected to be without any bias."""
+        """Expected value of `off` for an unbiased estimate."""
         return float(self.error.norm() / self.exact.norm())
 
 

@@ -1,4 +1,4 @@
-"""endpoint_segments on every backend against formulas in float64: every setting, layout and dtype, and no tokens."""
+"""endpoint_segments on every backend against float64 formulas: every setting, layout and dtype, and empty batches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ variants = pytest.mark.parametrize(("rule", "proxy", "credit", "norm"), VARIANTS
 
 
 def for_all(backend: str, check: Callable[..., None], *more: st.SearchStrategy[Any], examples: int = 8) -> None:
-    """Runs the check on random batches, more and larger ones where that is quick."""
+    """Runs the check on random batches; fast backends get more and larger ones."""
     fast = backend in FAST
     batch = batches() if fast else batches(max_rows=3, max_width=20)
     settings(max_examples=examples if fast else 2)(given(batch, *more)(check))()
@@ -88,7 +88,7 @@ def test_every_setting_on_random_batches(backend: str, rule: str, proxy: str, cr
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_size_and_threshold(backend: str, size: int, tau: float) -> None:
-    """With both rules and proxies; no case is left out."""
+    """Covers both rules and both proxies; the grid is not thinned."""
     kinds = REWARDS[:2] if backend in FAST else REWARDS[:1]
     for seed, kind in enumerate(kinds):
         batch = batch_of(seed, 2, 40 if backend in FAST else 12, rewards=kind)
@@ -136,7 +136,7 @@ def test_many_rows(backend: str, rule: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_log_probs_that_are_far_apart(backend: str) -> None:
-    """Weights from 1e-9 to 1e9, at a threshold that they bring no tie to."""
+    """Weights from 1e-9 to 1e9, at a threshold without ties."""
     for seed in range(10 if backend in FAST else 1):
         batch = batch_of(seed, 2, 40 if backend in FAST else 12, wild=True)
         far = torch.where(torch.arange(batch.mask.shape[1]) % 9 == 4, 1e30, 0.0)
@@ -159,7 +159,7 @@ def test_tokens_that_were_certain_weigh_nothing(backend: str) -> None:
         assert gold.margin > TIE
         got = batch.run(config, backend)
         assert_gold(got, gold)
-        # a rounded log-prob can be above 0, a weight not below it
+        # rounding can lift a log-prob above 0, but must not make a weight negative
         rounded = dataclasses.replace(batch, logprobs=torch.where(batch.logprobs == 0, 1e-3, batch.logprobs))
         assert_same(rounded.run(config, backend), got)
 
@@ -183,7 +183,7 @@ def test_no_tokens(backend: str, norm: str, shape: tuple[int, int]) -> None:
 def test_no_packed_tokens(backend: str, norm: str) -> None:
     for rows, tokens in ((0, 0), (3, 0), (0, 4), (3, 4)):
         some = torch.full((tokens,), NAN, dtype=F64)
-        bounds = torch.zeros(rows + 1, dtype=torch.int64)  # all tokens lie behind the last row
+        bounds = torch.zeros(rows + 1, dtype=torch.int64)  # all tokens follow the last row
         counted = torch.ones(tokens, dtype=torch.bool)
         for values in (some, None):
             batch = Batch(some, some, some, counted, values, torch.arange(rows), bounds)
@@ -219,7 +219,7 @@ def test_one_token(backend: str, credit: str) -> None:
 @pytest.mark.parametrize("norm", ["batch", "prompt"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_advantages_are_normalised_to_zero(backend: str, norm: str) -> None:
-    """0.1 has no exact mean of three in binary."""
+    """In binary, the mean of three values of 0.1 is not exactly 0.1."""
     for value in (0.1, 1e6 + 0.1):
         rewards = torch.full((3, 1), value, dtype=F64)
         batch = Batch(
@@ -246,7 +246,7 @@ def test_no_mask_counts_every_token(backend: str) -> None:
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_narrow_inputs_are_widened(backend: str, norm: str, dtype: torch.dtype) -> None:
-    """What is computed from their numbers in float64, rounded once to float32."""
+    """Results equal a float64 computation on the narrow values, rounded once to float32."""
 
     def check(batch: Batch, tau: float, packed: bool) -> None:
         narrow = batch.with_garbage().to(dtype)

@@ -1,4 +1,4 @@
-"""segment_metrics against the definitions, counted in numpy row by row."""
+"""segment_metrics against its definitions, counted row by row in NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ G = "group/"
 def made(
     lengths: list[list[int]], advantages: list[float] | None = None, threshold: float = 1.0
 ) -> gk.EndpointSegments:
-    """Rows with segments of these lengths, padded; an advantage for each, counted up from 1 if none are given."""
+    """Padded rows with segments of these lengths; advantages default to 1, 2, 3, ..."""
     width = max((sum(row) for row in lengths), default=0) + 1
     ids = torch.full((len(lengths), width), -1, dtype=torch.int32)
     ends = torch.zeros(ids.shape, dtype=torch.bool)
@@ -38,7 +38,7 @@ def made(
 
 
 def by_hand(result: gk.EndpointSegments, uids: list[int]) -> dict[str, float]:
-    """The table of the original's figures, in numpy as the original has them."""
+    """The metrics of the original implementation, in NumPy as there."""
     ids, worth = result.segment_ids.numpy(), result.advantages.numpy().astype(float)
     tokens = np.array([(row >= 0).sum() for row in ids], dtype=float)
     ends = np.array([len(set(row[row >= 0])) for row in ids], dtype=float)
@@ -103,7 +103,7 @@ def test_a_batch_made_by_hand() -> None:
     result = made([[4, 2], [1], [], [3, 3, 3, 1]], [2.0, -1.0, 0.0, 4.0, 1.0, -2.0, 1.0])
     got = gk.segment_metrics(result, torch.tensor([9, 9, -2, -2]))
     assert_same(got, by_hand(result, [9, 9, -2, -2]))
-    # and some of them as numbers, so that both cannot be wrong in one way
+    # literal values for some of them, in case both implementations share a mistake
     assert got[G + "compression_ratio"] == pytest.approx(10 / 17)
     assert got[G + "efficiency_gain"] == pytest.approx(17 / 7)
     assert got[G + "advantage_sparsity"] == pytest.approx(11 / 17)
@@ -131,7 +131,7 @@ def test_random_batches(seed: int, credit: str) -> None:
 def test_packed_tokens_have_the_figures_of_padded_ones() -> None:
     padded = made([[4, 2], [1], [], [3, 3, 3, 1]])
     lengths = [6, 1, 0, 10]
-    # a masked token within the second row, and tokens behind the last one
+    # a masked token inside the second row, and tokens after the last row
     ids: list[int] = []
     worth: list[float] = []
     bounds = [0]
@@ -168,7 +168,7 @@ def test_of_nothing_nothing_is_made_up() -> None:
         assert got[G + "total_tokens"] == 0
         for name in ("advantage_mean", "advantage_std", "advantage_sparsity", "compute_savings_est"):
             assert math.isnan(got[G + name]), name
-    assert math.isnan(gk.segment_metrics(made([[3]]))[G + "advantage_std"])  # of one number
+    assert math.isnan(gk.segment_metrics(made([[3]]))[G + "advantage_std"])  # of a single number
 
 
 def test_measured_figures_are_those_that_were_measured() -> None:
@@ -211,7 +211,7 @@ def test_bad_bounds_and_results() -> None:
 
 
 def test_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the device before all counts travel to the host in one tensor."""
+    """All counts travel to the host in one tensor, and nothing waits for the device before that."""
     result = made([[2], [1]])
     moved: list[Tensor] = []
     move = Tensor.cpu

@@ -1,4 +1,4 @@
-"""What rows of a batch of segments have to do with each other, with padding, and with what is masked."""
+"""Dependence of the rows of endpoint_segments on other rows, padding and masked tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# one case in ten for Triton's interpreter
+# thinned to at most one case in ten for Triton's interpreter
 pytestmark = pytest.mark.grid
 
 
@@ -56,7 +56,7 @@ def test_shuffling_the_rows_permutes_the_result(backend: str, with_values: bool,
 
 
 def mirrored(batch: Batch) -> Batch:
-    """Each row and its negative, so that the mean square of the advantages is that of any share of such pairs."""
+    """Each row and its negative, so that any subset of these pairs has the same mean square of the advantages."""
     assert batch.values is not None
     both = batch.map(lambda x: x.repeat_interleave(2, 0))
     sign = torch.tensor([1.0, -1.0], dtype=F64).repeat(len(batch.mask))[:, None]
@@ -68,7 +68,7 @@ def mirrored(batch: Batch) -> Batch:
 @rules
 @on_backends
 def test_rows_do_not_see_each_other_but_for_the_scale(backend: str, rule: str) -> None:
-    """Copies of one row with other weights and other signs have one scale, however the batch is split."""
+    """Copies of one row with different weights and signs share one scale, however the batch is split."""
     one = batch_of(0, 1, width_for(backend, 60), gaps=0.1, empty=0.0)
     batch = mirrored(one.rows(torch.zeros(3, dtype=torch.int64)))
     random = torch.Generator().manual_seed(1)
@@ -85,7 +85,7 @@ def test_rows_do_not_see_each_other_but_for_the_scale(backend: str, rule: str) -
 
 @on_backends
 def test_scale_is_the_root_mean_square_of_all_tokens_of_the_batch(backend: str) -> None:
-    """Only group_epsilon shows it, which (Q a)^2 - tau P^2 is above or below for the advantages 1 and 2."""
+    """The scale shows only beside group_epsilon: with advantages 1 and 2, (Q a)^2 - tau P^2 lies on either side."""
     eps = 1e-2
     for loud in (1.0, 8.0, 15.0):
         rewards = torch.tensor([[1.0, 2.0, NAN], [loud, loud, NAN]], dtype=F64)
@@ -102,7 +102,7 @@ def test_scale_is_the_root_mean_square_of_all_tokens_of_the_batch(backend: str) 
 @pytest.mark.parametrize("with_values", [True, False], ids=["values", "prompts"])
 @on_backends
 def test_padding_changes_nothing(backend: str, with_values: bool, norm: str) -> None:
-    """On either side, and rows of nothing else."""
+    """Padding is added on both sides of each row, and as entire rows."""
     for seed in range(5 if backend in FAST else 1):
         batch = batch_of(seed, 5, width_for(backend, 40), values=with_values)
         wanted = batch.run(config_of(norm=norm), backend)

@@ -1,4 +1,4 @@
-"""What the specification of segments promises: how tokens are cut, what segments are worth."""
+"""The specification of endpoint_segments: how tokens are cut into segments, and the advantages of segments."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# one case in ten for Triton's interpreter
+# thinned to at most one case in ten for Triton's interpreter
 pytestmark = pytest.mark.grid
 
 DISCOUNTS = ((1.0, 1.0), (0.97, 0.9), (1.0, 0.0), (0.5, 1.0))
 
 
 def runs_of(mask: Tensor) -> list[int]:
-    """The lengths of one row's maximal spans of valid tokens."""
+    """Lengths of one row's maximal runs of valid tokens."""
     spans = "".join("x" if counts else " " for counts in mask.tolist()).split()
     return [len(span) for span in spans]
 
 
 def recursive_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
-    """From right to left with torch's numbers, one row at a time."""
+    """GAE by the recurrence from right to left, one row at a time."""
     found = torch.zeros_like(rewards)
     for row in range(len(rewards)):
         advantage, following = 0.0, 0.0
@@ -58,7 +58,7 @@ def recursive_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, l
     return found
 
 
-# What segments are worth
+# Advantages of segments
 
 
 @pytest.mark.parametrize("discounts", DISCOUNTS, ids=str)
@@ -99,7 +99,7 @@ def test_one_segment_is_monte_carlo(backend: str, discounts: tuple[float, float]
 @pytest.mark.parametrize("discounts", DISCOUNTS, ids=str)
 @on_backends
 def test_returns_are_dense_and_of_tokens(backend: str, discounts: tuple[float, float]) -> None:
-    """Whatever the segments, whatever the norm."""
+    """Returns depend neither on the segments nor on the norm."""
     gamma, lam = discounts
     batch = batch_of(2, 4, width_for(backend, 60), gaps=0.2)
     assert batch.values is not None
@@ -113,12 +113,12 @@ def test_returns_are_dense_and_of_tokens(backend: str, discounts: tuple[float, f
 
 @on_backends
 def test_without_values_the_baseline_is_the_prompts_mean_return(backend: str) -> None:
-    """Rows without tokens have no return to take part with."""
+    """Rows without tokens have no return and do not enter the mean."""
     rewards = torch.tensor([[1.0, NAN, 2.0], [0.0, 0.0, 4.0], [NAN, NAN, NAN], [7.0, NAN, NAN]], dtype=F64)
     logprobs, mask = torch.full_like(rewards, -1), ~rewards.isnan()
     batch = Batch(rewards, logprobs, logprobs, mask, None, torch.tensor([5, 5, 5, 9]))
     got = batch.run(config_of(gamma=0.5, group_max_size=1), backend)
-    baseline = (2.0 + 1.0) / 2  # of 1 + 2 / 2 and 4 / 4
+    baseline = (2.0 + 1.0) / 2  # mean of 1 + 2 / 2 and 4 / 4
     values = torch.tensor([[baseline] * 3, [baseline] * 3, [0.0] * 3, [7.0] * 3], dtype=F64)
     wanted = recursive_gae(rewards, values, mask, 0.5, 1.0)
     torch.testing.assert_close(got.advantages.cpu(), wanted, rtol=1e-12, atol=1e-12)
@@ -129,7 +129,7 @@ def test_without_values_the_baseline_is_the_prompts_mean_return(backend: str) ->
 
 @on_backends
 def test_segments_bootstrap_from_the_next_ones_first_value(backend: str) -> None:
-    """By hand: segments of two and of one token, a gap between them, gamma 1/2 and lam 1/4."""
+    """Computed by hand: segments of two tokens and one token with a gap between them, gamma 1/2, lam 1/4."""
     rewards = torch.tensor([[1.0, 2.0, NAN, 3.0]], dtype=F64)
     values = torch.tensor([[10.0, 20.0, NAN, 40.0]], dtype=F64)
     logprobs, mask = torch.full_like(rewards, -1), ~rewards.isnan()
@@ -182,7 +182,7 @@ def test_broadcast_gives_each_token_what_its_endpoint_has(backend: str, norm: st
         assert torch.equal(getattr(spread, field), getattr(at_ends, field))
 
 
-# Where tokens are cut
+# Cuts
 
 
 def assert_well_formed(got: gk.EndpointSegments, mask: Tensor, size: int) -> None:
@@ -215,7 +215,7 @@ def test_segments_are_consecutive_within_runs_and_limited(backend: str, rule: st
 
 @on_backends
 def test_a_gap_always_ends_a_segment(backend: str) -> None:
-    """Whose tokens would else all be in one."""
+    """Without the gaps, all tokens would be in one segment."""
     mask = [True] * 3 + [False] + [True] * 2 + [False] * 3 + [True] + [False]
     batch = plan([1.0] * len(mask), mask=mask)
     got = batch.with_garbage().run(config_of(group_variance_threshold=1e9), backend)
@@ -224,7 +224,7 @@ def test_a_gap_always_ends_a_segment(backend: str) -> None:
 
 @on_backends
 def test_coherent_rule_cuts_at_each_sign_flip(backend: str) -> None:
-    """And nowhere else, where magnitudes are equal; a flip to next to nothing is within the bound."""
+    """With equal magnitudes there are no other cuts; a flip to a tiny value stays within the bound."""
     for seed in range(10 if backend in FAST else 1):
         random = torch.Generator().manual_seed(seed)
         positive = torch.rand(width_for(backend, 80), generator=random) < 0.7
@@ -274,8 +274,8 @@ def test_constant_advantages_are_cut_by_size_alone(backend: str, proxy: str, siz
         assert lengths == list(itertools.chain(*full)) and len(lengths) == sum(-(-run // size) for run in runs_of(mask))
 
 
-# (seed, rows, tokens, gaps, rewards): short and long, without and with gaps, dense, sparse and terminal rewards. Of the
-# seeds of a shape the first that is not used yet and for which this holds; of 40 it does for 20 to 40.
+# (seed, rows, tokens, gaps, rewards): short and long, without and with gaps, dense, sparse and terminal rewards. Each
+# shape has the first unused seed for which the property holds; it does for 20 to 40 of 40 seeds.
 SHAPES = [
     (0, 4, 64, 0.0, "normal"),
     (1, 4, 64, 0.1, "normal"),
@@ -293,7 +293,7 @@ RISING = (0.1, 0.3, 0.7, 0.99, 1.01, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 1e3, 1e6)
 @proxies
 @on_backends
 def test_threshold_moves_the_two_rules_in_opposite_ways(backend: str, proxy: str, shape: tuple[Any, ...]) -> None:
-    """Of these shapes; no greedy cut proves it of all."""
+    """Holds for these shapes; a greedy cut does not guarantee it in general."""
     seed, rows, width, gaps, kind = shape
     batch = batch_of(seed, rows, width_for(backend, width), gaps=gaps, rewards=kind, empty=0.0)
     taus = RISING if backend in FAST else RISING[1::4]
@@ -319,7 +319,7 @@ def test_threshold_below_one_gives_singletons_for_equal_advantages(backend: str,
 @proxies
 @on_backends
 def test_literal_rule_closes_no_segment_of_one_token(backend: str, proxy: str) -> None:
-    """But at the end of a run, and with a size of 1."""
+    """Exceptions are the end of a run and a maximum size of 1."""
 
     def check(batch: Batch, tau: float) -> None:
         config = config_of(rule="literal", proxy=proxy, group_variance_threshold=tau)
@@ -344,16 +344,16 @@ def test_literal_rule_closes_no_segment_of_one_token(backend: str, proxy: str) -
 
 @on_backends
 def test_literal_rule_closes_where_the_length_reaches_the_ratio(backend: str) -> None:
-    """By hand: weights of 1/2, advantages 1 and then 3. P = 2, Q = 1: the ratio is (3 / 2)^2, over tau 2.25 / tau."""
+    """By hand: weights 1/2, an advantage of 1, then 3s. P = 2 and Q = 1 give a ratio of (3 / 2)^2 = 2.25."""
     batch = plan([1.0, 3.0, 3.0, 3.0, 3.0, 3.0])
     lengths = {tau: cuts_of(batch, backend, rule="literal", group_variance_threshold=tau) for tau in (1.2, 0.9, 0.4)}
-    # after two tokens 2.25, after three (1.5 * 3 / 3.5)^2 = 1.65, after four (2 * 3 / 5)^2 = 1.44, after five 1.33
+    # ratios: 2.25 after two tokens, (1.5 * 3 / 3.5)^2 = 1.65 after three, (2 * 3 / 5)^2 = 1.44 after four, then 1.33
     assert lengths == {1.2: [[2, 2, 2]], 0.9: [[3, 2, 1]], 0.4: [[4, 2]]}
 
 
 @on_backends
 def test_bounded_rule_opens_a_segment_where_the_ratio_would_exceed_tau(backend: str) -> None:
-    """The same tokens; the one that is too much is the first of the next segment."""
+    """The same tokens; the token that would exceed tau starts the next segment."""
     batch = plan([1.0, 3.0, 3.0, 3.0])
     lengths = {tau: cuts_of(batch, backend, group_variance_threshold=tau) for tau in (2.2, 2.3)}
     assert lengths == {2.2: [[1, 3]], 2.3: [[4]]}
@@ -380,7 +380,7 @@ def test_tokens_weigh_by_ratio_and_probability(backend: str) -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @on_backends
 def test_log_ratio_is_limited_to_20_either_way(backend: str, sign: float) -> None:
-    """The first token's to 20, that of the second is 19.5: the weights differ by a factor of exp(0.5)."""
+    """The first token's log-ratio is clamped to 20, the second's is 19.5: the weights differ by exp(0.5)."""
     weight = torch.tensor(0.5 * sign, dtype=F64).exp().item()
     ratio = ((weight + 1) * 3 / (weight + 3)) ** 2
     batch = plan([1.0, 3.0])
@@ -394,7 +394,7 @@ def test_log_ratio_is_limited_to_20_either_way(backend: str, sign: float) -> Non
 
 @on_backends
 def test_ties_lengthen_bounded_segments_and_end_literal_ones(backend: str) -> None:
-    """Weights of 1 and advantages of 1 and -1, all exact: of two tokens P is 0 and (Q a)^2 is 4."""
+    """Weights of 1 and advantages of 1 and -1 are exact: for two tokens, P is 0 and (Q a)^2 is 4."""
     batch = plan([4.0, -4.0, 4.0, -4.0])
     certain = torch.full_like(batch.rewards, -1e3)
     batch = dataclasses.replace(batch, logprobs=certain, old_logprobs=certain)
@@ -405,14 +405,14 @@ def test_ties_lengthen_bounded_segments_and_end_literal_ones(backend: str) -> No
     assert cuts_of(batch, backend, group_variance_threshold=0.499, **literal) == [[4]]
 
 
-# What segments do not depend on
+# Invariances
 
 
 @pytest.mark.parametrize("factor", [1e-4, 3.0, 1e6])
 @rules
 @on_backends
 def test_scale_of_rewards_changes_no_cut(backend: str, rule: str, factor: float) -> None:
-    """Down to scales of the size of group_epsilon."""
+    """Holds down to scales around group_epsilon."""
     for seed in range(6 if backend in FAST else 1):
         batch = batch_of(seed, 4, width_for(backend, 60), rewards="normal")
         assert batch.values is not None
@@ -427,14 +427,14 @@ def test_scale_of_rewards_changes_no_cut(backend: str, rule: str, factor: float)
 @rules
 @on_backends
 def test_cuts_do_not_look_ahead(backend: str, rule: str, proxy: str) -> None:
-    """But through the advantages, which here are tokens' own: a row's beginning is cut without its end as with it."""
+    """With advantages that depend on a token's own reward alone, a row's prefix is cut as in the full row."""
     for seed in range(4 if backend in FAST else 1):
         batch = batch_of(seed, 1, width_for(backend, 60), gaps=0.02, empty=0.0)
         config = config_of(rule=rule, proxy=proxy, gamma=0.0)
         ids = batch.run(config, backend).segment_ids[0]
         for end in range(1, batch.mask.shape[1], 7):
             before = torch.arange(batch.mask.shape[1]) < end
-            # the end in a row of its own, for the scale to stay as it is
+            # the end goes into a row of its own, which keeps the scale
             halves = batch.rows(torch.tensor([0, 0]))
             halves = dataclasses.replace(halves, mask=halves.mask & torch.stack((before, ~before)))
             assert torch.equal(halves.run(config, backend).segment_ids[0, :end], ids[:end])
@@ -442,7 +442,7 @@ def test_cuts_do_not_look_ahead(backend: str, rule: str, proxy: str) -> None:
 
 @on_backends
 def test_rewards_far_below_group_epsilon_are_noise(backend: str) -> None:
-    """The scale is group_epsilon at least."""
+    """The scale is never below group_epsilon."""
     signs = torch.tensor([1.0, -1.0]).repeat(10)
     for size, eps, wanted in ((1e-4, 1e-6, [1] * 20), (1e-10, 1e-6, [16, 4]), (1e-10, 1e-12, [1] * 20)):
         assert cuts_of(plan(signs * size), backend, group_epsilon=eps) == [wanted]

@@ -1,4 +1,4 @@
-"""What went wrong in GROUP-PPO elsewhere, recorded as what does not happen here."""
+"""Regression tests for mistakes found in other implementations of GROUP-PPO."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# one case in ten for Triton's interpreter
+# thinned to at most one case in ten for Triton's interpreter
 pytestmark = pytest.mark.grid
 
 
 def with_outcome(batch: Batch, outcome: float) -> Batch:
-    """A reward at the last token of each row, and none before it."""
+    """The batch with a single reward per row, at its last token."""
     places = torch.arange(batch.mask.shape[1])
     last = (batch.mask * (places + 1)).amax(1) - 1
     return dataclasses.replace(batch, rewards=torch.where(places == last[:, None], outcome, 0.0).to(F64))
 
 
-# An endpoint had the rewards up to it minus its value: with a reward at the end alone, nothing of the outcome reached
-# any endpoint but the last.
+# An endpoint's advantage was the sum of rewards up to it minus its value, so a terminal reward reached only the last
+# endpoint.
 
 
 @pytest.mark.parametrize("discounts", [(1.0, 1.0), (0.99, 0.95)], ids=str)
@@ -59,14 +59,14 @@ def test_every_endpoint_learns_of_the_outcome(backend: str, discounts: tuple[flo
 
 @on_backends
 def test_critic_learns_the_outcome_at_every_token(backend: str) -> None:
-    """Its target was 0 wherever no endpoint was."""
+    """Elsewhere, the critic's target was 0 at every token but endpoints."""
     batch = with_outcome(batch_of(0, 4, width_for(backend, 50), gaps=0.05), 1.0)
     got = batch.run(config_of(norm="batch"), backend)
     torch.testing.assert_close(got.returns.cpu(), batch.mask.double(), rtol=0, atol=1e-12)
 
 
-# Segments of all rows of a prompt went into one list, of which every row took the first: the values of one row were the
-# advantages of its siblings.
+# The segments of all rows of a prompt were put into one list and every row read from its start: rows received the
+# advantages of their siblings.
 
 
 @pytest.mark.parametrize("credit", ["endpoint", "broadcast"])
@@ -83,7 +83,7 @@ def test_siblings_keep_their_own_advantages(backend: str, credit: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 @on_backends
 def test_nothing_of_a_sibling_reaches_a_row(backend: str, rule: str) -> None:
-    """Siblings whose rewards and values change their signs, which the scale does not see."""
+    """Flips the signs of the siblings' rewards and values, to which the scale is blind."""
     batch = batch_of(3, 4, width_for(backend, 40), gaps=0.05, empty=0.0, prompts=1)
     assert batch.values is not None
     config = config_of(rule=rule)
@@ -97,7 +97,7 @@ def test_nothing_of_a_sibling_reaches_a_row(backend: str, rule: str) -> None:
         assert not torch.equal(got.advantages, first.advantages)
 
 
-# No key of the config was read by anything: a threshold of 0.1 and a size of 2 gave what 10 and 99 did.
+# No key of the config was ever read: a threshold of 0.1 and a size of 2 gave the same result as 10 and 99.
 
 
 @on_backends
@@ -119,13 +119,13 @@ def test_threshold_and_size_of_the_config_are_read(backend: str) -> None:
 
 @on_backends
 def test_share_of_endpoints_is_that_of_the_size_at_least(backend: str) -> None:
-    """16 times fewer was a formula's output; here it is what is counted."""
+    """Elsewhere, the 16-fold reduction was computed by a formula; here endpoints are counted."""
     batch = plan([[1.0] * 64] * 2)
     got = batch.run(config_of(group_variance_threshold=1e9), backend)
     assert got.num_segments.tolist() == [4, 4] and got.endpoint_mask.sum() == 8
 
 
-# Tokens were weighed by the squared difference of two log-probs: where both were the same, every row was one segment.
+# Tokens were weighted by the squared difference of two log-probs: where these agreed, every row was one segment.
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -142,7 +142,7 @@ def test_equal_log_probs_are_cut_like_nearly_equal_ones(backend: str, rule: str)
     assert counts[1e-6] == counts[0.0] and all(abs(n - counts[0.0]) <= 0.05 * tokens for n in counts.values())
 
 
-# Step counter and running product were never reset, so that later segments were cut by what came before them.
+# The step counter and the running product were never reset, so earlier segments affected the cuts of later ones.
 
 
 @on_backends
@@ -164,14 +164,14 @@ def test_later_segments_are_as_long_as_earlier_ones(backend: str) -> None:
 
 @on_backends
 def test_a_row_begins_anew_after_every_segment(backend: str) -> None:
-    """What follows a segment's end is cut as if it were a row of its own, at the same scale."""
+    """Tokens after the end of a segment are cut like a row of their own at the same scale."""
     for seed in range(4):
         for rule in RULES:
             batch = batch_of(seed, 1, width_for(backend, 60), gaps=0.0, empty=0.0)
             config = config_of(rule=rule, lam=0.0, gamma=0.0)
             ids = batch.run(config, backend).segment_ids[0].cpu()
             for start in (ids.diff() > 0).nonzero()[:, 0].tolist()[:4]:
-                # the same tokens, with those before the cut in a row of their own
+                # the same tokens, but those before the cut are in a separate row
                 where = torch.arange(len(ids)) > start
                 split = batch.map(lambda x: x.expand(2, -1))
                 split = dataclasses.replace(
@@ -182,7 +182,7 @@ def test_a_row_begins_anew_after_every_segment(backend: str) -> None:
                 assert torch.equal(rest[counted], ids[counted] - ids[counted][0])
 
 
-# Sums of rewards ran over all positions.
+# Sums of rewards included masked positions.
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -196,7 +196,7 @@ def test_reward_on_a_masked_token_is_ignored(backend: str, with_values: bool, no
     assert_same(loud.run(config_of(norm=norm), backend), zeroed.run(config_of(norm=norm), backend))
 
 
-# Endpoints were recognised by their advantages not being 0, and a row without any made the loss NaN.
+# Endpoints were recognised by nonzero advantages, and a row without any made the loss NaN.
 
 
 @on_backends
@@ -224,7 +224,7 @@ def test_rows_without_tokens_leave_the_loss_finite(backend: str) -> None:
         assert not gradient[~got.endpoint_mask].any() and gradient.any()
 
 
-# The endpoint mask did not travel with the rows of a batch: micro-batches had the first row's, or none.
+# The endpoint mask was not sliced with the batch: micro-batches had the mask of the first row, or none.
 
 
 @on_backends

@@ -1,4 +1,4 @@
-"""That every setting of segments matters, and the threshold that adapts."""
+"""The effect of every segment setting, and the adaptive threshold."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# one case in ten for Triton's interpreter
+# thinned to at most one case in ten for Triton's interpreter
 pytestmark = pytest.mark.grid
 
-# Every setting matters. On this batch each changes what the op gives.
+# Every setting matters: on this batch, each one changes the result.
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "group_variance_threshold": ({}, {"group_variance_threshold": 3.0}),
@@ -64,7 +64,7 @@ def test_every_field_of_the_config_matters(backend: str, field: str) -> None:
 
 @on_backends
 def test_every_field_of_adaptation_matters(backend: str) -> None:
-    """After one update: long segments under singletons' threshold, so that tau rises."""
+    """Checks tau after one update. Alternating signs are cut into singletons, so tau rises under the bounded rule."""
     fields = {"lam": 0.0, "threshold_lr": 0.5, "min_threshold": 0.1, "max_threshold": 10.0}
     low = plan(torch.tensor([1.0, -1.0]).repeat(20))
     high = plan([1.0] * 40)
@@ -81,18 +81,18 @@ def test_every_field_of_adaptation_matters(backend: str) -> None:
     assert after(low, max_threshold=1.25) == 1.25
     assert after(low, rule="literal", group_max_size=1) == pytest.approx(1 / rises, rel=1e-15)
     assert after(low, rule="literal", group_max_size=1, min_threshold=0.9) == 0.9
-    # one segment of 40 tokens is 2.5 %, the error (0.025 - 0.125) / 0.125
+    # one segment of 40 tokens is a share of 2.5 %, an error of (0.025 - 0.125) / 0.125
     falls = 2.718281828459045 ** (-0.5 * 0.8)
     assert after(high, group_max_size=40) == pytest.approx(falls, rel=1e-12)
     assert after(high, group_max_size=40, min_threshold=0.9) == 0.9
     assert after(high, group_max_size=40, group_variance_threshold=0.9) == 0.9 * rises, "singletons"
 
 
-# The threshold that adapts
+# The adaptive threshold
 
 
 def result_of(segments: list[int], tokens: int) -> gk.EndpointSegments:
-    """As many segments in as many rows, and so many tokens in all."""
+    """A result with these numbers of segments per row and this many tokens in total."""
     ids = torch.full((2, tokens + 3), -1, dtype=torch.int32)
     ids.view(-1)[:tokens] = 0
     zeros = torch.zeros(ids.shape)
@@ -139,7 +139,7 @@ def test_no_tokens_move_no_threshold() -> None:
 
 
 def correlated(backend: str) -> Batch:
-    """Positive advantages that wander slowly: 32 tokens share most of theirs, so that ratios are between 1 and 9."""
+    """Positive, slowly varying advantages: a moving average over 32 tokens, so ratios are between 1 and 9."""
     random = torch.Generator().manual_seed(5)
     noise = torch.randn(2, 2048 + 31, generator=random, dtype=F64)
     smooth = noise.unfold(1, 32, 1).mean(2) * 32**0.5
@@ -150,8 +150,8 @@ def correlated(backend: str) -> Batch:
 @rules
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in FAST])
 def test_adaptation_brings_the_share_of_endpoints_into_the_band(backend: str, rule: str, start: float) -> None:
-    """It can: neighbours are alike, so that bounded segments of 5 to 16 tokens take a tau somewhat above 1, and literal
-    ones, which end where n tau reaches ratios around 1, a tau of 1/16 to 1/5.
+    """The band is reachable because neighbours are alike: bounded segments of 5 to 16 tokens need a tau just above 1;
+    literal ones, which end where n tau reaches ratios around 1, need a tau of 1/16 to 1/5.
     """
     batch = correlated(backend)
     config = config_of(
@@ -215,7 +215,7 @@ RANKS = 2
 
 
 def batch_of_rank(rank: int | None) -> Batch:
-    """Of unlike sizes: all tokens of one rank are endpoints, 4 of 150 of the other, 44 of 190 together."""
+    """Batches of different sizes: all 40 tokens of rank 0 are endpoints, 4 of 150 on rank 1, 44 of 190 together."""
     above, below = plan(torch.tensor([1.0, -1.0]).repeat(20)), plan([1.0] * 150)
     if rank is not None:
         return above if rank == 0 else below

@@ -1,4 +1,4 @@
-"""endpoint_segments as a torch op: registration, compilation, no gradient; and what the losses make of its results."""
+"""endpoint_segments as a torch op: registration, compilation, no gradient, and losses computed from its results."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_results_have_no_gradient(backend: str, with_values: bool) -> None:
 
 
 def drifted(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Log-probs some updates later, and those that the tokens were sampled with."""
+    """Log-probs after some updates, and the log-probs at sampling time."""
     old = torch.where(batch.mask, batch.old_logprobs, 0.0)
     noise = 0.2 * torch.randn(old.shape, generator=torch.Generator().manual_seed(7), dtype=F64)
     return (old + noise).to(device).requires_grad_(), old.to(device)
@@ -123,7 +123,7 @@ def clipped(ratio: Tensor, advantage: Tensor) -> Tensor:
 
 
 def by_segment(now: Tensor, old: Tensor, result: gk.EndpointSegments, mean: bool = False) -> Tensor:
-    """One clipped term for each segment, by the joint ratio of all of its tokens."""
+    """One clipped term per segment, from the joint ratio of its tokens."""
     terms = []
     for row in range(len(now)):
         for segment in range(int(result.num_segments[row])):
@@ -232,7 +232,7 @@ def dense_logprobs(head: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("kind", ["mask", "places", "positions mask"])
 @on_backends
 def test_linear_policy_loss_at_endpoints(backend: str, kind: str) -> None:
-    """Of the head, the rows of endpoints alone."""
+    """The head is evaluated at endpoints alone, chosen by mask or by positions."""
     batch = batch_of(4, 4, width_for(backend, 20), empty=0.0)
     device = device_of(backend)
     head = head_of(batch, device)

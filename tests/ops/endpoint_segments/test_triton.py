@@ -1,4 +1,4 @@
-"""What only the compiled Triton kernels of endpoint_segments could get wrong: recompilation, and loops on AMD."""
+"""Properties of the compiled Triton kernels of endpoint_segments: no recompilation, and loops that end on AMD."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 
 def printed_by(code: str, folder: Path) -> list[str]:
-    """The lines of a process without Triton's interpreter, whose kernels tell nothing."""
+    """Runs code in a process without Triton's interpreter, which hides kernel parameters; returns its output lines."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": f"{ROOT}:{ROOT / 'tools'}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -23,7 +23,7 @@ def printed_by(code: str, folder: Path) -> list[str]:
 
 
 def test_no_kernel_is_compiled_again_for_another_number(tmp_path: Path) -> None:
-    """Of the arguments that are neither pointers nor settings, Triton must look at the type alone."""
+    """Triton must specialize scalar arguments, other than constexpr settings, on their type alone."""
     code = (
         "from triton.runtime.jit import JITFunction\n"
         "from grpo_kernels.ops.endpoint_segments import aot, triton as endpoint_segments\n"
@@ -41,7 +41,7 @@ def test_no_kernel_is_compiled_again_for_another_number(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loop_over_segments_ends_on_amd(tmp_path: Path) -> None:
-    """Triton 3.7 for AMD takes a while loop's condition for true if it is in the first round, with constants."""
+    """Triton 3.7 for AMD folds a while loop's condition to true if constants make it true in the first iteration."""
     code = (
         "import aot_compile, triton\n"
         "from triton.backends.compiler import GPUTarget\n"

@@ -1,4 +1,4 @@
-"""What only kernels that walk rows in tiles could get wrong in endpoint_segments: borders, sums, rows not finite."""
+"""Rows that endpoint_segments kernels walk in tiles: tile borders, sums across tiles, non-finite rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.parametrize("backend", BACKENDS)]
 if not BACKENDS:
     pytest.skip("neither backend can run here", allow_module_level=True)
 
-# On both sides of 32, which a warp looks at together, and of Triton's widest tile of 512.
+# Lengths on both sides of 32, the width of a warp, and of 512, Triton's widest tile.
 LENGTHS = (0, 1, 31, 32, 33, 65, 545, 0)
 RULES = [(rule, proxy) for rule in ("bounded", "literal") for proxy in ("coherent", "uncorrelated")]
 
@@ -32,7 +32,7 @@ def row_of(length: int, seed: int) -> dict[str, Tensor]:
 
     logprobs = -3 * uniform()
     mask = uniform() < 0.95
-    if length > 40:  # gaps that begin or end with a window
+    if length > 40:  # gaps that begin or end at a window's border
         mask[31], mask[32:34], mask[-1] = False, True, False
     if length > 200:
         mask[100:170] = False
@@ -52,7 +52,7 @@ def packed(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
 
 
 def padded(lengths: tuple[int, ...], width: int) -> dict[str, Tensor]:
-    """The rows side by side with what must not matter behind them."""
+    """The rows stacked and padded with values that must not matter."""
     batch: dict[str, Tensor] = {}
     for seed, length in enumerate(lengths):
         for name, values in row_of(length, seed).items():
@@ -87,7 +87,7 @@ def assert_same(got: gk.EndpointSegments, gold: gk.EndpointSegments, **tolerance
 
 
 def in_rows(result: gk.EndpointSegments, lengths: tuple[int, ...]) -> gk.EndpointSegments:
-    """Of a padded result what a packed one has."""
+    """Converts a padded result to the packed layout."""
     flat = [torch.cat([t[row, :length] for row, length in enumerate(lengths)]) for t in result[:4]]
     return gk.EndpointSegments(*flat, *result[4:])
 
@@ -141,7 +141,7 @@ def test_neither_padding_nor_packing_nor_repetition_changes_a_bit(backend: str, 
     settings = {"gamma": 0.99, "lam": 0.9, "norm": "batch", "group_variance_threshold": 2.0}
     once = run(packed(lengths), backend, critic, **settings)
     assert_same(run(packed(lengths), backend, critic, **settings), once)
-    # Triton's tile is 512 wide for all of them
+    # all of these widths use Triton's 512-wide tile
     assert_same(in_rows(run(padded(lengths, 300), backend, critic, **settings), lengths), once)
 
 
@@ -167,7 +167,7 @@ def test_tokens_of_no_row(backend: str) -> None:
 @pytest.mark.parametrize("credit", ["endpoint", "broadcast"])
 def test_a_row_that_is_not_finite_is_left_out(backend: str, name: str, what: float, credit: str) -> None:
     lengths = (20, 70, 40, 66)
-    critic = name != "rewards" or credit == "endpoint"  # without one, returns of rows are shared, too
+    critic = name != "rewards" or credit == "endpoint"  # without a critic, rows also share their returns
     settings: dict[str, Any] = {"norm": "prompt" if credit == "endpoint" else "batch", "credit": credit, "gamma": 0.9}
     if settings["norm"] == "prompt" or not critic:
         settings["groups"] = torch.tensor([5, 5, -1, 5])
@@ -213,7 +213,7 @@ def test_nothing_to_do(backend: str, shape: tuple[int, int]) -> None:
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what copies a value to the host."""
+    """Raises on any operation that copies a value to the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), func

@@ -1,4 +1,4 @@
-"""What only the CPU kernels do: rows in numbers past the caches are sorted in two steps."""
+"""Properties of the CPU kernels alone: batches larger than the caches are sorted in two steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.harness import assert_within_budget, needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
 
-ROWS = 300_001  # above the limit of one step, 2^18
+ROWS = 300_001  # above 2^18, the limit of one step
 
 
 def ids_of(kind: str) -> torch.Tensor:

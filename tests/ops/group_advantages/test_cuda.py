@@ -1,4 +1,4 @@
-"""What only the CUDA kernels promise: how many launches a call takes, and the same bits under every schedule."""
+"""Properties of the CUDA kernels alone: the number of launches per call, and the same bits under every schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.emulation import launches
 pytestmark = emulation.only
 
 
-# 65,536 rows take the emulator seconds; the choice of kernels does not look at the size of the groups.
+# 65,536 rows take the emulator seconds; the choice of kernels does not depend on the group sizes.
 @pytest.mark.parametrize("name", gk.AdvantageConfig.names())
 def test_int_groups_take_one_launch(name: str) -> None:
     config = gk.AdvantageConfig(name)

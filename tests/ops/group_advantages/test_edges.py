@@ -1,4 +1,4 @@
-"""group_advantages where nothing can be learned or computed: exact zeros, empty batches, infinite rewards."""
+"""group_advantages without a learning signal or a finite result: exact zeros, empty batches, infinite rewards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_empty_batch_gives_empty_results(backend: str, groups: str, columns: int
         assert [list(field.shape) for field in result] == [[0]] * 5, name
 
 
-# Sizes and values whose rounded mean is not the value itself; half precision rounds them to other such values.
+# Sizes and values whose rounded mean differs from the value itself, also after rounding to half precision.
 EQUAL = [(8, 0.7), (8, 1000.1), (7, 0.35), (8, 0.1)]
 
 
@@ -130,7 +130,7 @@ def test_row_alone_counts_in_leave_one_out_whitening_only_if_its_advantage_is_it
     groups = torch.tensor([0, 0, 0, 1, 1, 2], device=rewards.device)
     raw = torch.tensor([1.0, -0.5, -0.5, 0.0, 0.0] + [3.0] * (singleton == "raw"))
     whitened = (raw - raw.mean()) / (raw.std() + 1e-4)
-    whitened[3:5] = 0  # equal rewards give exact zeros, and count
+    whitened[3:5] = 0  # equal rewards give exact zeros and still count
     result = gk.group_advantages(rewards, groups, config=config, backend=backend).advantages.cpu()
     torch.testing.assert_close(result[: len(raw)], whitened, rtol=1e-6, atol=1e-7)
     assert singleton == "raw" or result[5] == 0

@@ -1,4 +1,4 @@
-"""What group_advantages, its config and the choice of a backend refuse: the exception and what its message names."""
+"""Errors of group_advantages, its config and backend selection: the exception type and the parts of its message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def refused(error: type[Exception], *parts: str, rewards: Any = None, groups: Any = 3, **options: Any) -> None:
-    """The call raises this very type, and its message has the op and each part."""
+    """Checks that the call raises exactly this type, with a message that contains the op and each part."""
     rewards = torch.randn(6) if rewards is None else rewards
     for backend in (None, *BACKENDS):
         with pytest.raises(error) as caught:
@@ -55,7 +55,7 @@ def test_rewards_that_require_grad_with_the_advice_to_detach() -> None:
 # Groups
 
 
-# bool counts as an int in Python; True would be groups of one.
+# bool is an int in Python; True would mean groups of one.
 @pytest.mark.parametrize("groups", [True, False, 2.0, None, "3", [0, 0, 0, 1, 1, 1]])
 def test_groups_of_another_type(groups: Any) -> None:
     refused(TypeError, "groups", type(groups).__name__, groups=groups)
@@ -124,7 +124,7 @@ def test_argument_on_another_device(name: str) -> None:
     refused(ValueError, name, "meta", "cpu", **{name: away, "config": USER.get(name, "grpo")})
 
 
-# The estimators whose formula has token counts, or one baseline per row.
+# The estimators whose formula uses token counts or a baseline per row.
 USERS = {
     "lengths": {"opo", "reinforce_plus_plus_baseline", "verl-opo", "verl-gdpo", "verl-reinforce-plus-plus-baseline"},
     "baselines": {"remax", "verl-remax"},
@@ -237,7 +237,7 @@ def test_reward_weights_of_another_kind(value: Any, error: type[Exception]) -> N
     config_refused(error, "reward_weights", reward_weights=value)
 
 
-# Each combination that has no meaning, or that no kernel computes.
+# Every combination that is meaningless or that no kernel computes.
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
@@ -307,7 +307,7 @@ def test_backend_that_cannot_run_names_its_reason(monkeypatch: pytest.MonkeyPatc
         gk.group_advantages(torch.randn(6), 3, backend="cpu")
     with pytest.raises(RuntimeError, match=why), gk.use_backend("cpu"):
         gk.group_advantages(torch.randn(6), 3)
-    assert gk.group_advantages(torch.randn(6), 3).advantages.any()  # left to itself it finds another
+    assert gk.group_advantages(torch.randn(6), 3).advantages.any()  # automatic selection finds another backend
 
 
 def test_available_backends_names_each_with_ok_or_a_reason() -> None:
@@ -318,7 +318,7 @@ def test_available_backends_names_each_with_ok_or_a_reason() -> None:
 
 
 def spoken_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records which backend computes."""
+    """Records the backends that compute a call."""
     from grpo_kernels.ops.group_advantages import registration as op
 
     calls: list[str] = []
@@ -338,7 +338,7 @@ def test_use_backend_nests_and_is_restored_after_exceptions(monkeypatch: pytest.
             gk.group_advantages(rewards, 3)
             raise KeyError
         gk.group_advantages(rewards, 3)
-        gk.group_advantages(rewards, 3, backend=first)  # the argument comes before the block
+        gk.group_advantages(rewards, 3, backend=first)  # the argument takes precedence over the context manager
         with pytest.raises(ValueError), gk.use_backend("gpu"):
             pass
         gk.group_advantages(rewards, 3)

@@ -20,19 +20,19 @@ BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
 NAMES = gk.AdvantageConfig.names()
 PRESETS = {name: gk.AdvantageConfig(name) for name in NAMES}
-# What makes a row depend on rows of other groups.
+# Estimators whose rows depend on rows of other groups.
 BATCH_STAGE = [n for n, c in PRESETS.items() if c.scale == "batch_std" or c.whiten != "none" or c.gain != "none"]
 GROUP_ONLY = [name for name in NAMES if name not in BATCH_STAGE]
 CENTRED = [n for n, c in PRESETS.items() if c.center in ("mean", "leave_one_out", "length", "runner_up")]
-# One name for each way to compute.
+# One name for each code path.
 DISTINCT = ("grpo", "rloo", "opo", "maxrl", "gdpo", "grpo_passk", "reinforce_plus_plus_baseline", "batch_std", "gpg")
 
-# Triton's interpreter and the emulated CUDA take 10 to 1000 times as long.
+# Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
 
 
 def for_all(backend: str, check: Callable[[Batch], None], examples: int = 40, columns: tuple[int, ...] = (1,)) -> None:
-    """Runs the check on random batches, many and large ones where that is quick."""
+    """Runs the check on random batches; fast backends get more and larger ones."""
     fast = backend in FAST
     rows = 200 if fast else 60
     batch = st.sampled_from(columns).flatmap(lambda c: batches(max_rows=rows, columns=c))
@@ -49,7 +49,7 @@ def run(
     rows: Tensor | None = None,
     **changes: Any,
 ) -> gk.GroupAdvantages:
-    """The op on these rows of the batch (all of them without `rows`)."""
+    """Runs the op on `rows` of the batch, by default on all of them."""
     settings_ = gk.AdvantageConfig.of(config)
     device = device_of(backend)
     arguments: dict[str, Any] = {"rewards": batch.rewards.to(device, dtype), "groups": batch.groups.to(device)}
@@ -93,7 +93,7 @@ def test_values_of_every_estimator_match_float64_reference(backend: str, name: s
     for_all(backend, lambda batch: assert_values(batch, name, backend), columns=(1, 1, 2, 3))
 
 
-# Every setting that no preset, or only one with a batch stage, reaches.
+# Settings that no preset uses, or only one with a batch stage.
 SETTINGS = [
     gk.AdvantageConfig(center="none"),
     gk.AdvantageConfig(center="none", scale="mean"),
@@ -117,7 +117,7 @@ def test_values_with_subgroups_and_rare_settings_match_float64_reference(
     for_all(backend, lambda batch: assert_values(batch, config, backend, subgroups=True), columns=(1, 2))
 
 
-# 5000 rows in one group take several blocks; the second size makes the last block ragged.
+# A group of 5000 rows needs several blocks; the second size leaves the last block ragged.
 @pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "opo", "grpo_passk", "trl-batch", "verl-gdpo"])
@@ -153,7 +153,7 @@ def test_one_large_group_given_as_int_matches_float64_reference(backend: str, na
     assert torch.equal(got.size, gold.size) and torch.equal(got.degenerate, gold.degenerate)
 
 
-# float64 results differ by the order of summation only: n ulps of the largest reward, over the deviation.
+# float64 results differ by the summation order alone: n ulps of the largest reward, over the deviation.
 @pytest.mark.parametrize(("offset", "tolerance"), [(0.0, 1e-13), (1000.0, 1e-11)])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_float64_rewards_give_float64_results(backend: str, offset: float, tolerance: float) -> None:
@@ -199,7 +199,7 @@ def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: 
             )
         assert not result.advantages[(~scored).to(result.size.device)].any()
 
-    if name in BATCH_STAGE:  # sums over the batch run in another order: equal up to the last bits
+    if name in BATCH_STAGE:  # sums over the batch have a different order: equal up to the last bits
         rewards = torch.randn(20, device=device_of(backend))
         rewards[3] = rewards[11] = NAN
         batch = Batch(
@@ -212,7 +212,7 @@ def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: 
         for_all(backend, check, examples=20)
 
 
-# Invariances. The kernels are held to the bit; the reference sums in any order that torch likes.
+# Invariances. The kernels must match bit for bit; the reference sums in an order that torch chooses.
 
 
 @pytest.mark.grid
@@ -225,7 +225,7 @@ def test_shuffling_the_rows_permutes_the_result(backend: str, name: str) -> None
         expected = gk.GroupAdvantages(*(field[order.to(field.device)] for field in whole))
         if name in GROUP_ONLY:
             assert_same(shuffled, expected, name)
-        else:  # a batch statistic can differ in its last bit, which shows where a whitened value is nearly 0
+        else:  # a batch statistic can differ in its last bit, which shows in whitened values close to 0
             scale = float(expected.advantages.abs().amax()) + 1e-6
             assert torch.allclose(shuffled.advantages, expected.advantages, rtol=1e-6, atol=1e-6 * scale)
             assert torch.equal(shuffled.degenerate, expected.degenerate)
@@ -247,7 +247,7 @@ def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) ->
     for_all(backend, check, examples=20)
 
 
-# 7 does not fit any power of two, 64 fills warps, 300 takes more than one block of threads.
+# 7 is no power of two, 64 fills warps, 300 needs more than one block of threads.
 @pytest.mark.grid
 @pytest.mark.parametrize(("count", "size"), [(9, 1), (11, 7), (3, 64), (2, 300)])
 @pytest.mark.parametrize("backend", KERNELS)
@@ -262,7 +262,7 @@ def test_int_groups_equal_ids_equal_renamed_and_interleaved_ids(backend: str, co
         baselines=torch.randn(n),
     )
     names = torch.randint(-(2**62), 2**62, (count,))
-    by_row = torch.arange(n).view(count, size).t().flatten()  # interleaved, the order in each group kept
+    by_row = torch.arange(n).view(count, size).t().flatten()  # groups interleaved, the order in each group kept
     for name in (*DISTINCT, "remax") if backend in FAST else ("opo", "reinforce_plus_plus_baseline"):
         expected = run(batch, name, backend, groups=size)
         assert_same(run(batch, name, backend), expected, f"{name} ids")
@@ -330,7 +330,7 @@ def test_narrow_integer_ids_equal_int64_ids(backend: str, dtype: torch.dtype) ->
     assert_same(gk.group_advantages(rewards, groups.to(dtype), subgroups=(groups % 3).to(dtype), **options), expected)
 
 
-# Ends of int64; ids alike in their low and in their high halves; subgroup labels that reach into the next group's.
+# Extremes of int64; ids with equal low or high halves; subgroup labels that overlap those of the next group.
 LABELS = [
     [-(2**63), 2**63 - 1, 0, -1],
     [i << 32 for i in range(-2, 2)],
@@ -370,7 +370,7 @@ def forward_arguments(config: gk.AdvantageConfig, device: torch.device, full: bo
     return rewards, groups, group_size, subgroups, valid, lengths, baselines, *lists
 
 
-# Every optional tensor present and absent, int groups and ids, one and several result stages.
+# Every optional tensor present and absent, integer group sizes and ids, one and several result stages.
 @pytest.mark.parametrize("name", ["grpo", "verl-gdpo", "remax"])
 @pytest.mark.parametrize(("full", "by_id"), [(False, False), (True, True)], ids=["int", "ids"])
 @pytest.mark.parametrize("backend", BACKENDS)

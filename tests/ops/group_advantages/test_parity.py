@@ -1,4 +1,4 @@
-"""The estimators with a peer's prefix against the installed peer's own code."""
+"""Estimators with a peer's prefix, against the code of the installed peer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.harness import device_of, runnable_backends
 from tests.strategies import NAN
 
 BACKENDS = runnable_backends(SUPPORTS)
-# Group sizes: with and without singletons, as some peers refuse those.
+# Group sizes with and without singletons, which some peers reject.
 RAGGED = [1, 5, 2, 1, 8, 3]
 PLURAL = [2, 5, 3, 8]
-# An offset shows a variance computed in one pass; ties and zeros are what rule-based rewards look like.
+# An offset exposes a one-pass variance; ties and zeros are typical of rule-based rewards.
 KINDS = ("normal", "offset", "binary")
 
 
@@ -35,10 +35,10 @@ def rewards_of(kind: str, *shape: int) -> Tensor:
 
 
 def assert_parity(got: gk.GroupAdvantages, peer: Tensor, rewards: Tensor, extra: float = 1.0) -> None:
-    """Equal to the rounding of the peer's float32, except where all rewards of a group are equal: there 0.
+    """Checks equality up to the rounding of the peer's float32, and exact zeros for groups of equal rewards.
 
-    The peer's mean of n <= 8 rewards is off by up to n/2 ulps of the largest reward and so is each difference, which
-    the divisor then enlarges; the result has an ulp or two of its own. `extra` is what later steps multiply by.
+    The peer's mean of n <= 8 rewards is off by up to n/2 ulps of the largest reward, and so is each difference, which
+    the divisor then amplifies; the result adds an ulp or two. `extra` is the factor applied by later steps.
     """
     live = ~got.degenerate.cpu()
     ours, theirs = got.advantages.cpu().double()[live], peer.double()[live]
@@ -59,7 +59,7 @@ def smallest_divisor(got: gk.GroupAdvantages) -> float:
 
 
 class VerlBatch:
-    """A batch as verl holds it: a reward at the last token of each response, string uids in no order."""
+    """A batch in verl's layout: a reward at the last token of each response, and string uids in random order."""
 
     def __init__(self, sizes: list[int], kind: str, columns: int = 1) -> None:
         names = [f"{7 * g:x}-{'uid'[g % 3]}" for g, size in enumerate(sizes) for _ in range(size)]
@@ -77,7 +77,7 @@ class VerlBatch:
         return placed
 
     def peer(self, estimator: str, **options: Any) -> Tensor:
-        """One advantage per row, after a check that all its tokens have it and that the rest have none."""
+        """verl's advantages, one per row, after checking that all tokens of a row share it and the padding is 0."""
         function = peers.verl(estimator)
         tokens, _ = function(token_level_rewards=self.tokens(self.scores), response_mask=self.mask, **options)
         assert torch.equal(tokens, tokens[:, :1] * self.mask)
@@ -127,7 +127,7 @@ def test_verl_estimators_equal_verl(backend: str, name: str, kind: str) -> None:
             options["reward_baselines"] = batch.baselines
         else:
             options["index"] = batch.uids
-        if estimator == "grpo_vectorized":  # takes integer uids below the number of rows
+        if estimator == "grpo_vectorized":  # needs integer uids below the number of rows
             options["index"] = gk.group_ids(batch.uids).numpy()
         got = batch.ours(name, backend)
         extra = 1.0 if gk.AdvantageConfig(name).scale == "none" else 1 / smallest_divisor(got)
@@ -162,7 +162,7 @@ TRL = {"trl-group": "group", "trl-batch": "batch", "trl-none": "none"}
 
 
 def trl_rewards(kind: str, columns: int, missing: bool) -> Tensor:
-    """Four groups of six, one reward function per column; a row can lack some rewards, or all."""
+    """Rewards of four groups of six, one reward function per column; rows can lack some or all rewards."""
     rewards = rewards_of(kind, 24, columns)
     if missing:
         rewards[torch.rand(24, columns) < 0.2] = NAN
@@ -219,7 +219,7 @@ def test_trl_rloo_equals_trl(backend: str, kind: str, missing: bool, normalize: 
     peer = peers.trl_rloo(rewards, 6, normalize=normalize)
     name = "trl-rloo-normalized" if normalize else "trl-rloo"
     got = gk.group_advantages(rewards.to(device_of(backend)), 6, config=name, backend=backend)
-    # TRL subtracts one reward from the sum of all six, of up to six times the largest
+    # TRL subtracts one reward from the sum of all six, which is up to six times the largest
     assert_parity(got, peer, rewards, 6.0 if not normalize else 6.0 / min(1.0, float(peer[peer != 0].abs().max())))
 
 
@@ -234,7 +234,7 @@ def test_trl_groups_of_one_are_zero_in_both(backend: str, name: str) -> None:
 
 
 def trl_async(columns: np.ndarray) -> np.ndarray:
-    """One group's rewards [functions, rows] to advantages, by the statements of TRL's asynchronous worker."""
+    """Advantages of one group's rewards [functions, rows], by the statements of TRL's asynchronous worker."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from trl.experimental.async_grpo import async_rollout_worker as module
@@ -262,6 +262,6 @@ def test_trl_async_equals_trl(backend: str, kind: str) -> None:
     got = gk.group_advantages(rewards.to(device_of(backend)), 6, config="trl-async", backend=backend)
     live = ~got.degenerate.cpu().numpy()
     ours, largest = got.advantages.cpu().numpy(), float(rewards.nan_to_num().abs().max())
-    # both are float64: off by the roundings of up to 18 rewards, over the deviation
+    # both are float64 and differ by the rounding of up to 18 rewards, over the deviation
     allowed = 50 * np.finfo(np.float64).eps * (1 + 3 * largest / smallest_divisor(got))
     assert np.abs(ours - peer)[live].max() <= allowed * (1 + np.abs(peer).max()) and not ours[~live].any()

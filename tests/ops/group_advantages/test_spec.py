@@ -1,4 +1,4 @@
-"""What group_advantages means: the float64 reference against the papers' formulas in plain Python."""
+"""The float64 reference of group_advantages against the papers' formulas in plain Python."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ BACKENDS = runnable_backends(SUPPORTS)
 
 
 def mean(values: Sequence[float]) -> float:
-    """Exact up to the final rounding."""
+    """The mean, exact up to the final rounding."""
     return float(sum(map(Fraction, values)) / len(values))
 
 
 def deviation(values: Sequence[float], ddof: int = 1) -> float:
-    """0 for one value."""
+    """The standard deviation; 0 for a single value."""
     centre = sum(map(Fraction, values)) / len(values)
     squares = sum((Fraction(v) - centre) ** 2 for v in values)
     return math.sqrt(squares / (len(values) - ddof)) if len(values) > ddof else 0.0
 
 
 class Formulas:
-    """The advantages of one batch by each estimator's formula; groups of equal rewards give 0, unscored rows too."""
+    """Advantages of one batch by each estimator's formula; groups of equal rewards and unscored rows give 0."""
 
     def __init__(self, batch: Batch) -> None:
         columns = batch.rewards.double().view(len(batch.groups), -1).tolist()
@@ -44,7 +44,7 @@ class Formulas:
         self.columns = [[NAN] * len(row) if not ok else row for ok, row in zip(self.scored, columns, strict=True)]
         self.total = [float(sum(Fraction(x) for x in row if x == x)) for row in self.columns]
         self.length, self.baseline = batch.lengths.tolist(), batch.baselines.double().tolist()
-        self.divisor = 1.0  # the smallest late divisor: it enlarges the rounding errors made before it
+        self.divisor = 1.0  # the smallest late divisor, which amplifies earlier rounding errors
         self.rows = [i for i in range(self.n) if self.scored[i]]
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
@@ -82,7 +82,7 @@ class Formulas:
 
     def maxrl(self) -> list[float]:
         def formula(_: list[int], r: list[float]) -> list[float]:
-            if mean(r) <= 0:  # a divisor that is not positive says nothing
+            if mean(r) <= 0:  # no signal without a positive divisor
                 return [0.0] * len(r)
             self.divisor = min(self.divisor, mean(r))
             return [(x - mean(r)) / (mean(r) + 1e-6) for x in r]
@@ -108,7 +108,7 @@ class Formulas:
         return [x / (std + 1e-6) for x in self.dr_grpo()]
 
     def flat(self, i: int) -> bool:
-        """The row's group has several rows with one reward: it stays 0 in a whitened batch."""
+        """Whether the row's group has several rows with equal rewards, which stay 0 in a whitened batch."""
         group = [self.total[j] for j in self.rows if self.ids[j] == self.ids[i]]
         return len(group) > 1 and min(group) == max(group)
 
@@ -158,7 +158,7 @@ def test_every_estimator_of_the_design_has_a_formula_here() -> None:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_reference_is_the_formula(name: str) -> None:
-    # Rewards of one size, so that no rounding error exceeds 1e-12: 1000.1 + 1e-7 would lose half its digits.
+    # Rewards of similar magnitude, so that no rounding error exceeds 1e-12: 1000.1 + 1e-7 would lose half its digits.
     one = batches(max_rows=20, dtype=torch.float64, kinds=("normal", "binary", "grid", "tiny", "equal"))
     several = batches(max_rows=20, columns=2, dtype=torch.float64, kinds=("normal", "binary", "grid"))
 
@@ -365,7 +365,7 @@ def test_ddof_is_that_of_every_deviation(backend: str) -> None:
         assert deviation(whitened.advantages.tolist(), ddof) == pytest.approx(1.0, rel=1e-12)
 
 
-# For each field a setting and another one, which must differ in the result for ROWS in two groups with LABELS.
+# For each field, two settings that must give different results for ROWS in two groups with LABELS.
 FLIPS: dict[str, tuple[dict[str, Any], Any]] = {
     "estimator": ({}, "rloo"),
     "center": ({}, "leave_one_out"),

@@ -1,4 +1,4 @@
-"""Where linear_logprobs could go wrong unseen: no rows, ignored rows, positions, layouts, precision, refusals."""
+"""Edge cases of linear_logprobs: no rows, ignored rows, positions, layouts, precision, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.harness import assert_within_budget, device_of, needs_cpu_kernels, ru
 
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# what is no concern of a kernel is the same Python for all of them
+# the parts outside of kernels are the same Python code for every backend
 SHARED = [name for name in BACKENDS if name in ("cpu", "reference")]
 F64 = torch.float64
 ROWS, HIDDEN, VOCABULARY = 20, 6, 31
@@ -35,7 +35,7 @@ def batch(
 
 
 def upstream_of(shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Gradients of log-probs and entropies, the same for every call."""
+    """Upstream gradients of log-probs and entropies, the same for every call."""
     generator = torch.Generator().manual_seed(5)
     return torch.randn(shape, dtype=F64, generator=generator), torch.randn(shape, dtype=F64, generator=generator)
 
@@ -43,7 +43,7 @@ def upstream_of(shape: torch.Size) -> tuple[Tensor, Tensor]:
 def run(
     given: dict[str, Tensor], backend: str = "cpu", upstream: tuple[Tensor, Tensor] | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """Both results, and the gradients of what is not frozen (options: frozen="weight" or the like)."""
+    """Both results and the gradients of all inputs but the frozen one (e.g. frozen="weight")."""
     device, frozen = device_of(backend), options.pop("frozen", "")
     leaves = {k: v.detach().to(device).requires_grad_(v.is_floating_point() and k != frozen) for k, v in given.items()}
     options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
@@ -162,7 +162,7 @@ def test_no_positions_at_all(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", SHARED)
 def test_what_is_in_other_positions_is_not_looked_at(backend: str) -> None:
-    """Padding has targets that are no columns, and hidden states that are no numbers."""
+    """Other positions hold out-of-range targets and NaN hidden states."""
     given = batch()
     mask = torch.arange(ROWS) % 2 == 0
     expected = run(given, backend, positions=mask)
@@ -196,7 +196,7 @@ def test_one_result_alone_has_its_gradient(backend: str, which: int) -> None:
     upstream[which] = upstream_of(torch.Size([6]))[which]
     (found * upstream[which].to(found)).sum().backward()
     both = run(given, backend, tuple(upstream))
-    for name in ("hidden", "weight", "bias"):  # one kernel adds another 0 to each element
+    for name in ("hidden", "weight", "bias"):  # one kernel adds an extra 0 to each element
         torch.testing.assert_close(leaves[name].grad, both[f"by {name}"], rtol=1e-6, atol=1e-6)
 
 
@@ -217,14 +217,14 @@ def test_rows_without_a_gradient_change_no_bit_of_the_others() -> None:
 @needs_cpu_kernels
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_rows_without_a_gradient_cost_no_precision(chunk_size: int | None) -> None:
-    """Against the rows with one alone, where the products have other shapes, in which BLAS adds in another order."""
+    """Compares with a call without these rows, whose products have other shapes and so sum in other orders."""
     given = batch(dtype=torch.float32)
     moves = torch.arange(ROWS) % 3 != 0
     upstream = tuple(u * moves for u in upstream_of(torch.Size([ROWS])))
     got = run(given, upstream=upstream, chunk_size=chunk_size)
     alone = given | {"hidden": given["hidden"][moves], "targets": given["targets"][moves]}
     expected = run(alone, upstream=tuple(u[moves] for u in upstream))
-    # a logit is a sum of H products, a gradient of the weight one of rows; the entropy has up to log p in it
+    # a logit sums H products, a gradient of the weight sums rows; the entropy has a factor of up to log p
     eps, size = torch.finfo(torch.float32).eps, given["hidden"].abs() @ given["weight"].abs().T
     slope = (upstream[0].abs() + upstream[1].abs() * size.max()) * 2
     relative = eps * (HIDDEN * size.max() + ROWS)
@@ -256,7 +256,7 @@ def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
 
 
 def layouts(given: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The same numbers with other strides; what lies between them is NaN, or no column."""
+    """The same values with different strides; the memory between them holds NaN or out-of-range targets."""
     rows, width, size = given["hidden"].shape
     wide = given["hidden"].new_full((rows, width + 1, size + 2), torch.nan)
     wide[:, :-1, 1:-1] = given["hidden"]
@@ -283,7 +283,7 @@ def test_strides_change_nothing(backend: str) -> None:
         assert_close(run(given | changes, backend, chunk_size=4), expected)
 
 
-# As a model is called: the last position has no target.
+# The call of a trainer: the last position has no target.
 def test_hidden_states_but_the_last() -> None:
     given = batch(3, 5)
     leaf = given["hidden"].requires_grad_()
@@ -298,7 +298,7 @@ def test_hidden_states_but_the_last() -> None:
     assert not leaf.grad[:, -1].any()
 
 
-# Targets that are no column
+# Out-of-range targets
 
 
 @pytest.mark.parametrize("target", [-1, -99, VOCABULARY, 2**40])
@@ -327,7 +327,7 @@ def test_a_target_that_is_no_column_gives_nan_where_it_cannot_be_an_error(backen
 
 @pytest.fixture(scope="module")
 def model_sized() -> dict[str, Tensor]:
-    """Logits of deviation 4 over a model's vocabulary, in float64."""
+    """Float64 inputs whose logits over a model's vocabulary have a standard deviation of 4."""
     torch.manual_seed(3)
     return {
         "hidden": torch.randn(24, 256, dtype=F64),
@@ -357,5 +357,5 @@ def test_halves_lose_what_rounding_the_inputs_loses(
     exact, of_rounded = (logprobs_of(given, F64, "reference") for given in (model_sized, rounded))
     got = logprobs_of(model_sized, dtype, backend)
     assert (got - exact).abs().max() <= 2 * (of_rounded - exact).abs().max()
-    # the logits are float32 numbers, whatever they are made from
+    # logits are rounded to float32 whatever the dtype of the inputs
     torch.testing.assert_close(got, of_rounded, rtol=0, atol=1e-5)

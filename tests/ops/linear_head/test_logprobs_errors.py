@@ -1,4 +1,4 @@
-"""What linear_logprobs refuses, and that its messages say who, what, the rule and the value."""
+"""Errors of linear_logprobs; their messages name the op, the argument, the rule and the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.ops.linear_head.test_logprobs_edges import BACKENDS, F64, HIDDEN, SHA
 
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
-    """The call raises this very type, and its message has the op and each part."""
+    """Checks that the call raises exactly this type, with a message that contains the op and each part."""
     given = batch(2, 3, dtype=torch.float32) | changes
     for backend in (None, *BACKENDS):
         with pytest.raises(error) as caught:

@@ -17,7 +17,7 @@ F64 = torch.float64
 
 
 def batch(rows: int = 20, hidden: int = 6, vocabulary: int = 31) -> dict[str, Tensor]:
-    """As a model's head has them: log-probs between nearly 0 and -20."""
+    """Inputs like those of a model's head: log-probs between nearly 0 and -20."""
     torch.manual_seed(1)
     targets = torch.randint(vocabulary, (rows,))
     targets[3::7] = -100

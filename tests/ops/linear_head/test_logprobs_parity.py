@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.harness import assert_within_budget, runnable_backends
 
-# both sides are the same products; only what a row's kernel does differs, which has tests of its own
+# all backends compute the same products and differ in the row kernel alone, which has tests of its own
 BACKENDS = [name for name in runnable_backends(SUPPORTS) if name in ("cpu", "reference")]
 F64 = torch.float64
 ROWS, WIDTH, HIDDEN, VOCABULARY = 3, 9, 16, 517
@@ -26,7 +26,7 @@ Head = dict[str, Tensor]
 
 
 def head(dtype: torch.dtype, with_bias: bool = True) -> Head:
-    """Leaves of numbers that bfloat16 has too, so that every dtype is given the same."""
+    """Leaves whose values are exact in bfloat16, so that every dtype gets the same inputs."""
     random = torch.Generator().manual_seed(8)
     given = {"hidden": torch.randn(ROWS, WIDTH, HIDDEN, generator=random)}
     given["weight"] = torch.randn(VOCABULARY, HIDDEN, generator=random)
@@ -50,7 +50,7 @@ def naive(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """What a trainer does with the logits whole, written for torch to differentiate."""
+    """The computation of a trainer with the full logits, differentiated by torch."""
     logits = F.linear(hidden, weight, bias) * logit_scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -61,7 +61,7 @@ def naive(
 
 
 def gradients(results: tuple[Tensor, ...], leaves: Head) -> Head:
-    """Of both results at once."""
+    """Gradients of the leaves, for random upstream gradients of both results."""
     random = torch.Generator().manual_seed(10)
     upstream = [torch.randn(r.shape, generator=random, dtype=F64).to(r) for r in results]
     found = torch.autograd.grad(results, list(leaves.values()), upstream)
@@ -129,7 +129,7 @@ def test_linear_cross_entropy(backend: str, dtype: torch.dtype, reduction: str) 
             assert_within_budget(value, working[name], gold[name], name)
 
 
-# TRL, which does without Triton what it does with it
+# TRL, whose path without Triton computes the same as the one with it
 
 
 def trl_function() -> Any:
@@ -139,7 +139,7 @@ def trl_function() -> Any:
 def chunked(
     given: Head, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0
 ) -> tuple[Tensor, ...]:
-    """As add_fused_lm_head calls it on a device without Triton, with tiles that do not divide the vocabulary."""
+    """TRL's function as add_fused_lm_head calls it without Triton, with tiles that do not divide the vocabulary."""
     hidden, targets = given["hidden"].flatten(0, 1), labels().clamp(min=0).flatten()
     results = trl_function().apply(
         hidden, given["weight"], given.get("bias"), targets, temperature, 200, softcap, logit_scale, ("entropy",)
@@ -152,7 +152,7 @@ def chunked(
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunked_logprob_function(backend: str, options: dict[str, Any], dtype: torch.dtype, with_bias: bool) -> None:
-    """No further from float64 than theirs; for bfloat16 theirs are rounded logits."""
+    """Ours is no further from float64 than theirs, which rounds bfloat16 logits."""
     given, other, exact = head(dtype, with_bias), head(dtype, with_bias), head(F64, with_bias)
     got = outcome(ours(given, backend, **options), given)
     theirs = outcome(chunked(other, **options), other)
@@ -163,7 +163,7 @@ def test_chunked_logprob_function(backend: str, options: dict[str, Any], dtype: 
 
 
 def test_a_model_with_the_fused_head_of_trl() -> None:
-    """From token ids to the gradient of every parameter, the head being the embedding too."""
+    """Compares the gradients of all parameters, computed from token ids; the head shares the embedding's weight."""
     trl_function()
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl.trainer import utils

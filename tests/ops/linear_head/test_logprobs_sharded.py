@@ -1,4 +1,4 @@
-"""linear_logprobs with its vocabulary over two processes, which has to be what one process with all of it gets."""
+"""linear_logprobs with its vocabulary sharded over two processes, against one process with the full vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 F64 = torch.float64
 SHARES = (12, 19)
 ROWS, HIDDEN, VOCABULARY = 14, 5, sum(SHARES)
-# Log-probs of the likeliest token, down to where float64 has four digits of 1 - p left.
+# Log-probs of the likeliest token, up to where float64 has four digits of 1 - p left.
 CERTAIN = torch.tensor([1e-3, 1e-6, 1e-9, 1e-12], dtype=F64)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -84,7 +84,7 @@ def batch(case: str) -> dict[str, Tensor]:
 
 
 def certain(column: int, offset: float) -> dict[str, Tensor]:
-    """One token with all but CERTAIN of the probability, which the others have in equal parts."""
+    """One token has nearly all of the probability, as given by CERTAIN; the others share the rest equally."""
     rest = CERTAIN.log() - math.log(VOCABULARY - 1)
     weight = torch.zeros(VOCABULARY, 2, dtype=F64)
     weight[:, 0] = 1
@@ -95,7 +95,7 @@ def certain(column: int, offset: float) -> dict[str, Tensor]:
 
 
 def run(case: str, dtype: torch.dtype, rank: int | None, reductions: list[int] | None = None) -> dict[str, Any]:
-    """Results and gradients, of a rank's shard or (None) of everything; and how often the ranks met each way."""
+    """Results and gradients of a rank's shard (unsharded for None), and the number of reductions each way."""
     given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(case).items()}
     options = {"return_entropy": True, "backend": "cpu"} | CASES[case]
     options = {k: v.to(dtype) if k == "temperature" and isinstance(v, Tensor) else v for k, v in options.items()}
@@ -121,7 +121,7 @@ def run(case: str, dtype: torch.dtype, rank: int | None, reductions: list[int] |
         found["entropy"] = entropy.detach()
         total = total + (entropy * upstream[1]).sum()
     if case == "a bad row":
-        total = total.nan_to_num()  # whose gradient then goes nowhere but to the others
+        total = total.nan_to_num()  # a NaN total passes no gradient on
     if total.requires_grad:
         total.backward()
     found["backward"] = len(met)
@@ -150,7 +150,7 @@ def worker(rank: int, folder: str) -> None:
             gk.linear_logprobs(**given, vocab_start=first, process_group=dist.group.WORLD)
         except RuntimeError as error:
             found["error", target] = str(error)
-    # two shards that both begin at 0: every target of theirs is there twice, the others nowhere
+    # both shards begin at 0, so each target lies in both of them or in neither
     try:
         gk.linear_logprobs(**given, vocab_start=0, process_group=dist.group.WORLD)
     except RuntimeError as error:
@@ -161,14 +161,14 @@ def worker(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """All cases of both ranks, from one start of the processes, which takes longer than the cases."""
+    """All cases of both ranks from one start of the processes, which takes longer than the cases."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(worker, (str(folder),), nprocs=len(SHARES))
     return [torch.load(folder / f"{rank}.pt") for rank in range(len(SHARES))]
 
 
 def joined(found: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """As one process has it; what all ranks have must be the same on all of them."""
+    """Joins the ranks' results as one process has them; replicated tensors must be identical on all ranks."""
     for name in ("logprobs", "entropy", "by hidden"):
         assert all((name in one) == (name in found[0]) for one in found)
         if name in found[0]:
@@ -198,7 +198,7 @@ def test_float32_loses_no_more_than_torch_does(ranks: list[dict[Any, Any]], case
 
 
 def test_what_the_cases_are_for(ranks: list[dict[Any, Any]]) -> None:
-    """That none of them compares nothing with nothing."""
+    """Checks that no case passes by comparing empty or zero results."""
     plain = ranks[0]["plain", F64]
     ignored = batch("plain")["targets"] == -100
     assert not plain["logprobs"][ignored].any() and not plain["entropy"][ignored].any()
@@ -216,10 +216,10 @@ def test_what_the_cases_are_for(ranks: list[dict[Any, Any]]) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("certain")])
 def test_certain_tokens_keep_their_digits(ranks: list[dict[Any, Any]], case: str, dtype: torch.dtype) -> None:
     given = batch(case)
-    gap = given["hidden"][:, 0] - given["hidden"][:, 1]  # as the rounding of the inputs has left it
+    gap = given["hidden"][:, 0] - given["hidden"][:, 1]  # the gap that rounding of the inputs leaves
     gold = -torch.log1p((VOCABULARY - 1) * gap.exp())
     for rank in ranks:
-        # float64 has a log-sum-exp of the size of the offset
+        # in float64, the log-sum-exp is as large as the offset
         rtol = 1e-5 if dtype == torch.float32 else 1e-11
         torch.testing.assert_close(rank[case, dtype]["logprobs"].double(), gold, rtol=rtol, atol=0)
     assert (gold < 0).all() and gold[-1] > -2e-12

@@ -1,4 +1,4 @@
-"""linear_logprobs among the rest of torch: compile, autocast, tied embeddings, checkpoints, LoRA."""
+"""linear_logprobs with other parts of torch: compile, autocast, tied embeddings, checkpoints, LoRA."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_compiles_with_positions(kind: str) -> None:
     def logprobs(hidden: Tensor, places: Tensor) -> Tensor:
         return gk.linear_logprobs(hidden * 2, given["weight"], given["targets"], positions=places).logprobs
 
-    # how many rows a mask chooses is data, for which there is no graph
+    # the number of rows that a mask selects depends on data, which breaks the graph
     compiled = torch.compile(logprobs, fullgraph=kind == "integers", backend="aot_eager")
     torch.testing.assert_close(compiled(given["hidden"], positions), logprobs(given["hidden"], positions))
 

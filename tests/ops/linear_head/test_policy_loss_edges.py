@@ -1,4 +1,4 @@
-"""Where linear_policy_loss could go wrong unseen: layouts, chunks, tokens without a part, micro-batches, refusals."""
+"""Edge cases of linear_policy_loss: layouts, chunks, tokens left out, micro-batches, errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = needs_cpu_kernels
 F64, NAN, INF = torch.float64, math.nan, math.inf
 ROWS, WIDTH, HIDDEN, VOCABULARY = 4, 7, 5, 31
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "segments", "mask", "targets")
-# What makes a token's gradient depend on itself, on its row, on its segment and on all of the batch.
+# Configs whose gradient of a token depends on the token alone, on its row, on its segment or on the whole batch.
 CONFIGS: dict[str, gk.LossConfig] = {
     "grpo": gk.LossConfig.of("grpo"),
     "dapo": gk.LossConfig.trl(loss_type="dapo", beta=0.05, epsilon_high=0.28),
@@ -44,7 +44,7 @@ def noise(*shape: int) -> Tensor:
 
 
 def batch(name: str = "grpo", rows: int = ROWS) -> dict[str, Any]:
-    """Padded, with what the config reads; the rows end at different lengths, and one target does not count."""
+    """A padded batch with the arguments that the config reads; rows differ in length, and one target is ignored."""
     lengths = torch.tensor([WIDTH, 3, 5, 1])[torch.arange(rows) % 4]
     given: dict[str, Any] = {
         "hidden": noise(rows, WIDTH, HIDDEN),
@@ -72,7 +72,7 @@ def leaves_of(given: dict[str, Any], frozen: str = "") -> dict[str, Tensor]:
 
 
 def run(given: dict[str, Any], backend: str = "cpu", scale: float = 1.0, frozen: str = "", **options: Any) -> Any:
-    """The loss, the metrics and the gradients of hidden states, weight and bias."""
+    """The loss, the metrics, and the gradients of hidden states, weight and bias."""
     device = device_of(backend)
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in (given | options).items()}
     leaves = leaves_of(given, frozen)
@@ -83,7 +83,7 @@ def run(given: dict[str, Any], backend: str = "cpu", scale: float = 1.0, frozen:
 
 
 def naive(given: dict[str, Any], config: gk.LossConfig, **options: Any) -> Any:
-    """policy_loss of token_logprobs of the logits whole."""
+    """policy_loss on the token_logprobs of the full logits."""
     given = given | options
     leaves = leaves_of(given)
     mask = given["targets"] != -100
@@ -114,7 +114,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name].nan_to_num(7e7), value.nan_to_num(7e7)), name
 
 
-# The same as with the logits whole
+# Parity with the full logits
 
 
 @pytest.mark.parametrize("compact", [None, False])
@@ -156,11 +156,11 @@ def test_every_factor_of_a_token(advantages: str, old: bool) -> None:
     assert_close(run(given, chunk_size=5), naive(given, CONFIGS["grpo"]))
 
 
-# Packed rows, and where chunks may end
+# Packed rows and chunk boundaries
 
 
 def packed(given: dict[str, Any], behind: int = 3) -> tuple[dict[str, Any], Tensor]:
-    """The same without padding, and which of the padded tokens those are; behind the last row is anything."""
+    """The batch without padding, and the mask of the kept tokens; `behind` arbitrary tokens follow the last row."""
     kept = given["mask"]
     result = {name: value for name, value in given.items() if name != "mask"}
     for name in ("hidden", *PER_TOKEN):
@@ -195,7 +195,7 @@ def test_rows_that_are_longer_than_a_chunk_are_computed_twice(
 ) -> None:
     given, ran, once = batch(name), [], op.apply_loss
     given = packed(given)[0] if is_packed else given
-    # of the longest row one target does not count, and is left out with the tokens that take no part
+    # the longest row has an ignored target, which compact leaves out
     longest = WIDTH - 1 if compact else WIDTH
     expected = run(given, config=CONFIGS[name])
     monkeypatch.setattr(op, "apply_loss", lambda *args: ran.append(1) or once(*args))
@@ -216,11 +216,11 @@ def test_chunks_are_whole_sequences_and_as_many_as_fit(size: int) -> None:
         assert stop == ends[-1] or next(end for end in ends if end > stop) - start > size
 
 
-# Tokens without a part
+# Tokens left out
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each gradient of logits was computed for, from here on."""
+    """Records the number of rows of each gradient of logits computed from here on."""
     rows, differentiate = [], Products.differentiate
 
     def count(self: Products, chunk: Any, *args: Any) -> Tensor:
@@ -245,7 +245,7 @@ def test_tokens_without_an_advantage_have_no_gradient_and_cost_none(
     got = run(given, memory=memory, compact=compact, chunk_size=9)
     assert not got["by hidden"][1::2].any() and got["by hidden"][0].any()
     assert_close(got, expected)
-    # what is clipped has none either, and what has one is the rest of the first and of the third row
+    # clipped tokens have no gradient either, which leaves the others of the first and the third row
     assert 0 < sum(rows) <= int(given["mask"][::2].sum()) - 1
 
 
@@ -282,7 +282,7 @@ def test_no_tokens(memory: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("name", ["grpo", "sequence"])
 def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> None:
-    """As policy_loss takes it, where a micro-batch is padded to a length and has got no row."""
+    """A micro-batch padded to a length can have tokens without rows, as for policy_loss."""
     given, _ = packed(batch(name))
     given |= {"cu_seqlens": torch.tensor([0]), "advantages": noise(0)}
     expected = naive(given, CONFIGS[name])
@@ -298,7 +298,7 @@ def test_what_masked_tokens_hold_changes_no_bit(name: str, memory: str, compact:
     options = {"config": CONFIGS[name], "memory": memory, "chunk_size": 9, "compact": compact}
     expected = run(given, **options)
     given["hidden"][~given["mask"]] = poison
-    given["hidden"][0, 2] = poison  # whose target does not count
+    given["hidden"][0, 2] = poison  # its target is ignored
     for field in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
         if field in given:
             given[field][~given["mask"]] = poison
@@ -397,7 +397,7 @@ def test_nothing_is_computed_for_what_is_frozen(
 
 
 class Fresh(torch.autograd.Function):
-    """A function that is called again for every backward: gradcheck asks twice, and memory="fast" answers once."""
+    """Calls a function again for every backward: gradcheck needs two, and memory="fast" allows one."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, *leaves: Tensor) -> Tensor:
@@ -476,7 +476,7 @@ def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(into: torch.dty
     expected, total = run(given)["by weight"], torch.zeros(VOCABULARY, HIDDEN, dtype=into)
     leaves = leaves_of(given)
     gk.linear_policy_loss(**given | leaves, weight_grad=total).loss.backward()
-    # that of one chunk, where a sum in float32 is rounded once, and the halves that are multiplied for it before
+    # one chunk: the float32 sum is rounded once, and its factors are rounded to half precision before
     size = float(expected.abs().max())
     torch.testing.assert_close(total, expected.to(into), rtol=2**-7, atol=2**-8 * size)
     assert leaves["weight"].grad is None and total.any()

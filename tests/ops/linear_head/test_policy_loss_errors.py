@@ -1,4 +1,4 @@
-"""What linear_policy_loss refuses, and that its messages say who, what, the rule and the value."""
+"""Errors of linear_policy_loss; their messages name the op, the argument, the rule and the value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ops.linear_head.test_policy_loss_edges import (
 
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
-    """The call raises this very type, and its message has each part, the first at its beginning."""
+    """Checks that the call raises exactly this type; the message begins with the first part and contains the others."""
     given = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
     for backend in (None, *BACKENDS):
         with pytest.raises(error) as caught:
@@ -57,7 +57,7 @@ def test_a_head_that_does_not_fit() -> None:
 
 
 def test_hidden_states_that_are_neither_padded_nor_packed() -> None:
-    """The caller has no argument `logprobs`, whatever the shapes are checked by."""
+    """The message must not name `logprobs`, which is not an argument of the caller."""
     hidden, targets = torch.zeros(5, HIDDEN), torch.zeros(5).long()
     with pytest.raises(ValueError, match=r"linear_policy_loss: (hidden|targets|cu_seqlens) must .*\[5") as caught:
         gk.linear_policy_loss(hidden, torch.zeros(VOCABULARY, HIDDEN), targets, None, torch.zeros(1))

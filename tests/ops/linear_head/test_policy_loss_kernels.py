@@ -1,4 +1,4 @@
-"""linear_policy_loss on every backend against its float64 reference, for every way of cutting rows into chunks."""
+"""linear_policy_loss on every backend against its float64 reference, for every way of splitting rows into chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXTRAS = ("plain", "mask", "positions", "by token", "scaled")
 
 
 def batch(name: str, extra: str = "plain", seed: int = 0) -> dict[str, Any]:
-    """Tensors by name, all float64; a target that does not count, and a row without an advantage."""
+    """Float64 tensors by name, with one ignored target and one row without an advantage."""
     random = torch.Generator().manual_seed(seed)
 
     def noise(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""linear_policy_loss among the rest of torch, its options, and half precision."""
+"""linear_policy_loss with other parts of torch, its options, and half precision."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.ops.linear_head.test_policy_loss_edges import (
 )
 
 
-# without a GPU the other kernels take seconds, for ops that are built on the same ones as linear_logprobs
+# without a GPU the other kernels take seconds, and linear_logprobs covers the same ops
 @pytest.mark.parametrize("name", ["dapo", "sequence"])
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name == "cpu" or torch.cuda.is_available()])
 def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> None:
-    # with all of these no metric is NaN, which opcheck does not take for equal
+    # with all of these arguments no metric is NaN, which opcheck does not consider equal
     given = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch(name, 2).items()}
     given["sampling_logprobs"] = given["old_logprobs"] + 0.01
     given |= {"is_weights": torch.rand(2, WIDTH), "return_entropy": True}
@@ -111,7 +111,7 @@ def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
 
 # Options
 
-# An option, and what else the call is given with and without it.
+# Each option's value, and the other arguments of the calls with and without it.
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "old_logprobs": (torch.full((ROWS, WIDTH), -3.0, dtype=F64), {}),
     "advantages": (torch.ones(ROWS, dtype=F64), {}),
@@ -133,7 +133,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def test_the_options_are_all_of_the_signature() -> None:
     required = {"hidden", "weight", "targets"}
-    # tested each by itself; the last three must change nothing
+    # these have tests of their own; the last three must not change the result
     others = {"cu_seqlens", "return_entropy", "weight_grad", "backend", "memory", "compact", "chunk_size"}
     assert set(inspect.signature(gk.linear_policy_loss).parameters) == required | others | set(OPTIONS)
 
@@ -155,7 +155,7 @@ def test_an_option_changes_the_result(name: str, memory: str) -> None:
         "ref_logprobs": given["old_logprobs"],
         "sampling_logprobs": given["old_logprobs"],
     }
-    if name == "config":  # by TRL's name, and max_length must follow
+    if name == "config":  # TRL's name for it, and max_length must follow
         value = gk.LossConfig.trl(loss_type="dr_grpo", max_completion_length=9)
     before, after = run(given | {name: neutral.get(name)}), run(given | {name: value})
     assert after["loss"].isfinite() and after["loss"] != before["loss"]

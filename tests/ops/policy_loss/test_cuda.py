@@ -1,4 +1,4 @@
-"""What only the CUDA kernels promise: how many launches a call takes, and the same bits under every schedule."""
+"""Properties of the CUDA kernels alone: the number of launches per call, and the same bits under every schedule."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_segments_that_do_not_ascend_are_refused(ratio: str) -> None:
     config = gk.LossConfig(ratio=ratio)
     given = batch() | {"ref_logprobs": None}
     gk.policy_loss(**given, config=config, backend="cuda")
-    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 64):  # descends; is as large as the row is long
+    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 64):  # one descends, one reaches the row's length
         segments = given["segments"].clone()
         segments[3] = wrong
         with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):
             gk.policy_loss(**given | {"segments": segments}, config=config, backend="cuda")
-    # ids where the mask is False do not count
+    # ids at masked tokens are ignored
     segments = torch.where(given["mask"], given["segments"], 1000)
     result = gk.policy_loss(**given | {"segments": segments}, config=config, backend="cuda")
     assert torch.equal(result.loss, gk.policy_loss(**given, config=config, backend="cuda").loss)

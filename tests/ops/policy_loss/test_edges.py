@@ -1,4 +1,4 @@
-"""What must not change the policy loss: packing, padding, order, splitting, and whatever stands where no token is."""
+"""Invariances of the policy loss: packing, padding, row order, splitting, and the contents of masked slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
 WIDEST = [(b, F64 if b in runnable_backends(SUPPORTS, F64) else torch.float32) for b in dict(CASES)]
 NAN, INF = float("nan"), float("inf")
 
-# Everything that reads its arguments in its own way. "with" names optional arguments.
+# One variant for each way of reading the arguments. "with" names optional arguments.
 VARIANTS: dict[str, dict[str, Any]] = {
     **LOSSES,
     **{
@@ -66,7 +66,7 @@ def config_of(name: str, **changes: Any) -> gk.LossConfig:
 
 
 def arguments(name: str, mask: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """What the variant takes; log-ratios on both sides of the clip bounds."""
+    """Arguments of the variant, with log-ratios on both sides of the clip bounds."""
     config, extra, shape = config_of(name), VARIANTS[name].get("with", ()), mask.shape
     old = -torch.rand(shape) - 0.7
     given: dict[str, Any] = {
@@ -105,7 +105,7 @@ class Run:
         }
 
     def assert_same(self, other: Run) -> None:
-        """To the bit."""
+        """Checks that both runs agree bit for bit."""
         assert torch.equal(self.loss, other.loss) and torch.isfinite(self.loss)
         for name in self.grads:
             assert torch.equal(self.grads[name], other.grads[name]), f"gradient of {name}"
@@ -113,7 +113,7 @@ class Run:
             assert mine == others or (mine.isnan() and others.isnan()), name
 
     def assert_near(self, other: Run, rearranged: Any = lambda gradient: gradient) -> None:
-        """To the rounding of sums in another order."""
+        """Checks that both runs agree up to the rounding of sums in a different order."""
         unit = 64 * torch.finfo(self.loss.dtype).eps
         close = {"rtol": unit, "atol": unit, "equal_nan": True}
         torch.testing.assert_close(self.loss, other.loss, **close)
@@ -124,7 +124,7 @@ class Run:
 
 
 def packed(given: dict[str, Any], lengths: Tensor, tail: int = 0) -> dict[str, Any]:
-    """Each row's first tokens behind one another, and `tail` tokens that belong to no row."""
+    """Packs the first tokens of each row, followed by `tail` tokens that belong to no row."""
     inside = torch.arange(given["logprobs"].shape[1]) < lengths[:, None]
     starts = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
     result: dict[str, Any] = {"cu_seqlens": starts}
@@ -170,7 +170,7 @@ def test_order_of_the_rows_changes_nothing(backend: str, dtype: torch.dtype, nam
     got.assert_near(want, lambda gradient: gradient[order])
 
 
-# Without what is of the micro-batch by its definition: the entropy quantile and local-token-mean
+# Without settings that are defined per micro-batch: the entropy quantile and local-token-mean
 SPLIT = [name for name in VARIANTS if "quantile" not in name]
 
 
@@ -204,7 +204,7 @@ def test_micro_batches_add_up_to_the_whole(backend: str, dtype: torch.dtype, nam
 
 
 def test_what_is_merged_with_nothing_is_itself() -> None:
-    """A micro-batch without a token has no extremes, and takes none from the others."""
+    """A micro-batch without tokens has no extremes and leaves those of the others unchanged."""
     rows = torch.arange(2.0 * len(METRICS), dtype=torch.float64).view(2, -1)
     extremes = [i for i, name in enumerate(METRICS) if name.endswith(("_min", "_max"))]
     rows[1] = 0
@@ -216,7 +216,7 @@ def test_what_is_merged_with_nothing_is_itself() -> None:
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "quantile" in name])
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_entropy_floor_of_more_than_is_here(backend: str, dtype: torch.dtype, name: str) -> None:
-    """A part with the floor of the whole keeps the tokens that the whole keeps."""
+    """Given the entropy floor of the full batch, a part keeps the same tokens as the full batch."""
     given, config = arguments(name, ragged(6), dtype), config_of(name)
     counted = given["mask"] & (given["segments"] >= 0) if "segments" in given else given["mask"]
     floor = given["entropy"][counted].quantile(1 - config.top_entropy_quantile)
@@ -274,7 +274,7 @@ def test_nothing_but_masked_tokens(
         assert values[key] == 0, key
     for found in (run.metrics.trl(), run.metrics.verl()):
         missing = {key for key, value in found.items() if value != value}
-        # as in TRL: the least and the largest of no rows are no numbers
+        # as in TRL, the minimum and maximum over no rows are NaN
         assert missing <= {"clip_ratio/low_min", "clip_ratio/high_max"}
 
 
@@ -320,7 +320,7 @@ def test_normalizer_as_number_tensor_or_by_name_is_the_same(backend: str, dtype:
         want = Run(backend, given, config, normalizer=value)
         for same in (torch.tensor(value, device=device), {kind: value}, {kind: torch.tensor([value], device=device)}):
             Run(backend, given, config, normalizer=same).assert_same(want)
-    # counted on the device, as nothing: then it counts as 1
+    # a count of 0 on the device is taken as 1
     nothing = Run(backend, given, config, normalizer=torch.tensor(0, device=device))
     nothing.assert_same(Run(backend, given, config, normalizer=1))
 
@@ -343,7 +343,7 @@ def test_half_precision_is_computed_in_float32(backend: str, name: str, half: to
 @pytest.mark.parametrize("loss", ["clip", "sapo", "cispo"])
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_ratio_beyond_the_largest_number(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
-    """A clipped term stays clipped, one without advantage stays 0; TRL has NaN here."""
+    """A clipped term stays clipped and a term without advantage stays 0; TRL returns NaN here."""
     mask = torch.ones(2, 3, dtype=torch.bool)
     given: dict[str, Any] = {
         "logprobs": torch.full((2, 3), -0.5),

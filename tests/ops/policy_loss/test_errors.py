@@ -1,4 +1,4 @@
-"""What policy_loss and LossConfig refuse, what the message names, and that no setting is silently ignored."""
+"""Errors of policy_loss and LossConfig and the parts of their messages; no setting is silently ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness import device_of, runnable_backends
 BACKENDS = runnable_backends(SUPPORTS)
 NAN, INF = float("nan"), float("inf")
 SHAPE = (3, 4)
-# With every optional argument but cu_seqlens, each by a config that reads it.
+# Every optional argument but cu_seqlens; tests use configs that read the argument in question.
 ARGUMENTS: dict[str, Tensor] = {
     "logprobs": -torch.ones(SHAPE),
     "old_logprobs": -torch.ones(SHAPE),
@@ -36,7 +36,7 @@ PER_TOKEN = [name for name in ARGUMENTS if name not in ("logprobs", "advantages"
 
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
-    """The call raises this very type, and its message has the op and each part."""
+    """Checks that the call raises exactly this type, with a message that contains the op and each part."""
     given: dict[str, Any] = {"config": gk.LossConfig(kl="k3")} | ARGUMENTS | changes
     given = {name: value for name, value in given.items() if value is not None or name in changes}
     for backend in (None, *BACKENDS):
@@ -229,7 +229,7 @@ def test_choice_that_does_not_exist_lists_those_that_do(field: str, value: Any) 
     config_refused(ValueError, field, repr(value), *CHOICES[field], **{field: value})
 
 
-# Numbers, each with what makes it legal to set
+# Numbers, each with the settings that it requires
 NUMBERS: dict[str, dict[str, Any]] = {
     "clip_low": {},
     "clip_high": {},
@@ -417,7 +417,7 @@ def test_metric_that_does_not_exist() -> None:
     assert re.search("policy_loss", repr(metrics))
 
 
-# Nothing is ignored: the settings from which a field is changed, and the change
+# No field is ignored: the base settings and the changed field
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}
 TRL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {

@@ -1,4 +1,4 @@
-"""policy_loss on every backend: random settings against the float64 reference, torch integration, bits."""
+"""policy_loss on every backend: random settings against the float64 reference, torch integration, repeatability."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.harness import assert_within_budget, device_of, needs_cpu_kernels, ru
 
 BACKENDS = runnable_backends(op.SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# Triton's interpreter takes 1000 times as long.
+# Triton's interpreter is 1000 times slower.
 CASES = {name: 4 if name == "triton" and not torch.cuda.is_available() else 30 for name in KERNELS}
 
 
 def random_config(choose: random.Random) -> gk.LossConfig:
-    """Any setting with any other that it goes with."""
+    """A random combination of compatible settings."""
     loss = choose.choice(["clip", "clip", "clip", *LOSSES])
     ratio = choose.choice(_RATIOS_OF[loss])
     fields: dict[str, Any] = {"loss": loss, "ratio": ratio}
@@ -64,7 +64,7 @@ def random_config(choose: random.Random) -> gk.LossConfig:
 
 
 def random_arguments(choose: random.Random, config: gk.LossConfig) -> dict[str, Any]:
-    """A batch with holes and empty rows; some log ratios are large, all float64."""
+    """A float64 batch with holes and empty rows; some log-ratios are large."""
     rows, width = choose.choice([(1, 1), (3, 5), (4, 17), (5, 33), (2, 600), (3, 0)])
     torch.manual_seed(choose.randrange(2**31))
     size = choose.choice([0.3, 0.3, 3.0])
@@ -137,7 +137,7 @@ def test_any_settings_equal_the_reference_in_float64(backend: str, seed: int) ->
         arguments = random_arguments(choose, config)
         got, gold = (run(config, arguments, name, torch.float64) for name in (backend, "reference"))
         for name, expected in gold.items():
-            # both round; an unbiased k3 cancels exponentials of up to e^10, hence the largest ratio in it
+            # both sides round; an unbiased k3 cancels exponentials of up to e^10, so we scale by the largest ratio
             scale = float(expected.abs().nan_to_num(posinf=0).max()) if expected.numel() else 0
             extreme = float(gold["ratio_max"].nan_to_num()) + float(gold["kl_sum"].abs()) if config.kl_unbiased else 1
             torch.testing.assert_close(
@@ -171,7 +171,7 @@ def test_float32_loses_no_more_than_torch_does(backend: str, seed: int) -> None:
     choose = random.Random(seed)
     for _ in range(CASES[backend]):
         config = random_config(choose)
-        # a value at a bound can be on either side of it in float32
+        # a value at a bound can fall on either side of it in float32
         if config.top_entropy_quantile < 1 or config.off_policy_threshold is not None or config.correction != "none":
             continue
         arguments = random_arguments(choose, config)
@@ -187,7 +187,7 @@ def test_float32_loses_no_more_than_torch_does(backend: str, seed: int) -> None:
         for name in ("gradient", "by entropy"):
             assert got[name].dtype == torch.float32
             assert_within_budget(got[name], working[name], gold[name], f"{name} of {config}")
-        # a sum can cancel; its rounding is that of its terms, which all have one sign where all advantages do
+        # a sum can cancel, but its rounding is that of its terms; with advantages of one sign, terms do not cancel
         alike = run(config, arguments | {"advantages": -arguments["advantages"].abs()}, "reference", torch.float64)
         size = sum(float(alike[name].abs()) for name in ("policy_loss", "kl_loss", "entropy_loss"))
         error, budget = (abs(float(one["value"]) - float(gold["value"])) for one in (got, working))
@@ -199,7 +199,7 @@ def forward_arguments(config: gk.LossConfig, device: torch.device, packed: bool)
     lp = -torch.rand(3, 7, device=device)
     old, ref, entropy = lp - 0.1, lp + 0.05 * torch.randn_like(lp), torch.rand_like(lp)
     mask, advantages = torch.rand(3, 7, device=device) > 0.3, torch.randn(3, device=device)
-    # with these no metric is NaN, which opcheck does not take for equal
+    # with these arguments no metric is NaN, which opcheck does not consider equal
     sampling, weights = old + 0.01, torch.rand_like(lp)
     values: list[Any] = [lp, old, mask, ref, sampling, weights, entropy]
     if packed:

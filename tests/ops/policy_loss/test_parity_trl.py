@@ -23,8 +23,8 @@ pytestmark = pytest.mark.grid
 CASES = [(backend, dtype) for dtype in (torch.float64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
 
-# Each option's values; the first is where the others start from. Temperatures are exact in float32, to which TRL rounds
-# them whatever the dtype of the log-probs.
+# Values of each option; the first one is the default of the combinations. Temperatures are exact in float32, to which
+# TRL rounds them whatever the dtype of the log-probs.
 GRID: dict[str, list[Any]] = {
     "loss_type": list(TRL_LOSS_TYPES),
     "importance_sampling_level": ["token", "sequence"],
@@ -49,7 +49,7 @@ GRID: dict[str, list[Any]] = {
 
 
 def combinations() -> list[dict[str, Any]]:
-    """Every loss with every single other value, and many values at once."""
+    """Every loss with each non-default value alone, and with many at once."""
     picked = []
     for kind in TRL_LOSS_TYPES:
         base = {name: values[0] for name, values in GRID.items()} | {"loss_type": kind}
@@ -65,11 +65,11 @@ def combinations() -> list[dict[str, Any]]:
 
 def possible(options: dict[str, Any]) -> bool:
     if options["loss_type"] == "vespo" and str(options["vllm_importance_sampling_mode"]).startswith("sequence"):
-        return False  # both refuse it
+        return False  # both raise an error
     mode, bounds = str(options["vllm_importance_sampling_mode"]), ("clip_max", "clip_min")
     if mode.endswith("truncate") and all(options[f"vllm_importance_sampling_{bound}"] is None for bound in bounds):
         return False  # TRL's clamp fails
-    # a cap below 1 clips the ratio 1 of a row without tokens: test_rows_without_tokens_are_not_counted_as_clipped
+    # a cap below 1 clips the ratio 1 of an empty row: see test_rows_without_tokens_are_not_counted_as_clipped
     by_row = options["importance_sampling_level"] == "sequence" and options["shape"] == "row" and options["empty"]
     capped = options["loss_type"] == "cispo" or options["delta"] == 0.7
     return not (by_row and capped)
@@ -116,7 +116,7 @@ def make_batch(shape: str = "row", scored: str = "all", empty: bool = False) -> 
 
 
 def trl_fields(options: dict[str, Any]) -> dict[str, Any]:
-    """As GRPOConfig has them."""
+    """The options as fields of GRPOConfig."""
     fields = {name: value for name, value in options.items() if name in TRL_DEFAULTS}
     if options.get("vllm_importance_sampling_mode") is None:
         fields.pop("vllm_importance_sampling_mode", None)
@@ -125,12 +125,12 @@ def trl_fields(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def magnitudes(batch: Batch, options: dict[str, Any]) -> Tensor:
-    """The sum of the absolute values that a token's term is computed from, and what enlarges their rounding."""
+    """Sum of the absolute values behind each token's term, times the factor that amplifies their rounding."""
     d, k = batch.logprobs - batch.old, (batch.ref - batch.logprobs).abs()
     advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
     terms = advantages.abs() * d.abs().exp() * (1 + batch.logprobs.abs() + batch.old.abs())
     terms = terms + options["beta"] * (k.exp() + k + 1) * d.abs().exp() + batch.entropy
-    # exp(k log w - lambda w) turns the rounding of w's many factors into its own
+    # exp(k log w - lambda w) inherits the rounding of the many factors of w
     return torch.where(batch.mask, terms, 0) * (64 if options["loss_type"] == "vespo" else 1)
 
 
@@ -157,7 +157,7 @@ def theirs(batch: Batch, options: dict[str, Any], gmpo: bool = False) -> tuple[R
 
 
 def ours(backend: str, batch: Batch, options: dict[str, Any], ratio: Tensor | None = None, **changes: Any) -> Result:
-    """With the slots that take no part full of NaN."""
+    """Runs our loss with masked slots filled with NaN."""
     device = device_of(backend)
 
     def moved(value: Tensor) -> Tensor:
@@ -198,14 +198,14 @@ def assert_close(got: Tensor, want: Tensor, allowed: float, what: str) -> None:
 
 
 def assert_parity(got: Result, want: Result, batch: Batch, options: dict[str, Any], subset: bool = False) -> None:
-    """Within 64 roundings of the terms' sum: each is the result of a handful of operations, in some other order."""
+    """Checks agreement within 64 roundings of the sum of terms, each a few operations in a different order."""
     unit = 64 * torch.finfo(want.loss.dtype).eps
     terms = magnitudes(batch, options).double()
     count = max(int(batch.mask.sum()), 1)
     divisor = {"dr_grpo": len(terms) * options["max_completion_length"], "luspo": len(terms)}.get(
         options["loss_type"], count
     )
-    # a mean over rows of means over tokens weighs the tokens of short rows more; at most by their number
+    # a mean over rows of token means gives tokens of short rows more weight, at most by a factor of the width
     spread = terms.shape[1] if options["loss_type"] in ("grpo", "sapo", "luspo") else 1
     assert_close(got.loss, want.loss, unit * spread * float(terms.sum()) / divisor, "loss")
     for name, ours_, trl_ in zip(("logprobs", "entropy"), got.grads, want.grads, strict=True):
@@ -215,7 +215,7 @@ def assert_parity(got: Result, want: Result, batch: Batch, options: dict[str, An
     if not subset:
         assert set(got.metrics) == set(want.metrics)
     for key, value in got.metrics.items():
-        # TRL counts what is clipped in float32
+        # TRL counts clipped tokens in float32
         rounding = torch.finfo(torch.float32).eps if "clip_ratio" in key else unit * max(1.0, float(terms.max()))
         assert value == pytest.approx(want.metrics[key], rel=rounding, abs=rounding), key
 
@@ -270,7 +270,7 @@ def test_gmpo_trainer(
         top_entropy_quantile=quantile,
     )
     got = ours(backend, batch, options, config=config)
-    # A row without tokens has no term here; TRL has -advantage, a constant.
+    # A row without tokens has no term here; in TRL its term is the constant -advantage.
     want.loss -= want.loss.new_tensor(-float(batch.advantages[2]) / len(batch.advantages) if empty else 0.0)
     assert_parity(got, want, batch, options)
 
@@ -285,12 +285,12 @@ def test_weight_of_vespo_that_overflows_is_zero(backend: str) -> None:
     assert gone.any() and not got.grads[0].cpu()[gone].any() and got.loss.isfinite()
 
 
-# Where we differ on purpose
+# Intended differences
 
 
 @pytest.mark.parametrize("backend", runnable_backends(SUPPORTS, torch.float64))
 def test_rows_without_tokens_are_not_counted_as_clipped(backend: str) -> None:
-    """TRL takes the ratio of such a row for 1, and a cap below 1 then counts it as clipped."""
+    """TRL takes the ratio of such a row as 1, so a cap below 1 counts it as clipped."""
     options = {name: values[0] for name, values in GRID.items()}
     options |= {"loss_type": "cispo", "importance_sampling_level": "sequence", "empty": True}
     batch = make_batch(empty=True).to(torch.float64)
@@ -304,7 +304,7 @@ def test_rows_without_tokens_are_not_counted_as_clipped(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", runnable_backends(SUPPORTS, torch.float64))
 def test_temperatures_are_not_rounded_to_float32(backend: str) -> None:
-    """TRL's are, as torch.where makes float32 of two numbers; at TRL's own default 1.05 it shows in float64."""
+    """TRL's torch.where of two Python numbers returns float32, which shows in float64 at TRL's default of 1.05."""
     options = {name: values[0] for name, values in GRID.items()} | {"loss_type": "sapo"}
     batch = make_batch().to(torch.float64)
     rounded = float(torch.tensor(1.05))
@@ -317,7 +317,7 @@ def test_temperatures_are_not_rounded_to_float32(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", runnable_backends(SUPPORTS, torch.float64))
 def test_padding_is_no_part_of_vespos_weight(backend: str) -> None:
-    """TRL limits the weight 1 of masked tokens too: with bounds that exclude 1 its loss depends on the width."""
+    """TRL also clamps the weight 1 of masked tokens: with bounds that exclude 1, its loss depends on the width."""
     options = {name: values[0] for name, values in GRID.items()}
     options |= {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"}
     options["vllm_importance_sampling_clip_max"] = 0.9

@@ -31,7 +31,7 @@ IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
 MODES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "dro")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KLS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-# of several ranks, of which the batch here is a part
+# totals over several ranks, of which this batch is one part
 GLOBAL = {"dp_size": 2, "batch_num_tokens": 150, "global_batch_size": 24}
 
 
@@ -51,9 +51,10 @@ class Batch:
 
 
 def make_batch(kind: str = "ordinary", holes: bool = True) -> Batch:
-    """Around the clip bounds; "beyond": also tokens and a row whose ratio the clamps limit, on either side.
+    """Returns a batch with log-ratios around the clip bounds.
 
-    Row 2 has no tokens. All values are exact in float32.
+    With kind "beyond", some tokens and one row also have ratios beyond the clamps, on either side. Row 2 has no tokens.
+    All values are exact in float32.
     """
     rows, width = 6, 10
     old = -2.5 * torch.rand(rows, width) - 0.7
@@ -100,10 +101,10 @@ def actor(fields: dict[str, Any], global_info: dict[str, Any] | None = None) -> 
 
 
 def magnitudes(batch: Batch, fields: dict[str, Any]) -> Tensor:
-    """The sum of the absolute values that a token's term is computed from."""
+    """Sum of the absolute values behind each token's term."""
     d, k = (batch.logprobs - batch.old).abs(), (batch.ref - batch.logprobs).abs()
     logs = 1 + batch.logprobs.abs() + batch.old.abs()
-    # all but gspo limit the ratio itself, or what is made of it, to at most 4
+    # all losses but gspo limit the ratio, or the weight computed from it, to at most 4
     ratio = d.clamp(max=10).exp() if fields["loss_mode"] == "gspo" else 4
     policy = batch.advantages.abs() * ratio * logs + d.square()
     kl = k.clamp(max=20).exp().clamp(max=20) + k.square() if fields.get("use_kl_loss") else torch.zeros_like(k)
@@ -118,7 +119,7 @@ class Result:
 
 
 def ours(backend: str, batch: Batch, fields: dict[str, Any], weights: bool = False, **arguments: Any) -> Result:
-    """With the slots that take no part full of NaN."""
+    """Runs our loss with masked slots filled with NaN."""
     device = device_of(backend)
 
     def moved(value: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ def ours(backend: str, batch: Batch, fields: dict[str, Any], weights: bool = Fal
 
 
 def theirs(batch: Batch, fields: dict[str, Any], weights: bool, global_info: dict[str, Any] | None) -> Result:
-    """The registered loss, less the entropy bonus, plus the KL loss, each aggregated by verl."""
+    """The registered loss minus the entropy bonus plus the KL loss, each aggregated by verl."""
     config = actor(fields, global_info)
     logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
     pg_loss, metrics = core_algos.get_policy_loss_fn(fields["loss_mode"])(
@@ -163,7 +164,7 @@ def theirs(batch: Batch, fields: dict[str, Any], weights: bool, global_info: dic
 
 
 def assert_parity(got: Result, want: Result, batch: Batch, fields: dict[str, Any]) -> None:
-    """Within 64 roundings of the sum of the terms, undivided: that also covers the means."""
+    """Checks agreement within 64 roundings of the undivided sum of terms, which also covers the means."""
     unit = 64 * torch.finfo(want.loss.dtype).eps
     total = float(magnitudes(batch, fields).sum())
     rows = fields["loss_agg_mode"] == "token-sum" or fields["loss_mode"] == "geo_mean"
@@ -178,13 +179,13 @@ def assert_parity(got: Result, want: Result, batch: Batch, fields: dict[str, Any
         assert not mine.dim() or not mine.cpu()[~batch.mask].any(), f"gradient of {name} where the mask is 0"
     assert set(got.metrics) == set(want.metrics)
     for key, value in got.metrics.items():
-        # verl counts what is clipped in float32
+        # verl counts clipped tokens in float32
         rounding = torch.finfo(torch.float32).eps if "clipfrac" in key else unit
         assert value == pytest.approx(want.metrics[key], rel=rounding, abs=rounding * max(1.0, bound)), key
 
 
 def expected(want: Result, fields: dict[str, Any], global_info: dict[str, Any] | None) -> Result:
-    """verl multiplies token-sum by the number of ranks, as their gradients are averaged; here that is the caller's."""
+    """verl's result without its factor dp_size for token-sum, which here is left to the caller."""
     if fields["loss_agg_mode"] == "token-sum" and global_info and fields["loss_mode"] not in ("sapo", "geo_mean"):
         want.loss, want.grads = want.loss / 2, [g / 2 for g in want.grads]
         want.metrics |= {k: want.metrics[k] / 2 for k in ("actor/pg_loss", "actor/entropy_loss")}
@@ -213,7 +214,7 @@ def test_registered_losses(
     batch = make_batch(kind).to(dtype)
     fields = fields_of(mode, aggregation, entropy_coeff=0.0 if mode == "sapo" else 0.01)
     if aggregation == "token-sum" and mode == "sapo":
-        global_info = None  # of its two aggregations only one would be multiplied by the ranks
+        global_info = None  # verl multiplies only one of its two aggregations by the number of ranks
     want = expected(theirs(batch, fields, weights, global_info), fields, global_info)
     assert_parity(ours(backend, batch, fields, weights, **normalizer_of(global_info)), want, batch, fields)
 
@@ -243,20 +244,20 @@ def test_the_cases_reach_what_they_are_about(mode: str) -> None:
     assert metrics["actor/pg_clipfrac_lower"] > 0
 
 
-# The whole of verl's own step from the model's output
+# verl's complete loss step from the model's output
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_ppo_loss(backend: str, dtype: torch.dtype, mode: str) -> None:
     batch = make_batch(holes=False).to(dtype)
-    batch.mask[2, 0] = True  # verl's unpadding wants a token in each row
+    batch.mask[2, 0] = True  # verl's unpadding needs a token in each row
     fields = fields_of(mode, "token-mean", entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="k3+")
     lengths = batch.mask.sum(1)
     logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
 
     def flat(values: Tensor) -> Tensor:
-        """As the model has it: one prompt token before each answer, whose own place holds the answer's first."""
+        """The model's layout: one prompt token precedes each response, and its slot holds the first response value."""
         rows = [torch.cat([row[:length], row.new_zeros(1)]) for row, length in zip(values, lengths, strict=True)]
         return torch.cat(rows)
 
@@ -286,13 +287,13 @@ def test_ppo_loss(backend: str, dtype: torch.dtype, mode: str) -> None:
     assert_parity(got, want, batch, fields)
 
 
-# Where we differ on purpose
+# Intended differences
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("backend", runnable_backends(SUPPORTS, torch.float64))
 def test_no_tokens_at_all(backend: str, aggregation: str) -> None:
-    """verl divides 0 by 0, except where it counts ranks or sums."""
+    """verl divides 0 by 0, except with global counts or sums."""
     batch = make_batch().to(torch.float64)
     batch.mask[:] = False
     fields = fields_of("vanilla", aggregation, use_kl_loss=True)
@@ -304,7 +305,7 @@ def test_no_tokens_at_all(backend: str, aggregation: str) -> None:
 
 @pytest.mark.parametrize("backend", runnable_backends(SUPPORTS, torch.float64))
 def test_geo_mean_takes_the_global_number_of_rows(backend: str) -> None:
-    """verl divides by the rows of the micro-batch, so that its loss depends on how a batch is split."""
+    """verl divides by the rows of the micro-batch, so its loss depends on how a batch is split."""
     batch = make_batch().to(torch.float64)
     fields = fields_of("geo_mean", "seq-mean-token-sum")
     want = theirs(batch, fields, False, GLOBAL)

@@ -1,4 +1,4 @@
-"""What the policy loss means, checked against direct formulas: signs, KL, segments, sparse terms, weights, entropy."""
+"""The policy loss against direct formulas: signs, KL, segments, sparse terms, weights, entropy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ F64 = torch.float64
 BACKENDS = runnable_backends(SUPPORTS, F64)
 CASES = [(backend, dtype) for dtype in (F64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
-# One loss of each form; none of them has another term than the policy's.
+# One loss of each form, each with the policy term alone.
 LOSSES: dict[str, dict[str, Any]] = {
     "clip": {},
     "dual": {"dual_clip": 3.0, "log_ratio_clamp": (-20.0, 20.0)},
@@ -48,7 +48,7 @@ def ragged(rows: int = 5, width: int = 8) -> Tensor:
 
 
 def segments_of(mask: Tensor, share: float = 0.4) -> Tensor:
-    """Ascending ids from 0 in each row; some tokens of the mask are in none."""
+    """Segment ids that ascend from 0 in each row; some unmasked tokens are in no segment."""
     ids = (torch.rand(mask.shape) < share).int().cumsum(1).int()
     ids = torch.where(mask & (torch.rand(mask.shape) < 0.9), ids, -1)
     if ids.numel():
@@ -58,13 +58,13 @@ def segments_of(mask: Tensor, share: float = 0.4) -> Tensor:
 
 
 def assert_near(got: Tensor, want: Tensor, what: str = "") -> None:
-    """To the rounding of a few operations on terms of the size of 1."""
+    """Checks agreement up to the rounding of a few operations on terms around 1."""
     unit = 64 * torch.finfo(got.dtype).eps
     torch.testing.assert_close(got.cpu(), want.to(got.dtype).cpu(), rtol=unit, atol=unit, msg=lambda m: f"{what}: {m}")
 
 
 def graded(backend: str, logprobs: Tensor, old: Tensor | None, advantages: Tensor, **options: Any) -> Any:
-    """Result and the gradient of the loss to the log-probs."""
+    """The result, and the gradient of the loss with respect to the log-probs."""
     device = device_of(backend)
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
     leaf = logprobs.detach().to(device).requires_grad_()
@@ -114,7 +114,7 @@ def categorical() -> tuple[Tensor, Tensor]:
 
 
 def expected_kl(backend: str, logits: Tensor, reference: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Expectation of the estimate and of its gradient, over all outcomes, each weighted with its probability."""
+    """Expectation of the estimate and of its gradient over all outcomes, weighted by their probability."""
     logprobs = logits.log_softmax(0)
     device = device_of(backend)
     result = gk.policy_loss(
@@ -227,8 +227,8 @@ def test_gradient_is_the_derivative(backend: str, name: str, aggregation: str) -
     def loss(lp: Tensor, h: Tensor) -> Tensor:
         return gk.policy_loss(lp, old, advantages, entropy=h, config=config, **options).loss
 
-    # Entry by entry, or along one random direction where a call takes Triton's interpreter long: that every entry is
-    # that of the reference is tested elsewhere. Differences of 1e-7 lose half of a double's digits.
+    # Checks every entry, or one random direction under Triton's slow interpreter: other tests compare every entry with
+    # the reference. Finite differences of 1e-7 lose half of a double's digits.
     is_interpreted = backend == "triton" and not torch.cuda.is_available()
     assert torch.autograd.gradcheck(loss, (logprobs, entropy), eps=1e-7, atol=1e-7, rtol=1e-5, fast_mode=is_interpreted)
 
@@ -239,7 +239,7 @@ def test_gradient_is_the_derivative(backend: str, name: str, aggregation: str) -
 def segment_loop(
     logprobs: Tensor, old: Tensor, advantages: Tensor, segments: Tensor, mask: Tensor, mean: bool, aggregation: str
 ) -> Tensor:
-    """Clipped terms of the segments of each row, one after the other."""
+    """Clipped terms of each row's segments, in a loop."""
     per_row = []
     for row in range(len(logprobs)):
         terms = []
@@ -403,7 +403,7 @@ def test_clamps_of_the_kl(backend: str, dtype: torch.dtype) -> None:
     assert value == pytest.approx(0) and (gradient != 0).tolist() == (d.abs() < 1).tolist()
 
 
-# Settings of each field whose results differ, and the settings that they are added to.
+# For each field, base settings and values that must give different results.
 ENTROPY = {"entropy_coef": 0.1, "aggregation": "token-sum"}
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "loss": ({}, ("clip", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "reinforce")),
@@ -470,7 +470,7 @@ def test_no_field_is_ignored(backend: str, field: str) -> None:
     assert len({round(loss, 9) for loss in losses}) == len(values), dict(zip(values, losses, strict=True))
 
 
-# SkyRL's loss_reduction, as one of ours or, for the mean over prompts, as weights.
+# SkyRL's loss_reduction as one of our aggregations or, for the mean over prompts, as weights.
 SKYRL: dict[str, dict[str, Any]] = {
     "token_mean": {"aggregation": "token-mean"},
     "sequence_mean": {"aggregation": "seq-mean-token-mean"},

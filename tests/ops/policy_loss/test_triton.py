@@ -1,4 +1,4 @@
-"""What only the Triton kernels of policy_loss could get wrong: parts of rows, tiles of segments, recompilation."""
+"""Properties of the Triton kernels of policy_loss alone: parts of rows, tiles of segments, no recompilation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rows_of(length: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def batch(dtype: torch.dtype = torch.float32, width: int | None = None) -> dict[str, Tensor]:
-    """The rows side by side, or if they have a width padded to it with what must not matter."""
+    """The rows packed or, given a width, padded to it with values that must not matter."""
     rows = [rows_of(length, seed, dtype) for seed, length in enumerate(LENGTHS)]
     if width is None:
         ends = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -68,9 +68,9 @@ def batch(dtype: torch.dtype = torch.float32, width: int | None = None) -> dict[
 
 
 def run(data: dict[str, Tensor], variant: str, backend: str = "triton", **more: Any) -> tuple[Tensor, ...]:
-    """Loss, the gradients by log-probs and entropy, and the metrics."""
+    """The loss, its gradients with respect to log-probs and entropy, and the metrics."""
     config = gk.LossConfig(**VARIANTS[variant])
-    # leaves of their own, or gradients of several runs would add up
+    # fresh leaves, so that gradients of several runs do not accumulate
     given = {name: tensor.detach().clone().to(DEVICE) for name, tensor in data.items()}
     if variant != "clip":
         del given["ref_logprobs"]
@@ -95,7 +95,7 @@ def run(data: dict[str, Tensor], variant: str, backend: str = "triton", **more: 
 
 
 def rows_in(gradient: Tensor) -> Tensor:
-    """The gradient of the rows side by side, from padded or packed."""
+    """The gradient in the packed layout, from a padded or packed one."""
     if gradient.dim() == 1:
         return gradient[: sum(LENGTHS)]
     return torch.cat([gradient[row, :length] for row, length in enumerate(LENGTHS)])
@@ -178,7 +178,7 @@ def test_wrong_rows_and_segments_are_refused() -> None:
 
 
 def test_no_kernel_is_compiled_again_for_another_number() -> None:
-    """Of the arguments that are neither pointers nor settings, Triton must look at the type alone."""
+    """Triton must specialize scalar arguments, other than constexpr settings, on their type alone."""
     code = (
         "from triton.runtime.jit import JITFunction\n"
         "from grpo_kernels.ops.policy_loss.triton import ratio_gradients, rows, sums, tokens\n"
@@ -190,7 +190,7 @@ def test_no_kernel_is_compiled_again_for_another_number() -> None:
         "                    fixed = p.annotation_type == 'fp64' or (p.annotation_type and p.do_not_specialize)\n"
         "                    print(name, p.name, 'fixed' if fixed else 'FREE')\n"
     )
-    # the interpreter's kernels do not tell
+    # interpreted kernels expose no parameters
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

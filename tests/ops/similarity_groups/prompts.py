@@ -1,4 +1,4 @@
-"""Prompts for similarity_groups, and a second float64 implementation of what it promises, made from its docs alone."""
+"""Prompts for similarity_groups, and a second float64 implementation written from its documentation alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.harness import runnable_backends
 
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# The reference takes a prompt at a time, Triton's interpreter and the emulated CUDA 10 to 1000 times as long.
+# The reference loops over prompts; Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
 FAST = ("cpu",) if not torch.cuda.is_available() else tuple(KERNELS)
 LINKAGES = ("single", "complete", "average", "ward")
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,20 +27,20 @@ NAN, INF = float("nan"), float("inf")
 
 
 def sizes_for(backend: str, *sizes: int) -> list[int]:
-    """Of these sizes of a prompt the ones the backend takes, and without a GPU those that it takes soon."""
+    """The prompt sizes among `sizes` that the backend supports and, without a GPU, handles quickly."""
     most = 64 if backend == "triton" else 256
     return [size for size in sizes if size <= (most if backend in FAST else min(most, 40))]
 
 
 def next_to(value: float, toward: float, backend: str) -> float:
-    """The number beside it, as the backend is told limits: Triton's interpreter makes float32 of them."""
+    """The next number in the dtype in which the backend compares limits: float32 in Triton's interpreter."""
     if backend == "triton" and backends.interpreting():
         return float(np.nextafter(np.float32(value), np.float32(toward)))
     return math.nextafter(value, toward)
 
 
 def share_of(backend: str, count: int) -> int:
-    """How many of so many prompts."""
+    """The number of prompts to run, of `count` for a fast backend."""
     return count if backend in FAST else max(2, count // 100)
 
 
@@ -53,7 +53,7 @@ def _mixture(size: int, width: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _duplicates(size: int, width: int, random: np.random.Generator) -> np.ndarray:
-    """From one distinct row up to as many as there are rows; which, in any order."""
+    """Between one and `size` distinct rows, repeated in random order."""
     distinct = random.normal(size=(random.integers(1, size + 1), width))
     return distinct[random.integers(len(distinct), size=size)]
 
@@ -74,7 +74,7 @@ def _bad(size: int, width: int, random: np.random.Generator) -> np.ndarray:
 
 
 def _grid(size: int, width: int, random: np.random.Generator) -> np.ndarray:
-    """Few different distances, each many times: nearly every merge is a tie."""
+    """Rows with few different distances, so nearly every merge is a tie."""
     return np.pad(random.integers(-1, 2, size=(size, min(width, 4))), ((0, 0), (0, max(width - 4, 0))))
 
 
@@ -91,7 +91,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows in any order with the id of their prompt. Prompts in the order of their ids."""
+    """Rows in random order with the ids of their prompts; `prompts` returns them in the order of the ids."""
 
     rows: Tensor
     ids: Tensor
@@ -110,13 +110,13 @@ def batch_of(count: int, kinds: Sequence[str], sizes: Sequence[int], width: int 
 
 
 def grid_distances(count: int, size: int, levels: int, seed: int = 0) -> Tensor:
-    """Symmetric [P, K, K] of so many different values, eighths, which neither float32 nor a sum of few rounds."""
+    """Symmetric distances [P, K, K] with `levels` values in eighths, exact in float32 and in short sums."""
     random = np.random.default_rng(seed)
     upper = np.triu(random.integers(1, levels + 1, size=(count, size, size)), 1) / 8
     return torch.from_numpy(upper + upper.transpose(0, 2, 1)).float()
 
 
-# What is wanted
+# Expected results
 
 
 class Tree(NamedTuple):
@@ -143,7 +143,7 @@ def _joined(linkage: str, a: np.ndarray, b: np.ndarray, of: tuple[np.ndarray, ..
 
 
 def tree(distances: np.ndarray, linkage: str) -> Tree:
-    """Of [P, n, n], all in use: each time the pair with the smallest (distance, lower place, higher place)."""
+    """Trees of [P, n, n], all places in use; each merge has the smallest (distance, lower place, higher place)."""
     count, size = distances.shape[:2]
     at, places = np.arange(count), np.arange(size)
     work = distances.astype(np.float64) * (2 if linkage == "ward" else 1)
@@ -153,7 +153,7 @@ def tree(distances: np.ndarray, linkage: str) -> Tree:
     cuts = np.full((count, size + 1, size), -1)
     cuts[:, size] = lowest
     for step in range(size - 1):
-        pair = work.reshape(count, -1).argmin(1)  # the first of equals: the lowest (lo, hi), as work is symmetric
+        pair = work.reshape(count, -1).argmin(1)  # the first minimum is the lowest (lo, hi), as work is symmetric
         lo, hi = np.divmod(pair, size)
         apart = work[at, lo, hi]
         merges[:, step], heights[:, step] = np.stack((lo, hi), 1), apart
@@ -169,7 +169,7 @@ def tree(distances: np.ndarray, linkage: str) -> Tree:
 
 
 def silhouettes(distances: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Of every row of [P, n, n], all in use: from scratch."""
+    """Silhouettes of all rows of [P, n, n] with all places in use, computed from scratch."""
     member = labels[:, :, None] == np.arange(labels.shape[1])
     sums, sizes = distances.astype(np.float64) @ member.astype(np.float64), member.sum(1)[:, None]
     own_sum, own_size = (np.where(member, x, 0).sum(2) for x in (sums, np.broadcast_to(sizes, member.shape)))
@@ -180,7 +180,7 @@ def silhouettes(distances: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def scores_of_cuts(distances: np.ndarray, cuts: np.ndarray, ks: Sequence[int]) -> np.ndarray:
-    """[P, n + 1], -inf for other ks."""
+    """Scores [P, n + 1] of the cuts into `ks` groups, -inf for all others."""
     scores = np.full(cuts.shape[:2], -np.inf)
     for k in ks:
         scores[:, k] = silhouettes(distances, cuts[:, k]).mean(1)
@@ -214,7 +214,7 @@ def _of_one_size(distances: np.ndarray, config: gk.SimilarityConfig) -> Wanted:
 
 
 def wanted(distances: Tensor, config: gk.SimilarityConfig | str) -> Wanted:
-    """Of [P, K, K] with an infinite diagonal where a place is not in use."""
+    """Expected result for distances [P, K, K], whose diagonal is infinite at unused places."""
     settings, given = gk.SimilarityConfig.of(config, "tests"), distances.cpu().double().numpy()
     in_use = np.isfinite(given[:, np.arange(given.shape[1]), np.arange(given.shape[1])])
     results = Wanted(np.full(in_use.shape, -1), *(np.zeros(len(given), t) for t in (int, float, int, int)))
@@ -230,7 +230,7 @@ def wanted(distances: Tensor, config: gk.SimilarityConfig | str) -> Wanted:
 
 
 def canonical(labels: Sequence[int] | np.ndarray | Tensor) -> list[int]:
-    """The same partition, numbered in order of first appearance."""
+    """The same partition with labels in order of first appearance."""
     names: dict[int, int] = {}
     return [names.setdefault(int(label), len(names)) for label in labels]
 
@@ -239,7 +239,7 @@ def canonical(labels: Sequence[int] | np.ndarray | Tensor) -> list[int]:
 
 
 def assert_same(got: NamedTuple, expected: NamedTuple) -> None:
-    """Bit by bit, whatever the device."""
+    """Checks that results agree bit for bit, also across devices."""
     for field, one, other in zip(got._fields, got, expected, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape, field
         one, other = one.cpu(), other.cpu()
@@ -247,7 +247,7 @@ def assert_same(got: NamedTuple, expected: NamedTuple) -> None:
 
 
 def assert_wanted(got: gk.SimilarityGroups, expected: Wanted) -> None:
-    """Of cluster_distances. A score is rounded to float32 once, by 6e-8 at most, and Triton adds in another order."""
+    """Checks a result of cluster_distances; scores are rounded to float32 once, and Triton sums in another order."""
     for field in ("labels", "num_groups", "best_k", "verdict"):
         one, other = getattr(got, field).cpu().numpy(), getattr(expected, field)
         assert np.array_equal(one, other), (

@@ -1,4 +1,4 @@
-"""CUDA alone: the matrix of a prompt lies wherever the device has room for it."""
+"""Properties of the CUDA kernels alone: results do not depend on where the matrix of a prompt is stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpo_kernels as gk
 from tests import emulation
 
 pytestmark = emulation.only
-# Up to 87, 109 and 162 rows the matrix fits into the shared memory of a block; a little below and above each.
+# The matrix fits into shared memory up to 87, 109 and 162 rows; the sizes are just below and above these limits.
 LIMITS, SIZES = (64, 99, 227), (86, 90, 106, 112, 128, 160, 165)
 
 
@@ -35,7 +35,7 @@ def test_the_shared_memory_of_the_device_changes_nothing(size: int) -> None:
 
 
 def test_a_block_never_asks_for_more_than_there_is() -> None:
-    """32 KB do not even hold the vectors of 256 rows beside their matrix."""
+    """32 KB suffice for 256 rows; 30 KB do not even hold their vectors, without the matrix."""
     with emulation.shared_memory(32):
         assert gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda").labels.shape == (256,)
     with emulation.shared_memory(30), pytest.raises(RuntimeError, match="invalid configuration"):

@@ -1,4 +1,4 @@
-"""gk.diversity: every function against its formula, prompt by prompt in numpy's float64; absences; order; refusals."""
+"""gk.diversity: every function against its formula in float64 NumPy, prompt by prompt; absent responses; order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_kernels import diversity
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.float32, torch.float64)
-# Results are rounded once from float64, after at most some hundred operations in it.
+# Results are rounded once from float64, after at most a few hundred float64 operations.
 TOLERANCE = {torch.float32: {"rtol": 2e-7, "atol": 1e-9}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
 
 
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 
 def case(seed: int, dtype: torch.dtype, prompts: int = 7, size: int = 6) -> Case:
-    """Ragged prompts, the first without anybody; gaps between responses, duplicates, equal and missing rewards."""
+    """Ragged prompts, the first of them empty, with unused places, duplicates, and equal and missing rewards."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(prompts, size, 3)) + 0.7
     x[rng.random((prompts, size)) < 0.1] = 0
@@ -60,7 +60,7 @@ CASES = [pytest.param(seed, dtype, id=f"{seed}-{str(dtype)[6:]}") for seed in ra
 
 
 def assert_per_place(got: Tensor, c: Case, expected: Callable[[int], Any], elsewhere: float = 0.0) -> None:
-    """`expected` gives a value for each place in use of a prompt."""
+    """Checks per-place results; `expected` returns the values at a prompt's used places."""
     wanted = torch.full(c.labels.shape, elsewhere, dtype=torch.float64)
     for p in range(len(wanted)):
         wanted[p, c.present(p)] = torch.as_tensor(np.asarray(expected(p), dtype=np.float64))
@@ -220,7 +220,7 @@ def test_leave_one_out_logdet(seed: int, dtype: torch.dtype) -> None:
 
 
 def test_leave_one_out_logdet_says_where_there_is_no_factor() -> None:
-    # 0 and 1 alike, 1 and 2 alike, 0 and 2 opposite: no vectors have these cosines
+    # 0 and 1 are alike, 1 and 2 are alike, 0 and 2 are opposite: no vectors have these cosines
     impossible = torch.tensor([[0.0, 0, 2], [0, 0, 0], [2, 0, 0]])
     fine = gk.pairwise_cosine(torch.randn(3, 4), 3)[0]
     got = diversity.leave_one_out_logdet(torch.stack((impossible, fine)))
@@ -271,7 +271,7 @@ def test_mmr_has_a_lam_of_each_prompt() -> None:
 
 
 def by_enumeration(rewards: list[float], labels: list[int], n: int) -> list[float]:
-    """The definition: all sets of n of those with a label and a reward."""
+    """The value by definition, over all sets of n responses with a label and a reward."""
     scored = [i for i, (r, label) in enumerate(zip(rewards, labels, strict=True)) if label >= 0 and not math.isnan(r)]
     worth: dict[tuple[int, ...], float] = {}
     for chosen in itertools.combinations(scored, n):
@@ -306,7 +306,7 @@ def test_set_advantages_of_equals_and_of_sets_without_choice_are_exactly_zero() 
 
 
 def test_set_advantages_of_large_prompts_are_finite() -> None:
-    # binomials of 200 over 100 are beyond what products of factorials could hold
+    # binomials of 200 over 100 would overflow as products of factorials
     got = diversity.set_advantages(torch.rand(2, 200), torch.randint(0, 9, (2, 200)), set_size=100)
     assert got.isfinite().all() and (got != 0).all()
     torch.testing.assert_close(got.sum(1), torch.zeros(2), rtol=0, atol=1e-5)
@@ -439,7 +439,7 @@ def test_half_precision_rewards_give_float32(dtype: torch.dtype) -> None:
 
 def test_nothing_waits_for_a_device() -> None:
     c = case(2, torch.float32)
-    # a tensor without data cannot be asked for any
+    # reading a value of a meta tensor would raise
     assert all(value.is_meta for value in everything(Case(*(t.to("meta") for t in c))).values())
 
 

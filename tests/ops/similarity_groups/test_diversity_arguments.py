@@ -1,4 +1,4 @@
-"""gk.diversity: what it refuses, rows to the padded layout and back, and the example of its document."""
+"""gk.diversity: errors, conversion between rows and the padded layout, and the example of its document."""
 
 from __future__ import annotations
 

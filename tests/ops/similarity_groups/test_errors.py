@@ -1,4 +1,4 @@
-"""What similarity_groups, its parts and its config refuse: the exception and what its message names."""
+"""Errors of similarity_groups, its parts and its config: the exception type and the parts of its message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ distances_ops = pytest.mark.parametrize("op", OF_DISTANCES)
 
 
 def assert_refused(error: type[Exception], op: str, parts: tuple[str, ...], call: Callable[..., Any]) -> None:
-    """On every backend this very type, with a message that begins with the op and has each part."""
+    """Checks that every backend raises exactly this type, with a message that begins with the op and has each part."""
     for backend in (None, *BACKENDS):
         with pytest.raises(error) as caught:
             call(backend=backend)
@@ -76,7 +76,7 @@ def test_embeddings_of_another_shape(op: str, shape: tuple[int, ...]) -> None:
 def test_embeddings_that_require_grad_with_the_advice_to_detach(op: str) -> None:
     leaf = torch.randn(6, 4, requires_grad=True)
     refused(ValueError, op, "embeddings", "requires_grad=True", "detach", embeddings=leaf)
-    with torch.no_grad():  # where no gradient can be lost
+    with torch.no_grad():  # with gradients disabled, none can be lost
         result = OF_EMBEDDINGS[op](leaf, 3)
     assert not (result if op == "pairwise_cosine" else result.silhouette).requires_grad
 
@@ -138,7 +138,7 @@ def test_valid_of_another_type(op: str, valid: Any) -> None:
     refused(TypeError, op, "valid", kind, valid=valid)
 
 
-# Sizes that are known
+# Known sizes
 
 IDS = torch.tensor([0, 1, 1, 1, 5, 5])
 
@@ -211,7 +211,7 @@ def test_distances_of_more_than_256_places(op: str) -> None:
 
 
 def one_wrong(i: int, j: int, value: float, mirrored: bool = True) -> torch.Tensor:
-    """Of the second prompt, whose last place is not in use."""
+    """Valid distances except for one entry of the second prompt, whose last place is unused."""
     distances = torch.ones(2, 4, 4) - torch.eye(4)
     distances[1, 3] = distances[1, :, 3] = INF
     distances[1, i, j] = value
@@ -304,7 +304,7 @@ def test_labels_of_places_with_groups() -> None:
     ids=str,
 )
 def test_groups_that_are_not_those_of_the_distances(rows: int, groups: Any) -> None:
-    """In the words of silhouette, which has no num_groups."""
+    """The message must fit silhouette, which has no argument num_groups."""
     labels = torch.zeros(rows, dtype=torch.int64)
     labels_refused(ValueError, "silhouette: groups must be those of the distances", labels=labels, groups=groups)
 
@@ -444,7 +444,7 @@ def test_backend_that_cannot_run_names_its_reason(op: str, monkeypatch: pytest.M
     reason = f"^{op}: backend 'cpu' cannot run here: {why}; use backend='reference' or leave it out"
     with pytest.raises(RuntimeError, match=reason):
         CALLS[op]("cpu", backend="cpu")
-    CALLS[op]("cpu")  # left to itself it finds another
+    CALLS[op]("cpu")  # automatic selection finds another backend
 
 
 @needs_cpu_kernels

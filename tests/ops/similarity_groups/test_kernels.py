@@ -31,8 +31,8 @@ from tests.ops.similarity_groups.prompts import (
 
 pytestmark = pytest.mark.grid
 
-# Where the second implementation adds in another order, a score at a threshold may fall on either side. So no threshold
-# is a number that small integers give, and cuts that are equally good on paper are within the tolerance.
+# The second implementation sums in another order, so a score at a threshold may fall on either side. Therefore no
+# threshold is a ratio of small integers, and cuts that tie mathematically are within the tolerance.
 APART = {"tie_tolerance": 1e-6, "min_silhouette": 0.1234567}
 
 
@@ -43,14 +43,14 @@ def run(batch: Batch, backend: str, config: gk.SimilarityConfig | str) -> gk.Sim
 
 # scikit-learn
 
-# name: how many prompts, of what sizes
+# name: number of prompts, their sizes
 CASES = {"small": (2000, (3, 4, 5, 6, 7, 8, 10, 12)), "large": (40, (16, 17, 31, 40)), "largest": (2, (200, 256))}
-# A cut between two merges that are as good as equally high may be scikit-learn's or not.
+# A cut between two merges of nearly equal height may differ from scikit-learn's.
 TIED = 1e-6
 
 
 class Peer:
-    """scikit-learn on the prompts of one case. Linkages often agree on a cut, whose score is computed once."""
+    """scikit-learn on the prompts of one case. Scores are cached, as linkages often agree on a cut."""
 
     def __init__(self, case: str, backend: str) -> None:
         count, sizes = CASES[case]
@@ -69,12 +69,12 @@ class Peer:
         if key not in self._scores:
             size = len(labels)
             inner = self.distances[prompt, :size, :size]
-            with config_context(assume_finite=True, skip_parameter_validation=True):  # half the time
+            with config_context(assume_finite=True, skip_parameter_validation=True):  # halves the time
                 self._scores[key] = float(silhouette_score(inner, labels, metric="precomputed"))
         return self._scores[key]
 
     def fit(self, prompt: int, linkage: str, k: int) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """The labels of k clusters, and those of every cut that is not tied."""
+        """Labels of the cut into k clusters, and of every cut without ties."""
         from sklearn.cluster import AgglomerativeClustering
 
         rows = self.prompts[prompt].double().numpy()
@@ -107,7 +107,7 @@ def peer_of(case: str, backend: str) -> Peer:
     ("backend", "case"), [(b, case) for b in BACKENDS for case, (_, sizes) in CASES.items() if sizes_for(b, *sizes)]
 )
 def test_chosen_partition_is_that_of_scikit_learn(backend: str, case: str, linkage: str) -> None:
-    """The same k as the best of scikit-learn's silhouettes, and scikit-learn's clusters for that k."""
+    """The chosen k has the best of scikit-learn's silhouettes, and the clusters are scikit-learn's for that k."""
     pytest.importorskip("sklearn")
     peer = peer_of(case, backend)
     config = gk.SimilarityConfig(linkage, min_silhouette=-1.0, distance_floor=0.0)
@@ -117,12 +117,12 @@ def test_chosen_partition_is_that_of_scikit_learn(backend: str, case: str, linka
     for prompt, name in enumerate(peer.batch.ids.unique()):
         best = int(got.best_k[prompt])
         expected, cuts = peer.fit(prompt, linkage, best)
-        if best not in cuts:  # all of them identical: nothing but ties
+        if best not in cuts:  # identical responses have nothing but ties
             assert not peer.distances[prompt, : len(expected), : len(expected)].any()
             continue
         found = labels[peer.batch.ids == name]
         assert found.tolist() == canonical(expected), prompt
-        # at most 30 cuts of a large prompt, for the time they take
+        # at most 30 cuts of a large prompt, to limit the time
         scores = {k: peer.score(prompt, cut) for k, cut in cuts.items() if k in (best, *range(2, 32))}
         assert scores[best] >= max(scores.values()) - 1e-6, prompt
         assert got.silhouette[prompt].item() == pytest.approx(scores[best], abs=1e-6), prompt
@@ -159,7 +159,7 @@ def test_every_cut_and_its_silhouette_is_that_of_scikit_learn(backend: str, link
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_prompts_have_the_groups_that_float64_gives(backend: str, kind: str, linkage: str) -> None:
-    """20,000 prompts on the CPU: of each kind and linkage 750, a third of them with many rows."""
+    """20,000 prompts on the CPU: 750 for each kind and linkage, a third of them with many rows."""
     config = gk.SimilarityConfig(linkage, **APART)
     device = device_of(backend)
     for sizes, count in (((1, 2, 3, 4, 5, 8), 500), ((7, 9, 16, 17, 24), 250)):
@@ -195,7 +195,7 @@ def test_large_prompts_have_the_groups_that_float64_gives(backend: str, size: in
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_go_to_the_lowest_places(backend: str, linkage: str, levels: int) -> None:
-    """Distances of few different values: every merge is the smallest (distance, lower place, higher place)."""
+    """Distances have few different values; every merge must be the smallest (distance, lower place, higher place)."""
     for size in sizes_for(backend, 3, 4, 6, 9, 16):
         distances = grid_distances(share_of(backend, 400), size, levels, seed=size)
         expected = wanted(distances, gk.SimilarityConfig(linkage, **APART))
@@ -209,7 +209,7 @@ def test_ties_go_to_the_lowest_places(backend: str, linkage: str, levels: int) -
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_a_tolerance_the_best_cut_is_best_to_the_last_digits(backend: str, linkage: str) -> None:
-    """Sums of 40 distances in any order are within 40 float64 roundings, of 2e-16 each."""
+    """Sums of 40 distances in any order differ by at most 40 float64 roundings of 2e-16 each."""
     distances = grid_distances(share_of(backend, 1000), 10, 3)
     config = gk.SimilarityConfig(linkage, min_silhouette=-1.0, distance_floor=0.0)
     got = gk.cluster_distances(distances.to(device_of(backend)), config=config, backend=backend)
@@ -245,7 +245,7 @@ def test_backends_agree_on_the_same_distances(backend: str, settings: int) -> No
     got = gk.cluster_distances(distances.to(device_of(backend)), config=SETTINGS[settings], backend=backend)
     for field in ("labels", "group_ids", "num_groups", "best_k", "verdict", "status"):
         assert torch.equal(getattr(got, field).cpu(), getattr(expected, field)), field
-    # a score is rounded to float32 once, by 6e-8 at most; Triton adds in another order
+    # a score is rounded to float32 once, by at most 6e-8; Triton sums in another order
     torch.testing.assert_close(got.silhouette.cpu(), expected.silhouette, rtol=0, atol=1e-6)
 
 
@@ -289,7 +289,7 @@ def test_name_of_a_linkage_is_its_default_config(backend: str, linkage: str) -> 
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cpu"])
 def test_labels_are_those_of_the_cpu(backend: str, linkage: str) -> None:
-    """From embeddings, whose distances differ by rounding: 20,000 prompts, a few of them in Triton's interpreter."""
+    """Compares labels of 20,000 prompts (fewer in Triton's interpreter) whose distances differ by rounding."""
     prompts, depth = 5000 if backend == "cuda" else share_of(backend, 500), 24
     random = torch.Generator().manual_seed(LINKAGES.index(linkage))
     sizes = torch.randint(3, 13, (prompts,), generator=random)
@@ -302,5 +302,5 @@ def test_labels_are_those_of_the_cpu(backend: str, linkage: str) -> None:
     expected = gk.similarity_groups(rows, ids, config=linkage, backend="cpu")
     got = gk.similarity_groups(rows.to(device), ids.to(device), config=linkage, backend=backend)
     assert torch.equal(got.labels.cpu(), expected.labels)
-    # distances are 1e-6 apart at most, those within a cluster of small spread are 20 times as small as between them
+    # distances differ by at most 1e-6; within clusters of small spread they are 20 times smaller than between them
     torch.testing.assert_close(got.silhouette.cpu(), expected.silhouette, rtol=0, atol=4e-5)

@@ -1,4 +1,4 @@
-"""similarity_metrics against counts by hand; similarity_advantages against its two steps and against plain Python."""
+"""similarity_metrics against hand counts; similarity_advantages against its two steps and against plain Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ P = "similarity_groups/"
 
 
 def hand_made() -> tuple[Tensor, Tensor]:
-    """Two clusters of 3 and 1; all the same; all different; two responses; one that is left out."""
+    """Five prompts: clusters of 3 and 1, all the same, all different, two responses, and one left out."""
     e = torch.eye(5)
     rows = {
         0: [e[0], e[0], e[1], e[0]],
@@ -41,7 +41,7 @@ def test_metrics_of_a_hand_made_batch() -> None:
         "n_prompts_split_into_2_groups": 1,
         **{f"n_prompts_split_into_{k}_groups": 0 for k in range(3, 9)},
         "n_single_member_groups": 1,
-        # the lone response of the first prompt has 0, its others 1
+        # in the first prompt, the lone response scores 0 and the others 1
         "avg_silhouette_score": (0.75 + sum(result.silhouette[1:4].tolist())) / 4,
         "share_clustered": 1 / 4,
         "share_all_same": 1 / 4,
@@ -128,7 +128,7 @@ def test_metrics_copy_to_the_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_python(rewards: list[float], labels: list[int], ids: list[int], valid: list[bool]) -> list[float]:
-    """GRPO in each cluster: deviation with ddof 1, 1e-6 below; 0 where there is nothing to compare with."""
+    """GRPO in each cluster: ddof 1, eps 1e-6, and 0 for clusters of one or of equal rewards."""
     scored = [i for i, r in enumerate(rewards) if valid[i] and labels[i] >= 0 and not math.isnan(r)]
     result = [0.0] * len(rewards)
     for i in scored:
@@ -164,7 +164,7 @@ def test_advantages_are_those_of_both_steps(layout: str, backend: str | None) ->
     assert (found.num_groups > 1).any()
     wanted = in_python(rewards.tolist(), found.labels.tolist(), ids.tolist(), valid.tolist())
     torch.testing.assert_close(got.advantages.tolist(), wanted, rtol=1e-9, atol=1e-9)
-    # ids that are unique over prompts say the same
+    # ids that are unique across prompts give the same result
     by_id = gk.group_advantages(rewards, found.group_ids, valid=valid & (found.labels >= 0), backend=backend)
     torch.testing.assert_close(got.advantages, by_id.advantages, rtol=1e-9, atol=1e-12)
 
@@ -192,7 +192,7 @@ def test_rows_left_out_of_the_clustering_get_nothing() -> None:
     got = gk.similarity_advantages(torch.arange(8.0), x, 8, valid=torch.arange(8) != 2, config="dr_grpo")
     assert got.groups.labels[1:3].tolist() == [-1, -1]
     assert got.advantages[1:3].tolist() == [0, 0] and got.size[1:3].tolist() == [0, 0]
-    # 0 and 4 alike, 3 and 7; 1 and 2 are missing to 5 and 6
+    # 0 and 4 are alike, and so are 3 and 7; 5 and 6 lack their counterparts 1 and 2
     assert got.advantages.tolist() == [-2, 0, 0, -2, 2, 0, 0, 2]
 
 

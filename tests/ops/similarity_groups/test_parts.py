@@ -29,20 +29,20 @@ from tests.ops.similarity_groups.prompts import (
 pytestmark = pytest.mark.grid
 
 SINGLE = torch.finfo(torch.float32).eps
-# Heights are computed in float64 from the same distances and rounded to float32 once, by half a digit; a whole one
-# leaves room for Triton's sums.
+# Heights are computed in float64 from the same distances and rounded to float32 once, by half an ulp; a whole ulp
+# leaves room for Triton's summation order.
 HEIGHTS: dict[str, Any] = {"rtol": SINGLE, "atol": 0.0}
 
 
 def ragged(backend: str, count: int, *sizes: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and rows in any order, and their distances on the backend's device."""
+    """Rows and ids in random order, and their distances, on the backend's device."""
     batch = batch_of(share_of(backend, count), ("mixture", "isotropic"), sizes_for(backend, *sizes), seed=seed)
     rows, ids = batch.rows.to(device_of(backend)), batch.ids.to(device_of(backend))
     return rows, ids, gk.pairwise_cosine(rows, ids, backend=backend)
 
 
 def inner(distances: Tensor, prompt: int) -> np.ndarray:
-    """What is in use, in float64."""
+    """Distances between a prompt's used places, in float64."""
     size = int(distances[prompt].diagonal().isfinite().sum())
     return distances[prompt, :size, :size].cpu().double().numpy()
 
@@ -51,7 +51,7 @@ def inner(distances: Tensor, prompt: int) -> np.ndarray:
 
 
 def members_of(merges: np.ndarray, size: int) -> list[list[int]]:
-    """Of (lo, hi) merges the rows of each new cluster."""
+    """Rows of the new cluster of each (lo, hi) merge."""
     clusters, found = {place: [place] for place in range(size)}, []
     for lo, hi in merges.tolist():
         assert lo < hi and lo == min(clusters[lo]) and hi == min(clusters[hi]), "lowest places, the lower first"
@@ -64,7 +64,7 @@ def members_of(merges: np.ndarray, size: int) -> list[list[int]]:
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tree_is_that_of_scipy(backend: str, linkage: str) -> None:
-    """Heights and the clusters that every merge makes; ward as of the unit vectors' euclidean distances."""
+    """Compares heights and the cluster of every merge; ward uses the Euclidean distances of unit vectors."""
     hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
     _, _, distances = ragged(backend, 400, 2, 3, 5, 8, 13, 40)
     found = gk.agglomerate(distances, linkage=linkage, backend=backend)
@@ -75,7 +75,7 @@ def test_tree_is_that_of_scipy(backend: str, linkage: str) -> None:
         size = len(square)
         condensed = square[np.triu_indices(size, 1)]
         expected = hierarchy.linkage(np.sqrt(2 * condensed) if linkage == "ward" else condensed, linkage)
-        # scipy's ward goes to a square root and back at every merge, each time by half a float64 digit: nothing here
+        # scipy's ward takes a square root and squares it at every merge, a negligible float64 rounding here
         np.testing.assert_allclose(heights[prompt, : size - 1], expected[:, 2], **HEIGHTS)
         clusters = [[place] for place in range(size)]
         for a, b in expected[:, :2].astype(int):
@@ -98,7 +98,7 @@ def test_tree_of_the_largest_prompts(backend: str, linkage: str) -> None:
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heights_ascend(backend: str, linkage: str) -> None:
-    """In all four linkages, with ties or without."""
+    """Heights ascend in all four linkages, with and without ties."""
     for distances in (grid_distances(share_of(backend, 300), 9, 3), ragged(backend, 300, 3, 6, 9)[2]):
         heights = gk.agglomerate(distances.to(device_of(backend)), linkage=linkage, backend=backend).heights
         assert (heights[:, 1:] >= heights[:, :-1]).all()
@@ -106,7 +106,7 @@ def test_heights_ascend(backend: str, linkage: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_places_that_are_not_in_use_take_no_part_in_a_tree(backend: str) -> None:
-    """The others keep their numbers."""
+    """Used places keep their numbers in the merges."""
     distances = grid_distances(share_of(backend, 100), 7, 5)
     smaller = distances[:, [0, 2, 3, 5, 6]][:, :, [0, 2, 3, 5, 6]].contiguous()
     distances[:, [1, 4]] = distances[:, :, [1, 4]] = INF
@@ -146,7 +146,7 @@ def test_labels_of_a_prompt_are_a_cut_of_its_tree(backend: str, linkage: str) ->
 
 # Silhouettes
 
-# A sample is rounded to float32 once, by 6e-8 at most as it is at most 1; so is the mean, which Triton adds in another
+# A sample is at most 1 and rounded to float32 once, by at most 6e-8; so is the mean, which Triton sums in another
 # order.
 SCORES: dict[str, Any] = {"rtol": 0, "atol": 2 * SINGLE}
 
@@ -154,7 +154,7 @@ SCORES: dict[str, Any] = {"rtol": 0, "atol": 2 * SINGLE}
 @pytest.mark.parametrize("left_out", [0.0, 0.3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_silhouettes_are_those_of_scikit_learn(backend: str, left_out: float) -> None:
-    """Any labels, with gaps between them; negative ones are as if absent."""
+    """Labels may have gaps; rows with negative labels are ignored."""
     metrics = pytest.importorskip("sklearn.metrics")
     _, _, distances = ragged(backend, 300, 3, 4, 8, 11, 30)
     names = torch.tensor([4, 0, 9, 2, 17])
@@ -184,7 +184,7 @@ def test_silhouettes_are_those_of_scikit_learn(backend: str, left_out: float) ->
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_silhouettes_where_scikit_learn_has_none(backend: str) -> None:
-    """One label: NaN. All labels different, and rows alone with theirs: 0."""
+    """A single label gives NaN; labels that are all different, and rows alone in their cluster, give 0."""
     distances = (torch.ones(1, 4, 4) - torch.eye(4)).to(device_of(backend))
 
     def of(*labels: int) -> gk.Silhouette:
@@ -214,7 +214,7 @@ def test_labels_of_every_integer_type(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("names", [(10**6, 2**31 - 1, 0), (2**31, 2**32, 2**33 + 5), (2**32, 2**62, 0)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_labels_of_any_size(backend: str, names: tuple[int, ...]) -> None:
-    """group_ids of a large batch, or hashes: none is negative, and no two are the same."""
+    """Labels can be the group_ids of a large batch or hashes: distinct and not negative."""
     distances = grid_distances(4, 6, 5).to(device_of(backend))
     which = [0, 1, 0, 2, 1, 2]
     labels = torch.tensor([names[i] for i in which], device=distances.device).expand(4, 6)
@@ -226,7 +226,7 @@ def test_labels_of_any_size(backend: str, names: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_labels_of_rows_are_those_of_their_places(backend: str) -> None:
-    """[N] with ids in any order, and with groups of neighbours."""
+    """Labels of rows [N], with ids in any order and with an integer group size."""
     rows, ids, distances = ragged(backend, 100, 2, 5, 8, seed=3)
     groups = gk.similarity_groups(rows, ids, backend=backend)
     padded = torch.full(distances.shape[:2], -1, dtype=torch.int32, device=rows.device)
@@ -257,11 +257,11 @@ def test_labels_of_rows_are_those_of_their_places(backend: str) -> None:
 @pytest.mark.parametrize("width", [1, 7, 64, 384, 1025])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_distances_are_those_of_scikit_learn(backend: str, width: int, dtype: torch.dtype) -> None:
-    """Of the very numbers that were given, in float64.
+    """Compares with scikit-learn's float64 distances of the same values.
 
-    A float32 sum of D products is off by D / 2 roundings of the sum of their sizes at the very most, and by its square
-    root times a few as a rule. By Cauchy and Schwarz that sum is at most the product of the norms, and so an error of
-    one rounding of it is one of 1 in s. Each of the two norms and the dot product has it, and 1 - s is rounded once.
+    A float32 sum of D products is off by at most D / 2 roundings of the sum of their magnitudes, and typically by a few
+    times sqrt(D). By Cauchy-Schwarz that sum is at most the product of the norms, so one rounding of it is one rounding
+    of 1 in s. Both norms and the dot product have this error, and 1 - s is rounded once more.
     """
     pairwise = pytest.importorskip("sklearn.metrics.pairwise")
     for size in sizes_for(backend, 3, 9, 33):

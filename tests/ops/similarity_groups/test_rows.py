@@ -1,4 +1,4 @@
-"""Rows that similarity_groups must see alike or not at all: duplicates, zeros, NaN, masks; what no row depends on."""
+"""Rows that similarity_groups must treat alike or ignore: duplicates, zeros, NaN, masks; independence of prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Status = gk.RowStatus
 
 
 def cosine(rows: Tensor, backend: str, **options: Any) -> Tensor:
-    """Of one prompt."""
+    """Distances within one prompt."""
     return gk.pairwise_cosine(rows.to(device_of(backend)), len(rows), backend=backend, **options)[0].cpu()
 
 
@@ -44,7 +44,7 @@ def groups_of(rows: Tensor, ids: Tensor | int, backend: str, **options: Any) -> 
 
 
 def assert_same_prompt(whole: gk.SimilarityGroups, rows: Tensor, prompt: int, alone: gk.SimilarityGroups) -> None:
-    """Bit by bit; ids say where in the batch a prompt is, and only they."""
+    """Checks that a prompt in a batch and the prompt alone agree bit for bit."""
     for field in ("labels", "status"):
         assert torch.equal(getattr(whole, field)[rows], getattr(alone, field)), field
     for field in ("num_groups", "silhouette", "best_k", "verdict"):
@@ -59,7 +59,7 @@ def assert_same_prompt(whole: gk.SimilarityGroups, rows: Tensor, prompt: int, al
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_rows_are_at_distance_zero_wherever_they_stand(backend: str, width: int, dtype: torch.dtype) -> None:
-    """Twins at every place of prompts of many sizes: zero to each other, and the same bits to everybody else."""
+    """Duplicates at any places are at distance 0 and have bitwise equal distances to all other rows."""
     sizes = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 255, 256)
     for size in sizes_for(backend, *(sizes if backend in FAST else (2, 5, 8, 9, 16, 17))):
         distinct = torch.randn(max(size // 3, 1), width).to(dtype)
@@ -87,10 +87,10 @@ def test_distances_move_with_their_rows(backend: str, width: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_and_small_rows_have_the_distances_of_their_directions(backend: str, dtype: torch.dtype) -> None:
-    """Powers of two change no digit of a sum, nor of the quotient, while squares stay in float32's range."""
+    """Scaling by powers of two changes no digit of the sums or the quotient while squares stay in float32's range."""
     rows = torch.randn(8, 40).to(dtype)
     scales = torch.tensor([2.0**e for e in (-6, -3, -1, 0, 1, 3, 6, 2)])
-    if dtype is not torch.float16:  # has 5 bits of exponent
+    if dtype is not torch.float16:  # float16 has 5 exponent bits
         scales = scales**5
     scaled = (rows.float() * scales[:, None]).to(dtype)
     assert torch.equal(scaled.float() / scales[:, None], rows.float())
@@ -103,7 +103,7 @@ def test_opposite_rows_are_at_distance_two_and_orthogonal_ones_at_one(backend: s
     assert cosine(rows, backend).tolist() == [[0, 2, 1], [2, 0, 1], [1, 1, 0]]
 
 
-# Zero vectors and rows that are not finite
+# Zero vectors and non-finite rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,19 +142,19 @@ def test_rows_that_are_not_finite_are_as_if_absent(backend: str, dtype: torch.dt
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_row_with_a_square_beyond_float32_is_not_finite(backend: str) -> None:
-    """3.4e38 is the end: 1.8e19 squared is in, 1.9e19 squared is out, and so are two squares of 1.4e19."""
+    """The limit is 3.4e38: 1.8e19 squared is below; 1.9e19 squared and the sum of two squares of 1.4e19 are above."""
     rows = torch.tensor([[1.8e19, 0.0], [0.0, 1.9e19], [1.4e19, 1.4e19], [1e18, 1e18], [1.0, 1.0]])
     got = groups_of(rows, 5, backend)
     assert got.status.tolist() == [0, Status.NOT_FINITE, Status.NOT_FINITE, 0, 0]
     in_use = [0, 3, 4]
     wanted = torch.tensor([[0, 1 - 0.5**0.5, 1 - 0.5**0.5], [1 - 0.5**0.5, 0, 0], [1 - 0.5**0.5, 0, 0]])
-    # 1 - s is rounded at the size of 1
+    # 1 - s is rounded relative to 1
     torch.testing.assert_close(cosine(rows, backend)[in_use][:, in_use], wanted, rtol=0, atol=4e-7)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_row_with_a_square_below_float32_is_a_zero_vector(backend: str) -> None:
-    """The same rule at the other end, so that backends that add in float32 and in float64 agree."""
+    """The corresponding lower limit makes backends that sum in float32 and in float64 agree."""
     rows = torch.randn(5, 3)
     rows[1] *= 1e-25
     assert groups_of(rows, 5, backend).status.tolist() == [0, Status.ZERO_VECTOR, 0, 0, 0]
@@ -166,7 +166,7 @@ def test_row_with_a_square_below_float32_is_a_zero_vector(backend: str) -> None:
 @pytest.mark.parametrize("groups", ["int", "ids"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_rows_are_as_if_absent(backend: str, groups: str) -> None:
-    """Whatever they hold."""
+    """The contents of masked rows do not matter."""
     prompts, size = share_of(backend, 200), 8
     rows = torch.randn(prompts, 1, 20) + torch.randn(prompts, size, 20) * torch.rand(prompts, size, 1)
     rows = rows.flatten(0, 1)
@@ -211,7 +211,7 @@ def test_status_of_places_tells_which_are_left_out(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prompt_does_not_depend_on_its_neighbours_nor_on_shards(backend: str) -> None:
-    """Alone, in any shard, and in the whole batch, of which one prompt is larger than all others."""
+    """A prompt has the same result alone, in any shard, and in the full batch with one much larger prompt."""
     batch = batch_of(share_of(backend, 120), tuple(KINDS), sizes_for(backend, 1, 3, 4, 8, 21), width=37)
     names = batch.ids.unique()
     whole = groups_of(batch.rows, batch.ids, backend)
@@ -237,7 +237,7 @@ def test_prompt_does_not_depend_on_its_neighbours_nor_on_shards(backend: str) ->
 def test_prompt_does_not_depend_on_its_id_nor_on_where_its_rows_are(backend: str) -> None:
     batch = batch_of(share_of(backend, 120), ("mixture", "isotropic", "bad"), sizes_for(backend, 2, 5, 9))
     names, at = batch.ids.unique(return_inverse=True)
-    order = batch.ids.argsort(stable=True)  # prompts together, each in its own order
+    order = batch.ids.argsort(stable=True)  # rows grouped by prompt, in their original order
     expected = groups_of(batch.rows[order], batch.ids[order], backend)
     renamed = torch.randperm(len(names))
     got = groups_of(batch.rows, renamed[at] * 7 - 100, backend)

@@ -1,4 +1,4 @@
-"""What similarity_groups promises case by case: small prompts, verdicts, thresholds, ties, duplicates, labels, ids."""
+"""The specification of similarity_groups: small prompts, verdicts, thresholds, ties, duplicates, labels, ids."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.ops.similarity_groups.prompts import (
 pytestmark = pytest.mark.grid
 
 Verdict = gk.Verdict
-NOTHING: dict[str, Any] = {"min_silhouette": -1.0, "distance_floor": 0.0}  # no threshold in the way
+NOTHING: dict[str, Any] = {"min_silhouette": -1.0, "distance_floor": 0.0}  # disables both thresholds
 
 
 def symmetric(size: int, value: float, pairs: dict[tuple[int, int], float] | None = None) -> Tensor:
-    """[1, K, K] with this value between all places but some pairs."""
+    """Distances [1, K, K] that equal `value` except for some pairs."""
     distances = torch.full((size, size), value)
     for (i, j), apart in (pairs or {}).items():
         distances[i, j] = distances[j, i] = apart
@@ -46,7 +46,7 @@ def clusters(distances: Tensor, backend: str, linkage: str = "average", **settin
 
 
 def embedded(rows: Tensor, backend: str, valid: Tensor | None = None, **settings: Any) -> gk.SimilarityGroups:
-    """One prompt."""
+    """Groups the rows as one prompt."""
     device = device_of(backend)
     mask = None if valid is None else valid.to(device)
     config = gk.SimilarityConfig(**settings)
@@ -56,7 +56,7 @@ def embedded(rows: Tensor, backend: str, valid: Tensor | None = None, **settings
 def assert_prompt(
     got: gk.SimilarityGroups, labels: list[int], silhouette: float, best_k: int, verdict: gk.Verdict
 ) -> None:
-    """Of the only prompt, everything that is said about it."""
+    """Checks all results of a batch with one prompt."""
     assert got.labels.flatten().tolist() == labels
     assert got.num_groups.tolist() == [max(labels, default=-1) + 1]
     assert got.silhouette.tolist() == pytest.approx([silhouette], rel=1e-6, abs=0)
@@ -71,7 +71,7 @@ def assert_prompt(
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fewer_than_three_responses_are_one_group(backend: str, size: int, collapse: str) -> None:
-    """Even opposite ones, and whatever becomes of a collapsed prompt: there was nothing to try."""
+    """Holds even for opposite responses and for every setting of `collapse`, as there is no cut to try."""
     rows = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])[:size]
     assert_prompt(embedded(rows, backend, collapse=collapse), [0] * size, 0.0, 1, Verdict.SMALL)
     assert_prompt(clusters(symmetric(size, 2.0), backend, collapse=collapse), [0] * size, 0.0, 1, Verdict.SMALL)
@@ -136,7 +136,7 @@ def test_identical_responses_are_one_group_with_silhouette_zero(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_distance_floor_is_met_by_distances_up_to_it_and_comes_before_a_good_cut(backend: str) -> None:
-    """The silhouette and its k are reported all the same."""
+    """The silhouette and its k are still reported."""
     pairs = symmetric(4, 0.25, {(0, 1): 2**-10, (2, 3): 2**-10})
     score = 1 - 2**-8
     assert_prompt(clusters(pairs, backend, distance_floor=0.25), [0] * 4, score, 2, Verdict.ALL_SAME)
@@ -148,7 +148,7 @@ def test_distance_floor_is_met_by_distances_up_to_it_and_comes_before_a_good_cut
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_distance_floor_is_the_documented_one_by_default(backend: str) -> None:
-    """1e-4: of one prompt on either side."""
+    """The default is 1e-4, checked with one prompt on either side."""
     for scale, verdict in ((0.9e-4, Verdict.ALL_SAME), (1.1e-4, Verdict.CLUSTERED)):
         distances = symmetric(4, scale, {(0, 1): scale / 8, (2, 3): scale / 8})
         assert clusters(distances, backend).verdict.tolist() == [verdict]
@@ -156,14 +156,14 @@ def test_distance_floor_is_the_documented_one_by_default(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_different_is_further_apart_than_different_at(backend: str) -> None:
-    """Equal distances have silhouette 0 in every cut."""
+    """With equal distances, every cut has silhouette 0."""
     equal = symmetric(5, 0.5)
     below = next_to(0.5, 0, backend)
     assert_prompt(clusters(equal, backend, different_at=below), [0] * 5, 0.0, 2, Verdict.ALL_DIFFERENT)
     assert_prompt(clusters(equal, backend, different_at=0.5), [0] * 5, 0.0, 2, Verdict.UNCLEAR)
     assert_prompt(clusters(symmetric(5, 0.29), backend), [0] * 5, 0.0, 2, Verdict.UNCLEAR)
     assert_prompt(clusters(symmetric(5, 0.31), backend), [0] * 5, 0.0, 2, Verdict.ALL_DIFFERENT)
-    # one pair that is near is enough to be not all different
+    # a single near pair prevents the verdict ALL_DIFFERENT
     near = symmetric(5, 0.5, {(1, 3): 0.25})
     assert clusters(near, backend, different_at=0.25, min_silhouette=1.0).verdict.tolist() == [Verdict.UNCLEAR]
 
@@ -195,7 +195,7 @@ def test_collapsed_prompts_become_what_the_config_says(
     assert_prompt(got, becomes[unclear], 0.0, 2, Verdict.UNCLEAR)
     got = clusters(symmetric(4, 0.5), backend, **settings)
     assert_prompt(got, becomes[apart], 0.0, 2, Verdict.ALL_DIFFERENT)
-    # rows that are left out get no group of their own
+    # rows left out get no group of their own
     left_out = symmetric(4, 0.5)
     left_out[0, 1] = left_out[0, :, 1] = INF
     labels = {"one": [0, -1, 0, 0], "singletons": [0, -1, 1, 2]}[apart]
@@ -204,7 +204,7 @@ def test_collapsed_prompts_become_what_the_config_says(
 
 # Choice of k
 
-# Pairs of duplicates (0, 1), (2, 3), (4, 5), (6, 7); the first two are 3/8 apart, the last two 3/4, all others 1.
+# Pairs of duplicates (0, 1), (2, 3), (4, 5), (6, 7); the first two pairs are 3/8 apart, the last two 3/4, all others 1.
 # In the cut into 4 every row has silhouette 1. Into 3, the first four have a = 2/3 * 3/8 = 1/4, b = 1: 3/4.
 # Into 2, the last four have a = 1/2: 1/2.
 SCORES = {2: 0.625, 3: 0.875, 4: 1.0}
@@ -229,12 +229,12 @@ def nested() -> Tensor:
         ({"k_max": 100}, 4),
         ({"k_min": 3}, 4),
         ({"k_min": 3, "k_max": 3}, 3),
-        ({"tie_tolerance": 0.125}, 3),  # not further from the best than this
+        ({"tie_tolerance": 0.125}, 3),  # a difference from the best of at most this
         ({"tie_tolerance": 0.1249}, 4),
         ({"tie_tolerance": 0.375}, 2),
         ({"tie_tolerance": 0.375, "k_min": 3}, 3),
         ({"tie_tolerance": 10.0}, 2),
-        ({"min_silhouette": 1.0}, 4),  # what is exactly as good is good enough
+        ({"min_silhouette": 1.0}, 4),  # a score equal to the threshold suffices
         ({"k_max": 3, "min_silhouette": 0.875}, 3),
     ],
     ids=str,
@@ -255,7 +255,7 @@ def test_cut_that_is_not_good_enough_collapses_but_is_reported(backend: str, lin
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_min_silhouette_is_a_tenth_by_default(backend: str) -> None:
-    """Two pairs 1 apart, each of distance 1 - s within, have silhouette s."""
+    """Two pairs at distance 1 from each other and 1 - s within have silhouette s."""
     for score, verdict in ((0.11, Verdict.CLUSTERED), (0.09, Verdict.ALL_DIFFERENT)):
         got = clusters(symmetric(4, 1.0, {(0, 1): 1 - score, (2, 3): 1 - score}), backend)
         assert got.verdict.tolist() == [verdict] and got.silhouette.item() == pytest.approx(score, abs=1e-6)
@@ -277,7 +277,7 @@ def test_worst_silhouettes_are_reported_below_zero(backend: str) -> None:
 def test_prompt_too_small_for_k_min_has_no_cut(backend: str, size: int, k_min: int) -> None:
     pair = symmetric(size, 1.0, {(0, 1): 0.01})
     assert_prompt(clusters(pair, backend, k_min=k_min), [0] * size, 0.0, 1, Verdict.UNCLEAR)
-    # not even when the least silhouette would do
+    # not even with the lowest min_silhouette
     got = clusters(symmetric(size, 1.0), backend, k_min=k_min, min_silhouette=-1.0)
     assert_prompt(got, [0] * size, 0.0, 1, Verdict.ALL_DIFFERENT)
 
@@ -285,7 +285,7 @@ def test_prompt_too_small_for_k_min_has_no_cut(backend: str, size: int, k_min: i
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_smallest_of_equally_good_ks_and_lowest_of_equally_near_pairs(backend: str, linkage: str) -> None:
-    """All distances equal: every cut scores 0, and clusters grow from place 0."""
+    """With equal distances, every cut scores 0 and clusters grow from place 0."""
     for size in sizes_for(backend, 3, 7, 12):
         equal = symmetric(size, 0.5)
         cuts = tree(equal.double().numpy(), linkage).cuts[0]
@@ -303,7 +303,7 @@ def test_smallest_of_equally_good_ks_and_lowest_of_equally_near_pairs(backend: s
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_cut_into_more_groups_than_distinct_responses_can_win(backend: str, linkage: str) -> None:
-    """The cut into the u distinct ones scores the share of rows that have a twin, any finer one at least 2 / n less."""
+    """The cut into distinct responses scores the share of duplicated rows; finer cuts score at least 2 / n less."""
     size = 9
     rows = batch_of(share_of(backend, 60), ["duplicates"], [size], width=24, seed=5)
     arguments = [t.to(device_of(backend)) for t in (rows.rows, rows.ids)]
@@ -322,7 +322,7 @@ def test_no_cut_into_more_groups_than_distinct_responses_can_win(backend: str, l
         score = at[distinct].silhouette[prompt].item()
         assert score == np.float32(int(counts[counts > 1].sum()) / size)
         finer = [at[k].silhouette[prompt].item() for k in range(distinct + 1, size)]
-        # the scores are of float32
+        # scores are rounded to float32
         assert all(other <= score - 2 / size + 1e-6 for other in finer)
         assert best.best_k[prompt] <= distinct
         found = best.labels.cpu()[rows.ids == name]
@@ -334,7 +334,7 @@ def test_no_cut_into_more_groups_than_distinct_responses_can_win(backend: str, l
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_few_distinct_responses_many_times_are_their_groups(backend: str, linkage: str) -> None:
-    """Orthogonal ones: the cut into them scores 1."""
+    """The distinct responses are orthogonal, so the cut into them scores 1."""
     for size in sizes_for(backend, 8, 32, 64, 256):
         for distinct in (2, 3, min(5, size // 2)):
             which = torch.randint(distinct, (size,))
@@ -385,7 +385,7 @@ def test_group_ids_are_unique_and_group_advantages_takes_them(backend: str) -> N
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prompts_come_in_ascending_order_of_their_ids(backend: str) -> None:
-    """Ids of either sign and any size; prompts of 1, 2, 3 and 4 rows tell themselves by their verdicts and labels."""
+    """Ids have either sign and any size; prompts of 1 to 4 rows are recognized by their verdicts and labels."""
     names = torch.tensor([2**62, -(2**40), 5, -1])  # 4, 1, 3 and 2 rows
     order = torch.tensor([0, 2, 3, 0, 1, 2, 0, 3, 2, 0])
     rows = torch.eye(4)[torch.tensor([0, 1, 0, 1, 0, 1, 2, 1, 0, 3])]

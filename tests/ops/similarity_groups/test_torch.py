@@ -29,20 +29,20 @@ Layout = tuple[Tensor | None, Tensor | None, int, int]
 
 
 def distances_on(device: torch.device) -> Tensor:
-    """Of two prompts of five and three."""
+    """Distances of two prompts, of five and of three rows."""
     rows = torch.randn(8, 7, device=device)
     return gk.pairwise_cosine(rows, torch.tensor([0] * 5 + [1] * 3, device=device), backend="reference")
 
 
 def arguments_of(op: str, device: torch.device, full: bool) -> tuple[Any, ...]:
-    """As the op takes them; in full with ids in any order, an empty prompt and a mask."""
+    """Arguments of the registered op; with `full`, ids in any order, an empty prompt and a mask."""
     config = gk.SimilarityConfig("ward", k_max=4)
     if op == "agglomerate":
         return distances_on(device), LINKAGES.index("average" if full else "single")
     if op == "cluster_distances":
         return distances_on(device), config.modes, config.coefficients
     if op == "silhouette":
-        # opcheck takes no NaN for equal: all places are in use
+        # opcheck does not consider NaN equal, so all places are in use
         labels = torch.tensor([[0, 1, 0, 2], [0, 0, 1, 1]], dtype=torch.int64, device=device)
         return grid_distances(2, 4, 9).to(device), labels
     rows = torch.randn(8, 7, device=device)
@@ -96,7 +96,7 @@ def test_compiles_into_one_graph(backend: str | None, op: str) -> None:
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_labels_of_rows_and_advantages_compile_into_one_graph(backend: str | None) -> None:
-    """What a trainer does with them, without a step in between."""
+    """The calls of a trainer, from embeddings to advantages, without a graph break."""
     torch.compiler.reset()
     device = device_of(backend or "cuda")
     rows, rewards = torch.randn(16, 9, device=device), torch.randn(16, device=device)
@@ -114,7 +114,7 @@ def test_labels_of_rows_and_advantages_compile_into_one_graph(backend: str | Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_strides_change_nothing(backend: str, dtype: torch.dtype) -> None:
-    """What lies between the numbers is NaN, or true of a mask."""
+    """The memory between the values holds NaN, or True for masks."""
     device = device_of(backend)
     batch = batch_of(4, ["mixture"], sizes_for(backend, 5, 9), width=21)
     rows, ids = batch.rows.to(device, dtype), batch.ids.to(device)

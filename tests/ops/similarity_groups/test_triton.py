@@ -1,4 +1,4 @@
-"""What only the Triton kernels of similarity_groups could get wrong: tiles, places that are not in use, the limit."""
+"""Properties of the Triton kernels of similarity_groups alone: tiles, unused places, the limit on rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if "triton" not in harness.runnable_backends(op.SUPPORTS):
     pytest.skip("triton cannot run here", allow_module_level=True)
 
 DEVICE = harness.device_of("triton")
-# On both sides of the tiles' widths, and of the numbers below which there is nothing to choose.
+# Sizes on both sides of the tile widths, and of 3, below which there is no cut to choose.
 SIZES = (1, 2, 3, 16, 17, 33)
 
 
 def distances_of(size: int, steps: int | None) -> Tensor:
-    """Of two prompts, the second with places left out; multiples of 1 / steps, so that many are equal."""
+    """Distances of two prompts, the second with unused places; given `steps`, multiples of 1 / steps with many ties."""
     random = torch.Generator().manual_seed(size)
     values = torch.rand(2, size, size, generator=random)
     values = values if steps is None else (values * steps).round() / steps

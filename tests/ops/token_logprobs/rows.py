@@ -1,4 +1,4 @@
-"""Rows of logits for the tests of token_logprobs, and how a result is held against the float64 reference."""
+"""Rows of logits for the tests of token_logprobs, and comparison of results with the float64 reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness import assert_within_budget, device_of, runnable_backends
 NAN, INF = float("nan"), float("inf")
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# Triton's interpreter and the emulated CUDA take 10 to 1000 times as long.
+# Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
 
 
@@ -25,7 +25,7 @@ class Results(NamedTuple):
 
 
 def rows_of(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, spread: float = 4.0) -> tuple[Tensor, Tensor]:
-    """Logits like a model's, far from 0, and targets of which every third is the likeliest token."""
+    """Logits like a model's, far from 0, and targets; every third target is the likeliest token."""
     logits = (torch.randn(shape) * spread + 25).to(dtype)
     targets = torch.randint(shape[-1], shape[:-1])
     likeliest = torch.arange(targets.numel()).view(targets.shape) % 3 == 0
@@ -39,7 +39,7 @@ def run(
     upstream: tuple[Tensor | None, Tensor | None] | None = None,
     **options: Any,
 ) -> Results:
-    """The op on the backend's device; `upstream` are the gradients of log-probability and entropy."""
+    """Runs the op on the backend's device; `upstream` holds the gradients of log-probability and entropy."""
     device = device_of(backend)
     options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
     if upstream is not None:
@@ -55,7 +55,7 @@ def run(
 
 
 def upstream_of(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of both results, 0 for some rows."""
+    """Upstream gradients of both results, 0 for some rows."""
     some = torch.rand(targets.shape) > 0.2
     return torch.randn(targets.shape) * some, torch.randn(targets.shape) * (torch.rand(targets.shape) > 0.2)
 
@@ -67,7 +67,7 @@ def assert_matches(
     upstream: tuple[Tensor | None, Tensor | None] | None = None,
     **options: Any,
 ) -> Results:
-    """Values and gradients within budget of float64, the reference on the same logits being the measure."""
+    """Checks values and gradients against float64; the error budget comes from the reference on the same logits."""
     upstream = upstream_of(targets) if upstream is None else upstream
     got = run(logits, targets, backend, upstream, **options)
     working = run(logits, targets, "reference", upstream, **options)

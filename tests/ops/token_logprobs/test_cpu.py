@@ -1,4 +1,4 @@
-"""What only the CPU kernels promise: the same bits from every instruction set."""
+"""Properties of the CPU kernels alone: the same bits from every instruction set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(name: str, logits: Tensor, target: int, softcap: float, level: str) -> t
         *pointers[:2], ctypes.c_int64(len(logits)), ctypes.c_int64(target), ctypes.c_double(softcap), pointers[2]
     )
     assert not results.isnan().any() or logits.isnan().any()
-    # every NaN is as good as any other, whatever its sign
+    # any NaN matches any other, whatever its sign
     clean = (t.where(~t.isnan(), 12345) for t in (gradient, results))
     return tuple(t.view(torch.uint8).numpy().tobytes() for t in clean)
 

@@ -1,4 +1,4 @@
-"""What only the CUDA kernels promise: one launch a call, blocks that take several rows, any schedule the same bits."""
+"""Properties of the CUDA kernels alone: one launch per call, several rows per block, the same bits in any schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_forward_and_backward_take_one_launch_each(entropy: bool) -> None:
     assert emulator.grpo_kernels_launches() == 2
 
 
-# 64 and 512 threads; rows that begin at any address.
+# Blocks of 64 and 512 threads, and rows at any alignment.
 @pytest.mark.parametrize("vocabulary", [301, 1801])
 def test_same_bits_under_every_schedule(vocabulary: int) -> None:
     logits, targets = rows_of((3, vocabulary), torch.bfloat16)
@@ -46,7 +46,7 @@ def test_same_bits_under_every_schedule(vocabulary: int) -> None:
         assert_same(result, results[0])
 
 
-# A grid has 2^14 blocks at most.
+# A grid has at most 2^14 blocks.
 @pytest.mark.slow
 def test_more_rows_than_blocks() -> None:
     logits, targets = rows_of((2**14 + 150, 40))

@@ -1,4 +1,4 @@
-"""Where token_logprobs could go wrong unseen: certainty, masked tokens, ignored rows, layouts, memory, repetition."""
+"""Edge cases of token_logprobs: certainty, masked tokens, ignored rows, layouts, memory, repetition."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from tests.ops.token_logprobs.rows import (
 @pytest.mark.parametrize("vocabulary", [2, 700])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_certain_tokens_keep_their_digits(backend: str, vocabulary: int, offset: float) -> None:
-    """Log-probabilities down to -1e-9, where subtracting log-sum-exp in float32 gives 0 or more."""
+    """Log-probabilities up to -1e-9, for which subtracting log-sum-exp in float32 gives 0 or more."""
     wanted = torch.tensor([1e-1, 1e-3, 1e-6, 1e-7, 1e-8, 1e-9], dtype=torch.float64)
     rest = wanted.expm1().log() - math.log(vocabulary - 1)
     logits = rest[:, None].expand(-1, vocabulary).clone()
     logits[:, vocabulary // 2] = 0
-    logits = (logits + offset).float()  # now with rounded logits, so that the gold is what these have
+    logits = (logits + offset).float()  # the gold values are those of the rounded logits
     targets = torch.full((len(wanted),), vocabulary // 2)
     others = torch.cat([logits[:, : vocabulary // 2], logits[:, vocabulary // 2 + 1 :]], -1).double()
     distance = others - logits[:, vocabulary // 2, None].double()
@@ -48,7 +48,7 @@ def test_certain_tokens_keep_their_digits(backend: str, vocabulary: int, offset:
     got = run(logits, targets, backend, upstream)
     torch.testing.assert_close(got.logprobs.double().cpu(), gold, rtol=1e-5, atol=0)
     torch.testing.assert_close(got.entropy.double().cpu(), gold_entropy, rtol=1e-5, atol=0)
-    # from a float64 log-sum-exp, of the size of the logits
+    # rounding of a float64 log-sum-exp, which is as large as the logits
     atol = torch.finfo(torch.float64).eps * abs(offset)
     certain = got.gradient[:, vocabulary // 2].double().cpu()
     torch.testing.assert_close(certain, -torch.expm1(gold), rtol=1e-5, atol=atol)
@@ -57,7 +57,7 @@ def test_certain_tokens_keep_their_digits(backend: str, vocabulary: int, offset:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_certain_rows_with_another_target(backend: str) -> None:
-    """The entropy of a row is as exact whichever token was drawn."""
+    """The entropy of a row is equally accurate for every target."""
     logits = torch.full((2, 300), -20.0)
     logits[:, 7] = 5.0
     got = run(logits, torch.tensor([7, 8]), backend, return_entropy=True)
@@ -75,14 +75,14 @@ def test_equal_logits(backend: str, count: int) -> None:
     assert got.entropy.item() == pytest.approx(math.log(count), rel=1e-6)
 
 
-# Not finite
+# Non-finite logits
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "temperature": 0.5}], ids=["plain", "capped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_masked_vocabulary(backend: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """-inf is probability 0, as if the column was not there; a target there has logprob -inf."""
+    """A logit of -inf is probability 0, as if the column were absent; a target there has a log-prob of -inf."""
     logits, targets = rows_of((6, 530), dtype)
     logits -= 25
     hidden = torch.rand(6, 530) < 0.7
@@ -98,7 +98,7 @@ def test_masked_vocabulary(backend: str, dtype: torch.dtype, options: dict[str, 
     assert not got.gradient.cpu()[:5][hidden[:5]].any()
     lowest = torch.finfo(dtype).min
     kept = run(logits.masked_fill(hidden, lowest)[2:5], targets[2:5], backend, return_entropy=True)
-    if not options:  # people mask with the lowest number as well
+    if not options:  # the dtype's lowest number is a common mask value, too
         assert torch.equal(kept.logprobs, got.logprobs[2:5]) and torch.equal(kept.entropy, got.entropy[2:5])
 
 
@@ -116,7 +116,7 @@ def test_a_bad_row_spoils_itself_alone(backend: str, options: dict[str, Any], wh
     assert got.logprobs[1].isnan() and got.entropy[1].isnan() and got.gradient[1].isnan().any()
     keep = torch.tensor([0, 2], device=got.logprobs.device)
     assert_same(Results(*(r[keep] for r in got)), Results(*(r[keep] for r in clean)))
-    # nobody asks for the row's gradient
+    # the row's gradient is not requested
     silent = run(bad, targets, backend, (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 1.0])), **options)
     assert not silent.gradient[1].any() and torch.equal(silent.gradient[keep], clean.gradient[keep])
 
@@ -171,7 +171,7 @@ def test_a_target_that_is_no_column_gives_nan_where_it_cannot_be_an_error(backen
 
 
 def layouts(logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same [3, 4, V] numbers with other strides; what lies between them is NaN."""
+    """The same [3, 4, V] values with different strides; the memory between them holds NaN."""
     a, b, v = logits.shape
     wide = logits.new_full((a, b + 1, v + 3), NAN)
     wide[:, :-1, 2:-1] = logits
@@ -197,7 +197,7 @@ def test_strides_change_nothing(backend: str, dtype: torch.dtype) -> None:
         device = device_of(backend)
         leaf = strided.to(device).as_strided(strided.shape, strided.stride(), 0) if device.type != "cpu" else strided
         got = run(leaf, spread[:, ::2], backend, upstream)
-        for one, other in zip(got, expected, strict=True):  # where a row begins may change the order of additions
+        for one, other in zip(got, expected, strict=True):  # a row's alignment may change the summation order
             torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -226,7 +226,7 @@ def test_inplace_backward_tells_whoever_needs_the_logits(backend: str) -> None:
     logits, targets = (t.to(device_of(backend)) for t in rows_of((3, 50)))
     computed = logits.requires_grad_() * 1
     logprobs = gk.token_logprobs(computed, targets, inplace_backward=True, backend=backend).logprobs
-    other = computed.square().sum()  # keeps the logits for its own backward
+    other = computed.square().sum()  # saves the logits for its own backward
     logprobs.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         other.backward()

@@ -1,4 +1,4 @@
-"""What token_logprobs refuses: the exception and what its message names."""
+"""Errors of token_logprobs: the exception type and the parts of its message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def refused(error: type[Exception], *parts: str, logits: Any = None, targets: Any = None, **options: Any) -> None:
-    """The call raises this very type, and its message has the op and each part."""
+    """Checks that the call raises exactly this type, with a message that contains the op and each part."""
     logits = torch.randn(2, 3, 7) if logits is None else logits
     targets = torch.zeros(2, 3, dtype=torch.int64) if targets is None else targets
     for backend in (None, *BACKENDS):

@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "capped": {"temperature": 1.3, "softcap": 30.0, "logit_scale": 1.5},
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# V = 1: one token, certain. 31: less than any vector. 1023: ragged. 5008: several tiles of a kernel, all aligned.
+# V = 1: one certain token. 31: less than any vector. 1023: a ragged tail. 5008: several tiles, all aligned.
 SIZES = [1, 31, 1023, 5008]
 
 
@@ -67,7 +67,7 @@ def test_one_result_alone_has_its_gradient(backend: str, which: str) -> None:
         assert_matches(logits, targets, backend, (torch.zeros_like(g), h))
 
 
-# A model's vocabulary, in every layout of memory that its last dimension leaves.
+# The vocabulary size of a real model.
 @pytest.mark.parametrize("backend", [b for b in KERNELS if b in FAST])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_vocabulary_of_151936(backend: str, dtype: torch.dtype) -> None:
@@ -93,7 +93,7 @@ def test_float64_logits(backend: str) -> None:
         got = run(logits, targets, backend, upstream, **options)
         gold = run(logits, targets, "reference", upstream, **options)
         for one, other in zip(got, gold, strict=True):
-            # a sum of 1,003 terms in another order, of numbers around 25 in float64
+            # a float64 sum of 1,003 numbers around 25 in a different order
             torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
 
 
@@ -111,7 +111,7 @@ def test_gradcheck(backend: str, options: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(results, logits.requires_grad_())
 
 
-# Its backward is written by hand, its forward is plain torch: autograd knows the derivative of that by itself.
+# The reference's backward is written by hand; its forward is plain torch, which autograd can differentiate.
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_reference_backward_is_what_autograd_gets_from_its_forward(options: dict[str, Any]) -> None:
     logits, targets = rows_of((1, 6, 40), torch.float64)
@@ -142,7 +142,7 @@ def test_a_temperature_per_row_equals_one_call_for_each(backend: str, shape: tup
         own = tuple(u[a, b] for u in upstream)
         alone = run(logits[a, b], targets[a, b], backend, own, temperature=full[a, b].item())
         for one, other in zip(got, alone, strict=True):
-            torch.testing.assert_close(one[a, b], other, rtol=1e-6, atol=1e-6)  # 1 / T is rounded in another place
+            torch.testing.assert_close(one[a, b], other, rtol=1e-6, atol=1e-6)  # 1 / T is rounded at a different step
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)

@@ -20,7 +20,7 @@ def rows(backend: str) -> tuple[Tensor, Tensor]:
 
 
 class Gold:
-    """Both results in float64, and the logits that they depend on."""
+    """Both results in float64, with the logits they were computed from."""
 
     def __init__(self, logits: Tensor, temperature: float, targets: Tensor) -> None:
         self.logits = logits.detach().double().requires_grad_()
@@ -30,7 +30,7 @@ class Gold:
 
 
 def assert_agree(ours: Tensor, theirs: Tensor, logits: Tensor, exact: Tensor, exact_logits: Tensor) -> None:
-    """Values and gradients no further from float64 than theirs."""
+    """Checks that our values and gradients are no further from float64 than theirs."""
     assert_within_budget(ours, theirs, exact)
     upstream = torch.randn(ours.shape, device=ours.device)
     gradients = [torch.autograd.grad(r, logits, upstream)[0] for r in (ours, theirs)]
@@ -57,7 +57,7 @@ def test_entropy_from_logits(backend: str) -> None:
     assert_agree(ours, theirs, logits, gold.entropy, gold.logits)
 
 
-# What TRL does between the model and the loss: the last position has no target.
+# TRL's slicing between the model and the loss: the last position has no target.
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_shifted_by_one(backend: str) -> None:
     logits, targets = rows(backend)

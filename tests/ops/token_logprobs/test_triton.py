@@ -1,4 +1,4 @@
-"""What only the Triton kernels promise: no new length, stride or coefficient compiles them anew."""
+"""Properties of the Triton kernels alone: a new length, stride or coefficient does not recompile them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.emulation.build import ROOT
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-# In a process of its own: here, kernels are interpreted and have no parameters to look at.
+# Runs in its own process: here, kernels are interpreted and expose no parameters.
 CODE = """
 from grpo_kernels.ops.token_logprobs import triton as op
 for kernel in (op._forward_kernel, op._backward_kernel):
@@ -30,7 +30,7 @@ def test_no_run_time_argument_is_specialised() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # each has two values at most, but for the block that fits a small vocabulary
+    # each has at most two values, except for the block size of a small vocabulary
     assert done.stdout.split("\n")[:2] == [
         "_forward_kernel CAPPED ALIGNED BLOCK",
         "_backward_kernel CAPPED ALIGNED INPLACE BLOCK",
