@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -45,6 +46,8 @@ class Rehearsal:
 
     def start(self, name: str, seconds: float, *parts: str) -> tuple[subprocess.Popen[bytes], Path]:
         out = self.folder / name
+        # without a build, a run resumes from the results it finds and would have nothing left to do
+        shutil.rmtree(gpu_check.WORK / "results", ignore_errors=True)
         command = [sys.executable, "-m", "tools.gpu_check", "--rehearsal", "--python", self.python]
         command += ["--seconds", str(seconds), *(["--parts", *parts] if parts else [])]
         path = os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]])
