@@ -147,7 +147,7 @@ def main() -> None:
         rehearsal = Rehearsal(options.python, Path(name))
         scenes: list[tuple[str, Callable[[], None]]] = [
             ("whole", lambda: whole(rehearsal, options.seconds)),
-            ("tests cut off", lambda: cut_off(rehearsal, "tests", 45)),
+            ("tests cut off", lambda: cut_off(rehearsal, "tests", 22)),
             ("values cut off", lambda: cut_off(rehearsal, "values", 30)),
             ("terminated", lambda: killed(rehearsal, signal.SIGTERM)),
             ("killed", lambda: killed(rehearsal, signal.SIGKILL)),
