@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from typing import Any
 
 from grpo_trainer.settings import unknown_key
-from grpo_trainer.tasks.base import Splits
+from grpo_trainer.tasks.base import Sizes, Splits
 
 TASKS = ("arithmetic", "strategies", "gsm8k", "dialogue", "reply")
 
 
 def make(name: str, seed: int, options: dict[str, Any]) -> Splits:
-    """Generates the data of a task; `options` are arguments of its module's `make`."""
+    """Generates the data of a task; `options` are its `Sizes` and arguments of its module's `make`."""
     if name not in TASKS:
         raise ValueError(unknown_key("data.task", name, list(TASKS)))
     make_splits = importlib.import_module(f"grpo_trainer.tasks.{name}").make
-    known = [parameter for parameter in inspect.signature(make_splits).parameters if parameter != "seed"]
+    parameters = inspect.signature(make_splits).parameters
+    size_names = [field.name for field in dataclasses.fields(Sizes)]
+    known = [*size_names, *(name for name in parameters if name not in ("seed", "sizes"))]
     for option in options:
         if option not in known:
             raise ValueError(unknown_key("data.options", option, known))
-    splits: Splits = make_splits(seed=seed, **options)
+    sizes = {name: value for name, value in options.items() if name in size_names}
+    others = {name: value for name, value in options.items() if name not in size_names}
+    splits: Splits = make_splits(seed=seed, sizes=dataclasses.replace(parameters["sizes"].default, **sizes), **others)
     return splits

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import random
 
-from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.tasks.base import DEFAULT_SIZES, Item, Sizes, Splits, to_lines
 
 NAMES = ("Ann", "Bob", "Cy", "Dan", "Eve", "Flo", "Gus", "Hal")
 THINGS = ("shells", "stamps", "coins", "cards", "pens", "books", "nuts", "beads")
@@ -84,15 +84,16 @@ def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxe
 
 
 def held_out(
-    seed: int, demonstrations: int, train: int, validation: int, test: int, boxes: float
+    seed: int, sizes: Sizes, boxes: float
 ) -> tuple[random.Random, list[Problem], list[Problem], list[Problem], list[Problem]]:
     """The generator, and problems for SFT, train, validation and test; the last two share no expression with others."""
     rng = random.Random(f"arithmetic {seed}")
-    test_problems = problems(test, rng, set(), boxes)
+    test_problems = problems(sizes.test, rng, set(), boxes)
     seen = {problem.expression for problem in test_problems}
-    validation_problems = problems(validation, rng, seen, boxes)
+    validation_problems = problems(sizes.validation, rng, seen, boxes)
     seen |= {problem.expression for problem in validation_problems}
-    sft_problems, train_problems = (problems(count, rng, seen, boxes) for count in (demonstrations, train))
+    sft_problems = problems(sizes.demonstrations, rng, seen, boxes)
+    train_problems = problems(sizes.train, rng, seen, boxes)
     return rng, sft_problems, train_problems, validation_problems, test_problems
 
 
@@ -103,10 +104,7 @@ def item(problem: Problem) -> Item:
 def make(
     *,
     seed: int,
-    demonstrations: int = 6000,
-    train: int = 4000,
-    validation: int = 256,
-    test: int = 512,
+    sizes: Sizes = DEFAULT_SIZES,
     misread: float = 0.45,
     terse: float = 0.2,
     boxes: float = 0.3,
@@ -115,12 +113,12 @@ def make(
 
     Args:
         seed: seed of the data.
-        demonstrations, train, validation, test: number of lines in each split.
+        sizes: number of lines in each split.
         misread: share of demonstrations that misread verbs.
         terse: share of demonstrations that give the answer alone; the rest is correct.
         boxes: share of problems that start with a product.
     """
-    rng, *splits = held_out(seed, demonstrations, train, validation, test, boxes)
+    rng, *examples = held_out(seed, sizes, boxes)
 
     def demonstrate(problem: Problem) -> str:
         style = rng.random()
@@ -128,6 +126,4 @@ def make(
             return f"#### {problem.answer}"
         return problem.worked(MISREAD if style < terse + misread else ())
 
-    sft = [item(problem) | {"demonstration": demonstrate(problem)} for problem in splits[0]]
-    train_items, validation_items, test_items = ([item(problem) for problem in split] for split in splits[1:])
-    return Splits(sft, train_items, validation_items, test_items)
+    return to_lines(examples, item, demonstrate)

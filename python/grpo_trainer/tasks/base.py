@@ -5,11 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 Item = dict[str, Any]
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Number of lines in each split; every task takes them as options."""
+
+    demonstrations: int = 6000  # for SFT
+    train: int = 4000
+    validation: int = 256
+    test: int = 512
+
+
+DEFAULT_SIZES = Sizes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,32 +37,21 @@ class Splits:
 
 
 def held_out(
-    draw: Callable[[], T],
-    key: Callable[[T], Hashable],
-    *,
-    demonstrations: int,
-    train: int,
-    validation: int,
-    test: int,
+    draw: Callable[[], T], key: Callable[[T], Hashable], sizes: Sizes
 ) -> tuple[list[T], list[T], list[T], list[T]]:
-    """Draws examples for the four splits; keys of validation and test are distinct and occur in no other split.
+    """Draws examples for SFT, train, validation and test; the keys of the last two occur only once.
 
     Args:
         draw: draws an example.
         key: content of an example.
-        demonstrations: number of examples for SFT.
-        train: number of examples for RL.
-        validation: number of validation examples.
-        test: number of test examples.
-
-    Returns:
-        Examples for SFT, RL, validation and test.
+        sizes: number of examples in each split.
     """
     excluded: set[Hashable] = set()
-    test_examples = _draw_many(draw, key, test, excluded, distinct=True)
-    validation_examples = _draw_many(draw, key, validation, excluded, distinct=True)
-    sft_examples = _draw_many(draw, key, demonstrations, excluded, distinct=False)
-    return sft_examples, _draw_many(draw, key, train, excluded, distinct=False), validation_examples, test_examples
+    test_examples = _draw_many(draw, key, sizes.test, excluded, distinct=True)
+    validation_examples = _draw_many(draw, key, sizes.validation, excluded, distinct=True)
+    sft_examples = _draw_many(draw, key, sizes.demonstrations, excluded, distinct=False)
+    train_examples = _draw_many(draw, key, sizes.train, excluded, distinct=False)
+    return sft_examples, train_examples, validation_examples, test_examples
 
 
 def _draw_many(
@@ -66,6 +68,18 @@ def _draw_many(
             if distinct:
                 excluded.add(key(example))
     raise ValueError(f"data.options: there are too few different problems for {count} lines in a split; ask for fewer")
+
+
+def to_lines(
+    examples: Sequence[Sequence[T]],
+    item: Callable[[T], Item],
+    demonstrate: Callable[[T], str],
+    rewards: tuple[str, ...] = Splits.rewards,
+) -> Splits:
+    """Turns examples for SFT, train, validation and test into lines; those for SFT have a demonstration."""
+    sft, *others = examples
+    train, validation, test = ([item(example) for example in split] for split in others)
+    return Splits([item(x) | {"demonstration": demonstrate(x)} for x in sft], train, validation, test, rewards)
 
 
 class Mixture:

@@ -13,7 +13,7 @@ import dataclasses
 import random
 from collections.abc import Hashable
 
-from grpo_trainer.tasks.base import Item, Mixture, Splits, held_out
+from grpo_trainer.tasks.base import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, to_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +81,7 @@ class Dialogue:
 def make(
     *,
     seed: int,
-    demonstrations: int = 6000,
-    train: int = 4000,
-    validation: int = 256,
-    test: int = 512,
+    sizes: Sizes = DEFAULT_SIZES,
     mistaken: float = 0.3,
     evasive: float = 0.3,
 ) -> Splits:
@@ -92,7 +89,7 @@ def make(
 
     Args:
         seed: seed of the data.
-        demonstrations, train, validation, test: number of lines in each split.
+        sizes: number of lines in each split.
         mistaken: share of demonstrations that state a fact not in the persona.
         evasive: share of demonstrations that evade the question.
     """
@@ -109,22 +106,8 @@ def make(
             return rng.choice(EVASIONS)
         return dialogue.mistaken(rng) if kind == "mistaken" else dialogue.reply
 
-    sft_examples, train_examples, validation_examples, test_examples = held_out(
-        draw,
-        lambda dialogue: dialogue.content,
-        demonstrations=demonstrations,
-        train=train,
-        validation=validation,
-        test=test,
-    )
-
     def item(dialogue: Dialogue) -> Item:
         return {"prompt": dialogue.prompt, "answer": dialogue.reply}
 
-    return Splits(
-        sft=[item(dialogue) | {"demonstration": demonstrate(dialogue)} for dialogue in sft_examples],
-        train=[item(dialogue) for dialogue in train_examples],
-        validation=[item(dialogue) for dialogue in validation_examples],
-        test=[item(dialogue) for dialogue in test_examples],
-        rewards=("dialogue",),
-    )
+    examples = held_out(draw, lambda dialogue: dialogue.content, sizes)
+    return to_lines(examples, item, demonstrate, rewards=("dialogue",))

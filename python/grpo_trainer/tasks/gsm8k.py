@@ -14,7 +14,7 @@ import random
 from collections.abc import Hashable
 
 from grpo_trainer.tasks.arithmetic import NAMES
-from grpo_trainer.tasks.base import Item, Mixture, Splits, held_out
+from grpo_trainer.tasks.base import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, to_lines
 
 THINGS = ("pens", "coins", "cards", "books", "nuts", "beads")
 HUNDREDS = range(100, 1000, 100)
@@ -114,10 +114,7 @@ def draw_problem(lengths: Mixture, rng: random.Random) -> Problem:
 def make(
     *,
     seed: int,
-    demonstrations: int = 6000,
-    train: int = 4000,
-    validation: int = 256,
-    test: int = 512,
+    sizes: Sizes = DEFAULT_SIZES,
     skipped: float = 0.4,
     terse: float = 0.15,
     unmarked: float = 0.1,
@@ -127,7 +124,7 @@ def make(
 
     Args:
         seed: seed of the data.
-        demonstrations, train, validation, test: number of lines in each split.
+        sizes: number of lines in each split.
         skipped: share of demonstrations without the last step.
         terse: share of demonstrations that give the answer alone.
         unmarked: share of demonstrations that end without ####.
@@ -145,22 +142,8 @@ def make(
             return problem.solution(mark="The answer is {}.")
         return problem.solution(skipped=1 if kind == "skipped" else 0)
 
-    sft_examples, train_examples, validation_examples, test_examples = held_out(
-        lambda: draw_problem(lengths, rng),
-        lambda problem: problem.expression,
-        demonstrations=demonstrations,
-        train=train,
-        validation=validation,
-        test=test,
-    )
-
     def item(problem: Problem) -> Item:
         return {"prompt": problem.prompt, "answer": problem.solution()}
 
-    return Splits(
-        sft=[item(problem) | {"demonstration": demonstrate(problem)} for problem in sft_examples],
-        train=[item(problem) for problem in train_examples],
-        validation=[item(problem) for problem in validation_examples],
-        test=[item(problem) for problem in test_examples],
-        rewards=("gsm8k",),
-    )
+    examples = held_out(lambda: draw_problem(lengths, rng), lambda problem: problem.expression, sizes)
+    return to_lines(examples, item, demonstrate, rewards=("gsm8k",))

@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from grpo_trainer.tasks.base import Item, Mixture, Splits, held_out
+from grpo_trainer.tasks.base import Item, Mixture, Sizes, Splits, held_out
 
+SIZES = Sizes(train=2000, validation=128, test=256)
 SUBJECTS = (
     ("tried the new ramen place", "the ramen"),
     ("watched the space movie", "the movie"),
@@ -82,10 +83,7 @@ def item(post: Post, kind: str, post_likes: int, rng: random.Random) -> Item:
 def make(
     *,
     seed: int,
-    demonstrations: int = 6000,
-    train: int = 2000,
-    validation: int = 128,
-    test: int = 256,
+    sizes: Sizes = SIZES,
     replies: int = 4,
     good: float = 0.25,
     plain: float = 0.25,
@@ -96,7 +94,7 @@ def make(
 
     Args:
         seed: seed of the data.
-        demonstrations, train, validation, test: number of lines in each split.
+        sizes: number of lines in each split.
         replies: demonstrations per post.
         good: share of good replies.
         plain: share of replies that only name the subject.
@@ -112,14 +110,8 @@ def make(
         mood = rng.choice(PLEASED + UPSET)
         return Post(rng.choice(TIMES), rng.choice(SUBJECTS), rng.choice(COMPANY), mood)
 
-    sft_examples, train_examples, validation_examples, test_examples = held_out(
-        draw,
-        lambda post: post.text,
-        demonstrations=-(-demonstrations // replies),
-        train=train,
-        validation=validation,
-        test=test,
-    )
+    posts = dataclasses.replace(sizes, demonstrations=-(-sizes.demonstrations // replies))
+    sft_posts, *other_posts = held_out(draw, lambda post: post.text, posts)
 
     def demonstrate(post: Post) -> list[Item]:
         post_likes = rng.randint(20, 400)
@@ -129,10 +121,6 @@ def make(
     def items(posts: list[Post]) -> list[Item]:
         return [item(post, kinds.draw(rng), rng.randint(20, 400), rng) for post in posts]
 
-    return Splits(
-        sft=[line for post in sft_examples for line in demonstrate(post)][:demonstrations],
-        train=items(train_examples),
-        validation=items(validation_examples),
-        test=items(test_examples),
-        rewards=("reply",),
-    )
+    sft = [line for post in sft_posts for line in demonstrate(post)][: sizes.demonstrations]
+    train, validation, test = map(items, other_posts)
+    return Splits(sft, train, validation, test, rewards=("reply",))

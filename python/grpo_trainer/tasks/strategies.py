@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from grpo_trainer.tasks.arithmetic import LARGEST, Problem, equation, held_out, item
-from grpo_trainer.tasks.base import Splits
+from grpo_trainer.tasks.base import DEFAULT_SIZES, Sizes, Splits, to_lines
 
 ORDERS = ("forward", "reverse", "net")
 
@@ -43,10 +43,7 @@ def strategy(response: str) -> str | None:
 def make(
     *,
     seed: int,
-    demonstrations: int = 6000,
-    train: int = 4000,
-    validation: int = 256,
-    test: int = 512,
+    sizes: Sizes = DEFAULT_SIZES,
     forward: float = 0.4,
     reverse: float = 0.3,
     boxes: float = 0.3,
@@ -55,17 +52,16 @@ def make(
 
     Args:
         seed: seed of the data.
-        demonstrations, train, validation, test: number of lines in each split.
+        sizes: number of lines in each split.
         forward: share of demonstrations in the order of the problem.
         reverse: share of demonstrations in the reverse order; the rest combines both changes first.
         boxes: share of problems that start with a product.
     """
-    rng, *problems = held_out(seed, demonstrations, train, validation, test, boxes)
+    rng, *examples = held_out(seed, sizes, boxes)
     shares = (forward, reverse, 1 - forward - reverse)
-    sft = []
-    for problem in problems[0]:
+
+    def demonstrate(problem: Problem) -> str:
         orders = [*rng.choices(ORDERS, shares, k=3), "forward"]
-        text = next(text for order in orders if (text := solve(problem, order)) is not None)
-        sft.append(item(problem) | {"demonstration": text})
-    train_items, validation_items, test_items = ([item(problem) for problem in split] for split in problems[1:])
-    return Splits(sft, train_items, validation_items, test_items)
+        return next(text for order in orders if (text := solve(problem, order)) is not None)
+
+    return to_lines(examples, item, demonstrate)
