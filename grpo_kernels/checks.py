@@ -56,6 +56,13 @@ def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | d
     return ValueError(f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
+def choices(config: object, **allowed: Sequence[str]) -> None:
+    """Requires each of these fields of a config to have one of its allowed values."""
+    for field, names in allowed.items():
+        if getattr(config, field) not in names:
+            raise unknown(type(config).__name__, field, getattr(config, field), names)
+
+
 def finite(where: str, argument: str, value: object, minimum: float | None = None, open_end: bool = False) -> None:
     """Requires a finite number of at least `minimum`, or above it with `open_end`."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -46,11 +46,11 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
         "SegmentNorm": segments.NORMS,
     },
 }
-PLANS: dict[str, Any] = {
-    "group_advantages": advantages.Plan,
-    "policy_loss": loss.Plan,
-    "similarity_groups": similarity.Plan,
-    "endpoint_segments": segments.Plan,
+PLANS: dict[str, tuple[type, Any]] = {
+    "group_advantages": (advantages.Plan, advantages.AdvantageConfig()),
+    "policy_loss": (loss.Plan, loss.LossConfig()),
+    "similarity_groups": (similarity.Plan, similarity.SimilarityConfig()),
+    "endpoint_segments": (segments.Plan, segments.SegmentConfig()),
 }
 
 pytestmark = pytest.mark.skipif(not MODULES, reason="no compiled kernels are built")
@@ -86,9 +86,11 @@ def test_row_status_has_the_same_bits(codes: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("op", PLANS)
 def test_settings_are_in_the_same_order(codes: dict[str, dict[str, Any]], op: str) -> None:
     modes, coefficients = codes[op]["modes"].split(), codes[op]["coefficients"].split()
-    plan = PLANS[op](*range(len(PLANS[op]._fields)))
-    assert [*modes, *coefficients] == list(plan._fields)
-    assert (len(modes), len(coefficients)) == (len(plan.modes), len(plan.coefficients))
+    plan, config = PLANS[op]
+    kinds = get_type_hints(plan)
+    assert [*modes, *coefficients] == list(kinds)
+    assert modes == [name for name, kind in kinds.items() if kind is int]
+    assert (len(modes), len(coefficients)) == (len(config.modes), len(config.coefficients))
 
 
 def test_metrics_are_in_the_same_order(codes: dict[str, dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ LAYERS = {
 }
 # Top-level modules of the package that each layer may import.
 SHARED = {
-    "config": {"checks"},
+    "config": {"checks", "plans"},
     "peers": {"checks"},
     "reference": {"groups"},
     "triton": {"aot", "groups"},
@@ -45,6 +45,7 @@ TOP = {
     "backends": {"checks"},
     "checks": set(),
     "groups": {"checks"},
+    "plans": set(),
     "registry": {"backends"},
 }
 # Third-party packages that modules may import at the top.

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from grpo_kernels.checks import finite, unknown
+from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/endpoint_segments/scan.h repeats them for C++.
 RULES = ("bounded", "literal")
@@ -22,7 +23,7 @@ BAND = (0.05, 0.20)
 
 
 class Plan(NamedTuple):
-    """A SegmentConfig as the kernels read it: codes and the longest segment first, then numbers."""
+    """A SegmentConfig as the kernels read it: codes and the longest segment, then numbers."""
 
     rule: int
     proxy: int
@@ -33,17 +34,9 @@ class Plan(NamedTuple):
     gamma: float
     lam: float
 
-    @property
-    def modes(self) -> list[int]:
-        return [int(value) for value in self[: self._fields.index("group_epsilon")]]
-
-    @property
-    def coefficients(self) -> list[float]:
-        return [float(value) for value in self[self._fields.index("group_epsilon") :]]
-
 
 @dataclasses.dataclass(frozen=True)
-class SegmentConfig:
+class SegmentConfig(PlannedConfig):
     """How responses are cut into segments, and how segments get their advantages.
 
     Args:
@@ -75,15 +68,9 @@ class SegmentConfig:
     credit: str = "endpoint"
     norm: str = "batch"
 
-    # Derived: the two parts of the Plan.
-    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
-    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
         where = "SegmentConfig"
-        for field, allowed in (("rule", RULES), ("proxy", PROXIES), ("credit", CREDITS), ("norm", NORMS)):
-            if getattr(self, field) not in allowed:
-                raise unknown(where, field, getattr(self, field), allowed)
+        choices(self, rule=RULES, proxy=PROXIES, credit=CREDITS, norm=NORMS)
         if not isinstance(self.adaptive_threshold, bool):
             got = f"{type(self.adaptive_threshold).__name__} {self.adaptive_threshold!r}"
             raise TypeError(f"{where}: adaptive_threshold must be a bool, got {got}")
@@ -114,8 +101,7 @@ class SegmentConfig:
             gamma=self.gamma,
             lam=self.lam,
         )
-        object.__setattr__(self, "modes", plan.modes)
-        object.__setattr__(self, "coefficients", plan.coefficients)
+        self._set_plan(plan, "group_epsilon")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_kernels.checks import finite, unknown
+from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/group_advantages/statistics.h repeats them.
 CENTERS = ("none", "mean", "leave_one_out", "length", "baseline", "runner_up")
@@ -39,14 +40,6 @@ class Plan(NamedTuple):
     shrinkage: float
     clip: float
     whiten_eps: float
-
-    @property
-    def modes(self) -> list[int]:
-        return [int(value) for value in self[: self._fields.index("ddof")]]
-
-    @property
-    def coefficients(self) -> list[float]:
-        return [float(value) for value in self[self._fields.index("ddof") :]]
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -120,7 +113,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class AdvantageConfig:
+class AdvantageConfig(PlannedConfig):
     """How rewards become advantages. A field left at ``None`` takes the estimator's value.
 
     Args:
@@ -159,9 +152,7 @@ class AdvantageConfig:
     whiten_eps: float = None  # type: ignore[assignment]
     gain: str = None  # type: ignore[assignment]
 
-    # Derived: the two parts of the Plan, and the weights.
-    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
-    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+    # Derived: the weights as a list.
     weight_list: list[float] = dataclasses.field(init=False, repr=False, compare=False)
 
     _presets: ClassVar[dict[str, AdvantageConfig]] = {}
@@ -188,22 +179,11 @@ class AdvantageConfig:
             clip=math.inf if self.clip is None else self.clip,
             whiten_eps=self.whiten_eps,
         )
-        object.__setattr__(self, "modes", plan.modes)
-        object.__setattr__(self, "coefficients", plan.coefficients)
+        self._set_plan(plan, "ddof")
         object.__setattr__(self, "weight_list", list(self.reward_weights or ()))
 
     def _check_values(self) -> None:
-        choices = {
-            "center": CENTERS,
-            "scale": SCALES,
-            "singleton": SINGLETONS,
-            "combine": COMBINES,
-            "whiten": WHITENS,
-            "gain": GAINS,
-        }
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise unknown("AdvantageConfig", field, getattr(self, field), allowed)
+        choices(self, center=CENTERS, scale=SCALES, singleton=SINGLETONS, combine=COMBINES, whiten=WHITENS, gain=GAINS)
         if self.ddof not in (0, 1) or isinstance(self.ddof, bool):
             raise ValueError(f"AdvantageConfig: ddof must be 0 or 1, got {self.ddof!r}")
         for field in ("eps", "std_floor", "shrinkage", "whiten_eps"):

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from grpo_kernels.checks import finite, unknown
+from grpo_kernels.checks import choices, finite, unknown
 from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES, trl_fields, verl_fields
+from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
 LOSSES = ("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro")
@@ -130,20 +131,12 @@ class Plan(NamedTuple):
     off_policy_threshold: float
 
     @property
-    def modes(self) -> list[int]:
-        return [int(value) for value in self[: self._fields.index("low")]]
-
-    @property
-    def coefficients(self) -> list[float]:
-        return [float(value) for value in self[self._fields.index("low") :]]
-
-    @property
     def by_segment(self) -> bool:
         return self.ratio in (SEGMENT, SEGMENT_MEAN)
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
+class LossConfig(PlannedConfig):
     """The policy loss: sum over terms of weight * term, plus kl_coef * KL, minus entropy_coef * entropy.
 
     Args:
@@ -204,17 +197,11 @@ class LossConfig:
     off_policy_threshold: float | None = None
     top_entropy_quantile: float = 1.0
 
-    # Derived: the two parts of the Plan.
-    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
-    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
-
     def __post_init__(self) -> None:
         self._check_names()
         self._check_numbers()
         self._check_combinations()
-        plan = self._plan()
-        object.__setattr__(self, "modes", plan.modes)
-        object.__setattr__(self, "coefficients", plan.coefficients)
+        self._set_plan(self._plan(), "low")
 
     @classmethod
     def trl(cls, **fields: Any) -> LossConfig:
@@ -238,14 +225,10 @@ class LossConfig:
         return _NAMED[config]
 
     def _check_names(self) -> None:
-        choices = {"loss": LOSSES, "ratio": RATIOS, "kl": KLS, "correction": CORRECTIONS}
-        choices |= {"aggregation": AGGREGATIONS[:-1]}
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise unknown("LossConfig", field, getattr(self, field), allowed)
+        choices(self, loss=LOSSES, ratio=RATIOS, kl=KLS, correction=CORRECTIONS, aggregation=AGGREGATIONS[:-1])
         for field in ("kl_aggregation", "entropy_aggregation"):
-            if getattr(self, field) is not None and getattr(self, field) not in AGGREGATIONS:
-                raise unknown("LossConfig", field, getattr(self, field), AGGREGATIONS)
+            if getattr(self, field) is not None:
+                choices(self, **{field: AGGREGATIONS})
         for field in ("kl_unbiased", "count_empty_rows"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"LossConfig: {field} must be a bool, got {getattr(self, field)!r}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from grpo_kernels.checks import finite, unknown
+from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/similarity_groups/rules.h repeats them for C++.
 LINKAGES = ("single", "complete", "average", "ward")
@@ -49,17 +50,9 @@ class Plan(NamedTuple):
     distance_floor: float
     different_at: float
 
-    @property
-    def modes(self) -> list[int]:
-        return [int(value) for value in self[: self._fields.index("min_silhouette")]]
-
-    @property
-    def coefficients(self) -> list[float]:
-        return [float(value) for value in self[self._fields.index("min_silhouette") :]]
-
 
 @dataclasses.dataclass(frozen=True)
-class SimilarityConfig:
+class SimilarityConfig(PlannedConfig):
     """How the responses to a prompt are clustered.
 
     Args:
@@ -85,10 +78,6 @@ class SimilarityConfig:
     collapse: str = "one"
     different: str | None = None
 
-    # Derived: the two parts of the Plan.
-    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
-    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
-
     max_rows: ClassVar[int] = MAX_ROWS
     _presets: ClassVar[dict[str, SimilarityConfig]] = {}
 
@@ -105,20 +94,14 @@ class SimilarityConfig:
             distance_floor=self.distance_floor,
             different_at=self.different_at,
         )
-        object.__setattr__(self, "modes", plan.modes)
-        object.__setattr__(self, "coefficients", plan.coefficients)
+        self._set_plan(plan, "min_silhouette")
 
     def _check(self) -> None:
         where = "SimilarityConfig"
-        choices: dict[str, tuple[str, ...]] = {"linkage": LINKAGES, "collapse": COLLAPSES}
+        choices(self, linkage=LINKAGES, collapse=COLLAPSES)
         if self.different is not None:
-            choices["different"] = COLLAPSES
-        for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
-                raise unknown(where, field, getattr(self, field), allowed)
-        bounds: dict[str, Any] = (
-            {"k_min": self.k_min} if self.k_max is None else {"k_min": self.k_min, "k_max": self.k_max}
-        )
+            choices(self, different=COLLAPSES)
+        bounds = {"k_min": self.k_min} | ({} if self.k_max is None else {"k_max": self.k_max})
         for field, value in bounds.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{where}: {field} must be an int, got {type(value).__name__} {value!r}")

@@ -1,0 +1,20 @@
+"""The base of the configs that kernels read as a plan: a list of integers and a list of floats."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedConfig:
+    """A config with its plan, derived when it is created. torch.compile traces that, too."""
+
+    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
+    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def _set_plan(self, plan: Any, first_coefficient: str) -> None:
+        """Sets `modes` to the fields of a named tuple before this one, and `coefficients` to the others."""
+        first = plan._fields.index(first_coefficient)
+        object.__setattr__(self, "modes", [int(value) for value in plan[:first]])
+        object.__setattr__(self, "coefficients", [float(value) for value in plan[first:]])
