@@ -6,7 +6,7 @@ Without `from __future__ import annotations`: Triton reads the annotations of th
 import triton
 import triton.language as tl
 
-from grpo_kernels.ops.policy_loss.triton.rows import S_KEPT, S_TOKENS, locate, row_value
+from grpo_kernels.ops.policy_loss.triton.rows import S_KEPT, S_TOKENS, Stats, locate, row_value
 from grpo_kernels.ops.policy_loss.triton.terms import (
     GEO_MEAN,
     INTEGERS,
@@ -60,7 +60,7 @@ def ratio_gradients_kernel(
     else:
         members: tl.constexpr = S_KEPT if LOSS == GEO_MEAN else S_TOKENS
         through = tl.load(through_ptr + row, mask=row < rows, other=0.0)
-        each = (through / tl.maximum(row_value(stats_ptr, members, row, rows), 1.0)).to(dtype)
+        each = (through / tl.maximum(row_value(Stats(stats_ptr, row, rows), members), 1.0)).to(dtype)
         takes = valid
         if LOSS == GEO_MEAN:
             lp, old = load_pair(logprobs_ptr, old_ptr, at, valid)

@@ -3,6 +3,8 @@
 Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -44,6 +46,15 @@ STATS = 12
     S_LAST_KEPT,
 ) = (tl.constexpr(i) for i in range(12))
 
+# Where the statistics of one row are: stats_ptr, the row and the number of rows.
+Stats = namedtuple("Stats", "ptr row rows")
+# Sums over segments, or pointers to them, where each segment has the slot at its row's start plus its number.
+Segments = namedtuple("Segments", "joint score size last")
+# Sums over a row.
+Sums = namedtuple("Sums", "tokens kept ratio gaps drift logs advantages last_kept")
+# Scalar arguments of rows_kernel that are applied to the sums.
+Bounds = namedtuple("Bounds", "k_pos lambda_pos k_neg lambda_neg correction_min correction_max off_policy_threshold")
+
 
 @triton.jit
 def bounds(cu_seqlens_ptr, row, rows, width, tokens):
@@ -84,38 +95,30 @@ def locate(cu_seqlens_ptr, rows, width, tokens, chunks, steps, PART: tl.constexp
 
 
 @triton.jit
-def row_value(stats_ptr, column: tl.constexpr, row, rows):
-    return tl.load(stats_ptr + column * rows + row, mask=row < rows, other=0.0)
+def row_value(stats, column: tl.constexpr):
+    return tl.load(stats.ptr + column * stats.rows + stats.row, mask=stats.row < stats.rows, other=0.0)
 
 
 @triton.jit
-def _write_segments(
-    joint_ptr, score_ptr, size_ptr, last_ptr, slot, joint, score, size, last, mask, RATIO: tl.constexpr
-):
-    divisor = size * 0.0 + 1.0
+def _set(stats, column: tl.constexpr, value):
+    tl.store(stats.ptr + column * stats.rows + stats.row, value)
+
+
+@triton.jit
+def _write_segments(pointers, slot, sums, mask, RATIO: tl.constexpr):
+    divisor = sums.size * 0.0 + 1.0
     if RATIO == SEGMENT_MEAN:
-        divisor = tl.maximum(size, 1.0)
-    tl.store(joint_ptr + slot, joint / divisor, mask=mask)
-    if score_ptr is not None:
-        tl.store(score_ptr + slot, score / divisor, mask=mask)
-    tl.store(size_ptr + slot, divisor, mask=mask)
-    tl.store(last_ptr + slot, last, mask=mask)
+        divisor = tl.maximum(sums.size, 1.0)
+    tl.store(pointers.joint + slot, sums.joint / divisor, mask=mask)
+    if pointers.score is not None:
+        tl.store(pointers.score + slot, sums.score / divisor, mask=mask)
+    tl.store(pointers.size + slot, divisor, mask=mask)
+    tl.store(pointers.last + slot, sums.last, mask=mask)
 
 
 @triton.jit
 def _join_segments(
-    logprobs_ptr,
-    old_ptr,
-    mask_ptr,
-    segments_ptr,
-    joint_ptr,
-    score_ptr,
-    size_ptr,
-    last_ptr,
-    start,
-    length,
-    RATIO: tl.constexpr,
-    TILE: tl.constexpr,
+    logprobs_ptr, old_ptr, mask_ptr, segments_ptr, pointers, start, length, RATIO: tl.constexpr, TILE: tl.constexpr
 ):
     """Sums over the segments of a row, written at its start plus their number; how many, and what is wrong with them.
 
@@ -140,7 +143,7 @@ def _join_segments(
             goes_on, open_joint, 0.0
         )
         sum_score = joint
-        if score_ptr is not None:  # otherwise no score is asked for, and what stands for it is never written
+        if pointers.score is not None:  # otherwise no score is asked for, and what stands for it is never written
             sum_score = tl.sum(tl.where(same, lp[None, :], 0.0).to(tl.float64), axis=1) + tl.where(
                 goes_on, open_score, 0.0
             )
@@ -152,58 +155,25 @@ def _join_segments(
 
         top = tl.maximum(tl.max(number, axis=0), open_number)
         ended = valid & (position == last) & (number < top)
-        _write_segments(
-            joint_ptr,
-            score_ptr,
-            size_ptr,
-            last_ptr,
-            start + number,
-            joint,
-            sum_score,
-            size,
-            last,
-            ended & (number < length),
-            RATIO,
-        )
+        sums = Segments(joint, sum_score, size, last)
+        _write_segments(pointers, start + number, sums, ended & (number < length), RATIO)
         was_open = (open_number >= 0) & (top > open_number) & (tl.max(goes_on.to(tl.int32), axis=0) == 0)
-        _write_segments(
-            joint_ptr,
-            score_ptr,
-            size_ptr,
-            last_ptr,
-            start + open_number,
-            open_joint,
-            open_score,
-            open_size,
-            open_last,
-            was_open & (open_number < length),
-            RATIO,
-        )
+        sums = Segments(open_joint, open_score, open_size, open_last)
+        _write_segments(pointers, start + open_number, sums, was_open & (open_number < length), RATIO)
         terms += tl.sum(ended.to(tl.int32), axis=0) + was_open.to(tl.int32)
 
         stays = top == open_number
         at_top = valid & (number == top)
         open_joint = tl.where(stays, open_joint, 0.0) + tl.sum(tl.where(at_top, distance, 0.0).to(tl.float64), axis=0)
-        if score_ptr is not None:
+        if pointers.score is not None:
             open_score = tl.where(stays, open_score, 0.0) + tl.sum(tl.where(at_top, lp, 0.0).to(tl.float64), axis=0)
         open_size = tl.where(stays, open_size, 0.0) + tl.sum(at_top.to(tl.int32), axis=0)
         open_last = tl.maximum(tl.where(stays, open_last, -1), tl.max(tl.where(at_top, position, -1), axis=0))
         open_number = top
         final = tl.maximum(final, tl.max(tl.where(valid, position, -1), axis=0))
     is_open = open_number >= 0
-    _write_segments(
-        joint_ptr,
-        score_ptr,
-        size_ptr,
-        last_ptr,
-        start + open_number,
-        open_joint,
-        open_score,
-        open_size,
-        open_last,
-        is_open & (open_number < length),
-        RATIO,
-    )
+    sums = Segments(open_joint, open_score, open_size, open_last)
+    _write_segments(pointers, start + open_number, sums, is_open & (open_number < length), RATIO)
     # the numbers count from 0, so none is above the place of the row's last token
     return terms + is_open.to(tl.int32), wrong + (open_number > final).to(tl.int32)
 
@@ -233,25 +203,10 @@ def _vespo_weight(log_weight, k, rate):
 
 @triton.jit
 def _tell_row(
-    stats_ptr,
+    stats,
+    sums,
     is_weights_ptr,
-    row,
-    rows,
-    here,
-    kept_here,
-    ratio,
-    gaps,
-    drift,
-    logs,
-    advantages,
-    last_kept,
-    k_pos,
-    lambda_pos,
-    k_neg,
-    lambda_neg,
-    correction_min,
-    correction_max,
-    off_policy_threshold,
+    bounds,
     LOSS: tl.constexpr,
     RATIO: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -262,35 +217,36 @@ def _tell_row(
     of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
     corrects_row: tl.constexpr = (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == SEQUENCE_MASK)
     is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)
-    divisor = tl.maximum(here, 1.0)
-    factor = here * 0.0 + 1.0
+    divisor = tl.maximum(sums.tokens, 1.0)
+    factor = sums.tokens * 0.0 + 1.0
     if is_of_row:
         if corrects_row:
-            least, most = tl.full([], correction_min, tl.float64), tl.full([], correction_max, tl.float64)
-            factor = mismatch_weight(gaps, least, most, CORRECTION)
+            least = tl.full([], bounds.correction_min, tl.float64)
+            most = tl.full([], bounds.correction_max, tl.float64)
+            factor = mismatch_weight(sums.gaps, least, most, CORRECTION)
         else:
-            factor = tl.load(is_weights_ptr + row).to(tl.float64)
+            factor = tl.load(is_weights_ptr + stats.row).to(tl.float64)
         measured = factor
         if not corrects_row:  # of a row without tokens nothing is measured
-            measured = tl.where(here > 0, factor, float("nan"))
-        tl.store(stats_ptr + S_IS * rows + row, measured)
+            measured = tl.where(sums.tokens > 0, factor, float("nan"))
+        _set(stats, S_IS, measured)
     if of_sequence:
-        tl.store(stats_ptr + S_LOG_RATIO * rows + row, ratio / divisor)
+        _set(stats, S_LOG_RATIO, sums.ratio / divisor)
     if LOSS == VESPO:
         factor = divisor * 0.0 + 1.0
-        logs = _limit(logs)
-        tl.store(stats_ptr + S_PHI_POSITIVE * rows + row, _vespo_weight(logs, k_pos, lambda_pos))
-        tl.store(stats_ptr + S_PHI_OTHER * rows + row, _vespo_weight(logs, k_neg, lambda_neg))
+        logs = _limit(sums.logs)
+        _set(stats, S_PHI_POSITIVE, _vespo_weight(logs, bounds.k_pos, bounds.lambda_pos))
+        _set(stats, S_PHI_OTHER, _vespo_weight(logs, bounds.k_neg, bounds.lambda_neg))
     if LOSS == GEO_MEAN:
         if not is_of_row:
-            factor = tl.exp(logs / divisor)
-        tl.store(stats_ptr + S_LOG_RATIO * rows + row, ratio / tl.maximum(kept_here, 1.0))
-        tl.store(stats_ptr + S_ADVANTAGE * rows + row, advantages / divisor)
-        tl.store(stats_ptr + S_LAST_KEPT * rows + row, last_kept.to(tl.float64))
-    tl.store(stats_ptr + S_FACTOR * rows + row, factor)
+            factor = tl.exp(sums.logs / divisor)
+        _set(stats, S_LOG_RATIO, sums.ratio / tl.maximum(sums.kept, 1.0))
+        _set(stats, S_ADVANTAGE, sums.advantages / divisor)
+        _set(stats, S_LAST_KEPT, sums.last_kept.to(tl.float64))
+    _set(stats, S_FACTOR, factor)
     if OFF_POLICY:
-        far = (drift / divisor <= off_policy_threshold) == 0
-        tl.store(stats_ptr + S_FAR * rows + row, far.to(tl.float64))
+        far = (sums.drift / divisor <= bounds.off_policy_threshold) == 0
+        _set(stats, S_FAR, far.to(tl.float64))
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -333,6 +289,7 @@ def rows_kernel(
 ):
     """stats[STATS, rows], one program per row; segments are joined on the way."""
     row = tl.program_id(0).to(tl.int64)
+    stats = Stats(stats_ptr, row, rows)
     start, length = bounds(cu_seqlens_ptr, row, rows, width, tokens)
     dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
     of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
@@ -383,19 +340,18 @@ def rows_kernel(
     if LOSS == GEO_MEAN:
         terms = tl.where(kept_here > 0, 1.0, kept_here)
     if joint_ptr is not None:
+        pointers = Segments(joint_ptr, score_ptr, size_ptr, last_ptr)
         segment_terms, wrong = _join_segments(
-            logprobs_ptr, old_ptr, mask_ptr, segments_ptr, joint_ptr, score_ptr, size_ptr, last_ptr, start, length,
-            RATIO, TILE,
-        )  # fmt: skip
+            logprobs_ptr, old_ptr, mask_ptr, segments_ptr, pointers, start, length, RATIO, TILE
+        )
         terms = segment_terms.to(tl.float64)
-        tl.store(stats_ptr + S_WRONG * rows + row, wrong.to(tl.float64))
-    tl.store(stats_ptr + S_TOKENS * rows + row, here)
-    tl.store(stats_ptr + S_KEPT * rows + row, kept_here)
-    tl.store(stats_ptr + S_TERMS * rows + row, terms)
+        _set(stats, S_WRONG, wrong.to(tl.float64))
+    _set(stats, S_TOKENS, here)
+    _set(stats, S_KEPT, kept_here)
+    _set(stats, S_TERMS, terms)
 
-    _tell_row(
-        stats_ptr, is_weights_ptr, row, rows, here, kept_here, tl.sum(ratio, axis=0), tl.sum(gaps, axis=0),
-        tl.sum(drift, axis=0), tl.sum(logs, axis=0), tl.sum(advantages, axis=0), tl.max(last_kept, axis=0), k_pos,
-        lambda_pos, k_neg, lambda_neg, correction_min, correction_max, off_policy_threshold, LOSS, RATIO, CORRECTION,
-        OFF_POLICY, IS_WEIGHTS_BY_ROW,
-    )  # fmt: skip
+    ratio, gaps, drift = tl.sum(ratio, axis=0), tl.sum(gaps, axis=0), tl.sum(drift, axis=0)
+    logs, advantages, last_kept = tl.sum(logs, axis=0), tl.sum(advantages, axis=0), tl.max(last_kept, axis=0)
+    row_sums = Sums(here, kept_here, ratio, gaps, drift, logs, advantages, last_kept)
+    row_bounds = Bounds(k_pos, lambda_pos, k_neg, lambda_neg, correction_min, correction_max, off_policy_threshold)
+    _tell_row(stats, row_sums, is_weights_ptr, row_bounds, LOSS, RATIO, CORRECTION, OFF_POLICY, IS_WEIGHTS_BY_ROW)

@@ -4,6 +4,8 @@ Per-token arithmetic is in the dtype of the log-probs, sums are in float64. Kern
 because the interpreter passes Python floats, which tl.where would take as float32.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -37,6 +39,11 @@ SEQUENCE_MASK = tl.constexpr(config.SEQUENCE_MASK)
 # Integer arguments that change from batch to batch. Specialising on their values would recompile the kernels;
 # floating-point arguments are never specialised.
 INTEGERS = ("rows", "width", "tokens", "chunks", "parts", "rows_per_block", "blocks", "steps")
+
+# A kernel's scalar arguments that policy_term reads.
+Limits = namedtuple("Limits", "low high dual_clip cap sapo_pos sapo_neg dro_beta clamp_low clamp_high")
+# A term's value, its derivatives by the score and by the log ratio, and what is measured of it.
+Term = namedtuple("Term", "value by_score by_ratio ratio limited inside weight is_low is_high is_clipped is_dual")
 
 
 @triton.jit
@@ -197,34 +204,17 @@ def _trusted(lp, old, advantage, low, high, LOSS: tl.constexpr):
 
 
 @triton.jit
-def policy_term(
-    lp,
-    old,
-    advantage,
-    log_ratio,
-    score,
-    phi_positive,
-    phi_other,
-    low,
-    high,
-    dual_clip,
-    cap,
-    sapo_pos,
-    sapo_neg,
-    dro_beta,
-    clamp_low,
-    clamp_high,
-    LOSS: tl.constexpr,
-):
-    """A term's value, its derivatives by the score and by the log ratio, and what is measured of it.
+def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, limits, LOSS: tl.constexpr):
+    """The Term of each token, row or segment.
 
     log_ratio and score may be those of a row or a segment. Every loss but clip, SAPO and GMPO is the score (for DRO,
     nearly) times a weight without derivative.
     """
-    dual_clip, cap = tl.full([], dual_clip, lp.dtype), tl.full([], cap, lp.dtype)
-    dro_beta = tl.full([], dro_beta, lp.dtype)
-    sapo_pos, sapo_neg = tl.full([], sapo_pos, lp.dtype), tl.full([], sapo_neg, lp.dtype)
-    clamp_low, clamp_high = tl.full([], clamp_low, lp.dtype), tl.full([], clamp_high, lp.dtype)
+    low, high = tl.full([], limits.low, lp.dtype), tl.full([], limits.high, lp.dtype)
+    dual_clip, cap = tl.full([], limits.dual_clip, lp.dtype), tl.full([], limits.cap, lp.dtype)
+    dro_beta = tl.full([], limits.dro_beta, lp.dtype)
+    sapo_pos, sapo_neg = tl.full([], limits.sapo_pos, lp.dtype), tl.full([], limits.sapo_neg, lp.dtype)
+    clamp_low, clamp_high = tl.full([], limits.clamp_low, lp.dtype), tl.full([], limits.clamp_high, lp.dtype)
     limited = clamp(log_ratio, clamp_low, clamp_high)
     inside = (log_ratio >= clamp_low) & (log_ratio <= clamp_high)
     # an infinite ratio would make NaN of terms that are clipped or have no advantage
@@ -261,7 +251,7 @@ def policy_term(
             weight = tl.where(advantage >= 0.0, phi_positive, phi_other)
         by_score = -weight * advantage
         value = by_score * score
-    return value, by_score, by_ratio, ratio, limited, inside, weight, is_low, is_high, is_clipped, is_dual
+    return Term(value, by_score, by_ratio, ratio, limited, inside, weight, is_low, is_high, is_clipped, is_dual)
 
 
 @triton.jit

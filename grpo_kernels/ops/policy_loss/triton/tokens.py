@@ -16,6 +16,8 @@ from grpo_kernels.ops.policy_loss.triton.rows import (
     S_PHI_POSITIVE,
     S_TERMS,
     S_TOKENS,
+    Segments,
+    Stats,
     locate,
     row_value,
 )
@@ -60,6 +62,7 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
     TOKEN_MASK,
     TOKEN_TRUNCATE,
     VESPO,
+    Limits,
     is_kept,
     kl_term,
     load,
@@ -72,15 +75,13 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
 
 
 @triton.jit
-def _share_of(
-    totals_ptr, stats_ptr, weights_ptr, total: tl.constexpr, members: tl.constexpr, row, rows, AGGREGATION: tl.constexpr
-):
+def _share_of(totals_ptr, stats, weights_ptr, total: tl.constexpr, members: tl.constexpr, AGGREGATION: tl.constexpr):
     """Weight of each token or term of a row, unless explicit weights replace it."""
     share = tl.load(totals_ptr + total)
     if weights_ptr is not None and AGGREGATION != LOCAL_TOKEN_MEAN:
         share = share * 0.0 + 1.0
     elif AGGREGATION == ROW_TOKEN_MEAN:
-        share = share / tl.maximum(row_value(stats_ptr, members, row, rows), 1.0)
+        share = share / tl.maximum(row_value(stats, members), 1.0)
     return share
 
 
@@ -136,35 +137,28 @@ def _mismatch(
 
 @triton.jit
 def _kl(
-    ref_ptr,
     weights_ptr,
     record,
-    at,
+    value,
+    slope,
     valid,
     kept,
     weight,
-    lp,
-    ratio,
-    inside,
+    term,
     share,
     coef,
-    bound,
-    top,
-    KL: tl.constexpr,
-    KL_STRAIGHT: tl.constexpr,
     KL_UNBIASED: tl.constexpr,
     AGGREGATION: tl.constexpr,
 ):
     """Gradient of the KL term, and its part that flows through the ratio."""
-    value, slope = kl_term(lp - load(ref_ptr, at, valid), bound, top, KL, KL_STRAIGHT)
     if AGGREGATION == LOCAL_TOKEN_MEAN:
-        weight = kept.to(lp.dtype)
-    scale = weight * (share * coef).to(lp.dtype)
+        weight = kept.to(value.dtype)
+    scale = weight * (share * coef).to(value.dtype)
     counts = tl.full([], coef, tl.float64) != 0.0  # a KL that is only measured may overflow
-    through = tl.full(lp.shape, 0.0, lp.dtype)
+    through = tl.full(value.shape, 0.0, value.dtype)
     if KL_UNBIASED:
-        value, slope = value * ratio, slope * ratio
-        through = tl.where(inside & valid, tl.where(counts, value, 0.0), 0.0) * scale
+        value, slope = value * term.ratio, slope * term.ratio
+        through = tl.where(term.inside & valid, tl.where(counts, value, 0.0), 0.0) * scale
     value = tl.where(valid, value, 0.0)
     total = tl.sum(value.to(tl.float64), axis=0)
     record = put(record, M_KL_SUM, total)
@@ -174,24 +168,10 @@ def _kl(
 
 
 @triton.jit
-def _tally(
-    record,
-    valid,
-    here,
-    distance,
-    advantage,
-    limited,
-    ratio,
-    weight,
-    is_low,
-    is_high,
-    is_clipped,
-    is_dual,
-    low,
-    high,
-    LOSS: tl.constexpr,
-    RATIO: tl.constexpr,
-):
+def _tally(record, valid, here, distance, advantage, term, low, high, LOSS: tl.constexpr, RATIO: tl.constexpr):
+    """Adds what is measured of the terms to the record."""
+    ratio = term.ratio
+    is_low, is_high, is_clipped, is_dual = term.is_low, term.is_high, term.is_clipped, term.is_dual
     where = here
     if LOSS == GEO_MEAN:  # counted where tokens are clipped, not where the row has its term
         where = valid
@@ -203,47 +183,33 @@ def _tally(
     record = put_counts(record, is_low & where, is_high & where, is_clipped & where, is_dual & where)
     log_ratio = distance
     if (RATIO == TOKEN) & (LOSS != GEO_MEAN):
-        log_ratio = limited
+        log_ratio = term.limited
     record = put_sum(record, M_LOG_RATIO, tl.where(valid, log_ratio, 0.0))
     record = put_sum(record, M_RATIO, tl.where(here & (ratio == ratio), ratio, 0.0))
     off = tl.where(here & (ratio == ratio), ratio - 1.0, 0.0)
     record = put_sum(record, M_RATIO_SPREAD, off * off)
     if LOSS == VESPO:
-        record = put_sum(record, M_PHI, tl.where(here, weight, 0.0))
+        record = put_sum(record, M_PHI, tl.where(here, term.weight, 0.0))
     return put_extremes(record, M_RATIO_MIN, ratio, here)
 
 
 @triton.jit
 def _term_place(
-    joint_ptr,
-    score_ptr,
-    last_ptr,
-    segments_ptr,
-    stats_ptr,
-    row,
-    rows,
-    start,
-    length,
-    k,
-    valid,
-    lp,
-    distance,
-    LOSS: tl.constexpr,
-    RATIO: tl.constexpr,
+    pointers, segments_ptr, stats, start, length, k, valid, lp, distance, LOSS: tl.constexpr, RATIO: tl.constexpr
 ):
     """Mask of tokens with a term, its log ratio and log-prob, and the slot of its segment's values."""
     here, log_ratio, score, slot = valid, distance, lp, start + k
     if (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN) | (LOSS == GEO_MEAN):
-        log_ratio = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats_ptr, S_LOG_RATIO, row, rows).to(lp.dtype)
+        log_ratio = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats, S_LOG_RATIO).to(lp.dtype)
     if LOSS == GEO_MEAN:
-        here = valid & (k.to(tl.float64) == row_value(stats_ptr, S_LAST_KEPT, row, rows))
+        here = valid & (k.to(tl.float64) == row_value(stats, S_LAST_KEPT))
     if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
         slot = start + tl.load(segments_ptr + start + k, mask=valid, other=0)
         # wrong numbers are reported only after the launch, and must not lead out of the row
-        here = valid & (tl.load(last_ptr + slot, mask=valid & (slot < start + length), other=-1) == k)
-        log_ratio = tl.load(joint_ptr + slot, mask=here, other=0.0).to(lp.dtype)
-        if score_ptr is not None:
-            score = tl.load(score_ptr + slot, mask=here, other=0.0).to(lp.dtype)
+        here = valid & (tl.load(pointers.last + slot, mask=valid & (slot < start + length), other=-1) == k)
+        log_ratio = tl.load(pointers.joint + slot, mask=here, other=0.0).to(lp.dtype)
+        if pointers.score is not None:
+            score = tl.load(pointers.score + slot, mask=here, other=0.0).to(lp.dtype)
     return here, log_ratio, score, slot
 
 
@@ -308,7 +274,7 @@ def tokens_kernel(
     """Gradient and record of one part of a row. The gradient through a joint ratio is left to the next kernel."""
     row, start, length, begin = locate(cu_seqlens_ptr, rows, width, tokens, chunks, steps, PART)
     dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
-    low, high = tl.full([], low, dtype), tl.full([], high, dtype)
+    stats = Stats(stats_ptr, row, rows)
     k = begin + tl.arange(0, PART)
     at = start + k
     inside = k < length
@@ -318,61 +284,70 @@ def tokens_kernel(
     own_advantage = load_advantage(advantages_ptr, row, at, valid, ADVANTAGE_BY_ROW)
     advantage = own_advantage
     if LOSS == GEO_MEAN:
-        advantage = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats_ptr, S_ADVANTAGE, row, rows).to(dtype)
+        advantage = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats, S_ADVANTAGE).to(dtype)
     zero = tl.full(lp.shape, 0.0, lp.dtype)
     weight = zero + 1.0
     if weights_ptr is not None:
         weight = load(weights_ptr, at, valid)
+    pointers = Segments(joint_ptr, score_ptr, size_ptr, last_ptr)
     here, log_ratio, score, slot = _term_place(
-        joint_ptr, score_ptr, last_ptr, segments_ptr, stats_ptr, row, rows, start, length, k, valid, lp, lp - old, LOSS,
-        RATIO,
-    )  # fmt: skip
+        pointers, segments_ptr, stats, start, length, k, valid, lp, lp - old, LOSS, RATIO
+    )
     phi_positive, phi_other = zero, zero
     if LOSS == VESPO:
-        phi_positive += row_value(stats_ptr, S_PHI_POSITIVE, row, rows).to(dtype)
-        phi_other += row_value(stats_ptr, S_PHI_OTHER, row, rows).to(dtype)
-    value, by_score, by_ratio, ratio, limited, unclamped, phi, is_low, is_high, is_clipped, is_dual = policy_term(
-        lp, old, advantage, log_ratio, score, phi_positive, phi_other, low, high, dual_clip, cap, sapo_pos, sapo_neg,
-        dro_beta, clamp_low, clamp_high, LOSS,
-    )  # fmt: skip
+        phi_positive += row_value(stats, S_PHI_POSITIVE).to(dtype)
+        phi_other += row_value(stats, S_PHI_OTHER).to(dtype)
+    limits = Limits(low, high, dual_clip, cap, sapo_pos, sapo_neg, dro_beta, clamp_low, clamp_high)
+    term = policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, limits, LOSS)
 
-    record = _tally(
-        empty_record(), valid, here, lp - old, own_advantage, limited, ratio, phi, is_low, is_high, is_clipped,
-        is_dual, low, high, LOSS, RATIO,
-    )  # fmt: skip
+    low, high = tl.full([], low, dtype), tl.full([], high, dtype)
+    record = _tally(empty_record(), valid, here, lp - old, own_advantage, term, low, high, LOSS, RATIO)
+    factor = row_value(stats, S_FACTOR).to(dtype)
+    least, most = tl.full([], correction_min, dtype), tl.full([], correction_max, dtype)
     factor, record = _mismatch(
-        sampling_ptr, is_weights_ptr, record, old, at, valid, row_value(stats_ptr, S_FACTOR, row, rows).to(dtype),
-        tl.full([], correction_min, dtype), tl.full([], correction_max, dtype), LOSS, CORRECTION, IS_WEIGHTS_BY_ROW,
-    )  # fmt: skip
+        sampling_ptr, is_weights_ptr, record, old, at, valid, factor, least, most, LOSS, CORRECTION, IS_WEIGHTS_BY_ROW
+    )
     counts = here
     if LOSS != GEO_MEAN:
         counts = counts & kept
     if OFF_POLICY:
-        far = row_value(stats_ptr, S_FAR, row, rows) > 0.0
+        far = row_value(stats, S_FAR) > 0.0
         dropped = valid & (own_advantage < tl.where(far, 0.0, float("-inf")))
         record = put_sum(record, M_OFF_POLICY, dropped)
         counts = counts & (dropped == 0)
     factor = tl.where(counts, factor * weight, 0.0)
-    share = _share_of(totals_ptr, stats_ptr, weights_ptr, T_POLICY, S_TERMS, row, rows, AGGREGATION)
-    policy = tl.sum((tl.where(counts, value, 0.0) * factor).to(tl.float64), axis=0)
+    share = _share_of(totals_ptr, stats, weights_ptr, T_POLICY, S_TERMS, AGGREGATION)
+    policy = tl.sum((tl.where(counts, term.value, 0.0) * factor).to(tl.float64), axis=0)
     record = put(record, M_POLICY, policy * share)
     scale = factor * share.to(dtype)
-    gradient = tl.where(counts, by_score, 0.0) * scale
-    through = tl.where(counts, by_ratio, 0.0) * scale
+    gradient = tl.where(counts, term.by_score, 0.0) * scale
+    through = tl.where(counts, term.by_ratio, 0.0) * scale
     of_kl = zero
     if ref_ptr is not None and KL != KL_NONE:
-        share = _share_of(totals_ptr, stats_ptr, weights_ptr, T_KL, S_TOKENS, row, rows, KL_AGGREGATION)
+        share = _share_of(totals_ptr, stats, weights_ptr, T_KL, S_TOKENS, KL_AGGREGATION)
+        distance = lp - load(ref_ptr, at, valid)
+        value, slope = kl_term(
+            distance, tl.full([], kl_clamp_in, dtype), tl.full([], kl_clamp_out, dtype), KL, KL_STRAIGHT
+        )
         of_kl, kl_through, record = _kl(
-            ref_ptr, weights_ptr, record, at, valid, kept, weight, lp, ratio, unclamped, share, kl_coef, tl.full([],
-            kl_clamp_in, dtype), tl.full([], kl_clamp_out, dtype), KL, KL_STRAIGHT, KL_UNBIASED, KL_AGGREGATION,
-        )  # fmt: skip
+            weights_ptr, record, value, slope, valid, kept, weight, term, share, kl_coef, KL_UNBIASED, KL_AGGREGATION
+        )
         through += kl_through
     if entropy_ptr is not None:
-        share = _share_of(totals_ptr, stats_ptr, weights_ptr, T_ENTROPY, S_TOKENS, row, rows, ENTROPY_AGGREGATION)
+        share = _share_of(totals_ptr, stats, weights_ptr, T_ENTROPY, S_TOKENS, ENTROPY_AGGREGATION)
         record = _entropies(
-            entropy_ptr, by_entropy_ptr, record, at, inside, valid, kept, weight, share, entropy_coef,
+            entropy_ptr,
+            by_entropy_ptr,
+            record,
+            at,
+            inside,
+            valid,
+            kept,
+            weight,
+            share,
+            entropy_coef,
             ENTROPY_AGGREGATION,
-        )  # fmt: skip
+        )
     if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
         size = tl.load(size_ptr + slot, mask=here, other=1.0).to(dtype)
         tl.store(slot_gradient_ptr + slot, (gradient + through) / size, mask=here)
