@@ -3,6 +3,8 @@
 Without `from __future__ import annotations`: Triton reads the annotations "fp64" of the kernels' scalars.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,9 @@ SCALE_STD = tl.constexpr(config.SCALE_STD)
 SCALE_MEAN = tl.constexpr(config.SCALE_MEAN)
 SINGLETON_RAW = tl.constexpr(config.SINGLETON_RAW)
 SINGLETON_PARENT = tl.constexpr(config.SINGLETON_PARENT)
+
+# Of a group's scored rows; `second` is the runner-up, and length_mean the mean weighted by length.
+Statistics = namedtuple("Statistics", "scored mean std flat second length_mean")
 
 # Outputs of a launch: everything, the statistics alone, or one column's share of a sum over columns (GDPO).
 WRITE_ALL, WRITE_STATISTICS, ADD_COLUMN = (tl.constexpr(i) for i in range(3))
@@ -47,7 +52,7 @@ def _statistics(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count, mean, std, flat, high, second and length-weighted mean of each group's scored rows, in two passes."""
+    """Statistics of each group, in two passes."""
     scored_rows = tl.zeros([GROUPS], tl.float64)
     total = tl.zeros([GROUPS], tl.float64)
     low = tl.full([GROUPS], float("inf"), tl.float64)
@@ -86,7 +91,7 @@ def _statistics(
     enough = (flat == 0) & (scored_rows > ddof)
     std = tl.where(enough, tl.sqrt(squares / tl.where(enough, scored_rows - ddof, 1.0)), 0.0)
     length_mean = tl.where(tokens > 0, token_total / tl.where(tokens > 0, tokens, 1.0), mean)
-    return scored_rows, mean, std, flat, second, length_mean
+    return Statistics(scored_rows, mean, std, flat, second, length_mean)
 
 
 @triton.jit
@@ -116,25 +121,18 @@ def parents_kernel(
     """parents[5, number]: count, mean, std, flat and length-weighted mean of every group."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     first, count = _bounds(starts_ptr, 0, group, number)
-    scored, mean, std, flat, _, length_mean = _statistics(
-        values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, GROUPS, BLOCK
-    )
+    own = _statistics(values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, GROUPS, BLOCK)
     known = group < number
-    tl.store(parents_ptr + group, scored, mask=known)
-    tl.store(parents_ptr + number + group, mean, mask=known)
-    tl.store(parents_ptr + 2 * number + group, std, mask=known)
-    tl.store(parents_ptr + 3 * number + group, flat.to(tl.float64), mask=known)
-    tl.store(parents_ptr + 4 * number + group, length_mean, mask=known)
+    tl.store(parents_ptr + group, own.scored, mask=known)
+    tl.store(parents_ptr + number + group, own.mean, mask=known)
+    tl.store(parents_ptr + 2 * number + group, own.std, mask=known)
+    tl.store(parents_ptr + 3 * number + group, own.flat.to(tl.float64), mask=known)
+    tl.store(parents_ptr + 4 * number + group, own.length_mean, mask=known)
 
 
 @triton.jit
 def _map(
-    scored,
-    mean,
-    std,
-    flat,
-    second,
-    length_mean,
+    own,
     parent_ptr,
     parents_ptr,
     group,
@@ -147,6 +145,7 @@ def _map(
     SINGLETON: tl.constexpr,
 ):
     """advantage = (reward - center) * factor where live; and the mean and std to report."""
+    scored, mean, std, flat, length_mean = own.scored, own.mean, own.std, own.flat, own.length_mean
     alone = scored == 1
     borrows = scored < 0  # nowhere
     count = scored
@@ -175,7 +174,7 @@ def _map(
     if CENTER == CENTER_LENGTH:
         center = length_mean
     if CENTER == CENTER_RUNNER_UP:
-        center = second
+        center = own.second
     live = scored > 0
     if ((CENTER != CENTER_NONE) & (CENTER != CENTER_BASELINE)) | (SCALE == SCALE_STD):
         live = live & (flat == 0)
@@ -230,33 +229,16 @@ def groups_kernel(
 ):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     first, count = _bounds(starts_ptr, group_size, group, number)
-    scored, own_mean, own_std, flat, second, length_mean = _statistics(
-        values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, GROUPS, BLOCK
-    )
+    own = _statistics(values_ptr, lengths_ptr, order_ptr, first, count, ddof, CENTER, GROUPS, BLOCK)
     center, factor, live, mean, std = _map(
-        scored,
-        own_mean,
-        own_std,
-        flat,
-        second,
-        length_mean,
-        parent_ptr,
-        parents_ptr,
-        group,
-        number,
-        eps,
-        std_floor,
-        shrinkage,
-        CENTER,
-        SCALE,
-        SINGLETON,
+        own, parent_ptr, parents_ptr, group, number, eps, std_floor, shrinkage, CENTER, SCALE, SINGLETON
     )
     for offset in range(0, tl.max(count, axis=0), BLOCK):
         rows, inside, value = _load(values_ptr, order_ptr, first, count, offset, BLOCK)
         if WRITE != ADD_COLUMN:
             tl.store(mean_ptr + rows, tl.broadcast_to(mean[:, None], value.shape), mask=inside)
             tl.store(std_ptr + rows, tl.broadcast_to(std[:, None], value.shape), mask=inside)
-            size = tl.broadcast_to(scored[:, None], value.shape)
+            size = tl.broadcast_to(own.scored[:, None], value.shape)
             tl.store(size_ptr + rows, size.to(tl.int32), mask=inside)
         dead = tl.broadcast_to((live == 0)[:, None], value.shape)
         if WRITE == ADD_COLUMN:

@@ -3,6 +3,7 @@
 Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
 """
 
+from collections import namedtuple
 from typing import Any, Optional
 
 import torch
@@ -34,6 +35,9 @@ MASKED = tl.constexpr(int(config.RowStatus.MASKED))
 NOT_FINITE = tl.constexpr(int(config.RowStatus.NOT_FINITE))
 ZERO_VECTOR = tl.constexpr(int(config.RowStatus.ZERO_VECTOR))
 _LARGEST, _LEAST = tl.constexpr(3.4028234663852886e38), tl.constexpr(1e-30)  # of squared norms
+
+# The fields of a plan by which a prompt's number of groups is chosen.
+Choice = namedtuple("Choice", "k_min k_max collapse different min_silhouette tie_tolerance distance_floor different_at")
 
 # The same tile of products for prompts of every size, so that all sum in the same order.
 ROWS_AT_ONCE = tl.constexpr(4)
@@ -171,36 +175,22 @@ def _distances_kernel(
 
 
 @triton.jit
-def _choose(
-    scores,
-    count,
-    lowest,
-    highest,
-    k_min,
-    k_max,
-    collapse,
-    different,
-    min_silhouette,
-    tie_tolerance,
-    distance_floor,
-    different_at,
-    WIDTH: tl.constexpr,
-):
+def _choose(scores, count, lowest, highest, choice, WIDTH: tl.constexpr):
     """Number of groups, k with the best silhouette, that silhouette, verdict."""
     k = tl.arange(0, WIDTH)
-    is_tried = (k >= k_min) & (k <= k_max) & (k < count)
+    is_tried = (k >= choice.k_min) & (k <= choice.k_max) & (k < count)
     best = tl.max(tl.where(is_tried, scores, -1.0), axis=0)
-    best_k = tl.min(tl.where(is_tried & (scores >= best - tie_tolerance), k, WIDTH), axis=0)
+    best_k = tl.min(tl.where(is_tried & (scores >= best - choice.tie_tolerance), k, WIDTH), axis=0)
     best_k = tl.where(best_k == WIDTH, 1, best_k)
     silhouette = tl.sum(tl.where(is_tried & (k == best_k), scores, 0.0), axis=0)
-    is_different = lowest > different_at
-    becomes = tl.where(is_different, different, collapse)
+    is_different = lowest > choice.different_at
+    becomes = tl.where(is_different, choice.different, choice.collapse)
     groups = tl.where(becomes == ONE, 1, count)
     verdict = tl.where(is_different, ALL_DIFFERENT, UNCLEAR)
-    is_clustered = (best_k > 1) & (silhouette >= min_silhouette)
+    is_clustered = (best_k > 1) & (silhouette >= choice.min_silhouette)
     groups = tl.where(is_clustered, best_k, groups)
     verdict = tl.where(is_clustered, CLUSTERED, verdict)
-    is_same = highest <= distance_floor
+    is_same = highest <= choice.distance_floor
     groups = tl.where(is_same, 1, groups)
     verdict = tl.where(is_same, ALL_SAME, verdict)
     is_small = count < 3
@@ -299,21 +289,8 @@ def _cuts_kernel(
             score = ordered_sum(silhouettes(sums, own, mates, size, WIDTH), WIDTH) / count
             scores = tl.where(item == k, score, scores)
 
-    groups, best_k, silhouette, verdict = _choose(
-        scores,
-        count,
-        lowest,
-        highest,
-        k_min,
-        k_max,
-        collapse,
-        different,
-        min_silhouette,
-        tie_tolerance,
-        distance_floor,
-        different_at,
-        WIDTH,
-    )
+    choice = Choice(k_min, k_max, collapse, different, min_silhouette, tie_tolerance, distance_floor, different_at)
+    groups, best_k, silhouette, verdict = _choose(scores, count, lowest, highest, choice, WIDTH)
     tl.store(groups_ptr + prompt, groups)
     tl.store(best_k_ptr + prompt, best_k)
     tl.store(silhouette_ptr + prompt, silhouette.to(tl.float32))
