@@ -16,6 +16,7 @@ from grpo_trainer.diversity_measures import MAX_EMBEDDED, measure_prompts
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Evaluation, Reward, Similarity
+from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rewards import RewardFunction, components, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
@@ -66,9 +67,8 @@ def evaluate(
         max_new_tokens: longest response.
         generator: random numbers for sampling.
     """
-    greedy = roll_out(
-        policy, items, 1, max_new_tokens=max_new_tokens, generator=None, temperature=0.0, batch=settings.batch
-    )
+    sampling = Sampling(group_size=1, temperature=0.0, max_new_tokens=max_new_tokens, batch=settings.batch)
+    greedy = roll_out(policy, items, sampling, None)
     totals, correct, skipped = _grade(greedy, rewards, functions, settings.solved)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": reward, "correct": is_correct}
@@ -85,15 +85,8 @@ def evaluate(
     if not settings.samples:
         return Result(metrics, lines)
     n = settings.samples
-    sampled = roll_out(
-        policy,
-        items,
-        n,
-        max_new_tokens=max_new_tokens,
-        generator=generator,
-        temperature=settings.temperature,
-        batch=settings.batch,
-    )
+    sampling = dataclasses.replace(sampling, group_size=n, temperature=settings.temperature)
+    sampled = roll_out(policy, items, sampling, generator)
     totals, correct, skipped = _grade(sampled, rewards, functions, settings.solved)
     for i, line in enumerate(lines):
         rows = slice(i * n, (i + 1) * n)

@@ -13,6 +13,7 @@ import grpo_kernels as gk
 from grpo_trainer import distributed
 from grpo_trainer.data import Batch, encode_prompt, pad, positions_of
 from grpo_trainer.policy import Policy, evaluating
+from grpo_trainer.recipe import Rollout as Sampling
 
 
 @dataclasses.dataclass
@@ -34,18 +35,6 @@ class Rollout:
         return self.batch.mask.sum(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sampling:
-    """Arguments of one `roll_out` that are the same for all of its batches."""
-
-    max_new_tokens: int
-    min_new_tokens: int
-    generator: torch.Generator | None
-    temperature: float
-    top_p: float
-    top_k: int
-
-
 def select_usable(
     policy: Policy, items: Sequence[dict[str, Any]], column: str, max_prompt_tokens: int, chat: bool
 ) -> list[dict[str, Any]]:
@@ -59,42 +48,25 @@ def select_usable(
 
 @torch.no_grad()
 def roll_out(
-    policy: Policy,
-    items: list[dict[str, Any]],
-    group_size: int,
-    *,
-    max_new_tokens: int,
-    generator: torch.Generator | None,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    min_new_tokens: int = 0,
-    batch: int = 512,
+    policy: Policy, items: list[dict[str, Any]], sampling: Sampling, generator: torch.Generator | None
 ) -> Rollout:
     """Samples responses; prompts of similar length share a batch, whose rows are divided among the processes.
 
     Args:
         policy: the policy.
         items: lines of data with "prompt_ids".
-        group_size: responses per item.
-        max_new_tokens: longest response.
+        sampling: its settings; a temperature of 0 takes the most probable token.
         generator: random numbers; the same in every process.
-        temperature: 0 takes the most probable token.
-        top_p: restricts sampling to the most probable tokens with this total probability.
-        top_k: restricts sampling to the k most probable tokens; 0: no limit.
-        min_new_tokens: number of tokens before the end may be sampled.
-        batch: number of responses that are sampled together.
     """
-    sampling = _Sampling(max_new_tokens, min_new_tokens, generator, temperature, top_p, top_k)
-    ids = [item["prompt_ids"] for item in items]
-    prompts_at_once = max(1, batch // group_size)
+    ids, group_size = [item["prompt_ids"] for item in items], sampling.group_size
+    prompts_at_once = max(1, sampling.batch // group_size)
     tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
     logprobs: list[list[float]] = [[] for _ in tokens]
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     with evaluating(policy), policy.autocast():
         for start in range(0, len(ids), prompts_at_once):
             chosen = by_length[start : start + prompts_at_once]
-            responses = _sample(policy, [ids[i] for i in chosen], group_size, sampling)
+            responses = _sample(policy, [ids[i] for i in chosen], sampling, generator)
             rows = [prompt * group_size + copy for prompt in chosen for copy in range(group_size)]
             for row, response in zip(rows, responses, strict=True):
                 tokens[row], logprobs[row] = response
@@ -111,10 +83,10 @@ def roll_out(
 
 
 def _sample(
-    policy: Policy, prompts: list[list[int]], copies: int, sampling: _Sampling
+    policy: Policy, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator | None
 ) -> list[tuple[list[int], list[float]]]:
-    """Samples `copies` responses to each prompt: token ids and log-probs."""
-    device, longest = policy.device, sampling.max_new_tokens
+    """Samples a group of responses to each prompt: token ids and log-probs."""
+    device, longest, copies = policy.device, sampling.max_new_tokens, sampling.group_size
     ids, mask = pad(prompts, policy.pad_id, left=not policy.is_seq2seq)
     rows = torch.arange(len(prompts) * copies, device=device)  # rows that are still decoded
     is_finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
@@ -136,7 +108,7 @@ def _sample(
         else:
             probs = _filtered(open_logits / sampling.temperature, sampling.top_p, sampling.top_k).softmax(-1)
             # every process draws for all rows, so that a row gets the random numbers it would get in a single process
-            chosen = torch.multinomial(local.embed(probs), 1, generator=sampling.generator).squeeze(1)
+            chosen = torch.multinomial(local.embed(probs), 1, generator=generator).squeeze(1)
             chosen = local.all_gather(local.select(chosen))
             scored = gk.token_logprobs(
                 logits, local.select(chosen), temperature=sampling.temperature, backend=policy.backend

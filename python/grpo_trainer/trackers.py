@@ -42,37 +42,34 @@ class Tensorboard:
 
 
 class Wandb:
+    name = "wandb"
+
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.module = recipe, _import("wandb", "wandb")
+        self.recipe, self.module = recipe, _import(self.name, self.name)
 
     def open(self) -> None:
         recipe = self.recipe
         self.module.init(
-            project=recipe.logging.project, name=recipe.name, config=plain(recipe), id=_run_id(recipe), resume="allow"
+            project=recipe.logging.project, config=plain(recipe), resume="allow", **self.identity(_run_id(recipe))
         )
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self.module.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.module.finish()
-
-
-class Trackio:
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.module = recipe, _import("trackio", "trackio")
-
-    def open(self) -> None:
-        recipe = self.recipe
-        # trackio identifies a run by its name
-        name = f"{recipe.name}-{_run_id(recipe)}"
-        self.module.init(project=recipe.logging.project, name=name, config=plain(recipe), resume="allow")
+    def identity(self, run_id: str) -> dict[str, str]:
+        return {"name": self.recipe.name, "id": run_id}
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.module.log(dict(values), step=step)
 
     def close(self) -> None:
         self.module.finish()
+
+
+class Trackio(Wandb):
+    """trackio has the functions of wandb, but identifies a run by its name."""
+
+    name = "trackio"
+
+    def identity(self, run_id: str) -> dict[str, str]:
+        return {"name": f"{self.recipe.name}-{run_id}"}
 
 
 TRACKERS: dict[str, Callable[[Recipe], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from grpo_trainer.diversity_measures import distinct, measure_embeddings, measure_prompts, self_bleu, words_of
 from grpo_trainer.embed import hashed
-from grpo_trainer.recipe import Evaluation, Reward
+from grpo_trainer.recipe import Evaluation, Reward, Rollout
 
 import grpo_kernels as gk
 
@@ -155,7 +155,8 @@ def test_no_prompts_have_no_measures() -> None:
 ANSWERS = {"p": ["3 + 4 = 7", "3 + 4 = 7", "so 8 .", "Ann has 7"], "q": ["7", "7", "7", "7"]}
 
 
-def answered(policy: object, items: list[dict[str, Any]], size: int, **_: object) -> SimpleNamespace:
+def answered(policy: object, items: list[dict[str, Any]], sampling: Rollout, _: object) -> SimpleNamespace:
+    size = sampling.group_size
     texts = [text for item in items for text in ANSWERS[item["prompt"]][:size]]
     return SimpleNamespace(
         items=items,

@@ -15,6 +15,7 @@ from grpo_trainer.checkpoint import load_adapter, save_policy
 from grpo_trainer.data import pad
 from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Tiny
+from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.train import Trainer
 
@@ -33,8 +34,8 @@ def policy_of(kind: str, lora: Lora | None = None) -> Policy:
 
 def rolled(policy: Policy, **settings: float) -> Rollout:
     items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    kwargs = {"max_new_tokens": 9, "batch": 6} | settings
-    return roll_out(policy, items, 3, generator=torch.Generator().manual_seed(0), **kwargs)  # type: ignore[arg-type]
+    kwargs = {"group_size": 3, "max_new_tokens": 9, "batch": 6} | settings
+    return roll_out(policy, items, Sampling(**kwargs), torch.Generator().manual_seed(0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("cap", "is_plain"), [(None, True), (30.0, False)])
@@ -106,7 +107,8 @@ def test_sampling_follows_the_policys_probabilities() -> None:
     """Chi-squared of the first tokens of 6,000 responses against the softmax, within five sigma."""
     policy = policy_of("causal")
     items = select_usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
-    rollout = roll_out(policy, items, 6000, max_new_tokens=1, generator=torch.Generator().manual_seed(3), batch=6000)
+    sampling = Sampling(group_size=6000, max_new_tokens=1, batch=6000)
+    rollout = roll_out(policy, items, sampling, torch.Generator().manual_seed(3))
     with torch.no_grad():
         chances = policy.lm(torch.tensor([items[0]["prompt_ids"]])).logits[0, -1].softmax(-1).double()
     counts = torch.bincount(rollout.batch.tokens[:, 0], minlength=len(chances)).double()

@@ -17,6 +17,7 @@ from grpo_trainer.data import Batch
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.policy import Policy, evaluating, load_policy
 from grpo_trainer.recipe import Algorithm, Lora, Model, Tiny
+from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.train import Trainer
 
@@ -37,8 +38,8 @@ def policy_of(kind: str = "causal", adapters: bool = False, **settings: Any) -> 
 
 def sampled(policy: Policy, copies: int = 3, **settings: Any) -> Rollout:
     items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    kwargs = {"max_new_tokens": 9, "generator": torch.Generator().manual_seed(0)} | settings
-    return roll_out(policy, items, copies, **kwargs)
+    sampling = Sampling(**{"group_size": copies, "max_new_tokens": 9} | settings)
+    return roll_out(policy, items, sampling, torch.Generator().manual_seed(0))
 
 
 def ending(policy: Policy, by: float) -> None:
@@ -212,7 +213,8 @@ def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pyte
     trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.similarity={embedder: hashed}"))
     items = trainer.items("train")[:6]
     tokenizer = trainer.policy.tokenizer
-    rollout = roll_out(trainer.policy, items, 4, max_new_tokens=12, generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(group_size=4, max_new_tokens=12)
+    rollout = roll_out(trainer.policy, items, sampling, torch.Generator().manual_seed(0))
     again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rollout.texts]
     tokens = [row[mask].tolist() for row, mask in zip(rollout.batch.tokens, rollout.batch.mask, strict=True)]
     # tokenizing the texts would differ, as a text has several tokenizations

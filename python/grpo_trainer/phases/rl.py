@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_trainer import checkpoint, distributed
 from grpo_trainer.algorithm import Credit, Plan, assign_credit, total_rewards
-from grpo_trainer.data import prompt_text
+from grpo_trainer.data import Batch, prompt_text
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.metrics import loss_metrics, rollout_metrics
 from grpo_trainer.phases.base import PhaseRun, sum_losses
@@ -130,36 +131,34 @@ class RlRun(PhaseRun):
         return embed_all(embedder, rollout.texts, rollout.group_size)
 
     def _roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
-        settings = self.settings.rollout
-        return roll_out(
-            self.trainer.policy,
-            items,
-            settings.group_size,
-            max_new_tokens=settings.max_new_tokens,
-            generator=generator,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            min_new_tokens=settings.min_new_tokens,
-            batch=settings.batch,
-        )
+        return roll_out(self.trainer.policy, items, self.settings.rollout, generator)
+
+    def _by_token(self, rollout: Rollout, compute: Callable[[Batch], Tensor]) -> Tensor:
+        """Values [N, T] of the response tokens, computed by micro-batch."""
+        values = torch.zeros_like(rollout.logprobs)
+        all_rows = torch.arange(len(values), device=values.device)
+        for rows, counts in self.micro_batches(all_rows, self.settings.micro_batch):
+            part = compute(rollout.batch.rows(rows))
+            if counts:
+                values[rows, : part.shape[1]] = part
+        return distributed.all_reduce_sum(values)
 
     def _reference_logprobs(self, rollout: Rollout, step: int) -> Tensor | None:
-        if self.reference is None:
+        reference = self.reference
+        if reference is None:
             return None
-        logprobs = torch.zeros_like(rollout.logprobs)
-        all_rows = torch.arange(len(logprobs), device=logprobs.device)
-        for rows, counts in self.micro_batches(all_rows, self.settings.micro_batch):
-            part = rollout.batch.rows(rows)
-            part_logprobs = self.reference.logprobs(part)
-            if counts:
-                logprobs[rows, : part_logprobs.shape[1]] = part_logprobs
-            if step == 1 and self.trainer.recipe.model.reference_model_path is None:
-                self._assert_is_policy(part_logprobs, part)
-        return distributed.all_reduce_sum(logprobs)
+        must_be_policy = step == 1 and self.trainer.recipe.model.reference_model_path is None
+
+        def compute(part: Batch) -> Tensor:
+            logprobs = reference.logprobs(part)
+            if must_be_policy:
+                self._assert_is_policy(logprobs, part)
+            return logprobs
+
+        return self._by_token(rollout, compute)
 
     @torch.no_grad()
-    def _assert_is_policy(self, reference: Tensor, part: Any) -> None:
+    def _assert_is_policy(self, reference: Tensor, part: Batch) -> None:
         with evaluating(self.trainer.policy):
             difference = float((self.trainer.policy("logprobs", part) - reference).abs().max())
         if difference != 0:
@@ -169,14 +168,9 @@ class RlRun(PhaseRun):
 
     @torch.no_grad()
     def _values(self, rollout: Rollout) -> Tensor:
-        values = torch.zeros_like(rollout.logprobs)
-        all_rows = torch.arange(len(values), device=values.device)
         with evaluating(self.trainer.policy):
-            for rows, counts in self.micro_batches(all_rows, self.settings.micro_batch):
-                part_values = self.trainer.policy("values", rollout.batch.rows(rows))
-                if counts:
-                    values[rows, : part_values.shape[1]] = part_values
-        return torch.where(rollout.batch.mask, distributed.all_reduce_sum(values), 0)
+            values = self._by_token(rollout, lambda part: self.trainer.policy("values", part))
+        return torch.where(rollout.batch.mask, values, 0)
 
     def _update(
         self, rollout: Rollout, credit: Credit, reference: Tensor | None, values: Tensor | None, step: int

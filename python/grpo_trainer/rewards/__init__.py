@@ -22,13 +22,7 @@ from grpo_trainer.rollout import Rollout
 from grpo_trainer.settings import unknown_key
 
 RewardFunction = Callable[..., Sequence[float | None]]
-BUNDLED = {
-    "exact": "grpo_trainer.rewards.exact:make",
-    "gsm8k": "grpo_trainer.rewards.gsm8k:make",
-    "reply": "grpo_trainer.rewards.reply:make",
-    "dialogue": "grpo_trainer.rewards.dialogue:make",
-    "diversity": "grpo_trainer.rewards.diversity:make",
-}
+BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity")
 
 
 class RewardError(Exception):
@@ -38,7 +32,7 @@ class RewardError(Exception):
 def load_reward(settings: Reward) -> RewardFunction:
     """Creates a bundled reward or imports `module:function`."""
     if settings.name in BUNDLED:
-        make = _import(BUNDLED[settings.name])
+        make = _import(f"grpo_trainer.rewards.{settings.name}:make")
         accepted = inspect.signature(make).parameters
         if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
             for option in settings.options:
