@@ -12,7 +12,7 @@ from grpo_trainer.report import page
 from grpo_trainer.report.evaluations import evaluations_section, examples_section, headline
 from grpo_trainer.report.map import map_section
 from grpo_trainer.report.page import shown
-from grpo_trainer.report.plots import Curve, Panel, draw_panels, draw_stack, window_of
+from grpo_trainer.report.plots import Curve, Panel, banded, draw_panels, draw_stack, known_panels, window_of
 from grpo_trainer.report.run_folder import INSIDE, Line, RunFolder, has_value, mean, number, series
 
 __all__ = ["write_report"]
@@ -214,10 +214,8 @@ def _rewards(run: RunFolder, rl: list[Line]) -> str:
     prompts = series(rl, "group_stats/num_groups")
     deviations = zip(series(rl, "rewards/std"), prompts, strict=True)
     errors = [1.96 * std / math.sqrt(n) if n > 0 else math.nan for std, n in deviations]
-    low = [value - error for value, error in zip(reward, errors, strict=True)]
-    high = [value + error for value, error in zip(reward, errors, strict=True)]
     folder = run.path / "plots"
-    curve = Curve("reward", steps, reward, low, high)
+    curve = banded("reward", steps, reward, errors)
     caption = (
         "Mean reward of the sampled responses. Band: ± 1.96 standard deviations of the rewards, divided by the square "
         "root of the number of prompts. Responses to one prompt are not independent, so prompts are counted and not "
@@ -255,8 +253,7 @@ def _plots(run: RunFolder, title: str, plots: Sequence[Plot], rl: list[Line]) ->
         steps, panels = run.steps(lines), []
         for panel_title, keys, is_share in plot.panels:
             values_by_label = {label: series(lines, key) for label, key in keys.items()}
-            curves = [Curve(label, steps, values) for label, values in values_by_label.items() if has_value(values)]
-            panels += [Panel(panel_title, curves, is_share)] if curves else []
+            panels += known_panels(panel_title, steps, values_by_label, is_share)
         if panels:
             picture = draw_panels(run.path / "plots", plot.name, panels, "step")
             figures.append(page.figure(plot.title, picture, plot.caption))
@@ -270,13 +267,11 @@ def _not_drawn(metrics: str) -> str:
 
 
 def _time(run: RunFolder, rl: list[Line], beside: Sequence[RunFolder]) -> str:
-    step_seconds = series(rl, "time/step")
-    if not has_value(step_seconds):
+    times = run.times
+    step_seconds = times.pop("step", None)
+    if step_seconds is None:
         return page.section("Time", _not_drawn("time/step"))
-    names = sorted({key for line in rl for key in line if key.startswith("time/")} - {"time/step"})
-    names.sort(key=lambda name: name.removeprefix("time/") not in INSIDE)
-    parts = {name.removeprefix("time/"): series(rl, name) for name in names}
-    parts = {name: values for name, values in parts.items() if has_value(values)}
+    parts = {name: times[name] for name in sorted(times, key=lambda name: (name not in INSIDE, name))}
     timed = [_finite_sum(step) for step in zip(*parts.values(), strict=True)] or [0.0] * len(step_seconds)
     parts["other"] = [max(0.0, whole - part) for whole, part in zip(step_seconds, timed, strict=True)]
     picture = draw_stack(run.path / "plots", "time", run.steps(rl), parts)

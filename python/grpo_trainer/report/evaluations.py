@@ -9,8 +9,8 @@ from typing import Any
 from grpo_trainer.report import page
 from grpo_trainer.report.compare import Comparison, Difference, compare, infer_correct, paired
 from grpo_trainer.report.page import shown
-from grpo_trainer.report.plots import Curve, Panel, draw_panels
-from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, has_value, mean, number
+from grpo_trainer.report.plots import Curve, Panel, banded, draw_panels, known_panels
+from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, mean, number
 
 _SHARES = {
     "self-BLEU": "self_bleu",
@@ -134,8 +134,7 @@ def _diversity_plot(run: RunFolder, evaluations: list[Evaluated], steps: list[fl
     panels = []
     for title, names in (("from 0 to 1", _SHARES), ("effective number", _COUNTS)):
         values_by_label = {label: [number(e.metrics.get(name)) for e in evaluations] for label, name in names.items()}
-        curves = [Curve(label, steps, values) for label, values in values_by_label.items() if has_value(values)]
-        panels += [Panel(title, curves)] if curves else []
+        panels += known_panels(title, steps, values_by_label)
     if not panels:
         return []
     caption = "Diversity of a prompt's samples, mean over prompts: low self-BLEU and high values of the other measures."
@@ -151,9 +150,7 @@ def _with_band(label: str, steps: list[float], values_by_step: list[list[float]]
         squares = sum((value - centre) ** 2 for value in known)
         means.append(centre)
         errors.append(1.96 * math.sqrt(squares / (len(known) - 1) / len(known)) if len(known) > 1 else math.nan)
-    low = [centre - error for centre, error in zip(means, errors, strict=True)]
-    high = [centre + error for centre, error in zip(means, errors, strict=True)]
-    return Curve(label, steps, means, low, high)
+    return banded(label, steps, means, errors)
 
 
 def examples_section(run: RunFolder) -> str:

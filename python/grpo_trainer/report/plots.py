@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,21 @@ class Panel(NamedTuple):
     title: str
     curves: Sequence[Curve]
     is_share: bool = False
+
+
+def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[float]) -> Curve:
+    """A curve with a band of the errors on either side."""
+    low = [value - error for value, error in zip(y, errors, strict=True)]
+    high = [value + error for value, error in zip(y, errors, strict=True)]
+    return Curve(label, x, y, low, high)
+
+
+def known_panels(
+    title: str, x: Sequence[float], values: Mapping[str, Sequence[float]], is_share: bool = False
+) -> list[Panel]:
+    """A panel with the curves that have a value, by label; no panel if none has."""
+    curves = [Curve(label, x, y) for label, y in values.items() if has_value(y)]
+    return [Panel(title, curves, is_share)] if curves else []
 
 
 class Point(NamedTuple):

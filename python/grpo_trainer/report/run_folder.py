@@ -121,12 +121,18 @@ class RunFolder:
         return 1 - inside / whole if whole > 0 else math.nan
 
     @property
-    def seconds_of_parts(self) -> dict[str, float]:
-        """Mean seconds of each part of an RL step; the whole step last."""
+    def times(self) -> dict[str, list[float]]:
+        """Seconds of each part of every RL step, and under "step" of the whole; those that were logged."""
         rl = self.lines("rl")
         parts = {name.removeprefix("time/"): series(rl, name) for line in rl for name in line if name[:5] == "time/"}
-        known = {name: mean(values) for name, values in parts.items() if has_value(values)}
-        return {name: value for name, value in known.items() if name != "step"} | {"step": known.get("step", math.nan)}
+        return {name: values for name, values in parts.items() if has_value(values)}
+
+    @property
+    def seconds_of_parts(self) -> dict[str, float]:
+        """Mean seconds of each part of an RL step; the whole step last."""
+        means = {name: mean(values) for name, values in self.times.items()}
+        whole = means.pop("step", math.nan)
+        return means | {"step": whole}
 
     @property
     def date(self) -> str:
