@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,16 @@ def runnable_backends(supports: Supports, dtype: torch.dtype = torch.float32) ->
 
 def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
+
+
+def assert_raises(error: type[Exception], start: str, parts: Iterable[str], call: Callable[[], object]) -> None:
+    """Checks that the call raises exactly this type, with a message that begins with `start` and contains each part."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert caught.type is error and message.startswith(start), message
+    for part in parts:
+        assert part in message, f"{part!r} is not in {message!r}"
 
 
 def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str = "result") -> None:
