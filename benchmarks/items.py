@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tools import gpu_lines
+from benchmarks import gpu_lines
 
 Result = dict[str, Any]
 

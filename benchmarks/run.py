@@ -25,9 +25,9 @@ import torch
 from benchmarks import machine
 from benchmarks.case import DEVICES, Case
 from benchmarks.cases import OPS, cases
+from benchmarks.gpu_lines import START_AGAIN
 from benchmarks.items import Items, add_options
 from benchmarks.measure import ceiling, measure
-from tools.gpu_lines import START_AGAIN
 
 QUICK_PAIRS = 5
 

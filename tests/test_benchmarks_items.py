@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import run, timings
+from benchmarks import gpu_lines, run, timings
 from benchmarks.case import Floor
 from benchmarks.items import Items
 from tests.emulation import build
 from tests.test_benchmarks import LIMITS, small_case
-from tools import gpu_lines
 
 
 def run_items(measurements: Items, **items: Any) -> list[Any]:
@@ -70,7 +69,7 @@ def test_a_gpu_with_a_sticky_error_ends_the_process_for_a_restart(
 
 HANGS = """
 import pathlib, sys, time
-from tools.gpu_lines import Lines
+from benchmarks.gpu_lines import Lines
 with Lines(pathlib.Path(sys.argv[1]), patience=0.2).begun("x"):
     time.sleep(60)
 """

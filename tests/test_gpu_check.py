@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import gpu_lines, tables
 from tests.emulation import build
-from tools import gpu_check, gpu_lines, gpu_summary
+from tools import gpu_check, gpu_summary
 
 FACTS = {
     "gpu": "A GPU",
@@ -477,7 +477,7 @@ def test_the_plugin_resumes_after_a_crash(tmp_path: Path) -> None:
 
 
 STUCK = """
-from tools import gpu_lines
+from benchmarks import gpu_lines
 ERRORS = ["", "an illegal memory access"]
 gpu_lines.device_error = lambda: ERRORS.pop(0)
 def test_one(): pass

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools import gpu_check, gpu_lines, gpu_summary
+from benchmarks import gpu_lines
+from tools import gpu_check, gpu_summary
 
 # Replaces compute-sanitizer, which needs a GPU, with its output on a machine that refuses it.
 SANITIZER = "#!/bin/sh\necho '========= Error: Device not supported. Please refer to the user guide.'\nexit 1\n"

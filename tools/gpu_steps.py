@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from tools import gpu_lines
+from benchmarks import gpu_lines
 
 MOST_STARTS = 30  # of one step
 

@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_lines
 from benchmarks.tables import timing_rows
-from tools import gpu_lines
 
 MOST_LOG = 400_000  # bytes kept from the end of a log
 MOST_FAILURES = 40  # shown on the page

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu_lines
 from grpo_kernels import backends
-from tools import gpu_lines
 
 _ran: set[str] = set()
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from benchmarks import gpu_lines
 from grpo_kernels.ops.similarity_groups import registration
-from tools import gpu_lines
 
 Put = Callable[[Tensor], Tensor]  # moves a tensor to the device of the backend
 Results = Iterator[Tensor]
@@ -60,18 +60,11 @@ def advantages(names: tuple[str, ...], sizes: tuple[int, ...], backend: str, put
                 yield from gk.group_advantages(put(rewards), where, config=name, backend=backend, **more)
 
 
-def every_config(backend: str, put: Put) -> Results:
-    yield from advantages(tuple(gk.AdvantageConfig.names()), (7, 40), backend, put)
-
-
-def every_size(backend: str, put: Put) -> Results:
-    """Groups of a lane, a warp and a block."""
-    yield from advantages(("gdpo", "grpo_passk"), (0, 1, 7, 40, 2100), backend, put)
-
-
-def few_advantages(backend: str, put: Put) -> Results:
-    """A few compile-time settings, each of which takes Triton seconds."""
-    yield from advantages(("grpo", "rloo", "gdpo"), (40,), backend, put)
+every_config = functools.partial(advantages, gk.AdvantageConfig.names(), (7, 40))
+# Groups of a lane, a warp and a block.
+every_size = functools.partial(advantages, ("gdpo", "grpo_passk"), (0, 1, 7, 40, 2100))
+# A few compile-time settings, each of which takes Triton seconds.
+few_advantages = functools.partial(advantages, ("grpo", "rloo", "gdpo"), (40,))
 
 
 def shrunk_advantages(backend: str, put: Put) -> Results:
@@ -413,8 +406,8 @@ def compare(run: Callable[[str, Put], Results], what: str, backend: str, device:
     return len(outputs[0])
 
 
-def check(name: str, device: torch.device, backend: str = "cuda") -> int:
-    return compare(CASES[name].run, name, backend, device)
+def check(name: str, device: torch.device) -> int:
+    return compare(CASES[name].run, name, "cuda", device)
 
 
 def enable_stand_ins() -> None:

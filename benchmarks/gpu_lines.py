@@ -37,9 +37,9 @@ def results(lines: list[Line]) -> dict[str, Line]:
     return {line["item"]: line for line in lines}
 
 
-def first_lines(error: BaseException, most: int = 3) -> str:
+def first_lines(error: BaseException) -> str:
     text = [line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
-    return " | ".join(text[:most])[:500]
+    return " | ".join(text[:3])[:500]
 
 
 class Lines:
