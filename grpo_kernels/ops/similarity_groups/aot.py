@@ -11,8 +11,6 @@ from grpo_kernels.ops.similarity_groups import triton as kernels
 def _aot_cases() -> tuple[AotCase, ...]:
     rows = {"order_ptr": "*i64", "offsets_ptr": "*i64"}
     neighbours = dict.fromkeys(rows)
-    tile = {"ACROSS": kernels._ACROSS, "DEPTH": kernels._DEPTH}
-    products = {"products_ptr": "*fp64", "places": "i32", "depth": "i32"}
     distances = {"distances_ptr": "*fp32", "places": "i32"}
     of_rows = distances | {"products_ptr": "*fp64", "status_ptr": "*u8"}
     modes = dict.fromkeys(("k_min", "k_max", "collapse", "different"), "i32")
@@ -22,7 +20,13 @@ def _aot_cases() -> tuple[AotCase, ...]:
     cuts |= {"silhouette_ptr": "*fp32", "verdict_ptr": "*u8"}
     merges = {"merges_ptr": "*i32", "heights_ptr": "*fp32"}
     scores = distances | {"labels_ptr": "*i64", "score_ptr": "*fp32", "samples_ptr": "*fp32"}
-    aligned = ("embeddings_ptr", "depth")
+
+    def products(label: str, types: dict[str, str], constants: dict[str, Any]) -> AotCase:
+        types = types | {"products_ptr": "*fp64", "places": "i32", "depth": "i32"}
+        tile = {"ACROSS": kernels._ACROSS, "DEPTH": kernels._DEPTH}
+        aligned = ("embeddings_ptr", "depth")
+        kernel, warps = kernels._products_kernel, kernels._PRODUCT_WARPS
+        return AotCase(kernel, types, tile | constants, warps, label=label, aligned=aligned, options=EXACT)
 
     def of_prompts(kernel: Any, width: int, label: str, types: dict[str, str], constants: dict[str, Any]) -> AotCase:
         warps = kernels._CUT_WARPS if kernel is kernels._cuts_kernel else kernels._TREE_WARPS
@@ -34,24 +38,8 @@ def _aot_cases() -> tuple[AotCase, ...]:
         return of_prompts(kernels._tree_kernel, width, f"{linkage}, {width}", distances | parents, nothing)
 
     return (
-        AotCase(
-            kernels._products_kernel,
-            products | {"embeddings_ptr": "*bf16"},
-            tile | neighbours,
-            kernels._PRODUCT_WARPS,
-            label="bf16, neighbours",
-            aligned=aligned,
-            options=EXACT,
-        ),
-        AotCase(
-            kernels._products_kernel,
-            products | rows | {"embeddings_ptr": "*fp32"},
-            tile,
-            kernels._PRODUCT_WARPS,
-            label="fp32, ids",
-            aligned=aligned,
-            options=EXACT,
-        ),
+        products("bf16, neighbours", {"embeddings_ptr": "*bf16"}, neighbours),
+        products("fp32, ids", rows | {"embeddings_ptr": "*fp32"}, {}),
         AotCase(
             kernels._distances_kernel,
             of_rows | rows | {"valid_ptr": "*u8"},

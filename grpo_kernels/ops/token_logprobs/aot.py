@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from grpo_kernels.aot import AotCase
 from grpo_kernels.ops.token_logprobs import triton as kernels
 
@@ -24,56 +26,23 @@ def _aot_cases() -> tuple[AotCase, ...]:
     nothing = {"temperatures_ptr": None}
     half, single = {"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}
     half_gradient, single_gradient = half | {"gradient_ptr": "*bf16"}, single | {"gradient_ptr": "*fp32"}
-    aligned = ("logits_ptr",)
-    both = ("logits_ptr", "gradient_ptr")
     copied, inplace = {"INPLACE": False}, {"INPLACE": True}
+
+    def case(kernel: Any, types: dict[str, str], constants: dict[str, Any], label: str) -> AotCase:
+        is_small = constants["BLOCK"] == kernels._SMALL_BLOCK
+        warps = kernels._SMALL_WARPS if is_small else kernels._WARPS
+        aligned = tuple(name for name in ("logits_ptr", "gradient_ptr") if name in types and not is_small)
+        return AotCase(kernel, types | runtime, constants, warps, label=label, aligned=aligned)
+
+    forward, backward = kernels._forward_kernel, kernels._backward_kernel
+    capped, small_label = usual | nothing | {"CAPPED": True}, "small, fp32, per-row temperature"
     return (
-        AotCase(
-            kernels._forward_kernel,
-            half | plain_forward | runtime,
-            usual | nothing | no_entropy,
-            kernels._WARPS,
-            label="bf16",
-            aligned=aligned,
-        ),
-        AotCase(
-            kernels._forward_kernel,
-            half | forward_rows | runtime,
-            usual | nothing | {"CAPPED": True},
-            kernels._WARPS,
-            label="bf16, softcap, entropy",
-            aligned=aligned,
-        ),
-        AotCase(
-            kernels._forward_kernel,
-            single | forward_rows | temperatures | runtime,
-            small,
-            kernels._SMALL_WARPS,
-            label="small, fp32, per-row temperature",
-        ),
-        AotCase(
-            kernels._backward_kernel,
-            half_gradient | plain_backward | runtime,
-            usual | nothing | no_upstream | copied,
-            kernels._WARPS,
-            label="bf16",
-            aligned=both,
-        ),
-        AotCase(
-            kernels._backward_kernel,
-            half_gradient | backward_rows | runtime,
-            usual | nothing | inplace | {"CAPPED": True},
-            kernels._WARPS,
-            label="bf16, softcap, entropy, in place",
-            aligned=both,
-        ),
-        AotCase(
-            kernels._backward_kernel,
-            single_gradient | backward_rows | temperatures | runtime,
-            small | copied,
-            kernels._SMALL_WARPS,
-            label="small, fp32, per-row temperature",
-        ),
+        case(forward, half | plain_forward, usual | nothing | no_entropy, "bf16"),
+        case(forward, half | forward_rows, capped, "bf16, softcap, entropy"),
+        case(forward, single | forward_rows | temperatures, small, small_label),
+        case(backward, half_gradient | plain_backward, usual | nothing | no_upstream | copied, "bf16"),
+        case(backward, half_gradient | backward_rows, capped | inplace, "bf16, softcap, entropy, in place"),
+        case(backward, single_gradient | backward_rows | temperatures, small | copied, small_label),
     )
 
 
