@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from grpo_trainer.report import page
@@ -88,15 +89,11 @@ def _group_responses(line: Line) -> list[_Group]:
         )
         key = (
             str(response.get("text")),
-            int(label) if has_value([label]) else -1,
-            xy if all(map(_is_known, xy)) else None,
+            int(label) if math.isfinite(label) else -1,
+            xy if all(map(math.isfinite, xy)) else None,
         )
         groups.setdefault(key, _Group(*key, [])).rewards.append(number(response.get("reward")))
     return list(groups.values())
-
-
-def _is_known(value: float) -> bool:
-    return has_value([value])
 
 
 def _merge_points(points: list[Point]) -> list[Point]:

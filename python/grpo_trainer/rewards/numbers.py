@@ -102,12 +102,16 @@ def final_number(text: str) -> Fraction | None:
     if not numbers:
         return None
     starts = [number.start for number in numbers]
-    for marked in (_after_hashes, _boxed, _after_phrase):
-        for place, end in marked(plain):
+    for mark, spans in (
+        (_HASHES, _to_line_ends(plain, _HASHES)),
+        (None, _boxed(plain)),
+        (_PHRASE, _to_line_ends(plain, _PHRASE)),
+    ):
+        for place, end in spans:
             first = bisect_left(starts, place)
             if first == len(numbers) or starts[first] >= end:
                 continue
-            if _belongs(plain, place, numbers[first], marked is _after_hashes):
+            if _belongs(plain, place, numbers[first], mark is _HASHES):
                 return _result(plain, numbers, first, end)
     return numbers[-1].value
 
@@ -183,14 +187,6 @@ def _size(match: re.Match[str]) -> Fraction | None:
         divisor = Fraction(match["divisor"].replace(",", ""))
         return size / divisor if divisor else None
     return size
-
-
-def _after_hashes(plain: str) -> Iterator[tuple[int, int]]:
-    yield from _to_line_ends(plain, _HASHES)
-
-
-def _after_phrase(plain: str) -> Iterator[tuple[int, int]]:
-    yield from _to_line_ends(plain, _PHRASE)
 
 
 def _to_line_ends(plain: str, mark: re.Pattern[str]) -> Iterator[tuple[int, int]]:

@@ -65,7 +65,7 @@ def equation(value: int, change: int, result: int) -> str:
     return f"{value} {'+' if change >= 0 else '-'} {abs(change)} = {result}."
 
 
-def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxes: float = 0.3) -> list[Problem]:
+def problems(count: int, rng: random.Random, seen: set[tuple[object, ...]], boxes: float) -> list[Problem]:
     """Draws problems whose expression is not in `seen` and whose values, misread or not, are in [0, LARGEST]."""
     drawn: list[Problem] = []
     for _ in range(100 * count + 1000):
