@@ -18,7 +18,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -301,10 +301,6 @@ CASES = {
 }
 
 
-def smoke_advantages(backend: str, put: Put) -> Results:
-    yield from gk.group_advantages(put(torch.randn(64)), 8, backend=backend)
-
-
 def smoke_logprobs(backend: str, put: Put) -> Results:
     logits = put(torch.randn(8, 1024)).requires_grad_()
     logprobs = gk.token_logprobs(logits, put(torch.arange(8)), backend=backend).logprobs
@@ -339,43 +335,29 @@ def smoke_segments(backend: str, put: Put) -> Results:
     )
 
 
-def smoke_similarity(backend: str, put: Put) -> Results:
-    yield gk.similarity_groups(put(torch.randn(16, 9)), 8, backend=backend).labels
-
-
-def smoke_cosine(backend: str, put: Put) -> Results:
-    yield gk.pairwise_cosine(put(torch.randn(16, 9)), 8, backend=backend)
-
-
-def distances_of(rows: Tensor) -> Tensor:
-    return gk.pairwise_cosine(rows, 8, backend="reference")
-
-
-def smoke_clusters(backend: str, put: Put) -> Results:
-    yield gk.cluster_distances(put(distances_of(torch.randn(16, 9))), backend=backend).labels
-
-
-def smoke_tree(backend: str, put: Put) -> Results:
-    yield from gk.agglomerate(put(distances_of(torch.randn(16, 9))), backend=backend)
-
-
 def smoke_silhouette(backend: str, put: Put) -> Results:
-    distances, labels = put(distances_of(torch.randn(16, 9))), put(torch.randint(0, 3, (2, 8)))
-    yield from gk.silhouette(distances, labels, backend=backend)
+    yield from gk.silhouette(put(two_prompts()), put(torch.randint(0, 3, (2, 8))), backend=backend)
+
+
+def two_prompts() -> Tensor:
+    """Distances of eight responses to each of two prompts."""
+    return gk.pairwise_cosine(torch.randn(16, 9), 8, backend="reference")
 
 
 # One small call of each op that chooses a backend.
-SMOKE: dict[str, Callable[[str, Put], Results]] = {
-    "group_advantages": smoke_advantages,
+SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
+    "group_advantages": lambda backend, put: gk.group_advantages(put(torch.randn(64)), 8, backend=backend),
     "token_logprobs": smoke_logprobs,
     "linear_logprobs": smoke_head,
     "policy_loss": smoke_loss,
     "linear_policy_loss": smoke_linear_loss,
     "endpoint_segments": smoke_segments,
-    "similarity_groups": smoke_similarity,
-    "pairwise_cosine": smoke_cosine,
-    "cluster_distances": smoke_clusters,
-    "agglomerate": smoke_tree,
+    "similarity_groups": lambda backend, put: [
+        gk.similarity_groups(put(torch.randn(16, 9)), 8, backend=backend).labels
+    ],
+    "pairwise_cosine": lambda backend, put: [gk.pairwise_cosine(put(torch.randn(16, 9)), 8, backend=backend)],
+    "cluster_distances": lambda backend, put: [gk.cluster_distances(put(two_prompts()), backend=backend).labels],
+    "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),
     "silhouette": smoke_silhouette,
 }
 
@@ -384,7 +366,7 @@ def as_double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def compare(run: Callable[[str, Put], Results], what: str, backend: str, device: torch.device) -> int:
+def compare(run: Callable[[str, Put], Iterable[Tensor]], what: str, backend: str, device: torch.device) -> int:
     """Compares the results of one case with the reference's, and returns their number."""
     from tests.harness import assert_within_budget  # imports pytest, which is slow under the sanitizer
 
@@ -454,7 +436,8 @@ def main() -> None:
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         enable_stand_ins()
-    device, runs = torch.device(options.device), {name: case.run for name, case in CASES.items()}
+    device = torch.device(options.device)
+    runs: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {name: case.run for name, case in CASES.items()}
     if options.smoke:
         runs = SMOKE
     unknown = set(options.cases) - runs.keys()

@@ -188,10 +188,6 @@ class Products:
             out += self.head.bias
         return hidden, logits
 
-    def round_gradient(self, by_logits: Tensor) -> Tensor:
-        """The gradient of the logits as both products take it: rounded once, where tensor cores need halves."""
-        return by_logits.to(self.weight.dtype)
-
     def to_hidden(self, by_logits: Tensor) -> Tensor:
         return torch.mm(by_logits, self.weight).to(self.head.hidden.dtype)
 
@@ -232,7 +228,7 @@ class Gradients:
         if len(hidden) == 0:
             return
         if self.needs_hidden or self.needs_weight:
-            rounded = self.products.round_gradient(by_logits)
+            rounded = by_logits.to(self.products.weight.dtype)  # once for both products, where tensor cores need halves
         if self.needs_hidden:
             self.hidden[rows] = self.products.to_hidden(rounded)
         if self.needs_weight:

@@ -52,8 +52,8 @@ Stats = namedtuple("Stats", "ptr row rows")
 Segments = namedtuple("Segments", "joint score size last")
 # Sums over a row.
 Sums = namedtuple("Sums", "tokens kept ratio gaps drift logs advantages last_kept")
-# Scalar arguments of rows_kernel that are applied to the sums.
-Bounds = namedtuple("Bounds", "k_pos lambda_pos k_neg lambda_neg correction_min correction_max off_policy_threshold")
+# The numbers of a plan that are applied to the sums over a row.
+Numbers = namedtuple("Numbers", "k_pos lambda_pos k_neg lambda_neg correction_min correction_max off_policy_threshold")
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def _tell_row(
     stats,
     sums,
     is_weights_ptr,
-    bounds,
+    numbers,
     LOSS: tl.constexpr,
     RATIO: tl.constexpr,
     CORRECTION: tl.constexpr,
@@ -221,8 +221,8 @@ def _tell_row(
     factor = sums.tokens * 0.0 + 1.0
     if is_of_row:
         if corrects_row:
-            least = tl.full([], bounds.correction_min, tl.float64)
-            most = tl.full([], bounds.correction_max, tl.float64)
+            least = tl.full([], numbers.correction_min, tl.float64)
+            most = tl.full([], numbers.correction_max, tl.float64)
             factor = mismatch_weight(sums.gaps, least, most, CORRECTION)
         else:
             factor = tl.load(is_weights_ptr + stats.row).to(tl.float64)
@@ -235,8 +235,8 @@ def _tell_row(
     if LOSS == VESPO:
         factor = divisor * 0.0 + 1.0
         logs = _limit(sums.logs)
-        _set(stats, S_PHI_POSITIVE, _vespo_weight(logs, bounds.k_pos, bounds.lambda_pos))
-        _set(stats, S_PHI_OTHER, _vespo_weight(logs, bounds.k_neg, bounds.lambda_neg))
+        _set(stats, S_PHI_POSITIVE, _vespo_weight(logs, numbers.k_pos, numbers.lambda_pos))
+        _set(stats, S_PHI_OTHER, _vespo_weight(logs, numbers.k_neg, numbers.lambda_neg))
     if LOSS == GEO_MEAN:
         if not is_of_row:
             factor = tl.exp(sums.logs / divisor)
@@ -245,7 +245,7 @@ def _tell_row(
         _set(stats, S_LAST_KEPT, sums.last_kept.to(tl.float64))
     _set(stats, S_FACTOR, factor)
     if OFF_POLICY:
-        far = (sums.drift / divisor <= bounds.off_policy_threshold) == 0
+        far = (sums.drift / divisor <= numbers.off_policy_threshold) == 0
         _set(stats, S_FAR, far.to(tl.float64))
 
 
@@ -353,5 +353,5 @@ def rows_kernel(
     ratio, gaps, drift = tl.sum(ratio, axis=0), tl.sum(gaps, axis=0), tl.sum(drift, axis=0)
     logs, advantages, last_kept = tl.sum(logs, axis=0), tl.sum(advantages, axis=0), tl.max(last_kept, axis=0)
     row_sums = Sums(here, kept_here, ratio, gaps, drift, logs, advantages, last_kept)
-    row_bounds = Bounds(k_pos, lambda_pos, k_neg, lambda_neg, correction_min, correction_max, off_policy_threshold)
-    _tell_row(stats, row_sums, is_weights_ptr, row_bounds, LOSS, RATIO, CORRECTION, OFF_POLICY, IS_WEIGHTS_BY_ROW)
+    numbers = Numbers(k_pos, lambda_pos, k_neg, lambda_neg, correction_min, correction_max, off_policy_threshold)
+    _tell_row(stats, row_sums, is_weights_ptr, numbers, LOSS, RATIO, CORRECTION, OFF_POLICY, IS_WEIGHTS_BY_ROW)
