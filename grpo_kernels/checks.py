@@ -49,6 +49,13 @@ def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], 
     return checked
 
 
+def integer(op: str, name: str, value: object, rule: str = "an int") -> int:
+    """An int that is not a bool."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be {rule}, got {type(value).__name__} {value!r}")
+    return value
+
+
 def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:
     """The error for a name that is not allowed, with the nearest one that is."""
     near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []

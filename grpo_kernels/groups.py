@@ -100,9 +100,7 @@ def check_layout(
     Their number and largest size are read from the device, once, unless both are given. No group may exceed `limit`.
     """
     for name, value in (("num_groups", num_groups), ("max_size", max_size)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__} {value!r}")
-        if value is not None and value < 0:
+        if value is not None and checks.integer(op, name, value) < 0:
             raise ValueError(f"{op}: {name} must not be negative, got {value}")
     if max_size is not None and max_size > limit:
         raise ValueError(f"{op}: max_size must be at most {limit}, got {max_size}")
@@ -110,8 +108,7 @@ def check_layout(
     if isinstance(groups, Tensor):
         ids = checks.per_row(op, "groups", groups, checks.INTEGERS, rows)
         return _layout_of_ids(op, ids, num_groups, max_size, limit)
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"{op}: groups must be an int or an integer tensor, got {type(groups).__name__} {groups!r}")
+    checks.integer(op, "groups", groups, "an int or an integer tensor")
     if groups < 1 or groups > limit:
         raise ValueError(f"{op}: groups must have 1 to {limit} rows each, got {groups}")
     if count % groups != 0:

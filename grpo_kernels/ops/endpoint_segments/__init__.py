@@ -199,8 +199,7 @@ def _row_groups(groups: int | Tensor | None, rows: int, device: torch.device, ne
         if groups.shape != (rows,):
             raise ValueError(f"{_OP}: groups must have shape [{rows}], got {list(groups.shape)}")
         return groups.long().contiguous()
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"{_OP}: groups must be an int or an integer tensor, got {type(groups).__name__} {groups!r}")
+    checks.integer(_OP, "groups", groups, "an int or an integer tensor")
     if groups < 1 or rows % groups != 0:
         raise ValueError(f"{_OP}: groups must divide the number of rows, {rows}, got {groups}")
     return torch.arange(rows, device=device) // groups

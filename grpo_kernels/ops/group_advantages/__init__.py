@@ -131,8 +131,7 @@ def _rewards(rewards: Tensor, settings: AdvantageConfig) -> Tensor:
 def _groups(groups: int | Tensor, rewards: Tensor) -> tuple[Tensor | None, int]:
     if isinstance(groups, Tensor):
         return checks.per_row(_OP, "groups", groups, checks.INTEGERS, rewards).long().contiguous(), 0
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"{_OP}: groups must be an int or an integer tensor, got {type(groups).__name__} {groups!r}")
+    checks.integer(_OP, "groups", groups, "an int or an integer tensor")
     if groups < 1:
         raise ValueError(f"{_OP}: groups must be at least 1, got {groups}")
     if rewards.shape[0] % groups != 0:

@@ -84,11 +84,10 @@ def check_targets(op: str, head: Head, backend: str) -> None:
 def check_chunk_size(op: str, chunk_size: object) -> int | None:
     if chunk_size is None:
         return None
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int):
-        raise TypeError(f"{op}: chunk_size must be a number of rows, got {type(chunk_size).__name__} {chunk_size!r}")
-    if chunk_size < 1:
-        raise ValueError(f"{op}: chunk_size must be at least 1, got {chunk_size}")
-    return chunk_size
+    size = checks.integer(op, "chunk_size", chunk_size, "a number of rows")
+    if size < 1:
+        raise ValueError(f"{op}: chunk_size must be at least 1, got {size}")
+    return size
 
 
 def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from typing import ClassVar, NamedTuple
 
-from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.checks import choices, finite, integer, unknown
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/similarity_groups/rules.h repeats them for C++.
@@ -101,13 +101,9 @@ class SimilarityConfig(PlannedConfig):
         choices(self, linkage=LINKAGES, collapse=COLLAPSES)
         if self.different is not None:
             choices(self, different=COLLAPSES)
-        bounds = {"k_min": self.k_min} | ({} if self.k_max is None else {"k_max": self.k_max})
-        for field, value in bounds.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{where}: {field} must be an int, got {type(value).__name__} {value!r}")
-        if self.k_min < 2:
+        if integer(where, "k_min", self.k_min) < 2:
             raise ValueError(f"{where}: k_min must be at least 2, got {self.k_min}")
-        if self.k_max is not None and self.k_max < self.k_min:
+        if self.k_max is not None and integer(where, "k_max", self.k_max) < self.k_min:
             raise ValueError(f"{where}: k_max must be at least k_min, {self.k_min}, got {self.k_max}")
         finite(where, "min_silhouette", self.min_silhouette)
         if abs(self.min_silhouette) > 1:

@@ -234,8 +234,7 @@ def set_advantages(rewards: Tensor, labels: Tensor, *, set_size: int) -> Tensor:
     same = _same_label(name, labels)
     values = _rewards(name, rewards, labels >= 0)
     size = values.shape[1]
-    if isinstance(set_size, bool) or not isinstance(set_size, int):
-        raise TypeError(f"{name}: set_size must be an int, got {type(set_size).__name__} {set_size!r}")
+    checks.integer(name, "set_size", set_size)
     if set_size < 1 or (size > 0 and set_size > size):
         raise ValueError(f"{name}: set_size must be 1 to the {size} places of a prompt, got {set_size}")
     if size == 0:
