@@ -250,18 +250,33 @@ def parse_amdgcn(assembly: str) -> dict[str, int]:
     return counts
 
 
-def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
-    """Compile one case in this process, with the directory ``scratch`` as cache and for temporary files."""
+def case_name(case: AotCase) -> str:
+    """The kernel's name, with the label in brackets if there is one."""
+    return _kernel_name(case.kernel) + (f"[{case.label}]" if case.label else "")
+
+
+def _compile(case: AotCase, target_name: str, scratch: str) -> Any:
     os.environ["TRITON_CACHE_DIR"] = scratch
-    # The numbers must come from the very ptxas run that made the binary: its flags differ between versions.
-    os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
     tempfile.tempdir = scratch
     import triton
     from triton.backends.compiler import GPUTarget
 
+    return triton.compile(_source(case), target=GPUTarget(*TARGETS[target_name][:3]), options=_options(case))
+
+
+def compile_cubin(case: AotCase, target_name: str, scratch: str) -> bytes:
+    """The machine code of one case, compiled in this process for a target of NVIDIA."""
+    Path(scratch).mkdir(parents=True, exist_ok=True)
+    return bytes(_compile(case, target_name, scratch).asm["cubin"])
+
+
+def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
+    """Compile one case in this process, with the directory ``scratch`` as cache and for temporary files."""
     target = TARGETS[target_name]
+    # The numbers must come from the very ptxas run that made the binary: its flags differ between versions.
+    os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
     with contextlib.redirect_stdout(io.StringIO()) as log:
-        compiled = triton.compile(_source(case), target=GPUTarget(*target[:3]), options=_options(case))
+        compiled = _compile(case, target_name, scratch)
     if target.backend == "cuda":
         numbers, binary = parse_ptxas(log.getvalue()), compiled.asm["cubin"]
         fused = tuple(contractions(compiled.asm["ptx"]))

@@ -1,0 +1,226 @@
+"""The calls whose speed tools/gpu_roofline.py predicts: their launches, the bytes these have to move, and which loop.
+
+A rewritten kernel usually needs a new ``kernel`` pattern, another ``blocks``, and the ``bytes`` per element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+__all__ = ["CASES", "Case", "Launch", "Torch"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, or one pass of a launch over its elements.
+
+    Attributes:
+        kernel: regular expression over the demangled CUDA name with its template arguments, or ``name[label]`` of an
+            AotCase of Triton.
+        elements: what the launch handles, such as tokens.
+        bytes: global bytes per element that it moves.
+        blocks: blocks of the grid.
+        threads: block size; 0 for the kernel's launch bound.
+        per_thread: elements of a thread in one iteration of the loop; 0 to derive it from the bytes of both.
+        loop: which loop, as for ``hot_loop``; ``body`` for the whole kernel.
+        trips: iterations of its inner loops, as in ``Route``.
+        is_longest: whether the path with most instructions is taken through it, or that with fewest.
+        through: regular expression over source lines, as ``folder/file:number text | opcode``, that the path visits
+            where it can.
+        avoid: regular expression over those that it avoids, such as those of a setting that the call does not use.
+        has_rereads: whether a line that loads again finds its data in L1, as in passes over one tile.
+        source: CUDA source below csrc; empty for the op's ``cuda.cu``.
+        is_launch: False for a further pass of the same launch.
+    """
+
+    kernel: str
+    elements: float
+    bytes: float
+    blocks: int
+    threads: int = 0
+    per_thread: float = 0
+    loop: str = ""
+    trips: tuple[tuple[str, int], ...] = ()
+    is_longest: bool = True
+    through: str = ""
+    avoid: str = ""
+    has_rereads: bool = False
+    source: str = ""
+    is_launch: bool = True
+
+
+@dataclass(frozen=True)
+class Torch:
+    """Launches of torch's own kernels, assumed to run at the speed of a copy."""
+
+    what: str
+    bytes: float
+    launches: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, with the bytes of its floor and the launches of each backend."""
+
+    op: str
+    name: str
+    floor: float
+    cuda: tuple[Launch | Torch, ...]
+    triton: tuple[Launch | Torch, ...] = ()
+
+    def source(self, launch: Launch) -> str:
+        """The CUDA source of a launch, below csrc."""
+        return launch.source or f"{self.op}/cuda.cu"
+
+
+def token_logprobs() -> list[Case]:
+    rows, columns = 8192, 151936
+    logits = rows * columns
+    row: dict[str, Any] = {"elements": logits, "blocks": rows}
+    # the branch that rescales the sums when a larger logit turns up is rarely taken behind the first thousand
+    usual: dict[str, dict[str, Any]] = {
+        "forward": {"loop": r"pieces\[", "is_longest": False, "through": "where_equal"},
+        "backward": {"loop": r"pieces\["},
+    }
+
+    def case(name: str, moved: int, cuda: str, label: str, kernel: str) -> Case:
+        return Case(
+            "token_logprobs",
+            name,
+            moved * logits,
+            (Launch(rf"{kernel}_kernel<BFloat16, {cuda}>", bytes=moved, **row, **usual[kernel]),),
+            (Launch(f"_{kernel}_kernel[{label}]", bytes=moved, loop="exp", **row),),
+        )
+
+    return [
+        case("forward, bf16", 2, "false, false", "bf16", "forward"),
+        case("backward, bf16", 4, "false, false", "bf16", "backward"),
+        case("forward, bf16, softcap, entropy", 2, "true, true", "bf16, softcap, entropy", "forward"),
+        case("backward, bf16, softcap, entropy", 4, "true, true", "bf16, softcap, entropy, in place", "backward"),
+    ]
+
+
+def policy_loss() -> list[Case]:
+    rows, width = 2048, 2048
+    tokens, tasks = rows * width, rows * width // 1024
+    record = 29 * 8
+    counted: dict[str, Any] = {"is_longest": False, "through": "kept_tokens [+]=|mask.*LDG.*U8"}
+    counted |= {"avoid": "entropy.*LDG|segments.*LDG.E$", "trips": (("while .next", 0),)}
+    cuda = (
+        Launch("count_kernel<float>", tokens, 1, rows // 8, per_thread=1, loop="counts.tokens [+]= 1", **counted),
+        Launch("total_kernel", rows, 40, 1, per_thread=1),
+        Launch(r"tokens_kernel<float, \(WalkKind\)2>", tokens, 17, tasks // 4, per_thread=1, loop="terms.h"),
+        Launch("reduce_kernel<float>", tasks, record, ceil(rows / 1024), per_thread=1),
+        Launch("finish_kernel<float>", ceil(rows / 1024), record, 1, threads=1, per_thread=1),
+    )
+    triton = (
+        Launch("rows_kernel[clip]", tokens, 1, rows, per_thread=8, loop=""),
+        Launch("totals_kernel[clip]", rows, 40, 1, per_thread=2),
+        Launch("tokens_kernel[clip]", tokens, 17, tasks, per_thread=4, loop="body"),
+        Launch("gather_kernel[clip]", tasks, record, 512, per_thread=1 / 32),
+        Launch("finish_kernel[clip]", 512, record, 1, per_thread=1 / 4),
+    )
+    return [Case("policy_loss", "4M tokens, clip, k3, metrics", 17 * tokens, cuda, triton)]
+
+
+def group_advantages() -> list[Case]:
+    many, few = 1 << 24, 1 << 16
+    kernel = "groups_kernel<float>"
+    # one column, no long group: two passes for the statistics, one for the advantages, one for the other results
+    group: dict[str, Any] = {
+        "is_longest": False,
+        "through": r"own\.add|squares [+]= .*mean|row_advantage|out\.size\[row|high = reward|row_rewards\[0\]",
+        "avoid": r"a\.order|valid\[row|parent|baselines\[|column > 0|lengths\[",
+        "has_rereads": True,
+        "trips": (("offset /= 2", 3),),  # shuffles over eight lanes
+    }
+    one_pass: dict[str, Any] = {"per_thread": 1, "loop": "body", **group}
+    # statistics, moments of the batch, and results, in turns of the block's threads
+    one_block = Launch("one_block_kernel<float>", few, 21, 1, per_thread=1, loop="round < rounds", **group)
+    one: dict[str, Any] = {"blocks": 1, "per_thread": 1, "is_longest": False, "is_launch": False}
+    one |= {"avoid": group["avoid"]}
+    moments = Launch(
+        "one_block_kernel<float>", 2 * few, 13, loop=r"own\.m2", through=r"own\.m2|own\.mean|s\[0\]", **one
+    )
+    finish = Launch(
+        "one_block_kernel<float>",
+        few,
+        9,
+        loop=r"map\.(shift|factor)|bool live = !",
+        through=r"map\.shift|s\[0\]",
+        **one,
+    )
+    tiles = Launch("groups_kernel[groups of 8]", many, 21, many // 512, per_thread=4, loop="body")
+    batch = (
+        Launch("groups_kernel[groups of 8]", few, 21, few // 512, per_thread=4, loop="body"),
+        Launch("moments_kernel", few, 13, few // 1024, per_thread=8),
+        Launch("finish_kernel", few, 17, few // 1024, per_thread=8, loop="body"),
+    )
+    # eight passes of a radix sort over keys and positions, and the runs of equal ids
+    sort = Torch("stable sort of int64 ids, runs of equal ids", (8 * 32 + 8 + 60) * many, 10 + 9)
+    # a warp for each possible group: an eighth of them have rows, the others only reduce nothing
+    unused = group["avoid"].replace(r"a\.order|", "")
+    wide: dict[str, Any] = {**one_pass, "trips": (("offset /= 2", 5),), "avoid": unused}
+    wide["through"] += r"|a\.order"
+    empty: dict[str, Any] = {**wide, "through": "double squares = 0", "avoid": unused + r"|\[row\]|row_rewards"}
+    by_id = Launch(kernel, 4 * many, 29 / 4, many // 64, **wide)
+    none = Launch(kernel, 28 * many, 16 / 28, 7 * many // 64, is_launch=False, **empty)
+    by_id_triton = Launch("groups_kernel[subgroups]", 32 * many, 45 / 32, many // 4, per_thread=1, loop="body")
+    return [
+        Case(
+            "group_advantages",
+            "16M rewards, groups of 8",
+            21 * many,
+            (Launch(kernel, many, 21, many // 256, **one_pass),),
+            (tiles,),
+        ),
+        Case("group_advantages", "65,536 rewards, batch step", 21 * few, (one_block, moments, finish), batch),
+        Case("group_advantages", "16M rewards, unsorted ids", 29 * many, (sort, by_id, none), (sort, by_id_triton)),
+    ]
+
+
+def endpoint_segments() -> list[Case]:
+    rows, width = 512, 8192
+    tokens = rows * width
+    walk: dict[str, Any] = {"elements": tokens, "blocks": rows // 4, "threads": 128, "per_thread": 1}
+    cuda = (
+        Launch("tokens_kernel<float>", bytes=29, **walk),
+        Launch("scale_kernel<float>", rows, 16, 1, per_thread=1),
+        # windows of 32 tokens, of which segments end about twice in one
+        Launch("segments_kernel<float>", bytes=21, loop="window [+]= kWarp", trips=(("length == 0", 3),), **walk),
+        Launch("segments_kernel<float>", bytes=17, loop="segment_return - value", is_launch=False, **walk),
+        Launch("moments_kernel<float>", rows, 40, 1, per_thread=1),
+        Launch("results_kernel<float>", tokens, 18, rows * 33, per_thread=4, loop="x - mean"),
+    )
+    tile: dict[str, Any] = {"elements": tokens, "blocks": rows, "per_thread": 2}
+    triton = (
+        Launch("_tokens_kernel[packed, critic]", bytes=29, **tile),
+        Launch("_scale_kernel", rows, 16, 1, per_thread=8),
+        Launch("_cuts_kernel[1, 0]", tokens, 21, rows, per_thread=1, trips=(("", 3),)),
+        Launch("_credits_kernel[packed, critic]", bytes=17, **tile),
+        Launch("_moments_kernel[batch]", rows, 40, 1, per_thread=8),
+        Launch("_results_kernel[endpoint]", tokens, 18, rows * 16, per_thread=4),
+    )
+    return [Case("endpoint_segments", "512 x 8,192, critic, batch norm", 30 * tokens, cuda, triton)]
+
+
+def similarity_groups() -> list[Case]:
+    prompts, responses, width = 1024, 64, 1024
+    values = prompts * responses * width
+    # a block has one tile: 64 rows, of which it loads 32 values twice each in one turn
+    cosine = Launch(
+        "cosine_kernel<BFloat16, 64>",
+        values,
+        2,
+        prompts,
+        per_thread=8,
+        loop="fmaf",
+        trips=(("rows.i..row", 2),),
+        source="similarity_groups/pairwise_cosine.cu",
+    )
+    return [Case("similarity_groups", "cosines of 1,024 x 64 x 1,024, bf16", 2 * values, (cosine,))]
+
+
+CASES = [*token_logprobs(), *policy_loss(), *group_advantages(), *endpoint_segments(), *similarity_groups()]
