@@ -12,7 +12,7 @@ import pytest
 from tests.emulation import build
 
 SOURCE = build.ROOT / "tests" / "emulation" / "selftest_races.cu"
-ORDERED = 8
+ORDERED = 9
 # The kinds of the later and the earlier access in the message; their order may depend on the schedule.
 RACING = [
     ("shared", {("read", "write"), ("write", "read")}),
@@ -28,6 +28,9 @@ RACING = [
     ("shared", {("read", "write"), ("write", "read")}),
     ("shared", {("read", "write"), ("write", "read")}),
     ("shared", {("read", "write"), ("write", "read")}),
+    ("global", {("read", "write")}),
+    ("global", {("read", "write")}),
+    ("global", {("read", "write"), ("write", "read")}),
 ]
 ACCESS = r"((?:atomic )?(?:read|write)) at (\S+):(\d+) by block \((\d),0,0\) thread \((\d+),0,0\)"
 REPORT = re.compile(rf"{ACCESS} of 4 bytes of (shared|global) memory, unordered with the {ACCESS}")

@@ -6,7 +6,6 @@ A rewritten kernel usually needs a new ``kernel`` pattern, another ``blocks``, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 __all__ = ["CASES", "Case", "Launch", "Torch"]
@@ -105,15 +104,13 @@ def token_logprobs() -> list[Case]:
 def policy_loss() -> list[Case]:
     rows, width = 2048, 2048
     tokens, tasks = rows * width, rows * width // 1024
-    record = 29 * 8
-    counted: dict[str, Any] = {"is_longest": False, "through": "kept_tokens [+]=|mask.*LDG.*U8"}
-    counted |= {"avoid": "entropy.*LDG|segments.*LDG.E$", "trips": (("while .next", 0),)}
+    record = 31 * 8
+    # all four tokens of a step are valid
+    whole: dict[str, Any] = {"is_longest": False, "through": "LDG.E.128", "per_thread": 4, "loop": "const float4"}
     cuda = (
-        Launch("count_kernel<float>", tokens, 1, rows // 8, per_thread=1, loop="counts.tokens [+]= 1", **counted),
-        Launch("total_kernel", rows, 40, 1, per_thread=1),
-        Launch(r"tokens_kernel<float, \(WalkKind\)2>", tokens, 17, tasks // 4, per_thread=1, loop="terms.h"),
-        Launch("reduce_kernel<float>", tasks, record, ceil(rows / 1024), per_thread=1),
-        Launch("finish_kernel<float>", ceil(rows / 1024), record, 1, threads=1, per_thread=1),
+        Launch("count_kernel<float>", tokens, 1, rows // 8, loop="__popc"),
+        Launch(r"tokens_kernel<float, \(WalkKind\)4>", tokens, 17, tasks // 8, **whole),
+        Launch("reduce_kernel<float>", tasks, record, 64, loop="records"),
     )
     triton = (
         Launch("rows_kernel[clip]", tokens, 1, rows, per_thread=8, loop=""),

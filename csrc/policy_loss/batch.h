@@ -6,9 +6,10 @@
 // statistics of a row that its terms depend on.
 namespace grpo_kernels {
 
-// The kernels are specialised for PPO's clipped loss, and again for its common case: token ratios, and no inputs beyond
-// old log-probs, advantages, a mask and the reference log-probs of a k3 KL.
-enum class WalkKind { kAny, kClip, kPlainClip };
+// The kernels are specialised for PPO's clipped loss; again for its common case: token ratios, and no inputs beyond
+// old log-probs, advantages, a mask and the reference log-probs of a k3 KL; and, in CUDA, for that case with no limits
+// on ratios and KL estimates beyond the clipping itself.
+enum class WalkKind { kAny, kClip, kPlainClip, kBareClip, kBareClipK3 };
 
 // Arrays of optional arguments that are not given are null.
 template <typename T>

@@ -14,30 +14,30 @@ struct PolicyPart {
 };
 // Results of many rows.
 struct PolicyTotal {
-  Counts counts;
-  PolicySums sums;
-  RowMetrics row_metrics;
-  double misplaced_segments = 0;
+  PolicyPart part;
+  RowMetrics rows;
+};
 
-  GRPO_HD void merge(const PolicyTotal& other) {
-    counts.add(other.counts);
-    sums.merge(other.sums);
-    row_metrics.merge(other.row_metrics);
-    misplaced_segments += other.misplaced_segments;
-  }
+// The number of blocks that have written their total.
+struct alignas(8) DoneCounter {
+  unsigned blocks;
 };
 
 // Raw device pointers; null where an argument was not given.
 template <typename T>
 struct PolicyArrays {
   PolicyBatch<T> batch;                    // the next two replace its entropy_floor and normalizers, where given
+  TermCoefficients<T> coefficients;        // converted once, as threads would do it again for every token
   const T* entropy_floor;                  // [1]
   const double* normalizers;               // [3]: tokens, rows, segments
   int64_t tasks_per_row, tasks;            // tasks_per_row: of padded rows
   T *gradient, *entropy_gradient;          // [tokens]
-  Counts *row_counts, *batch_counts;       // [rows], [1]; null if no share depends on them
+  Counts *row_counts, *block_counts;       // [rows], [kCountBlocks]; null if no share depends on them
+  int count_blocks;                        // how many of the latter are in use
   PolicyPart* parts;                       // [tasks]
   PolicyTotal* blocks;                     // [kTotalBlocks]
+  DoneCounter* done;                       // [1]
+  bool is_aligned;                         // whether all arrays of tokens begin at a multiple of 16 bytes
   bool* terms;                             // [tokens], for segments and GMPO
   T *log_ratios, *scores, *term_gradient;  // [tokens], for segments
   double* metrics;
@@ -45,7 +45,7 @@ struct PolicyArrays {
   bool* segments_ascend;  // [1], for segments
 };
 
-constexpr int kTotalBlocks = 64;
+constexpr int kCountBlocks = 256, kTotalBlocks = 64;
 
 // The first task of a row. A packed row gets one task for each multiple of kTokensPerTask within its tokens, plus one,
 // which may be empty: enough for any row, and computable from the start of the row alone.
@@ -81,7 +81,20 @@ bool needs_counts(const PolicyBatch<T>& batch) {
          (batch.entropy != nullptr && needs(plan.entropy_aggregation, false));
 }
 
+// Whether the arrays of a token's values can be read four tokens at a time.
 template <typename T>
-void launch_policy_loss(const PolicyArrays<T>& arrays, void* stream);
+bool is_aligned(const PolicyBatch<T>& batch, const T* gradient) {
+  const auto is_multiple = [](const void* array, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(array) % bytes == 0;
+  };
+  bool is_aligned = is_multiple(gradient, 16) && is_multiple(batch.mask, 4);
+  for (const T* array : {batch.logprobs, batch.old_logprobs, batch.ref_logprobs}) {
+    is_aligned = is_aligned && is_multiple(array, 16);
+  }
+  return is_aligned && (batch.advantages_by_row || is_multiple(batch.advantages, 16));
+}
+
+template <typename T>
+void launch_policy_loss(PolicyArrays<T> arrays, void* stream);
 
 }  // namespace grpo_kernels

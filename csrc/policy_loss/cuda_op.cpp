@@ -38,6 +38,7 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entrop
     using T = decltype(zero);
     PolicyArrays<T> arrays{};
     arrays.batch = inputs.batch<T>();
+    arrays.coefficients = TermCoefficients<T>(inputs.plan);
     arrays.entropy_floor = optional_data<T>(entropy_floor);
     arrays.normalizers = optional_data<double>(normalizers);
     arrays.tasks_per_row = std::max<int64_t>(1, (arrays.batch.width + kTokensPerTask - 1) / kTokensPerTask);
@@ -46,14 +47,16 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entrop
     if (needs_entropy_gradient) arrays.entropy_gradient = data_of<T>(results.entropy_gradient);
     arrays.metrics = data_of<double>(results.metrics);
     arrays.loss = data_of<T>(results.loss);
-    std::optional<Tensor> row_counts, batch_counts, parts, blocks, terms, values;
+    arrays.is_aligned = is_aligned(arrays.batch, arrays.gradient);
+    std::optional<Tensor> row_counts, block_counts, parts, blocks, done, terms, values;
     if (needs_counts(arrays.batch)) {
       arrays.row_counts = allocate_records<Counts>(row_counts, logprobs, rows);
-      arrays.batch_counts = allocate_records<Counts>(batch_counts, logprobs, 1);
+      arrays.block_counts = allocate_records<Counts>(block_counts, logprobs, kCountBlocks);
     }
     const int64_t num_parts = arrays.batch.needs_whole_rows() ? rows : arrays.tasks;
     arrays.parts = allocate_records<PolicyPart>(parts, logprobs, num_parts);
     arrays.blocks = allocate_records<PolicyTotal>(blocks, logprobs, kTotalBlocks);
+    arrays.done = allocate_records<DoneCounter>(done, logprobs, 1);
     if (by_segment || inputs.plan.loss == Loss::kGeoMean) {
       terms = empty_vector(logprobs, tokens, aoti_torch_dtype_bool());
       arrays.terms = data_of<bool>(*terms);

@@ -189,6 +189,8 @@ struct TwinMath {
   }
   GRPO_HD static Value lower(const Value& x, const Value& y) { return {smaller(x.a, y.a), smaller(x.b, y.b)}; }
   GRPO_HD static Value higher(const Value& x, const Value& y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+  GRPO_HD static Value at_most(const Value& limit, const Value& x) { return lower(limit, x); }
+  GRPO_HD static Value at_least(const Value& limit, const Value& x) { return higher(limit, x); }
   GRPO_HD static Value exp(const Value& x) { return {GRPO_SIMD::exp(x.a), GRPO_SIMD::exp(x.b)}; }
   GRPO_HD static Value expm1(const Value& x) { return {GRPO_SIMD::expm1(x.a), GRPO_SIMD::expm1(x.b)}; }
   GRPO_HD static Value log(const Value& x) { return {One::log(x.a), One::log(x.b)}; }

@@ -4,7 +4,8 @@
 
 // One token of a policy loss: its term, its KL estimate and their derivatives. Shared by CUDA threads (Math over float
 // or double) and CPU lanes (Math over vectors). Math has Value, Flag, Scalar, and exp, expm1, log, select, select_flag,
-// negate, all, none; lower and higher return their second argument if the first is NaN.
+// negate, all, none; lower and higher return their second argument if the first is NaN, and at_most(limit, x) and
+// at_least(limit, x) keep a NaN in x.
 namespace grpo_kernels {
 
 // The coefficients of the plan in the type that terms are computed in.
@@ -22,16 +23,26 @@ struct TermCoefficients {
   Scalar log_limit;  // an infinite ratio would turn terms that are clipped or have no advantage into NaN
   // Without a bound its clamp is skipped.
   bool clamps_ratio, clamps_kl, has_cap, has_dual;
+  bool has_kl;  // a KL that is only measured may overflow
 
+  TermCoefficients() = default;
   GRPO_HD explicit TermCoefficients(const PolicyPlan& plan)
       : log_limit(sizeof(Scalar) == 4 ? 88 : 709),
         clamps_ratio(plan.clamp_low > -INFINITY || plan.clamp_high < INFINITY),
         clamps_kl(plan.kl_clamp_in < INFINITY || plan.kl_clamp_out < INFINITY),
         has_cap(plan.cap < INFINITY),
-        has_dual(plan.dual_clip < INFINITY) {
+        has_dual(plan.dual_clip < INFINITY),
+        has_kl(plan.kl_coef != 0) {
 #define GRPO_COEFFICIENT(name) name = static_cast<Scalar>(plan.name);
     GRPO_TERM_COEFFICIENTS(GRPO_COEFFICIENT)
 #undef GRPO_COEFFICIENT
+  }
+
+  GRPO_HD bool has_limits() const { return clamps_ratio || clamps_kl || has_cap; }
+  GRPO_HD TermCoefficients without_limits() const {
+    TermCoefficients others = *this;
+    others.clamps_ratio = others.clamps_kl = others.has_cap = false;
+    return others;
   }
 };
 
@@ -48,6 +59,24 @@ struct ScalarTermMath {
   GRPO_HD static T select(bool flag, T yes, T no) { return flag ? yes : no; }
   GRPO_HD static T lower(T a, T b) { return a < b ? a : b; }
   GRPO_HD static T higher(T a, T b) { return a > b ? a : b; }
+  GRPO_HD static T at_most(T limit, T x) {
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(T) == 4) {
+      asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));  // no expression compiles to this instruction
+      return x;
+    }
+#endif
+    return lower(limit, x);
+  }
+  GRPO_HD static T at_least(T limit, T x) {
+#ifdef __CUDA_ARCH__
+    if constexpr (sizeof(T) == 4) {
+      asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(limit));
+      return x;
+    }
+#endif
+    return higher(limit, x);
+  }
   GRPO_HD static bool select_flag(bool flag, bool yes, bool no) { return flag ? yes : no; }
   GRPO_HD static T exp(T x) { return sizeof(T) == 4 ? expf(x) : ::exp(x); }
   GRPO_HD static T expm1(T x) { return sizeof(T) == 4 ? expm1f(x) : ::expm1(x); }
@@ -63,7 +92,7 @@ struct ScalarTermMath {
 template <typename Math>
 GRPO_HD typename Math::Value clamp_to(const typename Math::Value& x, typename Math::Scalar low,
                                       typename Math::Scalar high) {
-  return Math::lower(Math::all(high), Math::higher(Math::all(low), x));
+  return Math::at_most(Math::all(high), Math::at_least(Math::all(low), x));
 }
 
 template <typename Math>
@@ -100,7 +129,7 @@ GRPO_HD void set_ratio(const TermInput<Math>& in, const TermCoefficients<typenam
     term.is_unclamped = (in.log_ratio >= Math::all(n.clamp_low)) & (in.log_ratio <= Math::all(n.clamp_high));
   }
   const typename Math::Value limit = Math::all(n.log_limit);
-  term.ratio = Math::exp(Math::lower(limit, term.log_ratio));
+  term.ratio = Math::exp(Math::at_most(limit, term.log_ratio));
 }
 
 template <typename Math>

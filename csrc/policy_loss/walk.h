@@ -33,7 +33,8 @@ struct PolicyWalk {
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
   static constexpr bool kIsClip = kKind != WalkKind::kAny;
-  static constexpr bool kIsPlain = kKind == WalkKind::kPlainClip;
+  static constexpr bool kIsBare = kKind == WalkKind::kBareClip || kKind == WalkKind::kBareClipK3;
+  static constexpr bool kIsPlain = kIsBare || kKind == WalkKind::kPlainClip;
 
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
   const PolicyPlan plan;
@@ -43,9 +44,13 @@ struct PolicyWalk {
   StepExtremes<Math> extremes;
 
   GRPO_HD PolicyWalk(const PolicyTokens<T>& tokens, const PolicyPlan& policy_plan)
+      : PolicyWalk(tokens, policy_plan, TermCoefficients<T>(policy_plan)) {}
+
+  GRPO_HD PolicyWalk(const PolicyTokens<T>& tokens, const PolicyPlan& policy_plan,
+                     const TermCoefficients<T>& term_coefficients)
       : in(tokens),
         plan(policy_plan),
-        coefficients(policy_plan),
+        coefficients(kIsBare ? term_coefficients.without_limits() : term_coefficients),
         policy_share(static_cast<T>(tokens.shares.policy)),
         kl_share(static_cast<T>(policy_plan.kl_coef * tokens.shares.kl)) {}
 
@@ -166,7 +171,7 @@ struct PolicyWalk {
   // Adds the KL term; returns its gradient, but adds the part through the ratio to ratio_gradient.
   GRPO_HD V add_kl(int64_t k, int64_t left, const Flag& is_valid, const V& weight, const V& logprob,
                    const Term<M>& term, V& ratio_gradient) {
-    if (in.ref_logprobs == nullptr) return M::all(0);
+    if (kKind == WalkKind::kBareClip || in.ref_logprobs == nullptr) return M::all(0);
     const V log_ratio = logprob - load(in.ref_logprobs, k, left, is_valid);
     KlTerm<M> kl = kl_term<M>(kl_kind(), log_ratio, coefficients);
     if (!kIsPlain && plan.kl_straight) kl.slope = log_ratio;
@@ -174,12 +179,12 @@ struct PolicyWalk {
     if (!kIsPlain && plan.kl_unbiased) {
       kl.value *= term.ratio;
       kl.slope *= term.ratio;
-      if (plan.kl_coef != 0) ratio_gradient += M::select(term.is_unclamped & is_valid, kl.value, M::all(0)) * scale;
+      if (coefficients.has_kl) ratio_gradient += M::select(term.is_unclamped & is_valid, kl.value, M::all(0)) * scale;
     }
     kl.value = M::select(is_valid, kl.value, M::all(0));
     sums.kl_sum += kl.value;
     if (has(in.weights)) sums.kl_loss += kl.value * weight;
-    if (plan.kl_coef == 0) return M::all(0);  // a KL that is only measured may overflow
+    if (!coefficients.has_kl) return M::all(0);
     return M::select(is_valid, kl.slope, M::all(0)) * scale;
   }
 

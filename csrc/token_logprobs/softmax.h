@@ -59,18 +59,20 @@ GRPO_HD MappedLogit<V> map_logit(const LogitMap<T>& map, const V& x) {
 }
 
 // Sums over a part of a row's logits, relative to the largest of them. The sum of exponentials is ties + below; apart,
-// because log1p(ties - 1 + below) is accurate where the sum is nearly 1.
+// because log1p(ties - 1 + below) is accurate where the sum is nearly 1. Math::exp takes differences times `factor`,
+// which lets it have another base than e.
 template <typename T>
 struct RowSoftmax {
   T top = Lowest<T>::kValue;
-  T ties = 0;    // logits equal to top
+  T ties = 0;    // logits equal to top; a tie with a top that is known from before may count as below
   T below = 0;   // sum of exp(z - top) over the others
-  T spread = 0;  // sum of exp(z - top) (top - z)
+  T spread = 0;  // sum of exp(z - top) (top - z) factor
 
   template <typename Math>
-  GRPO_HD void raise(T new_top) {
+  GRPO_HD void raise(T new_top, T factor = 1) {
     if (!(new_top > top)) return;
-    const T gap = top - new_top > T(kNoExponent) ? top - new_top : T(kNoExponent);
+    const T distance = (top - new_top) * factor;
+    const T gap = distance > T(kNoExponent) ? distance : T(kNoExponent);
     const T decay = Math::exp(gap), sum = ties + below;
     spread = (spread - gap * sum) * decay;
     below = sum * decay;
@@ -79,9 +81,9 @@ struct RowSoftmax {
   }
 
   template <typename Math>
-  GRPO_HD void merge(RowSoftmax other) {
-    raise<Math>(other.top);
-    other.template raise<Math>(top);
+  GRPO_HD void merge(RowSoftmax other, T factor = 1) {
+    raise<Math>(other.top, factor);
+    other.template raise<Math>(top, factor);
     ties += other.ties;
     below += other.below;
     spread += other.spread;
@@ -113,7 +115,7 @@ struct RowResult {
 GRPO_HD RowResult finish_row(const RowSoftmax<double>& row, double target_z) {
   const double top = row.top < INFINITY ? row.top : NAN;
   const double others = (row.ties - 1) + row.below;
-  const double log_sum = log1p(others);
+  const double log_sum = isnan(top) ? NAN : log1p(others);
   RowResult result;
   result.logprob = (target_z - top) - log_sum;
   result.entropy = log_sum + row.spread / (1 + others);

@@ -121,9 +121,11 @@ inline unsigned vote(Operation operation, unsigned mask, unsigned value, const S
 }
 
 // Threads are switched only in calls of the scheduler, so a plain update is atomic.
+// Inlined, so that a race is reported at the kernel's line.
 template <typename T, typename Update>
-inline T atomic(T* address, Update update) {
+__forceinline__ T atomic(T* address, Update update) {
   scheduler.yield(/*always=*/false);
+  races::atomic_operation(address);
   const races::Atomic access;
   const T old = *address;
   *address = update(old);
@@ -217,13 +219,16 @@ inline unsigned __reduce_xor_sync(unsigned mask, unsigned value, GRPO_SITE) {
 #undef GRPO_OP
 #undef GRPO_SITE
 
-inline void __threadfence() { grpo_kernels::emulation::scheduler.yield(/*always=*/false); }
+inline void __threadfence() {
+  grpo_kernels::emulation::scheduler.yield(/*always=*/false);
+  grpo_kernels::emulation::races::fence();
+}
 inline void __threadfence_block() { grpo_kernels::emulation::scheduler.yield(/*always=*/false); }
 inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*always=*/true); }
 
 // One overload per type that CUDA has, not a template, so that arguments convert as in CUDA.
 #define GRPO_ATOMIC(name, T, expression)                                                                            \
-  inline T name(T* address, T value) {                                                                              \
+  __forceinline__ T name(T* address, T value) {                                                                     \
     return grpo_kernels::emulation::atomic(address,                                                                 \
                                            [value]([[maybe_unused]] T old) { return static_cast<T>(expression); }); \
   }

@@ -12,6 +12,11 @@ inline T __ldg(const T* address) {
   return *address;
 }
 
+template <typename T>
+inline void __stcg(T* address, T value) {
+  *address = value;
+}
+
 inline int __popc(unsigned bits) { return std::popcount(bits); }
 inline int __popcll(unsigned long long bits) { return std::popcount(bits); }
 inline int __clz(int bits) { return std::countl_zero(static_cast<unsigned>(bits)); }
@@ -30,6 +35,9 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 inline float rsqrt(float x) { return rsqrtf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>(((static_cast<std::uint64_t>(high) << 32) | low) >> (shift & 31));
+}
 inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 
 // Overloads, not templates, for the same conversions as in CUDA. NaN loses against a number.

@@ -52,6 +52,26 @@ struct Block {
   unsigned index[3];
 };
 
+// The last __threadfence() of a thread.
+struct Fence {
+  std::uint32_t epoch = 0, clock = 0;
+};
+
+// An atomic operation, which releases what the fences of its block cover.
+struct Release {
+  std::uint32_t block_epoch, epoch;
+  unsigned thread;
+  std::vector<Fence> fences;
+};
+
+// An atomic operation of the current block, behind the first `count` releases of its address.
+struct Acquire {
+  std::uint32_t epoch;
+  unsigned thread;
+  const std::vector<Release>* releases;
+  std::size_t count;
+};
+
 constexpr std::size_t kMaxPages = 2048;  // 100 MB; cleared before a launch once there are more
 constexpr std::size_t kMaxRaces = 20;    // in one report
 constexpr unsigned kWarp = 32, kMaxThreads = 1024;
@@ -69,6 +89,10 @@ std::size_t stack_bytes = 0;
 std::uint32_t epoch = 0, launch_epoch = 0, block_epoch = 0;
 std::uint32_t clocks[kMaxThreads][kWarp];  // by thread: the clock of each lane of its warp that it is ordered after
 
+Fence fences[kMaxThreads];                                       // of the current block
+std::unordered_map<const void*, std::vector<Release>> releases;  // of the launch, by address
+std::vector<Acquire> acquires;                                   // of the current block
+
 std::unordered_map<std::uintptr_t, std::unique_ptr<Page>> pages;
 Recent recent[kRecentPages];
 
@@ -84,10 +108,25 @@ bool contains(const Range& range, std::uintptr_t address) {
 }
 bool is_shared(std::uintptr_t address) { return contains(shared[0], address) || contains(shared[1], address); }
 
+// Whether an earlier block released that access before an atomic operation that the current thread follows.
+bool is_acquired(const Stamp& before) {
+  for (const Acquire& acquire : acquires) {
+    if (acquire.thread != current && acquire.epoch >= epoch) continue;
+    for (std::size_t i = 0; i < acquire.count; ++i) {
+      const Release& release = (*acquire.releases)[i];
+      if (before.epoch < release.block_epoch || before.epoch > release.epoch) continue;
+      const Fence& fence = release.fences[before.thread];
+      const bool is_fenced = before.epoch < fence.epoch || (before.epoch == fence.epoch && before.clock < fence.clock);
+      if (is_fenced && (before.thread == release.thread || fence.epoch < release.epoch)) return true;
+    }
+  }
+  return false;
+}
+
 // Whether the next access of the current thread follows that one in every schedule.
 bool is_ordered(const Stamp& before, std::uintptr_t address) {
   if (before.epoch < launch_epoch) return true;
-  if (before.epoch < block_epoch) return is_shared(address);
+  if (before.epoch < block_epoch) return is_shared(address) || is_acquired(before);
   if (before.epoch < epoch || before.thread == current) return true;
   return before.thread / kWarp == current / kWarp && before.clock <= clocks[current][before.thread % kWarp];
 }
@@ -222,6 +261,7 @@ void begin_launch(const void* function, const unsigned (&block)[3]) {
   std::copy(std::begin(block), std::end(block), block_size);
   launch_epoch = ++epoch;
   blocks.clear();
+  releases.clear();
   races_of_launch.clear();
   if (library == 0) {
     Dl_info info;
@@ -239,6 +279,8 @@ void begin_block(const unsigned (&index)[3], Range static_shared, Range dynamic_
   blocks.push_back({epoch, {index[0], index[1], index[2]}});
   shared[0] = static_shared;
   shared[1] = dynamic_shared;
+  acquires.clear();
+  std::fill(std::begin(fences), std::end(fences), Fence{});
   std::memset(clocks, 0, sizeof(clocks));
   for (unsigned thread = 0; thread < kMaxThreads; ++thread) clocks[thread][thread % kWarp] = 1;
 }
@@ -271,6 +313,15 @@ void warp_barrier(unsigned first_thread, std::uint32_t lanes) {
     std::copy(std::begin(latest), std::end(latest), clocks[first_thread + lane]);
     ++clocks[first_thread + lane][lane];
   }
+}
+
+void fence() { fences[current] = {epoch, ++clocks[current][current % kWarp]}; }
+
+void atomic_operation(const void* address) {
+  if (fences[current].epoch == 0) return;  // neither releases nor acquires anything
+  std::vector<Release>& earlier = releases[address];
+  acquires.push_back({epoch, current, &earlier, earlier.size()});
+  earlier.push_back({block_epoch, epoch, current, {std::begin(fences), std::end(fences)}});
 }
 
 void set_recording(bool value) { recording = value; }

@@ -5,7 +5,9 @@
 // Two accesses to the same byte race if at least one of them is a write, at least one is not atomic, and they come from
 //   - two threads of a block with neither __syncthreads() between them nor a chain of __syncwarp() from one to the
 //     other. As on a GPU, shuffles and votes do not order memory.
-//   - two blocks of one launch, which are unordered. Each block has its own shared memory.
+//   - two blocks of one launch, unless the earlier thread passed __threadfence() after its access and, by a barrier
+//     or by itself, came to an atomic operation on an address before the later block did, whose thread was then reached
+//     in the same way. Each block has its own shared memory.
 // Two writes of the same value race as well, as in compute-sanitizer's racecheck.
 #pragma once
 
@@ -36,6 +38,8 @@ std::string end_launch();
 void set_thread(unsigned thread, Range stack);
 void block_barrier();
 void warp_barrier(unsigned first_thread, std::uint32_t lanes);
+void fence();
+void atomic_operation(const void* address);
 
 // Distinguish accesses of a kernel's own code, which are recorded, from those of the emulator.
 void set_recording(bool recording);
@@ -49,6 +53,8 @@ inline std::string end_launch() { return {}; }
 inline void set_thread(unsigned, Range) {}
 inline void block_barrier() {}
 inline void warp_barrier(unsigned, std::uint32_t) {}
+inline void fence() {}
+inline void atomic_operation(const void*) {}
 inline void set_recording(bool) {}
 inline void set_atomic(bool) {}
 

@@ -67,6 +67,14 @@ __global__ void ordered(int kind, int* out) {
       __syncthreads();
       mine[thread] = values[thread + 32];
       break;
+    case 8:  // The block that counts last reads what all have written.
+      mine[thread] = thread;
+      __threadfence();
+      __syncthreads();
+      if (thread == 0) total = atomicAdd(out + 2 * kThreads, 1);
+      __syncthreads();
+      if (total % 2 == 1) mine[thread] = out[thread] + out[kThreads + thread];
+      break;
     default:
       break;
   }
@@ -143,6 +151,28 @@ __global__ void racing(int kind, int* out) {
       if (thread == 0 || thread == 1) __syncwarp(0x3);
       if (thread == 2) mine[0] = values[0];  // race 12
       break;
+    case 13:  // The block that counts last reads what others wrote without a fence behind it.
+      __threadfence();
+      mine[thread] = thread;  // race 13
+      __syncthreads();
+      if (thread == 0) total = atomicAdd(out + 2 * kThreads, 1);
+      __syncthreads();
+      if (total % 2 == 1) values[thread] = out[thread] + out[kThreads + thread];  // race 13
+      break;
+    case 14:                  // The block is counted before all of its threads have written.
+      mine[thread] = thread;  // race 14
+      __threadfence();
+      if (thread == 0) total = atomicAdd(out + 2 * kThreads, 1);
+      __syncthreads();
+      if (total % 2 == 1) values[thread] = out[thread] + out[kThreads + thread];  // race 14
+      break;
+    case 15:                  // The counter is read, but the thread that reads on has not waited for it.
+      mine[thread] = thread;  // race 15
+      __threadfence();
+      __syncthreads();
+      if (thread == 0) total = atomicAdd(out + 2 * kThreads, 1);
+      values[thread] = out[thread] + out[kThreads + thread];  // race 15
+      break;
     default:
       break;
   }
@@ -151,7 +181,7 @@ __global__ void racing(int kind, int* out) {
 std::string last_error;
 
 int run(void (*kernel)(int, int*), int kind) {
-  static int out[2 * kThreads];
+  static int out[2 * kThreads + 1];  // two blocks, and a counter
   try {
     launch(kernel, 2, kThreads, 0, nullptr, kind, out);
     return 0;

@@ -52,3 +52,28 @@ def test_more_rows_than_blocks() -> None:
     logits, targets = rows_of((2**14 + 150, 40))
     targets[::3] = -100
     assert_matches(logits, targets, "cuda")
+
+
+# The gradient of a slice is contiguous, so its rows and those of the logits are aligned differently.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 9, 24, 301, 1800])
+def test_logits_aligned_differently_from_their_gradient(vocabulary: int, dtype: torch.dtype) -> None:
+    for before in range(1, 8):
+        logits, targets = rows_of((2, before + vocabulary + 1), dtype)
+        assert_matches(logits[:, before:-1], targets % vocabulary, "cuda")
+
+
+# A batch of pieces of a whole warp, one piece less or more, and a warp that has none.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pieces", [127, 128, 129, 255, 256, 257, 1151])
+def test_sizes_around_a_batch(pieces: int, dtype: torch.dtype) -> None:
+    assert_matches(*rows_of((2, pieces * 16 // dtype.itemsize), dtype), "cuda")
+
+
+def test_rows_whose_largest_logit_comes_late() -> None:
+    """Every batch raises the warp's top, or none does after the first."""
+    ascending = torch.linspace(-60, 30, 5000).expand(2, -1).contiguous()
+    targets = torch.tensor([4999, 17])
+    for logits in (ascending, ascending.flip(-1)):
+        assert_matches(logits, targets, "cuda")
+        assert_matches(logits, targets, "cuda", softcap=20.0)

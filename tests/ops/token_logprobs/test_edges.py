@@ -145,7 +145,7 @@ def test_a_temperature_of_no_meaning_spoils_its_row_alone(backend: str, bad: flo
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ignored_rows_are_zero_whatever_they_hold(backend: str) -> None:
-    logits, targets = rows_of((6, 70))
+    logits, targets = rows_of((6, 72))  # all rows aligned alike, as the order of a sum depends on that
     logits[1], logits[3, 5] = NAN, INF
     targets[[1, 3, 4]] = -100
     upstream = torch.randn(6), torch.randn(6)
