@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 TORCH := $(if $(shell nvidia-smi -L 2>/dev/null),"torch>=2.11",torch==2.13.0 triton==3.7.1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml tools/constraints.txt
-CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
+CPP := $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # The oldest supported versions, if possible on Python 3.12, which most GPU machines have. torch 2.11 pins Triton 3.6,
 # whose interpreter fails with numpy 2.4.

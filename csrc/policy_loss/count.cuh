@@ -1,0 +1,150 @@
+#pragma once
+
+#include "common/cuda/launch.h"
+#include "common/cuda/pieces.cuh"
+#include "common/cuda/team.cuh"
+#include "policy_loss/cuda.h"
+
+// The first launch: tokens and rows, where the aggregation needs their number.
+namespace grpo_kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The batch, with the values that only the device knows.
+template <typename T>
+__device__ PolicyBatch<T> batch_of(const PolicyArrays<T>& arrays) {
+  PolicyBatch<T> batch = arrays.batch;
+  if (arrays.entropy_floor != nullptr) batch.entropy_floor = arrays.entropy_floor[0];
+  if (arrays.normalizers != nullptr) {
+    const double tokens = arrays.normalizers[0], rows = arrays.normalizers[1], segments = arrays.normalizers[2];
+    if (!isnan(tokens)) batch.normalizers.tokens = tokens;
+    if (!isnan(rows)) batch.normalizers.rows = rows;
+    if (!isnan(segments)) batch.normalizers.segments = segments;
+  }
+  return batch;
+}
+
+// The first valid token behind t in its row, row_end if there is none.
+template <typename T>
+__device__ int64_t next_valid(const PolicyBatch<T>& in, int64_t t, int64_t row_end) {
+  int64_t next = t + 1;
+  while (next < row_end && !in.is_valid(next)) ++next;
+  return next;
+}
+
+// Whether token t is the last of its segment; `next` is its next_valid.
+template <typename T>
+__device__ bool ends_segment(const PolicyBatch<T>& in, int64_t t, int64_t next, int64_t row_end) {
+  return next == row_end || in.segments[next] != in.segments[t];
+}
+
+// Counts over tokens first, first + stride, ... below last.
+template <typename T>
+__device__ Counts count_tokens(const PolicyBatch<T>& in, int64_t first, int64_t last, int64_t stride, int64_t row_end) {
+  Counts counts;
+  for (int64_t t = first; t < last; t += stride) {
+    if (!in.is_valid(t)) continue;
+    counts.tokens += 1;
+    counts.kept_tokens += in.is_kept(t) ? 1 : 0;
+    if (in.plan.by_segment()) {
+      counts.terms += ends_segment(in, t, next_valid(in, t, row_end), row_end) ? 1 : 0;
+    }
+  }
+  return counts;
+}
+
+// Any byte other than 0 is true.
+__device__ __forceinline__ int count_true(const Piece<unsigned char>& piece) {
+  int count = 0;
+#pragma unroll
+  for (uint32_t word : piece.words) count += __popc((((word & 0x7f7f7f7f) + 0x7f7f7f7f) | word) & 0x80808080);
+  return count;
+}
+
+// Valid tokens of the thread's part of a row that has a mask alone, 16 at a time with four loads in flight.
+__device__ double count_mask(const bool* mask, int64_t count, const Team& team) {
+  constexpr int kBatch = 4;
+  const Split<unsigned char> split(reinterpret_cast<const unsigned char*>(mask), count);
+  const Piece<unsigned char>* const pieces = reinterpret_cast<const Piece<unsigned char>*>(mask + split.head);
+  int tokens = 0;
+  int64_t p = team.rank;
+  for (; p + (kBatch - 1) * team.size < split.pieces; p += kBatch * team.size) {
+    Piece<unsigned char> batch[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) batch[k] = pieces[p + k * team.size];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) tokens += count_true(batch[k]);
+  }
+  for (; p < split.pieces; p += team.size) tokens += count_true(pieces[p]);
+  for (int64_t t = team.rank; t < split.head; t += team.size) tokens += mask[t] ? 1 : 0;
+  for (int64_t t = split.tail + team.rank; t < count; t += team.size) tokens += mask[t] ? 1 : 0;
+  return tokens;
+}
+
+// Counts over a whole row, for every thread of the team.
+template <typename T>
+__device__ Counts count_row(const PolicyBatch<T>& in, int64_t row, const Team& team, double* shared) {
+  const int64_t first = in.start(row), count = in.length(row);
+  Counts counts;
+  if (in.segments != nullptr || in.entropy != nullptr) {
+    counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
+    counts.kept_tokens = team_sum(team, counts.kept_tokens, shared);
+    counts.terms = team_sum(team, counts.terms, shared);
+    counts.tokens = team_sum(team, counts.tokens, shared);
+  } else {
+    counts.tokens = count;
+    if (in.mask != nullptr) counts.tokens = team_sum(team, count_mask(in.mask + first, count, team), shared);
+    counts.kept_tokens = counts.tokens;
+  }
+  if (in.plan.loss == Loss::kGeoMean) {
+    counts.terms = counts.kept_tokens > 0 ? 1 : 0;
+  } else if (!in.plan.by_segment()) {
+    counts.terms = counts.tokens;
+  }
+  counts.rows = 1;
+  counts.active_rows = counts.tokens > 0 ? 1 : 0;
+  return counts;
+}
+
+__device__ Counts team_counts(Counts counts, const Team& team, double* shared) {
+  counts.rows = team_sum(team, counts.rows, shared);
+  counts.active_rows = team_sum(team, counts.active_rows, shared);
+  counts.tokens = team_sum(team, counts.tokens, shared);
+  counts.kept_tokens = team_sum(team, counts.kept_tokens, shared);
+  counts.terms = team_sum(team, counts.terms, shared);
+  return counts;
+}
+
+// Counts of the rows of a block, each counted by a warp or by the whole block.
+template <typename T>
+__global__ void GRPO_BOUNDS(kThreads) count_kernel(const __grid_constant__ PolicyArrays<T> arrays, bool has_long_rows) {
+  __shared__ double shared[kMaxWarps];
+  const PolicyBatch<T> in = batch_of(arrays);
+  const Team team = has_long_rows ? block_team() : warp_team();
+  const int64_t teams = blockDim.x / team.size;
+  Counts own;
+  for (int64_t base = blockIdx.x * teams; base < in.rows; base += gridDim.x * teams) {
+    // a team without a row counts the last one, as all threads must take part, and stores nothing
+    const int64_t row = base + threadIdx.x / team.size;
+    const bool has_row = row < in.rows;
+    const Counts counts = count_row(in, has_row ? row : in.rows - 1, team, shared);
+    if (!has_row || team.rank != 0) continue;
+    arrays.row_counts[row] = counts;
+    own.add(counts);
+  }
+  own = team_counts(own, block_team(), shared);
+  if (threadIdx.x == 0) arrays.block_counts[blockIdx.x] = own;
+}
+
+// The counts of the batch, for every thread of the block.
+template <typename T>
+__device__ Counts batch_counts(const PolicyArrays<T>& arrays, double* shared) {
+  Counts own;
+  if (arrays.block_counts == nullptr) return own;
+  for (int block = threadIdx.x; block < arrays.count_blocks; block += blockDim.x) own.add(arrays.block_counts[block]);
+  return team_counts(own, block_team(), shared);
+}
+
+}  // namespace
+}  // namespace grpo_kernels
