@@ -158,13 +158,13 @@ def forward(
 
 
 def _correction(
-    rows: _Rows, valid: Tensor, old: Tensor, sampling: Tensor | None, given: Tensor | None, plan: Plan
+    rows: _Rows, valid: Tensor, old: Tensor, sampling: Tensor | None, is_weights: Tensor | None, plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """Weights for rollout mismatch, one per token, and if they are of rows, one per row."""
-    if given is not None:
-        by_row = given.dim() == 1 and len(given) != len(valid)
-        spread = rows.spread(given) if by_row else given.reshape(-1)
-        by_row = torch.where(rows.sum(valid.to(old.dtype)) > 0, given, math.nan) if by_row else None
+    if is_weights is not None:
+        by_row = is_weights.dim() == 1 and len(is_weights) != len(valid)
+        spread = rows.spread(is_weights) if by_row else is_weights.reshape(-1)
+        by_row = torch.where(rows.sum(valid.to(old.dtype)) > 0, is_weights, math.nan) if by_row else None
         return torch.where(valid, spread, 1), by_row
     if plan.correction == CORRECTION_NONE or sampling is None:
         return None, None
@@ -362,10 +362,10 @@ class _Shares:
         here: Tensor,
         normalizers: Tensor | None,
         counts: list[float],
-        given: Tensor | None,
+        weights: Tensor | None,
         plan: Plan,
     ) -> None:
-        self.rows, self.valid, self.kept, self.here, self.given, self.plan = rows, valid, kept, here, given, plan
+        self.rows, self.valid, self.kept, self.here, self.weights, self.plan = rows, valid, kept, here, weights, plan
         known = torch.tensor(counts, dtype=torch.float64, device=valid.device)
         if normalizers is not None:
             known = torch.where(normalizers.isnan(), known, normalizers)
@@ -374,8 +374,8 @@ class _Shares:
     def of(self, aggregation: int, policy: bool = False) -> Tensor:
         if aggregation == LOCAL_TOKEN_MEAN:
             return self.kept / self.kept.sum().double().clamp(min=1)
-        if self.given is not None:
-            return self.given
+        if self.weights is not None:
+            return self.weights
         by_segment = policy and self.plan.by_segment
         members = self.here if policy else self.valid
         if aggregation == TOKEN_SUM:
@@ -394,8 +394,8 @@ class _Shares:
         return self.rows.spread(share) * members
 
 
-def _known(given: Tensor, counted: Tensor) -> Tensor:
-    return torch.where(given.isnan(), counted.clamp(min=1), given)
+def _known(normalizer: Tensor, counted: Tensor) -> Tensor:
+    return torch.where(normalizer.isnan(), counted.clamp(min=1), normalizer)
 
 
 # Metrics, in the order of METRICS in config.py

@@ -65,13 +65,13 @@ def similarity_groups(
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     settings = SimilarityConfig.of(config, _OP)
-    given = check_embeddings(_OP, embeddings)
-    layout = check_layout(_OP, groups, given, num_groups, max_size, MAX_ROWS)
-    mask = check_valid(_OP, valid, given)
+    vectors = check_embeddings(_OP, embeddings)
+    layout = check_layout(_OP, groups, vectors, num_groups, max_size, MAX_ROWS)
+    mask = check_valid(_OP, valid, vectors)
     chosen = backends.select(
-        _OP, backend, given.device.type, given.dtype, op.SUPPORTS, given.device.index, op.too_large(layout.size)
+        _OP, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index, op.too_large(layout.size)
     )
-    results = op.FORWARD[chosen](given, *layout, mask, settings.modes, settings.coefficients)
+    results = op.FORWARD[chosen](vectors, *layout, mask, settings.modes, settings.coefficients)
     return SimilarityGroups(*results)
 
 
@@ -84,17 +84,17 @@ def cluster_distances(
     linkage="ward" they are taken as cosine distances. labels, group_ids and status have shape [P, K].
     """
     settings = SimilarityConfig.of(config, "cluster_distances")
-    given = check_distances("cluster_distances", distances)
+    distances = check_distances("cluster_distances", distances)
     chosen = backends.select(
         "cluster_distances",
         backend,
-        given.device.type,
-        given.dtype,
+        distances.device.type,
+        distances.dtype,
         op.OF_DISTANCES,
-        given.device.index,
-        op.too_large(given.shape[1]),
+        distances.device.index,
+        op.too_large(distances.shape[1]),
     )
-    labels, count, score, best_k, verdict = op.CLUSTERS[chosen](given, settings.modes, settings.coefficients)
+    labels, count, score, best_k, verdict = op.CLUSTERS[chosen](distances, settings.modes, settings.coefficients)
     first = torch.arange(labels.shape[0], device=labels.device)[:, None] * labels.shape[1]
     status = (labels < 0).to(torch.uint8) * int(RowStatus.MASKED)
     ids = torch.where(labels < 0, -1, labels + first)
@@ -121,10 +121,10 @@ def check_distances(name: str, distances: Tensor) -> Tensor:
         raise ValueError(f"{name}: distances must have shape [P, K, K], got {list(distances.shape)}")
     if distances.shape[1] > MAX_ROWS:
         raise ValueError(f"{name}: distances must have at most {MAX_ROWS} places, got {distances.shape[1]}")
-    given = distances.detach().float().contiguous()
-    if given.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_metric(name, given)
-    return given
+    checked = distances.detach().float().contiguous()
+    if checked.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_metric(name, checked)
+    return checked
 
 
 def check_metric(name: str, distances: Tensor) -> None:

@@ -54,13 +54,13 @@ def pairwise_cosine(
     not valid or not finite are inf throughout, diagonal included. There is no gradient.
     """
     name = "pairwise_cosine"
-    given = check_embeddings(name, embeddings)
-    layout = check_layout(name, groups, given, num_groups, max_size, MAX_ROWS)
-    mask = check_valid(name, valid, given)
+    vectors = check_embeddings(name, embeddings)
+    layout = check_layout(name, groups, vectors, num_groups, max_size, MAX_ROWS)
+    mask = check_valid(name, valid, vectors)
     chosen = backends.select(
-        name, backend, given.device.type, given.dtype, op.SUPPORTS, given.device.index, op.too_large(layout.size)
+        name, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index, op.too_large(layout.size)
     )
-    distances: Tensor = op.COSINE[chosen](given, *layout, mask)[0]
+    distances: Tensor = op.COSINE[chosen](vectors, *layout, mask)[0]
     return distances
 
 
@@ -78,11 +78,17 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
     name = "agglomerate"
     if linkage not in LINKAGES:
         raise unknown(name, "linkage", linkage, LINKAGES)
-    given = check_distances(name, distances)
+    distances = check_distances(name, distances)
     chosen = backends.select(
-        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, given.device.index, op.too_large(given.shape[1])
+        name,
+        backend,
+        distances.device.type,
+        distances.dtype,
+        op.OF_DISTANCES,
+        distances.device.index,
+        op.too_large(distances.shape[1]),
     )
-    return Dendrogram(*op.TREE[chosen](given, LINKAGES.index(linkage)))
+    return Dendrogram(*op.TREE[chosen](distances, LINKAGES.index(linkage)))
 
 
 def silhouette(
@@ -97,19 +103,26 @@ def silhouette(
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     name = "silhouette"
-    given = check_distances(name, distances)
+    distances = check_distances(name, distances)
     checks.tensor(name, "labels", labels, checks.INTEGERS)
-    checks.same_device(name, "labels", labels, given.device)
+    checks.same_device(name, "labels", labels, distances.device)
     chosen = backends.select(
-        name, backend, given.device.type, given.dtype, op.OF_DISTANCES, given.device.index, op.too_large(given.shape[1])
+        name,
+        backend,
+        distances.device.type,
+        distances.dtype,
+        op.OF_DISTANCES,
+        distances.device.index,
+        op.too_large(distances.shape[1]),
     )
-    prompts, size = given.shape[:2]
+    prompts, size = distances.shape[:2]
     if groups is None:
-        if labels.shape != given.shape[:2]:
+        if labels.shape != distances.shape[:2]:
             raise ValueError(
-                f"{name}: labels must have shape {list(given.shape[:2])}, or [N] with groups, got {list(labels.shape)}"
+                f"{name}: labels must have shape {list(distances.shape[:2])}, or [N] with groups, "
+                f"got {list(labels.shape)}"
             )
-        return Silhouette(*op.SILHOUETTE[chosen](given, labels.long().contiguous()))
+        return Silhouette(*op.SILHOUETTE[chosen](distances, labels.long().contiguous()))
     if labels.dim() != 1:
         raise ValueError(f"{name}: labels must have shape [N] with groups, got {list(labels.shape)}")
     rule = f"those of the distances, {prompts} of at most {size} rows"
@@ -117,5 +130,5 @@ def silhouette(
     order, place = places(layout, len(labels), labels.device)
     padded = labels.new_full((prompts * size,), -1, dtype=torch.int64)
     padded[place] = labels[order].long()
-    score, samples = op.SILHOUETTE[chosen](given, padded.view(prompts, size))
+    score, samples = op.SILHOUETTE[chosen](distances, padded.view(prompts, size))
     return Silhouette(score, torch.empty_like(samples.view(-1)[place]).index_put((order,), samples.view(-1)[place]))

@@ -81,8 +81,7 @@ def agglomerate(distances: Tensor, linkage: int) -> tuple[Tensor, Tensor]:
     heights = distances.new_full((prompts, max(size - 1, 0)), torch.inf)
     for p in range(prompts):
         places, d = _present(distances[p])
-        found, at = _link(d, linkage)
-        for m, ((low, high), height) in enumerate(zip(found, at, strict=True)):
+        for m, ((low, high), height) in enumerate(zip(*_link(d, linkage), strict=True)):
             merges[p, m, 0], merges[p, m, 1], heights[p, m] = places[low], places[high], height
     return merges, heights
 
@@ -100,9 +99,9 @@ def silhouette(distances: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             if of_prompt.index(label) < i:
                 cut.join(of_prompt.index(label), i)
         if len(cut.live) >= 2:
-            found = cut.silhouettes()
-            samples[p, places] = found.float()
-            scores[p] = _ordered_sum(found) / len(found)
+            values = cut.silhouettes()
+            samples[p, places] = values.float()
+            scores[p] = _ordered_sum(values) / len(values)
     return scores, samples
 
 
@@ -181,8 +180,8 @@ def _ordered_sum(values: Tensor) -> float:
     """In one order on every backend: 32 sums, then halves."""
     parts = torch.zeros(32, dtype=torch.float64, device=values.device)
     for first in range(0, len(values), 32):
-        some = values[first : first + 32]
-        parts[: len(some)] += some
+        window = values[first : first + 32]
+        parts[: len(window)] += window
     while len(parts) > 1:
         half = len(parts) // 2
         parts = parts[:half] + parts[half:]

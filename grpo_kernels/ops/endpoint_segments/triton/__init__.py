@@ -52,15 +52,15 @@ def _returns_kernel(
     row = tl.program_id(0).to(tl.int64)
     begin, end = row_bounds(bounds_ptr, row, width)
     place = tl.arange(0, BLOCK)
-    found = tl.zeros([BLOCK], tl.int32)
+    num_known = tl.zeros([BLOCK], tl.int32)
     carry = tl.zeros([], tl.float64)
     for tile in range(tl.cdiv(end - begin, BLOCK) - 1, -1, -1):
         token = begin + tile * BLOCK + place
         counts = count_tokens(mask_ptr, token, end)
         reward = tl.load(rewards_ptr + token, mask=counts, other=0.0).to(tl.float64)
         carry = first_of(hand_back(reward, reward, counts, 1.0, gamma, carry), BLOCK)
-        found += counts.to(tl.int32)
-    is_known = (tl.sum(found, axis=0) > 0) & is_finite(carry)
+        num_known += counts.to(tl.int32)
+    is_known = (tl.sum(num_known, axis=0) > 0) & is_finite(carry)
     tl.store(row_returns_ptr + row, tl.where(is_known, carry, float("nan")))
 
 

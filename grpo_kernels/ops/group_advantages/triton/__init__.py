@@ -41,8 +41,8 @@ def forward(
     plan = Plan(*modes, *coefficients)
     rows = rewards.shape[0]
     combined, columns = _columns(rewards, weights, valid, subgroups, bool(plan.combine))
-    found = sort_rows(rows, groups, group_size, subgroups)
-    order, starts, parent, parent_starts = (None, None, None, None) if found is None else found
+    sorted_rows = sort_rows(rows, groups, group_size, subgroups)
+    order, starts, parent, parent_starts = (None, None, None, None) if sorted_rows is None else sorted_rows
     number = rows // group_size if starts is None else rows
     # a tile as wide as the groups are; where ids hide their size, 32
     block = min(max(triton.next_power_of_2(group_size), 2), _TILE) if starts is None else 32
