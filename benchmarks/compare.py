@@ -3,9 +3,10 @@
     python -m benchmarks.compare A.json B.json
     python -m benchmarks.compare benchmarks/baseline.json --tries 3 --json now.json
 
-Times depend on the machine and its load and are not compared; ratios of two sides measured alternately are. The exit
-status is 1 if a ratio of B is more than 30 % below that of A, or missing. On another kind of CPU, whose vectors and
-caches may favour one side, the margin is 60 %.
+A and B are results of `python -m benchmarks.run`, or of pytest-benchmark as `make bench` writes them. Times depend on
+the machine and its load and are not compared; ratios of two sides measured alternately are. The exit status is 1 if a
+ratio of B is more than 30 % below that of A, or missing. On another kind of CPU, whose vectors and caches may favour
+one side, the margin is 60 %.
 """
 
 from __future__ import annotations
@@ -25,6 +26,18 @@ from benchmarks.run import document, quick, show, write
 ALLOWED, ELSEWHERE = 0.3, 0.6
 Result = dict[str, Any]
 Key = tuple[str, str, str]  # op, case, provider
+
+
+def read(path: Path) -> Result:
+    """A result of `benchmarks.run`, or one of pytest-benchmark, which holds each case as the extra_info of a test."""
+    result: Result = json.loads(path.read_text())
+    if "cases" in result:
+        return result
+    if "benchmarks" not in result:
+        raise SystemExit(f"compare: {path} must be a result of benchmarks.run or of pytest-benchmark, got neither")
+    measured = [test["extra_info"] for test in result["benchmarks"]]
+    # sweeps have no providers
+    return {"machine": result["machine_info"], "cases": [case for case in measured if "providers" in case]}
 
 
 def ratios(result: Result) -> dict[Key, float]:
@@ -92,9 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.after is None) == (options.tries == 0) or options.tries < 0:
         raise SystemExit("compare: give either a second result or --tries, at least 1")
-    before = json.loads(options.before.read_text())
+    before = read(options.before)
     if options.after:
-        after = json.loads(options.after.read_text())
+        after = read(options.after)
     else:
         after = document(torch.device("cpu"), best_of(before, options.tries, measure_quick), {})
     if options.json:

@@ -38,6 +38,23 @@ def test_compare_ends_with_an_error_where_a_ratio_fell(tmp_path: Path) -> None:
         compare.main([str(tmp_path / "a.json")])
 
 
+def test_compare_reads_what_make_bench_writes(tmp_path: Path) -> None:
+    run.write(tmp_path / "run.json", {"machine": machine.describe(), "cases": [with_ratio(10.0)]})
+    for name, ratio in {"same": 9.0, "slower": 5.0}.items():
+        tests = [
+            {"name": "test_case", "extra_info": with_ratio(ratio)},
+            {"name": "test_sweep", "extra_info": {"op": "sum"}},
+        ]
+        run.write(tmp_path / f"{name}.json", {"machine_info": machine.describe(), "benchmarks": tests})
+    compare.main([str(tmp_path / "run.json"), str(tmp_path / "same.json")])
+    compare.main([str(tmp_path / "same.json"), str(tmp_path / "run.json")])
+    with pytest.raises(SystemExit, match="fell by more than 30%, or not measured: sum, of ten, mean"):
+        compare.main([str(tmp_path / "same.json"), str(tmp_path / "slower.json")])
+    run.write(tmp_path / "other.json", {})
+    with pytest.raises(SystemExit, match=r"other\.json must be a result of benchmarks\.run or of pytest-benchmark"):
+        compare.main([str(tmp_path / "other.json"), str(tmp_path / "run.json")])
+
+
 @pytest.mark.parametrize(("ratios", "tries", "passes"), [((9,), 1, True), ((5, 9), 2, True), ((5, 6, 4), 3, False)])
 def test_the_best_of_three_tries_counts(ratios: tuple[float, ...], tries: int, passes: bool) -> None:
     left = list(ratios)
