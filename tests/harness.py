@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -11,6 +12,20 @@ from torch import Tensor
 from grpo_kernels.backends import BACKENDS, Supports, cpu_module, refusal
 
 needs_cpu_kernels = pytest.mark.skipif(cpu_module is None, reason="the CPU kernels are not built")
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Divides all work of the CPU kernels among `count` threads, also work that is too short for that otherwise."""
+    assert cpu_module is not None
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    least = cpu_module.set_fork_nanoseconds(0)
+    try:
+        yield
+    finally:
+        cpu_module.set_fork_nanoseconds(least)
+        torch.set_num_threads(before)
 
 
 def runnable_backends(supports: Supports, dtype: torch.dtype = torch.float32) -> list[str]:

@@ -1,11 +1,14 @@
 #include <pybind11/pybind11.h>
 
+#include <utility>
+
 #ifdef USE_CUDA
 #include <cuda_runtime_api.h>
 #endif
 
 #include "build_facts.h"
 #include "common/allocate.h"
+#include "common/parallel.h"
 #include "common/simd/levels.h"
 #include "endpoint_segments/scan.h"
 #include "group_advantages/statistics.h"
@@ -82,7 +85,11 @@ pybind11::dict build_facts() {
 // Importing the module runs the op registrations that are linked into it.
 PYBIND11_MODULE(GRPO_MODULE_NAME, module) {
   module.def("poison_allocations", [](bool on) { poison_allocations = on; });
-#ifdef USE_CUDA
+#ifndef USE_CUDA
+  // For tests: sets the least work that is divided among threads and returns the last setting; how often work was.
+  module.def("set_fork_nanoseconds", [](double nanoseconds) { return std::exchange(fork_nanoseconds, nanoseconds); });
+  module.def("forks", [] { return forks.load(); });
+#else
   // The newest CUDA that the driver supports, 13020 for 13.2; 0 without a driver.
   module.def("driver_version", [] {
     int version = 0;

@@ -1,10 +1,10 @@
 #include "common/row_groups.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <numeric>
 #include <utility>
+
+#include "common/parallel.h"
 
 namespace grpo_kernels {
 namespace {
@@ -29,7 +29,7 @@ IdRange scan_ids(const int64_t* ids, int64_t rows) {
   constexpr int64_t kRowsPerTask = 16384;
   std::vector<IdRange> parts((rows + kRowsPerTask - 1) / kRowsPerTask);
   const int64_t tasks = static_cast<int64_t>(parts.size());
-  torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(tasks, 0.4 * kRowsPerTask, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task * kRowsPerTask, last = std::min(rows, first + kRowsPerTask);
       IdRange part;

@@ -1,5 +1,4 @@
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cmath>
@@ -8,6 +7,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/parallel.h"
 #include "common/row_groups.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
@@ -21,8 +21,9 @@ using SegmentTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 namespace {
 
 constexpr const char* kOp = "endpoint_segments";
-constexpr int64_t kMaxKept = 1 << 22;     // doubles of working memory that a thread keeps for the next call
-constexpr int64_t kTokensPerTask = 4096;  // below this a second thread costs more than it saves
+constexpr int64_t kMaxKept = 1 << 22;  // doubles of working memory that a thread keeps for the next call
+// Nanoseconds a token of the three walks along a row, on one thread.
+constexpr double kScanCost = 2, kCutCost = 6, kWriteCost = 1;
 
 template <typename T>
 struct SegmentBatch {
@@ -43,9 +44,8 @@ struct SegmentBatch {
   }
 
   template <typename Visit>
-  void for_each_row(Visit visit) const {
-    const int64_t each = std::max<int64_t>(1, tokens() / std::max<int64_t>(rows, 1));
-    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, kTokensPerTask / each), [&](int64_t first, int64_t end) {
+  void for_each_row(double nanoseconds_per_token, Visit visit) const {
+    divide(rows, threads_for(nanoseconds_per_token * static_cast<double>(tokens())), [&](int64_t first, int64_t end) {
       for (int64_t r = first; r < end; ++r) visit(r);
     });
   }
@@ -83,7 +83,7 @@ template <typename T>
 void find_baselines(SegmentBatch<T>& batch, const SegmentSettings& settings, const int64_t* ids) {
   std::vector<double> returns(batch.rows);
   std::vector<char> has_tokens(batch.rows);
-  batch.for_each_row([&](int64_t r) {
+  batch.for_each_row(kScanCost, [&](int64_t r) {
     const int64_t at = batch.begin(r);
     double discounted = 0;
     for (int64_t t = at + batch.length(r) - 1; t >= at; --t) {
@@ -168,8 +168,9 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
   double* const credits =
       kept.get(batch.rows == 0 ? 1 : batch.begin(batch.rows) + 1);  // those of a row start at its first token
   std::vector<TokenSums> sums(batch.rows);
-  batch.for_each_row(
-      [&](int64_t r) { sums[r] = token_advantages(settings, batch.row(r), [](int64_t, double, double) {}); });
+  batch.for_each_row(kScanCost, [&](int64_t r) {
+    sums[r] = token_advantages(settings, batch.row(r), [](int64_t, double, double) {});
+  });
   double squares = 0, tokens = 0;
   for (int64_t r = 0; r < batch.rows; ++r) {
     check_finite(sums[r].squares, r);
@@ -179,7 +180,7 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
 
   std::vector<EndpointMoments> moments(batch.rows);
   std::vector<RowCuts> cuts(batch.rows);
-  batch.for_each_row([&](int64_t r) {
+  batch.for_each_row(kCutCost, [&](int64_t r) {
     const int64_t at = batch.begin(r);
     cuts[r] = cut_and_credit(settings, batch.row(r), batch.logprobs + at, batch.old + at, scale, tau, out.returns + at,
                              out.segment_ids + at, out.endpoint_mask + at, credits + at, &moments[r]);
@@ -191,7 +192,7 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
     for_each_row([&](int64_t r) { merged.merge(moments[r]); });
     for_each_row([&](int64_t r) { moments[r] = merged; });
   });
-  batch.for_each_row([&](int64_t r) {
+  batch.for_each_row(kWriteCost, [&](int64_t r) {
     const int64_t at = batch.begin(r);
     write_row(settings, moments[r], out.endpoint_mask + at, out.segment_ids + at, credits + at, out.num_segments[r],
               batch.length(r), out.advantages + at);

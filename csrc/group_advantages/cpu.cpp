@@ -1,11 +1,11 @@
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
+#include "common/parallel.h"
 #include "common/row_groups.h"
 #include "common/simd/levels.h"
 #include "group_advantages/scattered_groups.h"
@@ -16,7 +16,9 @@ namespace grpo_kernels {
 namespace {
 
 constexpr const char* kOp = AdvantageInputs::kOp;
-constexpr int64_t kRowsPerTask = 4096;  // below this a second thread costs more than it saves
+constexpr int64_t kRowsPerChunk = 4096;  // of the sums over a batch, which are added in order
+// Nanoseconds a row on one thread: all of a plain call, and a walk over the groups or the rows of any other.
+constexpr double kPlainCost = 4, kWalkCost = 5;
 
 // The batch with its reward weights.
 template <typename T>
@@ -66,8 +68,8 @@ GroupStatistics stats_of(const WeightedBatch<T>& in, const Span& span, int colum
 // Calls visit(group, values) for every group, on several threads; `values` is the thread's memory.
 template <typename Visit>
 void for_each_group(const RowGroups& groups, Visit visit) {
-  const int64_t mean_size = std::max<int64_t>(1, groups.starts.back() / std::max<int64_t>(1, groups.size()));
-  torch::stable::parallel_for(0, groups.size(), kRowsPerTask / mean_size + 1, [&](int64_t begin, int64_t end) {
+  const double work = kWalkCost * static_cast<double>(groups.starts.back());
+  divide(groups.size(), threads_for(work), [&](int64_t begin, int64_t end) {
     std::vector<double> values;
     for (int64_t group = begin; group < end; ++group) visit(group, values);
   });
@@ -109,7 +111,7 @@ template <typename Visit>
 void for_each_row(const RowGroups& groups, Visit visit) {
   if (!groups.order.empty()) {
     const int64_t rows = static_cast<int64_t>(groups.order.size());
-    torch::stable::parallel_for(0, rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
+    parallel_for(rows, kWalkCost, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) visit(row, groups.number[row]);
     });
     return;
@@ -139,9 +141,8 @@ void plain_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, co
   const int64_t* starts = groups.starts.empty() ? nullptr : groups.starts.data();
   const PlainGroups<T> plain{in.rewards, starts, group_size, in.plan, out};
   const int64_t count = starts == nullptr ? in.rows / group_size : groups.size();
-  const int64_t grain = kRowsPerTask / std::max<int64_t>(1, in.rows / std::max<int64_t>(1, count)) + 1;
-  torch::stable::parallel_for(0, count, grain,
-                              [&](int64_t begin, int64_t end) { GRPO_SIMD_CALL(plain_groups, plain, begin, end); });
+  divide(count, threads_for(kPlainCost * static_cast<double>(in.rows)),
+         [&](int64_t begin, int64_t end) { GRPO_SIMD_CALL(plain_groups, plain, begin, end); });
 }
 
 template <typename T>
@@ -176,13 +177,13 @@ void general_groups(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, 
 // Moments over the batch, in chunks of fixed size added in order, so that the number of threads changes no bit.
 template <typename T>
 Moments batch_moments(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out) {
-  const int64_t chunks = (in.rows + kRowsPerTask - 1) / kRowsPerTask;
+  const int64_t chunks = (in.rows + kRowsPerChunk - 1) / kRowsPerChunk;
   std::vector<Moments> parts(chunks);
   auto for_each_value = [&](auto visit) {
-    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(chunks, kWalkCost * kRowsPerChunk, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
-        const int64_t last = std::min(in.rows, (chunk + 1) * kRowsPerTask);
-        for (int64_t row = chunk * kRowsPerTask; row < last; ++row) {
+        const int64_t last = std::min(in.rows, (chunk + 1) * kRowsPerChunk);
+        for (int64_t row = chunk * kRowsPerChunk; row < last; ++row) {
           const double reward = in.reward(row, kCombined);
           if (std::isnan(reward)) continue;
           const double weight = batch_weight(in.plan, in.length(row), out.size[row] == 1, out.degenerate[row]);
@@ -208,7 +209,7 @@ Moments batch_moments(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out
 template <typename T>
 void finish_batch(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out) {
   const BatchMap map = map_batch(in.plan, batch_moments(in, out));
-  torch::stable::parallel_for(0, in.rows, kRowsPerTask, [&](int64_t begin, int64_t end) {
+  parallel_for(in.rows, kWalkCost, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const bool live = !out.degenerate[row] && !std::isnan(in.reward(row, kCombined));
       const double advantage = (out.advantages[row] - map.shift) * map.factor;

@@ -1,10 +1,9 @@
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "common/parallel.h"
 #include "common/row_groups.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
@@ -21,6 +20,8 @@ namespace grpo_kernels {
 // Working memory that a thread keeps for the next call.
 constexpr int64_t kKeptRows = int64_t{1} << 20;
 
+constexpr double kScatterCost = 12;  // nanoseconds a row on one thread
+
 // Shards of neighbouring rows, one per thread.
 class Shards {
  public:
@@ -31,7 +32,7 @@ class Shards {
   // Calls visit(shard, first row, last row + 1) for every shard, on several threads.
   template <typename Visit>
   void for_each(Visit visit) const {
-    torch::stable::parallel_for(0, count_, 1, [&](int64_t begin, int64_t end) {
+    divide(count_, count_, [&](int64_t begin, int64_t end) {
       for (int64_t shard = begin; shard < end; ++shard)
         visit(shard, rows_ * shard / count_, rows_ * (shard + 1) / count_);
     });
@@ -91,7 +92,7 @@ void sort_groups(int64_t rows, RewardOf reward_of, NumberOf number_of, int64_t g
     GRPO_SIMD_CALL(plain_entries, plain, begin, end, entries);
   };
   const Shards shards(rows, threads);
-  torch::stable::parallel_for(0, groups, groups / shards.count() + 1, write_entries);
+  divide(groups, shards.count(), write_entries);
   const double bound = plan.needs_batch() ? INFINITY : plan.clip;
   shards.for_each([=](int64_t, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
@@ -169,7 +170,7 @@ void bucket_groups(const T* rewards, const int64_t* ids, int64_t rows, const IdR
                    const AdvantageOutputs<T>& out) {
   static thread_local Scratch<Slot<T>> buffer;
   Slot<T>* const slots = buffer.get(rows);
-  const Shards shards(rows, torch::stable::get_num_threads());
+  const Shards shards(rows, threads_for(kScatterCost * static_cast<double>(rows)));
   const IdBuckets id_buckets(range, rows);
   const int64_t buckets = id_buckets.count();
   std::vector<int32_t> positions(shards.count() * buckets);
@@ -186,7 +187,7 @@ void bucket_groups(const T* rewards, const int64_t* ids, int64_t rows, const IdR
     });
   };
   for_each_slot([=](int64_t row, Slot<T>& slot) { slot.row = {ids[row], rewards[row]}; });
-  torch::stable::parallel_for(0, buckets, 1, [&](int64_t begin, int64_t end) {
+  divide(buckets, shards.count(), [&](int64_t begin, int64_t end) {
     for (int64_t bucket = begin; bucket < end; ++bucket) {
       Slot<T>* const bucket_slots = slots + starts[bucket];
       const auto write = [bucket_slots](int64_t row, const GroupEntry<T>& entry, T advantage) {
@@ -225,7 +226,7 @@ void scattered_groups(const T* rewards, const int64_t* ids, int64_t rows, const 
   const int64_t width = dense ? static_cast<int64_t>(range.width()) + 1 : 0;
   sort_groups_by_id<T>(
       rows, [rewards](int64_t row) { return rewards[row]; }, [ids](int64_t row) { return ids[row]; }, dense, range.low,
-      width, plan, torch::stable::get_num_threads(), write);
+      width, plan, threads_for(kScatterCost * static_cast<double>(rows)), write);
 }
 
 }  // namespace grpo_kernels

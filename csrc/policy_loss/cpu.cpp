@@ -1,5 +1,4 @@
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <array>
@@ -8,6 +7,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/parallel.h"
 #include "common/simd/levels.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
@@ -19,6 +19,8 @@ namespace {
 
 constexpr const char* kOp = PolicyInputs::kOp;
 constexpr int64_t kTokensPerTask = 4096;  // a multiple of the tokens that the kernel sums before it turns to double
+// Nanoseconds a token on one thread: counting, terms, terms that need their row, the gradient of the entropy.
+constexpr double kCountCost = 0.2, kTermCost = 4, kRowTermCost = 9, kEntropyCost = 1;
 
 // Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
 int64_t count_true(const bool* flags, int64_t count) {
@@ -291,25 +293,25 @@ void run_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind 
 
 // Calls visit(row) for every row, on several threads.
 template <typename T, typename Visit>
-void for_each_row(const PolicyBatch<T>& in, Visit visit) {
-  const int64_t mean = in.tokens / std::max<int64_t>(in.rows, 1);
-  torch::stable::parallel_for(0, in.rows, kTokensPerTask / std::max<int64_t>(mean, 1) + 1,
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t row = begin; row < end; ++row) visit(row);
-                              });
+void for_each_row(const PolicyBatch<T>& in, double nanoseconds_per_token, Visit visit) {
+  divide(in.rows, threads_for(nanoseconds_per_token * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) visit(row);
+  });
 }
 
 template <typename T>
 void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double* metrics) {
   std::vector<Counts> counts(in.rows);
-  for_each_row(in, [&](int64_t row) { counts[row] = count_row(in, row); });
+  for_each_row(in, in.segments == nullptr ? kCountCost : kEntropyCost,
+               [&](int64_t row) { counts[row] = count_row(in, row); });
   Counts batch;
   for (const Counts& row : counts) batch.add(row);
   const auto shares = [&](int64_t row) { return in.shares(batch, counts[row]); };
 
   std::vector<PolicySums> sums(in.rows);
   if (in.needs_whole_rows()) {
-    for_each_row(in, [&](int64_t row) { WholeRow<T>(in, row, counts[row], shares(row), gradient).run(sums[row]); });
+    for_each_row(in, kRowTermCost,
+                 [&](int64_t row) { WholeRow<T>(in, row, counts[row], shares(row), gradient).run(sums[row]); });
   } else {
     struct Task {
       int64_t row, first, count;
@@ -322,8 +324,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     }
     std::vector<PolicySums> parts(tasks.size());
     const int64_t count = static_cast<int64_t>(tasks.size());
-    const int64_t grain = kTokensPerTask * count / std::max<int64_t>(in.tokens, 1) + 1;
-    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    divide(count, threads_for(kTermCost * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
         run_tokens(tokens, in.plan, in.walk_kind(), tasks[i].count, parts[i]);
@@ -337,7 +338,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     }
   }
   if (entropy_gradient != nullptr) {
-    for_each_row(in, [&](int64_t row) {
+    for_each_row(in, kEntropyCost, [&](int64_t row) {
       const int64_t last = in.start(row) + in.length(row);
       for (int64_t t = in.start(row); t < last; ++t) entropy_gradient[t] = in.entropy_gradient(t, shares(row));
     });

@@ -1,5 +1,4 @@
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
 #include "common/tensors.h"
@@ -24,7 +24,8 @@ using ClusterTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 namespace {
 
 constexpr float kAbsent = std::numeric_limits<float>::infinity();
-constexpr double kWorkPerTask = 1e5;  // multiplications: about twenty microseconds
+// Nanoseconds on one thread: of a prompt, of two of its rows, and of a column of these.
+constexpr double kPromptCost = 1000, kPairCost = 8, kColumnCost = 0.013;
 
 // Working memory of a thread, kept for the next prompt.
 PromptMemory memory_for(int items, bool for_halves) {
@@ -48,12 +49,15 @@ void for_each_prompt(const Prompts& prompts, int64_t depth, Visit visit) {
     std::stable_sort(queue.begin(), queue.end(),
                      [&](int64_t a, int64_t b) { return prompts.rows(a) > prompts.rows(b); });
   }
-  const double work = static_cast<double>(prompts.size * prompts.size) * (static_cast<double>(depth) / 2 + 40);
+  double work = 0;
+  for (int64_t p = 0; p < prompts.count; ++p) {
+    const double pairs = static_cast<double>(prompts.rows(p)) * static_cast<double>(prompts.rows(p));
+    work += kPromptCost + pairs * (kPairCost + kColumnCost * static_cast<double>(depth));
+  }
   std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, prompts.count, std::max<int64_t>(1, static_cast<int64_t>(kWorkPerTask / (work + 1))),
-                              [&](int64_t, int64_t) {
-                                for (int64_t i = next++; i < prompts.count; i = next++) visit(queue[i]);
-                              });
+  divide(prompts.count, threads_for(work), [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < prompts.count; i = next++) visit(queue[i]);
+  });
 }
 
 // Offsets and order are the caller's: an index outside the rows would read foreign memory.

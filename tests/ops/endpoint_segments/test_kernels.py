@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.harness import device_of, needs_cpu_kernels
+from tests.harness import cpu_threads, device_of, needs_cpu_kernels
 from tests.ops.endpoint_segments.batches import (
     BACKENDS,
     CREDITS,
@@ -359,18 +359,14 @@ def test_values_past_the_mask_do_not_matter_to_the_bit(backend: str) -> None:
 
 @needs_cpu_kernels
 def test_number_of_threads_changes_no_bit() -> None:
-    before = torch.get_num_threads()
     batch = batch_of(2, 300, 200, values=False, gaps=0.02, prompts=5)
-    try:
-        for norm in NORMS:
-            results = []
-            for threads in (1, 2, 5):
-                torch.set_num_threads(threads)
+    for norm in NORMS:
+        results = []
+        for threads in (1, 2, 5):
+            with cpu_threads(threads):
                 results.append(batch.run(config_of(norm=norm, gamma=0.99), "cpu"))
-            assert_same(results[1], results[0])
-            assert_same(results[2], results[0])
-    finally:
-        torch.set_num_threads(before)
+        assert_same(results[1], results[0])
+        assert_same(results[2], results[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from tests.harness import assert_within_budget, needs_cpu_kernels
+from tests.harness import assert_within_budget, cpu_threads, needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
 
@@ -43,12 +43,8 @@ def test_many_unsorted_rows_match_float64_reference(kind: str, config: str) -> N
 
 def test_number_of_threads_changes_no_bit_of_many_unsorted_rows() -> None:
     rewards, groups = torch.randn(ROWS), ids_of("dense")
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with cpu_threads(count):
             results.append(gk.group_advantages(rewards, groups, config="grpo", backend="cpu"))
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(result, results[0], strict=True))

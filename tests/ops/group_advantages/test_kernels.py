@@ -13,7 +13,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.group_advantages.registration import FORWARD, SUPPORTS
-from tests.harness import assert_within_budget, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
 from tests.strategies import NAN, Batch, batches, laid_out
 
 BACKENDS = runnable_backends(SUPPORTS)
@@ -287,20 +287,16 @@ def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
 
 @needs_cpu_kernels
 def test_number_of_threads_changes_no_bit() -> None:
-    before = torch.get_num_threads()
     rewards, groups = torch.randn(40_000), torch.randint(0, 3000, (40_000,))
-    try:
-        for name in [n for n in NAMES if not PRESETS[n].needs_baselines]:
-            lengths = torch.randint(1, 99, (40_000,)) if PRESETS[name].needs_lengths else None
-            for chosen in (groups, 8, 20_000):
-                results = []
-                for threads in (1, 2, 5):
-                    torch.set_num_threads(threads)
+    for name in [n for n in NAMES if not PRESETS[n].needs_baselines]:
+        lengths = torch.randint(1, 99, (40_000,)) if PRESETS[name].needs_lengths else None
+        for chosen in (groups, 8, 20_000):
+            results = []
+            for threads in (1, 2, 5):
+                with cpu_threads(threads):
                     results.append(gk.group_advantages(rewards, chosen, lengths=lengths, config=name, backend="cpu"))
-                assert_same(results[0], results[1], name)
-                assert_same(results[0], results[2], name)
-    finally:
-        torch.set_num_threads(before)
+            assert_same(results[0], results[1], name)
+            assert_same(results[0], results[2], name)
 
 
 @pytest.mark.parametrize("layout", ["every_other", "column"])

@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.policy_loss import registration as op
 from grpo_kernels.ops.policy_loss.config import _RATIOS_OF, AGGREGATIONS, KLS, LOSSES, METRICS
-from tests.harness import assert_within_budget, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
 
 BACKENDS = runnable_backends(op.SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
@@ -273,16 +273,12 @@ def test_number_of_threads_changes_no_bit(config: str) -> None:
     torch.manual_seed(0)
     lp = -torch.rand(9, 3000)
     old, mask = lp + 0.1 * torch.randn_like(lp), torch.rand(9, 3000) > 0.5
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    for count in (1, 2, 3):
+        with cpu_threads(count):
             leaf = lp.clone().requires_grad_()
             result = gk.policy_loss(leaf, old, torch.arange(9.0) - 4, mask=mask, config=config, backend="cpu")
             results.append((torch.autograd.grad(result.loss, leaf)[0], result.metrics.tensor.nan_to_num(-1)))
-    finally:
-        torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.harness import device_of, needs_cpu_kernels
+from tests.harness import cpu_threads, device_of, needs_cpu_kernels
 from tests.ops.similarity_groups.prompts import (
     BACKENDS,
     DTYPES,
@@ -263,15 +263,11 @@ def test_knowing_the_sizes_changes_nothing(backend: str) -> None:
 @needs_cpu_kernels
 @pytest.mark.parametrize("size", [8, 64, 200])
 def test_number_of_threads_changes_no_bit(size: int) -> None:
-    before = torch.get_num_threads()
     rows = torch.randn(size * 9, 130) + torch.randn(9, 130).repeat_interleave(size, 0)
     results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 5):
+        with cpu_threads(threads):
             distances = gk.pairwise_cosine(rows, size, backend="cpu")
             results.append((*gk.similarity_groups(rows, size, backend="cpu"), distances))
-    finally:
-        torch.set_num_threads(before)
     for fields in zip(*results, strict=True):
         assert torch.equal(fields[0], fields[1]) and torch.equal(fields[0], fields[2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from tests.harness import device_of, needs_cpu_kernels
+from tests.harness import cpu_threads, device_of, needs_cpu_kernels
 from tests.ops.token_logprobs.rows import (
     BACKENDS,
     FAST,
@@ -271,16 +271,12 @@ def test_a_row_does_not_change_with_its_neighbours(backend: str) -> None:
 
 @needs_cpu_kernels
 def test_number_of_threads_changes_no_bit() -> None:
-    before = torch.get_num_threads()
     logits, targets = rows_of((37, 9001), torch.bfloat16)
     upstream = upstream_of(targets)
     results = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 5):
+        with cpu_threads(threads):
             results.append(run(logits, targets, "cpu", upstream, softcap=20.0))
-    finally:
-        torch.set_num_threads(before)
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
 

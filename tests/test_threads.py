@@ -1,0 +1,94 @@
+"""The CPU kernels divide work among threads only where one thread would take about a millisecond.
+
+That the number of threads changes no bit is tested with each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+from grpo_kernels.backends import cpu_module
+from tests.harness import cpu_threads, needs_cpu_kernels
+
+pytestmark = needs_cpu_kernels
+Call = Callable[[], object]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def forks_of(call: Call) -> int:
+    assert cpu_module is not None
+    before = cpu_module.forks()
+    call()
+    return int(cpu_module.forks() - before)
+
+
+def group_advantages(rows: int, groups: int | torch.Tensor = 8, config: str = "grpo") -> Call:
+    return lambda: gk.group_advantages(torch.randn(rows), groups, config=config)
+
+
+def policy_loss(rows: int, width: int, config: str = "dapo") -> Call:
+    lp = -torch.rand(rows, width)
+    return lambda: gk.policy_loss(lp, lp - 0.1, torch.ones(rows), config=config)
+
+
+def token_logprobs(rows: int, columns: int) -> Call:
+    logits = torch.randn(rows, columns, requires_grad=True)
+    return lambda: gk.token_logprobs(logits, torch.arange(rows)).logprobs.sum().backward()
+
+
+def endpoint_segments(rows: int, width: int) -> Call:
+    numbers, mask = torch.rand(rows, width), torch.ones(rows, width, dtype=torch.bool)
+    config = gk.SegmentConfig(norm="none")
+    return lambda: gk.endpoint_segments(numbers, -numbers, -numbers, mask, values=numbers, config=config)
+
+
+def similarity_groups(prompts: int, size: int) -> Call:
+    return lambda: gk.similarity_groups(torch.randn(prompts * size, 384), size)
+
+
+SHORT = {
+    "group_advantages": group_advantages(8192),
+    "group_advantages of ids": group_advantages(8192, torch.randint(1000, (8192,))),
+    "group_advantages of a batch": group_advantages(8192, config="trl-batch"),
+    "policy_loss": policy_loss(64, 512),
+    "policy_loss of whole rows": policy_loss(64, 512, "vespo"),
+    "token_logprobs": token_logprobs(8, 32_000),
+    "endpoint_segments": endpoint_segments(16, 1024),
+    "similarity_groups": similarity_groups(8, 8),
+}
+LONG = {
+    "group_advantages": group_advantages(2**19),
+    "group_advantages of ids": group_advantages(2**17, torch.randint(1000, (2**17,))),
+    "group_advantages of many ids": group_advantages(2**19, torch.randint(1000, (2**19,))),
+    "group_advantages of a batch": group_advantages(2**18, config="trl-batch"),
+    "policy_loss": policy_loss(256, 2048),
+    "policy_loss of whole rows": policy_loss(256, 2048, "vespo"),
+    "token_logprobs": token_logprobs(64, 32_000),
+    "endpoint_segments": endpoint_segments(256, 4096),
+    "similarity_groups": similarity_groups(32, 64),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_work_stays_on_one_thread(name: str) -> None:
+    assert forks_of(SHORT[name]) == 0
+    with cpu_threads(2):
+        assert forks_of(SHORT[name]) > 0
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_work_is_divided(name: str) -> None:
+    assert forks_of(LONG[name]) > 0
+    torch.set_num_threads(1)
+    assert forks_of(LONG[name]) == 0
