@@ -116,6 +116,7 @@ CASES = [
             Bar("ratio at least", 300, "verl-grpo"),
             Bar("ratio at least", 5, "trl"),
             Bar("ratio at least", 5, "verl-grpo-vectorized"),
+            Bar("ratio at least", 1, "torch.compile"),
         ),
     ),
     Case(
@@ -130,12 +131,13 @@ CASES = [
         providers=(
             Provider("torch, unique + index_add", unique_then_index_add),
             Provider("torch, sort + segment_reduce", sort_then_group_reduce),
-            # receives dense ids that the others must compute, hence no bar
+            # receives dense ids that the others must compute
             Provider("torch, index_add, ids known dense", known_dense),
         ),
         bars=(
             Bar("ratio at least", 3, "torch, unique + index_add"),
             Bar("ratio at least", 3, "torch, sort + segment_reduce"),
+            Bar("ratio at least", 1, "torch, index_add, ids known dense"),
         ),
     ),
     Case(

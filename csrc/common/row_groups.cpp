@@ -23,6 +23,26 @@ RowGroups groups_from_numbers(std::vector<int32_t> numbers, int64_t count) {
   return groups;
 }
 
+// Sorted ids end at their bounds; those of others are found in four independent chains of comparisons.
+IdRange scan_part(const int64_t* ids, int64_t count) {
+  if (std::is_sorted(ids, ids + count)) return {ids[0], ids[count - 1], true};
+  int64_t low[4], high[4];
+  std::fill_n(low, 4, ids[0]);
+  std::fill_n(high, 4, ids[0]);
+  const int64_t whole = count / 4 * 4;
+  for (int64_t i = 0; i < whole; i += 4) {
+    for (int k = 0; k < 4; ++k) {
+      low[k] = std::min(low[k], ids[i + k]);
+      high[k] = std::max(high[k], ids[i + k]);
+    }
+  }
+  for (int64_t i = whole; i < count; ++i) {
+    low[0] = std::min(low[0], ids[i]);
+    high[0] = std::max(high[0], ids[i]);
+  }
+  return {*std::min_element(low, low + 4), *std::max_element(high, high + 4), false};
+}
+
 }  // namespace
 
 IdRange scan_ids(const int64_t* ids, int64_t rows) {
@@ -32,15 +52,8 @@ IdRange scan_ids(const int64_t* ids, int64_t rows) {
   parallel_for(tasks, 0.4 * kRowsPerTask, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task * kRowsPerTask, last = std::min(rows, first + kRowsPerTask);
-      IdRange part;
-      int64_t descents = 0;
-      for (int64_t i = first; i < last; ++i) {
-        part.low = std::min(part.low, ids[i]);
-        part.high = std::max(part.high, ids[i]);
-        descents += i > 0 && ids[i] < ids[i - 1];
-      }
-      part.sorted = descents == 0;
-      parts[task] = part;
+      parts[task] = scan_part(ids + first, last - first);
+      parts[task].sorted = parts[task].sorted && (first == 0 || ids[first - 1] <= ids[first]);
     }
   });
   IdRange range;

@@ -7,6 +7,8 @@
 namespace grpo_kernels::GRPO_SIMD {
 namespace {
 
+typedef int64_t QuadBits __attribute__((vector_size(32)));
+
 template <typename T>
 GRPO_HD GroupStatistics stats_of(const T* values, int64_t count) {
   const Quad one = broadcast(1), none = broadcast(0);
@@ -43,45 +45,187 @@ GRPO_HD GroupStatistics stats_of(const T* values, int64_t count) {
   return stats;
 }
 
+// The row maps of four groups, one a lane. `live` has all bits of a lane set or none.
+struct FourMaps {
+  Quad mean, std, center, factor;
+  QuadBits live;
+};
+
+GRPO_HD Quad pick(const QuadBits& condition, const Quad& yes, const Quad& no) {
+  return (Quad)((condition & (QuadBits)yes) | (~condition & (QuadBits)no));
+}
+
+GRPO_HD Quad square_root(const Quad& x) {
+#ifdef __AVX__
+  return __builtin_ia32_sqrtpd256(x);
+#else
+  return Quad{sqrt(x[0]), sqrt(x[1]), sqrt(x[2]), sqrt(x[3])};
+#endif
+}
+
+GRPO_HD void transpose(Quad (&q)[4]) {
+  const Quad a = __builtin_shufflevector(q[0], q[1], 0, 4, 2, 6), b = __builtin_shufflevector(q[0], q[1], 1, 5, 3, 7);
+  const Quad c = __builtin_shufflevector(q[2], q[3], 0, 4, 2, 6), d = __builtin_shufflevector(q[2], q[3], 1, 5, 3, 7);
+  q[0] = __builtin_shufflevector(a, c, 0, 1, 4, 5), q[1] = __builtin_shufflevector(b, d, 0, 1, 4, 5);
+  q[2] = __builtin_shufflevector(a, c, 2, 3, 6, 7), q[3] = __builtin_shufflevector(b, d, 2, 3, 6, 7);
+}
+
+// Folds eight values of each of four groups in the order of fold_sum and fold_low.
+template <typename Combine>
+GRPO_HD Quad fold(const Quad (&v)[kLanes], Combine combine) {
+  const Quad h0 = combine(v[0], v[4]), h1 = combine(v[1], v[5]), h2 = combine(v[2], v[6]), h3 = combine(v[3], v[7]);
+  return combine(combine(h0, h2), combine(h1, h3));
+}
+
+// map_rows() of four groups of eight rewards, with the same bits. Other groups than those of a mean or without a center
+// are left to it, and so are groups with a missing reward; then it returns false.
 template <typename T>
-GRPO_HD void all_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end) {
-  const AdvantagePlan plan = groups.plan;
-  const Quad bound = broadcast(plan.needs_batch() ? INFINITY : plan.clip), none = broadcast(0);
-  for (int64_t g = begin; g < end; ++g) {
-    const int64_t first = groups.starts == nullptr ? g * groups.group_size : groups.starts[g];
-    const int64_t count = groups.starts == nullptr ? groups.group_size : groups.starts[g + 1] - first;
-    const GroupStatistics own = stats_of(groups.rewards + first, count);
-    const RowMap map = map_rows(plan, own, nullptr);
-    const Quad center = broadcast(map.center), factor = broadcast(map.factor);
-    // NaN marks a row without an advantage, and adding NaN marks all rows of a degenerate group
-    const Quad nan_if_degenerate = broadcast(map.live ? 0.0 : NAN);
-    const Lanes mean{{broadcast(map.mean), broadcast(map.mean)}}, std{{broadcast(map.std), broadcast(map.std)}};
-    const int32_t size = static_cast<int32_t>(own.count);
-    for (int64_t row = first; row < first + count; row += kLanes) {
-      const int64_t left = first + count - row;
-      Lanes advantage = load(groups.rewards + row, left);
-      for (int h = 0; h < 2; ++h) {
-        const Quad reward = advantage.part[h] + nan_if_degenerate;
-        Quad value = (reward - center) * factor;
-        value = value > bound ? bound : value;
-        value = value < -bound ? -bound : value;
-        advantage.part[h] = reward == reward ? value : none;
+GRPO_HD bool map_four(const AdvantagePlan& plan, const T* rewards, FourMaps& maps) {
+  Quad v[kLanes];
+  for (int half = 0; half < 2; ++half) {
+    Quad q[4];
+    for (int g = 0; g < 4; ++g) q[g] = load_quad(rewards + g * kLanes + 4 * half);
+    transpose(q);
+    for (int l = 0; l < 4; ++l) v[4 * half + l] = q[l];
+  }
+  const auto add = [](const Quad& a, const Quad& b) { return a + b; };
+  const Quad sum = fold(v, add);
+  const double total = sum_lanes(sum);
+  if (total != total) return false;
+  const Quad low = fold(v, [](const Quad& a, const Quad& b) { return lower(a, b); });
+  const Quad high = fold(v, [](const Quad& a, const Quad& b) { return higher(a, b); });
+  const QuadBits is_flat = ~(QuadBits)(low < high);
+  maps.mean = pick(is_flat, low, sum / broadcast(kLanes));
+  for (Quad& lane : v) lane = (lane - maps.mean) * (lane - maps.mean);
+  maps.std = (Quad)(~is_flat & (QuadBits)square_root(fold(v, add) / broadcast(kLanes - plan.ddof)));
+  const bool is_centered = plan.center != Center::kNone;
+  maps.center = is_centered ? maps.mean : broadcast(0);
+  maps.factor = broadcast(plan.center == Center::kLeaveOneOut ? kLanes / (kLanes - 1.0) : 1.0);
+  maps.live = is_centered || plan.scale == Scale::kStd ? ~is_flat : ~QuadBits{};
+  if (plan.scale == Scale::kStd) {
+    const Quad least = broadcast(plan.std_floor);
+    maps.factor /= pick((QuadBits)(maps.std < least), least, maps.std) + broadcast(plan.eps);
+  }
+  if (plan.scale == Scale::kMean) {
+    maps.live &= (QuadBits)(maps.mean > broadcast(0));
+    maps.factor /= maps.mean + broadcast(plan.eps);
+  }
+  maps.live &= (QuadBits)(maps.factor != broadcast(INFINITY));
+  return true;
+}
+
+// The number of groups from g on, four or none, that map_four() takes.
+template <typename T>
+GRPO_HD bool takes_four(const PlainGroups<T>& groups, int64_t g, int64_t end) {
+  const Center center = groups.plan.center;
+  if (end - g < 4 || (center != Center::kMean && center != Center::kLeaveOneOut && center != Center::kNone))
+    return false;
+  if (groups.starts == nullptr) return groups.group_size == kLanes;
+  const int64_t* const starts = groups.starts + g;
+  return starts[1] - starts[0] == kLanes && starts[2] - starts[1] == kLanes && starts[3] - starts[2] == kLanes &&
+         starts[4] - starts[3] == kLanes;
+}
+
+template <typename T>
+GRPO_HD int64_t start_of(const PlainGroups<T>& groups, int64_t g) {
+  return groups.starts == nullptr ? g * groups.group_size : groups.starts[g];
+}
+
+template <typename T, typename Value>
+GRPO_HD void store_eight(T* to, Value value) {
+  T eight[kLanes];
+  for (T& one : eight) one = static_cast<T>(value);
+  memcpy(to, eight, sizeof eight);
+}
+
+template <bool kIsClipped, typename T>
+GRPO_HD void write_four(const T* rewards, const AdvantageOutputs<T>& out, int64_t row, const FourMaps& maps,
+                        double bound) {
+  const Quad high = broadcast(bound);
+  for (int g = 0; g < 4; ++g, row += kLanes) {
+    const Quad center = broadcast(maps.center[g]), factor = broadcast(maps.factor[g]);
+    const int64_t is_live = maps.live[g];
+    for (int half = 0; half < 2; ++half) {
+      Quad value = (load_quad(rewards + row + 4 * half) - center) * factor;
+      if (kIsClipped) {
+        value = value > high ? high : value;
+        value = value < -high ? -high : value;
       }
-      store(groups.out.advantages + row, left, advantage);
-      store(groups.out.mean + row, left, mean);
-      store(groups.out.std + row, left, std);
-      for (int64_t l = 0; l < kLanes && l < left; ++l) groups.out.size[row + l] = size;
-      for (int64_t l = 0; l < kLanes && l < left; ++l) groups.out.degenerate[row + l] = !map.live;
+      store_quad(out.advantages + row + 4 * half,
+                 (Quad)((QuadBits)value & QuadBits{is_live, is_live, is_live, is_live}));
+    }
+    store_eight(out.mean + row, maps.mean[g]);
+    store_eight(out.std + row, maps.std[g]);
+    store_eight(out.size + row, kLanes);
+    memset(out.degenerate + row, is_live == 0, kLanes);
+  }
+}
+
+template <typename T>
+GRPO_HD void one_group(const PlainGroups<T>& groups, int64_t g, double limit) {
+  const Quad bound = broadcast(limit), none = broadcast(0);
+  const int64_t first = start_of(groups, g), count = start_of(groups, g + 1) - first;
+  const GroupStatistics own = stats_of(groups.rewards + first, count);
+  const RowMap map = map_rows(groups.plan, own, nullptr);
+  const Quad center = broadcast(map.center), factor = broadcast(map.factor);
+  // NaN marks a row without an advantage, and adding NaN marks all rows of a degenerate group
+  const Quad nan_if_degenerate = broadcast(map.live ? 0.0 : NAN);
+  const Lanes mean{{broadcast(map.mean), broadcast(map.mean)}}, std{{broadcast(map.std), broadcast(map.std)}};
+  const int32_t size = static_cast<int32_t>(own.count);
+  for (int64_t row = first; row < first + count; row += kLanes) {
+    const int64_t left = first + count - row;
+    Lanes advantage = load(groups.rewards + row, left);
+    for (int h = 0; h < 2; ++h) {
+      const Quad reward = advantage.part[h] + nan_if_degenerate;
+      Quad value = (reward - center) * factor;
+      value = value > bound ? bound : value;
+      value = value < -bound ? -bound : value;
+      advantage.part[h] = reward == reward ? value : none;
+    }
+    store(groups.out.advantages + row, left, advantage);
+    store(groups.out.mean + row, left, mean);
+    store(groups.out.std + row, left, std);
+    for (int64_t l = 0; l < kLanes && l < left; ++l) groups.out.size[row + l] = size;
+    for (int64_t l = 0; l < kLanes && l < left; ++l) groups.out.degenerate[row + l] = !map.live;
+  }
+}
+
+template <typename T>
+GRPO_HD void all_groups(const PlainGroups<T> groups, int64_t begin, int64_t end) {  // a copy, which no store can change
+  const double bound = groups.plan.needs_batch() ? INFINITY : groups.plan.clip;
+  int64_t g = begin;
+  while (g < end) {
+    FourMaps maps;
+    const int64_t first = start_of(groups, g);
+    if (takes_four(groups, g, end) && map_four(groups.plan, groups.rewards + first, maps)) {
+      if (bound < INFINITY) {
+        write_four<true>(groups.rewards, groups.out, first, maps, bound);
+      } else {
+        write_four<false>(groups.rewards, groups.out, first, maps, bound);
+      }
+      g += 4;
+    } else {
+      one_group(groups, g++, bound);
     }
   }
 }
 
 template <typename T>
 GRPO_HD void all_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, GroupEntry<T>* entries) {
-  for (int64_t g = begin; g < end; ++g) {
-    const int64_t first = groups.starts[g], count = groups.starts[g + 1] - first;
-    const GroupStatistics own = stats_of(groups.rewards + first, count);
-    entries[g] = GroupEntry<T>(map_rows(groups.plan, own, nullptr), own.count);
+  int64_t g = begin;
+  while (g < end) {
+    FourMaps maps;
+    const int64_t first = start_of(groups, g);
+    if (takes_four(groups, g, end) && map_four(groups.plan, groups.rewards + first, maps)) {
+      for (int k = 0; k < 4; ++k) {
+        const RowMap map{maps.mean[k], maps.std[k], maps.center[k], maps.factor[k], maps.live[k] != 0};
+        entries[g + k] = GroupEntry<T>(map, kLanes);
+      }
+      g += 4;
+    } else {
+      const GroupStatistics own = stats_of(groups.rewards + first, start_of(groups, g + 1) - first);
+      entries[g++] = GroupEntry<T>(map_rows(groups.plan, own, nullptr), own.count);
+    }
   }
 }
 

@@ -31,7 +31,11 @@ GRPO_HD Quad load_quad(const double* from) {
 GRPO_HD Quad load_quad(const float* from) {
   FloatQuad quad;
   memcpy(&quad, from, sizeof quad);
+#ifdef __AVX__  // GCC converts halves and joins them
+  return __builtin_ia32_cvtps2pd256(quad);
+#else
   return __builtin_convertvector(quad, Quad);
+#endif
 }
 
 // The first `count` of the eight doubles, NaN in the others.
