@@ -74,7 +74,7 @@ LONG = {
     "group_advantages of a batch": group_advantages(2**18, config="trl-batch"),
     "policy_loss": policy_loss(256, 2048),
     "policy_loss of whole rows": policy_loss(256, 2048, "vespo"),
-    "token_logprobs": token_logprobs(64, 32_000),
+    "token_logprobs": token_logprobs(128, 32_000),
     "endpoint_segments": endpoint_segments(256, 4096),
     "similarity_groups": similarity_groups(32, 64),
 }

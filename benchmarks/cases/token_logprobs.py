@@ -131,6 +131,7 @@ CASES = [
         bars=(
             Bar("ratio at least", 2, "trl"),
             Bar("ratio at least", 2, "torch, log_softmax"),
+            Bar("ratio at least", 1, "torch.compile"),
             Bar("memory below", 1.1, "the logits"),  # one gradient
         ),
     ),
@@ -147,6 +148,7 @@ CASES = [
         pairs=7,
         target=0.0,
         quick=("torch, log_softmax",),
+        bars=(Bar("ratio at least", 1, "torch.compile"),),
     ),
     Case(
         # the peers round to bfloat16, so results are compared in float32

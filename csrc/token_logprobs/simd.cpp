@@ -15,7 +15,7 @@ template <typename V>
 struct VectorMath {
   using Scalar = typename LaneMath<V>::Scalar;
   using Bits = typename LaneMath<V>::Bits;
-  static GRPO_HD V exp(const V& x) { return grpo_kernels::GRPO_SIMD::exp(x); }
+  static GRPO_HD V exp(const V& x) { return exp_of_negative(x); }  // of a log-probability
   static GRPO_HD V every(Scalar x) { return grpo_kernels::GRPO_SIMD::every<V>(x); }
   static GRPO_HD TanhAndSlope<V> tanh_and_slope(const V& x) { return grpo_kernels::GRPO_SIMD::tanh_and_slope(x); }
   static GRPO_HD V infinite_or(const V& x, const V& finite) {
@@ -52,46 +52,105 @@ struct LowestOf<BFloat16> {
   static constexpr BFloat16 kMinusInfinity{0xff80};
 };
 
-// Calls visit(vector, accumulator, index) along a row, which is padded with -inf; accumulators 0 and 1 alternate.
-template <typename T, typename Visit>
-GRPO_HD void for_each_vector(const T* logits, int64_t count, Visit visit) {
-  constexpr int kCount = LaneMath<typename LanesOf<T>::Vector>::kCount;
+// The first `count` logits, padded with -inf.
+template <typename T>
+GRPO_HD auto load_logits(const T* logits, int64_t count) {
+  using V = typename LanesOf<T>::Vector;
+  return count >= LaneMath<V>::kCount ? load_lanes<V>(logits) : load_padded(logits, count, LowestOf<T>::kMinusInfinity);
+}
+
+template <typename T>
+GRPO_HD Wide<T> largest_of(const T* logits, int64_t count) {
+  using W = typename LanesOf<T>::Widest;
+  constexpr int kWide = LaneMath<W>::kCount, kCount = LaneMath<typename LanesOf<T>::Vector>::kCount;
+  W high[4];  // more chains than a maximum takes cycles
+  for (W& each : high) each = every<W>(-INFINITY);
   int64_t i = 0;
+  for (; i + 4 * kWide <= count; i += 4 * kWide) {
+    for (int k = 0; k < 4; ++k) high[k] = larger(load_lanes<W>(logits + i + k * kWide), high[k]);
+  }
+  const W all = larger(larger(high[0], high[1]), larger(high[2], high[3]));
+  Wide<T> largest = all[0];
+  for (int l = 1; l < kWide; ++l) largest = all[l] > largest ? all[l] : largest;
+  for (; i < count; i += kCount) {
+    const auto lanes = load_logits(logits + i, count - i);
+    for (int l = 0; l < kCount; ++l) largest = lanes[l] > largest ? lanes[l] : largest;
+  }
+  return largest;
+}
+
+template <typename V>
+struct VectorSums {
+  V ties{}, below{}, spread{};
+};
+
+template <bool kCapped, bool kSpread, bool kTies, typename V, typename T>
+GRPO_HD void add_vector(VectorSums<V>& sums, const V& x, const LogitMap<T>& map, T top) {
+  using Math = VectorMath<V>;
+  const V z = map_logit<Math, kCapped>(map, x).z;
+  if constexpr (kTies) {
+    const auto terms = softmax_terms<Math, kSpread>(z, top);
+    sums.ties += terms.tie;
+    sums.below += terms.below;
+    if constexpr (kSpread) sums.spread -= terms.spread;
+  } else {
+    const V distance = z - top, term = Math::exp(distance);
+    sums.below += term;
+    if constexpr (kSpread) sums.spread -= term * Math::at_least(distance, T(kNoExponent));
+  }
+}
+
+#if defined(__AVX512F__)
+GRPO_HD void split(const WideFloats& wide, Floats& low, Floats& high) {
+  low = __builtin_shufflevector(wide, wide, 0, 1, 2, 3, 4, 5, 6, 7);
+  high = __builtin_shufflevector(wide, wide, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#endif
+
+// Sums of two vectors alternately, the same on every instruction set: a wide vector holds both. Where no logit of the
+// block is the row's largest, as in nearly all blocks, there are no ties to look for.
+template <bool kCapped, bool kSpread, bool kTies, typename T>
+GRPO_HD void add_terms(RowSoftmax<double>& row, const T* logits, int64_t count, const LogitMap<Wide<T>>& map) {
+  using V = typename LanesOf<T>::Vector;
+  using W = typename LanesOf<T>::Widest;
+  constexpr int kCount = LaneMath<V>::kCount;
+  const Wide<T> top = static_cast<Wide<T>>(row.top);
+  VectorSums<V> sums[2];
+  int64_t i = 0;
+  if constexpr (sizeof(W) > sizeof(V)) {
+    VectorSums<W> wide;
+    for (; i + 2 * kCount <= count; i += 2 * kCount) {
+      add_vector<kCapped, kSpread, kTies>(wide, load_lanes<W>(logits + i), map, top);
+    }
+    split(wide.ties, sums[0].ties, sums[1].ties);
+    split(wide.below, sums[0].below, sums[1].below);
+    split(wide.spread, sums[0].spread, sums[1].spread);
+  }
   for (; i + 2 * kCount <= count; i += 2 * kCount) {
-    visit(load_lanes(logits + i), 0, i);
-    visit(load_lanes(logits + i + kCount), 1, i + kCount);
+    for (int k = 0; k < 2; ++k) {
+      add_vector<kCapped, kSpread, kTies>(sums[k], load_lanes<V>(logits + i + k * kCount), map, top);
+    }
   }
   for (; i < count; i += kCount) {
-    visit(
-        i + kCount <= count ? load_lanes(logits + i) : load_padded(logits + i, count - i, LowestOf<T>::kMinusInfinity),
-        0, i);
+    add_vector<kCapped, kSpread, kTies>(sums[0], load_logits(logits + i, count - i), map, top);
   }
+  row.ties += sum_lanes(sums[0].ties + sums[1].ties);
+  row.below += sum_lanes(sums[0].below + sums[1].below);
+  row.spread += sum_lanes(sums[0].spread + sums[1].spread);
 }
 
 template <bool kCapped, bool kSpread, typename T>
 GRPO_HD void add_block(RowSoftmax<double>& row, const T* logits, int64_t count, const LogitMap<Wide<T>>& map) {
-  using V = typename LanesOf<T>::Vector;
-  using Math = VectorMath<V>;
-  V high[2] = {Math::every(-INFINITY), Math::every(-INFINITY)};
-  for_each_vector(logits, count,
-                  [&](const V& x, int accumulator, int64_t) { high[accumulator] = larger(x, high[accumulator]); });
-  V highest = larger(high[0], high[1]);
-  Wide<T> largest = highest[0];
-  for (int l = 1; l < LaneMath<V>::kCount; ++l) largest = highest[l] > largest ? highest[l] : largest;
+  using Math = VectorMath<typename LanesOf<T>::Vector>;
   // the map is monotonic, so the largest logit has the largest z
-  row.raise<DoubleMath>(static_cast<double>(map_logit<Math, kCapped>(map, Math::every(largest)).z[0]));
-
-  const Wide<T> top = static_cast<Wide<T>>(row.top);
-  V ties[2] = {}, below[2] = {}, spread[2] = {};
-  for_each_vector(logits, count, [&](const V& x, int accumulator, int64_t) {
-    const auto terms = softmax_terms<Math, kSpread>(map_logit<Math, kCapped>(map, x).z, top);
-    ties[accumulator] += terms.tie;
-    below[accumulator] += terms.below;
-    if constexpr (kSpread) spread[accumulator] -= terms.spread;
-  });
-  row.ties += sum_lanes(ties[0] + ties[1]);
-  row.below += sum_lanes(below[0] + below[1]);
-  row.spread += sum_lanes(spread[0] + spread[1]);
+  const auto largest = map_logit<Math, kCapped>(map, Math::every(largest_of(logits, count)));
+  const double largest_z = static_cast<double>(largest.z[0]);
+  row.raise<DoubleMath>(largest_z);
+  if (largest_z < row.top) {
+    add_terms<kCapped, kSpread, false>(row, logits, count, map);
+  } else {
+    add_terms<kCapped, kSpread, true>(row, logits, count, map);
+  }
 }
 
 template <bool kCapped, bool kSpread, typename T>
@@ -111,17 +170,25 @@ template <bool kCapped, bool kEntropy, typename T>
 void write_gradient(const T* logits, T* gradient, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map,
                     const RowGradient<Wide<T>>& row) {
   using V = typename LanesOf<T>::Vector;
+  using W = typename LanesOf<T>::Widest;
   using Math = VectorMath<V>;
   const auto at_target = map_logit<Math, kCapped>(map, load_padded(logits + target, 1, logits[target]));
-  for_each_vector(logits, columns, [&](const V& x, int, int64_t i) {
-    const auto mapped = map_logit<Math, kCapped>(map, x);
-    const V lanes = other_gradient<Math, kEntropy>(row, mapped.z) * mapped.slope;
-    if (columns - i >= LaneMath<V>::kCount) {
+  const auto gradient_of = [&](const auto& x) {
+    using Lanes = __typeof__(x + x);
+    const auto mapped = map_logit<VectorMath<Lanes>, kCapped>(map, x);
+    return Lanes(other_gradient<VectorMath<Lanes>, kEntropy>(row, mapped.z) * mapped.slope);
+  };
+  constexpr int kWide = LaneMath<W>::kCount, kCount = LaneMath<V>::kCount;
+  int64_t i = 0;
+  for (; i + kWide <= columns; i += kWide) store_lanes(gradient + i, gradient_of(load_lanes<W>(logits + i)));
+  for (; i < columns; i += kCount) {
+    const V lanes = gradient_of(load_logits(logits + i, columns - i));
+    if (columns - i >= kCount) {
       store_lanes(gradient + i, lanes);
     } else {
       store_first(gradient + i, columns - i, lanes);
     }
-  });
+  }
   const double own = target_gradient(row, static_cast<double>(at_target.z[0]));
   store_first(gradient + target, 1, Math::every(static_cast<Wide<T>>(own) * at_target.slope[0]));
 }

@@ -1,25 +1,33 @@
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "common/simd/lanes.h"
 
-// exp, expm1 and tanh of vectors: Floats (eight floats) and Quad (four doubles). Free of calls and of fused
-// multiply-add, so that every instruction set gives the same bits. Errors are at most 2 units in the last place,
-// tanh 4. NaN gives NaN. exp is 0 where the result would be below 2^-125 (floats) or 2^-1021 (doubles), because
-// subnormal numbers take some processors a hundred cycles.
+// exp, expm1 and tanh of vectors: Floats (eight floats), Quad (four doubles), and WideFloats (sixteen floats), which
+// are Floats where the instruction set has no such vectors. Free of calls and of fused multiply-add, so that every
+// instruction set gives the same bits. Errors are at most 2 units in the last place, tanh 4. NaN gives NaN. exp is 0
+// where the result would be below 2^-125 (floats) or 2^-1021 (doubles), because subnormal numbers take some processors
+// a hundred cycles.
 namespace grpo_kernels::GRPO_SIMD {
 
 typedef float Floats __attribute__((vector_size(32)));
+
+#if defined(__AVX512F__)
+typedef float WideFloats __attribute__((vector_size(64)));
+#else
+typedef Floats WideFloats;  // GCC splits wider vectors badly
+#endif
 
 template <typename V>
 struct LaneMath;
 
 // x = n ln 2 + r with |r| <= ln 2 / 2. kLn2High has so few bits that its product with n is exact. Adding kRound rounds
 // x to an integer, in the low bits of the sum.
-template <>
-struct LaneMath<Floats> {
+struct FloatMath {
   using Scalar = float;
-  using Bits = uint32_t __attribute__((vector_size(32)));
-  static constexpr int kCount = 8;
   static constexpr float kLow = -87.5f, kHigh = 89.0f;
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
   static constexpr float kLog2e = 1.44269504f, kLn2High = 0.693145751953125f, kLn2Low = 1.42860682e-6f;
@@ -28,6 +36,20 @@ struct LaneMath<Floats> {
   // (exp(r) - 1 - r) / r^2, interpolated at the Chebyshev nodes: error 1e-8 of exp(r)
   static constexpr float kTerms[] = {0.5f, 0.16666577f, 0.0416665546f, 8.36318503e-3f, 1.39261911e-3f};
 };
+
+template <>
+struct LaneMath<Floats> : FloatMath {
+  using Bits = uint32_t __attribute__((vector_size(32)));
+  static constexpr int kCount = 8;
+};
+
+#if defined(__AVX512F__)
+template <>
+struct LaneMath<WideFloats> : FloatMath {
+  using Bits = uint32_t __attribute__((vector_size(64)));
+  static constexpr int kCount = 16;
+};
+#endif
 
 template <>
 struct LaneMath<Quad> {
@@ -102,16 +124,23 @@ GRPO_HD V smaller(const V& a, const V& b) {
 #endif
 }
 
+#if defined(__AVX512F__)
+GRPO_HD WideFloats larger(const WideFloats& a, const WideFloats& b) { return _mm512_maskz_max_ps(0xffff, a, b); }
+GRPO_HD WideFloats smaller(const WideFloats& a, const WideFloats& b) { return _mm512_maskz_min_ps(0xffff, a, b); }
+#endif
+
 template <typename V>
 struct Reduced {
   V half_scale;  // 2^(n - 1), because 2^n may overflow
   V expm1_r;     // exp(r) - 1
 };
 
-template <typename V>
+// kMayOverflow: x may exceed kHigh.
+template <bool kMayOverflow = true, typename V>
 GRPO_HD Reduced<V> reduce_exp(const V& unclamped) {
   using Math = LaneMath<V>;
-  const V x = smaller(every<V>(Math::kHigh), larger(every<V>(Math::kLow), unclamped));
+  V x = larger(every<V>(Math::kLow), unclamped);
+  if constexpr (kMayOverflow) x = smaller(every<V>(Math::kHigh), x);
   const V rounded = x * Math::kLog2e + Math::kRound;
   const V n = rounded - Math::kRound;
   const V r = (x - n * Math::kLn2High) - n * Math::kLn2Low;
@@ -149,6 +178,12 @@ GRPO_HD V exp(const V& x) {
   return exp_of(reduce_exp(x));
 }
 
+// exp of numbers that are not positive, up to rounding.
+template <typename V>
+GRPO_HD V exp_of_negative(const V& x) {
+  return exp_of(reduce_exp<false>(x));
+}
+
 template <typename V>
 GRPO_HD V expm1(const V& x) {
   return expm1_of(reduce_exp(x));
@@ -164,7 +199,7 @@ template <typename V>
 GRPO_HD TanhAndSlope<V> tanh_and_slope(const V& x) {
   using Math = LaneMath<V>;
   using Scalar = typename Math::Scalar;
-  const Reduced<V> reduced = reduce_exp<V>(absolute(x) * Scalar(-2));
+  const Reduced<V> reduced = reduce_exp<false>(V(absolute(x) * Scalar(-2)));
   const V decay = expm1_of(reduced);  // in [-1, 0]
   const V divisor = decay + Scalar(2);
   const V magnitude = -decay / divisor;
