@@ -18,9 +18,31 @@ OP = "linear_policy_loss"
 CONFIG = gk.LossConfig(loss="reinforce", aggregation="token-mean")
 
 
+CLIP = gk.LossConfig(aggregation="token-mean")
+NAIVE = 2.7  # peak memory of naive autograd, in units of the logits
+
+
 def ours(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
-    kwargs = {"advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
-    return i.gradients(gk.linear_policy_loss(i.hidden, i.weight, i.targets, None, **kwargs).loss)
+    kwargs = {"old_logprobs": None, "advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
+    return i.gradients(gk.linear_policy_loss(i.hidden, i.weight, i.targets, **kwargs).loss)
+
+
+class ClippedInputs(Inputs):
+    """A batch whose ratios are 1, except for a share of tokens that PPO clips, which get no gradient."""
+
+    def __init__(self, shape: Shape, share: float, device: torch.device, seed: int = 0) -> None:
+        super().__init__(shape, device, seed)
+        self.logprobs = gk.linear_logprobs(self.hidden.detach(), self.weight.detach(), self.targets).logprobs
+        chosen = torch.rand(len(self.logprobs), generator=torch.Generator().manual_seed(seed)) < share
+        self.old = self.logprobs - 0.5 * chosen.to(device)
+
+
+def clip(i: ClippedInputs) -> tuple[Tensor, ...]:
+    return ours(i, config=CLIP, old_logprobs=i.old)
+
+
+def clip_nothing(i: ClippedInputs) -> tuple[Tensor, ...]:
+    return ours(i, config=CLIP, old_logprobs=i.logprobs)
 
 
 ALL_ROWS = Provider("all rows", ours, agrees=False)
@@ -75,7 +97,29 @@ def cases(shape: Shape) -> list[Case]:
         (Bar("ratio at least", 1.4, "all rows"),),
         **common,
     )
-    return [whole, sparse, half]
+    return [whole, sparse, half, *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu")]
+
+
+CLIP_RATES = (0.0, 0.05, 0.3, 0.5)
+
+
+def clipped(shape: Shape, share: float, common: dict[str, Any]) -> Case:
+    return Case(
+        OP,
+        f"{shape}, PPO with {share:.0%} clipped",
+        shape.model,
+        Floor(flops=(1 + 2 * (1 - share)) * shape.products),
+        lambda device, seed: ClippedInputs(shape, share, device, seed),
+        clip,
+        (Provider("nothing clipped", clip_nothing, agrees=False),),
+        (
+            Bar("ratio at least", 1.3 if share == 0.5 else 0.9, "nothing clipped"),
+            Bar("memory below", 0.15 * NAIVE, "the logits"),  # 15 % of naive autograd's
+        ),
+        arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
+        returned=lambda i: i.gradient_bytes,
+        **common,
+    )
 
 
 CASES = [case for shape in SHAPES for case in cases(shape)]

@@ -103,13 +103,19 @@ class Chunk(NamedTuple):
     entropy: Tensor
     normalizer: Tensor
 
-    def select(self, rows: Tensor) -> Chunk:
+    def compact(self, rows: Tensor) -> Chunk:
+        """The chunk of only these rows, ascending. Their logits move up in place, as a copy could take half a chunk."""
+        of_rows = self.logits.unbind()
+        for to, row in enumerate(rows.tolist()):
+            if to < row:
+                of_rows[to].copy_(of_rows[row])
+
         def pick(value: Tensor) -> Tensor:
             return value if value.numel() == 0 else value[:, rows]
 
         return Chunk(
             hidden=self.hidden[rows],
-            logits=self.logits[rows],
+            logits=self.logits[: len(rows)],
             targets=pick(self.targets),
             row_temperature=None if self.row_temperature is None else pick(self.row_temperature),
             logprobs=pick(self.logprobs),

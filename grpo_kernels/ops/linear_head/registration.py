@@ -275,7 +275,7 @@ def loss_forward(
             by_entropy = results[3][rows] if chunking.needs_entropy_gradient else None
             selected = rows_with_grad(by_logprob, by_entropy)
             if selected is not None and len(selected) <= _MAX_SHARE * len(by_logprob):
-                chunk, by_logprob = chunk.select(selected), by_logprob[selected]
+                chunk, by_logprob = chunk.compact(selected), by_logprob[selected]
                 by_entropy = None if by_entropy is None else by_entropy[selected]
                 rows = selected + part.start if with_grad is None else with_grad[selected + part.start]
             gradients.add(products.differentiate(chunk, by_logprob, by_entropy), chunk.hidden, rows)
