@@ -166,14 +166,25 @@ CASES = [
         same=SAME,
         devices=("cuda",),
     ),
+    Case(
+        OP,
+        "one small call",
+        "2 responses of 8 tokens",
+        Floor(bytes=17 * 16),
+        lambda device, seed: Batch(2, 8, device, seed),
+        ours,
+        devices=("cpu",),
+        bars=(Bar("microseconds at most", 60),),
+    ),
+    # so many that both sides run on several threads
     some_tokens(
         "half the tokens, packed",
-        "256 responses, half padding",
-        ROWS,
+        "2,048 responses, half padding",
+        8 * ROWS,
         0.5,
         Bar("ratio at least", 1.6, "all tokens"),
     ),
-    # no bar: the fixed 0.15 ms of Python and autograd exceed the work on the tokens
+    # no bar: the 32,768 tokens stay on one thread, all 524,288 do not
     some_tokens("one token in 16, packed", "256 responses of 2,048 tokens", ROWS, 1 / 16),
     some_tokens(
         "one token in 16 of many, packed",

@@ -210,26 +210,151 @@ struct TwinMath {
   }
 };
 
+template <typename T>
+struct MathOf {
+  using Math = TwinMath<T>;
+};
+
+#if defined(__AVX512F__)
+
+// Sixteen floats, and sixteen flags in a mask register: lanes 0 to 7 are the first vector of a twin, the others the
+// second, so that all sums have the same bits.
+struct Wide {
+  WideFloats lanes;
+  Wide& operator+=(const Wide& other) { return lanes += other.lanes, *this; }
+  Wide& operator*=(const Wide& other) { return lanes *= other.lanes, *this; }
+};
+struct WideFlag {
+  __mmask16 bits;
+};
+struct WideCounter {
+  __m512i lanes;
+};
+
+GRPO_HD Wide operator+(const Wide& x, const Wide& y) { return {x.lanes + y.lanes}; }
+GRPO_HD Wide operator-(const Wide& x, const Wide& y) { return {x.lanes - y.lanes}; }
+GRPO_HD Wide operator*(const Wide& x, const Wide& y) { return {x.lanes * y.lanes}; }
+GRPO_HD Wide operator/(const Wide& x, const Wide& y) { return {x.lanes / y.lanes}; }
+GRPO_HD Wide operator-(const Wide& x) { return {-x.lanes}; }
+#define GRPO_WIDE_COMPARISON(op, code)                                   \
+  GRPO_HD WideFlag operator op(const Wide& x, const Wide& y) {           \
+    return {_mm512_cmp_ps_mask((__m512)x.lanes, (__m512)y.lanes, code)}; \
+  }
+GRPO_WIDE_COMPARISON(<, _CMP_LT_OQ)
+GRPO_WIDE_COMPARISON(>, _CMP_GT_OQ)
+GRPO_WIDE_COMPARISON(<=, _CMP_LE_OQ)
+GRPO_WIDE_COMPARISON(>=, _CMP_GE_OQ)
+GRPO_WIDE_COMPARISON(==, _CMP_EQ_OQ)
+#undef GRPO_WIDE_COMPARISON
+GRPO_HD WideFlag operator&(const WideFlag& x, const WideFlag& y) { return {_kand_mask16(x.bits, y.bits)}; }
+GRPO_HD WideFlag operator|(const WideFlag& x, const WideFlag& y) { return {_kor_mask16(x.bits, y.bits)}; }
+GRPO_HD WideCounter operator+(const WideCounter& x, const WideCounter& y) {
+  return {_mm512_add_epi32(x.lanes, y.lanes)};
+}
+
+// The Math that walk.h asks for, on sixteen floats.
+struct WideMath {
+  using Scalar = float;
+  using Value = Wide;
+  using Flag = WideFlag;
+  using Counter = WideCounter;
+  static constexpr int kCount = 16;
+
+  GRPO_HD static __mmask16 first(int64_t left) {
+    return left >= kCount ? 0xffff : static_cast<__mmask16>((1u << (left < 0 ? 0 : left)) - 1);
+  }
+  GRPO_HD static Value all(float value) { return {every<WideFloats>(value)}; }
+  GRPO_HD static Flag none() { return {0}; }
+  GRPO_HD static Flag negate(const Flag& flag) { return {_knot_mask16(flag.bits)}; }
+  GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
+    return {(WideFloats)_mm512_mask_blend_ps(flag.bits, (__m512)no.lanes, (__m512)yes.lanes)};
+  }
+  GRPO_HD static Flag select_flag(const Flag& flag, const Flag& yes, const Flag& no) {
+    return (flag & yes) | (negate(flag) & no);
+  }
+  GRPO_HD static Value lower(const Value& x, const Value& y) { return {smaller(x.lanes, y.lanes)}; }
+  GRPO_HD static Value higher(const Value& x, const Value& y) { return {larger(x.lanes, y.lanes)}; }
+  GRPO_HD static Value at_most(const Value& limit, const Value& x) { return lower(limit, x); }
+  GRPO_HD static Value at_least(const Value& limit, const Value& x) { return higher(limit, x); }
+  GRPO_HD static Value exp(const Value& x) { return {GRPO_SIMD::exp(x.lanes)}; }
+  GRPO_HD static Value expm1(const Value& x) { return {GRPO_SIMD::expm1(x.lanes)}; }
+  GRPO_HD static Value log(Value x) {  // for DPPO-KL only
+    for (int l = 0; l < kCount; ++l) x.lanes[l] = logf(x.lanes[l]);
+    return x;
+  }
+  GRPO_HD static void count(Counter& counter, const Flag& flag) {
+    counter.lanes = _mm512_mask_add_epi32(counter.lanes, flag.bits, counter.lanes, _mm512_set1_epi32(1));
+  }
+  GRPO_HD static Value load(const float* from, int64_t left) {
+    return {(WideFloats)(left >= kCount ? _mm512_loadu_ps(from) : _mm512_maskz_loadu_ps(first(left), from))};
+  }
+  GRPO_HD static void store(float* to, int64_t left, const Value& value) {
+    if (left >= kCount) {
+      _mm512_storeu_ps(to, (__m512)value.lanes);
+    } else {
+      _mm512_mask_storeu_ps(to, first(left), (__m512)value.lanes);
+    }
+  }
+  // Those of the first `left` lanes whose byte is not 0, all of them where `from` is null.
+  GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
+    if (from == nullptr) return {first(left)};
+    const __m128i bytes = _mm_maskz_loadu_epi8(first(left), from);
+    return {_mm_test_epi8_mask(bytes, bytes)};
+  }
+  GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
+    const __mmask16 present = first(left);
+    return {_mm512_mask_cmpge_epi32_mask(present, _mm512_maskz_loadu_epi32(present, from), _mm512_setzero_si512())};
+  }
+};
+
+template <>
+struct MathOf<float> {
+  using Math = WideMath;
+};
+
+GRPO_HD Twin<Floats> halves(const Wide& wide) {
+  Twin<Floats> twin;
+  memcpy(&twin, &wide, sizeof twin);
+  return twin;
+}
+GRPO_HD void fold(const Wide& wide, double& sum) {
+  const Twin<Floats> twin = halves(wide);
+  sum += sum_lanes(twin.a + twin.b);
+}
+GRPO_HD void fold(const WideCounter& counter, double& sum) {
+  Twin<FloatFlags> twin;
+  memcpy(&twin, &counter, sizeof twin);
+  sum += sum_lanes(twin.a + twin.b);
+}
+
+#endif
+
 // Adds the sum of all lanes.
 template <typename Lanes>
 GRPO_HD void fold(const Twin<Lanes>& twin, double& sum) {
   sum += sum_lanes(twin.a + twin.b);
 }
 
+template <typename Lanes>
+GRPO_HD const Twin<Lanes>& halves(const Twin<Lanes>& twin) {
+  return twin;
+}
+
 // Moves the sums from lanes to doubles; the lanes start again at 0.
-template <typename T>
-GRPO_HD void flush(StepSums<TwinMath<T>>& lanes, PolicySums& sums) {
+template <typename Math>
+GRPO_HD void flush(StepSums<Math>& lanes, PolicySums& sums) {
 #define GRPO_SUM(name) fold(lanes.name, sums.name);
   GRPO_POLICY_SUMS(GRPO_SUM, GRPO_SUM)
 #undef GRPO_SUM
-  lanes = StepSums<TwinMath<T>>{};
+  lanes = StepSums<Math>{};
 }
 
-template <typename T>
-GRPO_HD void flush(const StepExtremes<TwinMath<T>>& lanes, PolicySums& sums) {
-  const auto merge = [](const auto& twin, bool is_minimum, double& extreme) {
+template <typename Math>
+GRPO_HD void flush(const StepExtremes<Math>& lanes, PolicySums& sums) {
+  const auto merge = [](const auto& all, bool is_minimum, double& extreme) {
+    const auto twin = halves(all);
     const auto one = is_minimum ? smaller(twin.a, twin.b) : larger(twin.a, twin.b);
-    for (int l = 0; l < VectorMath<T>::kCount; ++l) {
+    for (int l = 0; l < Math::kCount / 2; ++l) {
       if (is_minimum ? one[l] < extreme : one[l] > extreme) extreme = one[l];
     }
   };
@@ -242,8 +367,9 @@ GRPO_HD void flush(const StepExtremes<TwinMath<T>>& lanes, PolicySums& sums) {
 
 template <typename T, WalkKind kKind, bool kAllValid>
 void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
-  constexpr int64_t kCount = TwinMath<T>::kCount, kBetweenFlushes = 64 * kCount;
-  PolicyWalk<TwinMath<T>, kKind> walk(tokens, plan);
+  using Math = typename MathOf<T>::Math;
+  constexpr int64_t kCount = Math::kCount, kBetweenFlushes = 64 * kCount;
+  PolicyWalk<Math, kKind> walk(tokens, plan);
   PolicySums walk_sums;
   for (int64_t begin = 0; begin < count; begin += kBetweenFlushes) {
     const int64_t end = count < begin + kBetweenFlushes ? count : begin + kBetweenFlushes;
@@ -251,9 +377,9 @@ void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, P
     for (; k + kCount <= end; k += kCount) walk.template step<kAllValid>(k, kCount);
     if (k < end) walk.step(k, end - k);
     walk.complete_sums();
-    flush<T>(walk.sums, walk_sums);
+    flush(walk.sums, walk_sums);
   }
-  flush<T>(walk.extremes, walk_sums);
+  flush(walk.extremes, walk_sums);
   walk_sums.apply_shares(tokens.shares);
   sums.merge(walk_sums);
 }
