@@ -250,7 +250,10 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const WeightedBatch<T> batch{in.batch<T>(), in.weights.data()};
-    compute(batch, results.outputs<T>(), optional_data<int64_t>(groups), group_size, is_plain(in));
+    const AdvantageOutputs<T> out = results.outputs<T>();
+    for (T* array : {out.advantages, out.mean, out.std}) advise_huge_pages(array, in.rows * sizeof(T));
+    advise_huge_pages(out.size, in.rows * sizeof(int32_t));
+    compute(batch, out, optional_data<int64_t>(groups), group_size, is_plain(in));
   };
   in.is_double() ? run(double{}) : run(float{});
   return results.tensors();

@@ -8,6 +8,7 @@
 
 #include "common/allocate.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 #include "common/simd/levels.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
@@ -380,6 +381,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
     PolicyBatch<T> in = inputs.batch<T>();
     if (entropy_floor) in.entropy_floor = *optional_data<T>(entropy_floor);
     T* const gradient = data_of<T>(results.gradient);
+    advise_huge_pages(gradient, inputs.tokens * sizeof(T));
     T* const entropy_gradient = needs_entropy_gradient ? data_of<T>(results.entropy_gradient) : nullptr;
     double* const metrics = data_of<double>(results.metrics);
     // packed tensors may have tokens behind the last row
