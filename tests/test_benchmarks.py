@@ -79,6 +79,7 @@ def test_names_of_cases_are_unique() -> None:
 # Every CPU bar by kind, provider and limit. Bars must not be removed or relaxed.
 HEADS = ("N=1024 H=256 V=32000", "N=2048 H=512 V=50304")
 HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
+CLIPPED = [f"{head}, PPO with {share}% clipped" for head in HEADS for share in (0, 5, 30, 50)]
 SIZES = (8, 16, 32, 64)
 BARS = {
     ("group_advantages", "groups of 8", "ratio at least", "verl-grpo", 300),
@@ -87,16 +88,21 @@ BARS = {
     ("group_advantages", "unsorted ids", "ratio at least", "torch, unique + index_add", 3),
     ("group_advantages", "unsorted ids", "ratio at least", "torch, sort + segment_reduce", 3),
     ("group_advantages", "one small call", "microseconds at most", "", 25),
+    ("group_advantages", "groups of 8", "ratio at least", "torch.compile", 1),
+    ("group_advantages", "unsorted ids", "ratio at least", "torch, index_add, ids known dense", 1),
     ("group_advantages", "groups of 8", "exponent below", "", 1.25),
     ("group_advantages", "unsorted ids", "exponent below", "", 1.25),
     ("token_logprobs", "forward and backward", "ratio at least", "trl", 2),
     ("token_logprobs", "forward and backward", "ratio at least", "torch, log_softmax", 2),
+    ("token_logprobs", "forward and backward", "ratio at least", "torch.compile", 1),
+    ("token_logprobs", "forward", "ratio at least", "torch.compile", 1),
     ("token_logprobs", "forward and backward", "memory below", "the logits", 1.1),
     ("token_logprobs", "in place, from a head", "memory below", "the logits", 1.1),
     ("policy_loss", "clip and k3", "ratio at least", "trl", 15),
     ("policy_loss", "clip and k3", "ratio at least", "verl", 10),
     ("policy_loss", "clip and k3", "ratio at least", "torch.compile", 3),
     ("policy_loss", "clip and k3", "cost at most", "two torch.exp", 3),
+    ("policy_loss", "one small call", "microseconds at most", "", 60),
     ("policy_loss", "half the tokens, packed", "ratio at least", "all tokens", 1.6),
     ("policy_loss", "one token in 16 of many, packed", "ratio at least", "all tokens", 8),
     *(("linear_policy_loss", head, "cost at most", "three bare products", 1.15) for head in HEADS),
@@ -104,6 +110,11 @@ BARS = {
     *(("linear_policy_loss", head, "memory below", "naive autograd", 0.15) for head in HEADS),
     *(("linear_policy_loss", f"{head}, one row in 16", "ratio at least", "all rows", 10) for head in HEADS),
     *(("linear_policy_loss", f"{head}, half the advantages 0", "ratio at least", "all rows", 1.4) for head in HEADS),
+    *(("linear_policy_loss", clip, "memory below", "the logits", 0.4) for clip in CLIPPED),
+    *(
+        ("linear_policy_loss", clip, "ratio at least", "nothing clipped", 1.3 if "50%" in clip else 0.9)
+        for clip in CLIPPED
+    ),
     ("endpoint_segments", "norm=none", "ratio at least", "a loop over tokens", 200),
     ("endpoint_segments", "norm=none", "exponent below", "", 1.1),
     ("endpoint_segments", "norm=none", "growth at most", "", 2),
