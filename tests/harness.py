@@ -31,10 +31,10 @@ def cpu_threads(count: int) -> Iterator[None]:
 def runnable_backends(supports: Supports, dtype: torch.dtype = torch.float32) -> list[str]:
     """Backends to test on this machine; without a GPU, Triton is interpreted and CUDA emulated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = [name for name in BACKENDS if refusal(name, device, dtype, supports) is None]
+    result = [name for name in BACKENDS if refusal(name, device, dtype, supports) is None]
     if device == "cuda" and refusal("cpu", "cpu", dtype, supports) is None:
-        found.append("cpu")
-    return found
+        result.append("cpu")
+    return result
 
 
 def device_of(backend: str) -> torch.device:

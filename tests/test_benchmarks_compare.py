@@ -59,10 +59,10 @@ def test_compare_reads_what_make_bench_writes(tmp_path: Path) -> None:
 def test_the_best_of_three_tries_counts(ratios: tuple[float, ...], tries: int, passes: bool) -> None:
     left = list(ratios)
     before = {"machine": machine.describe(), "cases": [with_ratio(10.0)]}
-    found = compare.best_of(before, 3, lambda op, name: with_ratio(left.pop(0)))
+    result = compare.best_of(before, 3, lambda op, name: with_ratio(left.pop(0)))
     assert len(ratios) - len(left) == tries
-    assert found[0]["providers"]["mean"]["ratio"] == max(ratios)
-    assert (compare.fallen(before, before | {"cases": found}) == []) == passes
+    assert result[0]["providers"]["mean"]["ratio"] == max(ratios)
+    assert (compare.fallen(before, before | {"cases": result}) == []) == passes
 
 
 def test_a_ratio_may_fall_further_on_another_cpu() -> None:

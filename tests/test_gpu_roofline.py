@@ -178,8 +178,8 @@ def test_control_information() -> None:
     stall, write, read, wait = 5, 2, 7, 0b001001
     bits = stall | write << 5 | read << 8 | wait << 11
     kernel = sass.parse_kernel("one", listing("LDG.E R3, [R4.64]"), (bits << 105).to_bytes(16, "little"))
-    found = kernel.instructions[0]
-    assert (found.stall, found.write_barrier, found.read_barrier, found.wait) == (stall, write, read, wait)
+    result = kernel.instructions[0]
+    assert (result.stall, result.write_barrier, result.read_barrier, result.wait) == (stall, write, read, wait)
 
 
 # --- the model
@@ -295,17 +295,17 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("architecture", list(gpu_model.ARCHITECTURES))
 def test_known_kernels(samples: Any, architecture: str) -> None:
-    found = samples(architecture)
-    wide, byte = found["wide_copy"], found["byte_copy"]
+    result = samples(architecture)
+    wide, byte = result["wide_copy"], result["byte_copy"]
     assert wide.share >= 0.9 and wide.latency.loads_in_flight == 4 and wide.latency.bytes_in_flight == 64
     assert wide.memory.loads == {128: 4} == wide.memory.stores
     assert byte.memory.loads == {8: 1} == byte.memory.stores
     assert byte.share < 0.5 and byte.latency_share < byte.issue_share
-    slow = found["exponentials"]
+    slow = result["exponentials"]
     assert slow.issue_share < slow.latency_share and slow.share < 0.75
-    assert found["local_array"].memory.local > 0 and wide.memory.local == 0
-    assert found["chosen_pointer"].memory.generic > 0 and wide.memory.generic == 0
-    chain = found["chain"]
+    assert result["local_array"].memory.local > 0 and wide.memory.local == 0
+    assert result["chosen_pointer"].memory.generic > 0 and wide.memory.generic == 0
+    chain = result["chain"]
     assert chain.latency.loads_in_flight == 1 and chain.share == chain.latency_share < 0.9
 
 
@@ -373,13 +373,13 @@ def test_every_call_has_a_budget() -> None:
 def overruns(budget: Budget, prediction: dict[str, Any]) -> list[str]:
     """What a prediction does not keep of its budget."""
     launches = prediction["launches"]
-    found = {"share": prediction["share"], **max(launches, key=lambda launch: launch["us"])}
-    found |= {name: max(launch[name] for launch in launches) for name in ("local", "generic")}
-    at_least = [name for name in ("share", "occupancy", "width") if found[name] < getattr(budget, name)]
+    result = {"share": prediction["share"], **max(launches, key=lambda launch: launch["us"])}
+    result |= {name: max(launch[name] for launch in launches) for name in ("local", "generic")}
+    at_least = [name for name in ("share", "occupancy", "width") if result[name] < getattr(budget, name)]
     at_most = [
-        name for name in ("instructions", "registers", "local", "generic") if found[name] > getattr(budget, name)
+        name for name in ("instructions", "registers", "local", "generic") if result[name] > getattr(budget, name)
     ]
-    return [f"{name} {found[name]}, budget {getattr(budget, name)}" for name in at_least + at_most]
+    return [f"{name} {result[name]}, budget {getattr(budget, name)}" for name in at_least + at_most]
 
 
 @needs_compilers
@@ -410,9 +410,11 @@ def test_an_overrun_is_seen() -> None:
 @needs_compilers
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_stands_beside_ours(tmp_path: Path) -> None:
-    found = run_tool(tmp_path, "--backend", "triton", "--op", "token_logprobs")
-    assert len(found) == 4
-    assert all(0 < prediction["share"] <= 1 and prediction["launches"][0]["registers"] for prediction in found.values())
+    result = run_tool(tmp_path, "--backend", "triton", "--op", "token_logprobs")
+    assert len(result) == 4
+    assert all(
+        0 < prediction["share"] <= 1 and prediction["launches"][0]["registers"] for prediction in result.values()
+    )
 
 
 def test_the_document_has_a_place_for_the_table() -> None:

@@ -166,14 +166,14 @@ def test_some_op_was_found() -> None:
 
 def includes_of(source: Path) -> set[str]:
     """Includes of a file of csrc, direct and through other files of csrc."""
-    found: set[str] = set()
+    result: set[str] = set()
     pending = [source]
     while pending:
         for name in re.findall(r'#include [<"]([^>"]+)[>"]', pending.pop().read_text()):
-            if name not in found and (ROOT / "csrc" / name).exists():
+            if name not in result and (ROOT / "csrc" / name).exists():
                 pending.append(ROOT / "csrc" / name)
-            found.add(name)
-    return found
+            result.add(name)
+    return result
 
 
 @pytest.mark.parametrize("pattern", ["*/simd.cpp", "*/*.cu"])

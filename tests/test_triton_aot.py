@@ -105,8 +105,8 @@ AOT_SIGNATURES = (
 """
     )
     assert outcome.status == 0, outcome.stderr
-    found = [(row["kernel"], row["label"], row["target"]) for row in outcome.rows]
-    assert found == [("scale", label, target) for label in ("", "wide") for target in TARGETS]
+    result = [(row["kernel"], row["label"], row["target"]) for row in outcome.rows]
+    assert result == [("scale", label, target) for label in ("", "wide") for target in TARGETS]
     for row in outcome.rows:
         used = row["resources"]
         assert used["registers"] > 0 and used["shared_bytes"] > 0 and used["binary_bytes"] > 0
@@ -135,10 +135,10 @@ AOT_SIGNATURES = (
         "sm_90",
     )
     assert outcome.status == 0, outcome.stderr
-    found = {
+    result = {
         row["label"]: [text.partition(": ")[2] for text in row["resources"]["contractions"]] for row in outcome.rows
     }
-    assert found == {"fused": ["tl.store(y_ptr, x * x + tl.load(y_ptr))"], "exact": []}
+    assert result == {"fused": ["tl.store(y_ptr, x * x + tl.load(y_ptr))"], "exact": []}
 
 
 def test_a_spill_needs_a_reason(compile_module: Any) -> None:

@@ -22,9 +22,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors: list[torch.Tensor] = []
 
     def placed(self: Any, args: Any, kwargs: Any) -> Any:
-        found = place(self, args, kwargs)
-        tensors[:] = [value for value in (*found[0], *found[1].values()) if isinstance(value, torch.Tensor)]
-        return found
+        result = place(self, args, kwargs)
+        tensors[:] = [value for value in (*result[0], *result[1].values()) if isinstance(value, torch.Tensor)]
+        return result
 
     def check(pointers: Any, mask: Any) -> None:
         size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)

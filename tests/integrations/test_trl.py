@@ -110,7 +110,7 @@ def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 def test_evaluation(tmp_path: Path) -> None:
-    found = []
+    result = []
     for kind in (Ours, Theirs):
         trainer = kind(
             tiny_trl.model(),
@@ -121,10 +121,10 @@ def test_evaluation(tmp_path: Path) -> None:
             processing_class=tiny_trl.tokenizer(),
         )
         trainer.losses = []
-        found.append({k: v for k, v in trainer.evaluate().items() if not any(part in k for part in TIMED)})
-    assert found[0].keys() == found[1].keys()
-    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-5, nan_ok=True)
-    assert math.isfinite(found[0]["eval_loss"])
+        result.append({k: v for k, v in trainer.evaluate().items() if not any(part in k for part in TIMED)})
+    assert result[0].keys() == result[1].keys()
+    assert result[0] == pytest.approx(result[1], rel=1e-4, abs=1e-5, nan_ok=True)
+    assert math.isfinite(result[0]["eval_loss"])
 
 
 def test_patched_head_and_log_probs(tmp_path: Path) -> None:

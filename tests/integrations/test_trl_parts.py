@@ -89,15 +89,15 @@ def test_a_micro_batch_from_vllm_with_tools(tmp_path: Path, loss_type: str, by_r
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 2
     inputs = micro_batch(trainer, by_row)
-    found = []
+    result = []
     for compute in (FusedGRPOTrainer._compute_loss, GRPOTrainer._compute_loss):
         trainer.model.zero_grad()
         trainer._metrics["train"].clear()
         loss = compute(trainer, trainer.model, dict(inputs))
         loss.backward()
         gradients = {name: weight.grad.clone() for name, weight in trainer.model.named_parameters()}
-        found.append((loss.detach(), gradients, {name: value[0] for name, value in trainer._metrics["train"].items()}))
-    (loss, gradients, metrics), (their_loss, their_gradients, their_metrics) = found
+        result.append((loss.detach(), gradients, {name: value[0] for name, value in trainer._metrics["train"].items()}))
+    (loss, gradients, metrics), (their_loss, their_gradients, their_metrics) = result
     # float32: terms around 1, some of which cancel
     torch.testing.assert_close(loss, their_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients, their_gradients, rtol=1e-4, atol=1e-6)
@@ -193,12 +193,12 @@ def test_segments_are_cut_where_the_sampler_differs(tmp_path: Path, monkeypatch:
     old, sampled = torch.full((4, 3), -1.0), torch.full((4, 3), -2.0)
     sampled[1, 1] = float("nan")
     trainer._scored = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0]])
-    given = []
-    monkeypatch.setattr(gk, "endpoint_segments", lambda *a, f=gk.endpoint_segments, **k: given.append(a) or f(*a, **k))
+    calls = []
+    monkeypatch.setattr(gk, "endpoint_segments", lambda *a, f=gk.endpoint_segments, **k: calls.append(a) or f(*a, **k))
     output = {"completion_mask": mask, "old_per_token_logps": old, "sampling_per_token_logps": sampled}
     trainer._add_segments(output, 4, "eval")
-    assert torch.equal(given[0][1], old)
-    assert torch.equal(given[0][2], torch.where(sampled.isnan(), -1.0, -2.0))
+    assert torch.equal(calls[0][1], old)
+    assert torch.equal(calls[0][2], torch.where(sampled.isnan(), -1.0, -2.0))
 
 
 def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch:
 
 def test_evaluation_of_more_than_a_generation(tmp_path: Path) -> None:
     """The evaluation batch is larger than the log, which holds the rows of one training generation."""
-    found = []
+    result = []
     for kind in (FusedGRPOTrainer, GRPOTrainer):
         trainer = made(
             tmp_path,
@@ -224,8 +224,8 @@ def test_evaluation_of_more_than_a_generation(tmp_path: Path) -> None:
             eval_dataset=tiny_trl.prompts(),
         )
         trainer.evaluate()
-        found.append(list(trainer._logs["advantages"]))
-    assert len(found[0]) == len(found[1]) and found[0] == pytest.approx(found[1], abs=1e-4)
+        result.append(list(trainer._logs["advantages"]))
+    assert len(result[0]) == len(result[1]) and result[0] == pytest.approx(result[1], abs=1e-4)
 
 
 def test_advantages_that_need_lengths(tmp_path: Path) -> None:
@@ -369,16 +369,16 @@ def test_patched_head(softcap: float | None, scale: float, temperature: float, o
         ours = trl_utils._ChunkedLogProbFunction
     finally:
         unpatch_trl()
-    found = []
+    results = []
     for function in (ours, theirs):
         hidden, weight, bias = (value.clone().requires_grad_() for value in values)
         result = function.apply(hidden, weight, bias, targets, temperature, 4, softcap, scale, outputs)
         assert [each is not None for each in result] == [True, bool(outputs), False, False, False]
         kept = [each for each in result if each is not None]
         sum((each.square().sum() for each in kept), start=torch.zeros(())).backward()
-        found.append([each.detach() for each in kept] + [each.grad for each in (hidden, weight, bias)])
+        results.append([each.detach() for each in kept] + [each.grad for each in (hidden, weight, bias)])
     # float32: log-probs of magnitude 10, and sums of eleven of them in the gradients
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=2e-5)
     mixed = ours.apply(values[0].bfloat16(), values[1], values[2], targets, 1.0, 4, softcap, scale, outputs)
     assert mixed[0].isfinite().all()
 

@@ -318,8 +318,8 @@ def keys_of(batch: of_advantages.VerlBatch, outputs: int) -> list[str]:
 
 def of_sessions(name: Any, batch: of_advantages.VerlBatch, keys: list[str], **columns: Any) -> Tensor:
     data = tiny_verl.trainer_batch(batch.tokens(batch.scores), batch.mask, batch.uids, **columns)
-    found: Tensor = v1.compute_advantage_for_multi_trajectories(data, keys, name, config={}).batch["advantages"]
-    return found
+    result: Tensor = v1.compute_advantage_for_multi_trajectories(data, keys, name, config={}).batch["advantages"]
+    return result
 
 
 @pytest.mark.parametrize("outputs", [1, 3])

@@ -78,15 +78,15 @@ def test_constant_length_is_the_padded_width() -> None:
 def test_what_losses_refuse() -> None:
     batch = of_losses.make_batch()
     config = of_losses.actor(of_losses.fields_of("vanilla", "token-mean"), {"dp_size": 2})
-    given = (batch.old, batch.logprobs, batch.advantages, batch.mask)
+    arguments = (batch.old, batch.logprobs, batch.advantages, batch.mask)
     with pytest.raises(ValueError, match="batch_num_tokens must be given for dp_size=2"):
-        core_algos.get_policy_loss_fn("fused_vanilla")(*given, "token-mean", config)
+        core_algos.get_policy_loss_fn("fused_vanilla")(*arguments, "token-mean", config)
     with pytest.raises(ValueError, match="global_batch_size must be given for dp_size=2"):
-        core_algos.get_policy_loss_fn("fused_vanilla")(*given, "seq-mean-token-sum", config)
+        core_algos.get_policy_loss_fn("fused_vanilla")(*arguments, "seq-mean-token-sum", config)
     with pytest.raises(ValueError, match="fused_gpg: config must be given"):
-        core_algos.get_policy_loss_fn("fused_gpg")(*given)
+        core_algos.get_policy_loss_fn("fused_gpg")(*arguments)
     with pytest.raises(RuntimeError, match="fused_segment: verl gives a registered loss no segments"):
-        core_algos.get_policy_loss_fn("fused_segment")(*given, "token-mean", config)
+        core_algos.get_policy_loss_fn("fused_segment")(*arguments, "token-mean", config)
 
 
 # ------------------------------------------------------------------------------------------------------ ppo_loss
@@ -115,16 +115,16 @@ def of_actor(
     output = {"log_probs": tiny_verl.model_output(logprobs, nested)}
     if with_entropy:
         output["entropy"] = tiny_verl.model_output(entropy, nested)
-    given = {
+    arguments = {
         "old_log_probs": batch.old,
         "advantages": batch.advantages,
         "response_mask": batch.mask,
         "ref_log_prob": batch.ref,
     } | (columns or {})
     if weights:
-        given["rollout_is_weights"] = batch.is_weights
+        arguments["rollout_is_weights"] = batch.is_weights
     config = of_losses.actor(fields)
-    loss, metrics = function(config, output, tiny_verl.micro_batch(given, nested, **(info or {})))
+    loss, metrics = function(config, output, tiny_verl.micro_batch(arguments, nested, **(info or {})))
     numbers = {key: value.aggregate() if isinstance(value, Metric) else value for key, value in metrics.items()}
     return of_losses.Result(loss, logprobs, entropy, numbers), metrics
 
@@ -355,8 +355,8 @@ class TinyModel(torch.nn.Module):
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         logps = torch.log_softmax(self.table[tokens.values()] @ self.head, -1)
         behind = tokens.values().roll(-1)
-        found = {"log_probs": logps.gather(1, behind[:, None])[:, 0], "entropy": -(logps.exp() * logps).sum(-1)}
-        return {name: torch.nested.nested_tensor_from_jagged(x, tokens.offsets()) for name, x in found.items()}
+        result = {"log_probs": logps.gather(1, behind[:, None])[:, 0], "entropy": -(logps.exp() * logps).sum(-1)}
+        return {name: torch.nested.nested_tensor_from_jagged(x, tokens.offsets()) for name, x in result.items()}
 
 
 STEPS, RATE = 4, 0.05
@@ -386,8 +386,8 @@ def trained(function: Any, fields: dict[str, Any]) -> TinyModel:
             for name in ("old_log_probs", "ref_log_prob"):
                 data[name] = tiny_verl.response_part(sampled)
             rewards = torch.tensor([float((row == 3).sum()) + 0.1 * step for row in tokens], dtype=torch.float64)
-            given = gk.group_advantages(rewards, 3).advantages[:, None].expand(6, 10)
-            data["advantages"] = tiny_verl.as_nested(given)
+            arguments = gk.group_advantages(rewards, 3).advantages[:, None].expand(6, 10)
+            data["advantages"] = tiny_verl.as_nested(arguments)
             for name, value in info.items():
                 data.set_non_tensor(name, value)
             loss, _ = function(of_losses.actor(fields), model(ids), data)

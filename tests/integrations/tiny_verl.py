@@ -62,8 +62,8 @@ def micro_batch(columns: dict[str, Tensor], nested: bool, **info: Any) -> Any:
         tensors |= {name: _nested(tensors[name], LENGTHS) for name in ("responses", *columns)}
     else:
         tensors["attention_mask"] = torch.cat([prompts, responses], 1).long()
-    given = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None} | info
-    return tensordict_utils.get_tensordict(tensors, given)
+    arguments = {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None} | info
+    return tensordict_utils.get_tensordict(tensors, arguments)
 
 
 def _nested(values: Tensor, lengths: tuple[int, ...]) -> Tensor:

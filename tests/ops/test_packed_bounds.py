@@ -109,11 +109,11 @@ def test_bounds_in_strided_memory(op: str, backend: str) -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rows_stay_within_the_tokens(wrong: str) -> None:
     """Kernels that run before a failed assertion is noticed still read within the tokens."""
-    given = torch.tensor(WRONG[wrong])
+    bounds = torch.tensor(WRONG[wrong])
     with mock.patch("torch._assert_async") as checked:
-        found = packed_bounds("op", given, TOKENS)
+        result = packed_bounds("op", bounds, TOKENS)
     assert not checked.call_args.args[0]
-    assert found[0] == 0 and found[-1] <= TOKENS and (found.diff() >= 0).all() and len(found) == len(given)
+    assert result[0] == 0 and result[-1] <= TOKENS and (result.diff() >= 0).all() and len(result) == len(bounds)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -136,22 +136,22 @@ def batch_of(
     lengths = torch.where(uniform(rows) < empty, 0, lengths)
     mask = (torch.arange(width) < lengths[:, None]) & (uniform(rows, width) >= gaps)
     last = (mask * torch.arange(1, width + 1)).argmax(1) if width else None
-    given = torch.zeros(rows, width, dtype=F64)
+    token_rewards = torch.zeros(rows, width, dtype=F64)
     if rewards == "terminal" and last is not None:
-        given[torch.arange(rows), last] = (uniform(rows) < 0.5).double()
+        token_rewards[torch.arange(rows), last] = (uniform(rows) < 0.5).double()
     elif rewards == "sparse":
-        given = normal(rows, width) * (uniform(rows, width) < 0.1)
+        token_rewards = normal(rows, width) * (uniform(rows, width) < 0.1)
     elif rewards == "equal":
-        given = torch.full((rows, width), 0.1, dtype=F64)
+        token_rewards = torch.full((rows, width), 0.1, dtype=F64)
     elif rewards == "normal":
-        given = normal(rows, width)
+        token_rewards = normal(rows, width)
     logprobs = torch.log(uniform(rows, width) * 0.98 + 0.01)
     drift = 0.0 if on_policy else 0.3 * normal(rows, width)
     if wild:
         drift = drift + 30 * (uniform(rows, width) < 0.02) * normal(rows, width)
     ids = torch.tensor([-(2**40), 7, 2**62, 8, -1])[torch.randint(0, prompts, (rows,), generator=random)]
     critic = 0.5 * normal(rows, width) if values else None
-    return Batch(given, logprobs, (logprobs - drift).clamp(max=0), mask, critic, ids)
+    return Batch(token_rewards, logprobs, (logprobs - drift).clamp(max=0), mask, critic, ids)
 
 
 @st.composite

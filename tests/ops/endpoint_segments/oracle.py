@@ -38,8 +38,8 @@ def discounts(gamma: float, count: int) -> Numbers:
 def token_advantages(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
     """GAE of consecutive tokens."""
     following = np.append(values[1:], 0.0)[: len(values)]
-    found: Numbers = discounts(gamma * lam, len(rewards)) @ (rewards + gamma * following - values)
-    return found
+    result: Numbers = discounts(gamma * lam, len(rewards)) @ (rewards + gamma * following - values)
+    return result
 
 
 def segment_advantages(rewards: Numbers, values: Numbers, starts: Places, gamma: float, lam: float) -> Numbers:
@@ -49,8 +49,8 @@ def segment_advantages(rewards: Numbers, values: Numbers, starts: Places, gamma:
     within = [rewards[a:b] @ powers[: b - a] for a, b in zip(starts, ends, strict=True)]
     bootstrap = powers[ends - starts] * np.append(values, 0.0)[ends]
     delta = np.array(within) + bootstrap - values[starts]
-    found: Numbers = (discounts(lam, len(starts)) * powers[np.maximum(starts[None] - starts[:, None], 0)]) @ delta
-    return found
+    result: Numbers = (discounts(lam, len(starts)) * powers[np.maximum(starts[None] - starts[:, None], 0)]) @ delta
+    return result
 
 
 def first_cut(weights: Numbers, advantages: Numbers, config: gk.SegmentConfig, tau: float) -> tuple[int, float]:
@@ -73,8 +73,8 @@ def first_cut(weights: Numbers, advantages: Numbers, config: gk.SegmentConfig, t
     tested = (n > 1) & (n <= config.group_max_size)
     hits = np.flatnonzero(cuts & tested)
     last = hits[0] if len(hits) else len(a) - 1
-    made = tested & (n <= last + 1)
-    margin = float((np.abs(left - right) / scale)[made].min()) if made.any() else 1.0
+    outputs = tested & (n <= last + 1)
+    margin = float((np.abs(left - right) / scale)[outputs].min()) if outputs.any() else 1.0
     length = int(hits[0]) + kept if len(hits) else min(len(a), config.group_max_size)
     return length, margin
 
@@ -90,20 +90,20 @@ def baselines(rewards: Numbers, rows: list[Places], groups: list[int], gamma: fl
     for group, places in zip(groups, rows, strict=True):
         if len(places):
             returns.setdefault(group, []).append(float(rewards[places] @ gamma ** np.arange(float(len(places)))))
-    found = np.zeros(len(rewards))
+    result = np.zeros(len(rewards))
     for group, places in zip(groups, rows, strict=True):
-        found[places] = np.mean(returns[group]) if len(places) else 0.0
-    return found
+        result[places] = np.mean(returns[group]) if len(places) else 0.0
+    return result
 
 
 def normalised(advantages: Numbers, pools: Places, eps: float) -> Numbers:
     """Normalizes each advantage by the mean and the deviation of its pool."""
-    found = np.zeros_like(advantages)
+    result = np.zeros_like(advantages)
     for pool in np.unique(pools):
         own = advantages[pools == pool]
         if len(own) > 1 and own.min() < own.max():
-            found[pools == pool] = (own - own.mean()) / (own.std(ddof=1) + eps)
-    return found
+            result[pools == pool] = (own - own.mean()) / (own.std(ddof=1) + eps)
+    return result
 
 
 def all_cuts(

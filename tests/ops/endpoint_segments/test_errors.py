@@ -24,13 +24,13 @@ def arguments(*shape: int, **changes: Any) -> dict[str, Any]:
 
 def message_of(error: type[Exception], **given: Any) -> str:
     """Checks that every backend raises exactly this type with the same message naming the op, and returns it."""
-    found = set()
+    result = set()
     for backend in (None, *BACKENDS):
         with pytest.raises(error) as caught:
             gk.endpoint_segments(**given, backend=backend)
         assert caught.type is error
-        found.add(str(caught.value))
-    (message,) = found
+        result.add(str(caught.value))
+    (message,) = result
     assert message.startswith(f"{OP}: "), message
     return message
 
@@ -43,8 +43,8 @@ def refused(error: type[Exception], *parts: str, **given: Any) -> None:
 
 def test_the_arguments_are_valid_but_for_the_changes() -> None:
     for backend in BACKENDS:
-        given = {k: v.to(device_of(backend)) if k in TOKENS else v for k, v in arguments().items()}
-        gk.endpoint_segments(**given, backend=backend)
+        kwargs = {k: v.to(device_of(backend)) if k in TOKENS else v for k, v in arguments().items()}
+        gk.endpoint_segments(**kwargs, backend=backend)
 
 
 # Tensors
@@ -64,8 +64,8 @@ def test_tokens_that_are_missing(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokens_of_another_dtype(name: str, dtype: torch.dtype) -> None:
-    given = arguments(**{name: torch.ones(4, 5).to(dtype)})
-    refused(TypeError, f"{name} must be of dtype", "float32", "bfloat16", str(dtype), **given)
+    kwargs = arguments(**{name: torch.ones(4, 5).to(dtype)})
+    refused(TypeError, f"{name} must be of dtype", "float32", "bfloat16", str(dtype), **kwargs)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
@@ -93,14 +93,14 @@ def test_padded_rewards_of_another_rank(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(), (4, 5), (2, 2, 5)], ids=str)
 def test_packed_rewards_of_another_rank(shape: tuple[int, ...]) -> None:
-    given = arguments(rewards=torch.zeros(shape), cu_seqlens=torch.tensor([0, 4]))
-    refused(ValueError, "rewards must have shape", "[M] with cu_seqlens", str(list(shape)), **given)
+    kwargs = arguments(rewards=torch.zeros(shape), cu_seqlens=torch.tensor([0, 4]))
+    refused(ValueError, "rewards must have shape", "[M] with cu_seqlens", str(list(shape)), **kwargs)
 
 
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "values", "mask"])
 def test_tokens_on_another_device(name: str) -> None:
-    given = arguments(**{name: torch.ones(4, 5, device="meta")})
-    refused(ValueError, f"{name} must be on cpu", "meta", **given)
+    kwargs = arguments(**{name: torch.ones(4, 5, device="meta")})
+    refused(ValueError, f"{name} must be on cpu", "meta", **kwargs)
 
 
 def test_groups_and_bounds_on_another_device() -> None:
@@ -120,14 +120,14 @@ def test_bounds_that_are_no_tensor(value: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool], ids=str)
 def test_bounds_of_another_dtype(dtype: torch.dtype) -> None:
-    given = arguments(6, cu_seqlens=torch.tensor([0, 6]).to(dtype))
-    refused(TypeError, "cu_seqlens must be of dtype int64 or int32", str(dtype), **given)
+    kwargs = arguments(6, cu_seqlens=torch.tensor([0, 6]).to(dtype))
+    refused(TypeError, "cu_seqlens must be of dtype int64 or int32", str(dtype), **kwargs)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 1)], ids=str)
 def test_bounds_of_another_shape(shape: tuple[int, ...]) -> None:
-    given = arguments(6, cu_seqlens=torch.zeros(shape, dtype=torch.int64))
-    refused(ValueError, "cu_seqlens must have shape [B + 1]", str(list(shape)), **given)
+    kwargs = arguments(6, cu_seqlens=torch.zeros(shape, dtype=torch.int64))
+    refused(ValueError, "cu_seqlens must have shape [B + 1]", str(list(shape)), **kwargs)
 
 
 # Groups
@@ -145,8 +145,8 @@ def test_groups_missing_for_the_norm_of_a_prompt() -> None:
 @pytest.mark.parametrize("groups", [2, torch.zeros(4, dtype=torch.int64)], ids=["int", "ids"])
 def test_groups_that_nothing_uses(groups: Any) -> None:
     for norm in ("none", "batch"):
-        given = arguments(groups=groups, config={"norm": norm})
-        refused(ValueError, "groups must be left out", "values", "norm", type(groups).__name__, **given)
+        kwargs = arguments(groups=groups, config={"norm": norm})
+        refused(ValueError, "groups must be left out", "values", "norm", type(groups).__name__, **kwargs)
 
 
 @pytest.mark.parametrize("groups", [True, 2.0, "2", [0, 0, 1, 1]], ids=repr)
@@ -162,16 +162,16 @@ def test_groups_of_another_type(groups: Any) -> None:
 
 @pytest.mark.parametrize("groups", [3, 0, -2, 8])
 def test_groups_that_do_not_divide_the_rows(groups: int) -> None:
-    given = arguments(values=None, groups=groups)
-    refused(ValueError, "groups must divide the number of rows, 4", f"got {groups}", **given)
+    kwargs = arguments(values=None, groups=groups)
+    refused(ValueError, "groups must divide the number of rows, 4", f"got {groups}", **kwargs)
     packed = arguments(6, values=None, groups=groups, cu_seqlens=torch.tensor([0, 1, 2, 3, 4]))
     refused(ValueError, "groups must divide the number of rows, 4", f"got {groups}", **packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, F64], ids=str)
 def test_ids_of_another_dtype(dtype: torch.dtype) -> None:
-    given = arguments(values=None, groups=torch.zeros(4, dtype=dtype))
-    refused(TypeError, "groups must be of dtype int64", str(dtype), **given)
+    kwargs = arguments(values=None, groups=torch.zeros(4, dtype=dtype))
+    refused(TypeError, "groups must be of dtype int64", str(dtype), **kwargs)
 
 
 @pytest.mark.parametrize("shape", [(3,), (5,), (4, 1), (4, 5), ()], ids=str)
@@ -187,14 +187,14 @@ def test_ids_of_another_shape(shape: tuple[int, ...]) -> None:
 
 def not_finite(name: str, value: float, packed: bool, with_values: bool) -> dict[str, Any]:
     """Arguments with `value` at one token of row 2."""
-    given = arguments(**({} if with_values else {"values": None, "groups": 2}))
-    given[name] = given[name].clone()
-    given[name][2, 3] = value
+    kwargs = arguments(**({} if with_values else {"values": None, "groups": 2}))
+    kwargs[name] = kwargs[name].clone()
+    kwargs[name][2, 3] = value
     if packed:
         bounds = torch.arange(5) * 5
-        given = {k: v.reshape(-1) if k in TOKENS and v is not None else v for k, v in given.items()}
-        given["cu_seqlens"] = bounds
-    return given
+        kwargs = {k: v.reshape(-1) if k in TOKENS and v is not None else v for k, v in kwargs.items()}
+        kwargs["cu_seqlens"] = bounds
+    return kwargs
 
 
 def assert_row_is_named(given: dict[str, Any]) -> None:
@@ -225,10 +225,10 @@ def test_logprob_that_is_nan(name: str, packed: bool) -> None:
 @needs_cpu_kernels
 def test_first_row_with_something_else_is_named() -> None:
     for rows in ((2, 3), (2,)):
-        given = arguments()
-        given["rewards"] = given["rewards"].clone()
-        given["rewards"][list(rows)] = NAN
-        assert_row_is_named(given)
+        kwargs = arguments()
+        kwargs["rewards"] = kwargs["rewards"].clone()
+        kwargs["rewards"][list(rows)] = NAN
+        assert_row_is_named(kwargs)
 
 
 @needs_cpu_kernels
@@ -249,11 +249,11 @@ def test_row_is_named_and_not_the_first_of_its_prompt(name: str) -> None:
 @needs_cpu_kernels
 def test_what_does_not_count_may_be_anything() -> None:
     for name in TOKENS:
-        given = arguments(mask=torch.ones(4, 5))
-        given["mask"][2, 3] = 0
-        given[name] = given[name].clone()
-        given[name][2, 3] = NAN
-        assert gk.endpoint_segments(**given, backend="cpu").advantages.isfinite().all()
+        kwargs = arguments(mask=torch.ones(4, 5))
+        kwargs["mask"][2, 3] = 0
+        kwargs[name] = kwargs[name].clone()
+        kwargs[name][2, 3] = NAN
+        assert gk.endpoint_segments(**kwargs, backend="cpu").advantages.isfinite().all()
 
 
 # Threshold
@@ -410,6 +410,6 @@ def test_backend_that_cannot_run_here_with_one_that_can() -> None:
 def test_valid_settings_at_their_ends() -> None:
     for config in (config_of(gamma=0.0, lam=0.0), config_of(group_max_size=1), {"group_max_size": 2**31 - 1}):
         for backend in BACKENDS:
-            given = {k: v.to(device_of(backend)) if k in TOKENS else v for k, v in arguments().items()}
+            kwargs = {k: v.to(device_of(backend)) if k in TOKENS else v for k, v in arguments().items()}
             groups = {"config": config}
-            assert gk.endpoint_segments(**given | groups, backend=backend).num_segments.min() >= 1
+            assert gk.endpoint_segments(**kwargs | groups, backend=backend).num_segments.min() >= 1

@@ -77,9 +77,9 @@ class Estimate:
     """Mean and standard error of a gradient over batches, compared with the exact gradient."""
 
     def __init__(self, gradients: list[Tensor], exact: Tensor) -> None:
-        found = torch.stack(gradients).flatten(1)
-        self.mean = found.mean(0)
-        self.error = found.std(0) / math.sqrt(len(found))
+        result = torch.stack(gradients).flatten(1)
+        self.mean = result.mean(0)
+        self.error = result.std(0) / math.sqrt(len(result))
         self.exact = exact.flatten()
 
     def deviations(self) -> Tensor:
@@ -111,13 +111,13 @@ def estimate(
         logits = world.logits.clone().requires_grad_()
         now = world.logprobs(logits, tokens)
         old = world.logprobs(sampled_from, tokens)
-        found = gk.endpoint_segments(rewards, now, old, values=values, config=config)
+        results = gk.endpoint_segments(rewards, now, old, values=values, config=config)
         if form == "sparse":
-            loss = gk.policy_loss(now, old, found.advantages, mask=found.endpoint_mask, config=PER_TOKEN)
+            loss = gk.policy_loss(now, old, results.advantages, mask=results.endpoint_mask, config=PER_TOKEN)
         elif form == "joint":
-            loss = gk.policy_loss(now, old, found.advantages, segments=found.segment_ids, config=JOINT)
+            loss = gk.policy_loss(now, old, results.advantages, segments=results.segment_ids, config=JOINT)
         else:
-            loss = gk.policy_loss(now, old, found.advantages, config=PER_TOKEN)
+            loss = gk.policy_loss(now, old, results.advantages, config=PER_TOKEN)
         (-loss.loss / BATCH).backward()
         assert logits.grad is not None
         gradients.append(logits.grad)

@@ -182,11 +182,11 @@ def test_no_tokens(backend: str, norm: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_packed_tokens(backend: str, norm: str) -> None:
     for rows, tokens in ((0, 0), (3, 0), (0, 4), (3, 4)):
-        some = torch.full((tokens,), NAN, dtype=F64)
+        subset = torch.full((tokens,), NAN, dtype=F64)
         bounds = torch.zeros(rows + 1, dtype=torch.int64)  # all tokens follow the last row
         counted = torch.ones(tokens, dtype=torch.bool)
-        for values in (some, None):
-            batch = Batch(some, some, some, counted, values, torch.arange(rows), bounds)
+        for values in (subset, None):
+            batch = Batch(subset, subset, subset, counted, values, torch.arange(rows), bounds)
             got = batch.run(config_of(norm=norm), backend)
             assert got.num_segments.tolist() == [0] * rows and got.segment_ids.tolist() == [-1] * tokens
             assert not got.advantages.any() and not got.returns.any() and not got.endpoint_mask.any()

@@ -50,7 +50,7 @@ def by_hand(result: gk.EndpointSegments, uids: list[int]) -> dict[str, float]:
     several = [ends[rows] for rows in rows_of.values() if len(rows) > 1]
     agree = [max(0.0, 1 - e.std() / e.mean()) if e.mean() > 0 else 1.0 for e in several]
     per_row = 1 - ends / np.maximum(tokens, 1)
-    found = {
+    results = {
         "compression_ratio": c,
         "kpi_compression": c,
         "efficiency_gain": 1 / (1 - c + 1e-8),
@@ -83,13 +83,13 @@ def by_hand(result: gk.EndpointSegments, uids: list[int]) -> dict[str, float]:
         "threshold": float(result.threshold),
     }
     for name, values in (("endpoint_count", ends), ("compression_ratio", per_row), ("group_size", sizes)):
-        found |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
-        found |= {f"{name}_min": values.min(), f"{name}_max": values.max()}
+        results |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
+        results |= {f"{name}_min": values.min(), f"{name}_max": values.max()}
     for number, rows in enumerate(list(rows_of.values())[:5]):
         of_prompt = 1 - ends[rows].sum() / max(tokens[rows].sum(), 1)
-        found |= {f"group_{number}_size": len(rows), f"group_{number}_compression": of_prompt}
-        found |= {f"group_{number}_tokens": tokens[rows].sum(), f"group_{number}_endpoints": ends[rows].sum()}
-    return {G + name: float(value) for name, value in found.items()}
+        results |= {f"group_{number}_size": len(rows), f"group_{number}_compression": of_prompt}
+        results |= {f"group_{number}_tokens": tokens[rows].sum(), f"group_{number}_endpoints": ends[rows].sum()}
+    return {G + name: float(value) for name, value in results.items()}
 
 
 def assert_same(got: dict[str, float], expected: dict[str, float]) -> None:

@@ -48,14 +48,14 @@ def runs_of(mask: Tensor) -> list[int]:
 
 def recursive_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """GAE by the recurrence from right to left, one row at a time."""
-    found = torch.zeros_like(rewards)
+    result = torch.zeros_like(rewards)
     for row in range(len(rewards)):
         advantage, following = 0.0, 0.0
         for t in reversed(mask[row].nonzero()[:, 0].tolist()):
             value = float(values[row, t])
             advantage = float(rewards[row, t]) + gamma * following - value + gamma * lam * advantage
-            found[row, t], following = advantage, value
-    return found
+            result[row, t], following = advantage, value
+    return result
 
 
 # Advantages of segments

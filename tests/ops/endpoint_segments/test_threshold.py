@@ -235,13 +235,13 @@ def worker(rank: int, folder: str) -> None:
     adapting = (True, True, False)
     configs = [config_of(**SETTINGS, adaptive_threshold=adapts) for adapts in adapting]
     together, alone, still = map(gk.SegmentThreshold, configs)
-    found: dict[str, list[float]] = {"together": [], "alone": [], "still": []}
+    result: dict[str, list[float]] = {"together": [], "alone": [], "still": []}
     for _ in range(3):
         got = batch_of_rank(rank).run(together.config, "reference", threshold=together)
-        found["together"].append(together.update(got, process_group=dist.group.WORLD))
-        found["alone"].append(alone.update(got))
-        found["still"].append(still.update(got, process_group=dist.group.WORLD))
-    torch.save(found, Path(folder) / f"{rank}.pt")
+        result["together"].append(together.update(got, process_group=dist.group.WORLD))
+        result["alone"].append(alone.update(got))
+        result["still"].append(still.update(got, process_group=dist.group.WORLD))
+    torch.save(result, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -48,8 +48,8 @@ def test_opcheck_without_tokens(backend: str) -> None:
     for shape in ((0, 4), (3, 0)):
         nothing = torch.zeros(shape, device=device)
         tau = torch.tensor(1.0, dtype=F64, device=device)
-        given = (nothing, nothing, nothing, nothing > 0, nothing, None, None, tau)
-        torch.library.opcheck(FORWARD[backend], (*given, config.modes, config.coefficients))
+        arguments = (nothing, nothing, nothing, nothing > 0, nothing, None, None, tau)
+        torch.library.opcheck(FORWARD[backend], (*arguments, config.modes, config.coefficients))
 
 
 @pytest.mark.parametrize(("with_values", "norm"), [(True, "batch"), (False, "prompt")])
@@ -63,9 +63,9 @@ def test_compiles_into_one_graph(backend: str | None, with_values: bool, norm: s
 
     def segments(rewards: Tensor, now: Tensor, old: Tensor, mask: Tensor, values: Tensor | None) -> Any:
         options: dict[str, Any] = {"values": values, "groups": groups, "config": config, "backend": backend}
-        found = gk.endpoint_segments(rewards * 2, now, old, mask, **options)
+        result = gk.endpoint_segments(rewards * 2, now, old, mask, **options)
         # torch 2.11 cannot return a tuple made by _replace
-        return gk.EndpointSegments(found.advantages * 2, *found[1:])
+        return gk.EndpointSegments(result.advantages * 2, *result[1:])
 
     names = ("rewards", "logprobs", "old_logprobs", "mask", "values")
     tokens: list[Any] = [getattr(batch, name) for name in names]
@@ -87,9 +87,9 @@ def test_packed_rows_and_a_loss_compile_into_one_graph(backend: str) -> None:
     loss_config = gk.LossConfig(ratio="segment")
 
     def loss(rewards: Tensor, now: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-        found = gk.endpoint_segments(rewards, now, old, mask, values=values, cu_seqlens=bounds, backend=backend)
-        options: dict[str, Any] = {"segments": found.segment_ids, "cu_seqlens": bounds, "config": loss_config}
-        return gk.policy_loss(now, old, found.advantages, **options).loss
+        result = gk.endpoint_segments(rewards, now, old, mask, values=values, cu_seqlens=bounds, backend=backend)
+        options: dict[str, Any] = {"segments": result.segment_ids, "cu_seqlens": bounds, "config": loss_config}
+        return gk.policy_loss(now, old, result.advantages, **options).loss
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*tokens), loss(*tokens), rtol=1e-12, atol=0)

@@ -64,19 +64,19 @@ def padded(lengths: tuple[int, ...], width: int) -> dict[str, Tensor]:
 
 def run(batch: dict[str, Tensor], backend: str, critic: bool = True, **more: Any) -> gk.EndpointSegments:
     device = harness.device_of(backend)
-    given = {name: tensor.to(device) for name, tensor in batch.items() if critic or name != "values"}
+    arguments = {name: tensor.to(device) for name, tensor in batch.items() if critic or name != "values"}
     groups = more.pop("groups", None)
     rows = len(batch["cu_seqlens"]) - 1 if "cu_seqlens" in batch else len(batch["rewards"])
     if groups is None and (not critic or more.get("norm") == "prompt"):
         groups = torch.arange(rows) % 3 - 1
     return gk.endpoint_segments(
-        given.pop("rewards"),
-        given.pop("logprobs"),
-        given.pop("old_logprobs"),
+        arguments.pop("rewards"),
+        arguments.pop("logprobs"),
+        arguments.pop("old_logprobs"),
         backend=backend,
         config=more,
         groups=None if groups is None else groups.to(device),
-        **given,
+        **arguments,
     )
 
 

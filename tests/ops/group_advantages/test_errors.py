@@ -305,10 +305,10 @@ def test_backend_that_cannot_run_names_its_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_available_backends_names_each_with_ok_or_a_reason() -> None:
-    found = gk.available_backends()
-    assert set(found) == {"cuda", "triton", "cpu", "reference"} and found["reference"] == "ok"
-    assert all(isinstance(reason, str) and reason for reason in found.values())
-    assert all(found[name] == "ok" for name in BACKENDS)
+    result = gk.available_backends()
+    assert set(result) == {"cuda", "triton", "cpu", "reference"} and result["reference"] == "ok"
+    assert all(isinstance(reason, str) and reason for reason in result.values())
+    assert all(result[name] == "ok" for name in BACKENDS)
 
 
 def spoken_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:

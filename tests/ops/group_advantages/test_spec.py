@@ -48,10 +48,10 @@ class Formulas:
         self.rows = [i for i in range(self.n) if self.scored[i]]
 
     def groups(self, rows: Sequence[int]) -> list[list[int]]:
-        found = defaultdict(list)
+        result = defaultdict(list)
         for i in rows:
-            found[self.ids[i]].append(i)
-        return list(found.values())
+            result[self.ids[i]].append(i)
+        return list(result.values())
 
     def per_group(self, formula: Callable[[list[int], list[float]], list[float]], single: str = "zero") -> list[float]:
         out = [0.0] * self.n

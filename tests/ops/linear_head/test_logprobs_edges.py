@@ -88,9 +88,9 @@ def test_a_vocabulary_of_one_token_is_certain(backend: str) -> None:
 @pytest.mark.parametrize("shape", [(5,), (2, 3), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_any_number_of_dimensions(backend: str, shape: tuple[int, ...]) -> None:
-    given = {k: v.double() if v.is_floating_point() else v for k, v in batch(*shape, dtype=torch.float32).items()}
-    narrow = {k: v.float() if v.is_floating_point() else v for k, v in given.items()}
-    got, working, gold = run(narrow, backend), run(narrow, "reference"), run(given, "reference")
+    arguments = {k: v.double() if v.is_floating_point() else v for k, v in batch(*shape, dtype=torch.float32).items()}
+    narrow = {k: v.float() if v.is_floating_point() else v for k, v in arguments.items()}
+    got, working, gold = run(narrow, backend), run(narrow, "reference"), run(arguments, "reference")
     assert got["logprobs"].shape == shape and got["logprobs"].dtype == torch.float32
     for name in gold:
         assert_within_budget(got[name], working[name], gold[name], name)
@@ -101,8 +101,8 @@ def test_any_number_of_dimensions(backend: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_rows_ignored(backend: str) -> None:
-    given = batch(5, dtype=torch.float32)
-    for name, value in run(given | {"targets": torch.full((5,), -100)}, backend).items():
+    arguments = batch(5, dtype=torch.float32)
+    for name, value in run(arguments | {"targets": torch.full((5,), -100)}, backend).items():
         assert not value.any(), name
 
 
@@ -112,12 +112,12 @@ def test_all_rows_ignored(backend: str) -> None:
 def test_ignored_rows_are_as_if_they_were_not_there(
     backend: str, chunk_size: int | None, factors: dict[str, Any]
 ) -> None:
-    given = batch()
+    arguments = batch()
     ignored = torch.arange(ROWS) % 3 == 1
-    given["targets"][ignored] = -100
+    arguments["targets"][ignored] = -100
     upstream = upstream_of(torch.Size([ROWS]))
-    got = run(given, backend, upstream, chunk_size=chunk_size, **factors)
-    others = given | {"hidden": given["hidden"][~ignored], "targets": given["targets"][~ignored]}
+    got = run(arguments, backend, upstream, chunk_size=chunk_size, **factors)
+    others = arguments | {"hidden": arguments["hidden"][~ignored], "targets": arguments["targets"][~ignored]}
     alone = run(others, backend, tuple(u[~ignored] for u in upstream), **factors)
     for name in ("logprobs", "entropy", "by hidden"):
         assert not got[name][ignored].any(), name
@@ -132,7 +132,7 @@ def test_ignored_rows_are_as_if_they_were_not_there(
 @pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("backend", SHARED)
 def test_positions_are_everything_and_then_a_choice(backend: str, chunk_size: int | None, kind: str) -> None:
-    given, temperature = batch(4, 5), torch.rand(4, 5, dtype=F64) + 0.5
+    arguments, temperature = batch(4, 5), torch.rand(4, 5, dtype=F64) + 0.5
     mask = torch.rand(4, 5) < 0.5
     places = mask.flatten().nonzero().squeeze(1)
     places = places.flip(0)[torch.arange(len(places)) - 2] if kind == "unsorted" else places
@@ -141,8 +141,8 @@ def test_positions_are_everything_and_then_a_choice(backend: str, chunk_size: in
 
     by_logprob, by_entropy = upstream_of(torch.Size([4, 5]))
     chosen = tuple(u if kind == "mask" else u.flatten()[places] for u in (by_logprob, by_entropy))
-    got = run(given, backend, chosen, positions=positions, temperature=temperature, chunk_size=chunk_size)
-    whole = run(given, backend, (by_logprob * mask, by_entropy * mask), temperature=temperature)
+    got = run(arguments, backend, chosen, positions=positions, temperature=temperature, chunk_size=chunk_size)
+    whole = run(arguments, backend, (by_logprob * mask, by_entropy * mask), temperature=temperature)
     for name in ("logprobs", "entropy"):
         whole[name] = whole[name] * mask if kind == "mask" else whole[name].flatten()[places]
     assert_close(got, whole)
@@ -163,12 +163,12 @@ def test_no_positions_at_all(backend: str) -> None:
 @pytest.mark.parametrize("backend", SHARED)
 def test_what_is_in_other_positions_is_not_looked_at(backend: str) -> None:
     """Other positions hold out-of-range targets and NaN hidden states."""
-    given = batch()
+    arguments = batch()
     mask = torch.arange(ROWS) % 2 == 0
-    expected = run(given, backend, positions=mask)
-    given["targets"][~mask] = VOCABULARY + 5
-    given["hidden"][~mask] = torch.nan
-    assert_same(run(given, backend, positions=mask), expected)
+    expected = run(arguments, backend, positions=mask)
+    arguments["targets"][~mask] = VOCABULARY + 5
+    arguments["hidden"][~mask] = torch.nan
+    assert_same(run(arguments, backend, positions=mask), expected)
 
 
 # Gradients
@@ -177,10 +177,10 @@ def test_what_is_in_other_positions_is_not_looked_at(backend: str) -> None:
 @needs_cpu_kernels
 @pytest.mark.parametrize(("frozen", "product"), [("weight", "to_weight"), ("hidden", "to_hidden")])
 def test_nothing_is_computed_for_what_is_frozen(monkeypatch: pytest.MonkeyPatch, frozen: str, product: str) -> None:
-    given = batch()
-    expected = run(given)
+    arguments = batch()
+    expected = run(arguments)
     monkeypatch.setattr(Products, product, lambda *_, **__: pytest.fail(f"{product} of a frozen {frozen}"))
-    got = run(given, frozen=frozen)
+    got = run(arguments, frozen=frozen)
     assert f"by {frozen}" not in got
     del expected[f"by {frozen}"]
     assert_same(got, expected)
@@ -189,26 +189,26 @@ def test_nothing_is_computed_for_what_is_frozen(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("which", [0, 1], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_one_result_alone_has_its_gradient(backend: str, which: int) -> None:
-    given = batch(6, dtype=torch.float32)
-    leaves = {k: v.to(device_of(backend)).requires_grad_(v.is_floating_point()) for k, v in given.items()}
-    found = gk.linear_logprobs(**leaves, return_entropy=True, backend=backend)[which]
+    arguments = batch(6, dtype=torch.float32)
+    leaves = {k: v.to(device_of(backend)).requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
+    result = gk.linear_logprobs(**leaves, return_entropy=True, backend=backend)[which]
     upstream = [torch.zeros(6, dtype=F64)] * 2
     upstream[which] = upstream_of(torch.Size([6]))[which]
-    (found * upstream[which].to(found)).sum().backward()
-    both = run(given, backend, tuple(upstream))
+    (result * upstream[which].to(result)).sum().backward()
+    both = run(arguments, backend, tuple(upstream))
     for name in ("hidden", "weight", "bias"):  # one kernel adds an extra 0 to each element
         torch.testing.assert_close(leaves[name].grad, both[f"by {name}"], rtol=1e-6, atol=1e-6)
 
 
 @needs_cpu_kernels
 def test_rows_without_a_gradient_change_no_bit_of_the_others() -> None:
-    given = batch(dtype=torch.float32)
+    arguments = batch(dtype=torch.float32)
     still = torch.arange(ROWS) % 3 == 0
     upstream = tuple(u * ~still for u in upstream_of(torch.Size([ROWS])))
-    first = run(given, upstream=upstream, chunk_size=7)
+    first = run(arguments, upstream=upstream, chunk_size=7)
     assert not first["by hidden"][still].any() and first["by hidden"][~still].all()
-    given["hidden"][still] = torch.randn(int(still.sum()), HIDDEN)
-    second = run(given, upstream=upstream, chunk_size=7)
+    arguments["hidden"][still] = torch.randn(int(still.sum()), HIDDEN)
+    second = run(arguments, upstream=upstream, chunk_size=7)
     for name in ("logprobs", "entropy"):
         first[name], second[name] = first[name][~still], second[name][~still]
     assert_same(second, first)
@@ -218,18 +218,18 @@ def test_rows_without_a_gradient_change_no_bit_of_the_others() -> None:
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_rows_without_a_gradient_cost_no_precision(chunk_size: int | None) -> None:
     """Compares with a call without these rows, whose products have other shapes and so sum in other orders."""
-    given = batch(dtype=torch.float32)
+    arguments = batch(dtype=torch.float32)
     moves = torch.arange(ROWS) % 3 != 0
     upstream = tuple(u * moves for u in upstream_of(torch.Size([ROWS])))
-    got = run(given, upstream=upstream, chunk_size=chunk_size)
-    alone = given | {"hidden": given["hidden"][moves], "targets": given["targets"][moves]}
+    got = run(arguments, upstream=upstream, chunk_size=chunk_size)
+    alone = arguments | {"hidden": arguments["hidden"][moves], "targets": arguments["targets"][moves]}
     expected = run(alone, upstream=tuple(u[moves] for u in upstream))
     # a logit sums H products, a gradient of the weight sums rows; the entropy has a factor of up to log p
-    eps, size = torch.finfo(torch.float32).eps, given["hidden"].abs() @ given["weight"].abs().T
+    eps, size = torch.finfo(torch.float32).eps, arguments["hidden"].abs() @ arguments["weight"].abs().T
     slope = (upstream[0].abs() + upstream[1].abs() * size.max()) * 2
     relative = eps * (HIDDEN * size.max() + ROWS)
-    to_weight = (slope @ given["hidden"].abs().double()) * relative
-    to_hidden = slope[:, None] * given["weight"].abs().sum(0) * relative
+    to_weight = (slope @ arguments["hidden"].abs().double()) * relative
+    to_hidden = slope[:, None] * arguments["weight"].abs().sum(0) * relative
     assert ((got["by weight"] - expected["by weight"]).abs() <= to_weight).all()
     assert ((got["by hidden"][moves] - expected["by hidden"]).abs() <= to_hidden[moves]).all()
 
@@ -246,10 +246,10 @@ def test_second_derivatives_are_refused(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
-    given = batch(9, dtype=torch.float32)
-    first = run(given, backend, chunk_size=4, softcap=9.0)
+    arguments = batch(9, dtype=torch.float32)
+    first = run(arguments, backend, chunk_size=4, softcap=9.0)
     for _ in range(3):
-        assert_same(run(given, backend, chunk_size=4, softcap=9.0), first)
+        assert_same(run(arguments, backend, chunk_size=4, softcap=9.0), first)
 
 
 # Memory
@@ -276,22 +276,22 @@ def layouts(given: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("backend", SHARED)
 def test_strides_change_nothing(backend: str) -> None:
-    given = batch(3, 5)
-    given["bias"][:] = 0.5
-    expected = run(given, backend, chunk_size=4)
-    for changes in layouts(given).values():
-        assert_close(run(given | changes, backend, chunk_size=4), expected)
+    arguments = batch(3, 5)
+    arguments["bias"][:] = 0.5
+    expected = run(arguments, backend, chunk_size=4)
+    for changes in layouts(arguments).values():
+        assert_close(run(arguments | changes, backend, chunk_size=4), expected)
 
 
 # The call of a trainer: the last position has no target.
 def test_hidden_states_but_the_last() -> None:
-    given = batch(3, 5)
-    leaf = given["hidden"].requires_grad_()
-    logprobs = gk.linear_logprobs(leaf[:, :-1], given["weight"], given["targets"][:, 1:], chunk_size=5).logprobs
+    arguments = batch(3, 5)
+    leaf = arguments["hidden"].requires_grad_()
+    logprobs = gk.linear_logprobs(leaf[:, :-1], arguments["weight"], arguments["targets"][:, 1:], chunk_size=5).logprobs
     logprobs.square().sum().backward()
-    other = given["hidden"].detach().clone().requires_grad_()
-    naive = torch.nn.functional.linear(other[:, :-1], given["weight"]).log_softmax(-1)
-    naive = naive.gather(-1, given["targets"][:, 1:, None])[..., 0]
+    other = arguments["hidden"].detach().clone().requires_grad_()
+    naive = torch.nn.functional.linear(other[:, :-1], arguments["weight"]).log_softmax(-1)
+    naive = naive.gather(-1, arguments["targets"][:, 1:, None])[..., 0]
     naive.square().sum().backward()
     torch.testing.assert_close(logprobs, naive, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-11, atol=1e-12)
@@ -304,20 +304,20 @@ def test_hidden_states_but_the_last() -> None:
 @pytest.mark.parametrize("target", [-1, -99, VOCABULARY, 2**40])
 @pytest.mark.parametrize("backend", SHARED)
 def test_a_target_that_is_no_column(backend: str, target: int) -> None:
-    given = batch(5, dtype=torch.float32)
-    given["targets"][3] = target
+    arguments = batch(5, dtype=torch.float32)
+    arguments["targets"][3] = target
     with pytest.raises(
         RuntimeError, match=rf"^linear_logprobs: targets must be in \[0, {VOCABULARY}\) or -100, got {target} in row 3"
     ):
-        gk.linear_logprobs(**given, backend=backend, chunk_size=2)
+        gk.linear_logprobs(**arguments, backend=backend, chunk_size=2)
 
 
 @pytest.mark.parametrize("target", [-1, VOCABULARY])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in SHARED])
 def test_a_target_that_is_no_column_gives_nan_where_it_cannot_be_an_error(backend: str, target: int) -> None:
-    given = batch(3, dtype=torch.float32)
-    given["targets"][1] = target
-    got = run(given, backend)
+    arguments = batch(3, dtype=torch.float32)
+    arguments["targets"][1] = target
+    got = run(arguments, backend)
     for name in ("logprobs", "entropy", "by hidden"):
         assert got[name][1].isnan().all() and got[name][[0, 2]].isfinite().all(), name
 
@@ -354,7 +354,7 @@ def test_halves_lose_what_rounding_the_inputs_loses(
     model_sized: dict[str, Tensor], backend: str, dtype: torch.dtype
 ) -> None:
     rounded = {k: v.to(dtype).double() if v.is_floating_point() else v for k, v in model_sized.items()}
-    exact, of_rounded = (logprobs_of(given, F64, "reference") for given in (model_sized, rounded))
+    exact, of_rounded = (logprobs_of(arguments, F64, "reference") for arguments in (model_sized, rounded))
     got = logprobs_of(model_sized, dtype, backend)
     assert (got - exact).abs().max() <= 2 * (of_rounded - exact).abs().max()
     # logits are rounded to float32 whatever the dtype of the inputs

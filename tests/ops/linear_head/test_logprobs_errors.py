@@ -15,10 +15,10 @@ from tests.ops.linear_head.test_logprobs_edges import BACKENDS, F64, HIDDEN, SHA
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
     """Checks that the call raises exactly this type, with a message that contains the op and each part."""
-    given = batch(2, 3, dtype=torch.float32) | changes
+    arguments = batch(2, 3, dtype=torch.float32) | changes
     for backend in (None, *BACKENDS):
         assert_raises(
-            error, "linear_logprobs: ", parts, functools.partial(gk.linear_logprobs, **given, backend=backend)
+            error, "linear_logprobs: ", parts, functools.partial(gk.linear_logprobs, **arguments, backend=backend)
         )
 
 
@@ -118,10 +118,10 @@ def test_a_process_group_without_a_vocab_start() -> None:
 
 def test_a_split_vocabulary_under_compile() -> None:
     torch.compiler.reset()
-    given = batch(3, dtype=torch.float32)
+    arguments = batch(3, dtype=torch.float32)
     compiled = torch.compile(lambda **of: gk.linear_logprobs(**of, vocab_start=7), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"vocab_start must be None under torch\.compile"):
-        compiled(**given)
+        compiled(**arguments)
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in SHARED])

@@ -44,8 +44,8 @@ def run(
     if result.entropy is not None:
         total = total + (result.entropy * upstream[1]).sum()
     total.backward()
-    found = {"logprobs": result.logprobs} | ({} if result.entropy is None else {"entropy": result.entropy})
-    return found | {name: leaf.grad for name, leaf in leaves.items()}
+    results = {"logprobs": result.logprobs} | ({} if result.entropy is None else {"entropy": result.entropy})
+    return results | {name: leaf.grad for name, leaf in leaves.items()}
 
 
 @needs_cpu_kernels
@@ -63,8 +63,8 @@ def test_float64_is_the_reference(entropy: bool, chunk_size: int | None) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_loses_no_more_than_torch_does(backend: str, dtype: torch.dtype) -> None:
-    given = {k: v.to(dtype).double() if v.is_floating_point() else v for k, v in batch().items()}
-    got, working = run(given, backend, dtype), run(given, "reference", dtype)
-    gold = run(given, "reference")
+    arguments = {k: v.to(dtype).double() if v.is_floating_point() else v for k, v in batch().items()}
+    got, working = run(arguments, backend, dtype), run(arguments, "reference", dtype)
+    gold = run(arguments, "reference")
     for what in gold:
         assert_within_budget(got[what], working[what], gold[what], what)

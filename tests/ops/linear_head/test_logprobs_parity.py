@@ -28,17 +28,17 @@ Head = dict[str, Tensor]
 def head(dtype: torch.dtype, with_bias: bool = True) -> Head:
     """Leaves whose values are exact in bfloat16, so that every dtype gets the same inputs."""
     random = torch.Generator().manual_seed(8)
-    given = {"hidden": torch.randn(ROWS, WIDTH, HIDDEN, generator=random)}
-    given["weight"] = torch.randn(VOCABULARY, HIDDEN, generator=random)
+    arguments = {"hidden": torch.randn(ROWS, WIDTH, HIDDEN, generator=random)}
+    arguments["weight"] = torch.randn(VOCABULARY, HIDDEN, generator=random)
     if with_bias:
-        given["bias"] = torch.randn(VOCABULARY, generator=random)
-    return {name: value.bfloat16().to(dtype).requires_grad_() for name, value in given.items()}
+        arguments["bias"] = torch.randn(VOCABULARY, generator=random)
+    return {name: value.bfloat16().to(dtype).requires_grad_() for name, value in arguments.items()}
 
 
 def labels() -> Tensor:
-    found = torch.randint(VOCABULARY, (ROWS, WIDTH), generator=torch.Generator().manual_seed(9))
-    found[0, 2:5] = found[2, -1] = -100
-    return found
+    result = torch.randint(VOCABULARY, (ROWS, WIDTH), generator=torch.Generator().manual_seed(9))
+    result[0, 2:5] = result[2, -1] = -100
+    return result
 
 
 def naive(
@@ -64,8 +64,8 @@ def gradients(results: tuple[Tensor, ...], leaves: Head) -> Head:
     """Gradients of the leaves, for random upstream gradients of both results."""
     random = torch.Generator().manual_seed(10)
     upstream = [torch.randn(r.shape, generator=random, dtype=F64).to(r) for r in results]
-    found = torch.autograd.grad(results, list(leaves.values()), upstream)
-    return {f"by {name}": gradient for name, gradient in zip(leaves, found, strict=True)}
+    result = torch.autograd.grad(results, list(leaves.values()), upstream)
+    return {f"by {name}": gradient for name, gradient in zip(leaves, result, strict=True)}
 
 
 def outcome(results: tuple[Tensor, ...], leaves: Head) -> Head:
@@ -83,8 +83,8 @@ def ours(given: Head, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_naive_in_float64(backend: str, options: dict[str, Any], with_bias: bool) -> None:
-    given, other = head(F64, with_bias), head(F64, with_bias)
-    got = outcome(ours(given, backend, chunk_size=10, **options), given)
+    arguments, other = head(F64, with_bias), head(F64, with_bias)
+    got = outcome(ours(arguments, backend, chunk_size=10, **options), arguments)
     expected = outcome(naive(**other, **options), other)
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-11, msg=name)
@@ -93,8 +93,8 @@ def test_naive_in_float64(backend: str, options: dict[str, Any], with_bias: bool
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_naive_with_a_temperature_for_every_row(backend: str) -> None:
     temperature = torch.linspace(0.4, 2, ROWS, dtype=F64)
-    given, other = head(F64), head(F64)
-    got = outcome(ours(given, backend, chunk_size=10, temperature=temperature), given)
+    arguments, other = head(F64), head(F64)
+    got = outcome(ours(arguments, backend, chunk_size=10, temperature=temperature), arguments)
     expected = outcome(naive(**other, temperature=temperature[:, None]), other)
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-11, msg=name)
@@ -153,8 +153,8 @@ def chunked(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunked_logprob_function(backend: str, options: dict[str, Any], dtype: torch.dtype, with_bias: bool) -> None:
     """Ours is no further from float64 than theirs, which rounds bfloat16 logits."""
-    given, other, exact = head(dtype, with_bias), head(dtype, with_bias), head(F64, with_bias)
-    got = outcome(ours(given, backend, **options), given)
+    arguments, other, exact = head(dtype, with_bias), head(dtype, with_bias), head(F64, with_bias)
+    got = outcome(ours(arguments, backend, **options), arguments)
     theirs = outcome(chunked(other, **options), other)
     gold = outcome(naive(**exact, **options), exact)
     for name, value in got.items():
@@ -184,6 +184,6 @@ def test_a_model_with_the_fused_head_of_trl() -> None:
     torch.testing.assert_close(mine.entropy, theirs.entropy, rtol=1e-5, atol=1e-5)
     leaves = dict(model.named_parameters())
     assert model.get_input_embeddings().weight is weight
-    found = gradients((mine.logprobs, mine.entropy), leaves)
+    result = gradients((mine.logprobs, mine.entropy), leaves)
     for name, value in gradients((theirs.log_probs, theirs.entropy), leaves).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)

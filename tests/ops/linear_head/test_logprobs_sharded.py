@@ -56,31 +56,31 @@ WRONG = (-1, VOCABULARY, -99)
 
 def batch(case: str) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(4)
-    given = {
+    arguments = {
         "hidden": torch.randn(ROWS, HIDDEN, generator=random, dtype=F64),
         "weight": 2 * torch.randn(VOCABULARY, HIDDEN, generator=random, dtype=F64),
         "bias": torch.randn(VOCABULARY, generator=random, dtype=F64),
         "targets": torch.randint(VOCABULARY, (ROWS,), generator=random),
     }
-    given["targets"][:4] = torch.tensor([0, 11, 12, 30])  # the ends of both shards
-    given["targets"][5::4] = -100
+    arguments["targets"][:4] = torch.tensor([0, 11, 12, 30])  # the ends of both shards
+    arguments["targets"][5::4] = -100
     if case == "all ignored":
-        given["targets"][:] = -100
+        arguments["targets"][:] = -100
     if case == "no rows":
-        given |= {"hidden": given["hidden"][:0], "targets": given["targets"][:0]}
+        arguments |= {"hidden": arguments["hidden"][:0], "targets": arguments["targets"][:0]}
     if case == "no bias":
-        del given["bias"]
+        del arguments["bias"]
     if case == "padded":
-        given["bias"][-4:] = -torch.inf
-        given["targets"].clamp_(max=VOCABULARY - 5)
+        arguments["bias"][-4:] = -torch.inf
+        arguments["targets"].clamp_(max=VOCABULARY - 5)
     if case.startswith("a masked shard"):
-        given["bias"][SHARES[0] :] = -torch.inf
-        given["targets"].clamp_(max=SHARES[0] - 1)
+        arguments["bias"][SHARES[0] :] = -torch.inf
+        arguments["targets"].clamp_(max=SHARES[0] - 1)
     if case == "a bad row":
-        given["hidden"][2, 1] = torch.nan
+        arguments["hidden"][2, 1] = torch.nan
     if case.startswith("certain"):
-        given |= certain(5 if case == "certain, here" else 20, 40.0 if case == "certain, far from 0" else 0.0)
-    return given
+        arguments |= certain(5 if case == "certain, here" else 20, 40.0 if case == "certain, far from 0" else 0.0)
+    return arguments
 
 
 def certain(column: int, offset: float) -> dict[str, Tensor]:
@@ -96,36 +96,38 @@ def certain(column: int, offset: float) -> dict[str, Tensor]:
 
 def run(case: str, dtype: torch.dtype, rank: int | None, reductions: list[int] | None = None) -> dict[str, Any]:
     """Results and gradients of a rank's shard (unsharded for None), and the number of reductions each way."""
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(case).items()}
+    arguments = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(case).items()}
     options = {"return_entropy": True, "backend": "cpu"} | CASES[case]
     options = {k: v.to(dtype) if k == "temperature" and isinstance(v, Tensor) else v for k, v in options.items()}
     first = 0
     if rank is not None:
         first = sum(SHARES[:rank])
-        given |= {k: given[k][first : first + SHARES[rank]].clone() for k in ("weight", "bias") if k in given}
+        arguments |= {
+            k: arguments[k][first : first + SHARES[rank]].clone() for k in ("weight", "bias") if k in arguments
+        }
         options = {"vocab_start": first, "process_group": dist.group.WORLD} | options
     else:
         options.pop("process_group", None)
     frozen = ("hidden", "weight", "bias") if case == "without grad" else case.removeprefix("frozen ")
-    leaves = {k: v.requires_grad_(v.is_floating_point() and k not in frozen) for k, v in given.items()}
+    leaves = {k: v.requires_grad_(v.is_floating_point() and k not in frozen) for k, v in arguments.items()}
     met = [] if reductions is None else reductions
     met.clear()
     logprobs, entropy = gk.linear_logprobs(**leaves, **options)
-    found = {"logprobs": logprobs.detach(), "forward": len(met)}
+    result = {"logprobs": logprobs.detach(), "forward": len(met)}
     met.clear()
     random = torch.Generator().manual_seed(6)
     upstream = torch.randn(2, *logprobs.shape, generator=random, dtype=F64).to(dtype)
     upstream[:, ::5] = 0  # rows without a gradient
     total = (logprobs * upstream[0]).sum()
     if entropy is not None:
-        found["entropy"] = entropy.detach()
+        result["entropy"] = entropy.detach()
         total = total + (entropy * upstream[1]).sum()
     if case == "a bad row":
         total = total.nan_to_num()  # a NaN total passes no gradient on
     if total.requires_grad:
         total.backward()
-    found["backward"] = len(met)
-    return found | {f"by {k}": leaf.grad for k, leaf in leaves.items() if leaf.grad is not None}
+    result["backward"] = len(met)
+    return result | {f"by {k}": leaf.grad for k, leaf in leaves.items() if leaf.grad is not None}
 
 
 def worker(rank: int, folder: str) -> None:
@@ -140,22 +142,22 @@ def worker(rank: int, folder: str) -> None:
         return all_reduce(*args, **options)
 
     dist.all_reduce = counted
-    found: dict[Any, Any] = {(case, F64): run(case, F64, rank, reductions) for case in CASES}
-    found |= {(case, torch.float32): run(case, torch.float32, rank, reductions) for case in OF_FLOAT32}
+    result: dict[Any, Any] = {(case, F64): run(case, F64, rank, reductions) for case in CASES}
+    result |= {(case, torch.float32): run(case, torch.float32, rank, reductions) for case in OF_FLOAT32}
     for target in WRONG:
-        given, first = batch("plain"), sum(SHARES[:rank])
-        given |= {k: given[k][first : first + SHARES[rank]] for k in ("weight", "bias")}
-        given["targets"][3] = target
+        arguments, first = batch("plain"), sum(SHARES[:rank])
+        arguments |= {k: arguments[k][first : first + SHARES[rank]] for k in ("weight", "bias")}
+        arguments["targets"][3] = target
         try:
-            gk.linear_logprobs(**given, vocab_start=first, process_group=dist.group.WORLD)
+            gk.linear_logprobs(**arguments, vocab_start=first, process_group=dist.group.WORLD)
         except RuntimeError as error:
-            found["error", target] = str(error)
+            result["error", target] = str(error)
     # both shards begin at 0, so each target lies in both of them or in neither
     try:
-        gk.linear_logprobs(**given, vocab_start=0, process_group=dist.group.WORLD)
+        gk.linear_logprobs(**arguments, vocab_start=0, process_group=dist.group.WORLD)
     except RuntimeError as error:
-        found["error", "overlap"] = str(error)
-    torch.save(found, Path(folder) / f"{rank}.pt")
+        result["error", "overlap"] = str(error)
+    torch.save(result, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -215,8 +217,8 @@ def test_what_the_cases_are_for(ranks: list[dict[Any, Any]]) -> None:
 @pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("certain")])
 def test_certain_tokens_keep_their_digits(ranks: list[dict[Any, Any]], case: str, dtype: torch.dtype) -> None:
-    given = batch(case)
-    gap = given["hidden"][:, 0] - given["hidden"][:, 1]  # the gap that rounding of the inputs leaves
+    arguments = batch(case)
+    gap = arguments["hidden"][:, 0] - arguments["hidden"][:, 1]  # the gap that rounding of the inputs leaves
     gold = -torch.log1p((VOCABULARY - 1) * gap.exp())
     for rank in ranks:
         # in float64, the log-sum-exp is as large as the offset
@@ -243,11 +245,11 @@ def test_a_tensor_of_all_ranks_is_refused(name: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    given: dict[str, Any] = batch("plain")
+    arguments: dict[str, Any] = batch("plain")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        given[name] = distribute_tensor(given[name], init_device_mesh("cpu", (1,)), [Replicate()])
+        arguments[name] = distribute_tensor(arguments[name], init_device_mesh("cpu", (1,)), [Replicate()])
         with pytest.raises(TypeError, match=f"linear_logprobs: {name} must be a tensor of this rank, got DTensor"):
-            gk.linear_logprobs(**given)
+            gk.linear_logprobs(**arguments)
     finally:
         dist.destroy_process_group()

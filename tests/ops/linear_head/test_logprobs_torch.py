@@ -27,12 +27,12 @@ from tests.ops.linear_head.test_logprobs_edges import (
 
 
 def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[tuple[Any, ...], bool, int]:
-    given = {k: v.to(device_of(backend)) for k, v in batch(5, dtype=dtype).items()}
-    given["targets"][1] = -100
-    leaves = [given[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    arguments = {k: v.to(device_of(backend)) for k, v in batch(5, dtype=dtype).items()}
+    arguments["targets"][1] = -100
+    leaves = [arguments[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     leaves[2] = leaves[2] if full else None
-    temperature = torch.rand(5, device=given["hidden"].device) + 0.5 if full else None
-    return (*leaves, given["targets"], temperature, 0.7, 9.0 if full else None, 0.5), full, 3
+    temperature = torch.rand(5, device=arguments["hidden"].device) + 0.5 if full else None
+    return (*leaves, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5), full, 3
 
 
 @pytest.mark.parametrize(
@@ -76,37 +76,37 @@ def test_compiles_into_one_graph(backend: str | None, dynamic: bool) -> None:
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (4, 7) if dynamic else (4,):
-        given = {k: v.to(device) for k, v in batch(rows, dtype=torch.float32).items()}
-        found = []
+        arguments = {k: v.to(device) for k, v in batch(rows, dtype=torch.float32).items()}
+        results = []
         for function in (loss, compiled):
-            leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+            leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
             value = function(**leaves)
             value.backward()
-            found.append({"value": value} | {k: leaf.grad for k, leaf in leaves.items() if leaf.requires_grad})
-        assert_close(*found, rtol=1e-6, atol=1e-6)
-        assert found[0]["weight"].any()
+            results.append({"value": value} | {k: leaf.grad for k, leaf in leaves.items() if leaf.requires_grad})
+        assert_close(*results, rtol=1e-6, atol=1e-6)
+        assert results[0]["weight"].any()
 
 
 @pytest.mark.parametrize("kind", ["integers", "mask"])
 def test_compiles_with_positions(kind: str) -> None:
     torch.compiler.reset()
-    given = batch(6, dtype=torch.float32)
+    arguments = batch(6, dtype=torch.float32)
     positions = torch.tensor([5, 0, 3]) if kind == "integers" else torch.arange(6) % 2 == 0
 
     def logprobs(hidden: Tensor, places: Tensor) -> Tensor:
-        return gk.linear_logprobs(hidden * 2, given["weight"], given["targets"], positions=places).logprobs
+        return gk.linear_logprobs(hidden * 2, arguments["weight"], arguments["targets"], positions=places).logprobs
 
     # the number of rows that a mask selects depends on data, which breaks the graph
     compiled = torch.compile(logprobs, fullgraph=kind == "integers", backend="aot_eager")
-    torch.testing.assert_close(compiled(given["hidden"], positions), logprobs(given["hidden"], positions))
+    torch.testing.assert_close(compiled(arguments["hidden"], positions), logprobs(arguments["hidden"], positions))
 
 
 def test_autocast_is_casting_by_hand() -> None:
-    given = batch(dtype=torch.float32)
-    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+    arguments = batch(dtype=torch.float32)
+    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
     with torch.autocast("cpu", torch.bfloat16):
         cast = gk.linear_logprobs(**leaves, chunk_size=7)
-    by_hand = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in given.items()}
+    by_hand = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
     halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in by_hand.items()}
     expected = gk.linear_logprobs(**halves, chunk_size=7)
     assert cast.logprobs.dtype == torch.float32 and torch.equal(cast.logprobs, expected.logprobs)
@@ -118,11 +118,11 @@ def test_autocast_is_casting_by_hand() -> None:
 
 @needs_cpu_kernels
 def test_autocast_leaves_float64_alone() -> None:
-    given = batch()
+    arguments = batch()
     with torch.autocast("cpu", torch.bfloat16):
-        inside = run(given)
+        inside = run(arguments)
     assert inside["logprobs"].dtype == F64
-    assert_same(inside, run(given))
+    assert_same(inside, run(arguments))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -145,19 +145,19 @@ def test_tied_embeddings_get_both_gradients(chunk_size: int | None) -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    given = batch()
+    arguments = batch()
 
     def both(hidden: Tensor, weight: Tensor) -> Tensor:
-        result = gk.linear_logprobs(torch.tanh(hidden), weight, given["targets"], return_entropy=True, chunk_size=7)
+        result = gk.linear_logprobs(torch.tanh(hidden), weight, arguments["targets"], return_entropy=True, chunk_size=7)
         return (result.logprobs * result.entropy).sum()
 
-    found = []
+    results = []
     for is_kept in (False, True):
-        leaves = [given[name].clone().requires_grad_() for name in ("hidden", "weight")]
+        leaves = [arguments[name].clone().requires_grad_() for name in ("hidden", "weight")]
         value = both(*leaves) if is_kept else checkpoint(both, *leaves, use_reentrant=False)
         value.backward()
-        found.append({"value": value.detach(), "hidden": leaves[0].grad, "weight": leaves[1].grad})
-    assert_same(*found)
+        results.append({"value": value.detach(), "hidden": leaves[0].grad, "weight": leaves[1].grad})
+    assert_same(*results)
 
 
 def test_lora_on_the_head() -> None:
@@ -173,17 +173,17 @@ def test_lora_on_the_head() -> None:
 
     config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(Model(), config, autocast_adapter_dtype=False).double()
-    layer, given = model.base_model.model.lm_head, batch()
-    found = []
+    layer, arguments = model.base_model.model.lm_head, batch()
+    result = []
     for is_plain in (False, True):
         model.zero_grad(set_to_none=True)
         if is_plain:
-            logprobs = gk.token_logprobs(model(given["hidden"]), given["targets"]).logprobs
+            logprobs = gk.token_logprobs(model(arguments["hidden"]), arguments["targets"]).logprobs
         else:
             weight = layer.base_layer.weight + layer.get_delta_weight("default")
-            logprobs = gk.linear_logprobs(given["hidden"], weight, given["targets"], chunk_size=7).logprobs
+            logprobs = gk.linear_logprobs(arguments["hidden"], weight, arguments["targets"], chunk_size=7).logprobs
         logprobs.square().sum().backward()
-        found.append({"logprobs": logprobs} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    assert len(found[0]) == 3 and all(value.any() for value in found[0].values())
+        result.append({"logprobs": logprobs} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert len(result[0]) == 3 and all(value.any() for value in result[0].values())
     assert layer.base_layer.weight.grad is None
-    assert_close(*found, rtol=1e-9)
+    assert_close(*result, rtol=1e-9)

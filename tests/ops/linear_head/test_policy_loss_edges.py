@@ -46,7 +46,7 @@ def noise(*shape: int) -> Tensor:
 def batch(name: str = "grpo", rows: int = ROWS) -> dict[str, Any]:
     """A padded batch with the arguments that the config reads; rows differ in length, and one target is ignored."""
     lengths = torch.tensor([WIDTH, 3, 5, 1])[torch.arange(rows) % 4]
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "hidden": noise(rows, WIDTH, HIDDEN),
         "weight": noise(VOCABULARY, HIDDEN),
         "bias": noise(VOCABULARY),
@@ -55,15 +55,15 @@ def batch(name: str = "grpo", rows: int = ROWS) -> dict[str, Any]:
         "advantages": noise(rows),
         "mask": torch.arange(WIDTH) < lengths[:, None],
     }
-    given["targets"][0, 2] = -100
-    config, old = CONFIGS[name], given["old_logprobs"]
+    arguments["targets"][0, 2] = -100
+    config, old = CONFIGS[name], arguments["old_logprobs"]
     if config.kl != "none":
-        given["ref_logprobs"] = old + 0.1 * noise(rows, WIDTH)
+        arguments["ref_logprobs"] = old + 0.1 * noise(rows, WIDTH)
     if name == "corrected":
-        given["sampling_logprobs"] = old + 0.1 * noise(rows, WIDTH)
+        arguments["sampling_logprobs"] = old + 0.1 * noise(rows, WIDTH)
     if name == "segment":
-        given["segments"] = (torch.arange(WIDTH) // 3).repeat(rows, 1)
-    return given
+        arguments["segments"] = (torch.arange(WIDTH) // 3).repeat(rows, 1)
+    return arguments
 
 
 def leaves_of(given: dict[str, Any], frozen: str = "") -> dict[str, Tensor]:
@@ -90,11 +90,11 @@ def naive(given: dict[str, Any], config: gk.LossConfig, **options: Any) -> Any:
     if given.get("mask") is not None:
         mask &= given["mask"]
     logits = torch.nn.functional.linear(*leaves.values())
-    found = gk.token_logprobs(logits, given["targets"].clamp(min=0), return_entropy=True)
+    results = gk.token_logprobs(logits, given["targets"].clamp(min=0), return_entropy=True)
     of_policy = {k: v for k, v in given.items() if k not in ("targets", "mask", "return_entropy", *leaves)}
     has_entropy = config.entropy_coef != 0 or config.top_entropy_quantile < 1 or given.get("return_entropy")
-    of_policy |= {"mask": mask, "entropy": found.entropy if has_entropy else None, "config": config}
-    result = gk.policy_loss(found.logprobs, **of_policy)
+    of_policy |= {"mask": mask, "entropy": results.entropy if has_entropy else None, "config": config}
+    result = gk.policy_loss(results.logprobs, **of_policy)
     result.loss.backward()
     gradients = {f"by {name}": leaf.grad for name, leaf in leaves.items()}
     return {"loss": result.loss.detach(), "metrics": result.metrics.tensor} | gradients
@@ -124,22 +124,24 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_is_the_policy_loss_of_the_log_probs(
     name: str, memory: str, chunk_size: int | None, compact: bool | None
 ) -> None:
-    given, config = batch(name), CONFIGS[name]
-    got = run(given, config=config, memory=memory, chunk_size=chunk_size, compact=compact)
-    assert_close(got, naive(given, config))
-    assert got["by hidden"].any() and not got["by hidden"][0, 2].any() and not got["by hidden"][~given["mask"]].any()
+    arguments, config = batch(name), CONFIGS[name]
+    got = run(arguments, config=config, memory=memory, chunk_size=chunk_size, compact=compact)
+    assert_close(got, naive(arguments, config))
+    assert (
+        got["by hidden"].any() and not got["by hidden"][0, 2].any() and not got["by hidden"][~arguments["mask"]].any()
+    )
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_metrics_are_those_of_policy_loss_under_every_name(memory: str) -> None:
-    given = batch("dapo") | {"return_entropy": True}
-    leaves = leaves_of(given)
-    found = gk.linear_logprobs(**leaves, targets=given["targets"], return_entropy=True)
+    arguments = batch("dapo") | {"return_entropy": True}
+    leaves = leaves_of(arguments)
+    result = gk.linear_logprobs(**leaves, targets=arguments["targets"], return_entropy=True)
     config, names = CONFIGS["dapo"], ("old_logprobs", "advantages", "ref_logprobs")
-    mask = given["mask"] & (given["targets"] != -100)
-    others = {name: given[name] for name in names}
-    expected = gk.policy_loss(found.logprobs, **others, mask=mask, entropy=found.entropy, config=config).metrics
-    got = gk.linear_policy_loss(**given | leaves, config=config, memory=memory).metrics
+    mask = arguments["mask"] & (arguments["targets"] != -100)
+    others = {name: arguments[name] for name in names}
+    expected = gk.policy_loss(result.logprobs, **others, mask=mask, entropy=result.entropy, config=config).metrics
+    got = gk.linear_policy_loss(**arguments | leaves, config=config, memory=memory).metrics
     for one, other in ((got.to_dict(), expected.to_dict()), (got.trl(), expected.trl()), (got.verl(), expected.verl())):
         assert one.keys() == other.keys()
         for key, value in other.items():
@@ -150,10 +152,13 @@ def test_metrics_are_those_of_policy_loss_under_every_name(memory: str) -> None:
 @pytest.mark.parametrize("advantages", ["by row", "by token"])
 @pytest.mark.parametrize("old", [True, False])
 def test_every_factor_of_a_token(advantages: str, old: bool) -> None:
-    given = batch() | {"is_weights": torch.rand(ROWS, WIDTH, dtype=F64), "weights": torch.rand(ROWS, WIDTH, dtype=F64)}
-    given["advantages"] = noise(ROWS, WIDTH) if advantages == "by token" else given["advantages"]
-    given["old_logprobs"] = given["old_logprobs"] if old else None
-    assert_close(run(given, chunk_size=5), naive(given, CONFIGS["grpo"]))
+    arguments = batch() | {
+        "is_weights": torch.rand(ROWS, WIDTH, dtype=F64),
+        "weights": torch.rand(ROWS, WIDTH, dtype=F64),
+    }
+    arguments["advantages"] = noise(ROWS, WIDTH) if advantages == "by token" else arguments["advantages"]
+    arguments["old_logprobs"] = arguments["old_logprobs"] if old else None
+    assert_close(run(arguments, chunk_size=5), naive(arguments, CONFIGS["grpo"]))
 
 
 # Packed rows and chunk boundaries
@@ -175,14 +180,14 @@ def packed(given: dict[str, Any], behind: int = 3) -> tuple[dict[str, Any], Tens
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_packed_is_padded_without_the_padding(name: str, memory: str, chunk_size: int | None) -> None:
-    given, config = batch(name), CONFIGS[name]
-    without, kept = packed(given)
-    expected = run(given, config=config)
+    arguments, config = batch(name), CONFIGS[name]
+    without, kept = packed(arguments)
+    expected = run(arguments, config=config)
     for compact in (True, False):
         options = {"config": config, "memory": memory, "chunk_size": chunk_size, "compact": compact}
         got = run(without | {"cu_seqlens": without["cu_seqlens"].int()}, **options)
         assert not got["by hidden"][kept.sum() :].any()
-        got["by hidden"] = torch.zeros_like(given["hidden"]).index_put((kept,), got["by hidden"][: kept.sum()])
+        got["by hidden"] = torch.zeros_like(arguments["hidden"]).index_put((kept,), got["by hidden"][: kept.sum()])
         assert_close(got, expected)
 
 
@@ -193,13 +198,13 @@ def test_packed_is_padded_without_the_padding(name: str, memory: str, chunk_size
 def test_rows_that_are_longer_than_a_chunk_are_computed_twice(
     monkeypatch: pytest.MonkeyPatch, name: str, chunk_size: int, is_packed: bool, compact: bool
 ) -> None:
-    given, ran, once = batch(name), [], op.apply_loss
-    given = packed(given)[0] if is_packed else given
+    arguments, ran, once = batch(name), [], op.apply_loss
+    arguments = packed(arguments)[0] if is_packed else arguments
     # the longest row has an ignored target, which compact leaves out
     longest = WIDTH - 1 if compact else WIDTH
-    expected = run(given, config=CONFIGS[name])
+    expected = run(arguments, config=CONFIGS[name])
     monkeypatch.setattr(op, "apply_loss", lambda *args: ran.append(1) or once(*args))
-    got = run(given, config=CONFIGS[name], chunk_size=chunk_size, compact=compact)
+    got = run(arguments, config=CONFIGS[name], chunk_size=chunk_size, compact=compact)
     assert bool(ran) == (chunk_size >= longest)
     assert_close(got, expected)
 
@@ -209,9 +214,9 @@ def test_chunks_are_whole_sequences_and_as_many_as_fit(size: int) -> None:
     ends = [4, 4, 5, 9, 10, 10, 14]  # some of them empty
     if size < 4:
         ends = list(range(8))
-    found = [(part.start, part.stop) for part in chunks(ends[-1], size, ends)]
-    assert [start for start, _ in found] == [0, *(stop for _, stop in found[:-1])] and found[-1][1] == ends[-1]
-    for start, stop in found:
+    result = [(part.start, part.stop) for part in chunks(ends[-1], size, ends)]
+    assert [start for start, _ in result] == [0, *(stop for _, stop in result[:-1])] and result[-1][1] == ends[-1]
+    for start, stop in result:
         assert stop in ends and 0 < stop - start <= size
         assert stop == ends[-1] or next(end for end in ends if end > stop) - start > size
 
@@ -237,23 +242,23 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_tokens_without_an_advantage_have_no_gradient_and_cost_none(
     monkeypatch: pytest.MonkeyPatch, memory: str, by: str, compact: bool
 ) -> None:
-    given = batch()
-    given["advantages"] = noise(ROWS, WIDTH) if by == "token" else given["advantages"]
-    given["advantages"][1::2] = 0
-    expected = naive(given, CONFIGS["grpo"])
+    arguments = batch()
+    arguments["advantages"] = noise(ROWS, WIDTH) if by == "token" else arguments["advantages"]
+    arguments["advantages"][1::2] = 0
+    expected = naive(arguments, CONFIGS["grpo"])
     rows = counted(monkeypatch)
-    got = run(given, memory=memory, compact=compact, chunk_size=9)
+    got = run(arguments, memory=memory, compact=compact, chunk_size=9)
     assert not got["by hidden"][1::2].any() and got["by hidden"][0].any()
     assert_close(got, expected)
     # clipped tokens have no gradient either, which leaves the others of the first and the third row
-    assert 0 < sum(rows) <= int(given["mask"][::2].sum()) - 1
+    assert 0 < sum(rows) <= int(arguments["mask"][::2].sum()) - 1
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_a_kl_moves_rows_without_an_advantage(memory: str) -> None:
-    given = batch("dapo") | {"advantages": torch.zeros(ROWS, dtype=F64)}
-    got = run(given, config=CONFIGS["dapo"], memory=memory, chunk_size=9)
-    assert_close(got, naive(given, CONFIGS["dapo"]))
+    arguments = batch("dapo") | {"advantages": torch.zeros(ROWS, dtype=F64)}
+    got = run(arguments, config=CONFIGS["dapo"], memory=memory, chunk_size=9)
+    assert_close(got, naive(arguments, CONFIGS["dapo"]))
     assert got["by hidden"][1, 0].all()
 
 
@@ -261,32 +266,36 @@ def test_a_kl_moves_rows_without_an_advantage(memory: str) -> None:
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_token_takes_part(name: str, memory: str, compact: bool) -> None:
-    given = batch(name)
+    arguments = batch(name)
     for changes in ({"mask": torch.zeros(ROWS, WIDTH)}, {"targets": torch.full((ROWS, WIDTH), -100)}):
-        got = run(given | changes, config=CONFIGS[name], memory=memory, compact=compact, chunk_size=9)
+        got = run(arguments | changes, config=CONFIGS[name], memory=memory, compact=compact, chunk_size=9)
         assert got["loss"] == 0
         for what in ("by hidden", "by weight", "by bias"):
-            assert not got[what].any() and got[what].shape == given[what[3:]].shape
+            assert not got[what].any() and got[what].shape == arguments[what[3:]].shape
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_no_tokens(memory: str, shape: tuple[int, int]) -> None:
-    given = batch() | {"mask": None, "hidden": noise(*shape, HIDDEN), "targets": torch.zeros(shape, dtype=torch.int64)}
-    given |= {"old_logprobs": noise(*shape), "advantages": noise(shape[0])}
+    arguments = batch() | {
+        "mask": None,
+        "hidden": noise(*shape, HIDDEN),
+        "targets": torch.zeros(shape, dtype=torch.int64),
+    }
+    arguments |= {"old_logprobs": noise(*shape), "advantages": noise(shape[0])}
     for config in (CONFIGS["grpo"], CONFIGS["sequence token"]):
-        got = run(given, config=config, memory=memory)
-        assert got["loss"] == 0 and got["by hidden"].shape == given["hidden"].shape and not got["by weight"].any()
+        got = run(arguments, config=config, memory=memory)
+        assert got["loss"] == 0 and got["by hidden"].shape == arguments["hidden"].shape and not got["by weight"].any()
 
 
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("name", ["grpo", "sequence"])
 def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> None:
     """A micro-batch padded to a length can have tokens without rows, as for policy_loss."""
-    given, _ = packed(batch(name))
-    given |= {"cu_seqlens": torch.tensor([0]), "advantages": noise(0)}
-    expected = naive(given, CONFIGS[name])
-    assert_close(run(given, config=CONFIGS[name], compact=compact, chunk_size=4), expected)
+    arguments, _ = packed(batch(name))
+    arguments |= {"cu_seqlens": torch.tensor([0]), "advantages": noise(0)}
+    expected = naive(arguments, CONFIGS[name])
+    assert_close(run(arguments, config=CONFIGS[name], compact=compact, chunk_size=4), expected)
 
 
 @pytest.mark.parametrize("poison", [NAN, INF], ids=str)
@@ -294,50 +303,50 @@ def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_masked_tokens_hold_changes_no_bit(name: str, memory: str, compact: bool | None, poison: float) -> None:
-    given = batch(name)
+    arguments = batch(name)
     options = {"config": CONFIGS[name], "memory": memory, "chunk_size": 9, "compact": compact}
-    expected = run(given, **options)
-    given["hidden"][~given["mask"]] = poison
-    given["hidden"][0, 2] = poison  # its target is ignored
+    expected = run(arguments, **options)
+    arguments["hidden"][~arguments["mask"]] = poison
+    arguments["hidden"][0, 2] = poison  # its target is ignored
     for field in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
-        if field in given:
-            given[field][~given["mask"]] = poison
-    given["targets"][~given["mask"]] = VOCABULARY + 1
-    assert_same(run(given, **options), expected)
+        if field in arguments:
+            arguments[field][~arguments["mask"]] = poison
+    arguments["targets"][~arguments["mask"]] = VOCABULARY + 1
+    assert_same(run(arguments, **options), expected)
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", ["grpo", "sequence"])
 def test_what_is_behind_the_last_packed_row_changes_no_bit(name: str, memory: str) -> None:
-    given, kept = packed(batch(name))
+    arguments, kept = packed(batch(name))
     options = {"config": CONFIGS[name], "memory": memory, "chunk_size": 9}
-    expected = run(given, **options)
-    given["hidden"][kept.sum() :] = NAN
-    given["targets"][kept.sum() :] = VOCABULARY + 1
-    assert_same(run(given, **options), expected)
+    expected = run(arguments, **options)
+    arguments["hidden"][kept.sum() :] = NAN
+    arguments["targets"][kept.sum() :] = VOCABULARY + 1
+    assert_same(run(arguments, **options), expected)
 
 
 @pytest.mark.parametrize("kind", ["mask", "integers", "unsorted"])
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", ["grpo", "sequence", "quantile"])
 def test_positions_are_a_mask(name: str, memory: str, kind: str) -> None:
-    given, mask = batch(name), torch.rand(ROWS, WIDTH) < 0.6
+    arguments, mask = batch(name), torch.rand(ROWS, WIDTH) < 0.6
     places = mask.flatten().nonzero().squeeze(1)
     positions = {"mask": mask, "integers": places.int(), "unsorted": places[torch.randperm(len(places))]}[kind]
     options = {"config": CONFIGS[name], "memory": memory, "chunk_size": 9}
-    expected = run(given | {"mask": given["mask"] & mask}, **options)
+    expected = run(arguments | {"mask": arguments["mask"] & mask}, **options)
     for compact in (None, False):
-        assert_close(run(given, positions=positions, compact=compact, **options), expected)
+        assert_close(run(arguments, positions=positions, compact=compact, **options), expected)
 
 
 # Gradients
 
 
 def test_backward_runs_once_with_the_gradient_ready_and_as_often_as_asked_without() -> None:
-    given = batch()
+    arguments = batch()
     for memory in ("fast", "low"):
-        leaves = leaves_of(given)
-        loss = gk.linear_policy_loss(**given | leaves, memory=memory).loss
+        leaves = leaves_of(arguments)
+        loss = gk.linear_policy_loss(**arguments | leaves, memory=memory).loss
         loss.backward(retain_graph=True)
         first = leaves["weight"].grad.clone()
         if memory == "fast":
@@ -350,18 +359,18 @@ def test_backward_runs_once_with_the_gradient_ready_and_as_often_as_asked_withou
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_the_gradient_of_the_loss_is_passed_on(memory: str) -> None:
-    given = batch("entropy")
+    arguments = batch("entropy")
     options = {"config": CONFIGS["entropy"], "memory": memory}
-    one, scaled = run(given, **options), run(given, scale=-2.5, **options)
+    one, scaled = run(arguments, **options), run(arguments, scale=-2.5, **options)
     for name in ("by hidden", "by weight", "by bias"):
         torch.testing.assert_close(scaled[name], -2.5 * one[name], rtol=1e-12, atol=1e-14, msg=name)
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_second_derivatives_are_refused(memory: str) -> None:
-    given = batch()
-    leaves = leaves_of(given)
-    loss = gk.linear_policy_loss(**given | leaves, memory=memory).loss
+    arguments = batch()
+    leaves = leaves_of(arguments)
+    loss = gk.linear_policy_loss(**arguments | leaves, memory=memory).loss
     (gradient,) = torch.autograd.grad(loss, leaves["hidden"], create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.square().sum().backward()
@@ -369,12 +378,12 @@ def test_second_derivatives_are_refused(memory: str) -> None:
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_without_grad(memory: str) -> None:
-    given = batch("dapo")
-    expected = run(given, config=CONFIGS["dapo"])
-    leaves = leaves_of(given)
+    arguments = batch("dapo")
+    expected = run(arguments, config=CONFIGS["dapo"])
+    leaves = leaves_of(arguments)
     with torch.no_grad():
-        inside = gk.linear_policy_loss(**given | leaves, config=CONFIGS["dapo"], memory=memory)
-    plain = gk.linear_policy_loss(**given, config=CONFIGS["dapo"], memory=memory)
+        inside = gk.linear_policy_loss(**arguments | leaves, config=CONFIGS["dapo"], memory=memory)
+    plain = gk.linear_policy_loss(**arguments, config=CONFIGS["dapo"], memory=memory)
     for result in (inside, plain):
         assert not result.loss.requires_grad
         assert_close(
@@ -387,11 +396,11 @@ def test_without_grad(memory: str) -> None:
 def test_nothing_is_computed_for_what_is_frozen(
     monkeypatch: pytest.MonkeyPatch, frozen: str, product: str | None, memory: str
 ) -> None:
-    given = batch()
-    expected = run(given, memory=memory)
+    arguments = batch()
+    expected = run(arguments, memory=memory)
     if product is not None:
         monkeypatch.setattr(Products, product, lambda *_, **__: pytest.fail(f"{product} of a frozen {frozen}"))
-    got = run(given, frozen=frozen, memory=memory)
+    got = run(arguments, frozen=frozen, memory=memory)
     del expected[f"by {frozen}"]
     assert_same(got, expected)
 
@@ -416,13 +425,13 @@ class Fresh(torch.autograd.Function):
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", ["dapo", "entropy", "sequence", "dro"])
 def test_gradcheck(name: str, memory: str) -> None:
-    given = batch(name, rows=2)
-    leaves = leaves_of(given)
+    arguments = batch(name, rows=2)
+    leaves = leaves_of(arguments)
 
     def loss(*values: Tensor) -> Tensor:
         changed = dict(zip(leaves, values, strict=True))
         options: dict[str, Any] = {"config": CONFIGS[name], "memory": memory, "chunk_size": 8}
-        return gk.linear_policy_loss(**given | changed, **options, backend="cpu").loss
+        return gk.linear_policy_loss(**arguments | changed, **options, backend="cpu").loss
 
     assert torch.autograd.gradcheck(lambda *values: Fresh.apply(loss, *values), list(leaves.values()))
 
@@ -438,15 +447,15 @@ def halves(given: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("memory", ["fast", "low"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("quantile", "entropy")])
 def test_micro_batches_with_one_normalizer_add_up_to_the_batch(name: str, memory: str) -> None:
-    given, config = batch(name), CONFIGS[name]
-    whole = run(given, config=config, memory=memory)
+    arguments, config = batch(name), CONFIGS[name]
+    whole = run(arguments, config=config, memory=memory)
     names = ("tokens", "rows", "segments")
     count = {n: whole["metrics"][METRICS.index(n)] for n in names[:2]}
     if name == "segment":
-        segments = given["segments"].masked_fill(~given["mask"] | (given["targets"] == -100), -1)
+        segments = arguments["segments"].masked_fill(~arguments["mask"] | (arguments["targets"] == -100), -1)
         count["segments"] = sum(len(row.unique()) - (-1 in row) for row in segments)
     for normalizer in ({k: float(v) for k, v in count.items()}, {k: torch.as_tensor(v) for k, v in count.items()}):
-        parts = [run(half, config=config, memory=memory, normalizer=normalizer) for half in halves(given)]
+        parts = [run(half, config=config, memory=memory, normalizer=normalizer) for half in halves(arguments)]
         for what in ("loss", "by weight", "by bias"):
             torch.testing.assert_close(parts[0][what] + parts[1][what], whole[what], rtol=1e-10, atol=1e-12, msg=what)
         by_hidden = torch.cat([part["by hidden"] for part in parts])
@@ -456,13 +465,13 @@ def test_micro_batches_with_one_normalizer_add_up_to_the_batch(name: str, memory
 @pytest.mark.parametrize("compact", [None, False])
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_a_weight_gradient_that_is_added_up_elsewhere(chunk_size: int | None, compact: bool | None) -> None:
-    given = batch()
-    whole = run(given)
+    arguments = batch()
+    whole = run(arguments)
     before = noise(VOCABULARY, HIDDEN)
-    total, leaves = before.clone(), leaves_of(given)
+    total, leaves = before.clone(), leaves_of(arguments)
     options = {"normalizer": whole["metrics"][METRICS.index("rows")], "weight_grad": total}
     options |= {"chunk_size": chunk_size, "compact": compact}
-    for half in halves(given | leaves):
+    for half in halves(arguments | leaves):
         gk.linear_policy_loss(**half, **options).loss.backward()
     assert leaves["weight"].grad is None
     torch.testing.assert_close(total - before, whole["by weight"], rtol=1e-10, atol=1e-12)
@@ -472,10 +481,10 @@ def test_a_weight_gradient_that_is_added_up_elsewhere(chunk_size: int | None, co
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
 def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(into: torch.dtype) -> None:
-    given = {k: v.bfloat16() if k in ("hidden", "weight", "bias") else v for k, v in batch().items()}
-    expected, total = run(given)["by weight"], torch.zeros(VOCABULARY, HIDDEN, dtype=into)
-    leaves = leaves_of(given)
-    gk.linear_policy_loss(**given | leaves, weight_grad=total).loss.backward()
+    arguments = {k: v.bfloat16() if k in ("hidden", "weight", "bias") else v for k, v in batch().items()}
+    expected, total = run(arguments)["by weight"], torch.zeros(VOCABULARY, HIDDEN, dtype=into)
+    leaves = leaves_of(arguments)
+    gk.linear_policy_loss(**arguments | leaves, weight_grad=total).loss.backward()
     # one chunk: the float32 sum is rounded once, and its factors are rounded to half precision before
     size = float(expected.abs().max())
     torch.testing.assert_close(total, expected.to(into), rtol=2**-7, atol=2**-8 * size)
@@ -483,8 +492,8 @@ def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(into: torch.dty
 
 
 def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
-    given = batch()
-    leaves, total = leaves_of(given), torch.zeros(VOCABULARY, HIDDEN, dtype=F64)
-    loss = gk.linear_policy_loss(**given | leaves, weight_grad=total).loss
+    arguments = batch()
+    leaves, total = leaves_of(arguments), torch.zeros(VOCABULARY, HIDDEN, dtype=F64)
+    loss = gk.linear_policy_loss(**arguments | leaves, weight_grad=total).loss
     with pytest.raises(RuntimeError, match="linear_policy_loss: the loss must be given to backward unscaled"):
         (loss / 2).backward()

@@ -25,9 +25,9 @@ from tests.ops.linear_head.test_policy_loss_edges import (
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
     """Checks that the call raises exactly this type; the message begins with the first part and contains the others."""
-    given = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
+    arguments = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
     for backend in (None, *BACKENDS):
-        call = functools.partial(gk.linear_policy_loss, **given | leaves_of(given) | changes, backend=backend)
+        call = functools.partial(gk.linear_policy_loss, **arguments | leaves_of(arguments) | changes, backend=backend)
         assert_raises(error, f"linear_policy_loss: {parts[0]}", parts[1:], call)
 
 
@@ -86,12 +86,12 @@ def test_what_the_config_needs() -> None:
 @pytest.mark.parametrize("target", [-1, VOCABULARY])
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_a_target_that_is_no_column(memory: str, target: int) -> None:
-    given = batch()
-    given["targets"][1, 0], given["mask"][1, 0] = target, True
+    arguments = batch()
+    arguments["targets"][1, 0], arguments["mask"][1, 0] = target, True
     with pytest.raises(
         RuntimeError, match=rf"^linear_policy_loss: targets must be in \[0, {VOCABULARY}\).*got {target}"
     ):
-        gk.linear_policy_loss(**given, memory=memory)
+        gk.linear_policy_loss(**arguments, memory=memory)
 
 
 def test_a_config_of_another_type() -> None:
@@ -100,11 +100,11 @@ def test_a_config_of_another_type() -> None:
 
 @pytest.mark.parametrize("backend", [None, *KERNELS])
 def test_a_weight_gradient_that_does_not_fit(backend: str | None) -> None:
-    given = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
+    arguments = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
 
     def refuses(error: type[Exception], rule: str, into: Any, frozen: str = "", **options: Any) -> None:
         device = device_of(backend or "cpu")
-        moved = {k: v.to(device) for k, v in (given | leaves_of(given)).items()}
+        moved = {k: v.to(device) for k, v in (arguments | leaves_of(arguments)).items()}
         moved["weight"] = moved["weight"].detach().requires_grad_(frozen != "weight")
         with pytest.raises(error, match="linear_policy_loss: weight_grad must " + rule):
             gk.linear_policy_loss(**moved, weight_grad=into, backend=backend, **options)

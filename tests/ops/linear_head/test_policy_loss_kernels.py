@@ -44,7 +44,7 @@ def batch(name: str, extra: str = "plain", seed: int = 0) -> dict[str, Any]:
     old = -noise(ROWS, WIDTH).abs() * 2 - 1
     advantages = noise(ROWS)
     advantages[-1] = 0
-    given = {
+    arguments = {
         "hidden": noise(ROWS, WIDTH, HIDDEN),
         "weight": noise(VOCABULARY, HIDDEN),
         "bias": noise(VOCABULARY),
@@ -53,22 +53,22 @@ def batch(name: str, extra: str = "plain", seed: int = 0) -> dict[str, Any]:
         "advantages": advantages,
     }
     if name == "kl":
-        given["ref_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
+        arguments["ref_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
     if name == "corrected":
-        given["sampling_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
+        arguments["sampling_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
     if name == "segment":
-        given["segments"] = (torch.arange(WIDTH) // 3).expand(ROWS, WIDTH)
+        arguments["segments"] = (torch.arange(WIDTH) // 3).expand(ROWS, WIDTH)
     if extra == "mask":
-        given["mask"] = noise(ROWS, WIDTH) > -0.3
+        arguments["mask"] = noise(ROWS, WIDTH) > -0.3
     if extra == "positions":
-        given["positions"] = torch.tensor([0, 3, 4, 9, 20, 15])
+        arguments["positions"] = torch.tensor([0, 3, 4, 9, 20, 15])
     if extra == "by token":
-        given["advantages"] = noise(ROWS, WIDTH)
-        given["advantages"][:, 2:4] = 0
+        arguments["advantages"] = noise(ROWS, WIDTH)
+        arguments["advantages"][:, 2:4] = 0
     if extra == "scaled":
         temperature = torch.rand(ROWS, WIDTH, generator=random, dtype=F64) + 0.5
-        given |= {"softcap": 5.0, "temperature": temperature, "logit_scale": 0.7}
-    return given
+        arguments |= {"softcap": 5.0, "temperature": temperature, "logit_scale": 0.7}
+    return arguments
 
 
 def run(given: dict[str, Any], backend: str, dtype: torch.dtype = F64, **options: Any) -> dict[str, Tensor]:
@@ -92,10 +92,10 @@ def run(given: dict[str, Any], backend: str, dtype: torch.dtype = F64, **options
 @pytest.mark.parametrize("name", CONFIGS)
 def test_float64_is_the_reference(name: str, memory: str, chunk_size: int | None) -> None:
     for extra in EXTRAS:
-        given = batch(name, extra)
+        arguments = batch(name, extra)
         config = gk.LossConfig(**CONFIGS[name])
-        got = run(given, "cpu", config=config, memory=memory, chunk_size=chunk_size)
-        gold = run(given, "reference", config=config)
+        got = run(arguments, "cpu", config=config, memory=memory, chunk_size=chunk_size)
+        gold = run(arguments, "reference", config=config)
         for what in gold:
             torch.testing.assert_close(got[what], gold[what], rtol=1e-9, atol=1e-11, equal_nan=True, msg=what)
 
@@ -104,12 +104,12 @@ def test_float64_is_the_reference(name: str, memory: str, chunk_size: int | None
 @pytest.mark.parametrize("backend", KERNELS)
 def test_float32_loses_no_more_than_torch_does(backend: str, name: str) -> None:
     config = gk.LossConfig(**CONFIGS[name])
-    given = {
+    arguments = {
         key: value.float().double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for key, value in batch(name, "mask").items()
     }
-    got = run(given, backend, torch.float32, config=config, chunk_size=14)
-    working = run(given, "reference", torch.float32, config=config)
-    gold = run(given, "reference", config=config)
+    got = run(arguments, backend, torch.float32, config=config, chunk_size=14)
+    working = run(arguments, "reference", torch.float32, config=config)
+    gold = run(arguments, "reference", config=config)
     for what in ("loss", "hidden", "weight", "bias"):
         assert_within_budget(got[what], working[what], gold[what], what)

@@ -34,15 +34,17 @@ from tests.ops.linear_head.test_policy_loss_edges import (
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name == "cpu" or torch.cuda.is_available()])
 def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> None:
     # with all of these arguments no metric is NaN, which opcheck does not consider equal
-    given = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch(name, 2).items()}
-    given["sampling_logprobs"] = given["old_logprobs"] + 0.01
-    given |= {"is_weights": torch.rand(2, WIDTH), "return_entropy": True}
-    given = {k: v.to(device_of(backend)) if isinstance(v, Tensor) else v for k, v in given.items()}
+    arguments = {
+        k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch(name, 2).items()
+    }
+    arguments["sampling_logprobs"] = arguments["old_logprobs"] + 0.01
+    arguments |= {"is_weights": torch.rand(2, WIDTH), "return_entropy": True}
+    arguments = {k: v.to(device_of(backend)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
     calls: list[tuple[Any, ...]] = []
     once = op.apply_loss
     monkeypatch.setattr(op, "apply_loss", lambda *args: calls.append(args) or once(*args))
     options = {"config": CONFIGS[name], "chunk_size": 8, "backend": backend}
-    metrics = gk.linear_policy_loss(**given | leaves_of(given), **options).metrics
+    metrics = gk.linear_policy_loss(**arguments | leaves_of(arguments), **options).metrics
     assert not metrics.tensor.isnan().any()
     _, head, policy, chunking, _ = calls[0]
     torch.library.opcheck(
@@ -56,31 +58,31 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> No
 )
 def test_compiles_into_one_graph(backend: str | None, name: str, memory: str) -> None:
     torch.compiler.reset()
-    given = {k: v.float() if v.is_floating_point() else v for k, v in batch(name).items()}
-    given = {k: v.to(device_of(backend or "cpu")) for k, v in given.items()}
+    arguments = {k: v.float() if v.is_floating_point() else v for k, v in batch(name).items()}
+    arguments = {k: v.to(device_of(backend or "cpu")) for k, v in arguments.items()}
     options: dict[str, Any] = {"config": CONFIGS[name], "memory": memory, "chunk_size": 8, "backend": backend}
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor, **others: Tensor) -> Tensor:
         return gk.linear_policy_loss(hidden * 2, weight, bias=bias, **others, **options).loss * 3
 
-    found = []
+    result = []
     for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaves = leaves_of(given)
-        value = function(**given | leaves)
+        leaves = leaves_of(arguments)
+        value = function(**arguments | leaves)
         value.backward()
-        found.append({"loss": value.detach()} | {k: leaf.grad for k, leaf in leaves.items()})
-    assert_close(*found, rtol=1e-5, atol=1e-6)
-    assert found[0]["weight"].any()
+        result.append({"loss": value.detach()} | {k: leaf.grad for k, leaf in leaves.items()})
+    assert_close(*result, rtol=1e-5, atol=1e-6)
+    assert result[0]["weight"].any()
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_autocast_is_casting_by_hand(memory: str) -> None:
-    given = {k: v.float() if v.is_floating_point() else v for k, v in batch("dapo").items()}
+    arguments = {k: v.float() if v.is_floating_point() else v for k, v in batch("dapo").items()}
     options = {"config": CONFIGS["dapo"], "memory": memory}
-    cast, by_hand = leaves_of(given), leaves_of(given)
+    cast, by_hand = leaves_of(arguments), leaves_of(arguments)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = gk.linear_policy_loss(**given | cast, **options).loss
-    outside = gk.linear_policy_loss(**given | {k: v.bfloat16() for k, v in by_hand.items()}, **options).loss
+        inside = gk.linear_policy_loss(**arguments | cast, **options).loss
+    outside = gk.linear_policy_loss(**arguments | {k: v.bfloat16() for k, v in by_hand.items()}, **options).loss
     assert inside.dtype == torch.float32 and torch.equal(inside, outside)
     inside.backward()
     outside.backward()
@@ -93,9 +95,9 @@ def test_autocast_is_casting_by_hand(memory: str) -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_halves_lose_no_more_than_torch_does(backend: str, name: str, dtype: torch.dtype) -> None:
     exact = {k: v.to(dtype).double() if v.is_floating_point() else v for k, v in batch(name, 2).items()}
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in exact.items()}
+    arguments = {k: v.to(dtype) if v.is_floating_point() else v for k, v in exact.items()}
     options = {"config": CONFIGS[name], "chunk_size": 8}
-    got, working = run(given, backend, **options), run(given, "reference", **options)
+    got, working = run(arguments, backend, **options), run(arguments, "reference", **options)
     gold = run(exact, "reference", **options)
     assert got["loss"].dtype == torch.float32 and got["by weight"].dtype == dtype
     for what in ("loss", "by hidden", "by weight", "by bias"):
@@ -104,8 +106,8 @@ def test_halves_lose_no_more_than_torch_does(backend: str, name: str, dtype: tor
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
-    given = {k: v.float() if v.is_floating_point() else v for k, v in batch("sequence", 2).items()}
-    first, second = (run(given, backend, config=CONFIGS["sequence"], chunk_size=8) for _ in range(2))
+    arguments = {k: v.float() if v.is_floating_point() else v for k, v in batch("sequence", 2).items()}
+    first, second = (run(arguments, backend, config=CONFIGS["sequence"], chunk_size=8) for _ in range(2))
     assert_same(second, first)
 
 
@@ -144,20 +146,20 @@ def test_the_options_are_all_of_the_signature() -> None:
 def test_an_option_changes_the_result(name: str, memory: str) -> None:
     value, others = OPTIONS[name]
     names = ("hidden", "weight", "targets", "old_logprobs", "advantages")
-    given = {k: v for k, v in batch().items() if k in names} | others | {"memory": memory}
+    arguments = {k: v for k, v in batch().items() if k in names} | others | {"memory": memory}
     neutral: dict[str, Any] = {
-        "old_logprobs": given["old_logprobs"],
-        "advantages": given["advantages"],
+        "old_logprobs": arguments["old_logprobs"],
+        "advantages": arguments["advantages"],
         "temperature": 1.0,
         "logit_scale": 1.0,
         "config": "grpo",
         "segments": (torch.arange(WIDTH) // 3).repeat(ROWS, 1),
-        "ref_logprobs": given["old_logprobs"],
-        "sampling_logprobs": given["old_logprobs"],
+        "ref_logprobs": arguments["old_logprobs"],
+        "sampling_logprobs": arguments["old_logprobs"],
     }
     if name == "config":  # TRL's name for it, and max_length must follow
         value = gk.LossConfig.trl(loss_type="dr_grpo", max_completion_length=9)
-    before, after = run(given | {name: neutral.get(name)}), run(given | {name: value})
+    before, after = run(arguments | {name: neutral.get(name)}), run(arguments | {name: value})
     assert after["loss"].isfinite() and after["loss"] != before["loss"]
     assert not torch.allclose(after["by hidden"], before["by hidden"], rtol=1e-6, atol=0)
 
@@ -165,8 +167,8 @@ def test_an_option_changes_the_result(name: str, memory: str) -> None:
 @needs_cpu_kernels
 @pytest.mark.parametrize("memory", ["fast", "low"])
 def test_return_entropy_measures_it_and_changes_nothing_else(memory: str) -> None:
-    given, places = batch(), [METRICS.index(name) for name in ("entropy_sum", "entropy_loss")]
-    without, found = run(given, memory=memory), run(given, memory=memory, return_entropy=True)
-    assert (found["metrics"][places] > 0).all() and not without["metrics"][places].any()
-    found["metrics"][places] = 0
-    assert_close(found, without, rtol=1e-12, atol=1e-14)
+    arguments, places = batch(), [METRICS.index(name) for name in ("entropy_sum", "entropy_loss")]
+    without, result = run(arguments, memory=memory), run(arguments, memory=memory, return_entropy=True)
+    assert (result["metrics"][places] > 0).all() and not without["metrics"][places].any()
+    result["metrics"][places] = 0
+    assert_close(result, without, rtol=1e-12, atol=1e-14)

@@ -53,17 +53,17 @@ def test_counting_takes_one_launch_more(name: str) -> None:
 @pytest.mark.parametrize("ratio", ["segment", "segment_mean"])
 def test_segments_that_do_not_ascend_are_refused(ratio: str) -> None:
     config = gk.LossConfig(ratio=ratio)
-    given = batch() | {"ref_logprobs": None}
-    gk.policy_loss(**given, config=config, backend="cuda")
+    arguments = batch() | {"ref_logprobs": None}
+    gk.policy_loss(**arguments, config=config, backend="cuda")
     for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 64):  # one descends, one reaches the row's length
-        segments = given["segments"].clone()
+        segments = arguments["segments"].clone()
         segments[3] = wrong
         with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):
-            gk.policy_loss(**given | {"segments": segments}, config=config, backend="cuda")
+            gk.policy_loss(**arguments | {"segments": segments}, config=config, backend="cuda")
     # ids at masked tokens are ignored
-    segments = torch.where(given["mask"], given["segments"], 1000)
-    result = gk.policy_loss(**given | {"segments": segments}, config=config, backend="cuda")
-    assert torch.equal(result.loss, gk.policy_loss(**given, config=config, backend="cuda").loss)
+    segments = torch.where(arguments["mask"], arguments["segments"], 1000)
+    result = gk.policy_loss(**arguments | {"segments": segments}, config=config, backend="cuda")
+    assert torch.equal(result.loss, gk.policy_loss(**arguments, config=config, backend="cuda").loss)
 
 
 def test_many_rows_are_reduced_in_the_same_launch() -> None:
@@ -76,9 +76,9 @@ def test_every_schedule_gives_the_same_bits(name: str) -> None:
     results = []
     for seed in range(4):
         emulation.set_schedule(seed)
-        given = batch()
-        leaf = given.pop("logprobs").requires_grad_()
-        result = gk.policy_loss(leaf, **given, config=CONFIGS[name], backend="cuda")
+        arguments = batch()
+        leaf = arguments.pop("logprobs").requires_grad_()
+        result = gk.policy_loss(leaf, **arguments, config=CONFIGS[name], backend="cuda")
         results.append((torch.autograd.grad(result.loss, leaf)[0], result.metrics.tensor.nan_to_num(-1)))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 

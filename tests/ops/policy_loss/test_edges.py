@@ -69,25 +69,25 @@ def arguments(name: str, mask: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of the variant, with log-ratios on both sides of the clip bounds."""
     config, extra, shape = config_of(name), VARIANTS[name].get("with", ()), mask.shape
     old = -torch.rand(shape) - 0.7
-    given: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "logprobs": old + 0.25 * torch.randn(shape),
         "old_logprobs": None if "no_old" in extra else old,
         "advantages": torch.randn(shape if "token_advantages" in extra else shape[:1]),
         "mask": mask,
     }
     if config.ratio.startswith("segment"):
-        given["segments"] = segments_of(mask)
+        kwargs["segments"] = segments_of(mask)
     if config.kl != "none":
-        given["ref_logprobs"] = old + 0.3 * torch.randn(shape)
+        kwargs["ref_logprobs"] = old + 0.3 * torch.randn(shape)
     if config.correction != "none" or "sampling_logprobs" in extra:
-        given["sampling_logprobs"] = old + 0.1 * torch.randn(shape)
+        kwargs["sampling_logprobs"] = old + 0.1 * torch.randn(shape)
     if config.entropy_coef or config.top_entropy_quantile < 1:
-        given["entropy"] = torch.rand(shape)
+        kwargs["entropy"] = torch.rand(shape)
     if "weights" in extra:
-        given["weights"] = torch.randn(shape)
+        kwargs["weights"] = torch.randn(shape)
     if "is_token" in extra or "is_row" in extra:
-        given["is_weights"] = torch.rand(shape if "is_token" in extra else shape[:1]) + 0.5
-    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+        kwargs["is_weights"] = torch.rand(shape if "is_token" in extra else shape[:1]) + 0.5
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
 
 
 class Run:
@@ -142,31 +142,31 @@ def packed(given: dict[str, Any], lengths: Tensor, tail: int = 0) -> dict[str, A
 def test_packed_equals_padded(backend: str, dtype: torch.dtype, name: str, tail: int) -> None:
     lengths = torch.tensor([9, 3, 0, 7, 1])
     inside = torch.arange(9) < lengths[:, None]
-    given = arguments(name, inside & (torch.rand(5, 9) < 0.8), dtype)
-    padded, flat = Run(backend, given, config_of(name)), Run(backend, packed(given, lengths, tail), config_of(name))
+    kwargs = arguments(name, inside & (torch.rand(5, 9) < 0.8), dtype)
+    padded, flat = Run(backend, kwargs, config_of(name)), Run(backend, packed(kwargs, lengths, tail), config_of(name))
     flat.assert_near(padded, lambda gradient: torch.cat([gradient[inside], gradient.new_zeros(tail)]))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_width_of_the_padding_changes_nothing(backend: str, dtype: torch.dtype, name: str) -> None:
-    given = arguments(name, ragged(), dtype)
+    kwargs = arguments(name, ragged(), dtype)
     wide = {}
-    for key, value in given.items():
+    for key, value in kwargs.items():
         if isinstance(value, Tensor) and value.dim() == 2:
             filler = NAN if value.is_floating_point() else -1 if key == "segments" else 0
             value = torch.cat([value, torch.full((len(value), 5), filler, dtype=value.dtype)], 1)
         wide[key] = value
-    want, got = Run(backend, given, config_of(name)), Run(backend, wide, config_of(name))
+    want, got = Run(backend, kwargs, config_of(name)), Run(backend, wide, config_of(name))
     got.assert_near(want, lambda gradient: torch.cat([gradient, gradient.new_zeros(len(gradient), 5)], 1))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_order_of_the_rows_changes_nothing(backend: str, dtype: torch.dtype, name: str) -> None:
-    given, order = arguments(name, ragged(), dtype), torch.randperm(5)
-    shuffled = {key: value[order] if isinstance(value, Tensor) else value for key, value in given.items()}
-    want, got = Run(backend, given, config_of(name)), Run(backend, shuffled, config_of(name))
+    kwargs, order = arguments(name, ragged(), dtype), torch.randperm(5)
+    shuffled = {key: value[order] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+    want, got = Run(backend, kwargs, config_of(name)), Run(backend, shuffled, config_of(name))
     got.assert_near(want, lambda gradient: gradient[order])
 
 
@@ -180,8 +180,8 @@ SPLIT = [name for name in VARIANTS if "quantile" not in name]
 def test_micro_batches_add_up_to_the_whole(backend: str, dtype: torch.dtype, name: str, tensors: bool) -> None:
     mask = ragged(6)
     mask[4] = False
-    given, config = arguments(name, mask, dtype), config_of(name)
-    whole = Run(backend, given, config)
+    kwargs, config = arguments(name, mask, dtype), config_of(name)
+    whole = Run(backend, kwargs, config)
     counts: dict[str, Any] = {
         "tokens": float(whole.metrics["tokens"]),
         "rows": len(mask) if config.count_empty_rows or config.loss == "geo_mean" else mask.any(1).sum().item(),
@@ -189,18 +189,18 @@ def test_micro_batches_add_up_to_the_whole(backend: str, dtype: torch.dtype, nam
     }
     if tensors:
         counts = {key: torch.tensor(value, device=device_of(backend)) for key, value in counts.items()}
-    options = {} if "weights" in given else {"normalizer": counts}
+    options = {} if "weights" in kwargs else {"normalizer": counts}
     parts = []
     for rows in (slice(0, 2), slice(2, 5), slice(5, 6)):
-        part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in given.items()}
+        part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         parts.append(Run(backend, part, config, **options))
     unit = 64 * torch.finfo(dtype).eps
     torch.testing.assert_close(sum(part.loss for part in parts), whole.loss, rtol=unit, atol=unit)
     for key, gradient in whole.grads.items():
         torch.testing.assert_close(torch.cat([part.grads[key] for part in parts]), gradient, rtol=unit, atol=unit)
-    found = whole.metrics.merged(torch.stack([part.tensor for part in parts])).tensor
+    result = whole.metrics.merged(torch.stack([part.tensor for part in parts])).tensor
     close = {"rtol": 8 * unit, "atol": 8 * unit * float(whole.tensor.nan_to_num().abs().max()), "equal_nan": True}
-    torch.testing.assert_close(found, whole.tensor, **close)
+    torch.testing.assert_close(result, whole.tensor, **close)
 
 
 def test_what_is_merged_with_nothing_is_itself() -> None:
@@ -217,15 +217,15 @@ def test_what_is_merged_with_nothing_is_itself() -> None:
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_entropy_floor_of_more_than_is_here(backend: str, dtype: torch.dtype, name: str) -> None:
     """Given the entropy floor of the full batch, a part keeps the same tokens as the full batch."""
-    given, config = arguments(name, ragged(6), dtype), config_of(name)
-    counted = given["mask"] & (given["segments"] >= 0) if "segments" in given else given["mask"]
-    floor = given["entropy"][counted].quantile(1 - config.top_entropy_quantile)
-    Run(backend, given, config, entropy_floor=floor).assert_same(Run(backend, given, config))
+    kwargs, config = arguments(name, ragged(6), dtype), config_of(name)
+    counted = kwargs["mask"] & (kwargs["segments"] >= 0) if "segments" in kwargs else kwargs["mask"]
+    floor = kwargs["entropy"][counted].quantile(1 - config.top_entropy_quantile)
+    Run(backend, kwargs, config, entropy_floor=floor).assert_same(Run(backend, kwargs, config))
     kept = []
     for rows in (slice(0, 2), slice(2, 6)):
-        part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in given.items()}
+        part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
         kept.append(Run(backend, part, config, entropy_floor=floor[None]).metrics["kept_tokens"].cpu())
-    assert sum(kept) == Run(backend, given, config).metrics["kept_tokens"].cpu() > 0
+    assert sum(kept) == Run(backend, kwargs, config).metrics["kept_tokens"].cpu() > 0
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -235,25 +235,25 @@ def test_what_stands_in_masked_slots_changes_nothing(backend: str, dtype: torch.
     mask = ragged()
     mask &= torch.rand(mask.shape) < 0.8
     mask[2] = False
-    given, config = arguments(name, mask, dtype), config_of(name)
-    used = mask & (given["segments"] >= 0) if "segments" in given else mask
+    kwargs, config = arguments(name, mask, dtype), config_of(name)
+    used = mask & (kwargs["segments"] >= 0) if "segments" in kwargs else mask
 
     def planted(names: Any, filler: float) -> dict[str, Any]:
-        result = dict(given)
+        result = dict(kwargs)
         for key in names:
-            part = used if given[key].dim() == 2 else used.any(1)
-            result[key] = torch.where(part, given[key], filler)
+            part = used if kwargs[key].dim() == 2 else used.any(1)
+            result[key] = torch.where(part, kwargs[key], filler)
         return result
 
-    floats = [key for key, tensor in given.items() if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    floats = [key for key, tensor in kwargs.items() if isinstance(tensor, Tensor) and tensor.is_floating_point()]
     want = Run(backend, planted(floats, 0.0), config)
     Run(backend, planted(floats, value), config).assert_same(want)
     for key in floats:
         Run(backend, planted([key], value), config).assert_same(want)
     assert not any(gradient[~used].any() for gradient in want.grads.values())
-    if "segments" in given:
-        odd = given | {"segments": torch.where(mask, given["segments"], torch.tensor(10**6, dtype=torch.int32))}
-        Run(backend, odd, config).assert_same(Run(backend, given, config))
+    if "segments" in kwargs:
+        odd = kwargs | {"segments": torch.where(mask, kwargs["segments"], torch.tensor(10**6, dtype=torch.int32))}
+        Run(backend, odd, config).assert_same(Run(backend, kwargs, config))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -263,17 +263,17 @@ def test_what_stands_in_masked_slots_changes_nothing(backend: str, dtype: torch.
 def test_nothing_but_masked_tokens(
     backend: str, dtype: torch.dtype, name: str, shape: tuple[int, int], layout: str
 ) -> None:
-    given = arguments(name, torch.zeros(shape, dtype=torch.bool), dtype)
+    kwargs = arguments(name, torch.zeros(shape, dtype=torch.bool), dtype)
     if layout == "packed":
-        given = packed(given, torch.full((shape[0],), shape[1]), tail=3)
-    run = Run(backend, given, config_of(name))
+        kwargs = packed(kwargs, torch.full((shape[0],), shape[1]), tail=3)
+    run = Run(backend, kwargs, config_of(name))
     assert float(run.loss) == 0 and not any(gradient.any() for gradient in run.grads.values())
     values = run.metrics.to_dict()
     assert values["rows"] == shape[0]
     for key in ("active_rows", "tokens", "terms", "kept_tokens", "loss", "clipped", "off_policy_tokens"):
         assert values[key] == 0, key
-    for found in (run.metrics.trl(), run.metrics.verl()):
-        missing = {key for key, value in found.items() if value != value}
+    for result in (run.metrics.trl(), run.metrics.verl()):
+        missing = {key for key, value in result.items() if value != value}
         # as in TRL, the minimum and maximum over no rows are NaN
         assert missing <= {"clip_ratio/low_min", "clip_ratio/high_max"}
 
@@ -285,9 +285,9 @@ def test_rows_without_tokens_change_nothing_unless_they_are_counted(
 ) -> None:
     mask = ragged()
     mask[1] = False
-    given, config = arguments(name, mask, dtype), config_of(name)
-    without = {key: value[mask.any(1)] if isinstance(value, Tensor) else value for key, value in given.items()}
-    got, want = Run(backend, given, config), Run(backend, without, config)
+    kwargs, config = arguments(name, mask, dtype), config_of(name)
+    without = {key: value[mask.any(1)] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+    got, want = Run(backend, kwargs, config), Run(backend, without, config)
     counted = 4 / 5 if config.count_empty_rows or config.loss == "geo_mean" else 1
     unit = 64 * torch.finfo(dtype).eps
     torch.testing.assert_close(got.loss, want.loss * counted, rtol=unit, atol=unit)
@@ -299,11 +299,11 @@ def test_rows_without_tokens_change_nothing_unless_they_are_counted(
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_same_input_gives_the_same_bits(backend: str, dtype: torch.dtype, name: str) -> None:
-    given = arguments(name, ragged(16, 33), dtype)
-    first = Run(backend, given, config_of(name))
-    first.assert_same(Run(backend, given, config_of(name)))
+    kwargs = arguments(name, ragged(16, 33), dtype)
+    first = Run(backend, kwargs, config_of(name))
+    first.assert_same(Run(backend, kwargs, config_of(name)))
     strided = {}
-    for key, value in given.items():
+    for key, value in kwargs.items():
         if isinstance(value, Tensor) and value.dim() == 2:
             value = torch.stack([value, value], 2).transpose(0, 1)[..., 0].transpose(0, 1)
         strided[key] = value
@@ -314,15 +314,15 @@ def test_same_input_gives_the_same_bits(backend: str, dtype: torch.dtype, name: 
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_normalizer_as_number_tensor_or_by_name_is_the_same(backend: str, dtype: torch.dtype, kind: str) -> None:
     name = {"tokens": "clip", "rows": "mean-seq-mean-token-mean", "segments": "segment"}[kind]
-    given, config = arguments(name, ragged(), dtype), config_of(name)
+    kwargs, config = arguments(name, ragged(), dtype), config_of(name)
     device = device_of(backend)
     for value in (7, 0.25):  # a count per rank can be below 1
-        want = Run(backend, given, config, normalizer=value)
+        want = Run(backend, kwargs, config, normalizer=value)
         for same in (torch.tensor(value, device=device), {kind: value}, {kind: torch.tensor([value], device=device)}):
-            Run(backend, given, config, normalizer=same).assert_same(want)
+            Run(backend, kwargs, config, normalizer=same).assert_same(want)
     # a count of 0 on the device is taken as 1
-    nothing = Run(backend, given, config, normalizer=torch.tensor(0, device=device))
-    nothing.assert_same(Run(backend, given, config, normalizer=1))
+    nothing = Run(backend, kwargs, config, normalizer=torch.tensor(0, device=device))
+    nothing.assert_same(Run(backend, kwargs, config, normalizer=1))
 
 
 @pytest.mark.parametrize(
@@ -330,8 +330,8 @@ def test_normalizer_as_number_tensor_or_by_name_is_the_same(backend: str, dtype:
 )
 @pytest.mark.parametrize("backend", runnable_backends(SUPPORTS))
 def test_half_precision_is_computed_in_float32(backend: str, name: str, half: torch.dtype) -> None:
-    given = arguments(name, ragged(), torch.float32)
-    rounded = {k: v.to(half) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in given.items()}
+    kwargs = arguments(name, ragged(), torch.float32)
+    rounded = {k: v.to(half) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
     wide = {k: v.float() if isinstance(v, Tensor) and v.dtype == half else v for k, v in rounded.items()}
     got, want = Run(backend, rounded, config_of(name)), Run(backend, wide, config_of(name))
     assert got.loss.dtype == torch.float32 and torch.equal(got.loss, want.loss)
@@ -345,16 +345,16 @@ def test_half_precision_is_computed_in_float32(backend: str, name: str, half: to
 def test_ratio_beyond_the_largest_number(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
     """A clipped term stays clipped and a term without advantage stays 0; TRL returns NaN here."""
     mask = torch.ones(2, 3, dtype=torch.bool)
-    given: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "logprobs": torch.full((2, 3), -0.5),
         "old_logprobs": torch.full((2, 3), -3000.0),
         "advantages": torch.tensor([1.0, 0.0]),
         "mask": mask,
     }
     if ratio.startswith("segment"):
-        given["segments"] = torch.zeros(2, 3, dtype=torch.int32)
-    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
-    run = Run(backend, given, gk.LossConfig(loss=loss, ratio=ratio, aggregation="seq-mean-token-mean"))
+        kwargs["segments"] = torch.zeros(2, 3, dtype=torch.int32)
+    kwargs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in kwargs.items()}
+    run = Run(backend, kwargs, gk.LossConfig(loss=loss, ratio=ratio, aggregation="seq-mean-token-mean"))
     assert run.loss.isfinite() and not run.grads["logprobs"][1].any()
     first = run.grads["logprobs"][0]
     assert (first < 0).all() if loss == "cispo" else not first.any()

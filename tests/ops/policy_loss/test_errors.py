@@ -38,11 +38,13 @@ PER_TOKEN = [name for name in ARGUMENTS if name not in ("logprobs", "advantages"
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
     """Checks that the call raises exactly this type, with a message that contains the op and each part."""
-    given: dict[str, Any] = {"config": gk.LossConfig(kl="k3")} | ARGUMENTS | changes
-    given = {name: value for name, value in given.items() if value is not None or name in changes}
+    arguments: dict[str, Any] = {"config": gk.LossConfig(kl="k3")} | ARGUMENTS | changes
+    arguments = {name: value for name, value in arguments.items() if value is not None or name in changes}
     for backend in (None, *BACKENDS):
         device = device_of(backend or "cpu")
-        moved = {k: v.to(device) if isinstance(v, Tensor) and v.device.type != "meta" else v for k, v in given.items()}
+        moved = {
+            k: v.to(device) if isinstance(v, Tensor) and v.device.type != "meta" else v for k, v in arguments.items()
+        }
         assert_raises(error, "policy_loss: ", parts, functools.partial(gk.policy_loss, **moved, backend=backend))
 
 
@@ -127,10 +129,10 @@ def test_bounds_of_packed_rows(value: Any, error: type[Exception], parts: tuple[
 
 def test_segments_that_do_not_ascend() -> None:
     config = gk.LossConfig(ratio="segment")
-    given = {"logprobs": -torch.ones(2, 3), "old_logprobs": None, "advantages": torch.ones(2), "config": config}
+    arguments = {"logprobs": -torch.ones(2, 3), "old_logprobs": None, "advantages": torch.ones(2), "config": config}
     for bad in ([[0, 1, 0], [0, 0, 0]], [[0, 0, 1], [1, 0, 0]], [[0, 5, 5], [0, 0, 0]]):
         with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):
-            gk.policy_loss(**given, segments=torch.tensor(bad), backend="reference")  # type: ignore[arg-type]
+            gk.policy_loss(**arguments, segments=torch.tensor(bad), backend="reference")  # type: ignore[arg-type]
 
 
 NORMALIZERS = [0, -1, 0.0, -2.5, NAN, INF, True, "3", None]
@@ -175,10 +177,10 @@ def test_arguments_that_contradict_the_config() -> None:
 
 
 def test_entropy_floor_that_is_no_scalar() -> None:
-    some = gk.LossConfig(kl="k3", top_entropy_quantile=0.5)
-    refused(ValueError, "entropy_floor", "one element", "[2]", config=some, entropy_floor=torch.ones(2))
-    refused(TypeError, "entropy_floor", "float", config=some, entropy_floor=0.5)
-    refused(TypeError, "entropy_floor", "int64", config=some, entropy_floor=torch.ones((), dtype=torch.long))
+    subset = gk.LossConfig(kl="k3", top_entropy_quantile=0.5)
+    refused(ValueError, "entropy_floor", "one element", "[2]", config=subset, entropy_floor=torch.ones(2))
+    refused(TypeError, "entropy_floor", "float", config=subset, entropy_floor=0.5)
+    refused(TypeError, "entropy_floor", "int64", config=subset, entropy_floor=torch.ones((), dtype=torch.long))
 
 
 @pytest.mark.parametrize("config", [None, 3, {"loss": "clip"}, gk.LossConfig])

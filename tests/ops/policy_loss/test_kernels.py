@@ -115,10 +115,10 @@ def run(
             return value
         return value.to(device, dtype) if value.is_floating_point() and value.dim() else value.to(device)
 
-    given = {name: moved(value) for name, value in arguments.items()}
-    logprobs, entropy = given.pop("logprobs").requires_grad_(), given.pop("entropy").requires_grad_()
-    old, advantages = given.pop("old_logprobs"), given.pop("advantages")
-    result = gk.policy_loss(logprobs, old, advantages, entropy=entropy, config=config, backend=backend, **given)
+    kwargs = {name: moved(value) for name, value in arguments.items()}
+    logprobs, entropy = kwargs.pop("logprobs").requires_grad_(), kwargs.pop("entropy").requires_grad_()
+    old, advantages = kwargs.pop("old_logprobs"), kwargs.pop("advantages")
+    result = gk.policy_loss(logprobs, old, advantages, entropy=entropy, config=config, backend=backend, **kwargs)
     (1.7 * result.loss).backward()
     zero = torch.zeros_like(logprobs)
     by_entropy = zero if entropy.grad is None else entropy.grad

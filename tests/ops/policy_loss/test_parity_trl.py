@@ -176,8 +176,8 @@ def ours(backend: str, batch: Batch, options: dict[str, Any], ratio: Tensor | No
         arguments["config"] = gk.LossConfig.trl(**fields | {"use_vllm": False})
     if options["loss_type"] in ("dapo", "cispo", "vespo"):
         arguments["normalizer"] = batch.mask.sum().to(device)
-    given = options["old"] is not None or "use_vllm" in fields
-    old = moved(batch.old) if given else None
+    has_old = options["old"] is not None or "use_vllm" in fields
+    old = moved(batch.old) if has_old else None
     got = gk.policy_loss(
         logprobs,
         old,

@@ -71,21 +71,21 @@ def run(data: dict[str, Tensor], variant: str, backend: str = "triton", **more: 
     """The loss, its gradients with respect to log-probs and entropy, and the metrics."""
     config = gk.LossConfig(**VARIANTS[variant])
     # fresh leaves, so that gradients of several runs do not accumulate
-    given = {name: tensor.detach().clone().to(DEVICE) for name, tensor in data.items()}
+    arguments = {name: tensor.detach().clone().to(DEVICE) for name, tensor in data.items()}
     if variant != "clip":
-        del given["ref_logprobs"]
+        del arguments["ref_logprobs"]
     if variant != "sequence":
-        del given["sampling_logprobs"]
+        del arguments["sampling_logprobs"]
     if not config.ratio.startswith("segment"):
-        del given["segments"]
-    logprobs = given.pop("logprobs").requires_grad_()
-    given["entropy"].requires_grad_()
+        del arguments["segments"]
+    logprobs = arguments.pop("logprobs").requires_grad_()
+    arguments["entropy"].requires_grad_()
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=logprobs.dtype, device=DEVICE)
     result = gk.policy_loss(
-        logprobs, given.pop("old_logprobs"), advantages, config=config, backend=backend, **given, **more
+        logprobs, arguments.pop("old_logprobs"), advantages, config=config, backend=backend, **arguments, **more
     )
     result.loss.backward()
-    by_entropy = given["entropy"].grad
+    by_entropy = arguments["entropy"].grad
     return (
         result.loss.detach(),
         logprobs.grad if logprobs.grad is not None else torch.zeros_like(logprobs),
@@ -154,13 +154,13 @@ def test_kl_over_the_kept_tokens_only() -> None:
     del data["segments"], data["sampling_logprobs"]
     logprobs, old = data.pop("logprobs"), data.pop("old_logprobs")
     advantages = torch.ones(len(LENGTHS), dtype=torch.float64, device=DEVICE)
-    found = {}
+    results = {}
     for backend in ("triton", "reference"):
         leaf = logprobs.clone().requires_grad_()
         result = gk.policy_loss(leaf, old, advantages, weights=data["entropy"], config=config, backend=backend, **data)
         result.loss.backward()
-        found[backend] = (result.metrics.tensor, leaf.grad)
-    for got, gold in zip(found["triton"], found["reference"], strict=True):
+        results[backend] = (result.metrics.tensor, leaf.grad)
+    for got, gold in zip(results["triton"], results["reference"], strict=True):
         torch.testing.assert_close(got, gold, rtol=1e-11, atol=1e-13, equal_nan=True)
 
 

@@ -215,16 +215,16 @@ def _of_one_size(distances: np.ndarray, config: gk.SimilarityConfig) -> Wanted:
 
 def wanted(distances: Tensor, config: gk.SimilarityConfig | str) -> Wanted:
     """Expected result for distances [P, K, K], whose diagonal is infinite at unused places."""
-    settings, given = gk.SimilarityConfig.of(config, "tests"), distances.cpu().double().numpy()
-    in_use = np.isfinite(given[:, np.arange(given.shape[1]), np.arange(given.shape[1])])
-    results = Wanted(np.full(in_use.shape, -1), *(np.zeros(len(given), t) for t in (int, float, int, int)))
+    settings, matrices = gk.SimilarityConfig.of(config, "tests"), distances.cpu().double().numpy()
+    in_use = np.isfinite(matrices[:, np.arange(matrices.shape[1]), np.arange(matrices.shape[1])])
+    results = Wanted(np.full(in_use.shape, -1), *(np.zeros(len(matrices), t) for t in (int, float, int, int)))
     for size in np.unique(in_use.sum(1)):
         chosen = np.flatnonzero(in_use.sum(1) == size)
         places = np.argsort(~in_use[chosen], axis=1, kind="stable")[:, :size]
-        inner = given[chosen[:, None, None], places[:, :, None], places[:, None]]
-        found = _of_one_size(inner, settings)
-        results.labels[chosen[:, None], places] = found.labels
-        for whole, part in zip(results[1:], found[1:], strict=True):
+        inner = matrices[chosen[:, None, None], places[:, :, None], places[:, None]]
+        result = _of_one_size(inner, settings)
+        results.labels[chosen[:, None], places] = result.labels
+        for whole, part in zip(results[1:], result[1:], strict=True):
             whole[chosen] = part
     return results
 

@@ -100,8 +100,8 @@ def test_threshold_components(seed: int, dtype: torch.dtype, threshold: float) -
     c = case(seed, dtype)
     got = diversity.threshold_components(c.distances, threshold)
     assert got.dtype == torch.int32
-    for p, found in enumerate(got.tolist()):
-        expected = [-1] * len(found)
+    for p, result in enumerate(got.tolist()):
+        expected = [-1] * len(result)
         for i in c.present(p):
             if expected[i] < 0:
                 number, todo = max(expected) + 1, [i]
@@ -110,7 +110,7 @@ def test_threshold_components(seed: int, dtype: torch.dtype, threshold: float) -
                     expected[at] = number
                     near = (c.distances[p, at] <= torch.tensor(threshold, dtype=dtype)).tolist()
                     todo += [j for j in c.present(p) if near[j] and expected[j] < 0]
-        assert found == expected
+        assert result == expected
 
 
 @pytest.mark.parametrize("seed", range(4))

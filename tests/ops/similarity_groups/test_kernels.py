@@ -56,8 +56,8 @@ class Peer:
         count, sizes = CASES[case]
         kinds = ("mixture", "isotropic", "duplicates")
         self.batch = batch_of(share_of(backend, count), kinds, sizes_for(backend, *sizes), seed=7)
-        arguments = (t.to(device_of(backend)) for t in (self.batch.rows, self.batch.ids))
-        self.distances = gk.pairwise_cosine(*arguments, backend=backend).cpu().double().numpy()
+        points = (t.to(device_of(backend)) for t in (self.batch.rows, self.batch.ids))
+        self.distances = gk.pairwise_cosine(*points, backend=backend).cpu().double().numpy()
         self.prompts = self.batch.prompts()
         self._scores: dict[tuple[int, ...], float] = {}
 
@@ -80,12 +80,12 @@ class Peer:
         rows = self.prompts[prompt].double().numpy()
         size = len(rows)
         if linkage == "ward":
-            model, given = AgglomerativeClustering(k, compute_distances=True), rows
-            given = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+            model, points = AgglomerativeClustering(k, compute_distances=True), rows
+            points = rows / np.linalg.norm(rows, axis=1, keepdims=True)
         else:
             model = AgglomerativeClustering(k, metric="precomputed", linkage=linkage, compute_distances=True)
-            given = self.distances[prompt, :size, :size]
-        model.fit(given)
+            points = self.distances[prompt, :size, :size]
+        model.fit(points)
         members: list[list[int]] = [[i] for i in range(size)]
         labels, cuts = np.arange(size), {}
         for step, (a, b) in enumerate(model.children_):
@@ -120,8 +120,8 @@ def test_chosen_partition_is_that_of_scikit_learn(backend: str, case: str, linka
         if best not in cuts:  # identical responses have nothing but ties
             assert not peer.distances[prompt, : len(expected), : len(expected)].any()
             continue
-        found = labels[peer.batch.ids == name]
-        assert found.tolist() == canonical(expected), prompt
+        result = labels[peer.batch.ids == name]
+        assert result.tolist() == canonical(expected), prompt
         # at most 30 cuts of a large prompt, to limit the time
         scores = {k: peer.score(prompt, cut) for k, cut in cuts.items() if k in (best, *range(2, 32))}
         assert scores[best] >= max(scores.values()) - 1e-6, prompt
@@ -164,11 +164,11 @@ def test_random_prompts_have_the_groups_that_float64_gives(backend: str, kind: s
     device = device_of(backend)
     for sizes, count in (((1, 2, 3, 4, 5, 8), 500), ((7, 9, 16, 17, 24), 250)):
         batch = batch_of(share_of(backend, count), [kind], sizes_for(backend, *sizes), seed=len(sizes))
-        given = batch.rows.to(device), batch.ids.to(device)
-        distances = gk.pairwise_cosine(*given, backend=backend)
+        arguments = batch.rows.to(device), batch.ids.to(device)
+        distances = gk.pairwise_cosine(*arguments, backend=backend)
         expected = wanted(distances, config)
         assert_wanted(gk.cluster_distances(distances, config=config, backend=backend), expected)
-        got = gk.similarity_groups(*given, config=config, backend=backend)
+        got = gk.similarity_groups(*arguments, config=config, backend=backend)
         for prompt, name in enumerate(batch.ids.unique()):
             labels = got.labels.cpu()[batch.ids == name].tolist()
             assert labels == expected.labels[prompt, : len(labels)].tolist(), prompt
@@ -202,8 +202,8 @@ def test_ties_go_to_the_lowest_places(backend: str, linkage: str, levels: int) -
         device = device_of(backend)
         got = gk.cluster_distances(distances.to(device), config=gk.SimilarityConfig(linkage, **APART), backend=backend)
         assert_wanted(got, expected)
-        found = gk.agglomerate(distances.to(device), linkage=linkage, backend=backend)
-        assert np.array_equal(found.merges.cpu().numpy(), tree(distances.double().numpy(), linkage).merges)
+        result = gk.agglomerate(distances.to(device), linkage=linkage, backend=backend)
+        assert np.array_equal(result.merges.cpu().numpy(), tree(distances.double().numpy(), linkage).merges)
 
 
 @pytest.mark.parametrize("linkage", LINKAGES)

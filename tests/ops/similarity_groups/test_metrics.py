@@ -157,15 +157,15 @@ def test_advantages_are_those_of_both_steps(layout: str, backend: str | None) ->
         x, ids, rewards, valid = x[order], ids[order], rewards[order], valid[order]
     groups = size if layout == "neighbours" else ids
     got = gk.similarity_advantages(rewards, x, groups, valid=valid, backend=backend)
-    found = gk.similarity_groups(x, groups, valid=valid, backend=backend)
-    within = gk.group_advantages(rewards, groups, subgroups=found.labels, valid=valid, backend=backend)
-    for one, other in zip((*got[:5], *got.groups), (*within, *found), strict=True):
+    result = gk.similarity_groups(x, groups, valid=valid, backend=backend)
+    within = gk.group_advantages(rewards, groups, subgroups=result.labels, valid=valid, backend=backend)
+    for one, other in zip((*got[:5], *got.groups), (*within, *result), strict=True):
         assert torch.equal(one, other)
-    assert (found.num_groups > 1).any()
-    wanted = in_python(rewards.tolist(), found.labels.tolist(), ids.tolist(), valid.tolist())
+    assert (result.num_groups > 1).any()
+    wanted = in_python(rewards.tolist(), result.labels.tolist(), ids.tolist(), valid.tolist())
     torch.testing.assert_close(got.advantages.tolist(), wanted, rtol=1e-9, atol=1e-9)
     # ids that are unique across prompts give the same result
-    by_id = gk.group_advantages(rewards, found.group_ids, valid=valid & (found.labels >= 0), backend=backend)
+    by_id = gk.group_advantages(rewards, result.group_ids, valid=valid & (result.labels >= 0), backend=backend)
     torch.testing.assert_close(got.advantages, by_id.advantages, rtol=1e-9, atol=1e-12)
 
 
@@ -174,9 +174,9 @@ def test_advantages_pass_every_setting_on() -> None:
     loose = gk.SimilarityConfig("complete", min_silhouette=-1.0)
     config = gk.AdvantageConfig("opo", singleton="parent")
     got = gk.similarity_advantages(rewards, x, 8, similarity=loose, config=config, lengths=torch.arange(24))
-    found = gk.similarity_groups(x, 8, config=loose)
-    within = gk.group_advantages(rewards, 8, subgroups=found.labels, config=config, lengths=torch.arange(24))
-    assert torch.equal(got.advantages, within.advantages) and torch.equal(got.groups.labels, found.labels)
+    result = gk.similarity_groups(x, 8, config=loose)
+    within = gk.group_advantages(rewards, 8, subgroups=result.labels, config=config, lengths=torch.arange(24))
+    assert torch.equal(got.advantages, within.advantages) and torch.equal(got.groups.labels, result.labels)
     remax = gk.similarity_advantages(rewards, x, 8, config="remax", baselines=rewards.flip(0))
     by_hand = gk.group_advantages(rewards, 8, subgroups=remax.groups.labels, config="remax", baselines=rewards.flip(0))
     assert torch.equal(remax.advantages, by_hand.advantages)

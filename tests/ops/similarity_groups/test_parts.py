@@ -52,13 +52,13 @@ def inner(distances: Tensor, prompt: int) -> np.ndarray:
 
 def members_of(merges: np.ndarray, size: int) -> list[list[int]]:
     """Rows of the new cluster of each (lo, hi) merge."""
-    clusters, found = {place: [place] for place in range(size)}, []
+    clusters, result = {place: [place] for place in range(size)}, []
     for lo, hi in merges.tolist():
         assert lo < hi and lo == min(clusters[lo]) and hi == min(clusters[hi]), "lowest places, the lower first"
         clusters[lo] = sorted(clusters[lo] + clusters.pop(hi))
-        found.append(clusters[lo])
+        result.append(clusters[lo])
     assert len(clusters) <= 1 or size == 0
-    return found
+    return result
 
 
 @pytest.mark.parametrize("linkage", LINKAGES)
@@ -67,9 +67,9 @@ def test_tree_is_that_of_scipy(backend: str, linkage: str) -> None:
     """Compares heights and the cluster of every merge; ward uses the Euclidean distances of unit vectors."""
     hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
     _, _, distances = ragged(backend, 400, 2, 3, 5, 8, 13, 40)
-    found = gk.agglomerate(distances, linkage=linkage, backend=backend)
-    merges, heights = found.merges.cpu().numpy(), found.heights.cpu().numpy()
-    assert found.merges.dtype == torch.int32 and found.heights.dtype == torch.float32
+    result = gk.agglomerate(distances, linkage=linkage, backend=backend)
+    merges, heights = result.merges.cpu().numpy(), result.heights.cpu().numpy()
+    assert result.merges.dtype == torch.int32 and result.heights.dtype == torch.float32
     for prompt in range(len(distances)):
         square = inner(distances, prompt)
         size = len(square)
@@ -89,10 +89,10 @@ def test_tree_is_that_of_scipy(backend: str, linkage: str) -> None:
 def test_tree_of_the_largest_prompts(backend: str, linkage: str) -> None:
     for size in (64, 256) if backend in FAST else (64,):
         _, _, distances = ragged(backend, 1, size) if backend in FAST else (0, 0, grid_distances(1, size, 1000))
-        found = gk.agglomerate(distances.to(device_of(backend)), linkage=linkage, backend=backend)
+        result = gk.agglomerate(distances.to(device_of(backend)), linkage=linkage, backend=backend)
         expected = tree(distances.cpu().double().numpy(), linkage)
-        assert np.array_equal(found.merges.cpu().numpy(), expected.merges)
-        np.testing.assert_allclose(found.heights.cpu().numpy(), expected.heights, **HEIGHTS)
+        assert np.array_equal(result.merges.cpu().numpy(), expected.merges)
+        np.testing.assert_allclose(result.heights.cpu().numpy(), expected.heights, **HEIGHTS)
 
 
 @pytest.mark.parametrize("linkage", LINKAGES)
@@ -123,9 +123,9 @@ def test_places_that_are_not_in_use_take_no_part_in_a_tree(backend: str) -> None
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_smallest_trees(backend: str, size: int) -> None:
     distances = (torch.ones(3, size, size) - torch.eye(size)).to(device_of(backend))
-    found = gk.agglomerate(distances, backend=backend)
-    assert found.merges.tolist() == [[[0, 1]]] * 3 if size == 2 else found.merges.shape == (3, 0, 2)
-    assert found.heights.tolist() == [[1.0]] * 3 if size == 2 else found.heights.shape == (3, 0)
+    result = gk.agglomerate(distances, backend=backend)
+    assert result.merges.tolist() == [[[0, 1]]] * 3 if size == 2 else result.merges.shape == (3, 0, 2)
+    assert result.heights.tolist() == [[1.0]] * 3 if size == 2 else result.heights.shape == (3, 0)
     none = gk.agglomerate(distances[:0], backend=backend)
     assert none.merges.shape == (0, max(size - 1, 0), 2) and none.heights.shape == (0, max(size - 1, 0))
 
@@ -166,15 +166,15 @@ def test_silhouettes_are_those_of_scikit_learn(backend: str, left_out: float) ->
     compared = 0
     for prompt in range(len(distances)):
         square = inner(distances, prompt)
-        given = labels[prompt, : len(square)].numpy()
-        in_use = given >= 0
+        kwargs = labels[prompt, : len(square)].numpy()
+        in_use = kwargs >= 0
         rest = np.ones(labels.shape[1], bool)
         rest[: len(square)] = ~in_use
         assert np.isnan(samples[prompt, rest]).all(), "places that are not in use"
-        if not 2 <= len(np.unique(given[in_use])) < in_use.sum():
+        if not 2 <= len(np.unique(kwargs[in_use])) < in_use.sum():
             continue
         compared += 1
-        arguments = square[np.ix_(in_use, in_use)], given[in_use]
+        arguments = square[np.ix_(in_use, in_use)], kwargs[in_use]
         expected = metrics.silhouette_samples(*arguments, metric="precomputed")
         np.testing.assert_allclose(samples[prompt, : len(square)][in_use], expected, **SCORES)
         expected = metrics.silhouette_score(*arguments, metric="precomputed")

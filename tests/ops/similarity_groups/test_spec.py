@@ -325,9 +325,9 @@ def test_no_cut_into_more_groups_than_distinct_responses_can_win(backend: str, l
         # scores are rounded to float32
         assert all(other <= score - 2 / size + 1e-6 for other in finer)
         assert best.best_k[prompt] <= distinct
-        found = best.labels.cpu()[rows.ids == name]
+        result = best.labels.cpu()[rows.ids == name]
         for twin in range(distinct):
-            assert len(found[twins == twin].unique()) == 1, "twins share a label"
+            assert len(result[twins == twin].unique()) == 1, "twins share a label"
     assert seen > 0
 
 

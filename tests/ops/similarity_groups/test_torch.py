@@ -103,8 +103,8 @@ def test_labels_of_rows_and_advantages_compile_into_one_graph(backend: str | Non
 
     def advantages(rows: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
         groups = gk.similarity_groups(rows, 8, config="ward", backend=backend)
-        found = gk.silhouette(gk.pairwise_cosine(rows, 8, backend=backend), groups.labels, 8, backend=backend)
-        return gk.group_advantages(rewards, 8, subgroups=groups.group_ids).advantages, found.samples
+        result = gk.silhouette(gk.pairwise_cosine(rows, 8, backend=backend), groups.labels, 8, backend=backend)
+        return gk.group_advantages(rewards, 8, subgroups=groups.group_ids).advantages, result.samples
 
     compiled = torch.compile(advantages, fullgraph=True, backend="aot_eager")
     for one, other in zip(compiled(rows, rewards), advantages(rows, rewards), strict=True):
@@ -128,11 +128,11 @@ def test_strides_change_nothing(backend: str, dtype: torch.dtype) -> None:
     shifted = torch.cat((rows.new_zeros(1), rows.flatten()))[1:].view(rows.shape)
     spread_ids, spread_valid = ids.new_full((len(ids), 2), 77), valid.new_ones(len(ids), 3)
     spread_ids[:, 1], spread_valid[:, 1] = ids, valid
-    for given in (wide[:, 1:43:2], tall[:, ::2].T, shifted):
-        assert torch.equal(given, rows)
+    for arguments in (wide[:, 1:43:2], tall[:, ::2].T, shifted):
+        assert torch.equal(arguments, rows)
         options = {"valid": spread_valid[:, 1], "backend": backend}
-        assert_same(gk.similarity_groups(given, spread_ids[:, 1], **options), expected)
-        assert torch.equal(gk.pairwise_cosine(given, spread_ids[:, 1], **options), near)
+        assert_same(gk.similarity_groups(arguments, spread_ids[:, 1], **options), expected)
+        assert torch.equal(gk.pairwise_cosine(arguments, spread_ids[:, 1], **options), near)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -143,11 +143,13 @@ def test_strides_of_distances_and_labels_change_nothing(backend: str) -> None:
     wide[:, 1::2, 1:6] = distances
     columns = labels.T.contiguous().T
     turned = distances.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    for given in (wide[:, 1::2, 1:6], turned, distances.mT):
-        assert torch.equal(given, distances)
+    for arguments in (wide[:, 1::2, 1:6], turned, distances.mT):
+        assert torch.equal(arguments, distances)
         for call in (gk.cluster_distances, gk.agglomerate):
-            assert_same(call(given, backend=backend), call(distances, backend=backend))
-        assert_same(gk.silhouette(given, columns, backend=backend), gk.silhouette(distances, labels, backend=backend))
+            assert_same(call(arguments, backend=backend), call(distances, backend=backend))
+        assert_same(
+            gk.silhouette(arguments, columns, backend=backend), gk.silhouette(distances, labels, backend=backend)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)

@@ -43,12 +43,12 @@ def test_trees_cuts_and_silhouettes_are_those_of_the_reference_to_the_bit(size: 
     linkage = LINKAGES[(size + (steps is None)) % 4]
     config = gk.SimilarityConfig(linkage, min_silhouette=0.0, collapse="singletons")
     labels = (torch.arange(2 * size, device=DEVICE).view(2, size) * 7) % 5 - 1
-    found = {}
+    result = {}
     for backend in ("triton", "reference"):
         groups = gk.cluster_distances(distances, config=config, backend=backend)
         tree = gk.agglomerate(distances, linkage=linkage, backend=backend)
-        found[backend] = (*groups, *tree, *gk.silhouette(distances, labels, backend=backend))
-    assert_equal_bits(found["triton"], found["reference"])
+        result[backend] = (*groups, *tree, *gk.silhouette(distances, labels, backend=backend))
+    assert_equal_bits(result["triton"], result["reference"])
 
 
 def test_distances_hang_on_neither_place_nor_number_of_rows() -> None:

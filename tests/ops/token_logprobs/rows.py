@@ -56,8 +56,8 @@ def run(
 
 def upstream_of(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Upstream gradients of both results, 0 for some rows."""
-    some = torch.rand(targets.shape) > 0.2
-    return torch.randn(targets.shape) * some, torch.randn(targets.shape) * (torch.rand(targets.shape) > 0.2)
+    subset = torch.rand(targets.shape) > 0.2
+    return torch.randn(targets.shape) * subset, torch.randn(targets.shape) * (torch.rand(targets.shape) > 0.2)
 
 
 def assert_matches(

@@ -102,10 +102,10 @@ def test_float64_logits(backend: str) -> None:
 def test_gradcheck(backend: str, options: dict[str, Any]) -> None:
     logits, targets = rows_of((2, 3, 13), torch.float64, spread=1.0)
     targets[0, 1] = -100
-    given = options | {"temperature": torch.rand(2, 3, dtype=torch.float64) + 0.5}
+    arguments = options | {"temperature": torch.rand(2, 3, dtype=torch.float64) + 0.5}
 
     def results(logits: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = {**given, "logit_scale": 0.1} if "softcap" in given else given
+        scaled = {**arguments, "logit_scale": 0.1} if "softcap" in arguments else arguments
         return tuple(gk.token_logprobs(logits, targets, return_entropy=True, backend=backend, **scaled))
 
     assert torch.autograd.gradcheck(results, logits.requires_grad_())
