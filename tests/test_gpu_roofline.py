@@ -330,7 +330,7 @@ def test_resources_are_read(samples: Any, tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a call must keep; counts are of its longest launch, flaws of all its launches."""
+    """Limits on a prediction: counts are those of the longest launch, flaws those of all launches."""
 
     share: float
     instructions: float
@@ -341,7 +341,7 @@ class Budget:
     generic: int = 0
 
 
-# What the kernels reach, so that nothing slips back; a better kernel raises its line.
+# Set to the values that the kernels reach, so that nothing slips back; a better kernel tightens its line.
 BUDGETS = {
     "token_logprobs, forward, bf16": Budget(0.97, 6.7, 40, 0.75, 128),
     "token_logprobs, backward, bf16": Budget(0.97, 6.7, 48, 0.62, 128),
@@ -371,7 +371,7 @@ def test_every_call_has_a_budget() -> None:
 
 
 def overruns(budget: Budget, prediction: dict[str, Any]) -> list[str]:
-    """What a prediction does not keep of its budget."""
+    """Describes the limits of a budget that a prediction exceeds."""
     launches = prediction["launches"]
     result = {"share": prediction["share"], **max(launches, key=lambda launch: launch["us"])}
     result |= {name: max(launch[name] for launch in launches) for name in ("local", "generic")}

@@ -283,7 +283,7 @@ class Latency:
 def loop_latency(
     trace: Sequence[Instruction], gpu: Gpu, is_loop: bool = True, share: float = 1.0, has_rereads: bool = False
 ) -> Latency:
-    """What one warp alone takes for a sequence of instructions: once, or per iteration of a loop in its steady state.
+    """The cycles of a single warp for a sequence of instructions: once, or per iteration of a loop in its steady state.
 
     Args:
         trace: the instructions.

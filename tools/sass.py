@@ -126,7 +126,7 @@ class Block:
     successors: list[int] = field(default_factory=list)
 
     def weight(self, route: Route) -> int:
-        """What the block adds to the length of a path that is to be the longest."""
+        """The block's share of the length of the longest path."""
         weight = len(self.instructions) if route.is_longest else -len(self.instructions)
         lines = {i.tag for i in self.instructions} if route.through or route.avoid else set()
         if route.through and any(re.search(route.through, line) for line in lines):

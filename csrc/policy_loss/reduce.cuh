@@ -83,7 +83,7 @@ __device__ RowMetrics warp_metrics(RowMetrics metrics) {
   return metrics;
 }
 
-// What the parts of a row give only together, over rows first to last - 1, for lane 0 of every warp. A row is reduced
+// The results that need all parts of a row, over rows first to last - 1, for lane 0 of every warp. A row is reduced
 // by `width` lanes.
 template <typename T>
 __device__ PolicyTotal total_of_rows(const PolicyArrays<T>& arrays, bool has_whole_rows, int width, int64_t first,

@@ -274,7 +274,7 @@ __device__ void write_singles(const T* row, T* to, int64_t first, int64_t end, c
   }
 }
 
-// Where the logits are aligned differently from their gradient, two aligned pieces are read for one written. The first
+// For logits that are aligned differently from their gradient: two aligned pieces are read for one written. The first
 // and the last piece would reach out of the row, and are written one logit at a time.
 template <typename T, typename Gradient>
 __device__ void write_straddling_row(const T* row, T* to, int64_t columns, const Gradient& gradient) {
