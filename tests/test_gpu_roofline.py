@@ -347,7 +347,7 @@ BUDGETS = {
     "token_logprobs, backward, bf16": Budget(0.97, 6.7, 48, 0.62, 128),
     "token_logprobs, forward, bf16, softcap, entropy": Budget(0.70, 27.7, 48, 0.62, 128),
     "token_logprobs, backward, bf16, softcap, entropy": Budget(0.97, 31.3, 46, 0.62, 128),
-    "policy_loss, 4M tokens, clip, k3, metrics": Budget(0.50, 97.5, 80, 0.37, 128),
+    "policy_loss, 4M tokens, clip, k3, metrics": Budget(0.50, 95.5, 64, 0.50, 128),
     "group_advantages, 16M rewards, groups of 8": Budget(0.131, 890.5, 114, 0.25, 32, local=50),
     "group_advantages, 65,536 rewards, batch step": Budget(0.00068, 736.5, 117, 0.25, 32, local=50),
     "group_advantages, 16M rewards, unsorted ids": Budget(0.01881, 898.7, 114, 0.25, 32, local=50),

@@ -31,8 +31,9 @@ __device__ int64_t row_of_task(const PolicyArrays<T>& arrays, int64_t task) {
   return low;
 }
 
+// Four blocks of 64 registers a thread hide the latency of memory; the other kinds would spill.
 template <typename T, WalkKind kKind>
-__global__ void __launch_bounds__(kThreads, kIsBare<kKind> ? 3 : 1)
+__global__ void __launch_bounds__(kThreads, kIsBare<kKind> ? 4 : 1)
     tokens_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
   clear_behind_rows(arrays);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kIsBare<kKind> ? 3 : 1)
       part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
     }
     part.counts.terms = part.counts.tokens;
-    if (arrays.entropy_gradient != nullptr) {
+    if (!kIsBare<kKind> && arrays.entropy_gradient != nullptr) {
       for (int64_t k = team.rank; k < count; k += team.size) {
         arrays.entropy_gradient[first + k] = in.entropy_gradient(first + k, shares);
       }

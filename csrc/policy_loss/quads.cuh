@@ -18,6 +18,7 @@ __device__ __forceinline__ float warp_sum(float value) {
 }
 
 // Four neighbouring tokens of a lane.
+template <WalkKind kKind>
 struct TokenQuad {
   float logprobs[4], old_logprobs[4], ref_logprobs[4], advantages[4], gradient[4];
   bool is_valid[4];
@@ -27,8 +28,13 @@ struct TokenQuad {
   __device__ __forceinline__ void for_each_array(const PolicyTokens<float>& tokens, const Copy& copy) {
     copy(tokens.logprobs, logprobs);
     copy(tokens.old_logprobs, old_logprobs);
-    if (tokens.ref_logprobs != nullptr) copy(tokens.ref_logprobs, ref_logprobs);
-    if (tokens.advantages != nullptr) copy(tokens.advantages, advantages);
+    if constexpr (kKind == WalkKind::kBareClipK3) copy(tokens.ref_logprobs, ref_logprobs);
+    if (tokens.advantages != nullptr) {
+      copy(tokens.advantages, advantages);
+    } else {
+#pragma unroll
+      for (float& advantage : advantages) advantage = tokens.row_advantage;
+    }
   }
 
   // All four tokens are aligned, belong to the task and are valid.
@@ -76,7 +82,11 @@ struct TokenQuad {
 template <WalkKind kKind>
 __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const PolicyArrays<float>& arrays, int count,
                                  double& valid_tokens) {
-  TokenQuad quad;
+  // out of the registers, of which the loop needs all
+  __shared__ __align__(16) unsigned char shared_shares[kMaxWarps * sizeof(Shares)];
+  Shares* const shares = reinterpret_cast<Shares*>(shared_shares);
+  if (threadIdx.x % kWarp == 0) shares[threadIdx.x / kWarp] = tokens.shares;
+  TokenQuad<kKind> quad;
   PolicyTokens<float> own = tokens;
   own.logprobs = quad.logprobs;
   own.old_logprobs = quad.old_logprobs;
@@ -85,11 +95,9 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   own.mask = quad.is_valid;
   own.gradient = quad.gradient;
   PolicyWalk<ScalarTermMath<float>, kKind> walk(own, arrays.batch.plan, arrays.coefficients);
-#pragma unroll
-  for (float& advantage : quad.advantages) advantage = tokens.row_advantage;
   const bool is_aligned = arrays.is_aligned;
   const int before = is_aligned ? misalignment(tokens.logprobs) : 0;
-  int valid = 0;
+  float valid = 0;
   for (int k = 4 * static_cast<int>(threadIdx.x % kWarp) - before; k < count; k += 4 * kWarp) {
     const bool is_whole = is_aligned && k >= 0 && k + 4 <= count;
     const int valid_of_quad = quad.load_mask(tokens.mask, k, count, is_whole);
@@ -108,7 +116,8 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
       quad.store_valid(tokens.gradient, k, count);
     }
   }
-  valid_tokens = __reduce_add_sync(kAllLanes, valid);
+  __syncwarp();
+  valid_tokens = warp_sum(valid);
   PolicySums sums;
   sums.policy_loss = warp_sum(walk.sums.policy_loss);
   sums.kl_loss = sums.kl_sum = warp_sum(walk.sums.kl_sum);
@@ -126,7 +135,7 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   }
   sums.ratio_min = lowest;
   sums.ratio_max = highest;
-  sums.apply_shares(tokens.shares);
+  sums.apply_shares(shares[threadIdx.x / kWarp]);
   return sums;
 }
 
