@@ -348,9 +348,9 @@ BUDGETS = {
     "token_logprobs, forward, bf16, softcap, entropy": Budget(0.70, 27.7, 48, 0.62, 128),
     "token_logprobs, backward, bf16, softcap, entropy": Budget(0.97, 31.3, 46, 0.62, 128),
     "policy_loss, 4M tokens, clip, k3, metrics": Budget(0.50, 95.5, 64, 0.50, 128),
-    "group_advantages, 16M rewards, groups of 8": Budget(0.131, 890.5, 114, 0.25, 32, local=50),
-    "group_advantages, 65,536 rewards, batch step": Budget(0.00068, 736.5, 117, 0.25, 32, local=50),
-    "group_advantages, 16M rewards, unsorted ids": Budget(0.01881, 898.7, 114, 0.25, 32, local=50),
+    "group_advantages, 16M rewards, groups of 8": Budget(0.97, 143, 58, 0.5, 128),
+    "group_advantages, 65,536 rewards, batch step": Budget(0.038, 317, 104, 0.12, 64),
+    "group_advantages, 16M rewards, unsorted ids": Budget(0.054, 445, 92, 0, 0),
     "endpoint_segments, 512 x 8,192, critic, batch norm": Budget(0.021, 219.3, 66, 0.06, 32),
     "similarity_groups, cosines of 1,024 x 64 x 1,024, bf16": Budget(0.03, 170.6, 116, 0.25, 16),
 }

@@ -75,8 +75,10 @@ def shrunk_advantages(backend: str, put: Put) -> Results:
 
 
 def large_advantages(backend: str, put: Put) -> Results:
-    """More rows than one block handles."""
-    yield from gk.group_advantages(put(torch.randn(65536 + 256)), 256, config="batch_std", backend=backend)
+    """More rows than one block handles, in groups that are accessed four rows at a time or not."""
+    for config in ("grpo", "batch_std"):
+        for size in (8, 256):
+            yield from gk.group_advantages(put(torch.randn(65536 + 256)), size, config=config, backend=backend)
 
 
 def logprobs(backend: str, put: Put) -> Results:
@@ -266,22 +268,22 @@ def kernels(source: str, *names: str) -> set[str]:
 
 
 CASES = {
-    "every_config": Case(every_config, kernels("group_advantages", "groups", "one_block"), ("cuda",)),
-    "every_size": Case(every_size, kernels("group_advantages", "groups", "one_block"), ("cuda",)),
-    "few_advantages": Case(few_advantages, kernels("group_advantages", "groups", "one_block")),
+    "every_config": Case(every_config, kernels("group_advantages", "groups"), ("cuda",)),
+    "every_size": Case(every_size, kernels("group_advantages", "groups", "finish"), ("cuda",)),
+    "few_advantages": Case(few_advantages, kernels("group_advantages", "groups")),
     "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "groups")),
-    "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "moments", "finish")),
+    "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "finish")),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
-            kernels("policy_loss", "count", "total", "reduce", "tokens" if name in ("clip", "entropy") else "rows"),
+            kernels("policy_loss", "count", "reduce", "tokens" if name in ("clip", "entropy") else "rows"),
         )
         for name in LOSSES
     },
-    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "total", "tokens", "rows", "reduce")),
-    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "finish")),
+    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "tokens", "rows", "reduce")),
+    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce")),
     "segments": Case(
         segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),

@@ -124,30 +124,18 @@ def policy_loss() -> list[Case]:
 
 def group_advantages() -> list[Case]:
     many, few = 1 << 24, 1 << 16
-    kernel = "groups_kernel<float>"
-    # one column, no long group: two passes for the statistics, one for the advantages, one for the other results
-    group: dict[str, Any] = {
-        "is_longest": False,
-        "through": r"own\.add|squares [+]= .*mean|row_advantage|out\.size\[row|high = reward|row_rewards\[0\]",
-        "avoid": r"a\.order|valid\[row|parent|baselines\[|column > 0|lengths\[",
-        "has_rereads": True,
-        "trips": (("offset /= 2", 3),),  # shuffles over eight lanes
-    }
-    one_pass: dict[str, Any] = {"per_thread": 1, "loop": "body", **group}
-    # statistics, moments of the batch, and results, in turns of the block's threads
-    one_block = Launch("one_block_kernel<float>", few, 21, 1, per_thread=1, loop="round < rounds", **group)
-    one: dict[str, Any] = {"blocks": 1, "per_thread": 1, "is_longest": False, "is_launch": False}
-    one |= {"avoid": group["avoid"]}
-    moments = Launch(
-        "one_block_kernel<float>", 2 * few, 13, loop=r"own\.m2", through=r"own\.m2|own\.mean|s\[0\]", **one
-    )
-    finish = Launch(
-        "one_block_kernel<float>",
-        few,
-        9,
-        loop=r"map\.(shift|factor)|bool live = !",
-        through=r"map\.shift|s\[0\]",
-        **one,
+    # four rows of a thread, the longest way through the kernel but for settings and inputs that the calls do not have
+    unused = r"(arrays\.parent|baselines\[|lengths\[|subgroups).*LDG|sums\[j\]|(second|length.*) = __shfl|LeaveOneOut"
+    quads: dict[str, Any] = {"per_thread": 4, "loop": "body", "through": r"pieces\[p\]|to\[row"}
+    quads["avoid"] = unused + r"|order\[.*LDG"
+    # a thread has one quad; what would load the next one costs nothing
+    step: dict[str, Any] = quads | {"has_rereads": True}
+    step["avoid"] += r"|other\.(weight|mean|m2).*LDG|map\.mean \+ plan\.eps|Whiten::kTokens|nonzero|moments\.merge"
+    partials: dict[str, Any] = step | {"through": r"partials\[blockIdx|1u << "}
+    whole = Launch("groups_kernel<float, true, true>", many, 21, many // 1024, **quads)
+    cuda = (
+        Launch("groups_kernel<float, true, false>", few, 21, few // 1024, **partials),
+        Launch("finish_kernel<float, true>", few, 17, few // 1024, **step),
     )
     tiles = Launch("groups_kernel[groups of 8]", many, 21, many // 512, per_thread=4, loop="body")
     batch = (
@@ -157,24 +145,15 @@ def group_advantages() -> list[Case]:
     )
     # eight passes of a radix sort over keys and positions, and the runs of equal ids
     sort = Torch("stable sort of int64 ids, runs of equal ids", (8 * 32 + 8 + 60) * many, 10 + 9)
-    # a warp for each possible group: an eighth of them have rows, the others only reduce nothing
-    unused = group["avoid"].replace(r"a\.order|", "")
-    wide: dict[str, Any] = {**one_pass, "trips": (("offset /= 2", 5),), "avoid": unused}
-    wide["through"] += r"|a\.order"
-    empty: dict[str, Any] = {**wide, "through": "double squares = 0", "avoid": unused + r"|\[row\]|row_rewards"}
-    by_id = Launch(kernel, 4 * many, 29 / 4, many // 64, **wide)
-    none = Launch(kernel, 28 * many, 16 / 28, 7 * many // 64, is_launch=False, **empty)
+    # a block takes 1,024 positions, which it finds in five steps, and two lanes a group of them; rows in random order
+    # cost a sector of 32 bytes in each of six arrays
+    ids: dict[str, Any] = quads | {"avoid": unused, "has_rereads": True, "trips": (("items.first", 5),)}
+    by_id = Launch("groups_kernel<float, false, true>", many, 8 + 6 * 32, many // 1024, **ids)
     by_id_triton = Launch("groups_kernel[subgroups]", 32 * many, 45 / 32, many // 4, per_thread=1, loop="body")
     return [
-        Case(
-            "group_advantages",
-            "16M rewards, groups of 8",
-            21 * many,
-            (Launch(kernel, many, 21, many // 256, **one_pass),),
-            (tiles,),
-        ),
-        Case("group_advantages", "65,536 rewards, batch step", 21 * few, (one_block, moments, finish), batch),
-        Case("group_advantages", "16M rewards, unsorted ids", 29 * many, (sort, by_id, none), (sort, by_id_triton)),
+        Case("group_advantages", "16M rewards, groups of 8", 21 * many, (whole,), (tiles,)),
+        Case("group_advantages", "65,536 rewards, batch step", 21 * few, cuda, batch),
+        Case("group_advantages", "16M rewards, unsorted ids", 29 * many, (sort, by_id), (sort, by_id_triton)),
     ]
 
 

@@ -82,7 +82,7 @@ class Setting:
             "all-reduces of gradients": 0 if self.sharded or self.gpus == 1 else self.minibatches,
             "launches of policy_loss (2 a micro-batch, 1 more over 1,024 rows)": 2 * passes,
             "launches of similarity_groups": 2,
-            "launches of group_advantages": 1 if self.rollouts <= 65_536 else 3,
+            "launches of group_advantages": 1 if self.rollouts <= 2_048 else 2,
         }
 
 
