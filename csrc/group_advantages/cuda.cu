@@ -354,9 +354,9 @@ template <typename T>
 bool has_wide_rows(const AdvantageArrays<T>& arrays) {
   const AdvantageBatch<T>& batch = arrays.batch;
   const AdvantageOutputs<T>& out = arrays.out;
-  bool is_wide = batch.columns == 1 && batch.subgroups == nullptr && is_aligned(batch.rewards, 16);
-  for (const T* array : {out.advantages, out.mean, out.std}) is_wide = is_wide && is_aligned(array, 16);
-  return is_wide && is_aligned(out.size, 16) && is_aligned(out.degenerate, 4) && is_aligned(batch.valid, 4);
+  return batch.columns == 1 && batch.subgroups == nullptr && is_aligned(batch.rewards, 16) &&
+         is_aligned(out.advantages, 16) && is_aligned(out.mean, 16) && is_aligned(out.std, 16) &&
+         is_aligned(out.size, 16) && is_aligned(out.degenerate, 4) && is_aligned(batch.valid, 4);
 }
 
 // The settings and inputs for which kernels are compiled with kPlain.

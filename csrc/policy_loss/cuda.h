@@ -87,11 +87,9 @@ bool is_aligned(const PolicyBatch<T>& batch, const T* gradient) {
   const auto is_multiple = [](const void* array, uintptr_t bytes) {
     return reinterpret_cast<uintptr_t>(array) % bytes == 0;
   };
-  bool is_aligned = is_multiple(gradient, 16) && is_multiple(batch.mask, 4);
-  for (const T* array : {batch.logprobs, batch.old_logprobs, batch.ref_logprobs}) {
-    is_aligned = is_aligned && is_multiple(array, 16);
-  }
-  return is_aligned && (batch.advantages_by_row || is_multiple(batch.advantages, 16));
+  return is_multiple(gradient, 16) && is_multiple(batch.mask, 4) && is_multiple(batch.logprobs, 16) &&
+         is_multiple(batch.old_logprobs, 16) && is_multiple(batch.ref_logprobs, 16) &&
+         (batch.advantages_by_row || is_multiple(batch.advantages, 16));
 }
 
 template <typename T>

@@ -135,7 +135,7 @@ __device__ PolicyTotal total_of_rows(const PolicyArrays<T>& arrays, bool has_who
 
 // Every block reduces its share of the tasks and rows; the last one to finish reduces the blocks.
 template <typename T>
-__global__ void __launch_bounds__(kReduceThreads)
+__global__ void GRPO_BOUNDS(kReduceThreads)
     reduce_kernel(const __grid_constant__ PolicyArrays<T> arrays, bool has_whole_rows, int width) {
   __shared__ double groups[kGroups][kFieldThreads];
   __shared__ __align__(16) unsigned char shared_rows[kReduceWarps * sizeof(PolicyTotal)];

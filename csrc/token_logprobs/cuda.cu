@@ -322,8 +322,9 @@ __device__ void clear_row(T* to, int64_t columns) {
   if (split.tail + threadIdx.x < columns) to[split.tail + threadIdx.x] = T{};
 }
 
+// Where nothing is asked for, ptxas finds the best number of registers, but for one kernel that it lets spill.
 template <typename T, bool kCapped, bool kEntropy>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kCapped && !kEntropy ? 4 : 0)
     backward_kernel(const __grid_constant__ LogitArrays<T> in, const __grid_constant__ GradientArrays<T> out) {
   const int64_t columns = in.layout.columns;
   for (int64_t row = blockIdx.x; row < in.layout.rows; row += gridDim.x) {
@@ -342,9 +343,10 @@ __global__ void __launch_bounds__(kThreads)
     const T target_logit = has_target ? logits[target] : T{};
     __syncthreads();  // the gradient may overwrite the logits
     const LogitGradient<kCapped, kEntropy> gradient(RowMap(in, row), out.normalizer[row], upstream);
+    const float of_target = gradient.of_target(to_float(target_logit));
     write_row(logits, to, columns, gradient);
     __syncthreads();  // the target is written twice
-    if (has_target && threadIdx.x == 0) from_float(gradient.of_target(to_float(target_logit)), to[target]);
+    if (has_target && threadIdx.x == 0) from_float(of_target, to[target]);
   }
 }
 
