@@ -98,7 +98,7 @@ def test_sources_that_decide_round_as_the_host_does(tmp_path: Path) -> None:
 
 def test_a_contraction_is_seen(tmp_path: Path) -> None:
     source = tmp_path / "scan.cu"
-    body = "  x[0] = x[1] * x[2] + x[3];\n  x[4] = exp(x[4]);\n  x[5] = x[6] * x[7];\n"
+    body = "  x[0] = x[1] * x[2] + x[3];\n  x[4] = exp(x[4]);\n  x[5] = x[6] * x[7];\n  x[8] = expf(x[8]);\n"
     source.write_text(f"__global__ void scan(double* x) {{\n{body}}}\n")
     command = [str(NVCC), "-arch=sm_90", "-lineinfo", "-c", str(source), "-o", "scan.o"]
     fused = ["scan.cu:2: x[0] = x[1] * x[2] + x[3];", "scan.cu:4: x[5] = x[6] * x[7];"]

@@ -351,7 +351,7 @@ BUDGETS = {
     "group_advantages, 16M rewards, groups of 8": Budget(0.97, 143, 58, 0.5, 128),
     "group_advantages, 65,536 rewards, batch step": Budget(0.038, 317, 104, 0.12, 64),
     "group_advantages, 16M rewards, unsorted ids": Budget(0.054, 445, 92, 0, 0),
-    "endpoint_segments, 512 x 8,192, critic, batch norm": Budget(0.021, 219.3, 66, 0.06, 32),
+    "endpoint_segments, 512 x 8,192, critic, batch norm": Budget(0.32, 203, 64, 0.5, 128),
     "similarity_groups, cosines of 1,024 x 64 x 1,024, bf16": Budget(0.03, 170.6, 116, 0.25, 16),
 }
 

@@ -18,7 +18,7 @@ def kernels_of_the_sources() -> set[str]:
     kernels = set()
     for path in (build.ROOT / "csrc").rglob("*.cu*"):
         # removes the macro or __launch_bounds__(...) between __global__ and the name
-        text = re.sub(r"__launch_bounds__\([^()]*\)|GRPO_BOUNDS(\([^()]*\))?", "", path.read_text())
+        text = re.sub(r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)|GRPO_BOUNDS(\([^()]*\))?", "", path.read_text())
         names = re.findall(r"__global__\s+(?:\w+\s+)*?(\w+)\(", text)
         assert len(names) == text.count("__global__"), path
         kernels |= {f"{path.parent.name}.{name}" for name in names}

@@ -159,22 +159,23 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
 
 
 def segments(backend: str, put: Put) -> Results:
-    """Padded rows with and without a critic, for each normalisation."""
-    for norm in ("none", "batch", "prompt"):
-        for has_critic in (False, True):
-            shape, groups = (6, 70), put(torch.tensor([3, 0, 3, 3, 0, -1]))
-            start = -torch.rand(shape)
-            old, values = put(start + 0.1 * torch.randn(shape)), put(torch.randn(shape))
-            yield from gk.endpoint_segments(
-                put(torch.randn(shape)),
-                put(start),
-                old,
-                put(torch.rand(shape) > 0.1),
-                values=values if has_critic else None,
-                groups=groups if norm == "prompt" or not has_critic else None,
-                config={"norm": norm, "group_variance_threshold": 2.0},
-                backend=backend,
-            )
+    """Padded rows with and without a critic, for each normalisation; long rows have blocks of more threads."""
+    for rows, width in ((6, 70), (2, 2100)):
+        for norm in ("none", "batch", "prompt"):
+            for has_critic in (False, True):
+                shape, groups = (rows, width), put(torch.tensor([3, 0, 3, 3, 0, -1][:rows]))
+                start = -torch.rand(shape)
+                old, values = put(start + 0.1 * torch.randn(shape)), put(torch.randn(shape))
+                yield from gk.endpoint_segments(
+                    put(torch.randn(shape)),
+                    put(start),
+                    old,
+                    put(torch.rand(shape) > 0.1),
+                    values=values if has_critic else None,
+                    groups=groups if norm == "prompt" or not has_critic else None,
+                    config={"norm": norm, "group_variance_threshold": 2.0},
+                    backend=backend,
+                )
 
 
 WRONG_BOUNDS = ([0, 9000], [0, 40, 101], [9, 41, 60, 73], [-9, 50, 20, 900], [0, 2**63 - 1, -(2**63), 60], [5])

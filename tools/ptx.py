@@ -8,7 +8,7 @@ from pathlib import Path
 __all__ = ["contractions"]
 
 # Fused on purpose, or inside the math library, whose code is attributed to the line of the call.
-_FUSED_ON_PURPOSE = re.compile(r"\b(fmaf?|exp|expm1|log|log1p)\(")
+_FUSED_ON_PURPOSE = re.compile(r"\b(fma|exp|expm1|log|log1p)f?\(")
 
 
 def contractions(ptx: str) -> list[str]:

@@ -160,15 +160,20 @@ def group_advantages() -> list[Case]:
 def endpoint_segments() -> list[Case]:
     rows, width = 512, 8192
     tokens = rows * width
-    walk: dict[str, Any] = {"elements": tokens, "blocks": rows // 4, "threads": 128, "per_thread": 1}
+    segments = tokens // 8  # each has 16 bytes of working memory
+    segments_kernel: dict[str, Any] = {"kernel": "segments_kernel<float, 256, true>", "blocks": rows}
+    tiles: dict[str, Any] = {"elements": tokens, "blocks": rows, "per_thread": 8, "avoid": "j < count"}
+    # a quarter of a block's warps walk, in groups of eight tokens, and with so many segments about three times in all
+    walks: dict[str, Any] = {"elements": tokens, "bytes": 0, "threads": 64, "per_thread": 8 / 3, "loop": "opens_next"}
     cuda = (
-        Launch("tokens_kernel<float>", bytes=29, **walk),
+        Launch("tokens_kernel<float, 256, true>", bytes=22, loop=r"returns \+ at", **tiles),
         Launch("scale_kernel<float>", rows, 16, 1, per_thread=1),
-        # windows of 32 tokens, of which segments end about twice in one
-        Launch("segments_kernel<float>", bytes=21, loop="window [+]= kWarp", trips=(("length == 0", 3),), **walk),
-        Launch("segments_kernel<float>", bytes=17, loop="segment_return - value", is_launch=False, **walk),
+        # rewards and values are read again while they are in a cache
+        Launch(bytes=24, loop=r"segment_ids \+ at", trips=(("opens_next", 0),), **(segments_kernel | tiles)),
+        Launch(is_launch=False, **(segments_kernel | walks)),
+        Launch(elements=segments, bytes=24, per_thread=1, loop="deviation", is_launch=False, **segments_kernel),
         Launch("moments_kernel<float>", rows, 40, 1, per_thread=1),
-        Launch("results_kernel<float>", tokens, 18, rows * 33, per_thread=4, loop="x - mean"),
+        Launch("results_kernel<float>", tokens, 11, rows * 8, per_thread=4, avoid="j < count|returns"),
     )
     tile: dict[str, Any] = {"elements": tokens, "blocks": rows, "per_thread": 2}
     triton = (

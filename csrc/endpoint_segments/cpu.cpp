@@ -148,11 +148,12 @@ template <typename T>
 void write_row(const SegmentSettings& settings, const EndpointMoments& moments, const bool* ends, const int32_t* ids,
                const double* credits, int32_t num_segments, int64_t length, T* advantages) {
   std::fill(advantages, advantages + length, T{});
+  const EndpointNorm norm =
+      settings.norm == SegmentNorm::kNone ? EndpointNorm{} : EndpointNorm(moments, settings.group_epsilon);
   int64_t next = 0;
   for (int32_t j = 0; j < num_segments; ++j) {
     const int64_t last = static_cast<const bool*>(std::memchr(ends + next, true, length - next)) - ends;
-    const double credit =
-        settings.norm == SegmentNorm::kNone ? credits[j] : moments.normalized(credits[j], settings.group_epsilon);
+    const double credit = norm(credits[j]);
     advantages[last] = static_cast<T>(credit);
     if (settings.credit == SegmentCredit::kBroadcast) {
       for (int64_t t = last; t >= next && ids[t] == j; --t) advantages[t] = static_cast<T>(credit);

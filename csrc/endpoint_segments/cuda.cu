@@ -4,97 +4,55 @@
 #include "common/cuda/launch.h"
 #include "common/cuda/team.cuh"
 #include "endpoint_segments/cuda.h"
+#include "endpoint_segments/cut_tile.cuh"
+#include "endpoint_segments/row_items.cuh"
 
-// A warp walks each row three times: backwards for the advantages of tokens, forwards to cut it, and backwards for the
-// advantages of segments. Launches: without values, the returns of rows and their means over groups; the advantages of
-// tokens; their scale; the segments; with a norm, its moments; the results. Sums over rows are added in a fixed order.
+// A block works on a row, tile by tile, and a thread on kItems neighbouring tokens of a tile. Launches: without values,
+// the returns of rows and their means over groups; the returns of tokens; the scale of their advantages; the segments;
+// with a norm, its moments; the results. Advantages of tokens are computed twice, which is faster than writing and
+// reading 8 bytes for each. Sums over rows are added in a fixed order. Tiles start at the row's first token, so that
+// neither padding behind the row nor alignment changes a sum.
 namespace grpo_kernels {
 namespace {
 
-constexpr int kRowThreads = 128;  // of blocks whose warps are independent
-constexpr int kBatchThreads = 512, kResultThreads = 256;
+constexpr int kBatchThreads = 512, kResultThreads = kLongRowThreads, kResultItems = 4;
 constexpr int64_t kMaxChunks = 64;  // blocks that write the results of one row
 
-__device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
-__device__ __forceinline__ int64_t row_of_warp() {
-  return blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp;
-}
+// Promises 32 warps per multiprocessor, half of what it holds, where that costs no spills, else 16.
+#define GRPO_ROW_BOUNDS __launch_bounds__(kThreads, (sizeof(T) == 4 && kThreads > kWarp ? 1024 : 512) / kThreads)
 
-template <typename T>
-__device__ int64_t row_begin(const SegmentArrays<T>& in, int64_t row) {
-  return in.bounds == nullptr ? row * in.width : in.bounds[row];
-}
-
-template <typename T>
-__device__ SegmentRow<T> row_at(const SegmentArrays<T>& in, int64_t row) {
-  const int64_t begin = row_begin(in, row);
-  return {in.rewards + begin, in.values == nullptr ? nullptr : in.values + begin,
-          in.values == nullptr ? in.records[row].baseline : 0, in.mask + begin, row_begin(in, row + 1) - begin};
-}
-
-// The map x -> factor * x + shift.
-struct AffineMap {
-  double factor, shift;
-};
-
-// Composes every lane's map with those of the lanes before it.
-__device__ __forceinline__ AffineMap scan_maps(AffineMap own) {
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const AffineMap before{__shfl_up_sync(kAllLanes, own.factor, offset), __shfl_up_sync(kAllLanes, own.shift, offset)};
-    if (lane() >= offset) own = {own.factor * before.factor, own.factor * before.shift + own.shift};
-  }
-  return own;
-}
-
-__device__ __forceinline__ double scan_sum(double value) {
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const double before = __shfl_up_sync(kAllLanes, value, offset);
-    if (lane() >= offset) value += before;
-  }
-  return value;
-}
-
-// Calls visit(token, return, value) for the valid tokens, from the last to the first. Each token passes a carry to the
-// one before it, (1 - lam) * value + lam * return, which enters that token's return times gamma. Returns the carry of
-// the first token.
-template <typename T, typename Lam, typename Visit>
-__device__ double walk_back(const SegmentRow<T>& row, double gamma, Lam lam_at, Visit visit) {
+template <typename T, int kThreads>
+__global__ void GRPO_ROW_BOUNDS returns_kernel(const __grid_constant__ SegmentArrays<T> in) {
+  constexpr int kTokens = kThreads * kItems;
+  __shared__ __align__(16) AffineMap warp_maps[2][kMaxWarps];
+  const RowSpan<T> row(in);
   double carry = 0;
-  // windows start at the row's first token, so that padding behind the row changes no sum
-  for (int64_t window = (row.length - 1) / kWarp; window >= 0; --window) {
-    const int64_t t = window * kWarp + kWarp - 1 - lane();
-    const bool is_valid = t < row.length && row.mask[t];
-    const double reward = is_valid ? static_cast<double>(row.rewards[t]) : 0, value = is_valid ? row.value(t) : 0;
-    const double lam = is_valid ? lam_at(t) : 0;
-    const AffineMap step{lam * gamma, (1 - lam) * value + lam * reward};
-    const AffineMap to_carry = scan_maps(is_valid ? step : AffineMap{1, 0});
-    const double own_carry = to_carry.factor * carry + to_carry.shift;
-    const double previous = __shfl_up_sync(kAllLanes, own_carry, 1);
-    if (is_valid) visit(t, reward + gamma * (lane() == 0 ? carry : previous), value);
-    carry = __shfl_sync(kAllLanes, own_carry, kWarp - 1);
-  }
-  return carry;
-}
-
-template <typename T>
-__global__ void GRPO_BOUNDS(kRowThreads) returns_kernel(const __grid_constant__ SegmentArrays<T> in) {
-  const int64_t row = row_of_warp();
-  if (row >= in.rows) return;  // all lanes of the warp
   bool has_tokens = false;
-  const SegmentRow<T> tokens{in.rewards + row_begin(in, row), nullptr, 0, in.mask + row_begin(in, row),
-                             row_begin(in, row + 1) - row_begin(in, row)};
-  const double row_return = walk_back(
-      tokens, in.settings.gamma, [](int64_t) { return 1.0; }, [&](int64_t, double, double) { has_tokens = true; });
-  has_tokens = __ballot_sync(kAllLanes, has_tokens) != 0;
-  if (lane() == 0) in.records[row].own_return = has_tokens && isfinite(row_return) ? row_return : NAN;
+  for (int tile = row.tiles(kTokens) - 1; tile >= 0; --tile) {
+    const int64_t t = int64_t{tile} * kTokens + threadIdx.x * kItems, at = row.begin + t;
+    const int count = row.count_items(t);
+    const bool is_whole = row.is_aligned && count == kItems;
+    const unsigned valid = load_mask(in.mask + at, count, is_whole);
+    T rewards[kItems];
+    load_items(in.rewards + at, count, is_whole, rewards);
+    AffineMap own = kIdentity, whole;
+#pragma unroll
+    for (int j = kItems - 1; j >= 0; --j) {
+      if (valid >> j & 1) own = TokenMaps(in.settings.gamma, 1, static_cast<double>(rewards[j]), 0, own).carry;
+    }
+    maps_behind<kThreads>(own, warp_maps[tile % 2], whole);
+    carry = whole(carry);
+    has_tokens |= valid != 0;
+  }
+  has_tokens = __syncthreads_or(has_tokens) != 0;
+  if (threadIdx.x == 0) in.records[blockIdx.x].own_return = has_tokens && isfinite(carry) ? carry : NAN;
 }
 
 // Calls visit(row) in one of the block's threads for every row of the block's group, or for all rows.
 template <typename T, typename Visit>
 __device__ void for_each_row(const SegmentArrays<T>& in, bool by_group, Visit visit) {
   const int64_t first = by_group ? in.starts[blockIdx.x] : 0, last = by_group ? in.starts[blockIdx.x + 1] : in.rows;
+#pragma unroll 1
   for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) visit(by_group ? in.order[i] : i);
 }
 
@@ -112,27 +70,56 @@ __global__ void GRPO_BOUNDS(kWarp) baselines_kernel(const __grid_constant__ Segm
   for_each_row(in, true, [&](int64_t row) { in.records[row].baseline = count > 0 ? sum / count : 0; });
 }
 
-// Writes the advantages of tokens to `credits`.
-template <typename T>
-__global__ void GRPO_BOUNDS(kRowThreads) tokens_kernel(const __grid_constant__ SegmentArrays<T> in) {
-  const int64_t row = row_of_warp();
-  if (row >= in.rows) return;
-  const int64_t begin = row_begin(in, row);
-  const SegmentRow<T> tokens = row_at(in, row);
-  double squares = 0, count = 0;
-  walk_back(
-      tokens, in.settings.gamma, [&](int64_t) { return in.settings.lam; },
-      [&](int64_t t, double token_return, double value) {
-        const double advantage = token_return - value;
-        in.credits[begin + t] = advantage;
-        in.returns[begin + t] = static_cast<T>(token_return);
-        const bool has_ratio = isfinite(in.logprobs[begin + t]) && isfinite(in.old_logprobs[begin + t]);
-        squares += has_ratio ? advantage * advantage : NAN;
-        count += 1;
-      });
-  squares = team_sum(warp_team(), squares, nullptr);
-  count = team_sum(warp_team(), count, nullptr);
-  if (lane() == 0) in.records[row].sums = {static_cast<int64_t>(count), squares};
+// Writes the returns of tokens, the sums of rows, and the carry that the last token of each tile gets.
+template <typename T, int kThreads, bool kHasCritic>
+__global__ void GRPO_ROW_BOUNDS tokens_kernel(const __grid_constant__ SegmentArrays<T> in) {
+  constexpr int kTokens = kThreads * kItems;
+  __shared__ __align__(16) AffineMap warp_maps[2][kMaxWarps];
+  __shared__ double shared[kMaxWarps];
+  const RowSpan<T> row(in);
+  const double gamma = in.settings.gamma, lam = in.settings.lam;
+  ItemValues<T, kHasCritic> values(in);
+  double carry = 0, squares = 0;
+  int64_t tokens = 0;
+  for (int tile = row.tiles(kTokens) - 1; tile >= 0; --tile) {
+    const int64_t t = int64_t{tile} * kTokens + threadIdx.x * kItems, at = row.begin + t;
+    const int count = row.count_items(t);
+    const bool is_whole = row.is_aligned && count == kItems;
+    T rewards[kItems], logprobs[kItems], old_logprobs[kItems], returns[kItems];
+    const unsigned valid = load_mask(in.mask + at, count, is_whole);
+    load_items(in.rewards + at, count, is_whole, rewards);
+    values.load(in, at, count, is_whole);
+    load_items(in.logprobs + at, count, is_whole, logprobs);
+    load_items(in.old_logprobs + at, count, is_whole, old_logprobs);
+    bool has_ratios = true;
+    AffineMap own = kIdentity, whole;
+#pragma unroll
+    for (int j = kItems - 1; j >= 0; --j) {
+      const bool is_valid = (valid >> j & 1) != 0;
+      has_ratios = has_ratios && (!is_valid || (isfinite(logprobs[j]) && isfinite(old_logprobs[j])));
+      if (is_valid) own = TokenMaps(gamma, lam, static_cast<double>(rewards[j]), values[j], own).carry;
+    }
+    const AffineMap behind = maps_behind<kThreads>(own, warp_maps[tile % 2], whole);
+    AffineMap next{0, behind(carry)};
+    if (count > 0) in.carries[row.piece(t, kItems)] = next.shift;
+    carry = whole(carry);
+#pragma unroll
+    for (int j = kItems - 1; j >= 0; --j) {
+      returns[j] = 0;
+      if ((valid >> j & 1) == 0) continue;
+      const TokenMaps maps(gamma, lam, static_cast<double>(rewards[j]), values[j], next);
+      next.shift = maps.carry.shift;
+      const double advantage = maps.token_return.shift - values[j];
+      squares += advantage * advantage;
+      returns[j] = static_cast<T>(maps.token_return.shift);
+    }
+    if (!has_ratios) squares = NAN;
+    tokens += __popc(valid);
+    store_items(in.returns + at, count, is_whole, returns);
+  }
+  squares = team_sum(block_team(), squares, shared);
+  const double all_tokens = team_sum(block_team(), static_cast<double>(tokens), shared);
+  if (threadIdx.x == 0) in.records[blockIdx.x].sums = {static_cast<int64_t>(all_tokens), squares};
 }
 
 template <typename T>
@@ -150,72 +137,10 @@ __global__ void GRPO_BOUNDS(kBatchThreads) scale_kernel(const __grid_constant__ 
   if (threadIdx.x == 0) *in.scale = fmax(tokens > 0 ? sqrt(squares / tokens) : 0, in.settings.group_epsilon);
 }
 
-// ratio * (1 - probability), a stand-in for the norm of the token's score gradient.
-__device__ double token_weight(double logprob, double old_logprob) {
-  const double log_ratio = fmin(fmax(logprob - old_logprob, -kMaxLogRatio), kMaxLogRatio);
-  return exp(log_ratio) * -expm1(fmin(logprob, 0.0));
-}
-
-// Writes the segment ids of a row and returns its number of segments. A warp tests 32 tokens at once as ends of the
-// open segment, and tests the rest of them again each time a segment ends.
-template <typename T>
-__device__ int32_t cut_row(const SegmentArrays<T>& in, int64_t begin, int64_t row_length) {
-  const bool is_bounded = in.settings.rule == SegmentRule::kBounded;
-  const bool is_coherent = in.settings.proxy == SegmentProxy::kCoherent;
-  const double inverse_scale = 1 / *in.scale, tau = *in.threshold, epsilon = in.settings.group_epsilon;
-  // of the open segment
-  VarianceTerms open{0, 0};
-  int64_t length = 0;
-  int32_t id = 0;
-  for (int64_t window = 0; window < row_length; window += kWarp) {
-    const int64_t t = window + lane();
-    const bool is_valid = t < row_length && in.mask[begin + t];
-    const unsigned valid = __ballot_sync(kAllLanes, is_valid);
-    double advantage = 0;
-    VarianceTerms own{0, 0};
-    if (is_valid) {
-      advantage = in.credits[begin + t] * inverse_scale;
-      const double logprob = static_cast<double>(in.logprobs[begin + t]);
-      const double old_logprob = static_cast<double>(in.old_logprobs[begin + t]);
-      own = variance_terms(is_coherent, advantage, token_weight(logprob, old_logprob));
-    }
-    int32_t own_id = -1;
-    for (int first = 0; first < kWarp;) {
-      if (length == 0) {
-        const unsigned left = valid & kAllLanes << first;
-        if (left == 0) break;
-        first = __ffs(static_cast<int>(left)) - 1;
-      }
-      const bool is_open = lane() >= first;  // not yet part of a closed segment
-      const VarianceTerms sums{open.p + scan_sum(is_open ? own.p : 0), open.q + scan_sum(is_open ? own.q : 0)};
-      const SegmentVariances variances = segment_variances(is_coherent, sums, advantage);
-      const int64_t n = length + lane() - first + 1;
-      const bool ends_before = n > 1 && (!is_valid || (is_bounded && variances.opens_next(tau, epsilon)));
-      const bool is_reached = !is_bounded && n >= 2 && variances.is_reached(n, tau, epsilon);
-      const bool ends_with = is_valid && (is_reached || n == in.settings.max_size);
-      const unsigned ends = __ballot_sync(kAllLanes, is_open && (ends_before || ends_with));
-      const int end = ends == 0 ? kWarp : __ffs(static_cast<int>(ends)) - 1;
-      const unsigned all_ends_before = __ballot_sync(kAllLanes, ends_before);
-      const int next = end + (ends != 0 && (all_ends_before >> end & 1) == 0 ? 1 : 0);
-      if (is_open && lane() < next) own_id = id;
-      open = {__shfl_sync(kAllLanes, sums.p, kWarp - 1), __shfl_sync(kAllLanes, sums.q, kWarp - 1)};
-      length += kWarp - first;
-      if (ends != 0) {
-        ++id;
-        open = {0, 0};
-        length = 0;
-      }
-      first = next;
-    }
-    if (t < row_length) in.segment_ids[begin + t] = own_id;
-  }
-  return id + (length > 0 ? 1 : 0);
-}
-
-// Lane 0 gets the moments of all lanes, merged in their order.
-__device__ EndpointMoments merge_lanes(EndpointMoments own) {
+// Lane 0 gets the moments of the first `lanes` lanes (a power of two), merged in their order.
+__device__ EndpointMoments merge_lanes(EndpointMoments own, int lanes) {
 #pragma unroll 1
-  for (int offset = 1; offset < kWarp; offset *= 2) {
+  for (int offset = 1; offset < lanes; offset *= 2) {
     EndpointMoments other;
     other.count = __shfl_down_sync(kAllLanes, own.count, offset);
     other.mean = __shfl_down_sync(kAllLanes, own.mean, offset);
@@ -227,98 +152,248 @@ __device__ EndpointMoments merge_lanes(EndpointMoments own) {
   return own;
 }
 
-// Writes the advantages of the row's segments to `credits` from the row's first token on, over those of its tokens.
-template <typename T>
-__device__ EndpointMoments credit_row(const SegmentArrays<T>& in, int64_t begin, const SegmentRow<T>& row) {
-  const int32_t* const ids = in.segment_ids + begin;
-  EndpointMoments moments;
-  walk_back(
-      row, in.settings.gamma,
-      // inside a segment lam is 1, which sums its rewards; values enter where a segment ends
-      [&](int64_t t) { return t > 0 && ids[t - 1] == ids[t] ? 1 : in.settings.lam; },
-      [&](int64_t t, double segment_return, double value) {
-        if (t > 0 && ids[t - 1] == ids[t]) return;
-        in.credits[begin + ids[t]] = segment_return - value;
-        moments.add(segment_return - value);
-      });
-  return merge_lanes(moments);
+// As doubles, because a shared variable cannot have a constructor.
+constexpr int kMomentsDoubles = sizeof(EndpointMoments) / sizeof(double);
+
+// Thread 0 gets the moments of the block's threads, merged in their order; `shared` holds those of kMaxWarps warps.
+__device__ EndpointMoments merge_block(EndpointMoments own, double* shared) {
+  own = merge_lanes(own, kWarp);
+  const int warps = static_cast<int>(blockDim.x) / kWarp;
+  if (warps == 1) return own;
+  EndpointMoments* const warp_moments = reinterpret_cast<EndpointMoments*>(shared);
+  if (lane() == 0) warp_moments[threadIdx.x / kWarp] = own;
+  __syncthreads();
+  return merge_lanes(lane() < warps ? warp_moments[lane()] : EndpointMoments{}, warps);
 }
 
-template <typename T>
-__global__ void GRPO_BOUNDS(kRowThreads) segments_kernel(const __grid_constant__ SegmentArrays<T> in) {
-  const int64_t row = row_of_warp();
-  if (row >= in.rows) return;
-  const SegmentRow<T> tokens = row_at(in, row);
-  const int32_t num_segments = cut_row(in, row_begin(in, row), tokens.length);
-  __syncwarp();  // all ids are written and all advantages of tokens are read
-  const EndpointMoments moments = credit_row(in, row_begin(in, row), tokens);
-  if (lane() != 0) return;
-  in.num_segments[row] = num_segments;
-  in.records[row].own = isfinite(in.records[row].sums.squares) ? moments : EndpointMoments{};
+// Cuts the row tile by tile, and writes the ids of its tokens and the advantages of its segments: first as maps of the
+// carry that their tile's last token gets, and when all carries are known, from the last tile to the first, as numbers.
+template <typename T, int kThreads, bool kHasCritic>
+__global__ void GRPO_ROW_BOUNDS segments_kernel(const __grid_constant__ SegmentArrays<T> in) {
+  using Tile = CutTile<kThreads>;
+  constexpr int kTokens = kThreads * kItems;
+  __shared__ __align__(16) Tile cut;
+  __shared__ __align__(16) AffineMap warp_maps[kMaxWarps];
+  __shared__ double shared[kMaxWarps * kMomentsDoubles];
+  const RowSpan<T> row(in);
+  const int tiles = row.tiles(kTokens);
+  const double gamma = in.settings.gamma, lam = in.settings.lam;
+  const double inverse_scale = 1 / *in.scale;
+  const bool is_bounded = in.settings.rule == SegmentRule::kBounded;
+  const bool is_coherent = in.settings.proxy == SegmentProxy::kCoherent;
+  const int chunk = static_cast<int>(threadIdx.x) * kItems / kChunk, in_chunk = threadIdx.x * kItems % kChunk;
+  ItemValues<T, kHasCritic> values(in);
+  if (threadIdx.x == 0) cut.carried = {{0, 0}, 0};
+  int32_t segments = 0;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int64_t t = int64_t{tile} * kTokens + threadIdx.x * kItems, at = row.begin + t;
+    const int count = row.count_items(t);
+    const bool is_whole = row.is_aligned && count == kItems;
+    const unsigned valid = load_mask(in.mask + at, count, is_whole);
+    T rewards[kItems];
+    load_items(in.rewards + at, count, is_whole, rewards);
+    values.load(in, at, count, is_whole);
+    reinterpret_cast<unsigned char*>(cut.valid)[threadIdx.x] = static_cast<unsigned char>(valid);
+    AffineMap next{0, count > 0 ? in.carries[row.piece(t, kItems)] : 0};
+#pragma unroll
+    for (int j = kItems - 1; j >= 0; --j) {
+      if ((valid >> j & 1) == 0) continue;
+      const TokenMaps maps(gamma, lam, static_cast<double>(rewards[j]), values[j], next);
+      next.shift = maps.carry.shift;
+      cut.advantages[in_chunk + j][chunk] = (maps.token_return.shift - values[j]) * inverse_scale;
+    }
+    __syncwarp();  // without it the compiler moves the loads below up here, and spills
+    {
+      T logprobs[kItems], old_logprobs[kItems];
+      load_items(in.logprobs + at, count, is_whole, logprobs);
+      load_items(in.old_logprobs + at, count, is_whole, old_logprobs);
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) {
+        cut.weights[in_chunk + j][chunk] = token_weight(logprobs[j], old_logprobs[j]);
+      }
+    }
+    __syncthreads();
+    const CutRule rule(in.settings, *in.threshold);
+    if (is_bounded) {
+      is_coherent ? cut_tile<true, true>(cut, rule) : cut_tile<true, false>(cut, rule);
+    } else {
+      is_coherent ? cut_tile<false, true>(cut, rule) : cut_tile<false, false>(cut, rule);
+    }
+    const unsigned firsts = cut.firsts[chunk] >> in_chunk & ((1u << kItems) - 1);
+    int tile_segments = 0;
+    const int32_t begun = segments + firsts_before(cut, firsts, tile_segments);
+    int32_t ids[kItems], id = begun - 1;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      id += static_cast<int32_t>(firsts >> j & 1);
+      ids[j] = (valid >> j & 1) != 0 ? id : -1;
+    }
+    store_items(in.segment_ids + at, count, is_whole, ids);
+    // again, from a cache: to keep them would take 16 registers while the tile is cut
+    load_items(in.rewards + at, count, is_whole, rewards);
+    values.load(in, at, count, is_whole);
+    // Inside a segment lam is 1, which sums its rewards; values enter where a segment ends.
+    AffineMap own = kIdentity, whole;
+#pragma unroll
+    for (int j = kItems - 1; j >= 0; --j) {
+      if ((valid >> j & 1) == 0) continue;
+      const double own_lam = (firsts >> j & 1) != 0 ? lam : 1;
+      own = TokenMaps(gamma, own_lam, static_cast<double>(rewards[j]), values[j], own).carry;
+    }
+    next = maps_behind<kThreads>(own, warp_maps, whole);
+#pragma unroll
+    for (int j = kItems - 1; j >= 0; --j) {
+      if ((valid >> j & 1) == 0) continue;
+      const bool is_first = (firsts >> j & 1) != 0;
+      const TokenMaps maps(gamma, is_first ? lam : 1, static_cast<double>(rewards[j]), values[j], next);
+      if (is_first) {
+        in.credits[row.begin + id] = {maps.token_return.factor, maps.token_return.shift - values[j]};
+        --id;
+      }
+      next = maps.carry;
+    }
+    if (threadIdx.x == 0) {
+      SegmentTile& record = in.tiles[row.piece(int64_t{tile} * kTokens, kTokens)];
+      record.factor = whole.factor;
+      record.shift = whole.shift;
+      record.first_segment = segments;
+    }
+    segments += tile_segments;
+  }
+  __syncthreads();
+  EndpointMoments moments;
+  double carry = 0;
+  int32_t last = segments;
+  for (int tile = tiles - 1; tile >= 0; --tile) {
+    const SegmentTile& record = in.tiles[row.piece(int64_t{tile} * kTokens, kTokens)];
+    const int32_t first = static_cast<int32_t>(record.first_segment);
+#pragma unroll 1
+    for (int32_t id = first + static_cast<int32_t>(threadIdx.x); id < last; id += kThreads) {
+      const SegmentCreditMap credit = in.credits[row.begin + id];
+      const double advantage = credit.factor * carry + credit.shift;
+      in.credits[row.begin + id].shift = advantage;
+      moments.add(advantage);
+    }
+    carry = record.factor * carry + record.shift;
+    last = first;
+  }
+  moments = merge_block(moments, shared);
+  if (threadIdx.x != 0) return;
+  in.num_segments[blockIdx.x] = segments;
+  in.records[blockIdx.x].own = isfinite(in.records[blockIdx.x].sums.squares) ? moments : EndpointMoments{};
 }
 
 template <typename T>
 __global__ void GRPO_BOUNDS(kBatchThreads) moments_kernel(const __grid_constant__ SegmentArrays<T> in) {
-  // as doubles, because a shared variable cannot have a constructor
-  __shared__ double shared[kMaxWarps * sizeof(EndpointMoments) / sizeof(double)];
-  EndpointMoments* const warp_moments = reinterpret_cast<EndpointMoments*>(shared);
+  __shared__ double shared[kMaxWarps * kMomentsDoubles];
+  __shared__ double shared_norm[sizeof(EndpointNorm) / sizeof(double)];
   const bool by_group = in.settings.norm == SegmentNorm::kPrompt;
   EndpointMoments merged;
   for_each_row(in, by_group, [&](int64_t row) { merged.merge(in.records[row].own); });
-  merged = merge_lanes(merged);
-  if (lane() == 0) warp_moments[threadIdx.x / kWarp] = merged;
+  merged = merge_block(merged, shared);
+  EndpointNorm& norm = *reinterpret_cast<EndpointNorm*>(shared_norm);
+  if (threadIdx.x == 0) norm = {merged, in.settings.group_epsilon};
   __syncthreads();
-  merged = warp_moments[0];
-  for (int warp = 1; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) merged.merge(warp_moments[warp]);
-  for_each_row(in, by_group, [&](int64_t row) { in.records[row].merged = merged; });
+  for_each_row(in, by_group, [&](int64_t row) { in.records[row].norm = norm; });
 }
 
 // The blocks of the last row also write the tokens behind it.
 template <typename T>
-__global__ void GRPO_BOUNDS(kResultThreads) results_kernel(const __grid_constant__ SegmentArrays<T> in) {
+__global__ void __launch_bounds__(kResultThreads, sizeof(T) == 4 ? 6 : 1)
+    results_kernel(const __grid_constant__ SegmentArrays<T> in) {
   const int64_t row = blockIdx.x, begin = row_begin(in, row), end = row_begin(in, row + 1);
   const int64_t last = row == in.rows - 1 ? in.total : end;
-  const SegmentRecord& record = in.records[row];
-  const bool is_finite = isfinite(record.sums.squares);
-  const int64_t step = gridDim.y * static_cast<int64_t>(blockDim.x);
-  for (int64_t t = begin + blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x; t < last; t += step) {
-    const bool is_inside = t < end, is_valid = is_inside && in.mask[t];
-    const int32_t id = is_valid ? in.segment_ids[t] : -1;
-    const bool is_end = is_valid && (t + 1 == end || in.segment_ids[t + 1] != id);
-    double credit = 0;
-    if (is_finite && (is_end || (is_valid && in.settings.credit == SegmentCredit::kBroadcast))) {
-      credit = in.credits[begin + id];
-      if (in.settings.norm != SegmentNorm::kNone) credit = record.merged.normalized(credit, in.settings.group_epsilon);
+  const bool is_finite = isfinite(in.records[row].sums.squares);
+  EndpointNorm norm;
+  if (in.settings.norm != SegmentNorm::kNone) norm = in.records[row].norm;
+  const bool is_broadcast = in.settings.credit == SegmentCredit::kBroadcast;
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(in.advantages + begin) |
+                              reinterpret_cast<uintptr_t>(in.segment_ids + begin) |
+                              reinterpret_cast<uintptr_t>(in.endpoint_mask + begin) * 4;
+  const bool is_aligned = addresses % 16 == 0;
+  const int64_t step = gridDim.y * static_cast<int64_t>(blockDim.x) * kResultItems;
+  for (int64_t t = begin + (blockIdx.y * static_cast<int64_t>(blockDim.x) + threadIdx.x) * kResultItems; t < last;
+       t += step) {
+    const int64_t left = end - t;
+    const int count = left >= kResultItems ? kResultItems : left > 0 ? static_cast<int>(left) : 0;
+    const bool is_whole = is_aligned && count == kResultItems;
+    int32_t ids[kResultItems + 1];
+    {
+      int32_t own[kResultItems];
+      load_items(in.segment_ids + t, count, is_whole, own);
+#pragma unroll
+      for (int j = 0; j < kResultItems; ++j) ids[j] = j < count ? own[j] : -1;
+      ids[kResultItems] = left > kResultItems ? in.segment_ids[t + kResultItems] : -1;
     }
-    in.advantages[t] = static_cast<T>(is_valid && !is_finite ? NAN : credit);
-    in.endpoint_mask[t] = is_end;
-    if (!is_valid) in.returns[t] = 0;
-    if (is_valid && !is_finite) in.returns[t] = static_cast<T>(NAN);
-    if (!is_inside) in.segment_ids[t] = -1;
+    uint32_t ends = 0, wanted = 0;  // a byte for each token
+#pragma unroll
+    for (int j = 0; j < kResultItems; ++j) {
+      const bool is_valid = ids[j] >= 0, is_end = is_valid && ids[j + 1] != ids[j];
+      ends |= (is_end ? 1u : 0u) << (8 * j);
+      wanted |= (is_finite && (is_end || (is_valid && is_broadcast)) ? 1u : 0u) << (8 * j);
+    }
+    double credits[kResultItems];
+#pragma unroll
+    for (int j = 0; j < kResultItems; ++j) {
+      credits[j] = norm.mean;
+      if ((wanted >> (8 * j) & 1) != 0) credits[j] = in.credits[begin + ids[j]].shift;
+    }
+    T advantages[kResultItems];
+#pragma unroll
+    for (int j = 0; j < kResultItems; ++j) {
+      advantages[j] = static_cast<T>(ids[j] >= 0 && !is_finite ? NAN : norm(credits[j]));
+    }
+    const int stored = last - t < kResultItems ? static_cast<int>(last - t) : kResultItems;
+    store_items(in.advantages + t, stored, is_whole, advantages);
+    if (is_whole) {
+      *reinterpret_cast<uint32_t*>(in.endpoint_mask + t) = ends;
+      if (is_finite) continue;
+    }
+#pragma unroll
+    for (int j = 0; j < kResultItems; ++j) {
+      if (j >= stored) break;
+      if (!is_whole) in.endpoint_mask[t + j] = (ends >> (8 * j) & 1) != 0;
+      if (ids[j] >= 0 && !is_finite) in.returns[t + j] = static_cast<T>(NAN);
+      if (j < count) continue;
+      in.returns[t + j] = 0;
+      in.segment_ids[t + j] = -1;
+    }
   }
+}
+
+template <typename T, int kThreads, bool kHasCritic>
+void launch_rows(const SegmentArrays<T>& arrays, void* stream) {
+  const unsigned rows = static_cast<unsigned>(arrays.rows);
+  const dim3 row_blocks(rows), row_threads(kThreads);
+  if (!kHasCritic) {
+    launch(returns_kernel<T, kThreads>, row_blocks, row_threads, 0, stream, arrays);
+    launch(baselines_kernel<T>, row_blocks, dim3(kWarp), 0, stream, arrays);
+  }
+  launch(tokens_kernel<T, kThreads, kHasCritic>, row_blocks, row_threads, 0, stream, arrays);
+  launch(scale_kernel<T>, dim3(1), dim3(kBatchThreads), 0, stream, arrays);
+  launch(segments_kernel<T, kThreads, kHasCritic>, row_blocks, row_threads, 0, stream, arrays);
+  if (arrays.settings.norm == SegmentNorm::kBatch) {
+    launch(moments_kernel<T>, dim3(1), dim3(kBatchThreads), 0, stream, arrays);
+  } else if (arrays.settings.norm == SegmentNorm::kPrompt) {
+    launch(moments_kernel<T>, row_blocks, dim3(kWarp), 0, stream, arrays);
+  }
+  constexpr int64_t kBlockItems = kThreads * kResultItems;
+  const int64_t wanted = (arrays.total / arrays.rows + kBlockItems - 1) / kBlockItems;
+  const unsigned chunks = static_cast<unsigned>(wanted < 1 ? 1 : wanted < kMaxChunks ? wanted : kMaxChunks);
+  launch(results_kernel<T>, dim3(rows, chunks), row_threads, 0, stream, arrays);
 }
 
 }  // namespace
 
 template <typename T>
 void launch_endpoint_segments(const SegmentArrays<T>& arrays, void* stream) {
-  const unsigned rows = static_cast<unsigned>(arrays.rows);
-  const dim3 warps((rows + kRowThreads / kWarp - 1) / (kRowThreads / kWarp)), row_block(kRowThreads);
-  if (arrays.needs_baselines) {
-    launch(returns_kernel<T>, warps, row_block, 0, stream, arrays);
-    launch(baselines_kernel<T>, dim3(rows), dim3(kWarp), 0, stream, arrays);
+  if (arrays.has_long_rows()) {
+    arrays.has_critic ? launch_rows<T, kLongRowThreads, true>(arrays, stream)
+                      : launch_rows<T, kLongRowThreads, false>(arrays, stream);
+  } else {
+    arrays.has_critic ? launch_rows<T, kShortRowThreads, true>(arrays, stream)
+                      : launch_rows<T, kShortRowThreads, false>(arrays, stream);
   }
-  launch(tokens_kernel<T>, warps, row_block, 0, stream, arrays);
-  launch(scale_kernel<T>, dim3(1), dim3(kBatchThreads), 0, stream, arrays);
-  launch(segments_kernel<T>, warps, row_block, 0, stream, arrays);
-  if (arrays.settings.norm == SegmentNorm::kBatch) {
-    launch(moments_kernel<T>, dim3(1), dim3(kBatchThreads), 0, stream, arrays);
-  } else if (arrays.settings.norm == SegmentNorm::kPrompt) {
-    launch(moments_kernel<T>, dim3(rows), dim3(kWarp), 0, stream, arrays);
-  }
-  const int64_t wanted = arrays.total / arrays.rows / kResultThreads + 1;
-  const unsigned chunks = static_cast<unsigned>(wanted < kMaxChunks ? wanted : kMaxChunks);
-  launch(results_kernel<T>, dim3(rows, chunks), dim3(kResultThreads), 0, stream, arrays);
 }
 
 template void launch_endpoint_segments<float>(const SegmentArrays<float>&, void*);

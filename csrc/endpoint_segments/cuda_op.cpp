@@ -52,7 +52,7 @@ SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor ol
   const DeviceGuard guard(rewards.get_device_index());
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    std::optional<Tensor> records, scale, credits;
+    std::optional<Tensor> records, carries, tiles, scale, credits;
     SegmentArrays<T> arrays{};
     arrays.rewards = data_of<const T>(rewards);
     arrays.logprobs = data_of<const T>(logprobs);
@@ -66,11 +66,13 @@ SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor ol
     arrays.order = optional_data<int64_t>(order);
     arrays.starts = optional_data<int64_t>(starts);
     arrays.threshold = data_of<const double>(threshold);
-    arrays.needs_baselines = !values;
+    arrays.has_critic = values.has_value();
     arrays.settings = settings;
     arrays.records = allocate_records<SegmentRecord>(records, rewards, rows);
     arrays.scale = allocate_records<double>(scale, rewards, 1);
-    arrays.credits = allocate_records<double>(credits, rewards, total);
+    arrays.carries = allocate_records<double>(carries, rewards, arrays.count_pieces(kSegmentTokensPerThread));
+    arrays.tiles = allocate_records<SegmentTile>(tiles, rewards, arrays.count_pieces(arrays.tile_tokens()));
+    arrays.credits = allocate_records<SegmentCreditMap>(credits, rewards, total);
     arrays.advantages = data_of<T>(advantages);
     arrays.returns = data_of<T>(returns);
     arrays.endpoint_mask = data_of<bool>(endpoint_mask);

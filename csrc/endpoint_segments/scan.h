@@ -96,14 +96,25 @@ GRPO_HD VarianceTerms variance_terms(bool is_coherent, double advantage, double 
   return {is_coherent ? q * advantage : q * advantage * advantage, q};
 }
 
+// What ends a segment. Rows have fewer than 2^31 tokens.
+struct CutRule {
+  double tau, epsilon;
+  int32_t max_size;
+
+  GRPO_HD CutRule(const SegmentSettings& settings, double threshold)
+      : tau(threshold),
+        epsilon(settings.group_epsilon),
+        max_size(settings.max_size < INT32_MAX ? static_cast<int32_t>(settings.max_size) : INT32_MAX) {}
+};
+
 // Variances of a segment's policy gradient, up to a common factor: with each token's own advantage (PPO), and with that
 // of its last token for all (GRPO).
 struct SegmentVariances {
   double ppo, grpo;
 
-  GRPO_HD bool opens_next(double tau, double epsilon) const { return grpo > tau * ppo + epsilon; }
-  GRPO_HD bool is_reached(int64_t length, double tau, double epsilon) const {
-    return static_cast<double>(length) * tau * (ppo + epsilon) >= grpo;
+  GRPO_HD bool opens_next(const CutRule& rule) const { return grpo > rule.tau * ppo + rule.epsilon; }
+  GRPO_HD bool is_reached(const CutRule& rule, int32_t length) const {
+    return static_cast<double>(length) * rule.tau * (ppo + rule.epsilon) >= grpo;
   }
 };
 
@@ -112,45 +123,61 @@ GRPO_HD SegmentVariances segment_variances(bool is_coherent, const VarianceTerms
   return {is_coherent ? sums.p * sums.p : sums.p, shared * (is_coherent ? shared : last_advantage)};
 }
 
+// The segment that is open between two tokens. If its length is 0, the next token begins one, whatever the sums are.
+struct OpenSegment {
+  VarianceTerms sums;
+  int32_t length;
+
+  // Adds a token; returns whether it is the first of a segment. The length is 0 afterwards if no other token may
+  // follow.
+  template <bool kIsBounded, bool kIsCoherent>
+  GRPO_HD bool add(const CutRule& rule, double advantage, const VarianceTerms& own) {
+    const VarianceTerms joint = sums + own;
+    const SegmentVariances variances = segment_variances(kIsCoherent, joint, advantage);
+    const bool is_first = length == 0 || (kIsBounded && variances.opens_next(rule));
+    sums = is_first ? own : joint;
+    length = is_first ? 1 : length + 1;
+    const bool is_reached = !kIsBounded && length >= 2 && variances.is_reached(rule, length);
+    if (is_reached || length == rule.max_size) length = 0;
+    return is_first;
+  }
+};
+
 // Cuts a row from left to right. `weights` stand in for the norms of the tokens' gradients.
 template <bool kIsBounded, bool kIsCoherent, typename T>
 GRPO_HD RowCuts cut_row(const SegmentSettings& settings, const SegmentRow<T>& row, const double* advantages,
                         const T* weights, double scale, double tau, int32_t* ids, Segment* segments) {
   const double inverse_scale = 1 / scale;
-  // of the open segment
-  VarianceTerms sums{0, 0};
-  double rewards = 0, discount = 1, value = 0;
-  int64_t length = 0;
+  const CutRule rule(settings, tau);
+  OpenSegment open{{0, 0}, 0};
+  double rewards = 0, discount = 1, value = 0;  // of the open segment
   RowCuts cuts{0, 0};
   const auto close = [&](int64_t last) {
     segments[cuts.segments++] = {rewards, discount, value, last};
-    sums = {0, 0};
     rewards = 0;
     discount = 1;
-    length = 0;
   };
   for (int64_t t = 0; t < row.length; ++t) {
     if (!row.mask[t]) {
       ids[t] = -1;
-      if (length > 0) close(t - 1);
+      if (open.length > 0) close(t - 1);
+      open.length = 0;
       continue;
     }
     const double advantage = advantages[t] * inverse_scale;
-    const double weight = static_cast<double>(weights[t]);
-    const VarianceTerms own = variance_terms(kIsCoherent, advantage, weight);
-    const SegmentVariances variances = segment_variances(kIsCoherent, sums + own, advantage);
-    if (kIsBounded && length > 0 && variances.opens_next(tau, settings.group_epsilon)) close(t - 1);
-    if (length == 0) value = row.value(t);
+    const VarianceTerms own = variance_terms(kIsCoherent, advantage, static_cast<double>(weights[t]));
+    const bool was_open = open.length > 0;
+    if (open.template add<kIsBounded, kIsCoherent>(rule, advantage, own)) {
+      if (was_open) close(t - 1);
+      value = row.value(t);
+    }
     ids[t] = cuts.segments;
-    ++length;
-    sums = sums + own;
     cuts.weights += own.q;
     rewards += discount * static_cast<double>(row.rewards[t]);
     discount *= settings.gamma;
-    const bool is_reached = !kIsBounded && length >= 2 && variances.is_reached(length, tau, settings.group_epsilon);
-    if (is_reached || length == settings.max_size) close(t);
+    if (open.length == 0) close(t);
   }
-  if (length > 0) close(row.length - 1);
+  if (open.length > 0) close(row.length - 1);
   return cuts;
 }
 
@@ -176,11 +203,18 @@ struct EndpointMoments {
     low = other.low < low ? other.low : low;
     high = other.high > high ? other.high : high;
   }
-  // 0 for a single endpoint, and where all are equal.
-  GRPO_HD double normalized(double x, double epsilon) const {
-    if (count < 2 || low == high) return 0;
-    return (x - mean) / (sqrt(squares / static_cast<double>(count - 1)) + epsilon);
+};
+
+// The normalisation of endpoints' advantages: 0 for a single endpoint, and where all are equal.
+struct EndpointNorm {
+  double mean = 0, factor = 1;
+
+  EndpointNorm() = default;
+  GRPO_HD EndpointNorm(const EndpointMoments& moments, double epsilon) : mean(moments.mean), factor(0) {
+    if (moments.count < 2 || moments.low == moments.high) return;
+    factor = 1 / (sqrt(moments.squares / static_cast<double>(moments.count - 1)) + epsilon);
   }
+  GRPO_HD double operator()(double x) const { return (x - mean) * factor; }
 };
 
 // Replaces the credits of a row's segments by their lambda-advantages, from the last to the first.
