@@ -82,6 +82,7 @@ def _eager(op: _Function, setup_context: _Function, backward: _Function) -> _Fun
             with torch._C._AutoDispatchBelowAutograd():
                 output = op(*args)
             setup_context(ctx, args, output)
+            ctx.hides_outputs = True  # from users, who get what an op's own Python makes of them
             return output
 
         @staticmethod

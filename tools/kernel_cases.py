@@ -155,7 +155,7 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
     )
     yield result.loss.detach()
     yield result.metrics.tensor.to(leaf.dtype)  # sums of terms in that precision
-    yield torch.autograd.grad(result.loss, leaf)[0]
+    yield torch.autograd.grad(result.loss * 2, leaf)[0]
 
 
 def segments(backend: str, put: Put) -> Results:
@@ -279,12 +279,12 @@ CASES = {
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
-            kernels("policy_loss", "count", "reduce", "tokens" if name in ("clip", "entropy") else "rows"),
+            kernels("policy_loss", "count", "reduce", "scale", "tokens" if name in ("clip", "entropy") else "rows"),
         )
         for name in LOSSES
     },
-    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "tokens", "rows", "reduce")),
-    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce")),
+    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "tokens", "rows", "reduce", "scale")),
+    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale")),
     "segments": Case(
         segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),

@@ -95,4 +95,8 @@ bool is_aligned(const PolicyBatch<T>& batch, const T* gradient) {
 template <typename T>
 void launch_policy_loss(PolicyArrays<T> arrays, void* stream);
 
+// Multiplies `count` numbers by *upstream.
+template <typename T, typename Upstream>
+void launch_scale(T* gradient, int64_t count, const Upstream* upstream, void* stream);
+
 }  // namespace grpo_kernels

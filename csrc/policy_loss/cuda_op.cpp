@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "common/allocate.h"
@@ -74,8 +75,23 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entrop
   return {results.loss, results.metrics, results.gradient, results.entropy_gradient, segments_ascend};
 }
 
+void scale_gradient_cuda(Tensor gradient, Tensor upstream) {
+  const DeviceGuard guard(gradient.get_device_index());
+  for_float_dtype<true>("policy_loss", "gradient", gradient, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    using Upstream = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    check_array("policy_loss", "gradient", gradient, gradient.numel(), gradient.scalar_type());
+    check_array("policy_loss", "upstream gradient", upstream, 1,
+                std::is_same_v<T, double> ? ScalarType::Double : ScalarType::Float);
+    if (gradient.numel() == 0) return;
+    launch_scale(data_of<T>(gradient), gradient.numel(), static_cast<const Upstream*>(upstream.const_data_ptr()),
+                 current_stream(gradient.get_device_index()));
+  });
+}
+
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
   library.impl("_policy_loss_cuda", TORCH_BOX(&grpo_kernels::policy_loss_cuda));
+  library.impl("scale_gradient_cuda", TORCH_BOX(&grpo_kernels::scale_gradient_cuda));
 }

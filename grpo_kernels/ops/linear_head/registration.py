@@ -307,12 +307,13 @@ def _set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.others = len(inputs) - 3
 
 
-def _differentiate_loss(_: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tuple[Tensor | None, ...]:
+def _differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     others = (None,) * ctx.others
     if upstream is None:
         return None, None, None, *others
     gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
-    scaled = (gradient * upstream.to(gradient.dtype) if need else None for gradient, need in gradients)
+    scale = policy_loss.scaled
+    scaled = (scale(backend, gradient, upstream, False) if need else None for gradient, need in gradients)
     return *scaled, *others
 
 
@@ -346,7 +347,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         loss, metrics, *ctx.gradients = loss_forward(backend, head, policy, chunking, needs, into)
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
-        ctx.has_added = into is not None
+        ctx.has_added, ctx.backend = into is not None, backend
         return loss, metrics
 
     @staticmethod
@@ -361,14 +362,13 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "the first handed out the gradients. memory='low' computes them each time"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        is_one = upstream.device.type == "cpu" and upstream.item() == 1
-        if ctx.has_added and not is_one:
+        if ctx.has_added:
             rule = "linear_policy_loss: the loss must be given to backward unscaled with weight_grad"
             torch._assert_async((upstream == 1).all(), rule)
         for place, gradient in enumerate(gradients):
             is_weight_added = place == 1 and ctx.has_added
             if ctx.needs_input_grad[place] and not is_weight_added:
-                results[place] = gradient if is_one else gradient.mul_(upstream)
+                results[place] = policy_loss.scaled(ctx.backend, gradient, upstream, is_owned=True)
         return tuple(results)
 
 

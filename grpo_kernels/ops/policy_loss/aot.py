@@ -19,7 +19,7 @@ from grpo_kernels.ops.policy_loss.config import (
     TOKEN_TRUNCATE,
     VESPO,
 )
-from grpo_kernels.ops.policy_loss.triton import ratio_gradients
+from grpo_kernels.ops.policy_loss.triton import ratio_gradients, scale
 from grpo_kernels.ops.policy_loss.triton import rows as of_rows
 from grpo_kernels.ops.policy_loss.triton import sums as sums
 from grpo_kernels.ops.policy_loss.triton import tokens as of_tokens
@@ -80,7 +80,9 @@ def _aot_cases() -> tuple[AotCase, ...]:
 
     cases = [case(kernel, label) for label in variants for kernel in common]
     cases += [case(ratio_gradients.ratio_gradients_kernel, label) for label in ("sequence", "segment", "geo_mean")]
-    return (*cases, case(sums.finish_kernel, "clip"))
+    scale_signature = {"gradient_ptr": "*bf16", "upstream_ptr": "*fp32", "count": "i64"}
+    of_scale = AotCase(scale.scale_kernel, scale_signature, {"BLOCK": scale.BLOCK}, label="upstream gradient")
+    return (*cases, case(sums.finish_kernel, "clip"), of_scale)
 
 
 AOT_SIGNATURES = _aot_cases()

@@ -72,23 +72,42 @@ def _setup_context(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
     ctx.shape, ctx.others = logprobs.shape, len(rest)
 
 
-def _backward(_: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tuple[Tensor | None, ...]:
+def _backward(backend: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tuple[Tensor | None, ...]:
     by_logprob = by_entropy = None
     if upstream is not None:
-        by_logprob, by_entropy = ctx.saved_tensors
-        # Most trainers call loss.backward() directly, and off the GPU it costs nothing to see that. Under tracing there
-        # is no value to see.
-        is_real = type(upstream) is Tensor and not torch.compiler.is_compiling()
-        is_one = is_real and upstream.device.type == "cpu" and upstream.item() == 1
+        gradients = ctx.saved_tensors
         needs_logprobs, needs_entropy = ctx.needs_input_grad[:2]
-        by_logprob = _scaled(by_logprob, upstream, is_one, ctx.shape) if needs_logprobs else None
-        needs_entropy = needs_entropy and ctx.needs_entropy_gradient
-        by_entropy = _scaled(by_entropy, upstream, is_one, ctx.shape) if needs_entropy else None
+        is_owned = backend in SCALE and _owns_gradients(ctx)  # on the CPU an earlier backward may have handed them out
+        by_logprob = scaled(backend, gradients[0], upstream, is_owned).view(ctx.shape) if needs_logprobs else None
+        if needs_entropy and ctx.needs_entropy_gradient:
+            by_entropy = scaled(backend, gradients[1], upstream, is_owned).view(ctx.shape)
     return by_logprob, by_entropy, *(None,) * ctx.others
 
 
-def _scaled(gradient: Tensor, upstream: Tensor, is_one: bool, shape: torch.Size) -> Tensor:
-    return (gradient if is_one else gradient * upstream).view(shape)
+def _owns_gradients(ctx: Any) -> bool:
+    """Whether nobody reads the saved gradients after this backward: no second one, and no caller of the torch op."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not getattr(ctx, "hides_outputs", False):
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def scaled(backend: str, gradient: Tensor, upstream: Tensor, is_owned: bool) -> Tensor:
+    """The gradient of a forward pass times the upstream gradient of the loss; in its own memory where it is owned.
+
+    Most trainers call loss.backward(), whose upstream gradient is 1. On the CPU it costs nothing to see that; on a GPU
+    only the kernel sees it, and leaves the gradient as it is. Under tracing there is no value to see, and a second
+    derivative needs the product.
+    """
+    is_real = type(upstream) is Tensor and not torch.compiler.is_compiling() and not upstream.requires_grad
+    if is_real and backend == "cpu" and upstream.item() == 1:
+        return gradient
+    if not (is_real and is_owned):
+        return gradient * upstream.to(gradient.dtype)
+    if backend not in SCALE:
+        return gradient.mul_(upstream)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    SCALE[backend](gradient, upstream.to(wide).contiguous())
+    return gradient
 
 
 def _cuda(logprobs: Tensor, entropy: Tensor | None, entropy_floor: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
@@ -106,6 +125,14 @@ def _cuda(logprobs: Tensor, entropy: Tensor | None, entropy_floor: Tensor | None
 _KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
 FORWARD = registry.define(
     "policy_loss", SCHEMA, _KERNELS, _fake, (_setup_context, _backward), folder=__package__, cuda=_cuda
+)
+SCALE = registry.define(
+    "scale_gradient",
+    "(Tensor(a!) gradient, Tensor upstream) -> ()",
+    dict.fromkeys(("cuda", "triton"), (torch.bfloat16, torch.float16, *_WIDE)),
+    lambda gradient, upstream: None,
+    folder=__package__,
+    function="scale_gradient",
 )
 
 

@@ -290,3 +290,5 @@ def test_backward_can_run_twice_and_with_any_upstream_gradient(backend: str) -> 
     one, again, scaled = (torch.autograd.grad(loss * s, leaf, retain_graph=True)[0] for s in (1.0, 1.0, -2.5))
     assert torch.equal(one, again)
     torch.testing.assert_close(scaled, -2.5 * one, rtol=1e-6, atol=0)
+    (last,) = torch.autograd.grad(loss * -2.5, leaf)  # may reuse what the graph keeps
+    assert torch.equal(last, scaled) and torch.equal(one, again)

@@ -26,6 +26,7 @@ from grpo_kernels.ops.policy_loss.triton import ratio_gradients
 from grpo_kernels.ops.policy_loss.triton import rows as of_rows
 from grpo_kernels.ops.policy_loss.triton import sums as sums
 from grpo_kernels.ops.policy_loss.triton import tokens as of_tokens
+from grpo_kernels.ops.policy_loss.triton.scale import scale_gradient as scale_gradient
 
 _PART = 1024  # tokens of a row that one program takes
 _BLOCK = 1024
