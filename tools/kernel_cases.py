@@ -114,8 +114,11 @@ LOSSES = {
     "segment": gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1),
     "geo_mean": gk.LossConfig.verl(loss_mode="geo_mean", use_kl_loss=True),
     "vespo": gk.LossConfig.trl(loss_type="vespo", beta=0.1),
+    "cispo": gk.LossConfig(loss="cispo", kl="k3", kl_coef=0.1),
+    "gspo": gk.LossConfig(ratio="sequence", kl="k3", kl_coef=0.1),
     "entropy": gk.LossConfig(entropy_coef=0.01),
 }
+LOSS_KERNELS = {"clip": "tokens", "cispo": "tokens", "entropy": "tokens", "gspo": "sequences"}  # others: rows
 
 
 def losses(name: str, backend: str, put: Put) -> Results:
@@ -279,11 +282,13 @@ CASES = {
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
-            kernels("policy_loss", "count", "reduce", "scale", "tokens" if name in ("clip", "entropy") else "rows"),
+            kernels("policy_loss", "count", "reduce", "scale", LOSS_KERNELS.get(name, "rows")),
         )
         for name in LOSSES
     },
-    "outside_losses": Case(outside_losses, kernels("policy_loss", "count", "tokens", "rows", "reduce", "scale")),
+    "outside_losses": Case(
+        outside_losses, kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce", "scale")
+    ),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale")),
     "segments": Case(
         segments,

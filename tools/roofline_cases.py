@@ -119,7 +119,21 @@ def policy_loss() -> list[Case]:
         Launch("gather_kernel[clip]", tasks, record, 512, per_thread=1 / 32),
         Launch("finish_kernel[clip]", 512, record, 1, per_thread=1 / 4),
     )
-    return [Case("policy_loss", "4M tokens, clip, k3, metrics", 17 * tokens, cuda, triton)]
+    count, _, reduce = cuda
+    cispo = (count, Launch(r"tokens_kernel<float, \(WalkKind\)6>", tokens, 17, tasks // 8, **whole), reduce)
+    # log-probs, old log-probs and the mask are read again while they are in a cache
+    row: dict[str, Any] = {"kernel": r"sequences_kernel<\(WalkKind\)8>", "elements": tokens, "blocks": rows}
+    gspo = (
+        count,
+        Launch(bytes=9, **(row | whole | {"loop": r"sum \+= is_valid"})),
+        Launch(bytes=8, is_launch=False, **(row | whole | {"loop": "__stcg"})),
+        Launch("reduce_kernel<float>", rows, record, 64, loop="records"),
+    )
+    return [
+        Case("policy_loss", "4M tokens, clip, k3, metrics", 17 * tokens, cuda, triton),
+        Case("policy_loss", "4M tokens, CISPO, k3, metrics", 17 * tokens, cispo),
+        Case("policy_loss", "4M tokens, GSPO, k3, metrics", 17 * tokens, gspo),
+    ]
 
 
 def group_advantages() -> list[Case]:

@@ -6,10 +6,29 @@
 // statistics of a row that its terms depend on.
 namespace grpo_kernels {
 
-// The kernels are specialised for PPO's clipped loss; again for its common case: token ratios, and no inputs beyond
-// old log-probs, advantages, a mask and the reference log-probs of a k3 KL; and, in CUDA, for that case with no limits
-// on ratios and KL estimates beyond the clipping itself.
-enum class WalkKind { kAny, kClip, kPlainClip, kBareClip, kBareClipK3 };
+// The kernels are specialised for PPO's clipped loss, and again for its common case: token ratios, and no inputs beyond
+// old log-probs, advantages, a mask and the reference log-probs of a k3 KL. CUDA has bare kinds for the same inputs and
+// no limits on ratios and KL estimates beyond the clipping itself: PPO's loss, CISPO, and PPO's loss with the ratios of
+// sequences (GSPO), each without and with a KL.
+enum class WalkKind {
+  kAny,
+  kClip,
+  kPlainClip,
+  kBareClip,
+  kBareClipK3,
+  kBareCispo,
+  kBareCispoK3,
+  kBareSequence,
+  kBareSequenceK3
+};
+GRPO_HD constexpr bool is_bare(WalkKind kind) { return kind >= WalkKind::kBareClip; }
+GRPO_HD constexpr bool is_bare_cispo(WalkKind kind) {
+  return kind == WalkKind::kBareCispo || kind == WalkKind::kBareCispoK3;
+}
+GRPO_HD constexpr bool is_bare_sequence(WalkKind kind) { return kind >= WalkKind::kBareSequence; }
+GRPO_HD constexpr bool is_bare_k3(WalkKind kind) {
+  return kind == WalkKind::kBareClipK3 || kind == WalkKind::kBareCispoK3 || kind == WalkKind::kBareSequenceK3;
+}
 
 // Arrays of optional arguments that are not given are null.
 template <typename T>
@@ -42,14 +61,29 @@ struct PolicyBatch {
   // Whether a row must be read as a whole before its first term.
   GRPO_HD bool needs_whole_rows() const { return plan.couples_tokens() || segments != nullptr; }
 
+  GRPO_HD bool has_plain_inputs() const {
+    const bool has_other_input = sampling_logprobs != nullptr || is_weights != nullptr || entropy != nullptr ||
+                                 weights != nullptr || segments != nullptr;
+    const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
+    return !has_other_input && !has_other_kl && old_logprobs != nullptr;
+  }
+
   GRPO_HD WalkKind walk_kind() const {
     if (plan.loss != Loss::kClip) return WalkKind::kAny;
-    const bool has_other_ratio = needs_whole_rows() || plan.ratio != Ratio::kToken;
-    const bool has_other_input =
-        sampling_logprobs != nullptr || is_weights != nullptr || entropy != nullptr || weights != nullptr;
-    const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
-    const bool is_plain = !has_other_ratio && !has_other_input && !has_other_kl && old_logprobs != nullptr;
-    return is_plain ? WalkKind::kPlainClip : WalkKind::kClip;
+    const bool has_token_ratio = !needs_whole_rows() && plan.ratio == Ratio::kToken;
+    return has_token_ratio && has_plain_inputs() ? WalkKind::kPlainClip : WalkKind::kClip;
+  }
+
+  // The bare kind without a KL; kAny if there is none.
+  WalkKind bare_kind(const TermCoefficients<T>& coefficients) const {
+    if (coefficients.has_limits() || !has_plain_inputs()) return WalkKind::kAny;
+    if (plan.ratio == Ratio::kToken && !plan.couples_tokens()) {
+      if (plan.loss == Loss::kClip) return WalkKind::kBareClip;
+      if (plan.loss == Loss::kCispo) return WalkKind::kBareCispo;
+    }
+    const bool has_other_coupling = plan.corrects_sequences() || plan.off_policy_threshold < INFINITY;
+    const bool is_sequence = plan.ratio == Ratio::kSequence && plan.loss == Loss::kClip && advantages_by_row;
+    return is_sequence && !has_other_coupling ? WalkKind::kBareSequence : WalkKind::kAny;
   }
 
   // A token's own weight replaces its share.

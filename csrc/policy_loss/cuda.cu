@@ -7,6 +7,7 @@
 #include "policy_loss/quads.cuh"
 #include "policy_loss/reduce.cuh"
 #include "policy_loss/rows.cuh"
+#include "policy_loss/sequences.cuh"
 #include "policy_loss/walk_tokens.cuh"
 
 // Three launches: count tokens and rows, where the aggregation needs that; write the gradient and a record of sums for
@@ -33,7 +34,7 @@ __device__ int64_t row_of_task(const PolicyArrays<T>& arrays, int64_t task) {
 
 // Four blocks of 64 registers a thread hide the latency of memory; the other kinds would spill.
 template <typename T, WalkKind kKind>
-__global__ void __launch_bounds__(kThreads, kIsBare<kKind> ? 4 : 1)
+__global__ void __launch_bounds__(kThreads, is_bare(kKind) ? 4 : 1)
     tokens_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
   clear_behind_rows(arrays);
@@ -52,8 +53,9 @@ __global__ void __launch_bounds__(kThreads, kIsBare<kKind> ? 4 : 1)
     const int64_t first = in.start(row) + offset, count = left < kTokensPerTask ? left : kTokensPerTask;
     const Shares shares = in.shares(batch, arrays.row_counts == nullptr ? Counts{} : arrays.row_counts[row]);
     const PolicyTokens<T> tokens = tokens_of(in, row, first, shares, arrays.gradient);
-    if constexpr (kIsBare<kKind>) {
-      part.sums = walk_quads<kKind>(tokens, arrays, static_cast<int>(count), part.counts.tokens);
+    if constexpr (is_bare(kKind)) {
+      part.sums =
+          walk_quads<kKind>(tokens, arrays, static_cast<int>(first), static_cast<int>(count), team, part.counts.tokens);
       part.counts.kept_tokens = part.counts.tokens;
     } else {
       part.counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
@@ -62,13 +64,57 @@ __global__ void __launch_bounds__(kThreads, kIsBare<kKind> ? 4 : 1)
       part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
     }
     part.counts.terms = part.counts.tokens;
-    if (!kIsBare<kKind> && arrays.entropy_gradient != nullptr) {
+    if (!is_bare(kKind) && arrays.entropy_gradient != nullptr) {
       for (int64_t k = team.rank; k < count; k += team.size) {
         arrays.entropy_gradient[first + k] = in.entropy_gradient(first + k, shares);
       }
     }
   }
   if (team.rank == 0) arrays.parts[task] = part;
+}
+
+template <typename T>
+using Kernel = void (*)(PolicyArrays<T>);
+
+template <typename T>
+bool has_kl(const PolicyBatch<T>& batch) {
+  return batch.plan.kl != Kl::kNone && batch.ref_logprobs != nullptr;
+}
+
+// Positions of tokens are 32 bits wide in the bare kinds, and may be two steps of a block behind the last.
+template <typename T>
+WalkKind bare_kind_of(const PolicyArrays<T>& arrays) {
+  const bool is_short = arrays.batch.tokens < INT32_MAX - 8 * kThreads;
+  return is_short ? arrays.batch.bare_kind(arrays.coefficients) : WalkKind::kAny;
+}
+
+template <typename T>
+Kernel<T> tokens_kernel_of(const PolicyArrays<T>& arrays) {
+  const PolicyBatch<T>& batch = arrays.batch;
+  if constexpr (sizeof(T) == 4) {
+    const WalkKind bare = bare_kind_of(arrays);
+    const bool with_kl = has_kl(batch);
+    if (bare == WalkKind::kBareClip) {
+      return with_kl ? tokens_kernel<T, WalkKind::kBareClipK3> : tokens_kernel<T, WalkKind::kBareClip>;
+    }
+    if (bare == WalkKind::kBareCispo) {
+      return with_kl ? tokens_kernel<T, WalkKind::kBareCispoK3> : tokens_kernel<T, WalkKind::kBareCispo>;
+    }
+  }
+  const WalkKind kind = batch.walk_kind();
+  if (kind == WalkKind::kClip) return tokens_kernel<T, WalkKind::kClip>;
+  return kind == WalkKind::kPlainClip ? tokens_kernel<T, WalkKind::kPlainClip> : tokens_kernel<T, WalkKind::kAny>;
+}
+
+template <typename T>
+Kernel<T> rows_kernel_of(const PolicyArrays<T>& arrays) {
+  const PolicyBatch<T>& batch = arrays.batch;
+  if constexpr (sizeof(T) == 4) {
+    if (bare_kind_of(arrays) == WalkKind::kBareSequence) {
+      return has_kl(batch) ? sequences_kernel<WalkKind::kBareSequenceK3> : sequences_kernel<WalkKind::kBareSequence>;
+    }
+  }
+  return batch.walk_kind() == WalkKind::kAny ? rows_kernel<T, WalkKind::kAny> : rows_kernel<T, WalkKind::kClip>;
 }
 
 unsigned blocks_for(int64_t items, int64_t per_block, int64_t max_blocks) {
@@ -89,24 +135,14 @@ void launch_policy_loss(PolicyArrays<T> arrays, void* stream) {
     arrays.count_blocks = static_cast<int>(grid.x);
     launch(count_kernel<T>, grid, dim3(kThreads), 0, stream, arrays, has_long_rows);
   }
-  const WalkKind kind = batch.walk_kind();
   if (has_whole_rows) {
     // enough tokens for every thread
     int threads = kWarp;
     while (threads < kThreads && threads * 8 < mean_length) threads *= 2;
-    const auto kernel = kind == WalkKind::kAny ? rows_kernel<T, WalkKind::kAny> : rows_kernel<T, WalkKind::kClip>;
-    launch(kernel, dim3(blocks_for(batch.rows, 1, 1 << 20)), dim3(threads), 0, stream, arrays);
+    launch(rows_kernel_of(arrays), dim3(blocks_for(batch.rows, 1, INT32_MAX)), dim3(threads), 0, stream, arrays);
   } else {
-    auto* kernel = tokens_kernel<T, WalkKind::kAny>;
-    if (kind == WalkKind::kClip) kernel = tokens_kernel<T, WalkKind::kClip>;
-    if (kind == WalkKind::kPlainClip) kernel = tokens_kernel<T, WalkKind::kPlainClip>;
-    if constexpr (sizeof(T) == 4) {
-      const bool is_bare = kind == WalkKind::kPlainClip && !arrays.coefficients.has_limits();
-      const bool has_kl = batch.plan.kl != Kl::kNone && batch.ref_logprobs != nullptr;
-      if (is_bare) kernel = has_kl ? tokens_kernel<T, WalkKind::kBareClipK3> : tokens_kernel<T, WalkKind::kBareClip>;
-    }
     const unsigned blocks = blocks_for(arrays.tasks, kThreads / kWarp, INT32_MAX);
-    launch(kernel, dim3(blocks), dim3(kThreads), 0, stream, arrays);
+    launch(tokens_kernel_of(arrays), dim3(blocks), dim3(kThreads), 0, stream, arrays);
   }
   const int64_t parts = has_whole_rows ? batch.rows : arrays.tasks;
   const int width = parts > 4 * batch.rows ? kWarp : 1;

@@ -5,12 +5,9 @@
 #include "common/cuda/team.cuh"
 #include "policy_loss/cuda.h"
 
-// PPO's clipped loss without further settings, four tokens a lane.
+// The bare kinds of losses, four tokens a thread.
 namespace grpo_kernels {
 namespace {
-
-template <WalkKind kKind>
-constexpr bool kIsBare = kKind == WalkKind::kBareClip || kKind == WalkKind::kBareClipK3;
 
 __device__ __forceinline__ float warp_sum(float value) {
   for (int offset = kWarp / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
@@ -25,21 +22,21 @@ struct TokenQuad {
 
   // Calls copy(array in memory, array here) for the values that the loss reads.
   template <typename Copy>
-  __device__ __forceinline__ void for_each_array(const PolicyTokens<float>& tokens, const Copy& copy) {
-    copy(tokens.logprobs, logprobs);
-    copy(tokens.old_logprobs, old_logprobs);
-    if constexpr (kKind == WalkKind::kBareClipK3) copy(tokens.ref_logprobs, ref_logprobs);
-    if (tokens.advantages != nullptr) {
-      copy(tokens.advantages, advantages);
+  __device__ __forceinline__ void for_each_array(const PolicyBatch<float>& in, float row_advantage, const Copy& copy) {
+    copy(in.logprobs, logprobs);
+    copy(in.old_logprobs, old_logprobs);
+    if constexpr (is_bare_k3(kKind)) copy(in.ref_logprobs, ref_logprobs);
+    if (!in.advantages_by_row) {
+      copy(in.advantages, advantages);
     } else {
 #pragma unroll
-      for (float& advantage : advantages) advantage = tokens.row_advantage;
+      for (float& advantage : advantages) advantage = row_advantage;
     }
   }
 
   // All four tokens are aligned, belong to the task and are valid.
-  __device__ __forceinline__ void load_whole(const PolicyTokens<float>& tokens, int k) {
-    for_each_array(tokens, [&](const float* from, float (&to)[4]) {
+  __device__ __forceinline__ void load_whole(const PolicyBatch<float>& in, float row_advantage, int k) {
+    for_each_array(in, row_advantage, [&](const float* from, float (&to)[4]) {
       const float4 values = *reinterpret_cast<const float4*>(from + k);
       to[0] = values.x, to[1] = values.y, to[2] = values.z, to[3] = values.w;
     });
@@ -50,38 +47,39 @@ struct TokenQuad {
   }
 
   // Some may be none of these; is_valid tells which to read.
-  __device__ __forceinline__ void load_valid(const PolicyTokens<float>& tokens, int k) {
-    for_each_array(tokens, [&](const float* from, float (&to)[4]) {
+  __device__ __forceinline__ void load_valid(const PolicyBatch<float>& in, float row_advantage, int k) {
+    for_each_array(in, row_advantage, [&](const float* from, float (&to)[4]) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) to[j] = is_valid[j] ? from[k + j] : 0;
     });
   }
-  __device__ __forceinline__ void store_valid(float* to, int k, int count) const {
+  __device__ __forceinline__ void store_valid(float* to, int k, int first, int last) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (k + j >= 0 && k + j < count) to[k + j] = gradient[j];
+      if (k + j >= first && k + j < last) to[k + j] = gradient[j];
     }
   }
 
   // Returns the number of valid tokens.
-  __device__ __forceinline__ int load_mask(const bool* mask, int k, int count, bool is_whole) {
+  __device__ __forceinline__ int load_mask(const bool* mask, int k, int first, int last, bool is_whole) {
     if (mask != nullptr && is_whole) {
       const uint32_t flags = *reinterpret_cast<const uint32_t*>(mask + k);
 #pragma unroll
       for (int j = 0; j < 4; ++j) is_valid[j] = (flags >> (8 * j) & 0xff) != 0;
     } else {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) is_valid[j] = k + j >= 0 && k + j < count && (mask == nullptr || mask[k + j]);
+      for (int j = 0; j < 4; ++j) is_valid[j] = k + j >= first && k + j < last && (mask == nullptr || mask[k + j]);
     }
     return is_valid[0] + is_valid[1] + is_valid[2] + is_valid[3];
   }
 };
 
-// As walk_tokens and team_sums, for the common case and a warp, with the number of valid tokens. Sums of lanes are
-// added in float32: a task has few enough tokens. The sums that are left out here are 0.
+// As walk_tokens, for a bare kind, with the sums of each warp of the team and its number of valid tokens. Sums of lanes
+// are added in float32: a thread has few enough tokens. The sums that are left out here are 0. Tokens are those from
+// `first` on in the arrays of the batch, whose addresses take no registers.
 template <WalkKind kKind>
-__device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const PolicyArrays<float>& arrays, int count,
-                                 double& valid_tokens) {
+__device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const PolicyArrays<float>& arrays, int first,
+                                 int count, const Team& team, double& valid_tokens) {
   // out of the registers, of which the loop needs all
   __shared__ __align__(16) unsigned char shared_shares[kMaxWarps * sizeof(Shares)];
   Shares* const shares = reinterpret_cast<Shares*>(shared_shares);
@@ -95,25 +93,26 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   own.mask = quad.is_valid;
   own.gradient = quad.gradient;
   PolicyWalk<ScalarTermMath<float>, kKind> walk(own, arrays.batch.plan, arrays.coefficients);
+  const PolicyBatch<float>& in = arrays.batch;
   const bool is_aligned = arrays.is_aligned;
-  const int before = is_aligned ? misalignment(tokens.logprobs) : 0;
+  const int last = first + count;
   float valid = 0;
-  for (int k = 4 * static_cast<int>(threadIdx.x % kWarp) - before; k < count; k += 4 * kWarp) {
-    const bool is_whole = is_aligned && k >= 0 && k + 4 <= count;
-    const int valid_of_quad = quad.load_mask(tokens.mask, k, count, is_whole);
+  for (int k = first - (is_aligned ? first % 4 : 0) + 4 * team.rank; k < last; k += 4 * team.size) {
+    const bool is_whole = is_aligned && k >= first && k + 4 <= last;
+    const int valid_of_quad = quad.load_mask(in.mask, k, first, last, is_whole);
     valid += valid_of_quad;
     if (is_whole && valid_of_quad == 4) {
-      quad.load_whole(tokens, k);
+      quad.load_whole(in, tokens.row_advantage, k);
 #pragma unroll
       for (int j = 0; j < 4; ++j) walk.template step<true>(j, 1);
-      quad.store_whole(tokens.gradient, k);
+      quad.store_whole(arrays.gradient, k);
     } else if (is_whole && valid_of_quad == 0) {
-      *reinterpret_cast<float4*>(tokens.gradient + k) = make_float4(0, 0, 0, 0);
+      *reinterpret_cast<float4*>(arrays.gradient + k) = make_float4(0, 0, 0, 0);
     } else {
-      quad.load_valid(tokens, k);
+      quad.load_valid(in, tokens.row_advantage, k);
 #pragma unroll
       for (int j = 0; j < 4; ++j) walk.step(j, 1);
-      quad.store_valid(tokens.gradient, k, count);
+      quad.store_valid(arrays.gradient, k, first, last);
     }
   }
   __syncwarp();
@@ -127,7 +126,7 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   sums.low_clipped = warp_sum(walk.sums.low_clipped);
   sums.high_clipped = warp_sum(walk.sums.high_clipped);
   sums.dual_clipped = warp_sum(walk.sums.dual_clipped);
-  sums.clipped = sums.low_clipped + sums.high_clipped;
+  sums.clipped = is_bare_cispo(kKind) ? warp_sum(walk.sums.clipped) : sums.low_clipped + sums.high_clipped;
   float lowest = walk.extremes.ratio_min, highest = walk.extremes.ratio_max;
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     lowest = fminf(lowest, __shfl_xor_sync(kAllLanes, lowest, offset));

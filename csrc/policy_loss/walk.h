@@ -32,8 +32,9 @@ struct PolicyWalk {
   using T = typename Math::Scalar;
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
-  static constexpr bool kIsClip = kKind != WalkKind::kAny;
-  static constexpr bool kIsBare = kKind == WalkKind::kBareClip || kKind == WalkKind::kBareClipK3;
+  static constexpr bool kIsCispo = is_bare_cispo(kKind), kIsSequence = is_bare_sequence(kKind);
+  static constexpr bool kIsClip = kKind != WalkKind::kAny && !kIsCispo;
+  static constexpr bool kIsBare = is_bare(kKind);
   static constexpr bool kIsPlain = kIsBare || kKind == WalkKind::kPlainClip;
 
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
@@ -56,9 +57,9 @@ struct PolicyWalk {
 
   // Repeat what kKind implies, so that the compiler drops the other branches.
   GRPO_HD bool has(const void* optional) const { return !kIsPlain && optional != nullptr; }
-  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : plan.loss; }
+  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : kIsCispo ? Loss::kCispo : plan.loss; }
   GRPO_HD Kl kl_kind() const { return kIsPlain ? Kl::kK3 : plan.kl; }
-  GRPO_HD bool is_token_ratio() const { return kIsPlain || plan.ratio == Ratio::kToken; }
+  GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
 
   // Fills in the sums that follow from others.
   GRPO_HD void complete_sums() {
@@ -135,7 +136,9 @@ struct PolicyWalk {
     input.score = input.logprob;
     const V token_log_ratio = input.logprob - input.old_logprob;
     input.log_ratio = token_log_ratio;
-    if (!kIsPlain && (plan.by_sequence() || loss() == Loss::kGeoMean)) input.log_ratio = M::all(in.row_log_ratio);
+    if (kIsSequence || (!kIsPlain && (plan.by_sequence() || loss() == Loss::kGeoMean))) {
+      input.log_ratio = M::all(in.row_log_ratio);
+    }
     Flag is_term = is_valid;
     if (has(in.terms)) {
       is_term = is_valid & M::load_flags(in.terms + k, left);
@@ -171,7 +174,7 @@ struct PolicyWalk {
   // Adds the KL term; returns its gradient, but adds the part through the ratio to ratio_gradient.
   GRPO_HD V add_kl(int64_t k, int64_t left, const Flag& is_valid, const V& weight, const V& logprob,
                    const Term<M>& term, V& ratio_gradient) {
-    if (kKind == WalkKind::kBareClip || in.ref_logprobs == nullptr) return M::all(0);
+    if ((kIsBare && !is_bare_k3(kKind)) || in.ref_logprobs == nullptr) return M::all(0);
     const V log_ratio = logprob - load(in.ref_logprobs, k, left, is_valid);
     KlTerm<M> kl = kl_term<M>(kl_kind(), log_ratio, coefficients);
     if (!kIsPlain && plan.kl_straight) kl.slope = log_ratio;
@@ -194,7 +197,7 @@ struct PolicyWalk {
     if (has(in.term_gradient)) {
       M::store(in.term_gradient + k, left, score_gradient + ratio_gradient);
       gradient = kl_gradient;
-    } else if (!kIsPlain && plan.spreads_over_row()) {
+    } else if (!kIsPlain && plan.spreads_over_row()) {  // in a bare sequence all tokens have the same gradient
       sums.ratio_gradient += ratio_gradient;
     } else {
       gradient += ratio_gradient;
@@ -220,7 +223,7 @@ struct PolicyWalk {
       M::count(sums.low_clipped, term.low_clipped & is_term);
       M::count(sums.high_clipped, term.high_clipped & is_term);
       if (!kIsClip) M::count(sums.clipped, term.clipped & is_term);
-      if (!kIsClip || coefficients.has_dual) M::count(sums.dual_clipped, term.dual_clipped & is_term);
+      if (!kIsCispo && (!kIsClip || coefficients.has_dual)) M::count(sums.dual_clipped, term.dual_clipped & is_term);
     }
     if (loss() == Loss::kVespo) sums.phi_sum += M::select(is_term, term.weight, zero);
     sums.ratio_sum += M::select(is_term, term.ratio, zero);

@@ -83,7 +83,13 @@ def test_every_schedule_gives_the_same_bits(name: str) -> None:
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 
 
-# The clipped loss without other settings has a kernel of its own, which takes four tokens at a time.
+# The common losses without other settings have kernels of their own, which take four tokens at a time: by name, the
+# settings and whether advantages are those of rows. With a k3 KL each is compiled again.
+BARE: dict[str, tuple[dict[str, Any], bool]] = {
+    "clip": ({"dual_clip": 3.0}, False),
+    "cispo": ({"loss": "cispo", "clip_low": 0.2, "clip_high": 0.3}, False),
+    "gspo": ({"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.02}, True),
+}
 
 
 def quads(width: int, rows: int, mask: str, by_row: bool, offset: int) -> dict[str, Tensor]:
@@ -137,22 +143,28 @@ def assert_same_loss(config: gk.LossConfig, arguments: dict[str, Tensor]) -> Non
 
 @pytest.mark.parametrize("mask", ["none", "holes", "padding"])
 @pytest.mark.parametrize("width", [1, 3, 4, 5, 31, 64, 127, 1023, 1024, 1025, 2052])
-def test_four_tokens_at_a_time(width: int, mask: str) -> None:
+@pytest.mark.parametrize("name", BARE)
+def test_four_tokens_at_a_time(name: str, width: int, mask: str) -> None:
+    settings, needs_row_advantages = BARE[name]
     for offset in (0, 1):
-        for by_row in (True, False):
-            config = gk.LossConfig(kl="k3", kl_coef=0.1) if by_row else gk.LossConfig(dual_clip=3.0)
-            arguments = quads(width, 3, mask, by_row, offset)
-            if not by_row:
+        for has_kl in (True, False):
+            config = gk.LossConfig(**settings, **({"kl": "k3", "kl_coef": 0.1} if has_kl else {}))
+            arguments = quads(width, 3, mask, needs_row_advantages or has_kl, offset)
+            if not has_kl:
                 arguments.pop("ref_logprobs")
             assert_same_loss(config, arguments)
 
 
 @pytest.mark.parametrize("mask", ["none", "holes"])
-def test_four_tokens_at_a_time_of_packed_rows(mask: str) -> None:
+@pytest.mark.parametrize("name", BARE)
+def test_four_tokens_at_a_time_of_packed_rows(name: str, mask: str) -> None:
+    settings, needs_row_advantages = BARE[name]
     lengths = [5, 0, 1, 1030, 2, 3, 4, 300, 0]
     arguments = quads(sum(lengths) + 3, 1, mask, False, 0)  # three tokens belong to no row
     flat = {k: v.view(-1) for k, v in arguments.items()}
+    if needs_row_advantages:
+        flat["advantages"] = torch.randn(len(lengths), dtype=torch.float64).float().double()
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     for aggregation in ("token-mean", "seq-mean-token-mean"):
-        config = gk.LossConfig(kl="k3", kl_coef=0.1, aggregation=aggregation)
+        config = gk.LossConfig(**settings, kl="k3", kl_coef=0.1, aggregation=aggregation)
         assert_same_loss(config, flat | {"cu_seqlens": bounds})
