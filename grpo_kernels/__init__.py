@@ -8,6 +8,7 @@ from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages,
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
+from grpo_kernels.ops.logits_policy_loss import logits_policy_loss
 from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
@@ -53,6 +54,7 @@ __all__ = [
     "group_ids",
     "linear_logprobs",
     "linear_policy_loss",
+    "logits_policy_loss",
     "pairwise_cosine",
     "policy_loss",
     "segment_metrics",

@@ -115,6 +115,10 @@ BARS = {
         ("linear_policy_loss", clip, "ratio at least", "nothing clipped", 1.3 if "50%" in clip else 0.9)
         for clip in CLIPPED
     ),
+    ("logits_policy_loss", "clip", "ratio at least", "trl", 2),
+    ("logits_policy_loss", "clip", "ratio at least", "torch, log_softmax", 2),
+    ("logits_policy_loss", "clip", "memory below", "the logits", 1.1),
+    ("logits_policy_loss", "in place, from a head", "memory below", "the logits", 1.1),
     ("endpoint_segments", "norm=none", "ratio at least", "a loop over tokens", 200),
     ("endpoint_segments", "norm=none", "exponent below", "", 1.1),
     ("endpoint_segments", "norm=none", "growth at most", "", 2),

@@ -43,12 +43,18 @@ def linear_policy_loss() -> None:
     gk.linear_policy_loss(hidden, weight, targets, None, torch.ones(2), backend="triton").loss.backward()
 
 
+def logits_policy_loss() -> None:
+    logits, targets = torch.randn(2, 3, 7).requires_grad_(), torch.zeros(2, 3).long()
+    gk.logits_policy_loss(logits, targets, None, torch.ones(2), backend="triton").loss.backward()
+
+
 CALLS: dict[str, Callable[[], object]] = {
     "group_advantages": lambda: gk.group_advantages(torch.randn(4), 2, config="batch_std", backend="triton"),
     "token_logprobs": token_logprobs,
     "linear_logprobs": lambda: gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton"),
     "policy_loss": policy_loss,
     "linear_policy_loss": linear_policy_loss,
+    "logits_policy_loss": logits_policy_loss,
     "endpoint_segments": lambda: gk.endpoint_segments(rows(), rows(), rows(), values=rows(), backend="triton"),
     "similarity_groups": lambda: gk.similarity_groups(torch.randn(4, 3), 4, backend="triton"),
     "pairwise_cosine": lambda: gk.pairwise_cosine(torch.randn(4, 3), 4, backend="triton"),

@@ -51,8 +51,8 @@ TOP = {
 # Third-party packages that modules may import at the top.
 OUTSIDE = {"torch"}
 OPS = sorted(p.parent.name for p in (PACKAGE / "ops").glob("*/__init__.py"))
-# Ops built on the kernels of other ops.
-COMPOSED = {"linear_head"}
+# Ops built on the kernels of other ops, and the layers that they have themselves.
+COMPOSED = {"linear_head": ("reference.py", "registration.py"), "logits_policy_loss": ("registration.py",)}
 
 
 def layer_of(parts: tuple[str, ...]) -> str:
@@ -144,7 +144,7 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_every_layer_of_an_op_has_its_name(op: str) -> None:
     folder = PACKAGE / "ops" / op
     if op in COMPOSED:
-        files = [f"grpo_kernels/ops/{op}/reference.py", f"tests/ops/{op}"]
+        files = [*(f"grpo_kernels/ops/{op}/{layer}" for layer in COMPOSED[op]), f"tests/ops/{op}"]
     else:
         module = importlib.import_module(f"grpo_kernels.ops.{op}.registration")
         of_backend = {

@@ -23,6 +23,7 @@ OPS = (
     "linear_logprobs",
     "policy_loss",
     "linear_policy_loss",
+    "logits_policy_loss",
     "endpoint_segments",
     "similarity_groups",
     "pairwise_cosine",

@@ -108,6 +108,24 @@ def outside_logprobs(backend: str, put: Put) -> Results:
     yield torch.autograd.grad(result.logprobs.sum(), logits)[0].isnan().any(1)
 
 
+def logits_losses(backend: str, put: Put) -> Results:
+    """Rows of either alignment, a token that takes no part, and the gradient over the logits or apart."""
+    for columns, dtype in ((31, torch.bfloat16), (1041, torch.float32)):
+        for inplace in (False, True):
+            logits = put(torch.randn(2, 3, columns).to(dtype)).requires_grad_()
+            result = gk.logits_policy_loss(
+                logits * 1,
+                put(torch.tensor([[0, -100, columns - 1], [1, 2, 3]])),
+                put(-3 - torch.rand(2, 3)),
+                put(torch.tensor([1.0, -1.0])),
+                config=gk.LossConfig(entropy_coef=0.01),
+                inplace=inplace,
+                backend=backend,
+            )
+            yield result.loss.detach()
+            yield torch.autograd.grad(result.loss, logits)[0]
+
+
 LOSSES = {
     "clip": gk.LossConfig.trl(loss_type="dapo", beta=0.1),
     "sequence": gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1),
@@ -279,6 +297,10 @@ CASES = {
     "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "finish")),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
+    "logits_losses": Case(
+        logits_losses,
+        kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce"),
+    ),
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
@@ -335,6 +357,14 @@ def smoke_linear_loss(backend: str, put: Put) -> Results:
     yield from torch.autograd.grad(result.loss, (hidden, weight))
 
 
+def smoke_logits_loss(backend: str, put: Put) -> Results:
+    logits = put(torch.randn(2, 4, 64)).requires_grad_()
+    targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
+    result = gk.logits_policy_loss(logits, targets, old, put(torch.randn(2)), backend=backend)
+    yield result.loss.detach()
+    yield torch.autograd.grad(result.loss, logits)[0]
+
+
 def smoke_segments(backend: str, put: Put) -> Results:
     old, mask = -torch.rand(4, 70), torch.rand(4, 70) > 0.1
     logprobs = old + 0.1 * torch.randn(4, 70)
@@ -359,6 +389,7 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "linear_logprobs": smoke_head,
     "policy_loss": smoke_loss,
     "linear_policy_loss": smoke_linear_loss,
+    "logits_policy_loss": smoke_logits_loss,
     "endpoint_segments": smoke_segments,
     "similarity_groups": lambda backend, put: [
         gk.similarity_groups(put(torch.randn(16, 9)), 8, backend=backend).labels

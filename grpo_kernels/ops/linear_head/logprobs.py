@@ -9,10 +9,10 @@ from torch import Tensor
 
 from grpo_kernels import backends
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_targets
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions
 from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
-from grpo_kernels.ops.token_logprobs import TokenLogprobs
+from grpo_kernels.ops.token_logprobs import TokenLogprobs, check_targets
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,7 +69,7 @@ def linear_logprobs(
         head = Head(head.hidden[places], head.weight, head.bias, head.targets[places], temperatures, *head.scaling)
     size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type)
     if vocab_start is None:
-        check_targets(_OP, head, chosen)
+        check_targets(_OP, head.targets, len(head.weight), chosen)
         logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size)
     elif torch.compiler.is_compiling():
         raise RuntimeError(f"{_OP}: vocab_start must be None under torch.compile, got {vocab_start}")

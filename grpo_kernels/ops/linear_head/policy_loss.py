@@ -9,14 +9,15 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_targets
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions
 from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
-from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy
+from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy, participants
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.registration import Policy
+from grpo_kernels.ops.token_logprobs import check_targets
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "linear_policy_loss"
@@ -72,9 +73,13 @@ def linear_policy_loss(
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, memory)
-    takes_part = _participants(mask, check_positions(_OP, positions, targets), targets, cu_seqlens, segments)
-    head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
     layout = Layout(_OP, targets.shape, head.wide, head.hidden.device, cu_seqlens)
+    places = check_positions(_OP, positions, targets)
+    takes_part = participants(_OP, targets, mask, cu_seqlens, segments)
+    if places is not None:
+        selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
+        takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
+    head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
     policy = check_policy(
         layout,
         config,
@@ -92,7 +97,7 @@ def linear_policy_loss(
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
-    check_targets(_OP, head, chosen)
+    check_targets(_OP, head.targets, len(head.weight), chosen)
     compact = _compacts(compact, positions, layout)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     chunking = _chunk(layout, head, policy, config, want_entropy, compact, size) if is_fast else None
@@ -130,28 +135,6 @@ def _compacts(compact: bool | None, positions: Tensor | None, layout: Layout) ->
     if compact is None:
         compact = layout.device.type == "cpu" or (positions is not None and positions.dtype != torch.bool)
     return compact and not torch.compiler.is_compiling()
-
-
-def _participants(
-    mask: Tensor | None, places: Tensor | None, targets: Tensor, cu_seqlens: Tensor | None, segments: Tensor | None
-) -> Tensor:
-    """Tokens that every argument lets take part."""
-    takes_part = targets != IGNORED
-    if cu_seqlens is not None and cu_seqlens.dim() == 1 and len(cu_seqlens) > 0:
-        takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
-    if segments is not None and segments.shape == targets.shape:
-        takes_part = takes_part & (segments >= 0)
-    if mask is not None:
-        checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
-        if mask.shape != targets.shape:
-            raise ValueError(
-                f"{_OP}: mask must have the shape of targets, {list(targets.shape)}, got {list(mask.shape)}"
-            )
-        takes_part = takes_part & (mask != 0)
-    if places is not None:
-        selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
-        takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
-    return takes_part
 
 
 def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chunking | None) -> None:

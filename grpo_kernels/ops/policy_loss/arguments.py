@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels import checks
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.registration import Policy
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
 _COUNTED = ("tokens", "rows", "segments")
@@ -131,6 +132,27 @@ def check_policy(
     return policy
 
 
+def participants(
+    op: str, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, segments: Tensor | None
+) -> Tensor:
+    """Tokens that every argument lets take part. `cu_seqlens` was checked by the layout."""
+    takes_part = targets != IGNORED
+    if cu_seqlens is not None:
+        takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
+    if segments is not None:
+        checks.tensor(op, "segments", segments, checks.INTEGERS)
+        if segments.shape == targets.shape:
+            takes_part = takes_part & (segments >= 0)
+    if mask is not None:
+        checks.tensor(op, "mask", mask, (torch.bool, *_NUMBERS))
+        if mask.shape != targets.shape:
+            raise ValueError(
+                f"{op}: mask must have the shape of targets, {list(targets.shape)}, got {list(mask.shape)}"
+            )
+        takes_part = takes_part & (mask != 0)
+    return takes_part
+
+
 def check_entropy(
     layout: Layout, config: LossConfig, has_entropy: bool, entropy_floor: Tensor | None = None
 ) -> Tensor | None:
@@ -220,8 +242,9 @@ def find_entropy_floor(entropy: Tensor, policy: Policy, quantile: float) -> Tens
         return entropy.new_zeros(())
     # as torch.quantile does: the rank in float64, then interpolation between its two neighbours
     rank = (valid.sum() - 1).clamp(min=0) * torch.full((), 1 - quantile, dtype=torch.float64, device=entropy.device)
-    below = ordered[rank.floor().long()]
-    above = ordered[rank.ceil().long()]
+    # by take, because an index of no dimensions would be a number that torch.compile cannot know
+    below = ordered.take(rank.floor().long())
+    above = ordered.take(rank.ceil().long())
     return torch.lerp(below, above, (rank - rank.floor()).to(entropy.dtype))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.token_logprobs import registration as op
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "token_logprobs"
 
@@ -54,40 +55,56 @@ def token_logprobs(
             Nothing else may read them, backward runs once, and torch.compile is not supported
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
-    checks.tensor(_OP, "logits", logits, checks.FLOATS)
-    checks.tensor(_OP, "targets", targets, checks.INTEGERS)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"{_OP}: logits must have shape [..., V] with V > 0, got {list(logits.shape)}")
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{_OP}: targets must have shape {list(logits.shape[:-1])}, one for each row of the logits, "
-            f"got {list(targets.shape)}"
-        )
-    checks.same_device(_OP, "targets", targets, logits.device)
+    check_logits(_OP, logits, targets)
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
     if inplace_backward:
-        _check_inplace(logits)
-
+        check_overwritable(_OP, "inplace_backward", logits)
     chosen = backends.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS, logits.device.index)
-    rows = _rows(logits)
-    shape = rows.shape[:2]
-    logprobs, entropy, _ = op.FORWARD[chosen](
-        rows,
-        targets.long().reshape(shape).contiguous(),
-        None if scaling.row_temperature is None else scaling.row_temperature.reshape(shape).contiguous(),
-        *scaling[1:],
-        return_entropy,
-        inplace_backward,
-    )
+    logprobs, entropy, _ = op.FORWARD[chosen](*rows_of(logits, targets, scaling), return_entropy, inplace_backward)
     return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None)
 
 
-def _rows(logits: Tensor) -> Tensor:
+def check_logits(op_name: str, logits: Tensor, targets: Tensor) -> None:
+    checks.tensor(op_name, "logits", logits, checks.FLOATS)
+    checks.tensor(op_name, "targets", targets, checks.INTEGERS)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"{op_name}: logits must have shape [..., V] with V > 0, got {list(logits.shape)}")
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{op_name}: targets must have shape {list(logits.shape[:-1])}, one for each row of the logits, "
+            f"got {list(targets.shape)}"
+        )
+    checks.same_device(op_name, "targets", targets, logits.device)
+
+
+def check_targets(op_name: str, targets: Tensor, columns: int, backend: str) -> None:
+    """Checks target values on the CPU, where looking at data costs no wait. A GPU's kernels give NaN for such a row."""
+    if targets.device.type != "cpu" or backend not in ("cpu", "reference") or torch.compiler.is_compiling():
+        return
+    is_wrong = ((targets < 0) | (targets >= columns)) & (targets != IGNORED)
+    if bool(is_wrong.any()):
+        row = int(is_wrong.int().argmax())
+        raise RuntimeError(
+            f"{op_name}: targets must be in [0, {columns}) or {IGNORED}, got {int(targets.reshape(-1)[row])} "
+            f"in row {row}"
+        )
+
+
+def rows_of(logits: Tensor, targets: Tensor, scaling: Scaling) -> op.Rows:
     """Views logits [..., V], or a slice such as logits[:, :-1], as [A, B, V] with contiguous columns."""
+    rows = logits
     if logits.dim() < 3:
-        logits = logits[None] if logits.dim() == 2 else logits[None, None]
-    rows = logits if logits.dim() == 3 else logits.flatten(0, -3)
-    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+        rows = logits[None] if logits.dim() == 2 else logits[None, None]
+    rows = rows if rows.dim() == 3 else rows.flatten(0, -3)
+    rows = rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+    shape = rows.shape[:2]
+    row_temperature = scaling.row_temperature
+    return op.Rows(
+        rows,
+        targets.long().reshape(shape).contiguous(),
+        None if row_temperature is None else row_temperature.reshape(shape).contiguous(),
+        *scaling[1:],
+    )
 
 
 class Scaling(NamedTuple):
@@ -145,22 +162,23 @@ def _positive(op_name: str, name: str, value: object) -> float:
     return float(value)
 
 
-def _check_inplace(logits: Tensor) -> None:
+def check_overwritable(op_name: str, argument: str, logits: Tensor) -> None:
+    """Refuses logits that cannot be overwritten with their gradient, which `argument` asks for."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            f"{_OP}: inplace_backward must be False under torch.compile, got True; "
+            f"{op_name}: {argument} must be False under torch.compile, got True; "
             "a compiled graph cannot know that its input is overwritten"
         )
     if logits.requires_grad and logits.is_leaf:
         raise ValueError(
-            f"{_OP}: inplace_backward must be False for logits that are a leaf, got True; "
+            f"{op_name}: {argument} must be False for logits that are a leaf, got True; "
             "their values would be lost and their gradient would share their memory"
         )
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape, strict=True) if n > 1):
         if stride < extent:
             raise ValueError(
-                f"{_OP}: logits must not overlap themselves in memory with inplace_backward=True, "
+                f"{op_name}: logits must not overlap themselves in memory with {argument}=True, "
                 f"got strides {list(logits.stride())}"
             )
         extent = stride * (size - 1) + extent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,20 +13,29 @@ _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
 SUPPORTS = {"cuda": _GPU, "triton": _GPU, "cpu": _ALL, "reference": _ALL}
 
+
+class Rows(NamedTuple):
+    """Logits [A, B, V] with contiguous columns, targets and row_temperature [A, B], and the map of logits."""
+
+    logits: Tensor
+    targets: Tensor
+    row_temperature: Tensor | None
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
 # Logits are [A, B, V] with neighbouring columns, what belongs to a row is [A, B]. The results are log-probabilities,
 # entropies (empty unless wanted) and, for the backward, the log-sum-exp of every row as float64: rounded to float32 it
 # would be what limits the gradient.
 _SCALING = "Tensor? row_temperature, float temperature, float? softcap, float logit_scale"
 _SAVED = f"Tensor targets, Tensor normalizer, Tensor? entropy, {_SCALING}"
-SCHEMA = (
-    f"(Tensor logits, Tensor targets, {_SCALING}, bool want_entropy, bool inplace_backward) -> (Tensor, Tensor, Tensor)"
-)
+ROWS_SCHEMA = f"Tensor logits, Tensor targets, {_SCALING}"
+SCHEMA = f"({ROWS_SCHEMA}, bool want_entropy, bool inplace_backward) -> (Tensor, Tensor, Tensor)"
 BACKWARD_SCHEMA = f"(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, {_SAVED}) -> Tensor"
 INPLACE_SCHEMA = f"(Tensor(a!) logits, Tensor? grad_logprobs, Tensor? grad_entropy, {_SAVED}) -> ()"
 
-registry.define_compiled(
-    f"_token_logprobs_cuda(Tensor logits, Tensor targets, {_SCALING}, bool want_entropy) -> (Tensor, Tensor, Tensor)"
-)
+registry.define_compiled(f"_token_logprobs_cuda({ROWS_SCHEMA}, bool want_entropy) -> (Tensor, Tensor, Tensor)")
 registry.define_compiled(
     "_token_logprobs_backward_cuda(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, "
     f"{_SAVED}) -> ()"

@@ -31,7 +31,7 @@ def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
         assert_raises(error, f"linear_policy_loss: {parts[0]}", parts[1:], call)
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight", "targets", "bias", "mask", "positions", "advantages"])
+@pytest.mark.parametrize("name", ["hidden", "weight", "targets", "bias", "mask", "positions", "segments", "advantages"])
 def test_something_that_is_no_tensor(name: str) -> None:
     refused(TypeError, f"{name} must be a tensor", "list", **{name: [1.0]})
 

@@ -1,0 +1,121 @@
+"""Registers logits_policy_loss with torch.
+
+The forward computes the log-probs of all tokens, the loss with its gradient by log-prob and entropy, and from those the
+gradient of the logits. Logits are read once for their log-prob, and once more for their gradient, unless it is 0.
+
+The gradient takes one of two routes. Traced, it is an output of a torch op that its backward scales. In eager mode an
+autograd function keeps it and hands it over without a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import registry
+from grpo_kernels.ops.policy_loss import registration as policy_loss
+from grpo_kernels.ops.policy_loss.config import METRICS
+from grpo_kernels.ops.policy_loss.registration import POLICY_SCHEMA, Policy
+from grpo_kernels.ops.token_logprobs import registration as token_logprobs
+from grpo_kernels.ops.token_logprobs.registration import ROWS_SCHEMA, Rows
+
+SUPPORTS = token_logprobs.SUPPORTS
+_KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
+_ROWS = len(Rows._fields)
+SCHEMA = f"({ROWS_SCHEMA}, {POLICY_SCHEMA}, bool want_entropy, bool needs_entropy_gradient) -> (Tensor, Tensor, Tensor)"
+
+
+def forward(
+    backend: str, rows: Rows, policy: Policy, want_entropy: bool, needs_entropy_gradient: bool, inplace: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, metrics, and the gradient of the logits, which may overwrite them."""
+    logprobs, entropy, normalizer = token_logprobs.FORWARD[backend](*rows, want_entropy, False)
+    shape = logprobs.shape if policy.cu_seqlens is None else logprobs.shape[1:]
+    loss, metrics, by_logprob, by_entropy = policy_loss.FORWARD[backend](
+        logprobs.view(shape), entropy.view(shape) if want_entropy else None, None, *policy, needs_entropy_gradient
+    )
+    upstream = by_logprob.view_as(logprobs), by_entropy.view_as(logprobs) if needs_entropy_gradient else None
+    saved = rows.targets, normalizer, entropy if needs_entropy_gradient else None, *rows[2:]
+    if not inplace:
+        return loss, metrics, token_logprobs.BACKWARD[backend](*upstream, rows.logits, *saved)
+    token_logprobs.INPLACE[backend](rows.logits, *upstream, *saved)
+    return loss, metrics, rows.logits
+
+
+def _op(backend: str, *args: Any) -> tuple[Tensor, ...]:
+    *inputs, want_entropy, needs_entropy_gradient = args
+    rows, policy = Rows(*inputs[:_ROWS]), Policy(*inputs[_ROWS:])
+    return forward(backend, rows, policy, want_entropy, needs_entropy_gradient, inplace=False)
+
+
+def _fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    loss = logits.new_empty((), dtype=torch.promote_types(logits.dtype, torch.float32))
+    metrics = logits.new_empty(len(METRICS), dtype=torch.float64)
+    return loss, metrics, logits.new_empty(logits.shape)
+
+
+def _setup_context(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[2])
+    ctx.others = len(inputs) - 1
+
+
+def _backward(_: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tuple[Tensor | None, ...]:
+    (gradient,) = ctx.saved_tensors
+    return None if upstream is None else gradient * upstream.to(gradient.dtype), *(None,) * ctx.others
+
+
+FORWARD = registry.define(
+    "logits_policy_loss", SCHEMA, _KERNELS, _fake, (_setup_context, _backward), implementation=_op
+)
+
+
+class _PrecomputedGradient(torch.autograd.Function):
+    """Hands over the gradient of the forward pass in the backward, once, without a copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        backend: str,
+        rows: Rows,
+        policy: Policy,
+        want_entropy: bool,
+        needs_entropy_gradient: bool,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows = rows._replace(logits=logits.detach())
+        loss, metrics, ctx.gradient = forward(backend, rows, policy, want_entropy, needs_entropy_gradient, inplace)
+        if inplace:
+            torch.autograd.graph.increment_version(logits)  # whoever else kept the logits is told
+        ctx.mark_non_differentiable(metrics)
+        ctx.set_materialize_grads(False)
+        return loss, metrics
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        others = (None,) * 6
+        if upstream is None:
+            return None, *others
+        if ctx.gradient is None:
+            raise RuntimeError(
+                "logits_policy_loss: backward must run once, got a second call; the first handed out the gradient"
+            )
+        gradient, ctx.gradient = ctx.gradient, None
+        is_one = upstream.device.type == "cpu" and upstream.item() == 1
+        return gradient if is_one else gradient.mul_(upstream), *others
+
+
+def apply(
+    backend: str, rows: Rows, policy: Policy, want_entropy: bool, needs_entropy_gradient: bool, inplace: bool
+) -> tuple[Tensor, Tensor]:
+    """Loss and metrics. The loss has a gradient by the logits."""
+    settings = want_entropy, needs_entropy_gradient
+    if torch.compiler.is_compiling():
+        return cast(tuple[Tensor, Tensor], FORWARD[backend](*rows, *policy, *settings)[:2])
+    results = _PrecomputedGradient.apply(rows.logits, backend, rows, policy, *settings, inplace)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], results)
