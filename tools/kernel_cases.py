@@ -113,15 +113,10 @@ def logits_losses(backend: str, put: Put) -> Results:
     for columns, dtype in ((31, torch.bfloat16), (1041, torch.float32)):
         for inplace in (False, True):
             logits = put(torch.randn(2, 3, columns).to(dtype)).requires_grad_()
-            result = gk.logits_policy_loss(
-                logits * 1,
-                put(torch.tensor([[0, -100, columns - 1], [1, 2, 3]])),
-                put(-3 - torch.rand(2, 3)),
-                put(torch.tensor([1.0, -1.0])),
-                config=gk.LossConfig(entropy_coef=0.01),
-                inplace=inplace,
-                backend=backend,
-            )
+            targets = put(torch.tensor([[0, -100, columns - 1], [1, 2, 3]]))
+            advantages, old = put(torch.tensor([1.0, -1.0])), put(-3 - torch.rand(2, 3))
+            options: dict[str, Any] = {"config": LOSSES["entropy"], "inplace": inplace, "backend": backend}
+            result = gk.logits_policy_loss(logits * 1, targets, old, advantages, **options)
             yield result.loss.detach()
             yield torch.autograd.grad(result.loss, logits)[0]
 
@@ -299,7 +294,9 @@ CASES = {
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     "logits_losses": Case(
         logits_losses,
-        kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce"),
+        kernels("logits_policy_loss", "rows")
+        | kernels("token_logprobs", "forward", "backward")
+        | kernels("policy_loss", "count", "tokens", "reduce"),
     ),
     **{
         f"loss_{name}": Case(

@@ -101,6 +101,18 @@ def token_logprobs() -> list[Case]:
     ]
 
 
+def logits_policy_loss() -> list[Case]:
+    rows, columns, threads = 8192, 151936, 512
+    logits = rows * columns
+    # the loop that reads the row, and that which writes its gradient from shared memory
+    row: dict[str, Any] = {"kernel": "rows_kernel<BFloat16, false, false>", "blocks": rows, "threads": threads}
+    cuda = (
+        Launch(elements=logits, bytes=2, loop=r"sums.*pieces\[", is_longest=False, through="where_equal", **row),
+        Launch(elements=logits, bytes=2, loop=r"gradient.*pieces\[", is_launch=False, **row),
+    )
+    return [Case("logits_policy_loss", "clip, bf16", 4 * logits, cuda)]
+
+
 def policy_loss() -> list[Case]:
     rows, width = 2048, 2048
     tokens, tasks = rows * width, rows * width // 1024
@@ -218,4 +230,11 @@ def similarity_groups() -> list[Case]:
     return [Case("similarity_groups", "cosines of 1,024 x 64 x 1,024, bf16", 2 * values, (cosine,))]
 
 
-CASES = [*token_logprobs(), *policy_loss(), *group_advantages(), *endpoint_segments(), *similarity_groups()]
+CASES = [
+    *token_logprobs(),
+    *logits_policy_loss(),
+    *policy_loss(),
+    *group_advantages(),
+    *endpoint_segments(),
+    *similarity_groups(),
+]

@@ -137,6 +137,27 @@ __global__ void GRPO_BOUNDS(kThreads) count_kernel(const __grid_constant__ Polic
   if (threadIdx.x == 0) arrays.block_counts[blockIdx.x] = own;
 }
 
+unsigned blocks_for(int64_t items, int64_t per_block, int64_t max_blocks) {
+  const int64_t blocks = (items + per_block - 1) / per_block;
+  return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < max_blocks ? blocks : max_blocks));
+}
+
+// Of the rows, in tokens; a guess for packed ones, whose bounds the host does not know.
+template <typename T>
+int64_t mean_length(const PolicyBatch<T>& batch) {
+  return batch.cu_seqlens == nullptr ? batch.width : batch.tokens / (batch.rows + 1) + 1;
+}
+
+// Fills arrays.row_counts and arrays.block_counts, where they are needed.
+template <typename T>
+void launch_counts(PolicyArrays<T>& arrays, void* stream) {
+  if (arrays.row_counts == nullptr) return;
+  const bool has_long_rows = mean_length(arrays.batch) > 4096;
+  const dim3 grid(blocks_for(arrays.batch.rows, has_long_rows ? 1 : kThreads / kWarp, kCountBlocks));
+  arrays.count_blocks = static_cast<int>(grid.x);
+  launch(count_kernel<T>, grid, dim3(kThreads), 0, stream, arrays, has_long_rows);
+}
+
 // The counts of the batch, for every thread of the block.
 template <typename T>
 __device__ Counts batch_counts(const PolicyArrays<T>& arrays, double* shared) {

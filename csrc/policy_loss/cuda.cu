@@ -117,28 +117,17 @@ Kernel<T> rows_kernel_of(const PolicyArrays<T>& arrays) {
   return batch.walk_kind() == WalkKind::kAny ? rows_kernel<T, WalkKind::kAny> : rows_kernel<T, WalkKind::kClip>;
 }
 
-unsigned blocks_for(int64_t items, int64_t per_block, int64_t max_blocks) {
-  const int64_t blocks = (items + per_block - 1) / per_block;
-  return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < max_blocks ? blocks : max_blocks));
-}
-
 }  // namespace
 
 template <typename T>
 void launch_policy_loss(PolicyArrays<T> arrays, void* stream) {
   const PolicyBatch<T>& batch = arrays.batch;
   const bool has_whole_rows = batch.needs_whole_rows();
-  const int64_t mean_length = batch.cu_seqlens == nullptr ? batch.width : batch.tokens / (batch.rows + 1) + 1;
-  if (arrays.row_counts != nullptr) {
-    const bool has_long_rows = mean_length > 4096;
-    const dim3 grid(blocks_for(batch.rows, has_long_rows ? 1 : kThreads / kWarp, kCountBlocks));
-    arrays.count_blocks = static_cast<int>(grid.x);
-    launch(count_kernel<T>, grid, dim3(kThreads), 0, stream, arrays, has_long_rows);
-  }
+  launch_counts(arrays, stream);
   if (has_whole_rows) {
     // enough tokens for every thread
     int threads = kWarp;
-    while (threads < kThreads && threads * 8 < mean_length) threads *= 2;
+    while (threads < kThreads && threads * 8 < mean_length(batch)) threads *= 2;
     launch(rows_kernel_of(arrays), dim3(blocks_for(batch.rows, 1, INT32_MAX)), dim3(threads), 0, stream, arrays);
   } else {
     const unsigned blocks = blocks_for(arrays.tasks, kThreads / kWarp, INT32_MAX);

@@ -174,7 +174,7 @@ def _chunk(
     rows = len(head.targets) if with_grad is None else len(with_grad)
     size = chunk_size or rows_per_chunk(rows, len(head.weight), layout.device.type)
     ends = None
-    if _couples_tokens(config) and rows > size:
+    if config.couples_tokens and rows > size:
         if with_grad is None and policy.cu_seqlens is None:
             longest = layout.shape[1]
             size = size // max(longest, 1) * longest
@@ -187,12 +187,6 @@ def _chunk(
     return op.Chunking(list(layout.shape), want_entropy, needs_entropy_gradient, without_grad, with_grad, ends, size)
 
 
-def _couples_tokens(config: LossConfig) -> bool:
-    """Whether the gradient of a token depends on other tokens of its sequence."""
-    by_loss = config.loss in ("vespo", "geo_mean") or config.ratio != "token"
-    return by_loss or config.correction.startswith("sequence") or config.off_policy_threshold is not None
-
-
 def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Tensor, Tensor]:
     """Participating tokens without and with a gradient, as far as that is known before anything is computed."""
     takes_part = policy.mask
@@ -201,7 +195,7 @@ def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Ten
     has_other_terms = config.kl_coef != 0 or config.entropy_coef != 0 or config.loss == "dro"
     by_token = policy.advantages.shape == layout.shape
     # through a sequence ratio every token gets a gradient from all terms of its sequence
-    if not has_other_terms and not (by_token and _couples_tokens(config)):
+    if not has_other_terms and not (by_token and config.couples_tokens):
         advantages = policy.advantages if by_token else _expand_rows(policy.advantages, layout, policy)
         has_grad = takes_part & (advantages != 0)
     kind = torch.where(has_grad, 1, torch.where(takes_part, 0, 2)).reshape(-1)

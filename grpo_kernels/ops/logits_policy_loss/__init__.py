@@ -49,7 +49,7 @@ def logits_policy_loss(
     """Computes policy_loss(token_logprobs(logits, targets).logprobs, ...) and the gradient of the logits in one call.
 
     Tokens that take no part are not read, and those without a gradient, such as clipped ones, only once. The gradient
-    is stored until backward(), which can run once.
+    is stored until backward(), which can run once. float16 logits get theirs in the backward, by the scaled loss.
 
     Args:
         logits: [B, T, V] with targets [B, T], or packed [M, V] with targets [M] and cu_seqlens
@@ -96,7 +96,9 @@ def logits_policy_loss(
         logprobs, entropy, _ = token_logprobs.FORWARD[chosen](*rows, want_entropy, inplace)
         measured = entropy.view(targets.shape) if want_entropy else None
         return compute(layout, config, logprobs.view(targets.shape), measured, None, policy, chosen)
-    loss, metrics = op.apply(chosen, rows, policy, want_entropy, config.entropy_coef != 0, inplace)
+    one_pass = chosen == "cuda" and logits.dtype == torch.bfloat16 and not config.couples_tokens and segments is None
+    settings = op.Settings(want_entropy, config.entropy_coef != 0, one_pass)
+    loss, metrics = op.apply(chosen, rows, policy, settings, inplace)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
 

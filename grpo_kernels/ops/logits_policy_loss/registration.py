@@ -1,7 +1,8 @@
 """Registers logits_policy_loss with torch.
 
 The forward computes the log-probs of all tokens, the loss with its gradient by log-prob and entropy, and from those the
-gradient of the logits. Logits are read once for their log-prob, and once more for their gradient, unless it is 0.
+gradient of the logits. Logits are read once for their log-prob, and once more for their gradient, unless it is 0. In
+one pass, a CUDA kernel computes the gradient of a row while it still has the row, and the loss comes last.
 
 The gradient takes one of two routes. Traced, it is an output of a torch op that its backward scales. In eager mode an
 autograd function keeps it and hands it over without a copy.
@@ -9,7 +10,7 @@ autograd function keeps it and hands it over without a copy.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,14 +24,31 @@ from grpo_kernels.ops.token_logprobs.registration import ROWS_SCHEMA, Rows
 
 SUPPORTS = token_logprobs.SUPPORTS
 _KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
-_ROWS = len(Rows._fields)
-SCHEMA = f"({ROWS_SCHEMA}, {POLICY_SCHEMA}, bool want_entropy, bool needs_entropy_gradient) -> (Tensor, Tensor, Tensor)"
+_ROWS, _POLICY = len(Rows._fields), len(Policy._fields)
+_INPUTS = f"{ROWS_SCHEMA}, {POLICY_SCHEMA}, bool want_entropy, bool needs_entropy_gradient"
+SCHEMA = f"({_INPUTS}, bool one_pass) -> (Tensor, Tensor, Tensor)"
+registry.define_compiled(f"_logits_policy_gradient_cuda(Tensor(a!) gradient, {_INPUTS}) -> (Tensor, Tensor)")
+
+
+class Settings(NamedTuple):
+    """What to compute, in the order of the schema; one_pass is possible with the CUDA kernel for bfloat16 only."""
+
+    want_entropy: bool
+    needs_entropy_gradient: bool
+    one_pass: bool
 
 
 def forward(
-    backend: str, rows: Rows, policy: Policy, want_entropy: bool, needs_entropy_gradient: bool, inplace: bool
+    backend: str, rows: Rows, policy: Policy, settings: Settings, inplace: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, metrics, and the gradient of the logits, which may overwrite them."""
+    want_entropy, needs_entropy_gradient, one_pass = settings
+    if one_pass:
+        gradient = rows.logits if inplace else rows.logits.new_empty(rows.logits.shape)
+        logprobs, entropy = torch.ops.grpo_kernels._logits_policy_gradient_cuda(gradient, *rows, *policy, *settings[:2])
+        measured = entropy if want_entropy else None
+        loss, metrics, *_ = policy_loss.FORWARD[backend](logprobs, measured, None, *policy, False)
+        return loss, metrics, gradient
     logprobs, entropy, normalizer = token_logprobs.FORWARD[backend](*rows, want_entropy, False)
     shape = logprobs.shape if policy.cu_seqlens is None else logprobs.shape[1:]
     loss, metrics, by_logprob, by_entropy = policy_loss.FORWARD[backend](
@@ -45,9 +63,8 @@ def forward(
 
 
 def _op(backend: str, *args: Any) -> tuple[Tensor, ...]:
-    *inputs, want_entropy, needs_entropy_gradient = args
-    rows, policy = Rows(*inputs[:_ROWS]), Policy(*inputs[_ROWS:])
-    return forward(backend, rows, policy, want_entropy, needs_entropy_gradient, inplace=False)
+    rows, policy = Rows(*args[:_ROWS]), Policy(*args[_ROWS : _ROWS + _POLICY])
+    return forward(backend, rows, policy, Settings(*args[_ROWS + _POLICY :]), inplace=False)
 
 
 def _fake(logits: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -83,12 +100,11 @@ class _PrecomputedGradient(torch.autograd.Function):
         backend: str,
         rows: Rows,
         policy: Policy,
-        want_entropy: bool,
-        needs_entropy_gradient: bool,
+        settings: Settings,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         rows = rows._replace(logits=logits.detach())
-        loss, metrics, ctx.gradient = forward(backend, rows, policy, want_entropy, needs_entropy_gradient, inplace)
+        loss, metrics, ctx.gradient = forward(backend, rows, policy, settings, inplace)
         if inplace:
             torch.autograd.graph.increment_version(logits)  # whoever else kept the logits is told
         ctx.mark_non_differentiable(metrics)
@@ -98,7 +114,7 @@ class _PrecomputedGradient(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        others = (None,) * 6
+        others = (None,) * 5
         if upstream is None:
             return None, *others
         if ctx.gradient is None:
@@ -110,12 +126,9 @@ class _PrecomputedGradient(torch.autograd.Function):
         return gradient if is_one else gradient.mul_(upstream), *others
 
 
-def apply(
-    backend: str, rows: Rows, policy: Policy, want_entropy: bool, needs_entropy_gradient: bool, inplace: bool
-) -> tuple[Tensor, Tensor]:
+def apply(backend: str, rows: Rows, policy: Policy, settings: Settings, inplace: bool) -> tuple[Tensor, Tensor]:
     """Loss and metrics. The loss has a gradient by the logits."""
-    settings = want_entropy, needs_entropy_gradient
     if torch.compiler.is_compiling():
         return cast(tuple[Tensor, Tensor], FORWARD[backend](*rows, *policy, *settings)[:2])
-    results = _PrecomputedGradient.apply(rows.logits, backend, rows, policy, *settings, inplace)  # type: ignore[no-untyped-call]
+    results = _PrecomputedGradient.apply(rows.logits, backend, rows, policy, settings, inplace)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)

@@ -203,6 +203,12 @@ class LossConfig(PlannedConfig):
         self._check_combinations()
         self._set_plan(self._plan(), "low")
 
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether the gradient of a token depends on other tokens of its sequence."""
+        by_loss = self.loss in ("vespo", "geo_mean") or self.ratio != "token"
+        return by_loss or self.correction.startswith("sequence") or self.off_policy_threshold is not None
+
     @classmethod
     def trl(cls, **fields: Any) -> LossConfig:
         """The loss that trl.GRPOConfig describes with these fields; the others have TRL's defaults."""

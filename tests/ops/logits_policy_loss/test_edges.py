@@ -199,7 +199,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> No
     monkeypatch.setattr(op, "apply", lambda *args: calls.append(args) or once(*args))
     arguments["logits"].requires_grad_()
     gk.logits_policy_loss(**arguments, config=CONFIGS[name], return_entropy=True, backend=backend)
-    _, rows, policy, *settings, _ = calls[0]
+    _, rows, policy, settings, _ = calls[0]
     torch.library.opcheck(registry.overload("logits_policy_loss", backend), (*rows, *policy, *settings))
 
 
