@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import shutil
 import subprocess
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 EMULATION = ROOT / "tests" / "emulation"
@@ -225,6 +227,41 @@ def test_threads_that_returned_take_no_part(library: ctypes.CDLL) -> None:
     assert list(out) == [32] * 64 + [8] * 8 + [0] * 56
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fragments_multiply_as_rows_do(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Products and sums of small integers are exact."""
+    a, b, sums = torch.randint(-8, 9, (16, 16)), torch.randint(-8, 9, (16, 16)), torch.randint(-8, 9, (16, 16))
+    narrow = a.to(dtype), b.to(dtype)
+    for seed in SEEDS:
+        library.grpo_kernels_set_schedule_seed(seed)
+        got = sums.float()
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*narrow, got)]
+        check(library, library.selftest_multiply_rows(*pointers, dtype is torch.float16))
+        assert got.tolist() == (sums + a @ b.T).tolist()
+
+
+def test_digits_beyond_float32_are_cut_off(library: ctypes.CDLL) -> None:
+    a, got = torch.zeros(16, 16, dtype=torch.bfloat16), torch.ones(16, 16)
+    a[:, 0] = 2.0**-12 * 1.75  # squared 0.77 units of the last place of 1 are rounded up by any other unit
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, a, got)]
+    check(library, library.selftest_multiply_rows(*pointers, 0))
+    assert got.unique().tolist() == [1 + math.floor(1.75**2 / 2) * 2.0**-23]
+
+
+@pytest.mark.parametrize("count", [0, 5, 64])
+@pytest.mark.parametrize("groups", [0, 1, 2])
+def test_copies_arrive_when_they_are_waited_for(library: ctypes.CDLL, groups: int, count: int) -> None:
+    source = torch.randn(64, 4)
+    got = torch.zeros(32, 4)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, got)]
+    check(library, library.selftest_copy_pieces(*pointers, count, groups))
+    expected = torch.where(torch.arange(32)[:, None] < count, source[:32], 0.0).flip(0)
+    if groups == 2:  # garbage, zeros included
+        assert got.isnan().all()
+    else:
+        assert torch.equal(got, expected)
+
+
 def test_shared_memory_starts_as_garbage(library: ctypes.CDLL) -> None:
     before = library.selftest_next_host_value()
     count = ctypes.c_int()
@@ -246,6 +283,7 @@ MISUSES = [
     ("__shfl_sync reads lane 20, which has returned or does not exist",),
     ("waits in another barrier, __syncthreads_", "reaches __syncthreads_"),
     ("__shfl_sync with width 5",),
+    ("mma.sync in a warp with lanes that have returned or do not exist",),
 ]
 
 

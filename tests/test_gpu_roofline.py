@@ -197,6 +197,11 @@ def test_control_information() -> None:
         ("SHFL.BFLY", "shuffle", 4),
         ("LDG.E.U8", "lsu", 4),
         ("LDS.128", "lsu", 16),
+        ("LDSM.16.M88.4", "lsu", 16),
+        ("LDGSTS.E.BYPASS.128", "lsu", 16),
+        ("HMMA.16816.F32.BF16", "tensor", 8),
+        ("HMMA.16816.F32", "tensor", 8),
+        ("HMMA.1688.F32.TF32", "tensor", 8),
         ("UIADD3", "uniform", 1),
         ("BRA.U", "branch", 2),
     ],
@@ -355,7 +360,10 @@ BUDGETS = {
     "group_advantages, 65,536 rewards, batch step": Budget(0.038, 317, 104, 0.12, 64),
     "group_advantages, 16M rewards, unsorted ids": Budget(0.054, 445, 92, 0, 0),
     "endpoint_segments, 512 x 8,192, critic, batch norm": Budget(0.32, 203, 64, 0.5, 128),
-    "similarity_groups, cosines of 1,024 x 64 x 1,024, bf16": Budget(0.03, 170.6, 116, 0.25, 16),
+    "similarity_groups, cosines of 1,024 x 16 x 1,024, bf16": Budget(0.79, 5.6, 56, 0.12, 128),
+    "similarity_groups, cosines of 1,024 x 64 x 1,024, bf16": Budget(0.94, 10.1, 113, 0.25, 128),
+    "similarity_groups, cosines of 1,024 x 256 x 1,024, bf16": Budget(0.58, 37.1, 158, 0.18, 128),
+    "similarity_groups, cosines of 1,024 x 64 x 1,024, fp32": Budget(0.77, 50.9, 161, 0.18, 128),
 }
 
 

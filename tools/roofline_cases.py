@@ -214,20 +214,42 @@ def endpoint_segments() -> list[Case]:
 
 
 def similarity_groups() -> list[Case]:
-    prompts, responses, width = 1024, 64, 1024
-    values = prompts * responses * width
-    # a block has one tile: 64 rows, of which it loads 32 values twice each in one turn
-    cosine = Launch(
-        "cosine_kernel<BFloat16, 64>",
-        values,
-        2,
-        prompts,
-        per_thread=8,
-        loop="fmaf",
-        trips=(("rows.i..row", 2),),
-        source="similarity_groups/pairwise_cosine.cu",
+    prompts, width = 1024, 1024
+
+    def case(responses: int, dtype: str, item: int, launches: tuple[dict[str, Any], ...]) -> Case:
+        values = prompts * responses * width
+        # the distances are written once for each row
+        floor = item * values + 4 * prompts * responses**2
+        usual: dict[str, Any] = {
+            "bytes": floor / values,
+            "loop": "HMMA",
+            "avoid": r"items\[k\]|memcpy|in\.valid|offsets|order",
+            "source": "similarity_groups/pairwise_cosine.cu",
+        }
+        name = f"cosines of 1,024 x {responses} x 1,024, {dtype}"
+        return Case("similarity_groups", name, floor, tuple(Launch(**(usual | launch)) for launch in launches))
+
+    # a warp turns 16 rows of a chunk of 128 bytes into products at a time
+    def tile(bands: int, type_: str, per_thread: float) -> tuple[dict[str, Any], ...]:
+        kernel = f"cosine_kernel<{type_}, Shape<{bands}, true>"
+        values = prompts * 16 * bands * width
+        return ({"kernel": kernel, "elements": values, "blocks": prompts, "per_thread": per_thread},)
+
+    # ten tiles of 64 rows and columns on and above the diagonal, all taken for as slow as those above it
+    tiles = (
+        {
+            "kernel": "cosine_kernel<BFloat16, Shape<4, false>",
+            "elements": prompts * 256 * width,
+            "blocks": 10 * prompts,
+            "per_thread": 64 * 256 / (10 * 4 * 32),
+        },
     )
-    return [Case("similarity_groups", "cosines of 1,024 x 64 x 1,024, bf16", 2 * values, (cosine,))]
+    return [
+        case(16, "bf16", 2, tile(1, "BFloat16", 32)),
+        case(64, "bf16", 2, tile(4, "BFloat16", 32)),
+        case(256, "bf16", 2, tiles),
+        case(64, "fp32", 4, tile(4, "float", 16)),
+    ]
 
 
 CASES = [

@@ -64,6 +64,8 @@ class Instruction:
     @functools.cached_property
     def access_bits(self) -> int:
         """Bits that each thread reads or writes, for loads and stores."""
+        if self.name == "LDSM":  # 8 x 8 matrices, a word a thread of each
+            return 32 * max((int(m) for m in self.modifiers & {"1", "2", "4"}), default=1)
         widths = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
         return max((widths[m] for m in self.modifiers if m in widths), default=32)
 

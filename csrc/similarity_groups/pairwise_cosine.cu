@@ -5,23 +5,20 @@
 #include "common/cuda/team.cuh"
 #include "common/cuda/to_float.cuh"
 #include "similarity_groups/cuda.h"
+#include "similarity_groups/row_products.cuh"
 
-// One block per tile of a prompt's inner products, for tiles on and above the diagonal. The order of additions does not
-// depend on the position of the rows: chunks of kChunk products in float32, and the chunks in float64. Hence equal rows
-// have bitwise equal products, with themselves and with each other, and distance 0.
+// One block per tile of a prompt's inner products, for tiles on and above the diagonal; one warp for each band of 16
+// rows of a tile, which it multiplies with other bands.
+//
+// Equal rows have distance 0, and no distance depends on other rows or on where rows are: every sum adds the same
+// products in the same order, whatever the tile, the warp and the lane, and norms are such sums, too, of a row with
+// itself. That relies on mma.sync to compute all elements of its result alike and from their own row and column only,
+// which is unverified on hardware.
 namespace grpo_kernels {
 namespace {
 
-constexpr int kSide = 16;  // a block has kSide x kSide threads
-constexpr int kThreads = kSide * kSide;
-constexpr int kChunk = 32;
 constexpr float kAbsent = INFINITY;
-
-struct TileRow {
-  int64_t row;  // -1: none, or masked
-  RowStatus status;
-  double norm;
-};
+constexpr int64_t kNoRow = -1;
 
 // The tile of a block: its prompt, and the positions of its first row and first column there.
 struct Tile {
@@ -39,121 +36,215 @@ struct Tile {
   }
 };
 
-template <typename T, int kTile>
-__device__ void load_chunk(const EmbeddingArrays<T>& in, const TileRow* rows, int64_t depth, float (*to)[kChunk + 1]) {
-  for (int i = threadIdx.x / kChunk; i < kTile; i += kThreads / kChunk) {
-    const int64_t d = depth + threadIdx.x % kChunk;
-    const bool is_inside = rows[i].row >= 0 && d < in.depth;
-    to[i][threadIdx.x % kChunk] = is_inside ? to_float(in.embeddings[rows[i].row * in.depth + d]) : 0;
-  }
-}
+// Shape of the blocks: tiles of `kBands` bands a side. If no prompt is larger than that, all tiles are on the diagonal.
+template <int kBands_, bool kIsOneTile_>
+struct Shape {
+  static constexpr int kBands = kBands_;
+  static constexpr bool kIsOneTile = kIsOneTile_;
+  static constexpr int kSide = kBands * kBand, kThreads = kBands * kWarp;
+  static constexpr int kRows = kIsOneTile ? kSide : 2 * kSide;  // in shared memory: those of the tile, then its columns
+  static constexpr int kStages = 4;                             // chunks in shared memory
+  static constexpr int kSharedBytes = kStages * kRows * kLinePieces * 16;
+  // Bands that a warp multiplies its own with. On the diagonal it is followed by half of the others, cyclically, so
+  // that each pair of bands is one warp's and the warps share them evenly.
+  static constexpr int kLeastPairs = kBands == 1 ? 1 : kBands / 2;
+  static constexpr int kMostPairs = !kIsOneTile ? kBands : kBands == 1 ? 1 : kBands / 2 + 1;
 
-template <typename T, int kTile>
-__device__ void find_rows(const EmbeddingArrays<T>& in, int64_t prompt, int first, TileRow* rows) {
-  if (threadIdx.x >= kTile) return;
-  const int position = first + static_cast<int>(threadIdx.x);
-  TileRow tile_row{-1, RowStatus::kMasked, 0};
-  if (position < in.prompts.rows(prompt)) {
-    const int64_t row = in.prompts.row(in.prompts.begin(prompt) + position);
-    if (in.valid == nullptr || in.valid[row]) tile_row = {row, RowStatus::kInUse, 0};
+  static __device__ __forceinline__ int pairs(int warp, bool is_diagonal) {
+    if (!is_diagonal) return kBands;
+    return kBands == 1 ? 1 : kBands / 2 + (warp < kBands / 2);
   }
-  rows[threadIdx.x] = tile_row;
-}
-
-__device__ __forceinline__ bool is_used(const TileRow& row) {
-  return row.row >= 0 && row.status != RowStatus::kNotFinite;
-}
+};
 
 template <typename T>
-__device__ void write_status(const EmbeddingArrays<T>& in, const Tile& tile, const TileRow* rows, int side) {
-  const int position = tile.up + static_cast<int>(threadIdx.x);
-  if (tile.up != tile.across || threadIdx.x >= side || position >= in.prompts.rows(tile.prompt)) return;
-  const int64_t row = in.prompts.row(in.prompts.begin(tile.prompt) + position);
-  in.status[row] = static_cast<uint8_t>(rows[threadIdx.x].status);
+__device__ __forceinline__ void write_status(const EmbeddingArrays<T>& in, int64_t prompt, int position,
+                                             RowStatus status) {
+  if (position >= in.prompts.rows(prompt)) return;
+  in.status[in.prompts.row(in.prompts.begin(prompt) + position)] = static_cast<uint8_t>(status);
 }
 
-template <typename T, int kTile>
-__global__ void __launch_bounds__(kThreads, 2) cosine_kernel(const __grid_constant__ EmbeddingArrays<T> in, int tiles) {
-  constexpr int kEach = kTile / kSide;
-  __shared__ float up[kTile][kChunk + 1], across[kTile][kChunk + 1];
-  __shared__ TileRow up_rows[kTile], across_rows[kTile];
-  const Tile tile(blockIdx.x, tiles, kTile);
-  find_rows<T, kTile>(in, tile.prompt, tile.up, up_rows);
-  find_rows<T, kTile>(in, tile.prompt, tile.across, across_rows);
-  const int y = threadIdx.x / kSide, x = threadIdx.x % kSide;
-  // one thread per row computes its squared norm, in the same order as an inner product
-  const bool sums_norm = threadIdx.x < 2 * kTile, is_across = threadIdx.x >= kTile;
-  const int own = threadIdx.x % kTile;
-  double products[kEach][kEach] = {}, norm = 0;
-  for (int64_t depth = 0; depth < in.depth; depth += kChunk) {
-    __syncthreads();
-    load_chunk<T, kTile>(in, up_rows, depth, up);
-    load_chunk<T, kTile>(in, across_rows, depth, across);
-    __syncthreads();
-    float sums[kEach][kEach] = {}, chunk_norm = 0;
-#pragma unroll
-    for (int d = 0; d < kChunk; ++d) {
-      float a[kEach], b[kEach];
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) a[e] = up[y + e * kSide][d], b[e] = across[x + e * kSide][d];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) sums[i][j] = fmaf(a[i], b[j], sums[i][j]);
-      }
-      if (sums_norm) {
-        const float value = is_across ? across[own][d] : up[own][d];
-        chunk_norm = fmaf(value, value, chunk_norm);
-      }
+// Where a row of a prompt begins in the embeddings; kNoRow if it is masked or does not exist.
+template <typename T>
+__device__ __forceinline__ int64_t find_row(const EmbeddingArrays<T>& in, int64_t prompt, int position) {
+  if (position >= in.prompts.rows(prompt)) return kNoRow;
+  const int64_t row = in.prompts.row(in.prompts.begin(prompt) + position);
+  return in.valid == nullptr || in.valid[row] ? row * in.depth : kNoRow;
+}
+
+// NaN for rows that have no distances.
+__device__ __forceinline__ double inverse_if_used(int64_t row, double norm) {
+  return row == kNoRow || status_of(norm) == RowStatus::kNotFinite ? NAN : inverse_length(norm);
+}
+
+// Starts to load a chunk of `count` rows; zeros where there is nothing.
+template <typename T, int kThreads>
+__device__ __forceinline__ void load_chunk(const EmbeddingArrays<T>& in, const int64_t* rows, int count, int chunk,
+                                           bool is_aligned, Piece<T>* to) {
+  const int piece = threadIdx.x % kLinePieces;
+  const int64_t first = static_cast<int64_t>(chunk) * kChunk<T> + piece * Piece<T>::kItems;
+  for (int i = threadIdx.x / kLinePieces; i < count; i += kThreads / kLinePieces) {
+    const bool has_row = rows[i] != kNoRow;
+    const T* const from = in.embeddings + (has_row ? rows[i] + first : 0);
+    if (is_aligned) {
+      copy_async(to + place(i, piece), from, has_row && first < in.depth);
+      continue;
     }
+    T items[Piece<T>::kItems];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) products[i][j] += sums[i][j];
-    }
-    norm += chunk_norm;
+    for (int k = 0; k < Piece<T>::kItems; ++k) items[k] = has_row && first + k < in.depth ? from[k] : T{};
+    memcpy(&to[place(i, piece)], items, 16);
   }
-  if (sums_norm) {
-    TileRow& row = is_across ? across_rows[own] : up_rows[own];
-    row.norm = norm;
-    if (row.row >= 0) row.status = status_of(norm);
+}
+
+// Which places this lane has on the diagonal of a band's products with itself: at most one in row g, in the first 8
+// columns, and one in row g + 8, in the last 8; of the two neighbours there, the first or the second.
+struct DiagonalPlaces {
+  bool has_any, are_second;
+
+  __device__ DiagonalPlaces() {
+    const int lane = threadIdx.x % kWarp;
+    has_any = lane % 4 == lane / 8;
+    are_second = lane / 4 % 2 == 1;
+  }
+  __device__ __forceinline__ float choose(float first, float second) const { return are_second ? second : first; }
+  __device__ __forceinline__ CompensatedSum choose(CompensatedSum first, CompensatedSum second) const {
+    return {choose(first.sum, second.sum), choose(first.excess, second.excess)};
+  }
+};
+
+// Adds a chunk's part of the squared norms of rows g and g + 8, from the products of a band with itself.
+template <typename T>
+__device__ __forceinline__ void add_norms(const ChunkProducts<T> (&sums)[2], const DiagonalPlaces& places,
+                                          CompensatedSum (&norms)[2]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) norms[n].add(places.choose(sums[n].total(2 * n), sums[n].total(2 * n + 1)));
+}
+
+template <typename T, typename Shape>
+__global__ void GRPO_BOUNDS(Shape::kThreads)
+    cosine_kernel(const __grid_constant__ EmbeddingArrays<T> in, int tiles, bool is_aligned) {
+  GRPO_DYNAMIC_SHARED(Piece<T>, chunks);
+  __shared__ int64_t rows[Shape::kRows];
+  const Tile tile(blockIdx.x, tiles, Shape::kSide);
+  const bool is_diagonal = Shape::kIsOneTile || tile.up == tile.across;
+  const int count = is_diagonal ? Shape::kSide : Shape::kRows;
+  for (int i = threadIdx.x; i < count; i += Shape::kThreads) {
+    rows[i] = find_row(in, tile.prompt, i < Shape::kSide ? tile.up + i : tile.across + i - Shape::kSide);
   }
   __syncthreads();
-  write_status(in, tile, up_rows, kTile);
+
+  const int warp = threadIdx.x / kWarp, pairs = Shape::pairs(warp, is_diagonal);
+  const int first_band = is_diagonal ? 0 : Shape::kBands;
+  const DiagonalPlaces places;
+  CompensatedSum products[Shape::kMostPairs][2][4], up_norms[2], across_norms[2];
+  const int chunk_count = static_cast<int>((in.depth + kChunk<T> - 1) / kChunk<T>);
+  const auto load = [&](int chunk) {
+    if (chunk < chunk_count) {
+      Piece<T>* const to = chunks + chunk % Shape::kStages * Shape::kRows * kLinePieces;
+      load_chunk<T, Shape::kThreads>(in, rows, count, chunk, is_aligned, to);
+    }
+    commit_copies();
+  };
+  for (int stage = 0; stage < Shape::kStages - 1; ++stage) load(stage);
+  for (int chunk = 0; chunk < chunk_count; ++chunk) {
+    wait_for_copies<Shape::kStages - 2>();
+    __syncthreads();  // all copies of this chunk have arrived, and the one before is no longer read
+    load(chunk + Shape::kStages - 1);
+    const Piece<T>* const from = chunks + chunk % Shape::kStages * Shape::kRows * kLinePieces;
+    const HalfChunk<T> a[2] = {load_half<Side::kLeft>(from, warp, 0), load_half<Side::kLeft>(from, warp, 1)};
+    if (!is_diagonal) {
+      ChunkProducts<T> up[2], across[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const HalfChunk<T> b = load_half<Side::kLeft>(from, Shape::kBands + warp, half);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) up[n].add(a[half], a[half], n), across[n].add(b, b, n);
+      }
+      add_norms(up, places, up_norms);
+      add_norms(across, places, across_norms);
+    }
+#pragma unroll
+    for (int j = 0; j < Shape::kMostPairs; ++j) {
+      if (j >= Shape::kLeastPairs && j >= pairs) continue;
+      const int band = first_band + (warp + j) % Shape::kBands;
+      ChunkProducts<T> sums[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const HalfChunk<T> b = load_half<Side::kRight>(from, band, half);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) sums[n].add(a[half], b, n);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) products[j][i / 4][i % 4].add(sums[i / 4].total(i % 4));
+    }
+  }
+  __syncthreads();
+
+  // in the memory of the chunks, which is no longer read
+  const auto inverses = reinterpret_cast<double*>(chunks);
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  if (places.has_any) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int row = warp * kBand + n * 8 + g, column = Shape::kSide + row;
+      if (is_diagonal) {
+        const double norm = places.choose(products[0][n][2 * n], products[0][n][2 * n + 1]).value();
+        inverses[row] = inverse_if_used(rows[row], norm);
+        write_status(in, tile.prompt, tile.up + row, rows[row] == kNoRow ? RowStatus::kMasked : status_of(norm));
+      } else {
+        inverses[row] = inverse_if_used(rows[row], up_norms[n].value());
+        inverses[column] = inverse_if_used(rows[column], across_norms[n].value());
+      }
+    }
+  }
+  __syncthreads();
   const int size = static_cast<int>(in.prompts.size);
   float* const to = in.distances + tile.prompt * size * size;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  for (int j = 0; j < Shape::kMostPairs; ++j) {
+    if (j >= Shape::kLeastPairs && j >= pairs) continue;
+    const int band = (warp + j) % Shape::kBands;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int tile_y = y + i * kSide, tile_x = x + j * kSide;
-      const int first = tile.up + tile_y, second = tile.across + tile_x;
-      // pairs below the diagonal belong to another thread, with the same bits
-      if (first > second || second >= size) continue;
-      const TileRow &a = up_rows[tile_y], &b = across_rows[tile_x];
-      const bool has_distance = is_used(a) && is_used(b);
-      const float distance = first == second ? 0 : cosine_distance(products[i][j], a.norm, b.norm);
-      to[static_cast<int64_t>(first) * size + second] = has_distance ? distance : kAbsent;
-      to[static_cast<int64_t>(second) * size + first] = has_distance ? distance : kAbsent;
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = warp * kBand + i / 2 * 8 + g, column = band * kBand + n * 8 + 2 * t + i % 2;
+        const int first = tile.up + row, second = tile.across + column;
+        // a band's products with itself hold every pair twice
+        if (first >= size || second >= size || (is_diagonal && j == 0 && row > column)) continue;
+        const double inverse = inverses[row], other = inverses[first_band * kBand + column];
+        float distance = first == second ? 0 : cosine_distance(products[j][n][i].value(), inverse, other);
+        if (isnan(inverse) || isnan(other)) distance = kAbsent;
+        to[first * size + second] = distance;
+        to[second * size + first] = distance;
+      }
     }
   }
 }
 
-template <typename T, int kTile>
+template <typename T, typename Shape>
 void launch_tiles(const EmbeddingArrays<T>& arrays, void* stream) {
-  const int tiles = static_cast<int>((arrays.prompts.size + kTile - 1) / kTile);
+  const int tiles = static_cast<int>((arrays.prompts.size + Shape::kSide - 1) / Shape::kSide);
   const int64_t blocks = arrays.prompts.count * tiles * (tiles + 1) / 2;
-  launch(cosine_kernel<T, kTile>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, arrays, tiles);
+  // asynchronous copies are of aligned pieces
+  const bool is_aligned =
+      arrays.depth % Piece<T>::kItems == 0 && reinterpret_cast<uintptr_t>(arrays.embeddings) % 16 == 0;
+  launch(cosine_kernel<T, Shape>, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads), Shape::kSharedBytes,
+         stream, arrays, tiles, is_aligned);
 }
 
 }  // namespace
 
 template <typename T>
 void launch_pairwise_cosine(const EmbeddingArrays<T>& arrays, void* stream) {
+  // tiles of 128 rows would load every row half as often, but need more than the 255 registers of a thread
+  using Wide = Shape<4, false>;
   const int64_t size = arrays.prompts.size;
-  if (size <= 16) return launch_tiles<T, 16>(arrays, stream);
-  if (size <= 32) return launch_tiles<T, 32>(arrays, stream);
-  launch_tiles<T, 64>(arrays, stream);
+  if (size <= 16) return launch_tiles<T, Shape<1, true>>(arrays, stream);
+  if (size <= 32) return launch_tiles<T, Shape<2, true>>(arrays, stream);
+  if (size <= 64) return launch_tiles<T, Shape<4, true>>(arrays, stream);
+  if (shared_memory_limit() < Wide::kSharedBytes) return launch_tiles<T, Shape<2, false>>(arrays, stream);
+  launch_tiles<T, Wide>(arrays, stream);
 }
 
 template void launch_pairwise_cosine<float>(const EmbeddingArrays<float>&, void* stream);

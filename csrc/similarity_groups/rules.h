@@ -57,11 +57,16 @@ GRPO_HD RowStatus status_of(double norm) {
   return norm < kMinNorm ? RowStatus::kZeroVector : RowStatus::kInUse;
 }
 
-// 1 - g_ij / sqrt(g_ii g_jj), in double before it is rounded, so that equal rows have distance 0.
-GRPO_HD float cosine_distance(double product, double norm_i, double norm_j) {
-  if (norm_i < kMinNorm || norm_j < kMinNorm) return 1;
-  const double distance = 1 - product / sqrt(norm_i * norm_j);
-  return static_cast<float>(distance < 0 ? 0 : distance > 2 ? 2 : distance);
+// Limit of the rounding errors of inverse_length() and cosine_distance(), so that equal rows have distance 0.
+constexpr double kCosineError = 1e-15;
+
+// Zero vectors have none, which puts them at distance 1 from all others.
+GRPO_HD double inverse_length(double norm) { return norm < kMinNorm ? 0 : 1 / sqrt(norm); }
+
+// 1 - g_ij / sqrt(g_ii g_jj), with the same bits for j and i, in double before it is rounded.
+GRPO_HD float cosine_distance(double product, double inverse_i, double inverse_j) {
+  const double distance = 1 - product * (inverse_i * inverse_j);
+  return static_cast<float>(distance < kCosineError ? 0 : distance > 2 ? 2 : distance);
 }
 
 // The largest k that is tried; below k_min, none is.

@@ -149,12 +149,12 @@ void multiply_rows(const BFloat16* const* rows, int n, int64_t depth, const Prom
 }
 
 void products_to_distances(const PromptMemory& memory, int n) {
-  double* const norms = memory.vector(0);
+  double* const inverses = memory.vector(0);
   const auto row = [&](int i) { return memory.matrix + static_cast<int64_t>(i) * memory.stride; };
-  for (int i = 0; i < n; ++i) norms[i] = row(i)[i];
+  for (int i = 0; i < n; ++i) inverses[i] = inverse_length(row(i)[i]);
   for (int i = 0; i < n; ++i) {
     row(i)[i] = 0;
-    for (int j = i + 1; j < n; ++j) row(i)[j] = cosine_distance(row(i)[j], norms[i], norms[j]);
+    for (int j = i + 1; j < n; ++j) row(i)[j] = cosine_distance(row(i)[j], inverses[i], inverses[j]);
     for (int j = i + 1; j < n; ++j) row(j)[i] = row(i)[j];
   }
 }

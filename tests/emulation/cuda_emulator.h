@@ -265,3 +265,4 @@ GRPO_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
 
 #include "cuda_emulator_half.h"
 #include "cuda_emulator_math.h"
+#include "cuda_emulator_tensor.h"

@@ -62,6 +62,8 @@ enum class Operation : std::uint8_t {
   kReduceAnd,
   kReduceOr,
   kReduceXor,
+  kMma,
+  kLdmatrix,
 };
 
 inline const char* name_of(Operation operation) {
@@ -70,7 +72,7 @@ inline const char* name_of(Operation operation) {
       "__shfl_sync",       "__shfl_up_sync",    "__shfl_down_sync",  "__shfl_xor_sync",     "__ballot_sync",
       "__any_sync",        "__all_sync",        "__match_any_sync",  "__reduce_add_sync",   "__reduce_min_sync",
       "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync",   "__reduce_or_sync",
-      "__reduce_xor_sync"};
+      "__reduce_xor_sync", "mma.sync",          "ldmatrix"};
   return kNames[static_cast<int>(operation)];
 }
 
@@ -139,6 +141,8 @@ class Scheduler {
   // The rest is called by the running kernel.
   void* dynamic_shared() const { return dynamic_shared_; }
   unsigned lane() const { return current_ % 32; }
+  unsigned warp() const { return current_ / 32; }
+  unsigned thread() const { return current_; }
   int block_barrier(Operation operation, bool predicate, const Site& where);
   std::uint64_t warp_collective(Operation operation, std::uint32_t mask, unsigned bytes, std::uint64_t value,
                                 unsigned source_lane, const Site& where);
@@ -182,6 +186,7 @@ class Scheduler {
   void run_blocks(dim3 grid, dim3 block, std::size_t shared_bytes);
   void run_block(std::size_t shared_bytes, StaticShared& static_shared);
   void start_threads();
+  void forget_copies();
   std::string deadlock() const;
 
   static void fiber_main();
@@ -293,6 +298,7 @@ inline void Scheduler::run_block(std::size_t shared_bytes, StaticShared& static_
 }
 
 inline void Scheduler::start_threads() {
+  forget_copies();
   runnable_warps_ = 0;
   barrier_ = Barrier{};
   live_ = threads_;

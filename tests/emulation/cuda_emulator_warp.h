@@ -147,7 +147,7 @@ inline std::uint64_t Scheduler::combine(const Warp& warp, std::uint32_t group, O
         break;
     }
   }
-  if (operation == Operation::kBallot) return ballot;
+  if (operation == Operation::kBallot || operation >= Operation::kMma) return ballot;
   if (operation == Operation::kAny) return ballot != 0;
   if (operation == Operation::kAll) return ballot == group;
   return result;

@@ -7,7 +7,9 @@
 #include <exception>
 #include <string>
 
+#include "common/cuda/async_copy.cuh"
 #include "common/cuda/launch.h"
+#include "common/cuda/mma.cuh"
 
 namespace {
 
@@ -173,6 +175,42 @@ __global__ void write_dynamic(float* out, int index) {
   out[threadIdx.x] = values[threadIdx.x];
 }
 
+// Adds the products of 16 rows of `a` with 16 rows of `b`, of 16 numbers each, to the 16 x 16 sums. The fragments of
+// `a` are read word by word, and those of `b` by ldmatrix from shared memory.
+template <typename T>
+__global__ void multiply_rows(const T* a, const T* b, float* sums) {
+  __shared__ __align__(16) T rows[16 * 16];
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+  for (int i = 0; i < 8; ++i) rows[lane * 8 + i] = b[lane * 8 + i];
+  __syncwarp();
+  grpo_kernels::Fragment left, right;
+  for (int i = 0; i < 4; ++i) memcpy(&left.words[i], a + (g + i % 2 * 8) * 16 + 2 * t + i / 2 * 8, 4);
+  const int matrix = lane / 8;
+  grpo_kernels::load_matrices(rows + (matrix % 2 * 8 + lane % 8) * 16 + matrix / 2 * 8, right.words);
+  for (int half = 0; half < 2; ++half) {
+    float* const to = sums + g * 16 + half * 8 + 2 * t;
+    grpo_kernels::Sums mine = {to[0], to[1], to[128], to[129]};
+    grpo_kernels::add_products(mine, left, right, half, T{});
+    to[0] = mine[0], to[1] = mine[1], to[128] = mine[2], to[129] = mine[3];
+  }
+}
+
+// Copies 64 pieces in two groups, waits until at most `kGroups` are under way, and reads the first one.
+template <int kGroups>
+__global__ void copy_pieces(const float* from, float* to, int count) {
+  using Piece = grpo_kernels::Piece<float>;
+  __shared__ Piece pieces[64];
+  for (int group = 0; group < 2; ++group) {
+    const int i = group * 32 + threadIdx.x;
+    grpo_kernels::copy_async(pieces + i, from + i * 4, i < count);
+    grpo_kernels::commit_copies();
+  }
+  grpo_kernels::wait_for_copies<kGroups>();
+  __syncthreads();
+  const Piece piece = pieces[31 - threadIdx.x];
+  memcpy(to + threadIdx.x * 4, &piece, 16);
+}
+
 __global__ void misuse(int kind, int* out) {
   const unsigned lane = threadIdx.x % 32;
   int value = static_cast<int>(lane);
@@ -214,6 +252,14 @@ __global__ void misuse(int kind, int* out) {
     case 7:
       value = __shfl_sync(kAllLanes, value, 0, 5);
       break;
+    case 8: {
+      if (lane == 20) return;
+      grpo_kernels::Sums sums = {};
+      const grpo_kernels::Fragment rows = {};
+      grpo_kernels::add_products(sums, rows, rows, 0, grpo_kernels::Half{});
+      value = static_cast<int>(sums[0]);
+      break;
+    }
     default:
       break;
   }
@@ -286,6 +332,21 @@ int selftest_early_return(int* out, int count) {
 int selftest_count_unpoisoned(int* count, int blocks) {
   return guarded([&] { launch(count_unpoisoned, blocks, 64, 64 * sizeof(unsigned), nullptr, count); });
 }
+int selftest_multiply_rows(const void* a, const void* b, float* sums, int is_half) {
+  using grpo_kernels::BFloat16, grpo_kernels::Half;
+  return guarded([&] {
+    if (is_half) {
+      launch(multiply_rows<Half>, 1, 32, 0, nullptr, static_cast<const Half*>(a), static_cast<const Half*>(b), sums);
+    } else {
+      launch(multiply_rows<BFloat16>, 1, 32, 0, nullptr, static_cast<const BFloat16*>(a),
+             static_cast<const BFloat16*>(b), sums);
+    }
+  });
+}
+int selftest_copy_pieces(const float* from, float* to, int count, int groups) {
+  const auto kernel = groups == 0 ? copy_pieces<0> : groups == 1 ? copy_pieces<1> : copy_pieces<2>;
+  return guarded([&] { launch(kernel, 1, 32, 0, nullptr, from, to, count); });
+}
 int selftest_misuse(int kind, int* out) {
   return guarded([&] { launch(misuse, dim3(1, 2), dim3(32, 2), 0, nullptr, kind, out); });
 }
@@ -315,7 +376,7 @@ int main(int argc, char** argv) {
   } else {
     // an error leaves fibers within a kernel: they must be usable again, and nothing may leak
     int out[64];
-    for (int kind = 0; kind < 8; ++kind) {
+    for (int kind = 0; kind < 9; ++kind) {
       failed += selftest_misuse(kind, out) == 0;
       failed += selftest_write("static", 0, values);
     }

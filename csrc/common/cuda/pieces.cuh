@@ -87,6 +87,15 @@ Piece<T> packed(const float* items) {
   return piece;
 }
 
+template <typename T>
+uint32_t pair_of(float first, float second, T) {
+  T pair[2];
+  from_float(first, pair[0]), from_float(second, pair[1]);
+  uint32_t word;
+  memcpy(&word, pair, 4);
+  return word;
+}
+
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float divide_approx(float x, float y) { return x / y; }
 
@@ -118,6 +127,7 @@ __device__ __forceinline__ void unpack(Piece<BFloat16> piece, float* items) {
     items[2 * k + 1] = __uint_as_float(piece.words[k] & 0xffff0000u);
   }
 }
+// Two numbers in a word, the first in the low half.
 __device__ __forceinline__ uint32_t pair_of(float first, float second, Half) {
   const __half2 pair = __floats2half2_rn(first, second);
   uint32_t word;

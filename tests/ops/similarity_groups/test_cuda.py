@@ -40,3 +40,13 @@ def test_a_block_never_asks_for_more_than_there_is() -> None:
         assert gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda").labels.shape == (256,)
     with emulation.shared_memory(30), pytest.raises(RuntimeError, match="invalid configuration"):
         gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("depth", [40, 1024, 1027, 4096])
+def test_distances_are_those_of_float64_at_any_depth(depth: int, dtype: torch.dtype) -> None:
+    """Within two roundings of 1, although tensor cores cut digits off."""
+    rows = (0.3 * torch.randn(1, depth) + torch.randn(20, depth)).to(dtype)
+    wanted = 1 - torch.nn.functional.normalize(rows.double()) @ torch.nn.functional.normalize(rows.double()).T
+    got = gk.pairwise_cosine(rows, 20, backend="cuda")[0]
+    torch.testing.assert_close(got.double(), wanted.fill_diagonal_(0), rtol=0, atol=2.4e-7)
