@@ -364,6 +364,9 @@ BUDGETS = {
     "similarity_groups, cosines of 1,024 x 64 x 1,024, bf16": Budget(0.94, 10.1, 113, 0.25, 128),
     "similarity_groups, cosines of 1,024 x 256 x 1,024, bf16": Budget(0.58, 37.1, 158, 0.18, 128),
     "similarity_groups, cosines of 1,024 x 64 x 1,024, fp32": Budget(0.77, 50.9, 161, 0.18, 128),
+    "similarity_groups, clusters of 1,024 x 16": Budget(0.0105, 205, 90, 0.12, 0),
+    "similarity_groups, clusters of 1,024 x 64": Budget(0.031, 430, 96, 0.18, 0),
+    "similarity_groups, clusters of 1,024 x 256": Budget(0.0165, 400, 128, 0.25, 64),
 }
 
 

@@ -22,6 +22,7 @@ class Launch:
         bytes: global bytes per element that it moves.
         blocks: blocks of the grid.
         threads: block size; 0 for the kernel's launch bound.
+        shared: bytes of dynamic shared memory of a block.
         per_thread: elements of a thread in one iteration of the loop; 0 to derive it from the bytes of both.
         loop: which loop, as for ``hot_loop``; ``body`` for the whole kernel.
         trips: iterations of its inner loops, as in ``Route``.
@@ -48,6 +49,7 @@ class Launch:
     has_rereads: bool = False
     source: str = ""
     is_launch: bool = True
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,48 @@ def similarity_groups() -> list[Case]:
         case(64, "bf16", 2, tile(4, "BFloat16", 32)),
         case(256, "bf16", 2, tiles),
         case(64, "fp32", 4, tile(4, "float", 16)),
+        *(clusters(1024, responses) for responses in (16, 64, 256)),
     ]
+
+
+def clusters(prompts: int, responses: int) -> Case:
+    """The groups of prompts of which all cuts of the tree of average linkage are tried."""
+    warps, pairs = -(-responses // 32), responses**2
+    is_shared, is_exhaustive, threads = responses <= 161, responses <= 96, 32 * warps
+    doubles = (2 + 2 * warps) * responses + 1 + is_shared * responses * (responses | 1)
+    # all lanes search the nearest cluster of their item, or a warp those of the items whose nearest cluster was merged
+    avoid = r"search_for" if is_exhaustive else r"column\[\(first"
+    kernel: dict[str, Any] = {
+        "kernel": f"cluster_kernel<{str(warps == 1).lower()}, {str(is_shared).lower()}>",
+        "blocks": prompts if is_shared else min(prompts, 256),
+        "threads": threads,
+        "per_thread": 1,
+        "shared": 8 * doubles + 16 * 8 + 4 * 5 * responses,
+    }
+    each = prompts * threads
+    # what happens once: both matrices are read 16 rows at a time, and two loops compare 16 numbers at a time
+    sixteenths = tuple((line, responses // 16) for line in (r"work\.positions\[min", r"scores\[k\]", r"rank \+= "))
+    once = Launch(elements=each, bytes=8 * pairs / threads, loop="body", trips=sixteenths, **kernel)
+    more: dict[str, Any] = {"bytes": 0, "is_launch": False, **kernel}
+    passes = [
+        once,
+        # each merge has a search; with responses around three points, the longest warp has two and a half, and the
+        # first merge 32
+        Launch(elements=each * (responses - 2), loop=r"na \* ac \+ nb", **more),
+        Launch(elements=each * (1.5 * responses + 31), loop=r"return row\[j\]", **more),
+        # half of the clusters are left on average, eight at a time
+        Launch(
+            elements=each * (responses - 3),
+            loop="sum_into = column",
+            trips=((r"column\[\(first", responses // 16),),
+            avoid=avoid,
+            **more,
+        ),
+    ]
+    if not is_exhaustive:  # 0.045 searches for each pair of responses, of which a warp has an eighth; the first cut 32
+        searches = 0.045 * pairs / warps - responses + 31
+        passes.append(Launch(elements=each * searches, loop=r"return cuts\.sums\[", **more))
+    return Case("similarity_groups", f"clusters of {prompts:,} x {responses}", 4 * prompts * pairs, tuple(passes))
 
 
 CASES = [

@@ -242,7 +242,9 @@ class Prediction:
 def predict_launch(kernel: Kernel, launch: Launch, gpu: Gpu) -> LaunchPrediction:
     threads = launch.threads or kernel.max_threads or UNBOUNDED_THREADS
     per_block = -(-threads // LANES)
-    resident = min(occupancy(kernel, threads, gpu.architecture), -(-launch.blocks // gpu.sms) * per_block)
+    resident = min(
+        occupancy(kernel, threads, gpu.architecture, launch.shared), -(-launch.blocks // gpu.sms) * per_block
+    )
     route = Route(launch.is_longest, launch.trips, launch.through, launch.avoid)
     report = report_loop(kernel, hot_loop(kernel, launch.loop), gpu, resident, route)
     per_thread = launch.per_thread or report.memory.bytes / launch.bytes

@@ -3,7 +3,8 @@
 #include "similarity_groups/simd.h"
 
 #include "common/simd/half_lanes.h"
-#include "similarity_groups/host_crew.h"
+#include "similarity_groups/host_cuts.h"
+#include "similarity_groups/host_tree.h"
 
 namespace grpo_kernels::GRPO_SIMD {
 namespace {
@@ -116,17 +117,17 @@ GRPO_HD void start_tree(Linkage linkage, const PromptMemory& memory, int n, doub
     double* const to = memory.tree + static_cast<int64_t>(i) * memory.stride;
     fill(from, n, memory.stride, 0);  // 0 never is the largest
     from[i] = 0;
-    for (int j = 0; j < memory.stride; j += HostCrew::kPack) {
+    for (int j = 0; j < memory.stride; j += kPad) {
       const Quad distances = load_quad(from + j);
       high = larger(distances, high);
       store_quad(to + j, distances * broadcast(factor));
     }
     fill(to, n, memory.stride, INFINITY);
     to[i] = INFINITY;
-    for (int j = 0; j < memory.stride; j += HostCrew::kPack) low = smaller(load_quad(to + j), low);
+    for (int j = 0; j < memory.stride; j += kPad) low = smaller(load_quad(to + j), low);
   }
   lowest = INFINITY, highest = 0;
-  for (int l = 0; l < HostCrew::kPack; ++l) {
+  for (int l = 0; l < kPad; ++l) {
     lowest = low[l] < lowest ? low[l] : lowest;
     highest = high[l] > highest ? high[l] : highest;
   }
@@ -165,9 +166,8 @@ Grouping group_items(const SimilaritySettings& settings, const PromptMemory& mem
   int32_t* const merges = memory.integer(3);
   if (n >= 3) {
     start_tree(settings.linkage, memory, n, lowest, highest);
-    const HostCrew crew;
-    agglomerate(crew, settings.linkage, tree_of(memory, merges, memory.vector(10)), n);
-    score_cuts(crew, cuts_of(memory), merges, n, settings.k_min, last_k(settings, n), scores);
+    agglomerate(settings.linkage, tree_of(memory, merges, memory.vector(10)), n);
+    score_cuts(cuts_of(memory), merges, n, settings.k_min, last_k(settings, n), scores);
   }
   const Grouping grouping = choose_cut(settings, scores, n, lowest, highest);
   if (n < 3) {
@@ -181,7 +181,7 @@ Grouping group_items(const SimilaritySettings& settings, const PromptMemory& mem
 void link_items(Linkage linkage, const PromptMemory& memory, int n, int32_t* merges, double* heights) {
   double lowest, highest, previous = 0;
   start_tree(linkage, memory, n, lowest, highest);
-  agglomerate(HostCrew(), linkage, tree_of(memory, merges, heights), n);
+  agglomerate(linkage, tree_of(memory, merges, heights), n);
   for (int m = 0; m + 1 < n; ++m) {  // rounding may put a later one of equal heights below
     previous = heights[m] > previous ? heights[m] : previous;
     heights[m] = merge_height(linkage, previous);
@@ -190,7 +190,7 @@ void link_items(Linkage linkage, const PromptMemory& memory, int n, int32_t* mer
 
 double score_items(const PromptMemory& memory, int n, const int32_t* first) {
   for (int i = 0; i < n; ++i) fill(memory.matrix + static_cast<int64_t>(i) * memory.stride, n, memory.stride, 0);
-  return score_labels(HostCrew(), cuts_of(memory), first, n);
+  return score_labels(cuts_of(memory), first, n);
 }
 
 }  // namespace grpo_kernels::GRPO_SIMD

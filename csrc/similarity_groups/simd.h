@@ -7,6 +7,7 @@
 
 namespace grpo_kernels {
 
+constexpr int kPad = 4;            // doubles at a time
 constexpr int kDepthBlock = 1024;  // columns at a time: 64 rows of them take 256 KiB, which fits into the L2 cache
 
 // Working memory for one prompt. `matrix` holds inner products, then distances, then the sums of clusters.

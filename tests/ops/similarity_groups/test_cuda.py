@@ -1,16 +1,24 @@
-"""Properties of the CUDA kernels alone: results do not depend on where the matrix of a prompt is stored."""
+"""The CUDA kernels against those of the CPU, at the sizes where their code changes and wherever matrices are stored."""
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import grpo_kernels as gk
 from tests import emulation
+from tests.harness import needs_cpu_kernels
+from tests.ops.similarity_groups.prompts import INF, LINKAGES, assert_same, grid_distances
 
-pytestmark = emulation.only
-# The matrix fits into shared memory up to 87, 109 and 162 rows; the sizes are just below and above these limits.
-LIMITS, SIZES = (64, 99, 227), (86, 90, 106, 112, 128, 160, 165)
+pytestmark = [emulation.only, pytest.mark.grid]
+# Around multiples of a warp, and of the sizes from which on nearest clusters are kept (97) and the matrix is in global
+# memory (162).
+EDGES = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 161, 162)
+# The matrix fits into shared memory up to 85, 105 and 161 rows; the sizes are just below and above these limits.
+LIMITS, SIZES = (64, 99, 227), (85, 86, 105, 106, 128, 161, 162)
 
 
 def results(size: int) -> list[torch.Tensor]:
@@ -35,10 +43,10 @@ def test_the_shared_memory_of_the_device_changes_nothing(size: int) -> None:
 
 
 def test_a_block_never_asks_for_more_than_there_is() -> None:
-    """32 KB suffice for 256 rows; 30 KB do not even hold their vectors, without the matrix."""
-    with emulation.shared_memory(32):
+    """42 KB suffice for 256 rows; 41 KB do not even hold their vectors, without the matrix."""
+    with emulation.shared_memory(42):
         assert gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda").labels.shape == (256,)
-    with emulation.shared_memory(30), pytest.raises(RuntimeError, match="invalid configuration"):
+    with emulation.shared_memory(41), pytest.raises(RuntimeError, match="invalid configuration"):
         gk.similarity_groups(torch.randn(256, 5), 256, backend="cuda")
 
 
@@ -50,3 +58,63 @@ def test_distances_are_those_of_float64_at_any_depth(depth: int, dtype: torch.dt
     wanted = 1 - torch.nn.functional.normalize(rows.double()) @ torch.nn.functional.normalize(rows.double()).T
     got = gk.pairwise_cosine(rows, 20, backend="cuda")[0]
     torch.testing.assert_close(got.double(), wanted.fill_diagonal_(0), rtol=0, atol=2.4e-7)
+
+
+class Bits(NamedTuple):
+    """Results of every part, by name, to be compared to the last digit."""
+
+    groups: gk.SimilarityGroups
+    tree: gk.Dendrogram
+    silhouette: gk.Silhouette
+
+
+# Number of different distances. With few, all pairs that are merged by single linkage are at the smallest.
+LEVELS = {"many ties": lambda size: 3, "some ties": lambda size: size}
+
+
+@functools.cache
+def distances_of(kind: str, size: int) -> torch.Tensor:
+    """Two prompts; in the second, a third of the places is not in use."""
+    if kind in LEVELS:
+        distances = grid_distances(2, size, LEVELS[kind](size), seed=size)
+    else:
+        random = torch.Generator().manual_seed(size)
+        centres = torch.randn(5, 6, generator=random)
+        rows = centres[torch.randint(5, (2 * size,), generator=random)]
+        rows += 0.3 * torch.randn(2 * size, 6, generator=random)
+        distances = gk.pairwise_cosine(rows, size, backend="reference")
+    absent = torch.arange(0, size, 3)
+    distances[1, absent] = distances[1, :, absent] = INF
+    return distances
+
+
+def bits(distances: torch.Tensor, linkage: str, k_max: int | None, backend: str) -> Bits:
+    config = gk.SimilarityConfig(linkage, k_max=k_max, min_silhouette=-1.0)
+    labels = torch.arange(distances.shape[1]).square().remainder(11).sub(1).expand(2, -1)
+    return Bits(
+        gk.cluster_distances(distances, config=config, backend=backend),
+        gk.agglomerate(distances, linkage=linkage, backend=backend),
+        gk.silhouette(distances, labels, backend=backend),
+    )
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("linkage", LINKAGES)
+@pytest.mark.parametrize("kind", [*LEVELS, "clusters"])
+@pytest.mark.parametrize("size", EDGES)
+def test_results_have_the_bits_of_the_cpu(size: int, kind: str, linkage: str) -> None:
+    distances = distances_of(kind, size)
+    for k_max in (None, 5):
+        expected = bits(distances, linkage, k_max, "cpu")
+        for part, wanted in zip(bits(distances, linkage, k_max, "cuda"), expected, strict=True):
+            assert_same(part, wanted)
+
+
+@needs_cpu_kernels
+def test_the_largest_prompts_have_the_bits_of_the_cpu() -> None:
+    for kind in ("some ties", "clusters"):
+        distances = distances_of(kind, 256)
+        for part, wanted in zip(
+            bits(distances, "average", 20, "cuda"), bits(distances, "average", 20, "cpu"), strict=True
+        ):
+            assert_same(part, wanted)
