@@ -116,9 +116,8 @@ def logits_losses(backend: str, put: Put) -> Results:
             targets = put(torch.tensor([[0, -100, columns - 1], [1, 2, 3]]))
             advantages, old = put(torch.tensor([1.0, -1.0])), put(-3 - torch.rand(2, 3))
             options: dict[str, Any] = {"config": LOSSES["entropy"], "inplace": inplace, "backend": backend}
-            result = gk.logits_policy_loss(logits * 1, targets, old, advantages, **options)
-            yield result.loss.detach()
-            yield torch.autograd.grad(result.loss, logits)[0]
+            loss = gk.logits_policy_loss(logits * 1, targets, old, advantages, **options).loss
+            yield from (loss.detach(), torch.autograd.grad(loss, logits)[0])
 
 
 LOSSES = {
@@ -294,9 +293,9 @@ CASES = {
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     "logits_losses": Case(
         logits_losses,
-        kernels("logits_policy_loss", "rows")
-        | kernels("token_logprobs", "forward", "backward")
-        | kernels("policy_loss", "count", "tokens", "reduce"),
+        kernels("token_logprobs", "forward", "backward")
+        | kernels("policy_loss", "count", "tokens", "reduce", "scale")
+        | {"logits_policy_loss.rows_kernel"},
     ),
     **{
         f"loss_{name}": Case(
@@ -365,9 +364,8 @@ def smoke_logits_loss(backend: str, put: Put) -> Results:
 def smoke_segments(backend: str, put: Put) -> Results:
     old, mask = -torch.rand(4, 70), torch.rand(4, 70) > 0.1
     logprobs = old + 0.1 * torch.randn(4, 70)
-    yield from gk.endpoint_segments(
-        put(torch.randn(4, 70)), put(logprobs), put(old), put(mask), values=put(torch.randn(4, 70)), backend=backend
-    )
+    rewards, values = put(torch.randn(4, 70)), put(torch.randn(4, 70))
+    yield from gk.endpoint_segments(rewards, put(logprobs), put(old), put(mask), values=values, backend=backend)
 
 
 def smoke_silhouette(backend: str, put: Put) -> Results:

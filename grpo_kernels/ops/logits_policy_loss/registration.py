@@ -80,9 +80,10 @@ def _setup_context(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
     ctx.others = len(inputs) - 1
 
 
-def _backward(_: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tuple[Tensor | None, ...]:
+def _backward(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    return None if upstream is None else gradient * upstream.to(gradient.dtype), *(None,) * ctx.others
+    scaled = None if upstream is None else policy_loss.scaled(backend, gradient, upstream, is_owned=False)
+    return scaled, *(None,) * ctx.others
 
 
 FORWARD = registry.define(
@@ -109,6 +110,7 @@ class _PrecomputedGradient(torch.autograd.Function):
             torch.autograd.graph.increment_version(logits)  # whoever else kept the logits is told
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
+        ctx.backend = backend
         return loss, metrics
 
     @staticmethod
@@ -122,8 +124,7 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "logits_policy_loss: backward must run once, got a second call; the first handed out the gradient"
             )
         gradient, ctx.gradient = ctx.gradient, None
-        is_one = upstream.device.type == "cpu" and upstream.item() == 1
-        return gradient if is_one else gradient.mul_(upstream), *others
+        return policy_loss.scaled(ctx.backend, gradient, upstream, is_owned=True), *others
 
 
 def apply(backend: str, rows: Rows, policy: Policy, settings: Settings, inplace: bool) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ def scaled(backend: str, gradient: Tensor, upstream: Tensor, is_owned: bool) -> 
         return gradient
     if not (is_real and is_owned):
         return gradient * upstream.to(gradient.dtype)
-    if backend not in SCALE:
+    if backend not in SCALE or not gradient.is_contiguous():
         return gradient.mul_(upstream)
     wide = torch.promote_types(gradient.dtype, torch.float32)
     SCALE[backend](gradient, upstream.to(wide).contiguous())
