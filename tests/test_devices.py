@@ -35,7 +35,8 @@ def token_logprobs() -> None:
 
 
 def policy_loss() -> None:
-    gk.policy_loss(rows(), rows(), torch.ones(2), config="grpo", backend="triton")
+    logprobs = rows().requires_grad_()
+    gk.policy_loss(logprobs, rows(), torch.ones(2), config="grpo", backend="triton").loss.backward()
 
 
 def linear_policy_loss() -> None:
@@ -92,8 +93,8 @@ def test_triton_launches_under_a_guard_for_the_input(op: str, monkeypatch: pytes
 def test_every_op_with_triton_kernels_is_called_here() -> None:
     names = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if "grpo_kernels::" in name}
     of_triton = {name.removesuffix("_triton") for name in names if name.endswith("_triton")}
-    backwards = {"token_logprobs_backward", "token_logprobs_backward_inplace", "linear_logprobs_backward"}
-    assert of_triton == CALLS.keys() | backwards
+    of_backwards = {"token_logprobs_backward", "token_logprobs_backward_inplace", "linear_logprobs_backward"}
+    assert of_triton == CALLS.keys() | of_backwards | {"scale_gradient"}
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda", "cpu", "reference"])
