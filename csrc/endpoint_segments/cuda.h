@@ -18,7 +18,7 @@ constexpr int kSegmentTokensPerThread = 8;
 constexpr int kShortRowThreads = 32, kLongRowThreads = 256;  // of the block that works on a row
 constexpr int64_t kLongRow = 512;                            // mean length from which rows get the larger blocks
 
-// What is kept of a tile, the tokens of a row that its block works on at a time.
+// Summary of a tile: the tokens of a row that its block works on at a time.
 struct SegmentTile {
   double factor, shift;  // the map of the carry of the advantages of segments
   int64_t first_segment;

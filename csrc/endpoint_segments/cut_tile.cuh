@@ -4,7 +4,7 @@
 
 #include "endpoint_segments/row_items.cuh"
 
-// Where the segments of a tile end. Whether a token ends one depends on all tokens since the last end; the threads
+// Finds the ends of a tile's segments. Whether a token ends one depends on all tokens since the last end; the threads
 // start at guesses of that and correct each other.
 namespace grpo_kernels {
 namespace {

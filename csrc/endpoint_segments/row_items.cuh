@@ -41,7 +41,7 @@ struct RowSpan {
     const int64_t left = length - t;
     return left >= kItems ? kItems : left > 0 ? static_cast<int>(left) : 0;
   }
-  // Where in arrays with an element for every `tokens` tokens of each row that of the row's token t is.
+  // Index of the row's token t in arrays with an element for every `tokens` tokens of each row.
   __device__ __forceinline__ int64_t piece(int64_t t, int tokens) const {
     return begin / tokens + blockIdx.x + t / tokens;
   }

@@ -96,7 +96,7 @@ GRPO_HD VarianceTerms variance_terms(bool is_coherent, double advantage, double 
   return {is_coherent ? q * advantage : q * advantage * advantage, q};
 }
 
-// What ends a segment. Rows have fewer than 2^31 tokens.
+// The rule that ends a segment. Rows have fewer than 2^31 tokens.
 struct CutRule {
   double tau, epsilon;
   int32_t max_size;

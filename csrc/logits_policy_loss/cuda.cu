@@ -18,7 +18,7 @@ constexpr int kMaxThreads = 512;
 constexpr int64_t kMaxBlocks = 1 << 12;  // further rows take turns
 constexpr std::size_t kReserved = 4096;  // bytes of the block's static shared memory, and of the system
 
-// What the gradient of a row depends on besides the row.
+// Inputs of a row's gradient besides the row.
 struct TokenGradient {
   double normalizer, by_logprob, by_entropy, entropy;
 };

@@ -142,7 +142,7 @@ unsigned blocks_for(int64_t items, int64_t per_block, int64_t max_blocks) {
   return static_cast<unsigned>(blocks < 1 ? 1 : (blocks < max_blocks ? blocks : max_blocks));
 }
 
-// Of the rows, in tokens; a guess for packed ones, whose bounds the host does not know.
+// Mean length of the rows, in tokens; a guess for packed ones, whose bounds the host does not know.
 template <typename T>
 int64_t mean_length(const PolicyBatch<T>& batch) {
   return batch.cu_seqlens == nullptr ? batch.width : batch.tokens / (batch.rows + 1) + 1;

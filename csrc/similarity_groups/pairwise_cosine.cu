@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_status(const EmbeddingArrays<T>& in, int64
   in.status[in.prompts.row(in.prompts.begin(prompt) + position)] = static_cast<uint8_t>(status);
 }
 
-// Where a row of a prompt begins in the embeddings; kNoRow if it is masked or does not exist.
+// Begin of a prompt's row in the embeddings; kNoRow if it is masked or does not exist.
 template <typename T>
 __device__ __forceinline__ int64_t find_row(const EmbeddingArrays<T>& in, int64_t prompt, int position) {
   if (position >= in.prompts.rows(prompt)) return kNoRow;

@@ -15,7 +15,7 @@ constexpr int kLinePieces = 8;  // pieces of a row in a chunk, 128 bytes
 template <typename T>
 constexpr int kChunk = kLinePieces * Piece<T>::kItems;
 
-// Where a piece of a row is in the shared memory of a chunk. Pieces change places within their row, so that the eight
+// Index of a row's piece in the shared memory of a chunk. Pieces change places within their row, so that the eight
 // lanes that a load serves at a time read from all banks, be it one piece of eight rows or four pieces of two.
 __device__ __forceinline__ int place(int row, int piece) {
   return row * kLinePieces + (piece ^ (row % 2 * 4 + row / 2 % 4));
