@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Where nothing is asked for, ptxas finds the best number of registers, but for one kernel that it lets spill.
+// ptxas finds the best number of registers by itself, but for one kernel that it lets spill.
 template <typename T, bool kCapped, bool kEntropy>
 __global__ void __launch_bounds__(kThreads, kCapped && !kEntropy ? 4 : 0)
     backward_kernel(const __grid_constant__ LogitArrays<T> in, const __grid_constant__ GradientArrays<T> out) {

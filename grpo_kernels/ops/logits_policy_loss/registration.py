@@ -31,7 +31,7 @@ registry.define_compiled(f"_logits_policy_gradient_cuda(Tensor(a!) gradient, {_I
 
 
 class Settings(NamedTuple):
-    """What to compute, in the order of the schema; one_pass is possible with the CUDA kernel for bfloat16 only."""
+    """Choice of what is computed, in the order of the schema; one_pass needs the CUDA kernel for bfloat16."""
 
     want_entropy: bool
     needs_entropy_gradient: bool

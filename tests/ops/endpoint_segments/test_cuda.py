@@ -128,7 +128,7 @@ def test_masks_of_numbers_above_one(width: int) -> None:
     assert_same(batch.run(config_of(), "cuda", mask=numbers), batch.run(config_of(), "cuda"))
 
 
-# Where segments end: the threads walk along their chunks more than once, until all agree.
+# Ends of segments: the threads walk along their chunks more than once, until all agree.
 
 
 @needs_cpu_kernels
