@@ -120,6 +120,14 @@ def logits_losses(backend: str, put: Put) -> Results:
             yield from (loss.detach(), torch.autograd.grad(loss, logits)[0])
 
 
+def linear_losses(dtype: torch.dtype, backend: str, put: Put) -> Results:
+    hidden, weight = (put(torch.randn(shape).to(dtype)).requires_grad_() for shape in ((2, 4, 16), (64, 16)))
+    targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
+    result = gk.linear_policy_loss(hidden, weight, targets, old, put(torch.randn(2)), backend=backend)
+    yield result.loss.detach()
+    yield from torch.autograd.grad(result.loss, (hidden, weight))
+
+
 LOSSES = {
     "clip": gk.LossConfig.trl(loss_type="dapo", beta=0.1),
     "sequence": gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1),
@@ -283,6 +291,7 @@ def kernels(source: str, *names: str) -> set[str]:
     return {f"{source}.{name}_kernel" for name in names}
 
 
+HEAD = kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce", "scale")
 CASES = {
     "every_config": Case(every_config, kernels("group_advantages", "groups"), ("cuda",)),
     "every_size": Case(every_size, kernels("group_advantages", "groups", "finish"), ("cuda",)),
@@ -291,12 +300,8 @@ CASES = {
     "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "finish")),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
-    "logits_losses": Case(
-        logits_losses,
-        kernels("token_logprobs", "forward", "backward")
-        | kernels("policy_loss", "count", "tokens", "reduce", "scale")
-        | {"logits_policy_loss.rows_kernel"},
-    ),
+    "linear_halves": Case(functools.partial(linear_losses, torch.bfloat16), HEAD),
+    "logits_losses": Case(logits_losses, HEAD | {"logits_policy_loss.rows_kernel"}),
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
@@ -345,14 +350,6 @@ def smoke_loss(backend: str, put: Put) -> Results:
     yield from one_loss(gk.LossConfig.trl(loss_type="dapo", beta=0.1), torch.arange(70).expand(4, 70), 4, backend, put)
 
 
-def smoke_linear_loss(backend: str, put: Put) -> Results:
-    hidden, weight = put(torch.randn(2, 4, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
-    targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
-    result = gk.linear_policy_loss(hidden, weight, targets, old, put(torch.randn(2)), backend=backend)
-    yield result.loss.detach()
-    yield from torch.autograd.grad(result.loss, (hidden, weight))
-
-
 def smoke_logits_loss(backend: str, put: Put) -> Results:
     logits = put(torch.randn(2, 4, 64)).requires_grad_()
     targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
@@ -383,7 +380,7 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "token_logprobs": smoke_logprobs,
     "linear_logprobs": smoke_head,
     "policy_loss": smoke_loss,
-    "linear_policy_loss": smoke_linear_loss,
+    "linear_policy_loss": functools.partial(linear_losses, torch.float32),
     "logits_policy_loss": smoke_logits_loss,
     "endpoint_segments": smoke_segments,
     "similarity_groups": lambda backend, put: [

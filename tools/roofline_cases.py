@@ -91,15 +91,24 @@ def token_logprobs() -> list[Case]:
             "token_logprobs",
             name,
             moved * logits,
-            (Launch(rf"{kernel}_kernel<BFloat16, {cuda}>", bytes=moved, **row, **usual[kernel]),),
+            (Launch(rf"{kernel}_kernel<{cuda}>", bytes=moved, **row, **usual[kernel]),),
             (Launch(f"_{kernel}_kernel[{label}]", bytes=moved, loop="exp", **row),),
         )
 
     return [
-        case("forward, bf16", 2, "false, false", "bf16", "forward"),
-        case("backward, bf16", 4, "false, false", "bf16", "backward"),
-        case("forward, bf16, softcap, entropy", 2, "true, true", "bf16, softcap, entropy", "forward"),
-        case("backward, bf16, softcap, entropy", 4, "true, true", "bf16, softcap, entropy, in place", "backward"),
+        case("forward, bf16", 2, "BFloat16, false, false", "bf16", "forward"),
+        case("backward, bf16", 4, "BFloat16, BFloat16, false, false", "bf16", "backward"),
+        case("forward, bf16, softcap, entropy", 2, "BFloat16, true, true", "bf16, softcap, entropy", "forward"),
+        case(
+            "backward, bf16, softcap, entropy",
+            4,
+            "BFloat16, BFloat16, true, true",
+            "bf16, softcap, entropy, in place",
+            "backward",
+        ),
+        # for the products of a head in half precision
+        case("forward, fp32", 4, "float, false, false", "fp32", "forward"),
+        case("backward, fp32 to bf16", 6, "float, BFloat16, false, false", "fp32 to bf16", "backward"),
     ]
 
 

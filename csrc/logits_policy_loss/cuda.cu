@@ -102,7 +102,7 @@ __global__ void GRPO_BOUNDS(kMaxThreads)
         const int64_t from_shared = split.pieces < shared_pieces ? split.pieces : shared_pieces;
         // the end of the row first: it was read last
         write_pieces(pieces + from_shared, written + from_shared, split.pieces - from_shared, gradient);
-        write_pieces<T>(kept, written, from_shared, gradient);
+        write_pieces<T, T>(kept, written, from_shared, gradient);
         write_singles(logits, to, 0, split.head, gradient);
         write_singles(logits, to, split.tail, columns, gradient);
       } else {

@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // ptxas finds the best number of registers by itself, but for one kernel that it lets spill.
-template <typename T, bool kCapped, bool kEntropy>
+template <typename T, typename G, bool kCapped, bool kEntropy>
 __global__ void __launch_bounds__(kThreads, kCapped && !kEntropy ? 4 : 0)
-    backward_kernel(const __grid_constant__ LogitArrays<T> in, const __grid_constant__ GradientArrays<T> out) {
+    backward_kernel(const __grid_constant__ LogitArrays<T> in, const __grid_constant__ GradientArrays<G> out) {
   const int64_t columns = in.layout.columns;
   for (int64_t row = blockIdx.x; row < in.layout.rows; row += gridDim.x) {
     const int64_t target = in.targets[row];
-    T* const to = out.gradient + out.layout.offset(row);
+    G* const to = out.gradient + out.layout.offset(row);
     const double grad_logprob = out.grad_logprobs == nullptr ? 0.0 : out.grad_logprobs[row];
     const double grad_entropy = kEntropy ? out.grad_entropy[row] : 0.0;
     const RowGradient<double> upstream(out.normalizer[row], grad_logprob, grad_entropy,
@@ -84,21 +84,25 @@ void launch_token_logprobs(const LogitArrays<T>& in, const LogprobArrays& out, v
   launch(kernel, shape.grid, shape.block, 0, stream, in, out);
 }
 
-template <typename T>
-void launch_token_logprobs_backward(const LogitArrays<T>& in, const GradientArrays<T>& out, void* stream) {
+template <typename T, typename G>
+void launch_token_logprobs_backward(const LogitArrays<T>& in, const GradientArrays<G>& out, void* stream) {
   const Shape shape(in.layout);
   const bool capped = in.scaling.softcap > 0, entropy = out.grad_entropy != nullptr;
-  const auto kernel = capped ? (entropy ? backward_kernel<T, true, true> : backward_kernel<T, true, false>)
-                             : (entropy ? backward_kernel<T, false, true> : backward_kernel<T, false, false>);
+  const auto kernel = capped ? (entropy ? backward_kernel<T, G, true, true> : backward_kernel<T, G, true, false>)
+                             : (entropy ? backward_kernel<T, G, false, true> : backward_kernel<T, G, false, false>);
   launch(kernel, shape.grid, shape.block, 0, stream, in, out);
 }
 
-#define GRPO_INSTANTIATE(T)                                                                          \
-  template void launch_token_logprobs<T>(const LogitArrays<T>&, const LogprobArrays&, void* stream); \
-  template void launch_token_logprobs_backward<T>(const LogitArrays<T>&, const GradientArrays<T>&, void* stream);
-GRPO_INSTANTIATE(float)
-GRPO_INSTANTIATE(Half)
-GRPO_INSTANTIATE(BFloat16)
+template void launch_token_logprobs<float>(const LogitArrays<float>&, const LogprobArrays&, void*);
+template void launch_token_logprobs<Half>(const LogitArrays<Half>&, const LogprobArrays&, void*);
+template void launch_token_logprobs<BFloat16>(const LogitArrays<BFloat16>&, const LogprobArrays&, void*);
+#define GRPO_INSTANTIATE(T, G) \
+  template void launch_token_logprobs_backward<T, G>(const LogitArrays<T>&, const GradientArrays<G>&, void*);
+GRPO_INSTANTIATE(float, float)
+GRPO_INSTANTIATE(float, Half)
+GRPO_INSTANTIATE(float, BFloat16)
+GRPO_INSTANTIATE(Half, Half)
+GRPO_INSTANTIATE(BFloat16, BFloat16)
 #undef GRPO_INSTANTIATE
 
 }  // namespace grpo_kernels

@@ -20,9 +20,9 @@ struct LogprobArrays {
   double* normalizer;
 };
 
-template <typename T>
+template <typename G>
 struct GradientArrays {
-  T* gradient;  // may be the logits
+  G* gradient;  // may be the logits
   LogitLayout layout;
   const float *grad_logprobs, *grad_entropy, *entropy;
   const double* normalizer;
@@ -30,7 +30,8 @@ struct GradientArrays {
 
 template <typename T>
 void launch_token_logprobs(const LogitArrays<T>& in, const LogprobArrays& out, void* stream);
-template <typename T>
-void launch_token_logprobs_backward(const LogitArrays<T>& in, const GradientArrays<T>& out, void* stream);
+// G is T, or a half where T is float.
+template <typename T, typename G>
+void launch_token_logprobs_backward(const LogitArrays<T>& in, const GradientArrays<G>& out, void* stream);
 
 }  // namespace grpo_kernels

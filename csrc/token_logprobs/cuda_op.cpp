@@ -43,22 +43,30 @@ void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_lo
                                   std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
                                   double temperature, std::optional<double> softcap, double logit_scale) {
   const DeviceGuard guard(logits.get_device_index());
-  for_float_dtype<false>(kLogprobsOp, "logits", logits, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
+  const LogitLayout layout = check_logits(gradient);
+  for_float_dtype<false>(kLogprobsOp, "logits", logits, [&](auto* logit_type) {
+    using T = std::remove_pointer_t<decltype(logit_type)>;
     const auto in = arrays_of<T>(logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}});
     check_upstream(in.layout, ScalarType::Float, {grad_logprobs, grad_entropy, normalizer, entropy});
-    const LogitLayout layout = check_logits(gradient);
-    STD_TORCH_CHECK(gradient.scalar_type() == logits.scalar_type() && layout.rows == in.layout.rows &&
-                        layout.columns == in.layout.columns && layout.inner == in.layout.inner,
-                    kLogprobsOp, ": gradient must have the dtype and the shape of the logits");
+    STD_TORCH_CHECK(
+        layout.rows == in.layout.rows && layout.columns == in.layout.columns && layout.inner == in.layout.inner,
+        kLogprobsOp, ": gradient must have the shape of the logits");
     if (in.layout.rows == 0) return;
-    const GradientArrays<T> out{data_of<T>(gradient),
-                                layout,
-                                optional_data<float>(grad_logprobs),
-                                optional_data<float>(grad_entropy),
-                                optional_data<float>(entropy),
-                                static_cast<const double*>(normalizer.const_data_ptr())};
-    launch_token_logprobs_backward(in, out, current_stream(logits.get_device_index()));
+    for_float_dtype<false>(kLogprobsOp, "gradient", gradient, [&](auto* gradient_type) {
+      using G = std::remove_pointer_t<decltype(gradient_type)>;
+      if constexpr (std::is_same_v<T, G> || std::is_same_v<T, float>) {
+        const GradientArrays<G> out{data_of<G>(gradient),
+                                    layout,
+                                    optional_data<float>(grad_logprobs),
+                                    optional_data<float>(grad_entropy),
+                                    optional_data<float>(entropy),
+                                    static_cast<const double*>(normalizer.const_data_ptr())};
+        launch_token_logprobs_backward(in, out, current_stream(logits.get_device_index()));
+      } else {
+        STD_TORCH_CHECK(false, kLogprobsOp,
+                        ": gradient must have the dtype of the logits, or a half of float32 logits");
+      }
+    });
   });
 }
 

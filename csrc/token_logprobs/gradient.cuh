@@ -38,13 +38,16 @@ struct LogitGradient {
     return kCapped ? gradient * mapped.slope : gradient;
   }
 
-  template <typename T>
-  __device__ __forceinline__ Piece<T> operator()(Piece<T> logits) const {
-    float items[Piece<T>::kItems];
-    unpack(logits, items);
+  // From one piece of logits, or from two of float32 for a gradient in half precision.
+  template <typename G, typename T, int kPieces>
+  __device__ __forceinline__ Piece<G> of_pieces(const Piece<T> (&logits)[kPieces]) const {
+    static_assert(kPieces * Piece<T>::kItems == Piece<G>::kItems);
+    float items[Piece<G>::kItems];
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) unpack(logits[p], items + p * Piece<T>::kItems);
 #pragma unroll
     for (float& item : items) item = (*this)(item);
-    return packed<T>(items);
+    return packed<G>(items);
   }
 
   __device__ float of_target(float logit) const {
@@ -71,8 +74,8 @@ __device__ __forceinline__ Piece<T> straddling_piece(Piece<T> low, Piece<T> high
 }
 
 // Writes single logits from `first` on.
-template <typename T, typename Gradient>
-__device__ void write_singles(const T* row, T* to, int64_t first, int64_t end, const Gradient& gradient) {
+template <typename T, typename G, typename Gradient>
+__device__ void write_singles(const T* row, G* to, int64_t first, int64_t end, const Gradient& gradient) {
   for (int64_t column = first + threadIdx.x; column < end; column += blockDim.x) {
     from_float(gradient(to_float(row[column])), to[column]);
   }
@@ -88,36 +91,46 @@ __device__ void write_straddling_row(const T* row, T* to, int64_t columns, const
   const int shift = misalignment(row + head);
   const Piece<T>* const pieces = reinterpret_cast<const Piece<T>*>(row + head - shift);
   for (int64_t p = threadIdx.x; p < (tail - head) / kItems; p += blockDim.x) {
-    reinterpret_cast<Piece<T>*>(to + head)[p] =
-        gradient(straddling_piece(pieces[p], pieces[p + 1], shift * static_cast<unsigned>(sizeof(T))));
+    const Piece<T> logits[1] = {straddling_piece(pieces[p], pieces[p + 1], shift * static_cast<unsigned>(sizeof(T)))};
+    reinterpret_cast<Piece<T>*>(to + head)[p] = gradient.template of_pieces<T>(logits);
   }
   write_singles(row, to, 0, head, gradient);
   write_singles(row, to, tail, columns, gradient);
 }
 
 // Writes `count` pieces, which `pieces` may be.
-template <typename T, typename Gradient>
-__device__ __forceinline__ void write_pieces(const Piece<T>* pieces, Piece<T>* written, int64_t count,
+template <typename T, typename G, typename Gradient>
+__device__ __forceinline__ void write_pieces(const Piece<T>* pieces, Piece<G>* written, int64_t count,
                                              const Gradient& gradient) {
+  constexpr int kRead = Piece<G>::kItems / Piece<T>::kItems;  // pieces read for one written
   int64_t index = first_of_lane<kBackwardBatch>();
   const int64_t whole_batches = count / (kBackwardBatch * kWarp) * (kBackwardBatch * kWarp);
   for (; index < whole_batches; index += kBackwardBatch * blockDim.x) {
-    Piece<T> batch[kBackwardBatch];
+    Piece<T> batch[kBackwardBatch][kRead];
 #pragma unroll
-    for (int p = 0; p < kBackwardBatch; ++p) batch[p] = pieces[index + p * kWarp];
+    for (int p = 0; p < kBackwardBatch; ++p) {
 #pragma unroll
-    for (int p = 0; p < kBackwardBatch; ++p) written[index + p * kWarp] = gradient(batch[p]);
+      for (int k = 0; k < kRead; ++k) batch[p][k] = pieces[(index + p * kWarp) * kRead + k];
+    }
+#pragma unroll
+    for (int p = 0; p < kBackwardBatch; ++p) written[index + p * kWarp] = gradient.template of_pieces<G>(batch[p]);
   }
   for (index = whole_batches + threadIdx.x; index < count; index += blockDim.x) {
-    written[index] = gradient(pieces[index]);
+    Piece<T> logits[kRead];
+#pragma unroll
+    for (int k = 0; k < kRead; ++k) logits[k] = pieces[index * kRead + k];
+    written[index] = gradient.template of_pieces<G>(logits);
   }
 }
 
-template <typename T, typename Gradient>
-__device__ void write_row(const T* row, T* to, int64_t columns, const Gradient& gradient) {
-  if (misalignment(row) != misalignment(to)) return write_straddling_row(row, to, columns, gradient);
-  const Split<T> split(row, columns);
-  write_pieces(reinterpret_cast<const Piece<T>*>(row + split.head), reinterpret_cast<Piece<T>*>(to + split.head),
+template <typename T, typename G, typename Gradient>
+__device__ void write_row(const T* row, G* to, int64_t columns, const Gradient& gradient) {
+  const Split<G> split(to, columns);
+  if (misalignment(row + split.head) != 0) {
+    if constexpr (sizeof(T) == sizeof(G)) return write_straddling_row(row, to, columns, gradient);
+    return write_singles(row, to, 0, columns, gradient);
+  }
+  write_pieces(reinterpret_cast<const Piece<T>*>(row + split.head), reinterpret_cast<Piece<G>*>(to + split.head),
                split.pieces, gradient);
   write_singles(row, to, 0, split.head, gradient);
   write_singles(row, to, split.tail, columns, gradient);

@@ -6,6 +6,7 @@ gradient, and everything else is matrix products, which BLAS does best.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,8 +16,17 @@ from torch import Tensor
 from grpo_kernels import registry
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _LARGE = 2**22  # bytes above which the first touch of memory costs as much as a pass over it
+
+# Products on a GPU. The tile is that of cuBLAS for large products in half precision on an H100, which computes 230
+# flops in the time of a byte.
+_TILE_ROWS, _TILE_COLUMNS, _FLOPS_PER_BYTE = 128, 256, 230
+_PRODUCT_MEMORY = 3 * 2**29  # bytes for the logits of a chunk and gradients by logits
+_ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
+# Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
+# multiprocessors and add the parts in half precision.
+_UNSPLIT = 2**24
 
 # For the CPU only: asks for huge pages for a tensor that has not been written yet.
 registry.define_compiled("_expect_large_tensor_cpu(Tensor tensor) -> ()")
@@ -58,17 +68,48 @@ HEAD_SCHEMA = (
 )
 
 
-def rows_per_chunk(rows: int, vocabulary: int, device_type: str) -> int:
+def rows_per_chunk(rows: int, vocabulary: int, device_type: str, dtype: torch.dtype) -> int:
     """A third of the rows if there are many, as long as their logits are not too large.
 
     A chunk reads the weight twice, and reads and writes its gradient: 16 bytes an element for 6 flops a row. From 256
     rows on, arithmetic dominates; a few hundred more make the products another few percent faster. The naive
     computation peaks at three or more times the logits of all rows, so a third of the rows is a ninth of its memory.
-    Beyond 192 MiB of logits (1 GiB on a GPU) larger chunks gain nothing.
+    Beyond 192 MiB of logits (1 GiB on a GPU) larger chunks gain nothing. In half precision the gradient has memory and
+    products of its own (rows_per_product), so that 512 MiB suffice.
     """
-    limit = max(64, (3 * 2**24 if device_type == "cpu" else 2**28) // vocabulary)
+    on_gpu = 2**27 if dtype in HALVES else 2**28
+    limit = max(64, (3 * 2**24 if device_type == "cpu" else on_gpu) // vocabulary)
     count = max(-(-rows // limit), min(3, -(-rows // 256)), 1)
     return max(1, -(-rows // count // 16) * 16)  # chunks of one size, in whole blocks of the products
+
+
+def rows_per_product(rows: int, chunk_rows: int, weight: Tensor, needs_weight: bool) -> int:
+    """Rows whose gradient by the logits is kept in half precision until two products read it.
+
+    One product over all rows writes the gradient of the weight once, in its own dtype. Several must accumulate in
+    float32, each reading and writing 4 bytes an element of the weight. So one is chosen if the gradients by the logits
+    take no more memory than that accumulator and 1.5 GiB. Otherwise it is the size within 1.5 GiB that costs least:
+    tiles of the product for the hidden states should fill all multiprocessors in every wave.
+    """
+    if not needs_weight:
+        return min(rows, chunk_rows)
+    columns, width = weight.shape
+    accumulator = 4 * columns * width
+    if 2 * rows * columns <= accumulator + _PRODUCT_MEMORY - 4 * chunk_rows * columns:
+        return rows
+    most = max(1, (_PRODUCT_MEMORY - 4 * chunk_rows * columns) // (2 * columns * _TILE_ROWS))
+    tiles = -(-width // _TILE_COLUMNS)
+    processors = torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.is_cuda else 1
+
+    def flops(size: int) -> int:
+        """Of the product for the hidden states, in whole waves, and what the accumulation could have computed."""
+        count = -(-rows // size)
+        waves = count * -(-(size // _TILE_ROWS * tiles) // processors)
+        wave = processors * _TILE_ROWS * _TILE_COLUMNS * 2 * columns
+        return waves * wave + (2 * count - 1) * accumulator * _FLOPS_PER_BYTE
+
+    sizes = [blocks * _TILE_ROWS for blocks in range(1, most + 1)]
+    return min(sizes, key=flops)
 
 
 def chunks(rows: int, size: int, ends: list[int] | None = None) -> Iterator[slice]:
@@ -135,12 +176,19 @@ class Products:
     def __init__(self, backend: str, head: Head, size: int, pad_column: bool = False) -> None:
         self.backend, self.head = backend, head
         self.columns = head.weight.shape[0]
-        # tensor cores multiply halves exactly and add in float32; the CPU's half products would round their results
-        self.on_tensor_cores = head.weight.is_cuda and head.weight.dtype in _HALVES
-        self.weight = head.weight if self.on_tensor_cores else head.weight.to(head.wide)
-        self.tile = _empty(head.hidden, (size, self.columns + pad_column), head.wide, backend)
+        # The CPU's half products would round their results.
+        self.in_halves = backend != "cpu" and head.weight.dtype in HALVES
+        self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
+        self.logit_columns = self.columns + pad_column
+        self.tile = self.matrix(size, head.wide)
         if pad_column:
             self.tile[:, self.columns] = -torch.inf
+
+    def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
+        """Memory for [rows, logit_columns]; on a GPU its rows are aligned, so that products and kernels are fast."""
+        alignment = 1 if self.backend == "cpu" else _ALIGNMENT
+        stride = -(-self.logit_columns // alignment) * alignment
+        return _empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
 
     def measure(self, rows: slice | Tensor, want_entropy: bool) -> Chunk:
         """Logits and log-probs of a chunk."""
@@ -168,89 +216,151 @@ class Products:
             normalizer=normalizer[rows][None],
         )
 
-    def differentiate(self, chunk: Chunk, by_logprob: Tensor | None, by_entropy: Tensor | None) -> Tensor:
-        """Overwrites the logits of a chunk with their gradient."""
-        token_logprobs.INPLACE[self.backend](
-            chunk.logits[None],
-            None if by_logprob is None else by_logprob[None],
-            None if by_entropy is None else by_entropy[None],
-            chunk.targets,
-            chunk.normalizer,
-            chunk.entropy if by_entropy is not None else None,
-            chunk.row_temperature,
-            *self.head.scaling,
-        )
-        return chunk.logits[:, : self.columns]
+    def differentiate(
+        self, chunk: Chunk, by_logprob: Tensor | None, by_entropy: Tensor | None, into: Tensor | None
+    ) -> Tensor:
+        """The gradient by the logits of a chunk, which overwrites them, or `into`, where it is rounded to half."""
+        upstream = None if by_logprob is None else by_logprob[None], None if by_entropy is None else by_entropy[None]
+        entropy = chunk.entropy if by_entropy is not None else None
+        saved = (chunk.targets, chunk.normalizer, entropy, chunk.row_temperature, *self.head.scaling)
+        if into is None:
+            into = chunk.logits
+            token_logprobs.INPLACE[self.backend](into[None], *upstream, *saved)
+        else:
+            token_logprobs.ROUNDED[self.backend](into[None], *upstream, chunk.logits[None], *saved)
+        return into[:, : self.columns]
 
     def _logits(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.head.hidden[rows]
         logits = self.tile[: len(hidden)]
         out = logits[:, : self.columns]
-        if self.on_tensor_cores:
-            torch.ops.aten.mm.dtype_out(hidden, self.weight.t(), torch.float32, out=out)
-        else:
-            torch.mm(hidden.to(self.head.wide), self.weight.t(), out=out)
+        multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
         if self.head.bias is not None:
             out += self.head.bias
         return hidden, logits
 
     def to_hidden(self, by_logits: Tensor) -> Tensor:
-        return torch.mm(by_logits, self.weight).to(self.head.hidden.dtype)
+        result = by_logits.new_empty(len(by_logits), self.weight.shape[1], dtype=self.head.wide)
+        multiply(by_logits, self.weight, result)
+        return result.to(self.head.hidden.dtype)
 
     def to_weight(self, by_logits: Tensor, hidden: Tensor, total: Tensor, add: bool) -> None:
-        """Writes to `total` or adds to it. Not by a factor of 0, because `total` may be uninitialised."""
-        if self.on_tensor_cores and total.dtype == torch.float32:
-            if add:
-                torch.ops.aten.addmm.dtype_out(total, by_logits.t(), hidden, torch.float32, out=total)
-            else:
-                torch.ops.aten.mm.dtype_out(by_logits.t(), hidden, torch.float32, out=total)
+        multiply(by_logits.t(), hidden, total, add)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """Writes a @ b to `out` or adds it; never by a factor of 0, because `out` may be uninitialised.
+
+    For a float32 `out`, halves are multiplied exactly and added in float32.
+    """
+    if a.dtype in HALVES and out.dtype == torch.float32:
+        if not a.is_cuda:
+            a, b = a.float(), b.float()
         elif add:
-            total.addmm_(by_logits.to(total.dtype).t(), hidden.to(total.dtype))
+            torch.ops.aten.addmm.dtype_out(out, a, b, torch.float32, out=out)
+            return
         else:
-            torch.mm(by_logits.t(), hidden.to(total.dtype), out=total)
+            torch.ops.aten.mm.dtype_out(a, b, torch.float32, out=out)
+            return
+    if add:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+    else:
+        torch.mm(a, b.to(a.dtype), out=out)
 
 
 class Gradients:
     """Gradients of hidden states, weight and bias as far as they are needed, complete after the last chunk.
 
+    In half precision on a GPU, gradients by the logits of several chunks wait for one pair of products.
+
     Args:
         needs: whether hidden states, weight and bias need a gradient
+        rows: rows with a gradient
+        product_rows: rows of one pair of products; 0 means chosen from the shapes
         into: tensor that the weight's gradient is added to, instead of a new one
         sparse: some rows get no gradient, so start from 0
     """
 
-    def __init__(self, products: Products, needs: list[bool], into: Tensor | None = None, sparse: bool = False) -> None:
+    def __init__(
+        self,
+        products: Products,
+        needs: list[bool],
+        rows: int,
+        product_rows: int,
+        into: Tensor | None = None,
+        sparse: bool = False,
+    ) -> None:
         head, self.products = products.head, products
         self.needs_hidden, self.needs_weight, self.needs_bias = needs
         self.hidden = head.hidden.new_empty(head.hidden.shape if self.needs_hidden else (0,))
         if sparse:
             self.hidden.zero_()
+        self.staged: Tensor | None = None
+        self.waiting: list[slice | Tensor] = []  # places of the rows in `staged`
+        self.count = 0
+        if products.in_halves:
+            chunk_rows = len(products.tile)
+            size = product_rows or rows_per_product(rows, chunk_rows, head.weight, self.needs_weight)
+            self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
         self.into, self.is_written = into, into is not None
-        shape = tuple(head.weight.shape) if self.needs_weight and into is None else (0, 0)
-        self.weight = _empty(head.weight, shape, head.wide, products.backend) if into is None else into
+        if into is None:
+            is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= _UNSPLIT
+            shape = tuple(head.weight.shape) if self.needs_weight else (0, 0)
+            into = _empty(head.weight, shape, head.weight.dtype if is_single else head.wide, products.backend)
+        self.weight = into
         self.bias = head.weight.new_zeros(products.columns if self.needs_bias else 0, dtype=head.wide)
 
-    def add(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor) -> None:
-        if len(hidden) == 0:
+    def add(self, chunk: Chunk, by_logprob: Tensor | None, by_entropy: Tensor | None, rows: slice | Tensor) -> None:
+        """Adds the gradient of a chunk, whose logits it may overwrite."""
+        count = len(chunk.hidden)
+        if count == 0:
             return
-        if self.needs_hidden or self.needs_weight:
-            rounded = by_logits.to(self.products.weight.dtype)  # once for both products, where tensor cores need halves
-        if self.needs_hidden:
-            self.hidden[rows] = self.products.to_hidden(rounded)
-        if self.needs_weight:
-            self.products.to_weight(rounded, hidden, self.weight, add=self.is_written)
-            self.is_written = True
-        if self.needs_bias:
-            self.bias += by_logits.sum(0)
+        if self.staged is None:
+            self._multiply(self.products.differentiate(chunk, by_logprob, by_entropy, None), chunk.hidden, rows)
+            return
+        if self.count + count > len(self.staged):
+            self._multiply_waiting()
+        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[self.count : self.count + count])
+        self.waiting.append(rows)
+        self.count += count
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients in the dtypes of their tensors; the weight's is empty if it was added to `into`."""
+        self._multiply_waiting()
         head = self.products.head
         if not self.is_written:
             self.weight.zero_()
         weight = self.weight if self.into is None else self.weight.new_empty(0)
         bias = self.bias if head.bias is None else self.bias.to(head.bias.dtype)
         return self.hidden, weight.to(head.weight.dtype), bias
+
+    def _multiply_waiting(self) -> None:
+        if self.staged is None or self.count == 0:
+            return
+        rows = _joined(self.waiting, self.staged.device)
+        by_logits = self.staged[: self.count, : self.products.columns]
+        self._multiply(by_logits, self.products.head.hidden[rows], rows)
+        self.waiting.clear()
+        self.count = 0
+
+    def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor) -> None:
+        if self.needs_hidden:
+            self.hidden[rows] = self.products.to_hidden(by_logits)
+        if self.needs_weight:
+            self.products.to_weight(by_logits, hidden, self.weight, add=self.is_written)
+            self.is_written = True
+        if self.needs_bias:
+            self.bias += by_logits.sum(0, dtype=self.bias.dtype)
+
+
+def _joined(chunks: list[slice | Tensor], device: torch.device) -> slice | Tensor:
+    """Places of the rows of several chunks; a slice if those are slices that follow one another."""
+    slices = [rows for rows in chunks if isinstance(rows, slice)]
+    if len(slices) == len(chunks) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
+        return slice(slices[0].start, slices[-1].stop)
+    return torch.cat(
+        [torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows for rows in chunks]
+    )
 
 
 def rows_with_grad(*gradients: Tensor | None) -> Tensor | None:

@@ -49,7 +49,8 @@ def linear_logprobs(
         temperature, softcap, logit_scale, return_entropy: as in token_logprobs
         positions: rows to compute. A mask in the shape of targets gives results of that shape, 0 elsewhere, and waits
             for a GPU; integers [P] into the flattened targets give results [P]
-        chunk_size: rows whose logits are in memory at a time; None means chosen from the shapes
+        chunk_size: rows whose logits are in memory at a time, and of a product for the gradients; None means chosen
+            from the shapes
         vocab_start: first column held by this rank, if the columns of weight and bias are split over process_group.
             Targets count over all columns. Hidden states must be equal on all ranks, and their gradient is complete on
             each. One all-reduce forward, one backward
@@ -67,14 +68,15 @@ def linear_logprobs(
         # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, as a mask causes.
         temperatures = None if head.row_temperature is None else head.row_temperature[places]
         head = Head(head.hidden[places], head.weight, head.bias, head.targets[places], temperatures, *head.scaling)
-    size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type)
+    product_rows = size or 0
+    size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type, head.weight.dtype)
     if vocab_start is None:
         check_targets(_OP, head.targets, len(head.weight), chosen)
-        logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size)
+        logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size, product_rows)
     elif torch.compiler.is_compiling():
         raise RuntimeError(f"{_OP}: vocab_start must be None under torch.compile, got {vocab_start}")
     else:
-        logprobs, entropy = apply_sharded(chosen, process_group, vocab_start, head, return_entropy, size)
+        logprobs, entropy = apply_sharded(chosen, process_group, vocab_start, head, return_entropy, size, product_rows)
     is_mask = positions is not None and positions.dtype == torch.bool
 
     def shaped(result: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def _chunk(
         return None
     without_grad, with_grad = _split_rows(layout, policy, config) if compact else (None, None)
     rows = len(head.targets) if with_grad is None else len(with_grad)
-    size = chunk_size or rows_per_chunk(rows, len(head.weight), layout.device.type)
+    size = chunk_size or rows_per_chunk(rows, len(head.weight), layout.device.type, head.weight.dtype)
     ends = None
     if config.couples_tokens and rows > size:
         if with_grad is None and policy.cu_seqlens is None:
@@ -184,7 +184,16 @@ def _chunk(
         if longest > size or size == 0:
             return None
     needs_entropy_gradient = want_entropy and config.entropy_coef != 0
-    return op.Chunking(list(layout.shape), want_entropy, needs_entropy_gradient, without_grad, with_grad, ends, size)
+    return op.Chunking(
+        list(layout.shape),
+        want_entropy,
+        needs_entropy_gradient,
+        without_grad,
+        with_grad,
+        ends,
+        size,
+        product_rows=chunk_size or 0,
+    )
 
 
 def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Tensor, Tensor]:

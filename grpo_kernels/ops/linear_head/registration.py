@@ -64,6 +64,7 @@ def logprobs_backward(
     entropy: Tensor | None,
     needs: list[bool],
     chunk_rows: int,
+    product_rows: int,
     pad_column: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden states, weight and bias, from logits that are computed again for rows with a gradient."""
@@ -75,26 +76,27 @@ def logprobs_backward(
         head = head.without(is_ignored)
     total = len(head.hidden) if selected is None else len(selected)
     products = Products(backend, head, min(chunk_rows, total), pad_column)
-    gradients = Gradients(products, needs, sparse=selected is not None)
+    gradients = Gradients(products, needs, total, product_rows, sparse=selected is not None)
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(total, chunk_rows):
             rows = part if selected is None else selected[part]
             chunk = products.remeasure(rows, normalizer, entropy)
             by_logprob = None if grad_logprobs is None else grad_logprobs[rows]
             by_entropy = None if grad_entropy is None else grad_entropy[rows]
-            gradients.add(products.differentiate(chunk, by_logprob, by_entropy), chunk.hidden, rows)
+            gradients.add(chunk, by_logprob, by_entropy, rows)
         return gradients.finish()
 
 
-LOGPROBS_SCHEMA = f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows) -> (Tensor, Tensor, Tensor)"
+LOGPROBS_SCHEMA = f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor)"
 BACKWARD_SCHEMA = (
     f"(Tensor? grad_logprobs, Tensor? grad_entropy, {HEAD_SCHEMA}, Tensor normalizer, Tensor? entropy, bool[] needs, "
-    "int chunk_rows) -> (Tensor, Tensor, Tensor)"
+    "int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor)"
 )
 
 
 def _logprobs_op(backend: str, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return logprobs_forward(backend, Head(*args[:_HEAD]), *args[_HEAD:])
+    want_entropy, chunk_rows, _ = args[_HEAD:]  # products of the gradients are for the backward
+    return logprobs_forward(backend, Head(*args[:_HEAD]), want_entropy, chunk_rows)
 
 
 def _logprobs_backward_op(
@@ -104,14 +106,14 @@ def _logprobs_backward_op(
 
 
 def _fake_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    head, (want_entropy, _) = Head(*args[:_HEAD]), args[_HEAD:]
+    head, (want_entropy, _, _) = Head(*args[:_HEAD]), args[_HEAD:]
     logprobs = head.hidden.new_empty(head.targets.shape, dtype=head.wide)
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
     return logprobs, entropy, logprobs.new_empty(logprobs.shape, dtype=torch.float64)
 
 
 def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(Head(*args[:_HEAD]), args[-2])
+    return _fake_gradients(Head(*args[:_HEAD]), args[-3])
 
 
 def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +127,7 @@ def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, Tensor, Tens
 
 
 def _set_up_logprobs(backend: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    head, (want_entropy, ctx.chunk_rows) = Head(*inputs[:_HEAD]), inputs[_HEAD:]
+    head, (want_entropy, *ctx.sizes) = Head(*inputs[:_HEAD]), inputs[_HEAD:]
     _, entropy, normalizer = output
     ctx.mark_non_differentiable(*((normalizer,) if want_entropy else (entropy, normalizer)))
     ctx.set_materialize_grads(False)
@@ -139,7 +141,7 @@ def _set_up_logprobs(backend: str, ctx: Any, inputs: tuple[Any, ...], output: tu
 def _differentiate_logprobs(
     backend: str, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
-    others = (None,) * (_HEAD - 3 + 2)
+    others = (None,) * (_HEAD - 3 + 3)
     if grad_logprobs is None and grad_entropy is None:
         return None, None, None, *others
     *tensors, normalizer, entropy = ctx.saved_tensors
@@ -152,7 +154,7 @@ def _differentiate_logprobs(
         normalizer,
         entropy,
         needs,
-        ctx.chunk_rows,
+        *ctx.sizes,
     )
     needed = (gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
     return *needed, *others
@@ -184,11 +186,13 @@ LOGPROBS_BACKWARD = registry.define(
 )
 
 
-def apply_logprobs(backend: str, head: Head, want_entropy: bool, chunk_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def apply_logprobs(
+    backend: str, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropies, both differentiable, and the log-sum-exp of every row."""
     if backend == "reference":
         return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, want_entropy))
-    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, chunk_rows))
+    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, chunk_rows, product_rows))
 
 
 # linear_policy_loss
@@ -205,6 +209,7 @@ class Chunking(NamedTuple):
         with_grad: rows with a gradient; None means all rows
         ends: ends of the sequences among the rows with a gradient, where chunks may end; None means anywhere
         chunk_rows: rows of a chunk
+        product_rows: rows of a product for the gradients in half precision; 0 means chosen from the shapes
     """
 
     shape: list[int]
@@ -214,11 +219,12 @@ class Chunking(NamedTuple):
     with_grad: Tensor | None
     ends: list[int] | None
     chunk_rows: int
+    product_rows: int
 
 
 _CHUNKING_SCHEMA = (
     "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
-    "int[]? ends, int chunk_rows"
+    "int[]? ends, int chunk_rows, int product_rows"
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -262,7 +268,8 @@ def loss_forward(
     batch = _Batch(backend, head, policy, chunking)
     products = Products(backend, head, min(size, max(total, before)))
     on_cpu = head.hidden.device.type == "cpu"
-    gradients = Gradients(products, needs, into, sparse=on_cpu or with_grad is not None)
+    is_sparse = on_cpu or with_grad is not None
+    gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse)
     results = None
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(before, size):
@@ -278,7 +285,7 @@ def loss_forward(
                 chunk, by_logprob = chunk.compact(selected), by_logprob[selected]
                 by_entropy = None if by_entropy is None else by_entropy[selected]
                 rows = selected + part.start if with_grad is None else with_grad[selected + part.start]
-            gradients.add(products.differentiate(chunk, by_logprob, by_entropy), chunk.hidden, rows)
+            gradients.add(chunk, by_logprob, by_entropy, rows)
         loss, metrics = (batch.loss() if results is None else results)[:2]
         return loss, metrics, *gradients.finish()
 

@@ -16,11 +16,12 @@ _NOT_HERE = 1.0  # marks a target of another rank; a log-prob is at most 0
 
 
 def apply_sharded(
-    backend: str, group: Any, start: int, head: Head, want_entropy: bool, chunk_rows: int
+    backend: str, group: Any, start: int, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of whole rows, from this rank's columns `start`, `start` + 1, ..."""
     differentiable = (head.hidden, head.weight, head.bias)
-    results = _Sharded.apply(*differentiable, backend, group, start, head, want_entropy, chunk_rows)  # type: ignore[no-untyped-call]
+    arguments = (backend, group, start, head, want_entropy, chunk_rows, product_rows)
+    results = _Sharded.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)
 
 
@@ -43,6 +44,7 @@ class _Sharded(torch.autograd.Function):
         head: Head,
         want_entropy: bool,
         chunk_rows: int,
+        product_rows: int,
     ) -> tuple[Tensor, Tensor]:
         columns = weight.shape[0]
         local = head.targets - start
@@ -54,14 +56,14 @@ class _Sharded(torch.autograd.Function):
         logprobs, entropy, normalizer = _combine(group, results, is_here, is_ignored)
         ctx.save_for_backward(hidden, weight, bias, targets, head.row_temperature, normalizer, entropy)
         ctx.scaling = head.scaling
-        ctx.call = (backend, group, chunk_rows)
+        ctx.call = (backend, group, chunk_rows, product_rows)
         ctx.set_materialize_grads(False)
         return logprobs, entropy if want_entropy else logprobs.new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        backend, group, chunk_rows = ctx.call
+        backend, group, chunk_rows, product_rows = ctx.call
         *tensors, normalizer, entropy = ctx.saved_tensors
         if grad_entropy is not None and grad_entropy.numel() == 0:
             grad_entropy = None
@@ -75,13 +77,14 @@ class _Sharded(torch.autograd.Function):
             entropy,
             needs,
             chunk_rows,
+            product_rows,
             pad_column=True,
         )
         # all ranks must agree on whether hidden states need a gradient, or they would wait for each other
         if needs[0]:
             dist.all_reduce(hidden, group=group)
         gradients = (g if need else None for g, need in zip((hidden, weight, bias), needs, strict=True))
-        return *gradients, *(None,) * 6
+        return *gradients, *(None,) * 7
 
 
 def _combine(

@@ -14,6 +14,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
     rows = {"targets_ptr": "*i64", "normalizer_ptr": "*fp64", "entropy_ptr": "*fp32"}
     forward_rows = rows | {"logprobs_ptr": "*fp32"}
     backward_rows = rows | {"grad_logprobs_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}
+    backward_rows |= dict.fromkeys(("gradient_outer_stride", "gradient_inner_stride"), "i64")
     temperatures = {"temperatures_ptr": "*fp32"}
     usual = {"CAPPED": False, "ALIGNED": True, "BLOCK": kernels._BLOCK}
     small = {"CAPPED": True, "ALIGNED": False, "BLOCK": kernels._SMALL_BLOCK}
@@ -26,6 +27,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
     nothing = {"temperatures_ptr": None}
     half, single = {"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}
     half_gradient, single_gradient = half | {"gradient_ptr": "*bf16"}, single | {"gradient_ptr": "*fp32"}
+    rounded = {"gradient_ptr": "*bf16"}
     copied, inplace = {"INPLACE": False}, {"INPLACE": True}
 
     def case(kernel: Any, types: dict[str, str], constants: dict[str, Any], label: str) -> AotCase:
@@ -38,11 +40,13 @@ def _aot_cases() -> tuple[AotCase, ...]:
     capped, small_label = usual | nothing | {"CAPPED": True}, "small, fp32, per-row temperature"
     return (
         case(forward, half | plain_forward, usual | nothing | no_entropy, "bf16"),
+        case(forward, single | plain_forward, usual | nothing | no_entropy, "fp32"),
         case(forward, half | forward_rows, capped, "bf16, softcap, entropy"),
         case(forward, single | forward_rows | temperatures, small, small_label),
         case(backward, half_gradient | plain_backward, usual | nothing | no_upstream | copied, "bf16"),
         case(backward, half_gradient | backward_rows, capped | inplace, "bf16, softcap, entropy, in place"),
         case(backward, single_gradient | backward_rows | temperatures, small | copied, small_label),
+        case(backward, single | rounded | plain_backward, usual | nothing | no_upstream | copied, "fp32 to bf16"),
     )
 
 

@@ -34,6 +34,7 @@ ROWS_SCHEMA = f"Tensor logits, Tensor targets, {_SCALING}"
 SCHEMA = f"({ROWS_SCHEMA}, bool want_entropy, bool inplace_backward) -> (Tensor, Tensor, Tensor)"
 BACKWARD_SCHEMA = f"(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, {_SAVED}) -> Tensor"
 INPLACE_SCHEMA = f"(Tensor(a!) logits, Tensor? grad_logprobs, Tensor? grad_entropy, {_SAVED}) -> ()"
+ROUNDED_SCHEMA = f"(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, {_SAVED}) -> ()"
 
 registry.define_compiled(f"_token_logprobs_cuda({ROWS_SCHEMA}, bool want_entropy) -> (Tensor, Tensor, Tensor)")
 registry.define_compiled(
@@ -61,7 +62,7 @@ def _fake_backward(grad_logprobs: Tensor | None, grad_entropy: Tensor | None, lo
     return logits.new_empty(logits.shape)
 
 
-def _fake_inplace(logits: Tensor, *saved: Any) -> None:
+def _fake_into(gradient: Tensor, *saved: Any) -> None:
     return None
 
 
@@ -126,6 +127,10 @@ def _cuda_backward_inplace(
     torch.ops.grpo_kernels._token_logprobs_backward_cuda(logits, grad_logprobs, grad_entropy, logits, *saved)
 
 
+def _cuda_backward_rounded(*args: Any) -> None:
+    torch.ops.grpo_kernels._token_logprobs_backward_cuda(*args)
+
+
 FORWARD = registry.define(
     "token_logprobs", SCHEMA, SUPPORTS, _fake, (_setup_context, _backward), folder=__package__, cuda=_cuda
 )
@@ -143,8 +148,18 @@ INPLACE = registry.define(
     "token_logprobs_backward_inplace",
     INPLACE_SCHEMA,
     SUPPORTS,
-    _fake_inplace,
+    _fake_into,
     folder=__package__,
     function="backward_inplace",
     cuda=_cuda_backward_inplace,
+)
+# The gradient of float32 logits in the half precision of the matrix products that read it.
+ROUNDED = registry.define(
+    "token_logprobs_backward_rounded",
+    ROUNDED_SCHEMA,
+    {"cuda": _GPU, "triton": _GPU},
+    _fake_into,
+    folder=__package__,
+    function="backward_rounded",
+    cuda=_cuda_backward_rounded,
 )

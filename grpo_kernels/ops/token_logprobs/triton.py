@@ -22,6 +22,7 @@ _BLOCK, _WARPS = 2048, 8
 _SMALL_BLOCK, _SMALL_WARPS = 256, 1
 # Nothing is compiled anew for another length, stride, temperature or coefficient; what alignment allows is a constexpr.
 _RUNTIME = ["columns", "inner", "outer_stride", "inner_stride", "temperature", "numerator", "bend"]
+_RUNTIME_BACKWARD = [*_RUNTIME, "gradient_outer_stride", "gradient_inner_stride"]
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def _target_gradient(
     return (for_logprob * rest - for_entropy * tl.exp(log_p) * surprise).to(tl.float32) * slope
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=_RUNTIME_BACKWARD)
 def _backward_kernel(
     logits_ptr,
     gradient_ptr,
@@ -184,6 +185,8 @@ def _backward_kernel(
     temperature: "fp64",
     numerator: "fp64",
     bend: "fp32",
+    gradient_outer_stride: "i64",
+    gradient_inner_stride: "i64",
     CAPPED: tl.constexpr,
     ALIGNED: tl.constexpr,
     INPLACE: tl.constexpr,
@@ -198,7 +201,7 @@ def _backward_kernel(
     if grad_entropy_ptr is not None:
         for_entropy = tl.load(grad_entropy_ptr + row)
     start_of_row = _row_start(row, inner, outer_stride, inner_stride)
-    start_of_gradient = start_of_row if INPLACE else row * columns  # a new gradient is contiguous
+    start_of_gradient = _row_start(row, inner, gradient_outer_stride, gradient_inner_stride)
     if ALIGNED:
         start_of_row = tl.multiple_of(start_of_row, 16)
         start_of_gradient = tl.multiple_of(start_of_gradient, 16)
@@ -239,7 +242,7 @@ def _backward_kernel(
 
 
 def _launch_options(
-    logits: Tensor, temperature: float, softcap: Optional[float], logit_scale: float
+    logits: Tensor, temperature: float, softcap: Optional[float], logit_scale: float, gradient_strides: tuple[int, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The last arguments of both kernels: run-time values and constexprs."""
     columns = logits.shape[2]
@@ -249,7 +252,7 @@ def _launch_options(
     arguments = columns, logits.shape[1], outer_stride, inner_stride, temperature, numerator, bend
     return arguments, {
         "CAPPED": softcap is not None,
-        "ALIGNED": all(number % 16 == 0 for number in (columns, outer_stride, inner_stride)),
+        "ALIGNED": all(number % 16 == 0 for number in (columns, outer_stride, inner_stride, *gradient_strides)),
         "BLOCK": _SMALL_BLOCK if small else _BLOCK,
         "num_warps": _SMALL_WARPS if small else _WARPS,
     }
@@ -269,7 +272,7 @@ def forward(
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
     normalizer = torch.empty_like(logprobs, dtype=torch.float64)
     if targets.numel() > 0:
-        arguments, constants = _launch_options(logits, temperature, softcap, logit_scale)
+        arguments, constants = _launch_options(logits, temperature, softcap, logit_scale, ())
         _forward_kernel[(targets.numel(),)](
             logits,
             targets,
@@ -295,6 +298,12 @@ def backward_inplace(
     _backward_into(logits, True, grad_logprobs, grad_entropy, logits, *saved)
 
 
+def backward_rounded(
+    gradient: Tensor, grad_logprobs: Optional[Tensor], grad_entropy: Optional[Tensor], logits: Tensor, *saved: Any
+) -> None:
+    _backward_into(gradient, False, grad_logprobs, grad_entropy, logits, *saved)
+
+
 def _backward_into(
     gradient: Tensor,
     inplace: bool,
@@ -311,7 +320,8 @@ def _backward_into(
 ) -> None:
     if targets.numel() == 0:
         return
-    arguments, constants = _launch_options(logits, temperature, softcap, logit_scale)
+    strides = gradient.stride(0), gradient.stride(1)
+    arguments, constants = _launch_options(logits, temperature, softcap, logit_scale, strides)
     _backward_kernel[(targets.numel(),)](
         logits,
         gradient,
@@ -322,6 +332,7 @@ def _backward_into(
         grad_logprobs,
         grad_entropy,
         *arguments,
+        *strides,
         INPLACE=inplace,
         **constants,
     )
