@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.chunks import Head
+from grpo_kernels.ops.linear_head.chunks import Head, ReferenceHead
 from grpo_kernels.ops.token_logprobs import check_scaling
 
 
@@ -56,6 +56,51 @@ def check_head(
         scaling.softcap,
         scaling.logit_scale,
     )
+
+
+def check_reference(
+    op: str,
+    head: Head,
+    shape: torch.Size,
+    ref_hidden: Tensor | None,
+    ref_weight: Tensor | None,
+    ref_bias: Tensor | None,
+) -> ReferenceHead:
+    """The reference model's head for targets of this shape; the policy's own weight and bias if it has none."""
+    if ref_hidden is None:
+        for name, value in (("ref_weight", ref_weight), ("ref_bias", ref_bias)):
+            if value is not None:
+                raise ValueError(f"{op}: {name} must be None without ref_hidden, got a tensor")
+        return ReferenceHead()
+    if ref_weight is None:
+        if ref_bias is not None:
+            raise ValueError(f"{op}: ref_bias must be None without ref_weight, got a tensor; both come from the policy")
+        ref_weight, ref_bias = head.weight.detach(), head.bias
+    checks.tensor(op, "ref_hidden", ref_hidden, checks.FLOATS)
+    checks.tensor(op, "ref_weight", ref_weight, checks.FLOATS)
+    columns, width = len(head.weight), ref_weight.shape[-1]
+    if ref_weight.dim() != 2 or len(ref_weight) != columns:
+        raise ValueError(
+            f"{op}: ref_weight must have shape [{columns}, H], a row for each of weight, got {list(ref_weight.shape)}"
+        )
+    if ref_hidden.shape != (*shape, width):
+        raise ValueError(
+            f"{op}: ref_hidden must have shape {[*shape, width]}, for targets and ref_weight (by default weight), "
+            f"got {list(ref_hidden.shape)}"
+        )
+    if ref_bias is not None:
+        checks.tensor(op, "ref_bias", ref_bias, checks.FLOATS)
+        if ref_bias.shape != (columns,):
+            raise ValueError(f"{op}: ref_bias must have shape {[columns]}, got {list(ref_bias.shape)}")
+    ref_hidden, ref_weight, ref_bias = _autocast(ref_hidden, ref_weight, ref_bias)
+    for name, value in (("ref_hidden", ref_hidden), ("ref_weight", ref_weight), ("ref_bias", ref_bias)):
+        if value is None:
+            continue
+        checks.same_device(op, name, value, head.hidden.device)
+        if value.dtype != head.hidden.dtype:
+            raise TypeError(f"{op}: {name} must be of dtype {head.hidden.dtype} like hidden, got {value.dtype}")
+    bias = None if ref_bias is None else ref_bias.detach()
+    return ReferenceHead(ref_hidden.detach().reshape(-1, width), ref_weight.detach(), bias)
 
 
 def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -62,10 +62,21 @@ class Head(NamedTuple):
         return self._replace(hidden=torch.where(is_ignored[:, None], 0, self.hidden))
 
 
+class ReferenceHead(NamedTuple):
+    """The head of the reference model, [N, H'], [V, H'] and [V], or nothing. The rest is as in the policy's head."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
 HEAD_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_temperature, float temperature, "
     "float? softcap, float logit_scale"
 )
+
+
+REFERENCE_SCHEMA = "Tensor? ref_hidden, Tensor? ref_weight, Tensor? ref_bias"
 
 
 def rows_per_chunk(rows: int, vocabulary: int, device_type: str, dtype: torch.dtype) -> int:
@@ -83,23 +94,26 @@ def rows_per_chunk(rows: int, vocabulary: int, device_type: str, dtype: torch.dt
     return max(1, -(-rows // count // 16) * 16)  # chunks of one size, in whole blocks of the products
 
 
-def rows_per_product(rows: int, chunk_rows: int, weight: Tensor, needs_weight: bool) -> int:
+def rows_per_product(rows: int, chunk_rows: int, shape: tuple[int, ...], needs_weight: bool, processors: int) -> int:
     """Rows whose gradient by the logits is kept in half precision until two products read it.
 
     One product over all rows writes the gradient of the weight once, in its own dtype. Several must accumulate in
     float32, each reading and writing 4 bytes an element of the weight. So one is chosen if the gradients by the logits
     take no more memory than that accumulator and 1.5 GiB. Otherwise it is the size within 1.5 GiB that costs least:
     tiles of the product for the hidden states should fill all multiprocessors in every wave.
+
+    Args:
+        shape: of the weight, [V, H]
+        processors: multiprocessors of the device
     """
     if not needs_weight:
         return min(rows, chunk_rows)
-    columns, width = weight.shape
+    columns, width = shape
     accumulator = 4 * columns * width
     if 2 * rows * columns <= accumulator + _PRODUCT_MEMORY - 4 * chunk_rows * columns:
         return rows
     most = max(1, (_PRODUCT_MEMORY - 4 * chunk_rows * columns) // (2 * columns * _TILE_ROWS))
     tiles = -(-width // _TILE_COLUMNS)
-    processors = torch.cuda.get_device_properties(weight.device).multi_processor_count if weight.is_cuda else 1
 
     def flops(size: int) -> int:
         """Of the product for the hidden states, in whole waves, and what the accumulation could have computed."""
@@ -171,16 +185,19 @@ class Products:
     Args:
         size: rows of the largest chunk
         pad_column: append a column of logits that are -inf, for targets that belong to another rank's columns
+        tile: memory of the logits, where another head of this vocabulary has some; None means its own
     """
 
-    def __init__(self, backend: str, head: Head, size: int, pad_column: bool = False) -> None:
+    def __init__(
+        self, backend: str, head: Head, size: int, pad_column: bool = False, tile: Tensor | None = None
+    ) -> None:
         self.backend, self.head = backend, head
         self.columns = head.weight.shape[0]
         # The CPU's half products would round their results.
         self.in_halves = backend != "cpu" and head.weight.dtype in HALVES
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
         self.logit_columns = self.columns + pad_column
-        self.tile = self.matrix(size, head.wide)
+        self.tile = self.matrix(size, head.wide) if tile is None else tile
         if pad_column:
             self.tile[:, self.columns] = -torch.inf
 
@@ -300,7 +317,8 @@ class Gradients:
         self.count = 0
         if products.in_halves:
             chunk_rows = len(products.tile)
-            size = product_rows or rows_per_product(rows, chunk_rows, head.weight, self.needs_weight)
+            shape, processors = tuple(head.weight.shape), _processors(head.weight.device)
+            size = product_rows or rows_per_product(rows, chunk_rows, shape, self.needs_weight, processors)
             self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
         self.into, self.is_written = into, into is not None
         if into is None:
@@ -351,6 +369,10 @@ class Gradients:
             self.is_written = True
         if self.needs_bias:
             self.bias += by_logits.sum(0, dtype=self.bias.dtype)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _joined(chunks: list[slice | Tensor], device: torch.device) -> slice | Tensor:

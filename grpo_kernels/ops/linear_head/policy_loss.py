@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_reference
 from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
@@ -39,6 +40,9 @@ def linear_policy_loss(
     cu_seqlens: Tensor | None = None,
     segments: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_weight: Tensor | None = None,
+    ref_bias: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     is_weights: Tensor | None = None,
     weights: Tensor | None = None,
@@ -59,6 +63,9 @@ def linear_policy_loss(
         weight, bias, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
         old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights, weights,
             normalizer, config: as in policy_loss
+        ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
+            [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
+            Without ref_weight its weight and bias are those of the policy
         positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
@@ -80,6 +87,11 @@ def linear_policy_loss(
         selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
         takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
     head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
+    reference = check_reference(_OP, head, targets.shape, ref_hidden, ref_weight, ref_bias)
+    if reference.hidden is not None:
+        if ref_logprobs is not None:
+            raise ValueError(f"{_OP}: ref_logprobs must be None with ref_hidden, got a tensor")
+        ref_logprobs = torch.zeros(layout.shape, dtype=head.wide, device=layout.device)  # until they are computed
     policy = check_policy(
         layout,
         config,
@@ -103,21 +115,23 @@ def linear_policy_loss(
     chunking = _chunk(layout, head, policy, config, want_entropy, compact, size) if is_fast else None
     _check_weight_grad(weight_grad, head, chunking)
     if chunking is None:
-        logprobs, entropy = linear_logprobs(
-            hidden,
-            weight,
-            head.targets.view(targets.shape),
-            bias=bias,
-            temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            positions=takes_part if compact else None,
-            return_entropy=want_entropy,
-            chunk_size=size,
-            backend=chosen,
-        )
+        targets = head.targets.view(targets.shape)
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "positions": takes_part if compact else None,
+            "chunk_size": size,
+            "backend": chosen,
+        }
+        if reference.hidden is not None and reference.weight is not None:
+            of_reference = linear_logprobs(
+                reference.hidden.view(*targets.shape, -1), reference.weight, targets, bias=reference.bias, **options
+            )
+            policy = policy._replace(ref_logprobs=of_reference.logprobs)
+        logprobs, entropy = linear_logprobs(hidden, weight, targets, bias=bias, return_entropy=want_entropy, **options)
         return compute(layout, config, logprobs, entropy, None, policy, chosen)
-    loss, metrics = op.apply_loss(chosen, head, policy, chunking, weight_grad)
+    loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
 

@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head.chunks import HEAD_SCHEMA, Chunk, Gradients, Head, Products, chunks, rows_with_grad
+from grpo_kernels.ops.linear_head.chunks import (
+    HEAD_SCHEMA,
+    REFERENCE_SCHEMA,
+    Chunk,
+    Gradients,
+    Head,
+    Products,
+    ReferenceHead,
+    chunks,
+    rows_with_grad,
+)
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.config import METRICS
 from grpo_kernels.ops.policy_loss.registration import POLICY_SCHEMA, Policy
@@ -31,7 +41,7 @@ _reference = importlib.import_module("grpo_kernels.ops.linear_head.reference")
 
 SUPPORTS = token_logprobs.SUPPORTS
 _KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
-_HEAD, _POLICY = len(Head._fields), len(Policy._fields)
+_HEAD, _REFERENCE, _POLICY = len(Head._fields), len(ReferenceHead._fields), len(Policy._fields)
 _MAX_SHARE = 0.75  # above this share of rows with a gradient, leaving the others out costs more than it saves
 
 # linear_logprobs
@@ -227,20 +237,30 @@ _CHUNKING_SCHEMA = (
     "int[]? ends, int chunk_rows, int product_rows"
 )
 LOSS_SCHEMA = (
-    f"({HEAD_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 class _Batch:
     """The log-probs of the chunks so far, and the policy loss that they give."""
 
-    def __init__(self, backend: str, head: Head, policy: Policy, chunking: Chunking) -> None:
-        self.backend, self.policy, self.chunking = backend, policy, chunking
+    def __init__(self, products: Products, reference: ReferenceHead, policy: Policy, chunking: Chunking) -> None:
+        head, self.products, self.policy, self.chunking = products.head, products, policy, chunking
         self.logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
         self.entropy = torch.zeros_like(self.logprobs) if chunking.want_entropy else None
+        self.reference: Products | None = None
+        if reference.hidden is not None and reference.weight is not None:
+            other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+            self.reference = Products(products.backend, other, len(products.tile), tile=products.tile)
+            self.ref_logprobs = torch.zeros_like(self.logprobs)
+            self.policy = policy._replace(ref_logprobs=self.ref_logprobs.view(chunking.shape))
 
-    def measure(self, products: Products, rows: slice | Tensor) -> Chunk:
-        chunk = products.measure(rows, self.entropy is not None)
+    def measure(self, rows: slice | Tensor) -> Chunk:
+        """The chunk of the policy; the reference model's logits are overwritten by it."""
+        if self.reference is not None:
+            self.ref_logprobs[rows] = self.reference.measure(rows, False).logprobs[0]
+        chunk = self.products.measure(rows, self.entropy is not None)
         self.logprobs[rows] = chunk.logprobs[0]
         if self.entropy is not None:
             self.entropy[rows] = chunk.entropy[0]
@@ -250,14 +270,20 @@ class _Batch:
         """Loss, metrics, and the gradients by log-prob and entropy of every token."""
         shape = self.chunking.shape
         entropy = None if self.entropy is None else self.entropy.view(shape)
-        results = policy_loss.FORWARD[self.backend](
+        results = policy_loss.FORWARD[self.products.backend](
             self.logprobs.view(shape), entropy, None, *self.policy, self.chunking.needs_entropy_gradient
         )
         return cast(tuple[Tensor, Tensor, Tensor, Tensor], results)
 
 
 def loss_forward(
-    backend: str, head: Head, policy: Policy, chunking: Chunking, needs: list[bool], into: Tensor | None = None
+    backend: str,
+    head: Head,
+    reference: ReferenceHead,
+    policy: Policy,
+    chunking: Chunking,
+    needs: list[bool],
+    into: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Loss, metrics, and the gradients of hidden states, weight and bias."""
     with_grad, size = chunking.with_grad, chunking.chunk_rows
@@ -265,18 +291,18 @@ def loss_forward(
     before = 0 if chunking.without_grad is None else len(chunking.without_grad)
     if with_grad is None and policy.mask is not None:
         head = head.without(~policy.mask.reshape(-1))
-    batch = _Batch(backend, head, policy, chunking)
     products = Products(backend, head, min(size, max(total, before)))
+    batch = _Batch(products, reference, policy, chunking)
     on_cpu = head.hidden.device.type == "cpu"
     is_sparse = on_cpu or with_grad is not None
     gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse)
     results = None
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(before, size):
-            batch.measure(products, cast(Tensor, chunking.without_grad)[part])
+            batch.measure(cast(Tensor, chunking.without_grad)[part])
         for part in chunks(total, size, chunking.ends):
             rows: slice | Tensor = part if with_grad is None else with_grad[part]
-            chunk = batch.measure(products, rows)
+            chunk = batch.measure(rows)
             results = batch.loss()
             by_logprob = results[2][rows]
             by_entropy = results[3][rows] if chunking.needs_entropy_gradient else None
@@ -290,10 +316,11 @@ def loss_forward(
         return loss, metrics, *gradients.finish()
 
 
-def _unpack_loss(args: tuple[Any, ...]) -> tuple[Head, Policy, Chunking, list[bool]]:
+def _unpack_loss(args: tuple[Any, ...]) -> tuple[Head, ReferenceHead, Policy, Chunking, list[bool]]:
     *rest, needs = args
-    head, policy = Head(*rest[:_HEAD]), Policy(*rest[_HEAD : _HEAD + _POLICY])
-    return head, policy, Chunking(*rest[_HEAD + _POLICY :]), needs
+    head, rest = Head(*rest[:_HEAD]), rest[_HEAD:]
+    reference, rest = ReferenceHead(*rest[:_REFERENCE]), rest[_REFERENCE:]
+    return head, reference, Policy(*rest[:_POLICY]), Chunking(*rest[_POLICY:]), needs
 
 
 def _loss_op(backend: str, *args: Any) -> tuple[Tensor, ...]:
@@ -301,7 +328,7 @@ def _loss_op(backend: str, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_loss(*args: Any) -> tuple[Tensor, ...]:
-    head, _, _, needs = _unpack_loss(args)
+    head, *_, needs = _unpack_loss(args)
     loss = head.hidden.new_empty((), dtype=head.wide)
     metrics = head.hidden.new_empty(len(METRICS), dtype=torch.float64)
     return loss, metrics, *_fake_gradients(head, needs)
@@ -345,13 +372,14 @@ class _PrecomputedGradient(torch.autograd.Function):
         bias: Tensor | None,
         backend: str,
         head: Head,
+        reference: ReferenceHead,
         policy: Policy,
         chunking: Chunking,
         into: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         head = head._replace(hidden=hidden, weight=weight, bias=bias)
         needs = list(ctx.needs_input_grad[:3])
-        loss, metrics, *ctx.gradients = loss_forward(backend, head, policy, chunking, needs, into)
+        loss, metrics, *ctx.gradients = loss_forward(backend, head, reference, policy, chunking, needs, into)
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
         ctx.has_added, ctx.backend = into is not None, backend
@@ -380,12 +408,13 @@ class _PrecomputedGradient(torch.autograd.Function):
 
 
 def apply_loss(
-    backend: str, head: Head, policy: Policy, chunking: Chunking, into: Tensor | None
+    backend: str, head: Head, reference: ReferenceHead, policy: Policy, chunking: Chunking, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Loss and metrics. The loss has a gradient by hidden states, weight and bias."""
     if torch.compiler.is_compiling():
-        results = LOSS[backend](*head, *policy, *chunking, head.needs_grad)
+        results = LOSS[backend](*head, *reference, *policy, *chunking, head.needs_grad)
         return cast(tuple[Tensor, Tensor], results[:2])
     differentiable = (head.hidden, head.weight, head.bias)
-    results = _PrecomputedGradient.apply(*differentiable, backend, head, policy, chunking, into)  # type: ignore[no-untyped-call]
+    arguments = (backend, head, reference, policy, chunking, into)
+    results = _PrecomputedGradient.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)

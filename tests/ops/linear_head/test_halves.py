@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -178,40 +179,29 @@ def test_rows_are_aligned(backend: str, pad: bool) -> None:
         assert matrix.data_ptr() % 16 == 0
 
 
-class TestRowsPerProduct:
-    """A GPU that is not there has one multiprocessor."""
+H100 = 132  # multiprocessors
 
-    @staticmethod
-    def weight(vocabulary: int, width: int) -> Tensor:
-        return torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
 
-    def test_all_rows_if_their_gradient_takes_no_more_than_the_accumulator(self) -> None:
-        weight = self.weight(151_936, 4096)
-        assert chunks.rows_per_product(8192, 752, weight, True) == 8192
-        kept = 2 * 8192 * 151_936 + 4 * 752 * 151_936
-        assert kept <= 4 * weight.numel() + 1.5 * 2**30
+def test_one_product_if_its_rows_take_no_more_than_the_accumulator() -> None:
+    assert chunks.rows_per_product(8192, 752, (151_936, 4096), True, H100) == 8192
+    assert 2 * 8192 * 151_936 + 4 * 752 * 151_936 <= 4 * 151_936 * 4096 + 1.5 * 2**30
 
-    @pytest.mark.parametrize("rows", [16_384, 65_536, 262_144])
-    @pytest.mark.parametrize(("vocabulary", "width"), [(151_936, 4096), (128_256, 2048), (1_000_000, 512)])
-    def test_within_the_memory_otherwise(self, rows: int, vocabulary: int, width: int) -> None:
-        chunk = chunks.rows_per_chunk(rows, vocabulary, "cuda", torch.bfloat16)
-        size = chunks.rows_per_product(rows, chunk, self.weight(vocabulary, width), True)
-        assert size < rows
-        assert size % 128 == 0
-        assert 2 * size * vocabulary + 4 * chunk * vocabulary <= 1.5 * 2**30
 
-    def test_one_chunk_without_a_gradient_of_the_weight(self) -> None:
-        assert chunks.rows_per_product(8192, 752, self.weight(151_936, 4096), False) == 752
+@pytest.mark.parametrize("rows", [16_384, 65_536, 262_144])
+@pytest.mark.parametrize("shape", [(151_936, 4096), (128_256, 2048), (1_000_000, 512)])
+def test_several_products_stay_within_the_memory(rows: int, shape: tuple[int, int]) -> None:
+    chunk = chunks.rows_per_chunk(rows, shape[0], "cuda", torch.bfloat16)
+    size = chunks.rows_per_product(rows, chunk, shape, True, H100)
+    assert size < rows
+    assert size % 128 == 0
+    assert 2 * size * shape[0] + 4 * chunk * shape[0] <= 1.5 * 2**30
 
-    def test_waves_are_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """On 132 multiprocessors, tiles of 128 x 256: 16 tiles a block of 128 rows, so 33 blocks fill 4 waves."""
 
-        class Properties:
-            multi_processor_count = 132
+def test_tiles_of_several_products_fill_their_waves() -> None:
+    """Tiles of 128 x 256: 16 tiles a block of 128 rows, so 33 blocks would fill 4 waves."""
+    waves = chunks.rows_per_product(65_536, 752, (151_936, 4096), True, H100) // 128 * 16 / H100
+    assert waves / math.ceil(waves) > 0.9
 
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-        weight = self.weight(151_936, 4096)
-        monkeypatch.setattr(type(weight), "is_cuda", True)
-        size = chunks.rows_per_product(65_536, 752, weight, True)
-        waves = size // 128 * 16 / 132
-        assert waves / -(-waves // 1) > 0.9
+
+def test_a_product_for_each_chunk_without_a_gradient_of_the_weight() -> None:
+    assert chunks.rows_per_product(8192, 752, (151_936, 4096), False, H100) == 752
