@@ -21,12 +21,12 @@ _LARGE = 2**22  # bytes above which the first touch of memory costs as much as a
 
 # Products on a GPU. The tile is that of cuBLAS for large products in half precision on an H100, which computes 230
 # flops in the time of a byte.
-_TILE_ROWS, _TILE_COLUMNS, _FLOPS_PER_BYTE = 128, 256, 230
-_PRODUCT_MEMORY = 3 * 2**29  # bytes for the logits of a chunk and gradients by logits
+TILE_ROWS, TILE_COLUMNS, _FLOPS_PER_BYTE = 128, 256, 230
+_PRODUCT_MEMORY = 2**31  # bytes for the logits of a chunk and gradients by logits
 _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
-_UNSPLIT = 2**24
+UNSPLIT = 2**24
 
 # For the CPU only: asks for huge pages for a tensor that has not been written yet.
 registry.define_compiled("_expect_large_tensor_cpu(Tensor tensor) -> ()")
@@ -99,7 +99,7 @@ def rows_per_product(rows: int, chunk_rows: int, shape: tuple[int, ...], needs_w
 
     One product over all rows writes the gradient of the weight once, in its own dtype. Several must accumulate in
     float32, each reading and writing 4 bytes an element of the weight. So one is chosen if the gradients by the logits
-    take no more memory than that accumulator and 1.5 GiB. Otherwise it is the size within 1.5 GiB that costs least:
+    take no more memory than that accumulator and 2 GiB. Otherwise it is the size within 2 GiB that costs least:
     tiles of the product for the hidden states should fill all multiprocessors in every wave.
 
     Args:
@@ -112,17 +112,17 @@ def rows_per_product(rows: int, chunk_rows: int, shape: tuple[int, ...], needs_w
     accumulator = 4 * columns * width
     if 2 * rows * columns <= accumulator + _PRODUCT_MEMORY - 4 * chunk_rows * columns:
         return rows
-    most = max(1, (_PRODUCT_MEMORY - 4 * chunk_rows * columns) // (2 * columns * _TILE_ROWS))
-    tiles = -(-width // _TILE_COLUMNS)
+    most = max(1, (_PRODUCT_MEMORY - 4 * chunk_rows * columns) // (2 * columns * TILE_ROWS))
+    tiles = -(-width // TILE_COLUMNS)
 
     def flops(size: int) -> int:
         """Of the product for the hidden states, in whole waves, and what the accumulation could have computed."""
         count = -(-rows // size)
-        waves = count * -(-(size // _TILE_ROWS * tiles) // processors)
-        wave = processors * _TILE_ROWS * _TILE_COLUMNS * 2 * columns
+        waves = count * -(-(size // TILE_ROWS * tiles) // processors)
+        wave = processors * TILE_ROWS * TILE_COLUMNS * 2 * columns
         return waves * wave + (2 * count - 1) * accumulator * _FLOPS_PER_BYTE
 
-    sizes = [blocks * _TILE_ROWS for blocks in range(1, most + 1)]
+    sizes = [blocks * TILE_ROWS for blocks in range(1, most + 1)]
     return min(sizes, key=flops)
 
 
@@ -322,7 +322,7 @@ class Gradients:
             self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
         self.into, self.is_written = into, into is not None
         if into is None:
-            is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= _UNSPLIT
+            is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= UNSPLIT
             shape = tuple(head.weight.shape) if self.needs_weight else (0, 0)
             into = _empty(head.weight, shape, head.weight.dtype if is_single else head.wide, products.backend)
         self.weight = into
