@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import grpo_kernels as gk
@@ -141,6 +144,33 @@ def test_linear_logprobs(backend: str, chunk_size: int | None, unsplit: int, mon
     leaves = moved(arguments, backend, torch.bfloat16)
     logprobs = gk.linear_logprobs(**leaves, chunk_size=chunk_size, backend=backend).logprobs
     logprobs.backward(upstream.float().to(logprobs.device))
+    assert_rounded_once(arguments, gold_by_logits(arguments, loss), leaves, backend)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process, which holds all columns of a sharded vocabulary."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sharded_vocabulary(backend: str) -> None:
+    """Its logits have one more column than the weight has rows."""
+    arguments = head(torch.bfloat16)
+    targets = arguments["targets"]
+    leaves = moved(arguments, backend, torch.bfloat16)
+    logprobs = gk.linear_logprobs(**leaves, vocab_start=0, chunk_size=16, backend=backend).logprobs
+    logprobs.sum().backward()
+
+    def loss(logits: Tensor) -> Tensor:
+        of_target = logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None]).squeeze(-1)
+        return of_target[targets >= 0].sum()
+
     assert_rounded_once(arguments, gold_by_logits(arguments, loss), leaves, backend)
 
 
