@@ -188,8 +188,8 @@ CASES = [
     some_tokens("one token in 16, packed", "256 responses of 2,048 tokens", ROWS, 1 / 16),
     some_tokens(
         "one token in 16 of many, packed",
-        "2,048 responses of 2,048 tokens",
-        8 * ROWS,
+        "8,192 responses of 2,048 tokens",
+        32 * ROWS,
         1 / 16,
         Bar("ratio at least", 8, "all tokens"),
     ),

@@ -186,7 +186,7 @@ def _chunk(
         return None
     without_grad, with_grad = _split_rows(layout, policy, config) if compact else (None, None)
     rows = len(head.targets) if with_grad is None else len(with_grad)
-    size = chunk_size or rows_per_chunk(rows, len(head.weight), layout.device.type, head.weight.dtype)
+    size = chunk_size or _rows_per_chunk(rows, 0 if without_grad is None else len(without_grad), head)
     ends = None
     if config.couples_tokens and rows > size:
         if with_grad is None and policy.cu_seqlens is None:
@@ -208,6 +208,13 @@ def _chunk(
         size,
         product_rows=chunk_size or 0,
     )
+
+
+def _rows_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
+    """Chunks of one size for the rows with a gradient, in memory that counts those without one, too."""
+    size = rows_per_chunk(with_grad + without_grad, len(head.weight), head.hidden.device.type, head.weight.dtype)
+    count = -(-with_grad // size)
+    return size if count == 0 else min(size, -(-with_grad // count // 16) * 16)
 
 
 def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Tensor, Tensor]:
