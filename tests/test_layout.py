@@ -23,8 +23,9 @@ LAYERS = {
     "reference": {"reference", "config"},
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
-    "registration": {"registration", "reference", "config", "chunks"},
-    "chunks": {"registration"},
+    "registration": {"registration", "reference", "config", "chunks", "live_rows"},
+    "chunks": {"registration", "live_rows"},
+    "live_rows": set(),
     "public": {"public", "registration", "config", "chunks"},
 }
 # Top-level modules of the package that each layer may import.
@@ -36,6 +37,7 @@ SHARED = {
     "aot": {"aot"},
     "registration": {"registry", "groups"},
     "chunks": {"registry"},
+    "live_rows": {"registry"},
     "public": {"backends", "checks", "groups"},
 }
 TOP = {

@@ -67,20 +67,31 @@ def to_weight(by_logits: Tensor, hidden: Tensor, is_live: Tensor, total: Tensor,
 
 
 def _check(op: str, by_logits: Tensor, is_live: Tensor, factor: dict[str, Tensor], result: dict[str, Tensor]) -> None:
-    """Rejects layouts and dtypes that the kernels would misread."""
-    if by_logits.dtype not in _HALVES or by_logits.stride(1) != 1:
+    """Rejects shapes, layouts and dtypes that the kernels would misread."""
+    dtype, (rows, columns) = by_logits.dtype, by_logits.shape
+    if dtype not in _HALVES or (by_logits.stride(1) != 1 and columns > 1):
         raise ValueError(
-            f"{op}: by_logits must be bfloat16 or float16 with contiguous columns, got {by_logits.dtype} with "
-            f"strides {by_logits.stride()}"
+            f"{op}: by_logits must be bfloat16 or float16 with contiguous columns, got {dtype} with strides "
+            f"{by_logits.stride()}"
         )
-    for name, tensor in (factor | result).items():
-        dtypes = {by_logits.dtype, torch.float32} if name in result else {by_logits.dtype}
-        if tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise ValueError(
-                f"{op}: {name} must be contiguous and {' or '.join(sorted(map(str, dtypes)))}, got {tensor.dtype} "
-                f"with strides {tensor.stride()}"
-            )
-    if is_live.dtype != torch.bool or is_live.shape != by_logits.shape[:1] or not is_live.is_contiguous():
+    if is_live.dtype != torch.bool or is_live.shape != (rows,) or not is_live.is_contiguous():
         raise ValueError(
-            f"{op}: is_live must be contiguous bool [{len(by_logits)}], got {is_live.dtype} {list(is_live.shape)}"
+            f"{op}: is_live must be contiguous bool [{rows}], got {is_live.dtype} {list(is_live.shape)} with strides "
+            f"{is_live.stride()}"
         )
+    ((name, values),) = factor.items()
+    ((result_name, sums),) = result.items()
+    summed, kept = (columns, rows) if op == "to_hidden" else (rows, columns)
+    _check_matrix(op, name, values, {dtype}, (summed, None))
+    _check_matrix(op, result_name, sums, {dtype, torch.float32}, (kept, values.shape[1]))
+
+
+def _check_matrix(op: str, name: str, matrix: Tensor, dtypes: set[torch.dtype], shape: tuple[int, int | None]) -> None:
+    if matrix.dtype not in dtypes or not matrix.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be contiguous and {' or '.join(sorted(map(str, dtypes)))}, got {matrix.dtype} with "
+            f"strides {matrix.stride()}"
+        )
+    sizes = ", ".join("*" if size is None else str(size) for size in shape)
+    if matrix.dim() != 2 or any(size not in (None, got) for size, got in zip(shape, matrix.shape, strict=True)):
+        raise ValueError(f"{op}: {name} must be [{sizes}], got {list(matrix.shape)}")

@@ -169,7 +169,7 @@ def to_hidden_kernel(
         sums = _multiply(by_logits, weight, sums, IS_INTERPRETED)
         start += K
     if HAS_REST:
-        if end * K > columns:
+        if (end * K > columns) & (begin < end):  # the last part, unless it is empty
             sums = _add_rest(
                 sums,
                 by_logits_ptr,
@@ -228,9 +228,7 @@ def sum_parts_kernel(
 
 
 @triton.jit
-def _store_sums(
-    sums, total_ptr, first_m, first_n, columns, width, ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr
-):
+def _store_sums(sums, total_ptr, first_m, first_n, columns, width, ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     m, n = tl.arange(0, M), tl.arange(0, N)
     total_ptrs = total_ptr + first_m.to(tl.int64) * width + first_n + (m[:, None] * width + n[None, :])
     inside = (m[:, None] < columns - first_m) & (n[None, :] < width - first_n)
