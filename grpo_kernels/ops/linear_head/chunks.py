@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
+from grpo_kernels.ops.linear_head import live_rows
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -256,13 +257,21 @@ class Products:
             out += self.head.bias
         return hidden, logits
 
-    def to_hidden(self, by_logits: Tensor) -> Tensor:
-        result = by_logits.new_empty(len(by_logits), self.weight.shape[1], dtype=self.head.wide)
+    def to_hidden(self, by_logits: Tensor, is_live: Tensor | None) -> Tensor:
+        shape, dtype = (len(by_logits), self.weight.shape[1]), self.head.hidden.dtype
+        if is_live is not None:
+            result = by_logits.new_empty(shape, dtype=dtype)
+            live_rows.to_hidden(by_logits, self.weight, is_live, result)
+            return result
+        result = by_logits.new_empty(shape, dtype=self.head.wide)
         multiply(by_logits, self.weight, result)
-        return result.to(self.head.hidden.dtype)
+        return result.to(dtype)
 
-    def to_weight(self, by_logits: Tensor, hidden: Tensor, total: Tensor, add: bool) -> None:
-        multiply(by_logits.t(), hidden, total, add)
+    def to_weight(self, by_logits: Tensor, hidden: Tensor, is_live: Tensor | None, total: Tensor, add: bool) -> None:
+        if is_live is not None:
+            live_rows.to_weight(by_logits, hidden, is_live, total, add)
+        else:
+            multiply(by_logits.t(), hidden, total, add)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -296,6 +305,7 @@ class Gradients:
         product_rows: rows of one pair of products; 0 means chosen from the shapes
         into: tensor that the weight's gradient is added to, instead of a new one
         sparse: some rows get no gradient, so start from 0
+        skips_idle: leave blocks of rows without a gradient out of the products, decided on the device
     """
 
     def __init__(
@@ -306,6 +316,7 @@ class Gradients:
         product_rows: int,
         into: Tensor | None = None,
         sparse: bool = False,
+        skips_idle: bool = False,
     ) -> None:
         head, self.products = products.head, products
         self.needs_hidden, self.needs_weight, self.needs_bias = needs
@@ -313,6 +324,7 @@ class Gradients:
         if sparse:
             self.hidden.zero_()
         self.staged: Tensor | None = None
+        self.is_live: Tensor | None = None  # of the rows in `staged`
         self.waiting: list[slice | Tensor] = []  # places of the rows in `staged`
         self.count = 0
         if products.in_halves:
@@ -320,6 +332,8 @@ class Gradients:
             shape, processors = tuple(head.weight.shape), _processors(head.weight.device)
             size = product_rows or rows_per_product(rows, chunk_rows, shape, self.needs_weight, processors)
             self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
+            if skips_idle:
+                self.is_live = self.staged.new_empty(len(self.staged), dtype=torch.bool)
         self.into, self.is_written = into, into is not None
         if into is None:
             is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= UNSPLIT
@@ -334,11 +348,15 @@ class Gradients:
         if count == 0:
             return
         if self.staged is None:
-            self._multiply(self.products.differentiate(chunk, by_logprob, by_entropy, None), chunk.hidden, rows)
+            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None)
+            self._multiply(by_logits, chunk.hidden, rows, None)
             return
         if self.count + count > len(self.staged):
             self._multiply_waiting()
-        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[self.count : self.count + count])
+        place = slice(self.count, self.count + count)
+        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place])
+        if self.is_live is not None:
+            self.is_live[place] = _has_grad(by_logprob, by_entropy)
         self.waiting.append(rows)
         self.count += count
 
@@ -357,15 +375,16 @@ class Gradients:
             return
         rows = _joined(self.waiting, self.staged.device)
         by_logits = self.staged[: self.count, : self.products.columns]
-        self._multiply(by_logits, self.products.head.hidden[rows], rows)
+        is_live = None if self.is_live is None else self.is_live[: self.count]
+        self._multiply(by_logits, self.products.head.hidden[rows], rows, is_live)
         self.waiting.clear()
         self.count = 0
 
-    def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor) -> None:
+    def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor, is_live: Tensor | None) -> None:
         if self.needs_hidden:
-            self.hidden[rows] = self.products.to_hidden(by_logits)
+            self.hidden[rows] = self.products.to_hidden(by_logits, is_live)
         if self.needs_weight:
-            self.products.to_weight(by_logits, hidden, self.weight, add=self.is_written)
+            self.products.to_weight(by_logits, hidden, is_live, self.weight, add=self.is_written)
             self.is_written = True
         if self.needs_bias:
             self.bias += by_logits.sum(0, dtype=self.bias.dtype)
@@ -390,11 +409,18 @@ def rows_with_grad(*gradients: Tensor | None) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or present[0].device.type != "cpu":
         return None
-    has_grad = present[0] != 0
-    for gradient in present[1:]:
-        has_grad |= gradient != 0
+    has_grad = _has_grad(*present)
     rows = has_grad.nonzero().squeeze(1)
     return None if len(rows) == len(has_grad) else rows
+
+
+def _has_grad(*gradients: Tensor | None) -> Tensor:
+    """Rows where any gradient is not 0, of at least one."""
+    first, *others = (gradient for gradient in gradients if gradient is not None)
+    has_grad = first != 0
+    for gradient in others:
+        has_grad |= gradient != 0
+    return has_grad
 
 
 def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> Tensor:

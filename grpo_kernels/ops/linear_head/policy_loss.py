@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_reference
-from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
+from grpo_kernels.ops.linear_head.chunks import HALVES, Head, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy, participants
@@ -50,7 +51,7 @@ def linear_policy_loss(
     return_entropy: bool = False,
     config: LossConfig | str = "grpo",
     memory: str = "fast",
-    compact: bool | None = None,
+    compact: bool | str | None = None,
     chunk_size: int | None = None,
     weight_grad: Tensor | None = None,
     backend: str | None = None,
@@ -72,14 +73,16 @@ def linear_policy_loss(
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
             with top_entropy_quantile, where the kept tokens are known only at the end
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
-            means on the CPU and with integer positions. On a GPU it waits for the device once
+            means on the CPU and with integer positions. On a GPU it waits for the device once. "device" is for a GPU
+            and half precision: without a wait, in blocks of 64 rows, tokens without a gradient are left out of the two
+            products, which are Triton's instead of cuBLAS's then
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
     """
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
     size = check_chunk_size(_OP, chunk_size)
-    _check_form(hidden, cu_seqlens, memory)
+    _check_form(hidden, cu_seqlens, memory, compact)
     layout = Layout(_OP, targets.shape, head.wide, head.hidden.device, cu_seqlens)
     places = check_positions(_OP, positions, targets)
     takes_part = participants(_OP, targets, mask, cu_seqlens, segments)
@@ -110,9 +113,14 @@ def linear_policy_loss(
     check_entropy(layout, config, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     check_targets(_OP, head.targets, len(head.weight), chosen)
-    compact = _compacts(compact, positions, layout)
+    skips_idle = compact == "device"
+    if skips_idle:
+        _check_device_compaction(head, chosen)
+    is_compact = _compacts(compact, positions, layout)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
-    chunking = _chunk(layout, head, policy, config, want_entropy, compact, size) if is_fast else None
+    chunking = _chunk(layout, head, policy, config, want_entropy, is_compact, skips_idle, size) if is_fast else None
+    if is_fast and skips_idle and chunking is None:
+        raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
     _check_weight_grad(weight_grad, head, chunking)
     if chunking is None:
         targets = head.targets.view(targets.shape)
@@ -120,7 +128,7 @@ def linear_policy_loss(
             "temperature": temperature,
             "softcap": softcap,
             "logit_scale": logit_scale,
-            "positions": takes_part if compact else None,
+            "positions": takes_part if is_compact else None,
             "chunk_size": size,
             "backend": chosen,
         }
@@ -136,19 +144,33 @@ def linear_policy_loss(
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
 
 
-def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str) -> None:
+def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str, compact: bool | str | None) -> None:
     if hidden.dim() != (3 if cu_seqlens is None else 2):
         raise ValueError(
             f"{_OP}: hidden must have shape [B, T, H], or [M, H] with cu_seqlens, got {list(hidden.shape)}"
         )
     if memory not in ("fast", "low"):
         raise ValueError(f"{_OP}: memory must be 'fast' or 'low', got {memory!r}")
+    if compact not in (None, True, False, "device"):
+        raise ValueError(f"{_OP}: compact must be True, False, 'device' or None, got {compact!r}")
+    if compact == "device" and memory == "low":
+        raise ValueError(f"{_OP}: compact must not be 'device' with memory='low', got 'device'")
 
 
-def _compacts(compact: bool | None, positions: Tensor | None, layout: Layout) -> bool:
+def _check_device_compaction(head: Head, backend: str) -> None:
+    if backend not in ("cuda", "triton") or head.weight.dtype not in HALVES:
+        raise ValueError(
+            f"{_OP}: compact must not be 'device' but on a GPU with bfloat16 or float16, got backend {backend!r} and "
+            f"{head.weight.dtype}; True leaves the rows out there, too"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError(f"{_OP}: compact='device' needs Triton, which is not installed; compact=True does without")
+
+
+def _compacts(compact: bool | str | None, positions: Tensor | None, layout: Layout) -> bool:
     if compact is None:
         compact = layout.device.type == "cpu" or (positions is not None and positions.dtype != torch.bool)
-    return compact and not torch.compiler.is_compiling()
+    return compact is True and not torch.compiler.is_compiling()
 
 
 def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chunking | None) -> None:
@@ -178,13 +200,14 @@ def _chunk(
     policy: Policy,
     config: LossConfig,
     want_entropy: bool,
-    compact: bool,
+    is_compact: bool,
+    skips_idle: bool,
     chunk_size: int | None,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
     if config.top_entropy_quantile < 1:
         return None
-    without_grad, with_grad = _split_rows(layout, policy, config) if compact else (None, None)
+    without_grad, with_grad = _split_rows(layout, policy, config) if is_compact else (None, None)
     rows = len(head.targets) if with_grad is None else len(with_grad)
     size = chunk_size or _rows_per_chunk(rows, 0 if without_grad is None else len(without_grad), head)
     ends = None
@@ -207,6 +230,7 @@ def _chunk(
         ends,
         size,
         product_rows=chunk_size or 0,
+        skips_idle=skips_idle,
     )
 
 

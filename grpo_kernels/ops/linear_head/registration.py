@@ -220,6 +220,7 @@ class Chunking(NamedTuple):
         ends: ends of the sequences among the rows with a gradient, where chunks may end; None means anywhere
         chunk_rows: rows of a chunk
         product_rows: rows of a product for the gradients in half precision; 0 means chosen from the shapes
+        skips_idle: leave blocks of rows without a gradient out of these products, decided on the device
     """
 
     shape: list[int]
@@ -230,11 +231,12 @@ class Chunking(NamedTuple):
     ends: list[int] | None
     chunk_rows: int
     product_rows: int
+    skips_idle: bool
 
 
 _CHUNKING_SCHEMA = (
     "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
-    "int[]? ends, int chunk_rows, int product_rows"
+    "int[]? ends, int chunk_rows, int product_rows, bool skips_idle"
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
@@ -295,7 +297,7 @@ def loss_forward(
     batch = _Batch(products, reference, policy, chunking)
     on_cpu = head.hidden.device.type == "cpu"
     is_sparse = on_cpu or with_grad is not None
-    gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse)
+    gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse, chunking.skips_idle)
     results = None
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(before, size):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import chunks
+from grpo_kernels.ops.linear_head import chunks, live_rows
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 
@@ -25,17 +25,17 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 pytestmark = pytest.mark.skipif(not BACKENDS, reason="needs Triton or an emulated or real CUDA backend")
 
 
-def head(dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+def head(dtype: torch.dtype, rows: int = ROWS, width: int = WIDTH) -> dict[str, Tensor]:
     """Numbers that halves represent, as float64, with an ignored target."""
-    random = torch.Generator().manual_seed(seed)
+    random = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=random) / 2).to(dtype).double()
 
-    targets = torch.randint(VOCABULARY, (ROWS, WIDTH), generator=random)
+    targets = torch.randint(VOCABULARY, (rows, width), generator=random)
     targets[0, 3] = -100
     return {
-        "hidden": noise(ROWS, WIDTH, HIDDEN),
+        "hidden": noise(rows, width, HIDDEN),
         "weight": noise(VOCABULARY, HIDDEN),
         "bias": noise(VOCABULARY),
         "targets": targets,
@@ -51,7 +51,7 @@ def moved(arguments: dict[str, Tensor], backend: str, dtype: torch.dtype) -> dic
 
 
 def assert_rounded_once(
-    arguments: dict[str, Tensor], by_logits: Tensor, leaves: dict[str, Tensor], backend: str
+    arguments: dict[str, Tensor], by_logits: Tensor, leaves: dict[str, Tensor], backend: str, of_sum: float = 0.0
 ) -> None:
     """Bounds the error by one rounding of each gradient by a logit and one of the result.
 
@@ -75,7 +75,7 @@ def assert_rounded_once(
         assert gradient is not None
         assert gradient.dtype == half
         error = (gradient.cpu().double().reshape(gold.shape) - gold).abs()
-        assert (error <= relative * terms + rounding * gold.abs()).all(), (name, float((error / terms).max()))
+        assert (error <= relative * terms + rounding * gold.abs() + of_sum).all(), (name, float((error / terms).max()))
 
 
 def gold_by_logits(arguments: dict[str, Tensor], loss_of_logits: Any) -> Tensor:
@@ -207,6 +207,48 @@ def test_rows_are_aligned(backend: str, pad: bool) -> None:
         assert matrix.shape[1] == VOCABULARY + pad
         assert matrix.stride() == (80, 1)
         assert matrix.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize(("chunk_rows", "product_rows"), [(210, 210), (70, 210), (64, 128)])
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_idle_rows_are_left_out_on_the_device(
+    backend: str, accumulates: bool, chunk_rows: int, product_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle row of three has no advantage, and single tokens have none."""
+    monkeypatch.setattr("grpo_kernels.ops.linear_head.policy_loss.rows_per_chunk", lambda *_: chunk_rows)
+    monkeypatch.setattr(chunks, "rows_per_product", lambda *_: product_rows)
+    # without a GPU, rows without gradients are looked for, which a GPU would have to wait for
+    monkeypatch.setattr("grpo_kernels.ops.linear_head.registration.rows_with_grad", lambda *_: None)
+    shares: list[float] = []
+    for name in ("to_hidden", "to_weight"):
+        once = getattr(live_rows, name)
+
+        def recorded(*args: Any, once: Any = once) -> None:
+            shares.append(float(args[-2].float().mean() if args[-2].dtype == torch.bool else args[2].float().mean()))
+            once(*args)
+
+        monkeypatch.setattr(live_rows, name, recorded)
+    arguments = head(torch.bfloat16, rows=3, width=70)
+    advantages = torch.randn(3, 70, generator=torch.Generator().manual_seed(2))
+    advantages[1] = 0
+    advantages[2, 5:9] = 0
+    by_logits = gold_by_logits(
+        arguments,
+        lambda logits: (
+            gk.logits_policy_loss(logits, arguments["targets"], None, advantages.double(), backend="reference").loss
+        ),
+    )
+    leaves, device = moved(arguments, backend, torch.bfloat16), device_of(backend)
+    options: dict[str, Any] = {"compact": "device", "backend": backend}
+    if accumulates:
+        options["weight_grad"] = torch.ones(VOCABULARY, HIDDEN, device=device)
+    result = gk.linear_policy_loss(**leaves, old_logprobs=None, advantages=advantages.to(device), **options)
+    result.loss.backward()
+    if accumulates:
+        leaves["weight"].grad = (options["weight_grad"] - 1).bfloat16()
+    assert_rounded_once(arguments, by_logits, leaves, backend, of_sum=torch.finfo(torch.float32).eps * accumulates)
+    assert shares and min(shares) < 0.7
 
 
 H100 = 132  # multiprocessors
