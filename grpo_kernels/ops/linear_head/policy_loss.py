@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_reference
-from grpo_kernels.ops.linear_head.chunks import HALVES, Head, rows_per_chunk
+from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy, participants
@@ -92,9 +91,7 @@ def linear_policy_loss(
     head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
     reference = check_reference(_OP, head, targets.shape, ref_hidden, ref_weight, ref_bias)
     if reference.hidden is not None:
-        if ref_logprobs is not None:
-            raise ValueError(f"{_OP}: ref_logprobs must be None with ref_hidden, got a tensor")
-        ref_logprobs = torch.zeros(layout.shape, dtype=head.wide, device=layout.device)  # until they are computed
+        ref_logprobs = _placeholder(layout, head, ref_logprobs)
     policy = check_policy(
         layout,
         config,
@@ -113,9 +110,7 @@ def linear_policy_loss(
     check_entropy(layout, config, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     check_targets(_OP, head.targets, len(head.weight), chosen)
-    skips_idle = compact == "device"
-    if skips_idle:
-        _check_device_compaction(head, chosen)
+    skips_idle = _skips_idle(compact, head, chosen)
     is_compact = _compacts(compact, positions, layout)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     chunking = _chunk(layout, head, policy, config, want_entropy, is_compact, skips_idle, size) if is_fast else None
@@ -123,25 +118,55 @@ def linear_policy_loss(
         raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
     _check_weight_grad(weight_grad, head, chunking)
     if chunking is None:
-        targets = head.targets.view(targets.shape)
-        options: dict[str, Any] = {
-            "temperature": temperature,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "positions": takes_part if is_compact else None,
-            "chunk_size": size,
-            "backend": chosen,
-        }
-        if reference.hidden is not None and reference.weight is not None:
-            of_reference = linear_logprobs(
-                reference.hidden.view(*targets.shape, -1), reference.weight, targets, bias=reference.bias, **options
-            )
-            policy = policy._replace(ref_logprobs=of_reference.logprobs)
-        logprobs, entropy = linear_logprobs(hidden, weight, targets, bias=bias, return_entropy=want_entropy, **options)
-        return compute(layout, config, logprobs, entropy, None, policy, chosen)
+        measured = takes_part if is_compact else None
+        return _with_low_memory(layout, config, head, reference, policy, want_entropy, measured, size, chosen)
     loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
+
+
+def _with_low_memory(
+    layout: Layout,
+    config: LossConfig,
+    head: Head,
+    reference: ReferenceHead,
+    policy: Policy,
+    want_entropy: bool,
+    measured: Tensor | None,
+    chunk_size: int | None,
+    backend: str,
+) -> PolicyLoss:
+    """The loss of log-probs that the backward computes again, for the tokens of a mask or all."""
+
+    def logprobs_of(head: Head, return_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        result = linear_logprobs(
+            head.hidden,
+            head.weight,
+            head.targets,
+            bias=head.bias,
+            temperature=head.temperature if head.row_temperature is None else head.row_temperature,
+            softcap=head.softcap,
+            logit_scale=head.logit_scale,
+            positions=None if measured is None else measured.reshape(-1),
+            return_entropy=return_entropy,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        entropy = None if result.entropy is None else result.entropy.view(layout.shape)
+        return result.logprobs.view(layout.shape), entropy
+
+    if reference.hidden is not None and reference.weight is not None:
+        other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+        policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
+    logprobs, entropy = logprobs_of(head, want_entropy)
+    return compute(layout, config, logprobs, entropy, None, policy, backend)
+
+
+def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:
+    """Stands for the reference model's log-probs until they are computed."""
+    if ref_logprobs is not None:
+        raise ValueError(f"{_OP}: ref_logprobs must be None with ref_hidden, got a tensor")
+    return torch.zeros(layout.shape, dtype=head.wide, device=layout.device)
 
 
 def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str, compact: bool | str | None) -> None:
@@ -157,7 +182,9 @@ def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str, compact:
         raise ValueError(f"{_OP}: compact must not be 'device' with memory='low', got 'device'")
 
 
-def _check_device_compaction(head: Head, backend: str) -> None:
+def _skips_idle(compact: bool | str | None, head: Head, backend: str) -> bool:
+    if compact != "device":
+        return False
     if backend not in ("cuda", "triton") or head.weight.dtype not in HALVES:
         raise ValueError(
             f"{_OP}: compact must not be 'device' but on a GPU with bfloat16 or float16, got backend {backend!r} and "
@@ -165,6 +192,7 @@ def _check_device_compaction(head: Head, backend: str) -> None:
         )
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(f"{_OP}: compact='device' needs Triton, which is not installed; compact=True does without")
+    return True
 
 
 def _compacts(compact: bool | str | None, positions: Tensor | None, layout: Layout) -> bool:
