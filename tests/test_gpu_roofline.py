@@ -201,6 +201,7 @@ def test_control_information() -> None:
         ("LDGSTS.E.BYPASS.128", "lsu", 16),
         ("HMMA.16816.F32.BF16", "tensor", 8),
         ("HMMA.16816.F32", "tensor", 8),
+        ("HGMMA.64x256x16.F32.BF16", "tensor", 128),
         ("HMMA.1688.F32.TF32", "tensor", 8),
         ("UIADD3", "uniform", 1),
         ("BRA.U", "branch", 2),

@@ -66,6 +66,9 @@ OTHER_CYCLES = {"branch": 2.0, "uniform": 1.0, "constant": 2.0, "special": 8.0, 
 # to be alike. TF32 takes twice as long.
 TENSOR_PRODUCTS = 256
 TENSOR_SHAPE = re.compile(r"HMMA\.168(16|8|4)\.")
+# wgmma reaches the data sheet's number. Four warps share a product, a quarter of its rows each.
+WGMMA_PRODUCTS = 512
+WGMMA_SHAPE = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)\.")
 
 _PIPES = (
     ("fp32", r"F(ADD|MUL|FMA)\d?$|FFMA32I|HADD2|HMUL2|HFMA2|FSWZADD"),
@@ -111,6 +114,9 @@ def cost_of(instruction: Instruction, architecture: str) -> float:
 def _cost(opcode: str, architecture: str) -> float:
     pipe = _pipe(opcode)
     if pipe == "tensor":
+        if wgmma := WGMMA_SHAPE.match(f"{opcode}."):
+            rows, columns, depth = map(int, wgmma.groups())
+            return rows / 4 * columns * depth / WGMMA_PRODUCTS
         shape = TENSOR_SHAPE.match(f"{opcode}.")
         products = 16 * 8 * int(shape[1]) if shape else 16 * 8 * 16
         return products / TENSOR_PRODUCTS * (2 if "TF32" in opcode else 1)

@@ -16,7 +16,7 @@ _M, _N, _K = 128, 256, 64  # tile of the result, and step of to_hidden; two warp
 _WARPS = 8  # stages are the default of the backend: three on NVIDIA, two on AMD, whose shared memory is smaller
 # Sums over the vocabulary are split, so that the tiles of few live rows occupy the whole GPU. As the number of live
 # rows is known on the device only, so is the number of parts; items, which are tiles times parts, bound the memory.
-_MAX_PARTS, _ITEMS_PER_SM = 16, 4
+_MAX_PARTS, _ITEMS_PER_SM = 16, 8
 _GROUP = 16  # rows of tiles that run together, for reuse in L2
 _REST = 16  # columns of a step behind the last whole one
 _ROWS = 8  # of a tile, whose parts one program adds
@@ -99,18 +99,18 @@ def _add_rest(
     is_live,
     n,
     start,
-    columns,
+    stop,
     width,
     by_logits_stride,
     REST: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """Adds the columns behind the last whole step, in steps so short that comparing each column takes few registers."""
+    """Adds columns up to `stop`, in steps so short that comparing each column takes few registers."""
     k = tl.arange(0, REST)
     row_ptrs = by_logits_ptr + row.to(tl.int64)[:, None] * by_logits_stride + k[None, :]
     of_weight = k[:, None] * width + n[None, :]
-    for _ in tl.range(0, tl.cdiv(columns - start, REST), num_stages=1):
-        left = columns - start
+    for _ in tl.range(0, tl.cdiv(stop - start, REST), num_stages=1):
+        left = stop - start
         by_logits = tl.load(row_ptrs + start, mask=is_live[:, None] & (k[None, :] < left), other=0.0)
         inside = (k[:, None] < left) & (n[None, :] < width)
         weight = tl.load(weight_ptr + start * width + of_weight, mask=inside, other=0.0)
@@ -169,21 +169,21 @@ def to_hidden_kernel(
         sums = _multiply(by_logits, weight, sums, IS_INTERPRETED)
         start += K
     if HAS_REST:
-        if (end * K > columns) & (begin < end):  # the last part, unless it is empty
-            sums = _add_rest(
-                sums,
-                by_logits_ptr,
-                weight_ptr,
-                row,
-                is_live,
-                n,
-                start,
-                columns,
-                width,
-                by_logits_stride,
-                REST,
-                IS_INTERPRETED,
-            )
+        stop = tl.where(end * K > columns, columns, start)
+        sums = _add_rest(
+            sums,
+            by_logits_ptr,
+            weight_ptr,
+            row,
+            is_live,
+            n,
+            start,
+            stop,
+            width,
+            by_logits_stride,
+            REST,
+            IS_INTERPRETED,
+        )
 
     # also if there is only one part: a kernel that stored that to `out` would be twice as long and spill registers
     of_tile = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -85,11 +84,12 @@ def check(made: Batch, out: torch.dtype, add: bool) -> None:
     assert_sums(result[is_live], by_logits[is_live], weight)
 
     start = torch.randn(weight.shape, device=weight.device).to(out)
+    start[:1] = -0.0
     total = start.clone() if add else torch.full_like(start, torch.nan)
     live_rows.to_weight(by_logits, hidden, is_live, total, add)
     assert_sums(total, by_logits[is_live].t(), hidden[is_live], start.double() if add else 0.0)
     if add and not is_live.any():
-        assert torch.equal(total, start)
+        assert torch.equal(total.signbit(), start.signbit()) and torch.equal(total, start)
 
 
 @pytest.fixture
@@ -212,9 +212,9 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.fixture
-def without_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Replaces the kernels, because the interpreter calls torch itself."""
-    launched: list[str] = []
+def without_launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Replaces the kernels, because the interpreter calls torch itself; their last constants by name."""
+    launched: dict[str, dict[str, Any]] = {}
 
     class Kernel:
         def __init__(self, name: str) -> None:
@@ -222,16 +222,14 @@ def without_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             assert all(isinstance(size, int) for size in grid)
-            return lambda *args, **options: launched.append(self.name)
+            return lambda *args, **constants: launched.update({self.name: constants})
 
-    names = [name for name in vars(kernels) if name.endswith("_kernel")]
-    for name in names:
+    for name in [name for name in vars(kernels) if name.endswith("_kernel")]:
         monkeypatch.setattr(kernels, name, Kernel(name))
-    yield launched
-    assert set(launched) == set(names)
+    return launched
 
 
-def test_the_host_calls_no_op_that_waits(without_launches: list[str]) -> None:
+def test_the_host_calls_no_op_that_waits(without_launches: dict[str, dict[str, Any]]) -> None:
     """Whitelist: memory and zeros. An op that reads a tensor on the host would wait, and cannot be captured."""
     by_logits, weight, hidden, is_live = batch((70, 40, 20), torch.bfloat16, "mixed", torch.device("cpu"))
     out, total = torch.empty_like(hidden), torch.empty_like(weight)
@@ -240,6 +238,16 @@ def test_the_host_calls_no_op_that_waits(without_launches: list[str]) -> None:
         kernels.to_weight(by_logits, hidden, is_live, total, False)
         kernels.to_weight(by_logits, hidden, is_live, total, True)
     assert called.names <= {"new_empty", "zero_", "view", "detach", "fill_"}
+    assert len(without_launches) == 4
+
+
+def test_padding_is_read_only_where_there_is_memory(without_launches: dict[str, dict[str, Any]]) -> None:
+    """Loads that ignore the last columns are wider, but must end where the memory does."""
+    for stride, elements, expected in ((48, 96, True), (48, 95, False), (41, 96, False)):
+        by_logits = torch.empty(elements, dtype=torch.float16).as_strided((2, 41), (stride, 1))
+        hidden, is_live = torch.empty(2, 8, dtype=torch.float16), torch.ones(2, dtype=torch.bool)
+        kernels.to_weight(by_logits, hidden, is_live, torch.empty(41, 8), False)
+        assert without_launches["to_weight_kernel"]["IS_PADDED"] == expected
 
 
 def test_the_recorder_sees_waits() -> None:
