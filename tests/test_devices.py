@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +115,146 @@ def test_the_guard_is_for_the_device_of_the_first_tensor(backend: str, monkeypat
         arguments = (None, torch.empty(2, device="cuda:1"), torch.empty(2), 3)
     with registry.device_guard(backend, arguments):
         assert entered == ([torch.device("cuda:1")] if backend == "triton" else [])
+
+
+# Tensors of several devices
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda:0")
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return on_gpu(*shape, dtype=torch.int64)
+
+
+def flags(*shape: int) -> torch.Tensor:
+    return on_gpu(*shape, dtype=torch.bool)
+
+
+def policies(source: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments of a loss; a second call has `weights`, which excludes `normalizer`, and a third is packed."""
+    arguments = source(2, 3) | policy(2, 3)
+    weighted = arguments | {"weights": on_gpu(2, 3), "normalizer": None}
+    return [arguments, weighted, source(6) | policy(6) | {"cu_seqlens": numbers(3)}]
+
+
+def policy(*shape: int) -> dict[str, Any]:
+    return {
+        "old_logprobs": on_gpu(*shape),
+        "advantages": on_gpu(2),
+        "mask": flags(*shape),
+        "segments": numbers(*shape),
+        "ref_logprobs": on_gpu(*shape),
+        "sampling_logprobs": on_gpu(*shape),
+        "is_weights": on_gpu(2),
+        "normalizer": on_gpu(),
+        "config": gk.LossConfig(kl="k3", kl_coef=0.1),
+    }
+
+
+def head(*shape: int) -> dict[str, Any]:
+    return {
+        "hidden": on_gpu(*shape, 4),
+        "weight": on_gpu(7, 4),
+        "targets": numbers(*shape),
+        "bias": on_gpu(7),
+        "temperature": on_gpu(*shape),
+        "positions": numbers(2),
+    }
+
+
+def clustered() -> dict[str, Any]:
+    return {"embeddings": on_gpu(6, 4), "groups": numbers(6), "valid": flags(6), "num_groups": 2, "max_size": 3}
+
+
+# Arguments for each op, on one GPU. Together the calls of an op have all of its tensors.
+ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
+    gk.group_advantages: lambda: [
+        {"rewards": on_gpu(6), "groups": numbers(6), "subgroups": numbers(6), "valid": flags(6)},
+        {"rewards": on_gpu(6), "groups": numbers(6), "lengths": numbers(6), "config": "opo"},
+        {"rewards": on_gpu(6), "groups": numbers(6), "baselines": on_gpu(6), "config": "remax"},
+    ],
+    gk.token_logprobs: lambda: [{"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2)}],
+    gk.linear_logprobs: lambda: [head(2, 3)],
+    gk.policy_loss: lambda: [
+        *policies(lambda *shape: {"logprobs": on_gpu(*shape), "entropy": on_gpu(*shape)}),
+        {
+            "logprobs": on_gpu(2, 3),
+            "old_logprobs": None,
+            "advantages": on_gpu(2),
+            "entropy": on_gpu(2, 3),
+            "entropy_floor": on_gpu(),
+            "config": gk.LossConfig(top_entropy_quantile=0.5),
+        },
+    ],
+    gk.logits_policy_loss: lambda: policies(
+        lambda *shape: {"logits": on_gpu(*shape, 7), "targets": numbers(*shape), "temperature": on_gpu(*shape)}
+    ),
+    gk.linear_policy_loss: lambda: policies(
+        lambda *shape: head(*shape) | {"weight_grad": on_gpu(7, 4), "compact": False}
+    ),
+    gk.endpoint_segments: lambda: [
+        {
+            **{name: on_gpu(6) for name in ("rewards", "logprobs", "old_logprobs", "values")},
+            "mask": flags(6),
+            "groups": numbers(2),
+            "cu_seqlens": numbers(3),
+            "config": {"norm": "prompt"},
+        }
+    ],
+    gk.similarity_groups: lambda: [clustered()],
+    gk.pairwise_cosine: lambda: [clustered()],
+    gk.similarity_advantages: lambda: [
+        {"rewards": on_gpu(6), **clustered()},
+        {"rewards": on_gpu(6), "embeddings": on_gpu(6, 4), "groups": 3, "lengths": numbers(6), "config": "opo"},
+        {"rewards": on_gpu(6), "embeddings": on_gpu(6, 4), "groups": 3, "baselines": on_gpu(6), "config": "remax"},
+    ],
+    gk.cluster_distances: lambda: [{"distances": on_gpu(2, 3, 3)}],
+    gk.agglomerate: lambda: [{"distances": on_gpu(2, 3, 3)}],
+    gk.silhouette: lambda: [{"distances": on_gpu(2, 3, 3), "labels": numbers(6), "groups": numbers(6)}],
+}
+
+
+def of_name(op: Callable[..., Any]) -> str:
+    return op.__name__
+
+
+def tensor_parameters(op: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(op).parameters.values()
+    return [p.name for p in parameters if "Tensor" in str(p.annotation) or "Normalizer" in str(p.annotation)]
+
+
+@no_gpu
+@pytest.mark.parametrize("op", ON_ONE_GPU, ids=of_name)
+@pytest.mark.parametrize("elsewhere", ["cuda:1", "cpu"])
+def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere: str) -> None:
+    """Every tensor but the first, in turn; the message has function, argument, rule and device."""
+    pytest.importorskip("triton")
+    first, *others = tensor_parameters(op)
+    refused = set()
+    with FakeTensorMode():
+        for arguments in ON_ONE_GPU[op]():
+            if op is gk.linear_policy_loss and "weight_grad" in arguments:
+                arguments["weight"].requires_grad_()
+            for name in others:
+                if name in refused or not isinstance(arguments.get(name), torch.Tensor):
+                    continue
+                moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
+                if name == "weight" and "weight_grad" in arguments:
+                    moved["weight"].requires_grad_()
+                with pytest.raises(ValueError) as caught:
+                    op(**moved, backend="triton")
+                message = str(caught.value)
+                rule = f"must be on cuda:0 like the first argument, got {elsewhere}"
+                assert re.fullmatch(rf"\w+: {name} {rule}", message), message
+                refused.add(name)
+    assert refused == set(others), f"no call has {set(others) - refused}"
+    assert first not in refused
+
+
+def test_every_op_is_called_with_a_tensor_on_another_device() -> None:
+    assert {of_name(op) for op in ON_ONE_GPU} == CALLS.keys() | {"similarity_advantages"}
 
 
 # Backend selection by architecture

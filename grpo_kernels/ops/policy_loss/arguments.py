@@ -141,10 +141,12 @@ def participants(
         takes_part = takes_part & (torch.arange(len(targets), device=targets.device) < cu_seqlens[-1])
     if segments is not None:
         checks.tensor(op, "segments", segments, checks.INTEGERS)
+        checks.same_device(op, "segments", segments, targets.device)
         if segments.shape == targets.shape:
             takes_part = takes_part & (segments >= 0)
     if mask is not None:
         checks.tensor(op, "mask", mask, (torch.bool, *_NUMBERS))
+        checks.same_device(op, "mask", mask, targets.device)
         if mask.shape != targets.shape:
             raise ValueError(
                 f"{op}: mask must have the shape of targets, {list(targets.shape)}, got {list(mask.shape)}"
@@ -214,6 +216,7 @@ def _normalizers(
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
+            checks.same_device(op, "normalizer", value, layout.device)  # a copy from the host would wait
             tensors[name] = value
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")

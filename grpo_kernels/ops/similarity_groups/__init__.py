@@ -66,8 +66,8 @@ def similarity_groups(
     """
     settings = SimilarityConfig.of(config, _OP)
     vectors = check_embeddings(_OP, embeddings)
-    layout = check_layout(_OP, groups, vectors, num_groups, max_size, MAX_ROWS)
     mask = check_valid(_OP, valid, vectors)
+    layout = check_layout(_OP, groups, vectors, num_groups, max_size, MAX_ROWS)
     chosen = backends.select(
         _OP, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index, op.too_large(layout.size)
     )

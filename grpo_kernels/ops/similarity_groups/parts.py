@@ -55,8 +55,8 @@ def pairwise_cosine(
     """
     name = "pairwise_cosine"
     vectors = check_embeddings(name, embeddings)
-    layout = check_layout(name, groups, vectors, num_groups, max_size, MAX_ROWS)
     mask = check_valid(name, valid, vectors)
+    layout = check_layout(name, groups, vectors, num_groups, max_size, MAX_ROWS)
     chosen = backends.select(
         name, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index, op.too_large(layout.size)
     )
