@@ -46,7 +46,8 @@ inline std::size_t shared_memory_limit() { return emulation::shared_memory_limit
 constexpr int kNoDevice = -2, kStreamOffset = 2;
 inline thread_local int emulated_device = kNoDevice;
 
-// Runs the whole grid before it returns. As on a GPU, the stream must belong to the current device.
+// Runs the whole grid before it returns. As on a GPU, the stream must belong to the current device; the null stream, on
+// which torch queues nothing during a capture, belongs to none.
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t shared_bytes, void* stream,
             Arguments&&... arguments) {
@@ -55,7 +56,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t sh
   static_assert(((std::is_trivially_copyable_v<Parameters> && !std::is_reference_v<Parameters>) && ...),
                 "kernel parameters are passed by value, bytewise");
   const auto device = static_cast<int>(reinterpret_cast<std::intptr_t>(stream)) - kStreamOffset;
-  if (stream != nullptr && device != emulated_device) throw std::runtime_error("kernel launch: no DeviceGuard");
+  if (device != emulated_device) throw std::runtime_error("kernel launch: no DeviceGuard");
   const std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto thread = [kernel, &values] { std::apply(kernel, values); };
   emulation::scheduler.run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread);
