@@ -1,0 +1,413 @@
+"""Calls of every op, forward and backward, that a CUDA graph can capture: with inputs that stay in place and change.
+
+Python numbers are constants of a graph, so everything that differs between two draws of the inputs is a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+
+Inputs = dict[str, Tensor]
+ROWS, WIDTH, HIDDEN, COLUMNS = 4, 6, 8, 32
+TOKENS = ROWS * WIDTH
+
+
+class Case(NamedTuple):
+    """Draws inputs, and calls an op on them with a backend; the results include gradients."""
+
+    draw: Callable[[], Inputs]
+    call: Callable[[Inputs, str], list[Tensor]]
+
+
+def present(*results: Any) -> list[Tensor]:
+    return [result.detach() for result in results if result is not None]
+
+
+def with_gradients(inputs: Inputs, loss: Tensor, *results: Any) -> list[Tensor]:
+    """The results, and the gradients of all inputs that require one."""
+    leaves = [value for value in inputs.values() if value.requires_grad]
+    return present(loss, *results, *torch.autograd.grad(loss, leaves))
+
+
+def bounds() -> Tensor:
+    """Four rows of packed tokens; the last tokens may belong to none."""
+    return torch.cat((torch.zeros(1, dtype=torch.int64), torch.randint(0, TOKENS + 1, (ROWS,)).sort().values))
+
+
+def segment_ids(shape: tuple[int, ...]) -> Tensor:
+    steps = (torch.rand(shape) < 0.4).long()
+    steps[..., 0] = 0
+    return steps.cumsum(-1)
+
+
+# group_advantages
+
+
+def draw_rewards() -> Inputs:
+    clusters, ids = torch.randint(-1, 3, (16,)), torch.randint(-5, 5, (16,))
+    return {"rewards": torch.randn(16), "groups": ids, "subgroups": clusters, "valid": torch.rand(16) < 0.8}
+
+
+def advantages(config: Any, *names: str) -> Case:
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        more = {name: inputs[name] for name in names}
+        return present(
+            *gk.group_advantages(inputs["rewards"], more.pop("groups", 4), config=config, backend=backend, **more)
+        )
+
+    return Case(draw_rewards, call)
+
+
+# token_logprobs
+
+
+def draw_logits() -> Inputs:
+    targets = torch.randint(0, COLUMNS, (ROWS, WIDTH))
+    targets[0, 0] = -100
+    return {
+        "logits": torch.randn(ROWS, WIDTH, COLUMNS).requires_grad_(),
+        "targets": targets,
+        "temperature": torch.rand(ROWS, WIDTH) + 0.5,
+        "upstream": torch.randn(ROWS, WIDTH),
+    }
+
+
+def draw_half_logits() -> Inputs:
+    inputs = draw_logits()
+    return inputs | {"logits": inputs["logits"].detach().bfloat16().requires_grad_()}
+
+
+def token_logprobs(inplace: bool) -> Callable[[Inputs, str], list[Tensor]]:
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        result = gk.token_logprobs(
+            inputs["logits"] * 1,
+            inputs["targets"],
+            temperature=inputs["temperature"],
+            softcap=9.0,
+            return_entropy=True,
+            inplace_backward=inplace,
+            backend=backend,
+        )
+        assert result.entropy is not None
+        return with_gradients(inputs, ((result.logprobs + result.entropy) * inputs["upstream"]).sum(), *result)
+
+    return call
+
+
+# policy_loss and the losses from logits and hidden states
+
+
+def draw_policy(shape: tuple[int, ...]) -> Inputs:
+    old = -torch.rand(shape)
+    inputs = {
+        "old_logprobs": old,
+        "advantages": torch.randn(ROWS),
+        "mask": torch.rand(shape) < 0.8,
+        "segments": segment_ids((ROWS, WIDTH)).reshape(shape),
+        "ref_logprobs": old + 0.1 * torch.randn(shape),
+        "sampling_logprobs": old + 0.1 * torch.randn(shape),
+        "tokens": torch.rand(()) + 9,
+        "logprobs": (old + 0.3 * torch.randn(shape)).requires_grad_(),
+        "entropy": torch.rand(shape).requires_grad_(),
+    }
+    return inputs | ({"cu_seqlens": bounds()} if len(shape) == 1 else {})
+
+
+def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
+    """What the config uses of the inputs, without log-probs, old log-probs and advantages."""
+    names = ["mask"]
+    names += ["cu_seqlens"] if "cu_seqlens" in inputs else []
+    names += ["segments"] if config.ratio == "segment" and "cu_seqlens" not in inputs else []
+    names += ["ref_logprobs"] if config.kl != "none" else []
+    names += ["sampling_logprobs"] if config.correction != "none" else []
+    return {"config": config, "normalizer": {"tokens": inputs["tokens"]}} | {name: inputs[name] for name in names}
+
+
+CLIP = gk.LossConfig.trl(loss_type="dapo", beta=0.1)
+SEQUENCES = gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1)
+SEGMENTS = gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1)
+CORRECTED = gk.LossConfig(correction="token_truncate", correction_max=2.0)
+BONUS = gk.LossConfig(entropy_coef=0.01)
+TOP = gk.LossConfig(entropy_coef=0.01, top_entropy_quantile=0.5)
+
+
+def policy_loss(config: gk.LossConfig, shape: tuple[int, ...]) -> Case:
+    needs_entropy = config.entropy_coef != 0
+
+    def draw() -> Inputs:
+        inputs = draw_policy(shape)
+        return inputs if needs_entropy else {name: value for name, value in inputs.items() if name != "entropy"}
+
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        arguments = policy_arguments(inputs, config) | {"entropy": inputs.get("entropy"), "backend": backend}
+        result = gk.policy_loss(inputs["logprobs"], inputs["old_logprobs"], inputs["advantages"], **arguments)
+        return with_gradients(inputs, result.loss * inputs["tokens"], result.metrics.tensor)
+
+    return Case(draw, call)
+
+
+def from_source(shape: tuple[int, ...], source: Inputs) -> Inputs:
+    policy = {name: value for name, value in draw_policy(shape).items() if not value.requires_grad}
+    return policy | source | {"targets": torch.randint(0, COLUMNS, shape)}
+
+
+def logits_loss(config: gk.LossConfig, dtype: torch.dtype, shape: tuple[int, ...], inplace: bool) -> Case:
+    def draw() -> Inputs:
+        return from_source(shape, {"logits": torch.randn(*shape, COLUMNS).to(dtype).requires_grad_()})
+
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        result = gk.logits_policy_loss(
+            inputs["logits"] * 1,
+            inputs["targets"],
+            inputs["old_logprobs"],
+            inputs["advantages"],
+            inplace=inplace,
+            backend=backend,
+            **policy_arguments(inputs, config),
+        )
+        return with_gradients(inputs, result.loss * 3, result.metrics.tensor)
+
+    return Case(draw, call)
+
+
+def draw_head(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, WIDTH)) -> Inputs:
+    return from_source(
+        shape,
+        {
+            "hidden": torch.randn(*shape, HIDDEN).to(dtype).requires_grad_(),
+            "weight": torch.randn(COLUMNS, HIDDEN).to(dtype).requires_grad_(),
+            "bias": torch.randn(COLUMNS).to(dtype).requires_grad_(),
+            "upstream": torch.randn(shape),
+            "positions": torch.randperm(TOKENS)[:7],
+        },
+    )
+
+
+def linear_logprobs(inputs: Inputs, backend: str) -> list[Tensor]:
+    """Two chunks of rows."""
+    result = gk.linear_logprobs(
+        inputs["hidden"],
+        inputs["weight"],
+        inputs["targets"],
+        bias=inputs["bias"],
+        return_entropy=True,
+        chunk_size=16,
+        backend=backend,
+    )
+    assert result.entropy is not None
+    return with_gradients(inputs, ((result.logprobs + result.entropy) * inputs["upstream"]).sum(), *result)
+
+
+def linear_logprobs_at_positions(inputs: Inputs, backend: str) -> list[Tensor]:
+    result = gk.linear_logprobs(
+        inputs["hidden"],
+        inputs["weight"],
+        inputs["targets"],
+        bias=inputs["bias"],
+        positions=inputs["positions"],
+        backend=backend,
+    )
+    return with_gradients(inputs, result.logprobs.sum(), result.logprobs)
+
+
+def linear_loss(config: gk.LossConfig, draw: Callable[[], Inputs] = draw_head, **options: Any) -> Case:
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        result = gk.linear_policy_loss(
+            inputs["hidden"],
+            inputs["weight"],
+            inputs["targets"],
+            inputs["old_logprobs"],
+            inputs["advantages"],
+            bias=inputs["bias"],
+            backend=backend,
+            **options,
+            **policy_arguments(inputs, config),
+        )
+        return with_gradients(inputs, result.loss * 3, result.metrics.tensor)
+
+    return Case(draw, call)
+
+
+# endpoint_segments and similarity_groups
+
+
+def draw_tokens(shape: tuple[int, ...]) -> Inputs:
+    old = -torch.rand(shape)
+    inputs = {
+        "rewards": torch.randn(shape),
+        "logprobs": old + 0.3 * torch.randn(shape),
+        "old_logprobs": old,
+        "mask": torch.rand(shape) < 0.9,
+        "values": torch.randn(shape),
+        "groups": torch.randint(0, 2, (ROWS,)),
+    }
+    return inputs | ({"cu_seqlens": bounds()} if len(shape) == 1 else {})
+
+
+def segments(shape: tuple[int, ...], *names: str, **config: Any) -> Case:
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        tokens = (inputs[name] for name in ("rewards", "logprobs", "old_logprobs", "mask"))
+        more = {name: inputs[name] for name in names} | {"cu_seqlens": inputs.get("cu_seqlens")}
+        return present(*gk.endpoint_segments(*tokens, config=config, backend=backend, **more))
+
+    return Case(lambda: draw_tokens(shape), call)
+
+
+def draw_embeddings() -> Inputs:
+    embeddings = torch.randn(16, 5)
+    embeddings[1] = embeddings[0]
+    return {
+        "embeddings": embeddings,
+        "groups": torch.randint(0, 3, (16,)),
+        "valid": torch.rand(16) < 0.9,
+        "distances": gk.pairwise_cosine(embeddings, 8, backend="reference"),
+        "labels": torch.randint(-1, 3, (2, 8)),
+        "rewards": torch.randn(2, 8),
+    }
+
+
+def of_distances(call: Callable[..., Any]) -> Case:
+    return Case(
+        draw_embeddings, lambda inputs, backend: present(*call(inputs["distances"].contiguous(), backend=backend))
+    )
+
+
+def similarity(inputs: Inputs, backend: str) -> list[Tensor]:
+    result = gk.similarity_groups(
+        inputs["embeddings"], inputs["groups"], valid=inputs["valid"], num_groups=3, max_size=16, backend=backend
+    )
+    return present(*result)
+
+
+def similarity_advantages(inputs: Inputs, backend: str) -> list[Tensor]:
+    rewards, embeddings = inputs["rewards"].flatten(), inputs["embeddings"]
+    *of_rows, groups = gk.similarity_advantages(rewards, embeddings, 8, valid=inputs["valid"], backend=backend)
+    return present(*of_rows, *groups)
+
+
+def diversity(inputs: Inputs, backend: str) -> list[Tensor]:
+    """Plain torch, the same for each backend."""
+    of, distances, labels, rewards = gk.diversity, inputs["distances"], inputs["labels"], inputs["rewards"]
+    return present(
+        of.similarity_weights(distances),
+        of.threshold_components(distances, 0.5),
+        of.distinctness_weights(labels),
+        of.agreement_weights(labels, entropy_bound=1.0),
+        of.uniqueness_weights(labels),
+        of.semantic_entropy(labels),
+        of.vendi_score(distances),
+        *of.leave_one_out_logdet(distances),
+        of.mmr_rewards(rewards, distances, lam=0.5),
+        of.set_advantages(rewards, labels, set_size=2),
+        of.unpad_rows(of.pad_rows(inputs["embeddings"], inputs["groups"], num_groups=3, max_size=16), inputs["groups"]),
+    )
+
+
+PADDED, PACKED = (ROWS, WIDTH), (TOKENS,)
+CASES: dict[str, Case] = {
+    "group_advantages": advantages("grpo"),
+    "group_advantages of ids": advantages("rloo", "groups", "valid"),
+    "group_advantages of subgroups": advantages(gk.AdvantageConfig("grpo", shrinkage=2.0), "groups", "subgroups"),
+    "group_advantages of a batch": advantages("batch_std", "groups"),
+    "token_logprobs": Case(draw_logits, token_logprobs(False)),
+    "token_logprobs of halves": Case(draw_half_logits, token_logprobs(False)),
+    "token_logprobs in place": Case(draw_logits, token_logprobs(True)),
+    "policy_loss": policy_loss(CLIP, PADDED),
+    "policy_loss of sequences": policy_loss(SEQUENCES, PACKED),
+    "policy_loss of segments": policy_loss(SEGMENTS, PADDED),
+    "policy_loss of corrected tokens": policy_loss(CORRECTED, PADDED),
+    "policy_loss with an entropy bonus": policy_loss(BONUS, PACKED),
+    "policy_loss of the top entropies": policy_loss(TOP, PADDED),
+    "logits_policy_loss": logits_loss(CLIP, torch.float32, PADDED, False),
+    "logits_policy_loss of halves": logits_loss(BONUS, torch.bfloat16, PACKED, False),
+    "logits_policy_loss in place": logits_loss(CLIP, torch.bfloat16, PADDED, True),
+    "logits_policy_loss of float16": logits_loss(SEQUENCES, torch.float16, PADDED, False),
+    "linear_logprobs": Case(draw_head, linear_logprobs),
+    "linear_logprobs of halves": Case(lambda: draw_head(torch.bfloat16), linear_logprobs),
+    "linear_logprobs at positions": Case(draw_head, linear_logprobs_at_positions),
+    "linear_policy_loss": linear_loss(CLIP, chunk_size=8),
+    "linear_policy_loss of halves": linear_loss(BONUS, lambda: draw_head(torch.bfloat16)),
+    "linear_policy_loss in little memory": linear_loss(CLIP, memory="low"),
+    "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
+    "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
+    "endpoint_segments": segments(PADDED, "values", norm="batch"),
+    "endpoint_segments of prompts": segments(PACKED, "groups", norm="prompt"),
+    "similarity_groups": Case(
+        draw_embeddings,
+        lambda inputs, backend: present(*gk.similarity_groups(inputs["embeddings"], 8, backend=backend)),
+    ),
+    "similarity_groups of ids": Case(draw_embeddings, similarity),
+    "similarity_advantages": Case(draw_embeddings, similarity_advantages),
+    "pairwise_cosine": Case(
+        draw_embeddings, lambda inputs, backend: present(gk.pairwise_cosine(inputs["embeddings"], 8, backend=backend))
+    ),
+    "cluster_distances": of_distances(gk.cluster_distances),
+    "agglomerate": of_distances(gk.agglomerate),
+    "silhouette": Case(
+        draw_embeddings,
+        lambda inputs, backend: present(*gk.silhouette(inputs["distances"], inputs["labels"], backend=backend)),
+    ),
+    "diversity": Case(draw_embeddings, diversity),
+}
+
+
+def waiting(run: Callable[[Inputs, str], Any], draw: Callable[[], Inputs] = draw_head) -> Case:
+    return Case(draw, lambda inputs, backend: run(inputs, backend) and [])
+
+
+# Settings that wait for the GPU, as documented, and therefore cannot be captured.
+WAITING: dict[str, Case] = {
+    "linear_logprobs at a mask": waiting(
+        lambda inputs, backend: gk.linear_logprobs(
+            inputs["hidden"], inputs["weight"], inputs["targets"], positions=inputs["mask"], backend=backend
+        )
+    ),
+    "linear_policy_loss without excluded tokens": linear_loss(CLIP, compact=True),
+    "linear_policy_loss at a mask": waiting(
+        lambda inputs, backend: gk.linear_policy_loss(
+            inputs["hidden"],
+            inputs["weight"],
+            inputs["targets"],
+            None,
+            inputs["advantages"],
+            positions=inputs["mask"],
+            backend=backend,
+        )
+    ),
+    "linear_policy_loss at positions": waiting(
+        lambda inputs, backend: gk.linear_policy_loss(
+            inputs["hidden"],
+            inputs["weight"],
+            inputs["targets"],
+            None,
+            inputs["advantages"],
+            positions=inputs["positions"],
+            backend=backend,
+        )
+    ),
+    "linear_policy_loss of packed sequences in chunks": linear_loss(
+        SEQUENCES, lambda: draw_head(shape=PACKED), chunk_size=8
+    ),
+    "similarity_groups of uncounted ids": waiting(
+        lambda inputs, backend: gk.similarity_groups(inputs["embeddings"], inputs["groups"], backend=backend),
+        draw_embeddings,
+    ),
+    "pairwise_cosine of uncounted ids": waiting(
+        lambda inputs, backend: gk.pairwise_cosine(
+            inputs["embeddings"], inputs["groups"], num_groups=3, backend=backend
+        ),
+        draw_embeddings,
+    ),
+    "reading metrics": waiting(
+        lambda inputs, backend: gk.policy_loss(
+            inputs["logprobs"], None, inputs["advantages"], config="grpo", backend=backend
+        ).metrics.to_dict(),
+        lambda: draw_policy(PADDED),
+    ),
+}
