@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 Inputs = dict[str, Tensor]
-ROWS, WIDTH, HIDDEN, COLUMNS = 4, 6, 8, 32
+ROWS, WIDTH, HIDDEN, COLUMNS = 4, 4, 8, 32
 TOKENS = ROWS * WIDTH
 
 
@@ -197,7 +197,7 @@ def linear_logprobs(inputs: Inputs, backend: str) -> list[Tensor]:
         inputs["targets"],
         bias=inputs["bias"],
         return_entropy=True,
-        chunk_size=16,
+        chunk_size=8,
         backend=backend,
     )
     assert result.entropy is not None
@@ -268,6 +268,7 @@ def draw_embeddings() -> Inputs:
         "valid": torch.rand(16) < 0.9,
         "distances": gk.pairwise_cosine(embeddings, 8, backend="reference"),
         "labels": torch.randint(-1, 3, (2, 8)),
+        "halves": torch.randperm(16) % 2,
         "rewards": torch.randn(2, 8),
     }
 
@@ -352,6 +353,12 @@ CASES: dict[str, Case] = {
     "silhouette": Case(
         draw_embeddings,
         lambda inputs, backend: present(*gk.silhouette(inputs["distances"], inputs["labels"], backend=backend)),
+    ),
+    "silhouette of rows": Case(
+        draw_embeddings,
+        lambda inputs, backend: present(
+            *gk.silhouette(inputs["distances"], inputs["labels"].flatten(), inputs["halves"], backend=backend)
+        ),
     ),
     "diversity": Case(draw_embeddings, diversity),
 }
