@@ -124,7 +124,7 @@ def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
     names = ["mask"]
     names += ["cu_seqlens"] if "cu_seqlens" in inputs else []
     names += ["segments"] if config.ratio == "segment" and "cu_seqlens" not in inputs else []
-    names += ["ref_logprobs"] if config.kl != "none" else []
+    names += ["ref_logprobs"] if config.kl != "none" and "ref_logprobs" in inputs else []
     names += ["sampling_logprobs"] if config.correction != "none" else []
     return {"config": config, "normalizer": {"tokens": inputs["tokens"]}} | {name: inputs[name] for name in names}
 
@@ -216,7 +216,9 @@ def linear_logprobs_at_positions(inputs: Inputs, backend: str) -> list[Tensor]:
     return with_gradients(inputs, result.logprobs.sum(), result.logprobs)
 
 
-def linear_loss(config: gk.LossConfig, draw: Callable[[], Inputs] = draw_head, **options: Any) -> Case:
+def linear_loss(
+    config: gk.LossConfig, draw: Callable[[], Inputs] = draw_head, at_positions: bool = False, **options: Any
+) -> Case:
     def call(inputs: Inputs, backend: str) -> list[Tensor]:
         result = gk.linear_policy_loss(
             inputs["hidden"],
@@ -228,10 +230,18 @@ def linear_loss(config: gk.LossConfig, draw: Callable[[], Inputs] = draw_head, *
             backend=backend,
             **options,
             **policy_arguments(inputs, config),
+            **{name: inputs[name] for name in ("ref_hidden", "ref_weight") if name in inputs},
+            **({"positions": inputs["positions"]} if at_positions else {}),
         )
         return with_gradients(inputs, result.loss * 3, result.metrics.tensor)
 
     return Case(draw, call)
+
+
+def draw_with_reference() -> Inputs:
+    inputs = draw_head()
+    del inputs["ref_logprobs"]
+    return inputs | {"ref_hidden": torch.randn(ROWS, WIDTH, 3), "ref_weight": torch.randn(COLUMNS, 3)}
 
 
 # endpoint_segments and similarity_groups
@@ -334,6 +344,10 @@ CASES: dict[str, Case] = {
     "linear_logprobs at positions": Case(draw_head, linear_logprobs_at_positions),
     "linear_policy_loss": linear_loss(CLIP, chunk_size=8),
     "linear_policy_loss of halves": linear_loss(BONUS, lambda: draw_head(torch.bfloat16)),
+    "linear_policy_loss without idle rows": linear_loss(CLIP, lambda: draw_head(torch.bfloat16), compact="device"),
+    "linear_policy_loss with a reference head": linear_loss(CLIP, draw_with_reference, chunk_size=8),
+    "linear_policy_loss at positions": linear_loss(CLIP, at_positions=True),
+    "linear_policy_loss at positions in little memory": linear_loss(CLIP, at_positions=True, memory="low"),
     "linear_policy_loss in little memory": linear_loss(CLIP, memory="low"),
     "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
@@ -384,17 +398,6 @@ WAITING: dict[str, Case] = {
             None,
             inputs["advantages"],
             positions=inputs["mask"],
-            backend=backend,
-        )
-    ),
-    "linear_policy_loss at positions": waiting(
-        lambda inputs, backend: gk.linear_policy_loss(
-            inputs["hidden"],
-            inputs["weight"],
-            inputs["targets"],
-            None,
-            inputs["advantages"],
-            positions=inputs["positions"],
             backend=backend,
         )
     ),

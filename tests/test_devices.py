@@ -191,9 +191,13 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
     gk.logits_policy_loss: lambda: policies(
         lambda *shape: {"logits": on_gpu(*shape, 7), "targets": numbers(*shape), "temperature": on_gpu(*shape)}
     ),
-    gk.linear_policy_loss: lambda: policies(
-        lambda *shape: head(*shape) | {"weight_grad": on_gpu(7, 4), "compact": False}
-    ),
+    gk.linear_policy_loss: lambda: [
+        *policies(lambda *shape: head(*shape) | {"weight_grad": on_gpu(7, 4), "compact": False}),
+        head(2, 3)
+        | policy(2, 3)
+        | {"ref_logprobs": None, "compact": False}
+        | {"ref_hidden": on_gpu(2, 3, 5), "ref_weight": on_gpu(7, 5), "ref_bias": on_gpu(7)},
+    ],
     gk.endpoint_segments: lambda: [
         {
             **{name: on_gpu(6) for name in ("rewards", "logprobs", "old_logprobs", "values")},

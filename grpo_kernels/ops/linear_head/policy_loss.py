@@ -72,9 +72,9 @@ def linear_policy_loss(
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
             with top_entropy_quantile, where the kept tokens are known only at the end
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
-            means on the CPU and with integer positions. On a GPU it waits for the device once. "device" is for a GPU
-            and half precision: without a wait, in blocks of 64 rows, tokens without a gradient are left out of the two
-            products, which are Triton's instead of cuBLAS's then
+            means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
+            others out without that. "device" is for a GPU and half precision: tokens without a gradient are left out
+            of the two products in blocks of 64 rows, without a wait, by products of Triton's instead of cuBLAS's
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
     """
@@ -111,14 +111,20 @@ def linear_policy_loss(
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     check_targets(_OP, head.targets, len(head.weight), chosen)
     skips_idle = _skips_idle(compact, head, chosen)
-    is_compact = _compacts(compact, positions, layout)
+    is_compact = _is_compact(compact, layout)
+    chosen_rows = None
+    if places is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
+        chosen_rows, head = _at_positions(head, places, takes_part)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
-    chunking = _chunk(layout, head, policy, config, want_entropy, is_compact, skips_idle, size) if is_fast else None
+    chunking = None
+    if is_fast:
+        without_grad, with_grad = _split_rows(layout, policy, config) if is_compact else (None, chosen_rows)
+        chunking = _chunk(layout, head, policy, config, want_entropy, without_grad, with_grad, skips_idle, size)
     if is_fast and skips_idle and chunking is None:
         raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
     _check_weight_grad(weight_grad, head, chunking)
     if chunking is None:
-        measured = takes_part if is_compact else None
+        measured = takes_part.reshape(-1) if is_compact else chosen_rows
         return _with_low_memory(layout, config, head, reference, policy, want_entropy, measured, size, chosen)
     loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad)
     by_row = policy.advantages.shape != layout.shape
@@ -136,7 +142,7 @@ def _with_low_memory(
     chunk_size: int | None,
     backend: str,
 ) -> PolicyLoss:
-    """The loss of log-probs that the backward computes again, for the tokens of a mask or all."""
+    """The loss of log-probs that the backward computes again, for tokens of a mask, at positions, or for all."""
 
     def logprobs_of(head: Head, return_entropy: bool) -> tuple[Tensor, Tensor | None]:
         result = linear_logprobs(
@@ -147,13 +153,17 @@ def _with_low_memory(
             temperature=head.temperature if head.row_temperature is None else head.row_temperature,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
-            positions=None if measured is None else measured.reshape(-1),
+            positions=measured,
             return_entropy=return_entropy,
             chunk_size=chunk_size,
             backend=backend,
         )
-        entropy = None if result.entropy is None else result.entropy.view(layout.shape)
-        return result.logprobs.view(layout.shape), entropy
+        return shaped(result.logprobs), None if result.entropy is None else shaped(result.entropy)
+
+    def shaped(result: Tensor) -> Tensor:
+        if measured is not None and measured.dtype != torch.bool:
+            result = result.new_zeros(len(head.targets)).index_put((measured,), result)
+        return result.view(layout.shape)
 
     if reference.hidden is not None and reference.weight is not None:
         other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
@@ -195,10 +205,17 @@ def _skips_idle(compact: bool | str | None, head: Head, backend: str) -> bool:
     return True
 
 
-def _compacts(compact: bool | str | None, positions: Tensor | None, layout: Layout) -> bool:
+def _is_compact(compact: bool | str | None, layout: Layout) -> bool:
     if compact is None:
-        compact = layout.device.type == "cpu" or (positions is not None and positions.dtype != torch.bool)
+        compact = layout.device.type == "cpu"
     return compact is True and not torch.compiler.is_compiling()
+
+
+def _at_positions(head: Head, places: Tensor, takes_part: Tensor) -> tuple[Tensor, Head]:
+    """The only rows to compute, ascending, found without a wait; those that take no part may hold NaN."""
+    rows = places.sort().values
+    torch._assert_async((rows.diff() > 0).all(), f"{_OP}: positions must be different places")
+    return rows, head.without(~takes_part.reshape(-1))
 
 
 def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chunking | None) -> None:
@@ -228,14 +245,14 @@ def _chunk(
     policy: Policy,
     config: LossConfig,
     want_entropy: bool,
-    is_compact: bool,
+    without_grad: Tensor | None,
+    with_grad: Tensor | None,
     skips_idle: bool,
     chunk_size: int | None,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
     if config.top_entropy_quantile < 1:
         return None
-    without_grad, with_grad = _split_rows(layout, policy, config) if is_compact else (None, None)
     rows = len(head.targets) if with_grad is None else len(with_grad)
     size = chunk_size or _rows_per_chunk(rows, 0 if without_grad is None else len(without_grad), head)
     ends = None

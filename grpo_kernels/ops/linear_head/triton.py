@@ -287,6 +287,9 @@ def to_weight_kernel(
     _store_sums(right, total_ptr, first_m, first_n + N // 2, columns, width, ADD, M, N // 2)
 
 
+_IS_INTERPRETED = not isinstance(plan_kernel, triton.JITFunction)
+
+
 def _sms(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else _INTERPRETED_SMS
 
@@ -340,7 +343,7 @@ def to_hidden(by_logits: Tensor, weight: Tensor, is_live: Tensor, out: Tensor) -
         GROUP=_GROUP,
         HAS_REST=columns % _K != 0,
         REST=_REST,
-        IS_INTERPRETED=not out.is_cuda,
+        IS_INTERPRETED=_IS_INTERPRETED,
         num_warps=_WARPS,
     )
     sum_parts_kernel[(tiles * (_M // _ROWS),)](
@@ -381,6 +384,6 @@ def to_weight(by_logits: Tensor, hidden: Tensor, is_live: Tensor, total: Tensor,
         M=_M,
         N=_N,
         K=BLOCK_ROWS,
-        IS_INTERPRETED=not total.is_cuda,
+        IS_INTERPRETED=_IS_INTERPRETED,
         num_warps=_WARPS,
     )

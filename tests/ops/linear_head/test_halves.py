@@ -251,6 +251,45 @@ def test_idle_rows_are_left_out_on_the_device(
     assert shares and min(shares) < 0.7
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_are_the_only_rows(backend: str) -> None:
+    """Unsorted, one of them masked; hidden states elsewhere are NaN."""
+    arguments = head(torch.bfloat16)
+    places = torch.randperm(ROWS * WIDTH, generator=torch.Generator().manual_seed(3))[:17]
+    chosen = torch.zeros(ROWS * WIDTH, dtype=torch.bool).index_fill(0, places, True).view(ROWS, WIDTH)
+    mask = torch.ones(ROWS, WIDTH, dtype=torch.bool)
+    mask.view(-1)[places[5]] = False
+    advantages = torch.randn(ROWS, generator=torch.Generator().manual_seed(4))
+    by_logits = gold_by_logits(
+        arguments,
+        lambda logits: (
+            gk.logits_policy_loss(
+                logits,
+                arguments["targets"],
+                None,
+                advantages.double(),
+                mask=mask & chosen,
+                backend="reference",
+            ).loss
+        ),
+    )
+    device = device_of(backend)
+    leaves = moved(arguments, backend, torch.bfloat16)
+    with torch.no_grad():
+        leaves["hidden"][~(mask & chosen)] = math.nan
+    result = gk.linear_policy_loss(
+        **leaves,
+        old_logprobs=None,
+        advantages=advantages.to(device),
+        mask=mask.to(device),
+        positions=places.to(device),
+        compact="device",
+        backend=backend,
+    )
+    result.loss.backward()
+    assert_rounded_once(arguments, by_logits, leaves, backend)
+
+
 H100 = 132  # multiprocessors
 
 
