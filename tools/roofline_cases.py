@@ -225,43 +225,55 @@ def endpoint_segments() -> list[Case]:
 
 
 def similarity_groups() -> list[Case]:
-    prompts, width = 1024, 1024
-
-    def case(responses: int, dtype: str, item: int, launches: tuple[dict[str, Any], ...]) -> Case:
-        values = prompts * responses * width
-        # the distances are written once for each row
-        floor = item * values + 4 * prompts * responses**2
-        usual: dict[str, Any] = {
-            "bytes": floor / values,
-            "loop": "HMMA",
-            "avoid": r"items\[k\]|memcpy|in\.valid|offsets|order",
-            "source": "similarity_groups/pairwise_cosine.cu",
-        }
-        name = f"cosines of 1,024 x {responses} x 1,024, {dtype}"
-        return Case("similarity_groups", name, floor, tuple(Launch(**(usual | launch)) for launch in launches))
-
-    # a warp turns 16 rows of a chunk of 128 bytes into products at a time
-    def tile(bands: int, type_: str, per_thread: float) -> tuple[dict[str, Any], ...]:
-        kernel = f"cosine_kernel<{type_}, Shape<{bands}, true>"
-        values = prompts * 16 * bands * width
-        return ({"kernel": kernel, "elements": values, "blocks": prompts, "per_thread": per_thread},)
-
-    # ten tiles of 64 rows and columns on and above the diagonal, all taken for as slow as those above it
-    tiles = (
-        {
-            "kernel": "cosine_kernel<BFloat16, Shape<4, false>",
-            "elements": prompts * 256 * width,
-            "blocks": 10 * prompts,
-            "per_thread": 64 * 256 / (10 * 4 * 32),
-        },
-    )
     return [
-        case(16, "bf16", 2, tile(1, "BFloat16", 32)),
-        case(64, "bf16", 2, tile(4, "BFloat16", 32)),
-        case(256, "bf16", 2, tiles),
-        case(64, "fp32", 4, tile(4, "float", 16)),
+        *(cosines(responses, width, "bf16") for responses in (16, 64, 256) for width in (384, 1024, 4096)),
+        *(cosines(responses, 1024, "fp32") for responses in (64, 256)),
         *(clusters(1024, responses) for responses in (16, 64, 256)),
     ]
+
+
+def cosines(responses: int, width: int, dtype: str, prompts: int = 1024) -> Case:
+    """The distances of prompts whose embeddings are contiguous and of which all are in use."""
+    type_, item = {"bf16": ("BFloat16", 2), "fp32": ("float", 4)}[dtype]
+    values, columns = prompts * responses * width, 128 // item  # a chunk is 128 bytes of a row
+    # the distances are written once for each row
+    floor = item * values + 4 * prompts * responses**2
+    usual: dict[str, Any] = {"bytes": floor / values, "source": "similarity_groups/pairwise_cosine.cu"}
+    avoid = r"items\[k\]|memcpy|in\.valid|offsets|order"
+    if responses <= 64:
+        bands = responses // 16
+        # a warp turns 16 rows of a chunk into products at a time
+        tile: dict[str, Any] = {"kernel": f"cosine_kernel<{type_}, Shape<{bands}, true>", "blocks": prompts}
+        launches = [tile | {"elements": values, "per_thread": columns * 16 / 32, "loop": "HMMA", "avoid": avoid}]
+    else:
+        bands = 4 if dtype == "fp32" else 8
+        tiles, threads = responses // (16 * bands), 32 * bands
+        # both kinds of tiles, from the first instruction to the last; the bytes are shared out by their number
+        whole: dict[str, Any] = {
+            "kernel": f"cosine_kernel<{type_}, Shape<{bands}, false>",
+            "loop": "body",
+            "trips": (("HMMA", width // columns),),
+            "shared": (3 if bands == 8 else 4) * 2 * 16 * bands * 128,
+        }
+        diagonal, above = prompts * tiles, prompts * tiles * (tiles - 1) // 2
+        kinds = (
+            (above, r"inverses\[column\]", True),
+            (diagonal, r"in\.status\[", False),
+        )
+        launches = [
+            whole
+            | {
+                "elements": values * blocks / (above + diagonal),
+                "blocks": blocks,
+                "per_thread": values / (above + diagonal) / threads,
+                "through": through,
+                "avoid": avoid,
+                "is_launch": is_launch,
+            }
+            for blocks, through, is_launch in kinds
+        ]
+    name = f"cosines of {prompts:,} x {responses} x {width:,}, {dtype}"
+    return Case("similarity_groups", name, floor, tuple(Launch(**(usual | launch)) for launch in launches))
 
 
 def clusters(prompts: int, responses: int) -> Case:

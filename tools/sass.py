@@ -108,7 +108,7 @@ class Route:
 
     Attributes:
         is_longest: the one with most instructions rather than that with fewest.
-        trips: iterations of innermost loops inside the loop: the number for those with a tag that matches, else 1.
+        trips: iterations of loops inside the loop: the number for the innermost ones with a tag that matches, else 1.
         through: regular expression over tags; blocks with such an instruction are visited where possible.
         avoid: regular expression over tags; blocks that access memory in one, or have no
             other, are avoided where possible, and accesses under a predicate are left out.
@@ -205,11 +205,15 @@ class Kernel:
         return out
 
     def _trips(self, loop: Loop, route: Route) -> int:
-        is_innermost = not any(other.blocks < loop.blocks for other in self.loops)
-        if not route.trips or not is_innermost:
-            return 1
-        lines = {i.tag for n in loop.blocks for i in self.blocks[n].instructions}
-        return next((n for pattern, n in route.trips if any(re.search(pattern, line) for line in lines)), 1)
+        return next((n for pattern, n in route.trips if self._is_innermost(loop, pattern)), 1)
+
+    def _is_innermost(self, loop: Loop, pattern: str) -> bool:
+        """Whether the loop has a tag that matches, and no loop inside it has one."""
+
+        def matches(other: Loop) -> bool:
+            return any(re.search(pattern, i.tag) for n in other.blocks for i in self.blocks[n].instructions)
+
+        return matches(loop) and not any(other.blocks < loop.blocks and matches(other) for other in self.loops)
 
 
 def find_nvdisasm() -> str | None:

@@ -1,6 +1,8 @@
 #include <math.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "common/cuda/launch.h"
 #include "common/cuda/team.cuh"
 #include "common/cuda/to_float.cuh"
@@ -43,16 +45,40 @@ struct Shape {
   static constexpr bool kIsOneTile = kIsOneTile_;
   static constexpr int kSide = kBands * kBand, kThreads = kBands * kWarp;
   static constexpr int kRows = kIsOneTile ? kSide : 2 * kSide;  // in shared memory: those of the tile, then its columns
-  static constexpr int kStages = 4;                             // chunks in shared memory
+  static constexpr int kStages = kBands < 8 ? 4 : 3;  // chunks in shared memory; four of the widest are 128 KB
+  static constexpr bool kIsAligned = kBands == 8;     // never launched for rows that are not
   static constexpr int kSharedBytes = kStages * kRows * kLinePieces * 16;
-  // Bands that a warp multiplies its own with. On the diagonal it is followed by half of the others, cyclically, so
-  // that each pair of bands is one warp's and the warps share them evenly.
-  static constexpr int kLeastPairs = kBands == 1 ? 1 : kBands / 2;
-  static constexpr int kMostPairs = !kIsOneTile ? kBands : kBands == 1 ? 1 : kBands / 2 + 1;
+};
 
-  static __device__ __forceinline__ int pairs(int warp, bool is_diagonal) {
-    if (!is_diagonal) return kBands;
-    return kBands == 1 ? 1 : kBands / 2 + (warp < kBands / 2);
+// The bands that a warp multiplies in a tile on the diagonal: its own by half of those that follow, cyclically, so that
+// each pair of bands is one warp's and the warps share them evenly.
+template <typename Shape>
+struct Triangle {
+  static constexpr bool kIsDiagonal = true;
+  static constexpr int kRows = Shape::kSide, kFirstColumn = 0;
+  static constexpr int kUp = 1, kAcross = Shape::kBands == 1 ? 1 : Shape::kBands / 2 + 1;
+  const int warp = threadIdx.x / kWarp;
+
+  __device__ __forceinline__ bool has(int j) const { return j < kAcross - 1 || j == 0 || warp < Shape::kBands / 2; }
+  __device__ __forceinline__ int up(int) const { return warp; }
+  __device__ __forceinline__ int across(int j) const { return (warp + j) % Shape::kBands; }
+};
+
+// The same in a tile above the diagonal, where the warps share the bands in rectangles. The larger these are, the fewer
+// fragments are loaded for each product; four by four bands would take more than the 255 registers of a thread.
+template <typename Shape>
+struct Rectangle {
+  static constexpr bool kIsDiagonal = false;
+  static constexpr int kRows = 2 * Shape::kSide, kFirstColumn = Shape::kSide;
+  static constexpr int kUp = Shape::kBands < 4 ? 1 : 2, kAcross = Shape::kBands / kUp;
+  const int warp = threadIdx.x / kWarp;
+
+  // In an order of its own, so that the first band up and the first across, whose norms it computes, are no other
+  // warp's first.
+  __device__ __forceinline__ bool has(int) const { return true; }
+  __device__ __forceinline__ int up(int i) const { return warp / kUp * kUp + (warp + i) % kUp; }
+  __device__ __forceinline__ int across(int j) const {
+    return Shape::kBands + warp % kUp * kAcross + (warp / kUp + j) % kAcross;
   }
 };
 
@@ -76,22 +102,35 @@ __device__ __forceinline__ double inverse_if_used(int64_t row, double norm) {
   return row == kNoRow || status_of(norm) == RowStatus::kNotFinite ? NAN : inverse_length(norm);
 }
 
-// Starts to load a chunk of `count` rows; zeros where there is nothing.
-template <typename T, int kThreads>
-__device__ __forceinline__ void load_chunk(const EmbeddingArrays<T>& in, const int64_t* rows, int count, int chunk,
+// Starts to load a chunk of `kRows` rows; zeros where there is nothing.
+template <typename T, int kRows, int kThreads>
+__device__ __forceinline__ void load_chunk(const EmbeddingArrays<T>& in, const int64_t* rows, int chunk,
                                            bool is_aligned, Piece<T>* to) {
-  const int piece = threadIdx.x % kLinePieces;
+  constexpr int kRowsAtOnce = kThreads / kLinePieces, kCopies = kRows / kRowsAtOnce;
+  const unsigned piece = threadIdx.x % kLinePieces, row = threadIdx.x / kLinePieces;
   const int64_t first = static_cast<int64_t>(chunk) * kChunk<T> + piece * Piece<T>::kItems;
-  for (int i = threadIdx.x / kLinePieces; i < count; i += kThreads / kLinePieces) {
-    const bool has_row = rows[i] != kNoRow;
-    const T* const from = in.embeddings + (has_row ? rows[i] + first : 0);
-    if (is_aligned) {
-      copy_async(to + place(i, piece), from, has_row && first < in.depth);
-      continue;
+  if (is_aligned) {
+    const bool is_inside = first < in.depth;
+    int64_t begins[kCopies];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) begins[i] = rows[row + i * kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      // where rows come eight at a time, their pieces have the same places
+      Piece<T>* const at = kRowsAtOnce % 8 == 0 ? to + place(row, piece) + i * kRowsAtOnce * kLinePieces
+                                                : to + place(row + i * kRowsAtOnce, piece);
+      copy_async(at, in.embeddings + begins[i] + first, begins[i] >= 0 && is_inside);
     }
+    return;
+  }
+#pragma unroll 1
+  for (unsigned i = row; i < kRows; i += kRowsAtOnce) {
+    const int64_t begin = rows[i];
     T items[Piece<T>::kItems];
 #pragma unroll
-    for (int k = 0; k < Piece<T>::kItems; ++k) items[k] = has_row && first + k < in.depth ? from[k] : T{};
+    for (int k = 0; k < Piece<T>::kItems; ++k) {
+      items[k] = begin >= 0 && first + k < in.depth ? in.embeddings[begin + first + k] : T{};
+    }
     memcpy(&to[place(i, piece)], items, 16);
   }
 }
@@ -107,17 +146,124 @@ struct DiagonalPlaces {
     are_second = lane / 4 % 2 == 1;
   }
   __device__ __forceinline__ float choose(float first, float second) const { return are_second ? second : first; }
-  __device__ __forceinline__ CompensatedSum choose(CompensatedSum first, CompensatedSum second) const {
-    return {choose(first.sum, second.sum), choose(first.excess, second.excess)};
+  __device__ __forceinline__ CompensatedSum choose(const CompensatedSum& first, const CompensatedSum& second) const {
+    return {choose(first.sum, second.sum), choose(first.missing, second.missing)};
   }
 };
 
-// Adds a chunk's part of the squared norms of rows g and g + 8, from the products of a band with itself.
+// Adds a chunk's part of the squared norms of a band's rows g and g + 8, with the bits of the band's products with
+// itself.
 template <typename T>
-__device__ __forceinline__ void add_norms(const ChunkProducts<T> (&sums)[2], const DiagonalPlaces& places,
+__device__ __forceinline__ void add_norms(const HalfChunk<T> (&rows)[2], const DiagonalPlaces& places,
                                           CompensatedSum (&norms)[2]) {
 #pragma unroll
-  for (int n = 0; n < 2; ++n) norms[n].add(places.choose(sums[n].total(2 * n), sums[n].total(2 * n + 1)));
+  for (int n = 0; n < 2; ++n) {
+    Sums sums = {};
+    sums[2 * n] = sums[2 * n + 1] = norms[n].missing;
+    add_chunk(sums, rows, rows, n);
+    norms[n].missing = places.choose(sums[2 * n], sums[2 * n + 1]);
+    norms[n].carry();
+  }
+}
+
+template <typename T, typename Shape, typename Part>
+__device__ __forceinline__ void compute_tile(const EmbeddingArrays<T>& in, const Tile& tile, const int64_t* rows,
+                                             bool is_aligned, Piece<T>* chunks) {
+  const Part part;
+  const DiagonalPlaces places;
+  CompensatedSums products[Part::kAcross][Part::kUp][2];
+  CompensatedSum up_norms[2], across_norms[2];
+  constexpr int kStagePieces = Shape::kRows * kLinePieces;
+  // one chunk of zeros without columns: a loop that runs at least once needs fewer registers
+  const int chunk_count = max(1, static_cast<int>((in.depth + kChunk<T> - 1) / kChunk<T>));
+  const BandPlaces<Side::kLeft, T> lefts;
+  const BandPlaces<Side::kRight, T> rights;
+  const auto load = [&](int chunk, int stage) {
+    // without a branch, a chunk behind the last is loaded as zeros
+    if (Shape::kIsAligned || chunk < chunk_count) {
+      load_chunk<T, Part::kRows, Shape::kThreads>(in, rows, chunk, Shape::kIsAligned || is_aligned,
+                                                  chunks + stage * kStagePieces);
+    }
+    commit_copies();
+  };
+  for (int stage = 0; stage < Shape::kStages - 1; ++stage) load(stage, stage);
+  int stage = 0;
+  int chunk = 0;
+#pragma unroll 1
+  do {
+    wait_for_copies<Shape::kStages - 2>();
+    __syncthreads();  // all copies of this chunk have arrived, and the one before is no longer read
+    const Piece<T>* const from = chunks + stage * kStagePieces;
+    HalfChunk<T> a[Part::kUp][2];
+#pragma unroll
+    for (int i = 0; i < Part::kUp; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[i][half] = load_half(from + part.up(i) * kBandPieces, lefts, half);
+      }
+    }
+    if constexpr (!Part::kIsDiagonal) add_norms(a[0], places, up_norms);
+#pragma unroll
+    for (int j = 0; j < Part::kAcross; ++j) {
+      if (!part.has(j)) continue;
+      const Piece<T>* const band = from + part.across(j) * kBandPieces;
+      const HalfChunk<T> b[2] = {load_half(band, rights, 0), load_half(band, rights, 1)};
+      if constexpr (!Part::kIsDiagonal) {
+        if (j == 0) add_norms(b, places, across_norms);
+      }
+      // after the first fragments, so that the copies start while tensor cores work
+      if (j == 0) load(chunk + Shape::kStages - 1, stage == 0 ? Shape::kStages - 1 : stage - 1);
+#pragma unroll
+      for (int i = 0; i < Part::kUp; ++i) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) products[j][i][n].add(a[i], b, n);
+      }
+    }
+    stage = stage == Shape::kStages - 1 ? 0 : stage + 1;
+  } while (++chunk < chunk_count);
+  wait_for_copies<0>();
+  __syncthreads();
+
+  // in the memory of the chunks, which is no longer read
+  const auto inverses = reinterpret_cast<double*>(chunks);
+  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
+  if (places.has_any) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if constexpr (Part::kIsDiagonal) {
+        const int row = part.warp * kBand + n * 8 + g;
+        const double norm = places.choose(products[0][0][n][2 * n], products[0][0][n][2 * n + 1]).value();
+        inverses[row] = inverse_if_used(rows[row], norm);
+        write_status(in, tile.prompt, tile.up + row, rows[row] == kNoRow ? RowStatus::kMasked : status_of(norm));
+      } else {
+        const int row = part.up(0) * kBand + n * 8 + g;
+        const int column = part.across(0) * kBand + n * 8 + g;
+        inverses[row] = inverse_if_used(rows[row], up_norms[n].value());
+        inverses[column] = inverse_if_used(rows[column], across_norms[n].value());
+      }
+    }
+  }
+  __syncthreads();
+  const int size = static_cast<int>(in.prompts.size);
+  float* const to = in.distances + tile.prompt * size * size;
+#pragma unroll
+  for (int j = 0; j < Part::kAcross; ++j) {
+    const int begin_column = part.across(j) * kBand, begin_second = tile.across + begin_column - Part::kFirstColumn;
+    if (!part.has(j) || begin_second >= size) continue;
+#pragma unroll
+    for (int k = 0; k < Part::kUp * 8; ++k) {
+      const int n = k / 4 % 2, i = k % 4;
+      const int row = part.up(k / 8) * kBand + i / 2 * 8 + g, column = begin_column + n * 8 + 2 * t + i % 2;
+      const int first = tile.up + row, second = tile.across + column - Part::kFirstColumn;
+      const double inverse = inverses[row], other = inverses[column];
+      float distance = first == second ? 0 : cosine_distance(products[j][k / 8][n][i].value(), inverse, other);
+      if (isnan(inverse * other)) distance = kAbsent;
+      // a band's products with itself hold every pair twice
+      if (first >= size || second >= size || (Part::kIsDiagonal && j == 0 && row > column)) continue;
+      to[first * size + second] = distance;
+      to[second * size + first] = distance;
+    }
+  }
 }
 
 template <typename T, typename Shape>
@@ -132,103 +278,17 @@ __global__ void GRPO_BOUNDS(Shape::kThreads)
     rows[i] = find_row(in, tile.prompt, i < Shape::kSide ? tile.up + i : tile.across + i - Shape::kSide);
   }
   __syncthreads();
-
-  const int warp = threadIdx.x / kWarp, pairs = Shape::pairs(warp, is_diagonal);
-  const int first_band = is_diagonal ? 0 : Shape::kBands;
-  const DiagonalPlaces places;
-  CompensatedSum products[Shape::kMostPairs][2][4], up_norms[2], across_norms[2];
-  const int chunk_count = static_cast<int>((in.depth + kChunk<T> - 1) / kChunk<T>);
-  const auto load = [&](int chunk) {
-    if (chunk < chunk_count) {
-      Piece<T>* const to = chunks + chunk % Shape::kStages * Shape::kRows * kLinePieces;
-      load_chunk<T, Shape::kThreads>(in, rows, count, chunk, is_aligned, to);
-    }
-    commit_copies();
-  };
-  for (int stage = 0; stage < Shape::kStages - 1; ++stage) load(stage);
-  for (int chunk = 0; chunk < chunk_count; ++chunk) {
-    wait_for_copies<Shape::kStages - 2>();
-    __syncthreads();  // all copies of this chunk have arrived, and the one before is no longer read
-    load(chunk + Shape::kStages - 1);
-    const Piece<T>* const from = chunks + chunk % Shape::kStages * Shape::kRows * kLinePieces;
-    const HalfChunk<T> a[2] = {load_half<Side::kLeft>(from, warp, 0), load_half<Side::kLeft>(from, warp, 1)};
-    if (!is_diagonal) {
-      ChunkProducts<T> up[2], across[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const HalfChunk<T> b = load_half<Side::kLeft>(from, Shape::kBands + warp, half);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) up[n].add(a[half], a[half], n), across[n].add(b, b, n);
-      }
-      add_norms(up, places, up_norms);
-      add_norms(across, places, across_norms);
-    }
-#pragma unroll
-    for (int j = 0; j < Shape::kMostPairs; ++j) {
-      if (j >= Shape::kLeastPairs && j >= pairs) continue;
-      const int band = first_band + (warp + j) % Shape::kBands;
-      ChunkProducts<T> sums[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const HalfChunk<T> b = load_half<Side::kRight>(from, band, half);
-#pragma unroll
-        for (int n = 0; n < 2; ++n) sums[n].add(a[half], b, n);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) products[j][i / 4][i % 4].add(sums[i / 4].total(i % 4));
-    }
-  }
-  __syncthreads();
-
-  // in the memory of the chunks, which is no longer read
-  const auto inverses = reinterpret_cast<double*>(chunks);
-  const int lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-  if (places.has_any) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int row = warp * kBand + n * 8 + g, column = Shape::kSide + row;
-      if (is_diagonal) {
-        const double norm = places.choose(products[0][n][2 * n], products[0][n][2 * n + 1]).value();
-        inverses[row] = inverse_if_used(rows[row], norm);
-        write_status(in, tile.prompt, tile.up + row, rows[row] == kNoRow ? RowStatus::kMasked : status_of(norm));
-      } else {
-        inverses[row] = inverse_if_used(rows[row], up_norms[n].value());
-        inverses[column] = inverse_if_used(rows[column], across_norms[n].value());
-      }
-    }
-  }
-  __syncthreads();
-  const int size = static_cast<int>(in.prompts.size);
-  float* const to = in.distances + tile.prompt * size * size;
-#pragma unroll
-  for (int j = 0; j < Shape::kMostPairs; ++j) {
-    if (j >= Shape::kLeastPairs && j >= pairs) continue;
-    const int band = (warp + j) % Shape::kBands;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = warp * kBand + i / 2 * 8 + g, column = band * kBand + n * 8 + 2 * t + i % 2;
-        const int first = tile.up + row, second = tile.across + column;
-        // a band's products with itself hold every pair twice
-        if (first >= size || second >= size || (is_diagonal && j == 0 && row > column)) continue;
-        const double inverse = inverses[row], other = inverses[first_band * kBand + column];
-        float distance = first == second ? 0 : cosine_distance(products[j][n][i].value(), inverse, other);
-        if (isnan(inverse) || isnan(other)) distance = kAbsent;
-        to[first * size + second] = distance;
-        to[second * size + first] = distance;
-      }
-    }
+  if (is_diagonal) {
+    compute_tile<T, Shape, Triangle<Shape>>(in, tile, rows, is_aligned, chunks);
+  } else if constexpr (!Shape::kIsOneTile) {
+    compute_tile<T, Shape, Rectangle<Shape>>(in, tile, rows, is_aligned, chunks);
   }
 }
 
 template <typename T, typename Shape>
-void launch_tiles(const EmbeddingArrays<T>& arrays, void* stream) {
+void launch_tiles(const EmbeddingArrays<T>& arrays, bool is_aligned, void* stream) {
   const int tiles = static_cast<int>((arrays.prompts.size + Shape::kSide - 1) / Shape::kSide);
   const int64_t blocks = arrays.prompts.count * tiles * (tiles + 1) / 2;
-  // asynchronous copies are of aligned pieces
-  const bool is_aligned =
-      arrays.depth % Piece<T>::kItems == 0 && reinterpret_cast<uintptr_t>(arrays.embeddings) % 16 == 0;
   launch(cosine_kernel<T, Shape>, dim3(static_cast<unsigned>(blocks)), dim3(Shape::kThreads), Shape::kSharedBytes,
          stream, arrays, tiles, is_aligned);
 }
@@ -237,14 +297,21 @@ void launch_tiles(const EmbeddingArrays<T>& arrays, void* stream) {
 
 template <typename T>
 void launch_pairwise_cosine(const EmbeddingArrays<T>& arrays, void* stream) {
-  // tiles of 128 rows would load every row half as often, but need more than the 255 registers of a thread
-  using Wide = Shape<4, false>;
+  // asynchronous copies are of aligned pieces
+  const bool is_aligned =
+      arrays.depth % Piece<T>::kItems == 0 && reinterpret_cast<uintptr_t>(arrays.embeddings) % 16 == 0;
+  // float32 numbers split into three take registers that tiles of 128 rows do not leave
+  constexpr int kWidest = std::is_same_v<T, float> ? 4 : 8;
+  using Wide = Shape<kWidest, false>;
   const int64_t size = arrays.prompts.size;
-  if (size <= 16) return launch_tiles<T, Shape<1, true>>(arrays, stream);
-  if (size <= 32) return launch_tiles<T, Shape<2, true>>(arrays, stream);
-  if (size <= 64) return launch_tiles<T, Shape<4, true>>(arrays, stream);
-  if (shared_memory_limit() < Wide::kSharedBytes) return launch_tiles<T, Shape<2, false>>(arrays, stream);
-  launch_tiles<T, Wide>(arrays, stream);
+  const bool has_wide =
+      shared_memory_limit() >= Wide::kSharedBytes + Wide::kRows * sizeof(int64_t) && (is_aligned || !Wide::kIsAligned);
+  if (size <= 16) return launch_tiles<T, Shape<1, true>>(arrays, is_aligned, stream);
+  if (size <= 32) return launch_tiles<T, Shape<2, true>>(arrays, is_aligned, stream);
+  if (size <= 64) return launch_tiles<T, Shape<4, true>>(arrays, is_aligned, stream);
+  if (!has_wide) return launch_tiles<T, Shape<2, false>>(arrays, is_aligned, stream);
+  if (size <= Wide::kSide) return launch_tiles<T, Shape<kWidest, true>>(arrays, is_aligned, stream);
+  launch_tiles<T, Wide>(arrays, is_aligned, stream);
 }
 
 template void launch_pairwise_cosine<float>(const EmbeddingArrays<float>&, void* stream);

@@ -60,6 +60,23 @@ def test_distances_are_those_of_float64_at_any_depth(depth: int, dtype: torch.dt
     torch.testing.assert_close(got.double(), wanted.fill_diagonal_(0), rtol=0, atol=2.4e-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("size", "depth"), [(65, 40), (128, 520), (130, 328), (256, 72)])
+def test_no_distance_depends_on_the_tiles(size: int, depth: int, dtype: torch.dtype) -> None:
+    """Tiles have up to 128 rows, 32 on a device with little shared memory, and at most 16 for a prompt of so few."""
+    rows = (torch.randn(1, depth) + torch.randn(2 * size, depth)).to(dtype)
+    rows[size // 2] = rows[size - 1] = rows[3]
+    wide = gk.pairwise_cosine(rows, size, backend="cuda")
+    assert not wide[0, [3, size // 2, size - 1]][:, [3, size // 2, size - 1]].any()
+    for kilobytes in LIMITS[:2]:
+        with emulation.shared_memory(kilobytes):
+            assert torch.equal(gk.pairwise_cosine(rows, size, backend="cuda"), wide)
+    unaligned = torch.cat([rows.flatten()[:1], rows.flatten()])[1:].view(rows.shape)
+    assert torch.equal(gk.pairwise_cosine(unaligned, size, backend="cuda"), wide)
+    taken = torch.arange(0, size, size // 16)[:16]
+    assert torch.equal(gk.pairwise_cosine(rows[taken], 16, backend="cuda")[0], wide[0, taken][:, taken])
+
+
 class Bits(NamedTuple):
     """Results of every part, by name, to be compared to the last digit."""
 
