@@ -284,6 +284,7 @@ MISUSES = [
     ("waits in another barrier, __syncthreads_", "reaches __syncthreads_"),
     ("__shfl_sync with width 5",),
     ("mma.sync in a warp with lanes that have returned or do not exist",),
+    (" at selftest.cu:", ": cp.async was not waited for, and its shared memory was written"),
 ]
 
 

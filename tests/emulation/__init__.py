@@ -45,8 +45,8 @@ def launches(call: Callable[[], object]) -> int:
     return int(count())
 
 
-def launched(call: Callable[[], object]) -> set[str]:
-    """Names of the kernels that `call` launches, as op.kernel."""
+def launched(call: Callable[[], object], with_arguments: bool = False) -> set[str]:
+    """Names of the kernels that `call` launches, as op.kernel, with their template arguments if wanted."""
     set_schedule(1)
     call()
     find, capacity = ctypes.CDLL(str(build.library())).grpo_kernels_launched, 1000
@@ -59,7 +59,8 @@ def launched(call: Callable[[], object]) -> set[str]:
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     names = set()
     for name, source in zip(lines[::2], lines[1::2], strict=True):
-        match = re.search(r"(\w+)(?:<.*>)?\(", name)
+        match = re.search(r"(\w+)(<.*>)?\(", name)
         assert match is not None, (name, source)
-        names.add(f"{Path(source.partition(':')[0]).parent.name}.{match.group(1)}")
+        arguments = match[2] or "" if with_arguments else ""
+        names.add(f"{Path(source.partition(':')[0]).parent.name}.{match[1]}{arguments}")
     return names

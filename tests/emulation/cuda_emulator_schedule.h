@@ -187,6 +187,7 @@ class Scheduler {
   void run_block(std::size_t shared_bytes, StaticShared& static_shared);
   void start_threads();
   void forget_copies();
+  void check_copies();
   std::string deadlock() const;
 
   static void fiber_main();
@@ -333,6 +334,7 @@ inline void Scheduler::fiber_main() {
 }
 
 inline void Scheduler::finish_thread() {
+  check_copies();
   Warp& warp = warps_[current_ / 32];
   const std::uint32_t bit = 1u << lane();
   warp.live &= ~bit;

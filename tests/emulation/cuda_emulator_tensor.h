@@ -94,10 +94,13 @@ __forceinline__ void ldmatrix_x4(const void* row, std::uint32_t (&words)[4], con
 
 // --- cp.async
 
+constexpr std::uint64_t kGarbage = ~std::uint64_t{0};
+
 struct Copy {
   std::uint64_t* to;
   const std::uint64_t* from;  // null: zeros
   unsigned group;
+  Site where;
 };
 
 // The copies of each thread that have not arrived, oldest first, and the number of groups it has made.
@@ -111,6 +114,16 @@ inline void Scheduler::forget_copies() {
   for (unsigned thread = 0; thread < threads_; ++thread) copies_of_threads[thread] = {};
 }
 
+// A copy that was never waited for may arrive as late as this, over what was written to its place in the meantime.
+inline void Scheduler::check_copies() {
+  const races::Paused paused;
+  for (const Copy& copy : copies_of_threads[current_].pending) {
+    if (copy.to[0] != kGarbage || copy.to[1] != kGarbage) {
+      fail("cp.async was not waited for, and its shared memory was written", copy.where);
+    }
+  }
+}
+
 inline void commit_copies() {
   const races::Paused paused;
   ++copies_of_threads[scheduler.thread()].groups;
@@ -119,7 +132,7 @@ inline void commit_copies() {
 inline void start_copy(const Copy& copy) {
   const races::Paused paused;
   Copies& copies = copies_of_threads[scheduler.thread()];
-  copies.pending.push_back({copy.to, copy.from, copies.groups});
+  copies.pending.push_back({copy.to, copy.from, copies.groups, copy.where});
 }
 
 // Takes the oldest copy of the thread, unless it is in one of the last `groups` groups.
@@ -134,10 +147,10 @@ inline bool take_copy(unsigned groups, Copy& copy) {
 
 // The destination may change at any time until the copy is waited for: it is garbage from now on, and right at the last
 // moment. Both writes are inlined, so that a race is reported at the kernel's line.
-__forceinline__ void copy_async_16(void* to, const void* from, bool is_inside) {
+__forceinline__ void copy_async_16(void* to, const void* from, bool is_inside, const Site& where) {
   const auto words = static_cast<std::uint64_t*>(to);
-  words[0] = words[1] = ~std::uint64_t{0};
-  start_copy({words, is_inside ? static_cast<const std::uint64_t*>(from) : nullptr, 0});
+  words[0] = words[1] = kGarbage;
+  start_copy({words, is_inside ? static_cast<const std::uint64_t*>(from) : nullptr, 0, where});
 }
 
 __forceinline__ void wait_for_copies(unsigned groups) {

@@ -260,6 +260,13 @@ __global__ void misuse(int kind, int* out) {
       value = static_cast<int>(sums[0]);
       break;
     }
+    case 9: {  // The copy may arrive behind the zero.
+      __shared__ grpo_kernels::Piece<float> pieces[32];
+      grpo_kernels::copy_async(pieces + lane, static_cast<const float*>(nullptr), false);
+      grpo_kernels::commit_copies();
+      pieces[lane] = {};
+      break;
+    }
     default:
       break;
   }

@@ -11,8 +11,9 @@ namespace grpo_kernels {
 #ifdef GRPO_KERNELS_EMULATE
 
 template <typename T>
-__forceinline__ void copy_async(Piece<T>* to, const T* from, bool is_inside) {
-  emulation::copy_async_16(to, from, is_inside);
+__forceinline__ void copy_async(Piece<T>* to, const T* from, bool is_inside,
+                                emulation::Site where = emulation::Site::current()) {
+  emulation::copy_async_16(to, from, is_inside, where);
 }
 __forceinline__ void commit_copies() { emulation::commit_copies(); }
 template <int kGroups>

@@ -42,6 +42,17 @@ def test_the_shared_memory_of_the_device_changes_nothing(size: int) -> None:
                 torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("kilobytes", "largest"), zip(LIMITS, (85, 105, 161), strict=True))
+def test_matrices_are_in_shared_memory_as_far_as_they_fit(kilobytes: int, largest: int) -> None:
+    with emulation.shared_memory(kilobytes):
+        for size, is_shared in ((largest, "true"), (largest + 1, "false")):
+            distances = torch.zeros(1, size, size)
+            names = emulation.launched(
+                lambda distances=distances: gk.cluster_distances(distances, backend="cuda"), with_arguments=True
+            )
+            assert names == {f"similarity_groups.cluster_kernel<false, {is_shared}>"}
+
+
 def test_a_block_never_asks_for_more_than_there_is() -> None:
     """42 KB suffice for 256 rows; 41 KB do not even hold their vectors, without the matrix."""
     with emulation.shared_memory(42):
