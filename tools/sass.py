@@ -205,15 +205,11 @@ class Kernel:
         return out
 
     def _trips(self, loop: Loop, route: Route) -> int:
-        return next((n for pattern, n in route.trips if self._is_innermost(loop, pattern)), 1)
+        def has(a: Loop, pattern: str) -> bool:
+            return any(re.search(pattern, i.tag) for n in a.blocks for i in self.blocks[n].instructions)
 
-    def _is_innermost(self, loop: Loop, pattern: str) -> bool:
-        """Whether the loop has a tag that matches, and no loop inside it has one."""
-
-        def matches(other: Loop) -> bool:
-            return any(re.search(pattern, i.tag) for n in other.blocks for i in self.blocks[n].instructions)
-
-        return matches(loop) and not any(other.blocks < loop.blocks and matches(other) for other in self.loops)
+        inner = [other for other in self.loops if other.blocks < loop.blocks]
+        return next((n for line, n in route.trips if has(loop, line) and not any(has(a, line) for a in inner)), 1)
 
 
 def find_nvdisasm() -> str | None:
