@@ -116,7 +116,6 @@ inline void Scheduler::forget_copies() {
 
 // A copy that was never waited for may arrive as late as this, over what was written to its place in the meantime.
 inline void Scheduler::check_copies() {
-  const races::Paused paused;
   for (const Copy& copy : copies_of_threads[current_].pending) {
     if (copy.to[0] != kGarbage || copy.to[1] != kGarbage) {
       fail("cp.async was not waited for, and its shared memory was written", copy.where);
