@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Predict when the products over live rows beat products over all rows on an H100. No GPU is needed.
 
-    python tools/live_rows_prediction.py [--rows 1648] [--columns 151936] [--width 4096]
+    python tools/live_rows_prediction.py [--rows 8192] [--columns 151936] [--width 4096]
 
 The hot loops' cycles come from machine code. What machine code does not tell is how much of the tensor cores' rate a
 loop sustains that waits for nothing else: clocks, L2 and shared memory decide. The table therefore has a line for each
@@ -120,7 +120,7 @@ def break_even(loops: Sequence[Loop], size: Size, share: float) -> float:
 
 def describe(loops: Sequence[Loop], size: Size, share: float) -> str:
     """One line for loops that sustain a share of the peak."""
-    times = {idle: live_seconds(loops, size, round(size.rows * (1 - idle)), share) for idle in (0, 0.25, 0.5, 0.75, 1)}
+    times = {idle: live_seconds(loops, size, round(size.rows * (1 - idle)), share) for idle in (0, 0.25, 0.5, 0.75, 0.9)}
     of_peak = [2 * size.rows * size.columns * size.width / seconds / PEAK for seconds in times[0]]
     each = ", ".join(f"{idle:.0%}: {1e3 * hidden:.2f} + {1e3 * weight:.2f}" for idle, (hidden, weight) in times.items())
     return (
@@ -132,7 +132,7 @@ def describe(loops: Sequence[Loop], size: Size, share: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1648, help="rows of a chunk")
+    parser.add_argument("--rows", type=int, default=8192, help="rows of both products")
     parser.add_argument("--columns", type=int, default=151936, help="vocabulary")
     parser.add_argument("--width", type=int, default=4096, help="width of hidden states")
     options = parser.parse_args()
