@@ -14,7 +14,7 @@ from torch import Tensor
 import grpo_kernels as gk
 
 Inputs = dict[str, Tensor]
-ROWS, WIDTH, HIDDEN, COLUMNS = 4, 4, 8, 32
+ROWS, WIDTH, HIDDEN, COLUMNS = 4, 4, 16, 32
 TOKENS = ROWS * WIDTH
 
 

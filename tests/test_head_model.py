@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import grpo_kernels as gk
@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 ROWS, WIDTH, VOCABULARY = 64, 32, 4096
 # What is as large as a few numbers a row or the hidden states, against V numbers a row.
 SMALL = 0.02
+MULTIPLY = chunks.multiply
 
 
 def size(tensors: Iterable[Any]) -> int:
@@ -61,13 +62,9 @@ class Bytes(TorchDispatchMode):
 
     def multiply(self, a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         """In place of chunks.multiply, whose copies in float32 are only for the CPU."""
-        multiply, outer = chunks_multiply, torch.utils._python_dispatch._disable_current_modes
-        with outer():
-            multiply(a, b, out, add)
+        with _disable_current_modes():
+            MULTIPLY(a, b, out, add)
         self.count("product", (a, b, out) if add else (a, b), out)
-
-
-chunks_multiply = chunks.multiply
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, head: head_model.Head, ref_width: int | None = None) -> Bytes:
@@ -87,7 +84,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, head: head_model.Head, ref_width: i
     monkeypatch.setattr(chunks, "multiply", counter.multiply)
     monkeypatch.setattr("grpo_kernels.ops.linear_head.policy_loss.rows_per_chunk", lambda *_: head.chunk_rows)
     monkeypatch.setattr(chunks, "rows_per_product", lambda *_: head.product_rows)
-    # without a GPU, rows without gradients are looked for, which a GPU would have to wait for
+    # without a GPU, rows without a gradient are looked for, which on a GPU would wait
     monkeypatch.setattr("grpo_kernels.ops.linear_head.registration.rows_with_grad", lambda *_: None)
     with counter:
         gk.linear_policy_loss(

@@ -120,7 +120,9 @@ def break_even(loops: Sequence[Loop], size: Size, share: float) -> float:
 
 def describe(loops: Sequence[Loop], size: Size, share: float) -> str:
     """One line for loops that sustain a share of the peak."""
-    times = {idle: live_seconds(loops, size, round(size.rows * (1 - idle)), share) for idle in (0, 0.25, 0.5, 0.75, 0.9)}
+    times = {
+        idle: live_seconds(loops, size, round(size.rows * (1 - idle)), share) for idle in (0, 0.25, 0.5, 0.75, 0.9)
+    }
     of_peak = [2 * size.rows * size.columns * size.width / seconds / PEAK for seconds in times[0]]
     each = ", ".join(f"{idle:.0%}: {1e3 * hidden:.2f} + {1e3 * weight:.2f}" for idle, (hidden, weight) in times.items())
     return (

@@ -269,7 +269,7 @@ class Products:
 
     def to_weight(self, by_logits: Tensor, hidden: Tensor, is_live: Tensor | None, total: Tensor, add: bool) -> None:
         if is_live is not None:
-            live_rows.to_weight(by_logits, hidden, is_live, total, add)
+            live_rows.to_weight(by_logits, hidden.contiguous(), is_live, total, add)
         else:
             multiply(by_logits.t(), hidden, total, add)
 

@@ -110,7 +110,7 @@ def linear_policy_loss(
     check_entropy(layout, config, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     check_targets(_OP, head.targets, len(head.weight), chosen)
-    skips_idle = _skips_idle(compact, head, chosen)
+    skips_idle = _skips_idle(compact, head, weight_grad, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
     if places is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
@@ -192,13 +192,22 @@ def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str, compact:
         raise ValueError(f"{_OP}: compact must not be 'device' with memory='low', got 'device'")
 
 
-def _skips_idle(compact: bool | str | None, head: Head, backend: str) -> bool:
+def _skips_idle(compact: bool | str | None, head: Head, weight_grad: Tensor | None, backend: str) -> bool:
     if compact != "device":
         return False
     if backend not in ("cuda", "triton") or head.weight.dtype not in HALVES:
         raise ValueError(
             f"{_OP}: compact must not be 'device' but on a GPU with bfloat16 or float16, got backend {backend!r} and "
             f"{head.weight.dtype}; True leaves the rows out there, too"
+        )
+    if head.weight.shape[1] % 16 != 0 or not head.weight.is_contiguous():
+        raise ValueError(
+            f"{_OP}: weight must be contiguous with a multiple of 16 columns for compact='device', got "
+            f"{list(head.weight.shape)} with strides {head.weight.stride()}"
+        )
+    if isinstance(weight_grad, Tensor) and not weight_grad.is_contiguous():
+        raise ValueError(
+            f"{_OP}: weight_grad must be contiguous for compact='device', got strides {weight_grad.stride()}"
         )
     if importlib.util.find_spec("triton") is None:
         raise RuntimeError(f"{_OP}: compact='device' needs Triton, which is not installed; compact=True does without")

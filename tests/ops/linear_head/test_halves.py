@@ -19,7 +19,7 @@ from tests.harness import device_of, runnable_backends
 
 F64 = torch.float64
 BACKENDS = [name for name in runnable_backends(SUPPORTS, torch.bfloat16) if name in ("cuda", "triton")]
-ROWS, WIDTH, HIDDEN, VOCABULARY = 4, 10, 24, 77
+ROWS, WIDTH, HIDDEN, VOCABULARY = 4, 10, 32, 77
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 pytestmark = pytest.mark.skipif(not BACKENDS, reason="needs Triton or an emulated or real CUDA backend")
@@ -33,7 +33,7 @@ def head(dtype: torch.dtype, rows: int = ROWS, width: int = WIDTH) -> dict[str, 
         return (torch.randn(*shape, generator=random) / 2).to(dtype).double()
 
     targets = torch.randint(VOCABULARY, (rows, width), generator=random)
-    targets[0, 3] = -100
+    targets[:1, 3] = -100
     return {
         "hidden": noise(rows, width, HIDDEN),
         "weight": noise(VOCABULARY, HIDDEN),
@@ -51,19 +51,26 @@ def moved(arguments: dict[str, Tensor], backend: str, dtype: torch.dtype) -> dic
 
 
 def assert_rounded_once(
-    arguments: dict[str, Tensor], by_logits: Tensor, leaves: dict[str, Tensor], backend: str, of_sum: float = 0.0
+    arguments: dict[str, Tensor],
+    by_logits: Tensor,
+    leaves: dict[str, Tensor],
+    backend: str,
+    by_triton: bool = False,
+    of_sum: float = 0.0,
 ) -> None:
     """Bounds the error by one rounding of each gradient by a logit and one of the result.
 
     Besides, a logit is a sum of H products in float32, and an error of a logit is a relative error of a probability.
-    Triton's interpreter cuts bfloat16 off instead of rounding it, which doubles the first error.
+    Triton's interpreter cuts bfloat16 off instead of rounding it, which doubles the error of what it computes: the
+    gradient by a logit, and the results if the products are Triton's.
     """
     hidden, weight = arguments["hidden"].reshape(-1, HIDDEN), arguments["weight"]
     half = leaves["weight"].dtype
     rounding = torch.finfo(half).eps / 2
     of_logits = (HIDDEN + 2) * 2**-24 * float((hidden.abs() @ weight.abs().T + 1).max())
-    is_cut_off = backend == "triton" and half == torch.bfloat16 and not torch.cuda.is_available()
-    relative = rounding * (1 + is_cut_off) + 2 * of_logits + 2**-18
+    cuts_off = half == torch.bfloat16 and not torch.cuda.is_available()
+    relative = rounding * (1 + (cuts_off and backend == "triton")) + 2 * of_logits + 2**-18
+    of_result = rounding * (1 + (cuts_off and by_triton))
     size = by_logits.abs() + torch.finfo(half).tiny
     bounds = {
         "hidden": (by_logits @ weight, size @ weight.abs()),
@@ -75,7 +82,7 @@ def assert_rounded_once(
         assert gradient is not None
         assert gradient.dtype == half
         error = (gradient.cpu().double().reshape(gold.shape) - gold).abs()
-        assert (error <= relative * terms + rounding * gold.abs() + of_sum).all(), (name, float((error / terms).max()))
+        assert (error <= relative * terms + of_result * gold.abs() + of_sum).all(), (name, float((error / terms).max()))
 
 
 def gold_by_logits(arguments: dict[str, Tensor], loss_of_logits: Any) -> Tensor:
@@ -218,7 +225,7 @@ def test_idle_rows_are_left_out_on_the_device(
     """The middle row of three has no advantage, and single tokens have none."""
     monkeypatch.setattr("grpo_kernels.ops.linear_head.policy_loss.rows_per_chunk", lambda *_: chunk_rows)
     monkeypatch.setattr(chunks, "rows_per_product", lambda *_: product_rows)
-    # without a GPU, rows without gradients are looked for, which a GPU would have to wait for
+    # without a GPU, rows without a gradient are looked for, which on a GPU would wait
     monkeypatch.setattr("grpo_kernels.ops.linear_head.registration.rows_with_grad", lambda *_: None)
     shares: list[float] = []
     for name in ("to_hidden", "to_weight"):
@@ -247,7 +254,7 @@ def test_idle_rows_are_left_out_on_the_device(
     result.loss.backward()
     if accumulates:
         leaves["weight"].grad = (options["weight_grad"] - 1).bfloat16()
-    assert_rounded_once(arguments, by_logits, leaves, backend, of_sum=torch.finfo(torch.float32).eps * accumulates)
+    assert_rounded_once(arguments, by_logits, leaves, backend, True, torch.finfo(torch.float32).eps * accumulates)
     assert shares and min(shares) < 0.7
 
 
@@ -287,7 +294,38 @@ def test_positions_are_the_only_rows(backend: str) -> None:
         backend=backend,
     )
     result.loss.backward()
-    assert_rounded_once(arguments, by_logits, leaves, backend)
+    assert_rounded_once(arguments, by_logits, leaves, backend, True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows(backend: str) -> None:
+    arguments = head(torch.bfloat16, rows=0)
+    leaves = moved(arguments, backend, torch.bfloat16)
+    advantages = torch.zeros(0, device=leaves["weight"].device)
+    for compact in (None, False, "device"):
+        loss = gk.linear_policy_loss(
+            **leaves, old_logprobs=None, advantages=advantages, compact=compact, backend=backend
+        ).loss
+        gradients = torch.autograd.grad(loss, [leaves[name] for name in ("hidden", "weight", "bias")])
+        assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_products_of_live_rows_cannot_take(backend: str) -> None:
+    leaves = moved(head(torch.bfloat16), backend, torch.bfloat16)
+    device = leaves["weight"].device
+    options: dict[str, Any] = {"old_logprobs": None, "advantages": torch.ones(ROWS, device=device), "backend": backend}
+
+    def refused(rule: str, **changes: Any) -> None:
+        with pytest.raises(ValueError, match="linear_policy_loss: " + rule):
+            gk.linear_policy_loss(**leaves | options | changes, compact="device")
+
+    strided = leaves["weight"].detach().t().contiguous().t().requires_grad_()
+    refused("weight must be contiguous with a multiple of 16 columns.*77, 32.*1, 77", weight=strided)
+    narrow = {name: leaves[name].detach()[..., :24].contiguous().requires_grad_() for name in ("hidden", "weight")}
+    refused("weight must be contiguous with a multiple of 16 columns.*77, 24", **narrow)
+    total = torch.zeros(HIDDEN, VOCABULARY, device=device).t()
+    refused("weight_grad must be contiguous", weight_grad=total)
 
 
 H100 = 132  # multiprocessors
