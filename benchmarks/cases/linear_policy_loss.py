@@ -54,6 +54,7 @@ def cases(shape: Shape) -> list[Case]:
         "devices": (shape.device,),
         "pairs": 5,
         "same": same(shape),
+        "returned": lambda i: i.gradient_bytes,
     }
     products = 1.15 if shape.device == "cpu" else 1.2
     whole = Case(
@@ -69,7 +70,6 @@ def cases(shape: Shape) -> list[Case]:
             *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
             Bar("memory below", 0.15, "naive autograd"),
         ),
-        returned=lambda i: i.gradient_bytes,
         quick=("naive autograd",) if shape is SHAPES[0] else (),
         **common,
     )
@@ -116,7 +116,6 @@ def clipped(shape: Shape, share: float, common: dict[str, Any]) -> Case:
             Bar("memory below", 0.4, "the logits"),  # 15 % of naive autograd's, 2.7 times the logits
         ),
         arrays={"the logits": lambda i: 4 * len(i.hidden) * len(i.weight)},
-        returned=lambda i: i.gradient_bytes,
         **common,
     )
 
