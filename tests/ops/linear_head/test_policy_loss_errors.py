@@ -74,7 +74,9 @@ def test_a_compact_that_there_is_not() -> None:
 
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cpu"])
 def test_rows_left_out_on_the_device_where_low_memory_runs(backend: str) -> None:
-    given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in batch("quantile").items()}
+    wide = {"hidden": torch.randn(ROWS, WIDTH, 16), "weight": torch.randn(VOCABULARY, 16)}
+    given = batch("quantile") | wide
+    given = {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in given.items()}
     given = {k: v.to(device_of(backend)) for k, v in (given | leaves_of(given)).items()}
     options = {"config": CONFIGS["quantile"], "compact": "device", "backend": backend}
     with pytest.raises(ValueError, match="linear_policy_loss: compact must not be 'device' where memory='low' runs"):
