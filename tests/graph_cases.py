@@ -120,7 +120,7 @@ def draw_policy(shape: tuple[int, ...]) -> Inputs:
 
 
 def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
-    """What the config uses of the inputs, without log-probs, old log-probs and advantages."""
+    """Inputs that the config uses, without log-probs, old log-probs and advantages."""
     names = ["mask"]
     names += ["cu_seqlens"] if "cu_seqlens" in inputs else []
     names += ["segments"] if config.ratio == "segment" and "cu_seqlens" not in inputs else []

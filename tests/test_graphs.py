@@ -271,7 +271,7 @@ DEVICE_CODE = [*OPS, *sorted(CSRC.rglob("*.cu*")), *sorted(CSRC.glob("*/cuda.h")
 
 
 def faults(source: str, is_launcher: bool = False) -> set[str]:
-    """What CUDA sources may not contain if their calls are to be captured and run on two streams."""
+    """Calls and declarations that keep CUDA sources from capture and from running on two streams."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/|\"[^\"\n]*\"", "", source, flags=re.S)
     found = {f"calls {name}" for name in re.findall(r"\b(cu(?:da)?[A-Z]\w+)\s*\(", code) if name not in HARMLESS}
     found |= {f"allocates by {name}" for name in re.findall(r"\b(malloc|calloc|aligned_alloc|make_unique|new)\b", code)}

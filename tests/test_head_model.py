@@ -23,7 +23,7 @@ from tools import head_model
 pytest.importorskip("triton")
 ROOT = Path(__file__).parent.parent
 ROWS, WIDTH, VOCABULARY = 64, 32, 4096
-# What is as large as a few numbers a row or the hidden states, against V numbers a row.
+# Share of the logits that a few numbers a row and the hidden states may take.
 SMALL = 0.02
 MULTIPLY = chunks.multiply
 

@@ -213,11 +213,11 @@ def document_text(results: dict[str, list[Prediction]]) -> str:
     return wrapped + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def replaced(document: str, new: str) -> str:
-    """The document with new text between its marks."""
-    begin, end = "<!-- predicted -->", "<!-- end of predicted -->"
+def replaced(document: str, new: str, name: str = "predicted") -> str:
+    """The document with new text between the marks of that name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if document.count(begin) != 1 or document.count(end) != 1:
-        raise SystemExit(f"gpu_roofline: the document must have {begin} and {end} once each")
+        raise SystemExit(f"the document must have {begin} and {end} once each")
     head, _, rest = document.partition(begin)
     return f"{head}{begin}\n\n{new}\n\n{end}{rest.partition(end)[2]}"
 

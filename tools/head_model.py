@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from grpo_kernels.ops.linear_head import chunks
 from tools.gpu_model import GPUS, LAUNCH_SECONDS, Gpu
+from tools.gpu_roofline import replaced
 
 __all__ = ["Head", "Step", "steps_of"]
 
@@ -180,22 +181,13 @@ def document_text() -> str:
     return f"{wrapped}\n\n{markdown(step_table(head, gpus[0]))}\n\n{markdown(head_table(gpus))}"
 
 
-def replaced(document: str, new: str) -> str:
-    """The document with new text between its marks."""
-    begin, end = "<!-- head -->", "<!-- end of head -->"
-    if document.count(begin) != 1 or document.count(end) != 1:
-        raise SystemExit(f"head_model: the document must have {begin} and {end} once each")
-    before, _, rest = document.partition(begin)
-    return f"{before}{begin}\n\n{new}\n\n{end}{rest.partition(end)[2]}"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Predict linear_policy_loss on a GPU from the bytes that it moves.")
     parser.add_argument("--into", type=Path, help="also write the tables between the marks of this document")
     options = parser.parse_args(argv)
     print(document_text())
     if options.into is not None:
-        options.into.write_text(replaced(options.into.read_text(), document_text()))
+        options.into.write_text(replaced(options.into.read_text(), document_text(), "head"))
     return 0
 
 

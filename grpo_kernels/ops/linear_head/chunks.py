@@ -117,7 +117,7 @@ def rows_per_product(rows: int, chunk_rows: int, shape: tuple[int, ...], needs_w
     tiles = -(-width // TILE_COLUMNS)
 
     def flops(size: int) -> int:
-        """Of the product for the hidden states, in whole waves, and what the accumulation could have computed."""
+        """Flops of the product for the hidden states in whole waves, and those that the accumulation displaces."""
         count = -(-rows // size)
         waves = count * -(-(size // TILE_ROWS * tiles) // processors)
         wave = processors * TILE_ROWS * TILE_COLUMNS * 2 * columns

@@ -203,7 +203,7 @@ def test_few_live_rows_are_split_among_all_multiprocessors(device: torch.device)
     assert (count, parts) == (2, 8)
 
 
-# What the host does
+# On the host
 
 
 class Recorder(TorchDispatchMode):
