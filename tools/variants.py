@@ -55,13 +55,15 @@ def loss_rows(configs: Mapping[str, LossConfig], sentence: str, name: str) -> st
         own = {field: value for field, value in changes[key].items() if field not in shared}
         rows.append((f"`{key}`", f"`{config.loss}`", f"`{config.ratio}`", f"`{config.aggregation}`", spelled(own)))
     header = (name, "loss", "ratio", "aggregation", "other fields")
-    return f"{sentence}\n\nAll have {spelled(shared)}.\n\n{table(header, rows)}"
+    in_common = f"All have {spelled(shared)}.\n\n" if shared else ""
+    return f"{sentence}\n\n{in_common}{table(header, rows)}"
 
 
 def policy_loss() -> str:
     choices = [(f"`{name}`", ", ".join(f"`{value}`" for value in values)) for name, values in FIELDS.items()]
     trl = {name: LossConfig.trl(loss_type=name) for name in peers.TRL_LOSS_TYPES}
     verl = {name: LossConfig.verl(loss_mode=name, **REQUIRED.get(name, {})) for name in peers._VERL_LOSSES}
+    prime_rl = {name: LossConfig.prime_rl(type=name) for name in peers.PRIME_RL_DEFAULTS}
     refused = ", ".join(f"`{name}`" for name in peers._VERL_REFUSED)
     return "\n\n".join(
         [
@@ -69,6 +71,7 @@ def policy_loss() -> str:
             loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
             loss_rows(verl, "`LossConfig.verl(loss_mode=...)`, with verl's defaults.", "verl's `loss_mode`"),
             f"Refused: verl's {refused}.",
+            loss_rows(prime_rl, "`LossConfig.prime_rl(type=...)`, with prime-rl's defaults.", "prime-rl's `type`"),
         ]
     )
 

@@ -215,8 +215,8 @@ struct RowStatistics {
     tokens.row_is_off_policy = !(sampling_to_policy / count <= plan.off_policy_threshold);
     tokens.row_log_ratio = static_cast<T>(log_ratio / count);
     if (plan.corrects_sequences()) {
-      const double weight =
-          correction_weight<ScalarTermMath<double>>(plan, old_to_sampling, TermCoefficients<double>(plan));
+      const double gap = plan.corrects_means() ? old_to_sampling / count : old_to_sampling;
+      const double weight = correction_weight<ScalarTermMath<double>>(plan, gap, TermCoefficients<double>(plan));
       tokens.row_is_weight = static_cast<T>(weight);
       sums.add_is_weight(weight);
     } else if (in.is_weights_by_row && counts.tokens > 0) {

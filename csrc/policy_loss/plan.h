@@ -10,12 +10,13 @@
 namespace grpo_kernels {
 
 // In the order of the names in grpo_kernels/ops/policy_loss/config.py; tests/test_codes.py compares them.
-GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro);
+GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro, kIpo, kIcePop);
 GRPO_CODES(Ratio, int64_t, kToken, kSequence, kSequenceToken, kSegment, kSegmentMean);
 GRPO_CODES(Kl, int64_t, kNone, kK1, kK2, kK3, kAbs);
 GRPO_CODES(Aggregation, int64_t, kTokenMean, kTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm,
            kLocalTokenMean);
-GRPO_CODES(Correction, int64_t, kNone, kTokenTruncate, kTokenMask, kSequenceTruncate, kSequenceMask);
+GRPO_CODES(Correction, int64_t, kNone, kTokenTruncate, kTokenMask, kSequenceTruncate, kSequenceMask, kGeometricTruncate,
+           kGeometricMask);
 
 // In the order of LossConfig.modes and LossConfig.coefficients.
 // clang-format off: it would nest the entries
@@ -37,8 +38,12 @@ struct PolicyPlan {
 
   GRPO_HD bool by_segment() const { return ratio == Ratio::kSegment || ratio == Ratio::kSegmentMean; }
   GRPO_HD bool by_sequence() const { return ratio == Ratio::kSequence || ratio == Ratio::kSequenceToken; }
+  // By the geometric mean of a row's ratios, not by their product.
+  GRPO_HD bool corrects_means() const {
+    return correction == Correction::kGeometricTruncate || correction == Correction::kGeometricMask;
+  }
   GRPO_HD bool corrects_sequences() const {
-    return correction == Correction::kSequenceTruncate || correction == Correction::kSequenceMask;
+    return correction == Correction::kSequenceTruncate || correction == Correction::kSequenceMask || corrects_means();
   }
   // Whether the gradient through the ratio goes to every token of the row.
   GRPO_HD bool spreads_over_row() const { return ratio == Ratio::kSequence || loss == Loss::kGeoMean; }

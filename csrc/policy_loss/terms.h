@@ -180,6 +180,26 @@ GRPO_HD void sapo_term(const TermInput<Math>& in, const TermCoefficients<typenam
   term.by_ratio = Math::select(term.is_unclamped, -in.advantage * slope, zero);
 }
 
+// Terms that count inside of a trust region only, whatever the sign of the advantage: IPO bounds the change of the
+// token's probability, IcePop the ratio. NaN is not outside, so that it shows.
+template <typename Math>
+GRPO_HD void masked_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n,
+                         Term<Math>& term) {
+  using V = typename Math::Value;
+  const V zero = Math::all(0);
+  V position = term.ratio;
+  typename Math::Scalar low = n.low;
+  if (loss == Loss::kIpo) {
+    position = Math::exp(in.logprob) - Math::exp(in.old_logprob);
+    low = -low;
+  }
+  term.low_clipped = position < Math::all(low);
+  term.high_clipped = position > Math::all(n.high);
+  term.clipped = term.low_clipped | term.high_clipped;
+  term.value = Math::select(term.clipped, zero, -in.advantage * term.ratio);
+  term.by_ratio = Math::select(term.is_unclamped, term.value, zero);
+}
+
 // DPPO: whether the divergence is within its bound, or the probability moved against the advantage. The divergence is
 // that of the two outcomes "this token" and "any other".
 template <typename Math>
@@ -249,6 +269,10 @@ GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermC
       term.by_score = pull - in.advantage;
       break;
     }
+    case Loss::kIpo:
+    case Loss::kIcePop:
+      masked_term<Math>(loss, in, n, term);
+      break;
     default:
       score_term<Math>(loss, in, n, term);
   }
@@ -286,13 +310,14 @@ GRPO_HD KlTerm<Math> kl_term(Kl kind, const typename Math::Value& log_ratio,
   return kl;
 }
 
-// The importance weight for rollout mismatch of a token, or of a row from the sum of its log ratios.
+// The importance weight for rollout mismatch of a token, or of a row from the sum or mean of its log ratios.
 template <typename Math>
 GRPO_HD typename Math::Value correction_weight(const PolicyPlan& plan, const typename Math::Value& log_ratio,
                                                const TermCoefficients<typename Math::Scalar>& n) {
   using V = typename Math::Value;
   const V ratio = Math::exp(log_ratio);
-  if (plan.correction == Correction::kTokenTruncate || plan.correction == Correction::kSequenceTruncate) {
+  if (plan.correction == Correction::kTokenTruncate || plan.correction == Correction::kSequenceTruncate ||
+      plan.correction == Correction::kGeometricTruncate) {
     return clamp_to<Math>(ratio, n.correction_min, n.correction_max);
   }
   const auto is_outside = (ratio < Math::all(n.correction_min)) | (ratio > Math::all(n.correction_max));

@@ -7,12 +7,12 @@ import math
 from typing import Any, NamedTuple
 
 from grpo_kernels.checks import choices, finite, unknown
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES, trl_fields, verl_fields
+from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES, prime_rl_fields, trl_fields, verl_fields
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
-LOSSES = ("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro")
-CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO = range(len(LOSSES))
+LOSSES = ("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop")
+CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP = range(len(LOSSES))
 RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean")
 TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN = range(len(RATIOS))
 ESTIMATORS = ("none", "k1", "k2", "k3", "abs")
@@ -27,8 +27,18 @@ AGGREGATIONS = (
     "local-token-mean",
 )
 TOKEN_MEAN, TOKEN_SUM, ROW_TOKEN_MEAN, ROW_TOKEN_SUM, ROW_TOKEN_NORM, LOCAL_TOKEN_MEAN = range(len(AGGREGATIONS))
-CORRECTIONS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-CORRECTION_NONE, TOKEN_TRUNCATE, TOKEN_MASK, SEQUENCE_TRUNCATE, SEQUENCE_MASK = range(len(CORRECTIONS))
+CORRECTIONS = (
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+)
+CORRECTION_NONE, TOKEN_TRUNCATE, TOKEN_MASK, SEQUENCE_TRUNCATE, SEQUENCE_MASK, GEOMETRIC_TRUNCATE, GEOMETRIC_MASK = (
+    range(len(CORRECTIONS))
+)
 
 # Measurements of the kernels, in the order of PolicyLossMetrics.tensor.
 METRICS = (
@@ -80,6 +90,8 @@ _RATIOS_OF = {
     "dppo_kl": ("token",),
     "reinforce": ("token",),
     "dro": ("token",),
+    "ipo": ("token",),
+    "icepop": ("token", "sequence", "segment", "segment_mean"),
 }
 # Losses that read each field; a value other than the default is refused for all others.
 _OWN_FIELDS = {
@@ -89,9 +101,9 @@ _OWN_FIELDS = {
     "sapo_temperatures": ("sapo",),
     "vespo_shape": ("vespo",),
     "dro_beta": ("dro",),
-    "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl"),
-    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"),
-    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"),
+    "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop"),
+    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
+    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
 }
 
 
@@ -140,11 +152,12 @@ class LossConfig(PlannedConfig):
     """The policy loss: sum over terms of weight * term, plus kl_coef * KL, minus entropy_coef * entropy.
 
     Args:
-        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce" or "dro"
+        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo" or "icepop"
         ratio: "token", "sequence" (geometric mean of the row's ratios), "sequence_token" (its value, with the gradient
             of each token's own ratio), "segment" (joint ratio of a sub-sequence) or "segment_mean"
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; geo_mean clips the log ratio to
-            [-clip_low, clip_high], and for dppo these bound the divergence. None means no bound on that side
+            [-clip_low, clip_high], and for dppo these bound the divergence. ipo drops tokens whose probability changed
+            by more than these, icepop those whose ratio is outside. None means no bound on that side
         dual_clip: with a negative advantage a term is at most -advantage * dual_clip
         delta: upper bound of the unclipped ratio (two-sided clipping)
         ratio_cap: upper bound of the detached ratio of dppo
@@ -164,7 +177,8 @@ class LossConfig(PlannedConfig):
         max_length: constant divisor of "seq-mean-token-sum-norm"
         count_empty_rows: whether rows without tokens count in means over rows
         correction: of the mismatch between sampler and trainer, from sampling_logprobs: "none", "token_truncate",
-            "token_mask", "sequence_truncate" or "sequence_mask"
+            "token_mask", "sequence_truncate" or "sequence_mask" (the product of a row's ratios), or
+            "geometric_truncate" or "geometric_mask" (their geometric mean)
         correction_min, correction_max: bounds of the correction's ratio; None means no bound
         off_policy_threshold: drop rows with a negative advantage whose mean log ratio of sampler to policy exceeds this
         top_entropy_quantile: restrict the policy term to this share of the tokens, those of highest entropy
@@ -207,7 +221,11 @@ class LossConfig(PlannedConfig):
     def couples_tokens(self) -> bool:
         """Whether the gradient of a token depends on other tokens of its sequence."""
         by_loss = self.loss in ("vespo", "geo_mean") or self.ratio != "token"
-        return by_loss or self.correction.startswith("sequence") or self.off_policy_threshold is not None
+        return by_loss or self._corrects_rows or self.off_policy_threshold is not None
+
+    @property
+    def _corrects_rows(self) -> bool:
+        return self.correction.startswith(("sequence", "geometric"))
 
     @classmethod
     def trl(cls, **fields: Any) -> LossConfig:
@@ -218,6 +236,11 @@ class LossConfig(PlannedConfig):
     def verl(cls, **fields: Any) -> LossConfig:
         """The loss that verl's ActorConfig and PolicyLossConfig describe with these fields; likewise."""
         return cls(**verl_fields(**fields))
+
+    @classmethod
+    def prime_rl(cls, **fields: Any) -> LossConfig:
+        """The loss that prime-rl's IPO and IcePop configs describe with these fields; likewise."""
+        return cls(**prime_rl_fields(**fields))
 
     @classmethod
     def of(cls, config: LossConfig | str, op: str = "policy_loss") -> LossConfig:
@@ -306,7 +329,7 @@ class LossConfig(PlannedConfig):
             refuse("max_length must be given with seq-mean-token-sum-norm, and only then", "max_length", "aggregation")
         if self.correction == "none" and (self.correction_min, self.correction_max) != (None, None):
             refuse("correction must be chosen for its bounds", "correction_min", "correction_max")
-        if self.correction.startswith("sequence") and self.loss == "vespo":
+        if self._corrects_rows and self.loss == "vespo":
             refuse("correction must be by token for vespo, whose ratio is their product", "correction", "loss")
         if self.correction.startswith("token") and self.ratio.startswith("segment"):
             refuse("correction must be by sequence with ratios of segments", "correction", "ratio")
@@ -320,7 +343,7 @@ class LossConfig(PlannedConfig):
         def bound(value: float | None, none: float) -> float:
             return none if value is None else float(value)
 
-        of_ratio = self.loss in ("clip", "cispo")
+        of_ratio = self.loss in ("clip", "cispo", "icepop")
         low, high = bound(self.clip_low, math.inf), bound(self.clip_high, math.inf)
         clamp_low, clamp_high = self.log_ratio_clamp or (-math.inf, math.inf)
         kl_clamp_in, kl_clamp_out = self.kl_clamp or (math.inf, math.inf)

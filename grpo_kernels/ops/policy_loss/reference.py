@@ -18,6 +18,10 @@ from grpo_kernels.ops.policy_loss.config import (
     DPPO_TV,
     DRO,
     GEO_MEAN,
+    GEOMETRIC_MASK,
+    GEOMETRIC_TRUNCATE,
+    ICEPOP,
+    IPO,
     K1,
     K2,
     K3,
@@ -171,10 +175,13 @@ def _correction(
     # a token that the sampler could not score says nothing: ratio 1
     gap = old - sampling.reshape(-1)
     gap = torch.where(valid & ~gap.isnan(), gap, 0)
-    by_row = plan.correction in (SEQUENCE_TRUNCATE, SEQUENCE_MASK)
-    ratio = (rows.sum(gap) if by_row else gap).exp()
+    by_row = plan.correction in (SEQUENCE_TRUNCATE, SEQUENCE_MASK, GEOMETRIC_TRUNCATE, GEOMETRIC_MASK)
+    gap = rows.sum(gap) if by_row else gap
+    if plan.correction in (GEOMETRIC_TRUNCATE, GEOMETRIC_MASK):
+        gap = gap / rows.sum(valid.to(gap.dtype)).clamp(min=1)
+    ratio = gap.exp()
     low, high = plan.correction_min, plan.correction_max
-    if plan.correction in (TOKEN_TRUNCATE, SEQUENCE_TRUNCATE):
+    if plan.correction in (TOKEN_TRUNCATE, SEQUENCE_TRUNCATE, GEOMETRIC_TRUNCATE):
         ratio = ratio.clamp(low, high)
     else:
         ratio = torch.where((ratio < low) | (ratio > high), 0, ratio)
@@ -280,6 +287,12 @@ def _policy(
             logs = torch.where(valid, (correction + 1e-10).log(), 0)
             policy = policy * rows.spread(rows.sum(logs) / total).exp()
         return policy, counters
+    if plan.loss in (IPO, ICEPOP):
+        bound = -low if plan.loss == IPO else low
+        position = (lp.exp() - old.exp()).detach() if plan.loss == IPO else ratio.detach()
+        counters |= {"low": position < bound, "high": position > high}
+        counters["clipped"] = counters["low"] | counters["high"]
+        return torch.where(counters["clipped"], 0, -advantage * ratio), counters
     if plan.loss == DRO:
         return -(lp * advantage - 0.5 * plan.dro_beta * (lp - old) ** 2), counters
     return _score_function(rows, tokens, terms, correction, counters, plan)

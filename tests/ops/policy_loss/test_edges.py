@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, METRICS
+from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, METRICS
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 from tests.ops.policy_loss.test_spec import LOSSES, ragged, segments_of
@@ -28,10 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         kind: {"kl": kind, "kl_coef": 0.1, "kl_clamp": (20.0, 10.0)}
         for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
     },
-    **{
-        mode: {"correction": mode, "correction_min": 0.8, "correction_max": 1.2}
-        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-    },
+    **{mode: {"correction": mode, "correction_min": 0.8, "correction_max": 1.2} for mode in CORRECTIONS[1:]},
     "kl_unbiased": {"kl": "k3", "kl_coef": 0.1, "kl_unbiased": True, "ratio": "sequence"},
     "vespo-corrected": {"loss": "vespo", "correction": "token_truncate", "correction_max": 1.2},
     "off_policy": {"off_policy_threshold": 0.02, "with": ("sampling_logprobs",)},

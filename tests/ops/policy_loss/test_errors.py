@@ -326,9 +326,9 @@ USERS = {
     "sapo_temperatures": {"sapo"},
     "dro_beta": {"dro"},
     "vespo_shape": {"vespo"},
-    "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl"},
-    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"},
-    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"},
+    "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop"},
+    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
+    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
 }
 
 

@@ -35,6 +35,8 @@ def random_config(choose: random.Random) -> gk.LossConfig:
             "log_ratio_clamp": choose.choice([None, (-20.0, 20.0), (-0.3, 0.3)]),
         },
         "dro": {"dro_beta": 0.3},
+        "ipo": {"clip_low": choose.choice([None, 0.02]), "clip_high": 0.03},
+        "icepop": {"clip_low": choose.choice([None, 0.1]), "clip_high": 0.1, "log_ratio_clamp": (-0.3, 0.3)},
     }
     trust = {"ratio_cap": 3.0, "clip_low": 0.05, "clip_high": 0.04, "log_ratio_clamp": (-20.0, 20.0)}
     fields |= trust if loss.startswith("dppo") else own.get(loss, {})
@@ -56,8 +58,9 @@ def random_config(choose: random.Random) -> gk.LossConfig:
     if choose.random() < 0.3:
         fields["top_entropy_quantile"] = 0.5
     if choose.random() < 0.4:
-        kinds = ["sequence_truncate", "sequence_mask"] if loss != "vespo" else []
-        kinds += ["token_truncate", "token_mask"] if not ratio.startswith("segment") else []
+        of_rows = ["sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"]
+        kinds = of_rows if loss != "vespo" else []
+        kinds = kinds + (["token_truncate", "token_mask"] if not ratio.startswith("segment") else [])
         fields |= {"correction": choose.choice(kinds), "correction_max": 1.2}
         fields["correction_min"] = choose.choice([None, 0.8])
     return gk.LossConfig(**fields)

@@ -35,6 +35,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_kl": {"loss": "dppo_kl", "ratio_cap": 3.0},
     "reinforce": {"loss": "reinforce"},
     "dro": {"loss": "dro", "dro_beta": 0.1},
+    "ipo": {"loss": "ipo"},
+    "icepop": {"loss": "icepop"},
+    "icepop-sequence": {"loss": "icepop", "ratio": "sequence"},
     "segment": {"ratio": "segment"},
     "segment_mean": {"ratio": "segment_mean"},
 }
@@ -406,7 +409,7 @@ def test_clamps_of_the_kl(backend: str, dtype: torch.dtype) -> None:
 # For each field, base settings and values that must give different results.
 ENTROPY = {"entropy_coef": 0.1, "aggregation": "token-sum"}
 FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
-    "loss": ({}, ("clip", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "reinforce")),
+    "loss": ({}, ("clip", "cispo", "sapo", "vespo", "dppo_tv", "dppo_kl", "reinforce", "ipo")),
     "ratio": ({}, ("token", "sequence", "segment", "segment_mean")),
     "clip_low": ({}, (0.1, 0.2, None)),
     "clip_high": ({}, (0.1, 0.2, None)),
@@ -429,7 +432,7 @@ FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "count_empty_rows": ({"aggregation": "seq-mean-token-mean"}, (False, True)),
     "correction": (
         {"correction": "token_mask", "correction_min": 0.95, "correction_max": 1.05},
-        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"),
     ),
     "correction_min": ({"correction": "token_truncate"}, (None, 0.95)),
     "correction_max": ({"correction": "token_truncate"}, (None, 1.05)),

@@ -18,7 +18,6 @@ from grpo_kernels.ops.policy_loss.config import (
     SEGMENT,
     SEGMENT_MEAN,
     SEQUENCE,
-    SEQUENCE_MASK,
     SEQUENCE_TRUNCATE,
     Plan,
 )
@@ -160,7 +159,7 @@ def _run(
         "metrics_ptr": metrics,
         "loss_ptr": loss,
     }
-    of_row = plan["CORRECTION"] in (SEQUENCE_TRUNCATE, SEQUENCE_MASK) or plan["IS_WEIGHTS_BY_ROW"]
+    of_row = plan["CORRECTION"] >= SEQUENCE_TRUNCATE or plan["IS_WEIGHTS_BY_ROW"]
     shape = {"rows_per_block": triton.cdiv(rows, max(blocks, 1)), "blocks": blocks, "HAS_ROW_WEIGHT": of_row}
     shape |= {"ROWS": _ROWS_PER_BLOCK, "BLOCKS": _BLOCKS}
 

@@ -10,10 +10,10 @@ import triton.language as tl
 
 from grpo_kernels.ops.policy_loss.triton.terms import (
     GEO_MEAN,
+    GEOMETRIC_TRUNCATE,
     INTEGERS,
     SEGMENT_MEAN,
     SEQUENCE,
-    SEQUENCE_MASK,
     SEQUENCE_TOKEN,
     SEQUENCE_TRUNCATE,
     VESPO,
@@ -215,7 +215,7 @@ def _tell_row(
 ):
     """From the sums over a row to what its tokens have to know of it."""
     of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
-    corrects_row: tl.constexpr = (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == SEQUENCE_MASK)
+    corrects_row: tl.constexpr = CORRECTION >= SEQUENCE_TRUNCATE
     is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)
     divisor = tl.maximum(sums.tokens, 1.0)
     factor = sums.tokens * 0.0 + 1.0
@@ -223,7 +223,8 @@ def _tell_row(
         if corrects_row:
             least = tl.full([], numbers.correction_min, tl.float64)
             most = tl.full([], numbers.correction_max, tl.float64)
-            factor = mismatch_weight(sums.gaps, least, most, CORRECTION)
+            gap = sums.gaps / divisor if CORRECTION >= GEOMETRIC_TRUNCATE else sums.gaps
+            factor = mismatch_weight(gap, least, most, CORRECTION)
         else:
             factor = tl.load(is_weights_ptr + stats.row).to(tl.float64)
         measured = factor
@@ -293,7 +294,7 @@ def rows_kernel(
     start, length = bounds(cu_seqlens_ptr, row, rows, width, tokens)
     dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
     of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
-    corrects_row: tl.constexpr = (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == SEQUENCE_MASK)
+    corrects_row: tl.constexpr = CORRECTION >= SEQUENCE_TRUNCATE
     collects: tl.constexpr = (LOSS == VESPO) | (LOSS == GEO_MEAN)
     has_is: tl.constexpr = is_weights_ptr is not None or CORRECTION != 0
     is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)

@@ -21,6 +21,8 @@ DPPO_TV = tl.constexpr(config.DPPO_TV)
 DPPO_KL = tl.constexpr(config.DPPO_KL)
 REINFORCE = tl.constexpr(config.REINFORCE)
 DRO = tl.constexpr(config.DRO)
+IPO = tl.constexpr(config.IPO)
+ICEPOP = tl.constexpr(config.ICEPOP)
 TOKEN = tl.constexpr(config.TOKEN)
 SEQUENCE = tl.constexpr(config.SEQUENCE)
 SEQUENCE_TOKEN = tl.constexpr(config.SEQUENCE_TOKEN)
@@ -35,6 +37,7 @@ TOKEN_TRUNCATE = tl.constexpr(config.TOKEN_TRUNCATE)
 TOKEN_MASK = tl.constexpr(config.TOKEN_MASK)
 SEQUENCE_TRUNCATE = tl.constexpr(config.SEQUENCE_TRUNCATE)
 SEQUENCE_MASK = tl.constexpr(config.SEQUENCE_MASK)
+GEOMETRIC_TRUNCATE = tl.constexpr(config.GEOMETRIC_TRUNCATE)
 
 # Integer arguments that change from batch to batch. Specialising on their values would recompile the kernels;
 # floating-point arguments are never specialised.
@@ -131,9 +134,9 @@ def sampler_gap(old, sampling):
 
 @triton.jit
 def mismatch_weight(gap, least, most, CORRECTION: tl.constexpr):
-    """The weight for rollout mismatch of a token, or of a row from the sum of its gaps."""
+    """The weight for rollout mismatch of a token, or of a row from the sum or mean of its gaps."""
     ratio = exp(gap)
-    if (CORRECTION == TOKEN_TRUNCATE) | (CORRECTION == SEQUENCE_TRUNCATE):
+    if (CORRECTION == TOKEN_TRUNCATE) | (CORRECTION == SEQUENCE_TRUNCATE) | (CORRECTION == GEOMETRIC_TRUNCATE):
         return clamp(ratio, least, most)
     else:
         return tl.where((ratio < least) | (ratio > most), 0.0, ratio)
@@ -207,8 +210,8 @@ def _trusted(lp, old, advantage, low, high, LOSS: tl.constexpr):
 def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, limits, LOSS: tl.constexpr):
     """The Term of each token, row or segment.
 
-    log_ratio and score may be those of a row or a segment. Every loss but clip, SAPO and GMPO is the score (for DRO,
-    nearly) times a weight without derivative.
+    log_ratio and score may be those of a row or a segment. Every loss but clip, SAPO, GMPO, IPO and IcePop is the
+    score (for DRO, nearly) times a weight without derivative.
     """
     low, high = tl.full([], limits.low, lp.dtype), tl.full([], limits.high, lp.dtype)
     dual_clip, cap = tl.full([], limits.dual_clip, lp.dtype), tl.full([], limits.cap, lp.dtype)
@@ -232,6 +235,13 @@ def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, l
     elif LOSS == GEO_MEAN:
         value = -advantage * ratio
         by_ratio = value
+    elif (LOSS == IPO) | (LOSS == ICEPOP):
+        position = exp(lp) - exp(old) if LOSS == IPO else ratio
+        is_low = position < (-low if LOSS == IPO else low)
+        is_high = position > high
+        is_clipped = is_low | is_high
+        value = tl.where(is_clipped, 0.0, -advantage * ratio)
+        by_ratio = tl.where(inside, value, 0.0)
     elif LOSS == DRO:
         pull = dro_beta * (lp - old)
         value = 0.5 * pull * (lp - old) - lp * advantage
