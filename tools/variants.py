@@ -70,8 +70,8 @@ def policy_loss() -> str:
             table(("field of `LossConfig`", "values"), choices),
             loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
             loss_rows(verl, "`LossConfig.verl(loss_mode=...)`, with verl's defaults.", "verl's `loss_mode`"),
-            f"Refused: verl's {refused}.",
             loss_rows(prime_rl, "`LossConfig.prime_rl(type=...)`, with prime-rl's defaults.", "prime-rl's `type`"),
+            f"Refused: verl's {refused}.",
         ]
     )
 

@@ -10,7 +10,7 @@
 namespace grpo_kernels {
 
 // In the order of the names in grpo_kernels/ops/policy_loss/config.py; tests/test_codes.py compares them.
-GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro, kIpo, kIcePop);
+GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro, kIpo, kIcepop);
 GRPO_CODES(Ratio, int64_t, kToken, kSequence, kSequenceToken, kSegment, kSegmentMean);
 GRPO_CODES(Kl, int64_t, kNone, kK1, kK2, kK3, kAbs);
 GRPO_CODES(Aggregation, int64_t, kTokenMean, kTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm,

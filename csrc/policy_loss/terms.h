@@ -270,7 +270,7 @@ GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermC
       break;
     }
     case Loss::kIpo:
-    case Loss::kIcePop:
+    case Loss::kIcepop:
       masked_term<Math>(loss, in, n, term);
       break;
     default:

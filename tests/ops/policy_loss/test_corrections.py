@@ -14,6 +14,7 @@ from tests.harness import device_of, runnable_backends
 F64 = torch.float64
 BACKENDS = runnable_backends(SUPPORTS, F64)
 LOW, HIGH = 0.95, 1.05
+SPREAD = {"token": 0.05, "sequence": 0.02, "geometric": 0.2}  # of the gaps, so that ratios lie inside and outside
 
 
 def weights_of(correction: str, gap: Tensor, mask: Tensor) -> Tensor:
@@ -33,9 +34,9 @@ def weights_of(correction: str, gap: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_correction_is_its_importance_weights(backend: str, correction: str, loss: str) -> None:
     random, device = torch.Generator().manual_seed(0), device_of(backend)
-    rows, width = 6, 20
+    rows, width = 12, 20
     old = -torch.rand(rows, width, generator=random, dtype=F64)
-    gap = 0.1 * torch.randn(rows, width, generator=random, dtype=F64)
+    gap = SPREAD[correction.partition("_")[0]] * torch.randn(rows, width, generator=random, dtype=F64)
     gap[1, 3] = torch.nan
     mask = torch.rand(rows, width, generator=random) < 0.8
     mask[4] = False

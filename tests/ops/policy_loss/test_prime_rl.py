@@ -40,7 +40,7 @@ def prime_rl(batch: dict[str, Tensor], eps: float = 0.3, kl_tau: float = 0.0, **
 def draw() -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     sampled = -torch.rand(4, 50, generator=random, dtype=F64) * 3
-    now = (sampled + 0.5 * torch.randn(4, 50, generator=random, dtype=F64)).clamp(max=0)
+    now = (sampled + 1.5 * torch.randn(4, 50, generator=random, dtype=F64)).clamp(max=0)
     advantages = torch.randn(4, 50, generator=random, dtype=F64)
     mask = torch.rand(4, 50, generator=random) < 0.8
     return {"logprobs": now, "sampled": sampled, "advantages": advantages, "mask": mask}

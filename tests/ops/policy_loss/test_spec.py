@@ -36,7 +36,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "reinforce": {"loss": "reinforce"},
     "dro": {"loss": "dro", "dro_beta": 0.1},
     "ipo": {"loss": "ipo"},
-    "icepop": {"loss": "icepop"},
     "icepop-sequence": {"loss": "icepop", "ratio": "sequence"},
     "segment": {"ratio": "segment"},
     "segment_mean": {"ratio": "segment_mean"},
@@ -432,7 +431,7 @@ FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "count_empty_rows": ({"aggregation": "seq-mean-token-mean"}, (False, True)),
     "correction": (
         {"correction": "token_mask", "correction_min": 0.95, "correction_max": 1.05},
-        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"),
+        ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"),
     ),
     "correction_min": ({"correction": "token_truncate"}, (None, 0.95)),
     "correction_max": ({"correction": "token_truncate"}, (None, 1.05)),
