@@ -34,12 +34,6 @@ _TO_WEIGHT = registry.define(
 )
 
 
-def suits(by_logits: Tensor, width: int) -> bool:
-    """Whether all rows start at multiples of 16 bytes, without which the products are right but slower than cuBLAS."""
-    offset = by_logits.storage_offset() * by_logits.element_size()
-    return by_logits.dtype in _HALVES and not (by_logits.stride(0) % 16 or width % 16 or offset % 16)
-
-
 def to_hidden(by_logits: Tensor, weight: Tensor, is_live: Tensor, out: Tensor) -> None:
     """Writes ``by_logits @ weight`` to live rows of ``out`` and zeros to the others.
 

@@ -200,6 +200,7 @@ def _skips_idle(compact: bool | str | None, head: Head, weight_grad: Tensor | No
             f"{_OP}: compact must not be 'device' but on a GPU with bfloat16 or float16, got backend {backend!r} and "
             f"{head.weight.dtype}; True leaves the rows out there, too"
         )
+    # rows that do not start at multiples of 16 bytes would be read one element at a time
     if head.weight.shape[1] % 16 != 0 or not head.weight.is_contiguous():
         raise ValueError(
             f"{_OP}: weight must be contiguous with a multiple of 16 columns for compact='device', got "

@@ -164,13 +164,6 @@ def test_bits_do_not_depend_on_idle_blocks(pattern: str, device: torch.device, s
         assert torch.equal(of_all, of_live)
 
 
-def test_rows_that_load_quickly() -> None:
-    memory = torch.empty(4, 48, dtype=torch.float16)
-    assert live_rows.suits(memory[:, :41], 32) and live_rows.suits(memory[1:, 8:], 32)
-    slow = (memory[:, 1:], memory.float(), torch.empty(4, 41, dtype=torch.float16))
-    assert not live_rows.suits(memory, 40) and not any(live_rows.suits(values, 32) for values in slow)
-
-
 # The plan
 
 

@@ -36,7 +36,6 @@ KL_ABS = tl.constexpr(config.KL_ABS)
 TOKEN_TRUNCATE = tl.constexpr(config.TOKEN_TRUNCATE)
 TOKEN_MASK = tl.constexpr(config.TOKEN_MASK)
 SEQUENCE_TRUNCATE = tl.constexpr(config.SEQUENCE_TRUNCATE)
-SEQUENCE_MASK = tl.constexpr(config.SEQUENCE_MASK)
 GEOMETRIC_TRUNCATE = tl.constexpr(config.GEOMETRIC_TRUNCATE)
 
 # Integer arguments that change from batch to batch. Specialising on their values would recompile the kernels;
