@@ -150,8 +150,10 @@ def test_every_layer_of_an_op_has_its_name(op: str) -> None:
     else:
         module = importlib.import_module(f"grpo_kernels.ops.{op}.registration")
         of_backend = {
-            "reference": [f"grpo_kernels/ops/{op}/reference.py"],
-            "triton": [f"grpo_kernels/ops/{op}/triton" + ("" if (folder / "triton").is_dir() else ".py")],
+            **{
+                name: [f"grpo_kernels/ops/{op}/{name}" + ("" if (folder / name).is_dir() else ".py")]
+                for name in ("reference", "triton")
+            },
             "cpu": [f"csrc/{op}/cpu.cpp", f"csrc/{op}/simd.cpp"],
             "cuda": [f"csrc/{op}/cuda.cu", f"csrc/{op}/cuda_op.cpp"],
         }

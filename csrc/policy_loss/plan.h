@@ -10,8 +10,9 @@
 namespace grpo_kernels {
 
 // In the order of the names in grpo_kernels/ops/policy_loss/config.py; tests/test_codes.py compares them.
-GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro, kIpo, kIcepop);
-GRPO_CODES(Ratio, int64_t, kToken, kSequence, kSequenceToken, kSegment, kSegmentMean);
+GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro, kIpo, kIcepop,
+           kTopr);
+GRPO_CODES(Ratio, int64_t, kToken, kSequence, kSequenceToken, kSegment, kSegmentMean, kAverage, kGeometricAverage);
 GRPO_CODES(Kl, int64_t, kNone, kK1, kK2, kK3, kAbs);
 GRPO_CODES(Aggregation, int64_t, kTokenMean, kTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm,
            kLocalTokenMean);
@@ -38,6 +39,8 @@ struct PolicyPlan {
 
   GRPO_HD bool by_segment() const { return ratio == Ratio::kSegment || ratio == Ratio::kSegmentMean; }
   GRPO_HD bool by_sequence() const { return ratio == Ratio::kSequence || ratio == Ratio::kSequenceToken; }
+  // Whether the ratio is a mean of the token's and the row's.
+  GRPO_HD bool mixes_ratios() const { return ratio == Ratio::kAverage || ratio == Ratio::kGeometricAverage; }
   // By the geometric mean of a row's ratios, not by their product.
   GRPO_HD bool corrects_means() const {
     return correction == Correction::kGeometricTruncate || correction == Correction::kGeometricMask;
@@ -45,12 +48,14 @@ struct PolicyPlan {
   GRPO_HD bool corrects_sequences() const {
     return correction == Correction::kSequenceTruncate || correction == Correction::kSequenceMask || corrects_means();
   }
-  // Whether the gradient through the ratio goes to every token of the row.
-  GRPO_HD bool spreads_over_row() const { return ratio == Ratio::kSequence || loss == Loss::kGeoMean; }
+  // Whether gradient through the ratio goes to every token of the row.
+  GRPO_HD bool spreads_over_row() const {
+    return ratio == Ratio::kSequence || mixes_ratios() || loss == Loss::kGeoMean;
+  }
   // Whether a token's term depends on other tokens of its row.
   GRPO_HD bool couples_tokens() const {
-    return by_segment() || by_sequence() || loss == Loss::kVespo || loss == Loss::kGeoMean || corrects_sequences() ||
-           off_policy_threshold < INFINITY;
+    return by_segment() || by_sequence() || mixes_ratios() || loss == Loss::kVespo || loss == Loss::kGeoMean ||
+           corrects_sequences() || off_policy_threshold < INFINITY;
   }
 };
 

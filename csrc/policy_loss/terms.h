@@ -119,6 +119,26 @@ struct Term {
   Flag dual_clipped;               // limited by dual_clip, or by the ratio cap of dppo
 };
 
+// A mean of the token's ratio and its row's, and the share of its derivative that goes through the token's.
+template <typename Math>
+struct MixedRatio {
+  typename Math::Value log_ratio, own_share;
+};
+
+template <typename Math>
+GRPO_HD MixedRatio<Math> mixed_ratio(Ratio kind, const typename Math::Value& of_token,
+                                     const typename Math::Value& of_row) {
+  using V = typename Math::Value;
+  const V zero = Math::all(0), one = Math::all(1), half = Math::all(static_cast<typename Math::Scalar>(0.5));
+  if (kind == Ratio::kGeometricAverage) return {half * (of_token + of_row), half};
+  // in the larger one's terms, so that nothing overflows
+  const V gap = of_token - of_row;
+  const auto is_below = gap < zero;
+  const V decay = Math::exp(Math::select(is_below, gap, -gap));
+  const V log_ratio = Math::select(is_below, of_row, of_token) + Math::log(half * (one + decay));
+  return {log_ratio, Math::select(is_below, decay, one) / (one + decay)};
+}
+
 // Clamps the log ratio and exponentiates it.
 template <typename Math>
 GRPO_HD void set_ratio(const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n, Term<Math>& term) {
@@ -239,6 +259,10 @@ GRPO_HD void score_term(Loss loss, const TermInput<Math>& in, const TermCoeffici
     weight = Math::select(is_inside, Math::select(capped, Math::all(n.cap), term.ratio), zero);
     term.clipped = Math::negate(is_inside);
     term.dual_clipped = is_inside & capped;
+  }
+  if (loss == Loss::kTopr) {
+    term.clipped = Math::negate(in.advantage > zero) & (term.ratio > Math::all(n.cap));
+    weight = Math::select(in.advantage > zero, weight, Math::at_most(Math::all(n.cap), term.ratio));
   }
   if (loss == Loss::kVespo) weight = Math::select(in.advantage >= zero, in.phi_positive, in.phi_other);
   term.weight = weight;

@@ -139,6 +139,12 @@ struct PolicyWalk {
     if (kIsSequence || (!kIsPlain && (plan.by_sequence() || loss() == Loss::kGeoMean))) {
       input.log_ratio = M::all(in.row_log_ratio);
     }
+    V own_share = zero;
+    if (!kIsPlain && plan.mixes_ratios()) {
+      const MixedRatio<M> mixed = mixed_ratio<M>(plan.ratio, token_log_ratio, M::all(in.row_log_ratio));
+      input.log_ratio = mixed.log_ratio;
+      own_share = mixed.own_share;
+    }
     Flag is_term = is_valid;
     if (has(in.terms)) {
       is_term = is_valid & M::load_flags(in.terms + k, left);
@@ -167,6 +173,11 @@ struct PolicyWalk {
     if (!kIsClip) score_gradient = M::select(has_loss, term.by_score, zero) * scale;
     V ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
     const V kl_gradient = add_kl(k, left, is_valid, weight, input.logprob, term, ratio_gradient);
+    if (!kIsPlain && plan.mixes_ratios()) {
+      const V own_gradient = ratio_gradient * own_share;
+      score_gradient += own_gradient;
+      ratio_gradient = ratio_gradient - own_gradient;
+    }
     store_gradient(k, left, score_gradient, ratio_gradient, kl_gradient);
     add_metrics(is_valid, is_term, token_log_ratio, advantage, term);
   }

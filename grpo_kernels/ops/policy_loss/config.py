@@ -11,10 +11,23 @@ from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES, prime_rl_fields, 
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
-LOSSES = ("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop")
-CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP = range(len(LOSSES))
-RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean")
-TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN = range(len(RATIOS))
+LOSSES = (
+    "clip",
+    "cispo",
+    "sapo",
+    "vespo",
+    "geo_mean",
+    "dppo_tv",
+    "dppo_kl",
+    "reinforce",
+    "dro",
+    "ipo",
+    "icepop",
+    "topr",
+)
+CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP, TOPR = range(len(LOSSES))
+RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean", "average", "geometric_average")
+TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN, AVERAGE, GEOMETRIC_AVERAGE = range(len(RATIOS))
 ESTIMATORS = ("none", "k1", "k2", "k3", "abs")
 KL_NONE, K1, K2, K3, KL_ABS = range(len(ESTIMATORS))
 KLS = (*ESTIMATORS, "k1+", "k3+", "abs+")  # "+": with the gradient of k2
@@ -80,10 +93,11 @@ METRICS = (
 )
 
 # Ratios that each loss is defined for.
+_OF_VALUE = tuple(ratio for ratio in RATIOS if ratio != "sequence_token")
 _RATIOS_OF = {
     "clip": RATIOS,
-    "cispo": ("token", "sequence", "segment", "segment_mean"),
-    "sapo": ("token", "sequence", "segment", "segment_mean"),
+    "cispo": _OF_VALUE,
+    "sapo": _OF_VALUE,
     "vespo": ("token", "sequence"),
     "geo_mean": ("token",),
     "dppo_tv": ("token",),
@@ -91,17 +105,18 @@ _RATIOS_OF = {
     "reinforce": ("token",),
     "dro": ("token",),
     "ipo": ("token",),
-    "icepop": ("token", "sequence", "segment", "segment_mean"),
+    "icepop": _OF_VALUE,
+    "topr": _OF_VALUE,
 }
 # Losses that read each field; a value other than the default is refused for all others.
 _OWN_FIELDS = {
     "delta": ("clip",),
     "dual_clip": ("clip",),
-    "ratio_cap": ("dppo_tv", "dppo_kl"),
+    "ratio_cap": ("dppo_tv", "dppo_kl", "topr"),
     "sapo_temperatures": ("sapo",),
     "vespo_shape": ("vespo",),
     "dro_beta": ("dro",),
-    "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop"),
+    "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"),
     "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
     "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
 }
@@ -152,15 +167,17 @@ class LossConfig(PlannedConfig):
     """The policy loss: sum over terms of weight * term, plus kl_coef * KL, minus entropy_coef * entropy.
 
     Args:
-        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo" or "icepop"
+        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop" or
+            "topr"
         ratio: "token", "sequence" (geometric mean of the row's ratios), "sequence_token" (its value, with the gradient
-            of each token's own ratio), "segment" (joint ratio of a sub-sequence) or "segment_mean"
+            of each token's own ratio), "segment" (joint ratio of a sub-sequence), "segment_mean", or the mean of a
+            token's ratio and its row's: "average" or "geometric_average"
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; geo_mean clips the log ratio to
             [-clip_low, clip_high], and for dppo these bound the divergence. ipo drops tokens whose probability changed
             by more than these, icepop those whose ratio is outside. None means no bound on that side
         dual_clip: with a negative advantage a term is at most -advantage * dual_clip
         delta: upper bound of the unclipped ratio (two-sided clipping)
-        ratio_cap: upper bound of the detached ratio of dppo
+        ratio_cap: upper bound of the detached ratio of dppo, and of topr where the advantage is not positive (None: 1)
         sapo_temperatures: for positive advantages, for the others
         vespo_shape: k and lambda for nonnegative advantages, k and lambda for the others
         dro_beta: weight of the squared log ratio
@@ -363,7 +380,7 @@ class LossConfig(PlannedConfig):
             low=1 - low if of_ratio else low,
             high=1 + high if of_ratio else high,
             dual_clip=bound(self.dual_clip, math.inf),
-            cap=bound(self.delta if self.loss == "clip" else self.ratio_cap, math.inf),
+            cap=bound(self.delta if self.loss == "clip" else self.ratio_cap, 1.0 if self.loss == "topr" else math.inf),
             sapo_pos=sapo_pos,
             sapo_neg=sapo_neg,
             k_pos=k_pos,

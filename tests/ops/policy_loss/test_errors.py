@@ -322,11 +322,11 @@ OWN = {
 USERS = {
     "delta": {"clip"},
     "dual_clip": {"clip"},
-    "ratio_cap": {"dppo_tv", "dppo_kl"},
+    "ratio_cap": {"dppo_tv", "dppo_kl", "topr"},
     "sapo_temperatures": {"sapo"},
     "dro_beta": {"dro"},
     "vespo_shape": {"vespo"},
-    "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop"},
+    "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"},
     "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
     "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
 }

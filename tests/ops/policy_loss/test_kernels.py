@@ -37,6 +37,7 @@ def random_config(choose: random.Random) -> gk.LossConfig:
         "dro": {"dro_beta": 0.3},
         "ipo": {"clip_low": choose.choice([None, 0.02]), "clip_high": 0.03},
         "icepop": {"clip_low": choose.choice([None, 0.1]), "clip_high": 0.1, "log_ratio_clamp": (-0.3, 0.3)},
+        "topr": {"ratio_cap": choose.choice([None, 1.1])},
     }
     trust = {"ratio_cap": 3.0, "clip_low": 0.05, "clip_high": 0.04, "log_ratio_clamp": (-20.0, 20.0)}
     fields |= trust if loss.startswith("dppo") else own.get(loss, {})

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.policy_loss.config import (
+    AVERAGE,
     CISPO,
     GEO_MEAN,
+    GEOMETRIC_AVERAGE,
     SEGMENT,
     SEGMENT_MEAN,
     SEQUENCE,
     SEQUENCE_TRUNCATE,
+    TOPR,
     Plan,
 )
 from grpo_kernels.ops.policy_loss.triton import ratio_gradients
@@ -133,7 +136,7 @@ def _run(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, tokens, parts = inputs["rows"], inputs["tokens"], inputs["parts"]
     by_segment = _is_of_segments(plan["RATIO"])
-    through_row = plan["RATIO"] == SEQUENCE or plan["LOSS"] == GEO_MEAN
+    through_row = plan["RATIO"] in (SEQUENCE, AVERAGE, GEOMETRIC_AVERAGE) or plan["LOSS"] == GEO_MEAN
     blocks = min(triton.cdiv(rows, _ROWS_PER_BLOCK), _MAX_BLOCKS)
 
     def new(*shape: int, dtype: torch.dtype = torch.float64, when: bool = True) -> Optional[Tensor]:
@@ -147,7 +150,7 @@ def _run(
         "totals_ptr": totals,
         # per segment, at the start of its row plus its number
         "joint_ptr": new(tokens, when=by_segment),
-        "score_ptr": new(tokens, when=by_segment and plan["LOSS"] == CISPO),
+        "score_ptr": new(tokens, when=by_segment and plan["LOSS"] in (CISPO, TOPR)),
         "size_ptr": new(tokens, when=by_segment),
         "last_ptr": new(tokens, dtype=torch.int32, when=by_segment),
         "slot_gradient_ptr": new(tokens, dtype=logprobs.dtype, when=by_segment),

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from grpo_kernels.ops.policy_loss.triton.terms import (
+    AVERAGE,
     GEO_MEAN,
     GEOMETRIC_TRUNCATE,
     INTEGERS,
@@ -214,7 +215,7 @@ def _tell_row(
     IS_WEIGHTS_BY_ROW: tl.constexpr,
 ):
     """From the sums over a row to what its tokens have to know of it."""
-    of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
+    of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN) | (RATIO >= AVERAGE)
     corrects_row: tl.constexpr = CORRECTION >= SEQUENCE_TRUNCATE
     is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)
     divisor = tl.maximum(sums.tokens, 1.0)
@@ -293,7 +294,7 @@ def rows_kernel(
     stats = Stats(stats_ptr, row, rows)
     start, length = bounds(cu_seqlens_ptr, row, rows, width, tokens)
     dtype: tl.constexpr = logprobs_ptr.dtype.element_ty
-    of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN)
+    of_sequence: tl.constexpr = (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN) | (RATIO >= AVERAGE)
     corrects_row: tl.constexpr = CORRECTION >= SEQUENCE_TRUNCATE
     collects: tl.constexpr = (LOSS == VESPO) | (LOSS == GEO_MEAN)
     has_is: tl.constexpr = is_weights_ptr is not None or CORRECTION != 0

@@ -23,11 +23,14 @@ REINFORCE = tl.constexpr(config.REINFORCE)
 DRO = tl.constexpr(config.DRO)
 IPO = tl.constexpr(config.IPO)
 ICEPOP = tl.constexpr(config.ICEPOP)
+TOPR = tl.constexpr(config.TOPR)
 TOKEN = tl.constexpr(config.TOKEN)
 SEQUENCE = tl.constexpr(config.SEQUENCE)
 SEQUENCE_TOKEN = tl.constexpr(config.SEQUENCE_TOKEN)
 SEGMENT = tl.constexpr(config.SEGMENT)
 SEGMENT_MEAN = tl.constexpr(config.SEGMENT_MEAN)
+AVERAGE = tl.constexpr(config.AVERAGE)
+GEOMETRIC_AVERAGE = tl.constexpr(config.GEOMETRIC_AVERAGE)
 KL_NONE = tl.constexpr(config.KL_NONE)
 K1 = tl.constexpr(config.K1)
 K2 = tl.constexpr(config.K2)
@@ -157,6 +160,20 @@ def token_weight(
 
 
 @triton.jit
+def mixed_ratio(of_token, of_row, RATIO: tl.constexpr):
+    """The log of a mean of the token's ratio and its row's, and the share of its derivative through the token's."""
+    if RATIO == GEOMETRIC_AVERAGE:
+        log_ratio = 0.5 * (of_token + of_row)
+        own_share = of_token * 0.0 + 0.5
+    else:
+        # in the larger one's terms, so that nothing overflows
+        decay = exp(-tl.abs(of_token - of_row))
+        log_ratio = tl.maximum(of_token, of_row) + tl.log(0.5 * (1.0 + decay))
+        own_share = tl.where(of_token < of_row, decay, 1.0) / (1.0 + decay)
+    return log_ratio, own_share
+
+
+@triton.jit
 def pessimistic(distance, advantage, low, high):
     """GMPO's log ratio of a token: limited where that lowers the objective."""
     limited = tl.where(advantage < 0.0, tl.maximum(distance, -low), tl.minimum(distance, high))
@@ -256,6 +273,9 @@ def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, l
             weight = tl.where(trusted, tl.where(ratio > cap, cap, ratio), 0.0)
             is_clipped = trusted == 0
             is_dual = trusted & (ratio > cap)
+        if LOSS == TOPR:
+            is_clipped = (advantage <= 0.0) & (ratio > cap)
+            weight = tl.where(advantage > 0.0, weight, tl.where(ratio > cap, cap, ratio))
         if LOSS == VESPO:
             weight = tl.where(advantage >= 0.0, phi_positive, phi_other)
         by_score = -weight * advantage

@@ -51,6 +51,7 @@ from grpo_kernels.ops.policy_loss.triton.sums import (
     put_weights,
 )
 from grpo_kernels.ops.policy_loss.triton.terms import (
+    AVERAGE,
     GEO_MEAN,
     INTEGERS,
     KL_NONE,
@@ -68,6 +69,7 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
     load,
     load_advantage,
     load_pair,
+    mixed_ratio,
     policy_term,
     takes_part,
     token_weight,
@@ -197,10 +199,14 @@ def _tally(record, valid, here, distance, advantage, term, low, high, LOSS: tl.c
 def _term_place(
     pointers, segments_ptr, stats, start, length, k, valid, lp, distance, LOSS: tl.constexpr, RATIO: tl.constexpr
 ):
-    """Mask of tokens with a term, its log ratio and log-prob, and the slot of its segment's values."""
+    """Mask of tokens with a term, its log ratio and log-prob, the slot of its segment's values, and the part of the
+    derivative by the log ratio that is the token's own."""
     here, log_ratio, score, slot = valid, distance, lp, start + k
+    own_share = distance * 0.0
     if (RATIO == SEQUENCE) | (RATIO == SEQUENCE_TOKEN) | (LOSS == GEO_MEAN):
         log_ratio = tl.full(lp.shape, 0.0, lp.dtype) + row_value(stats, S_LOG_RATIO).to(lp.dtype)
+    if RATIO >= AVERAGE:
+        log_ratio, own_share = mixed_ratio(distance, row_value(stats, S_LOG_RATIO).to(lp.dtype), RATIO)
     if LOSS == GEO_MEAN:
         here = valid & (k.to(tl.float64) == row_value(stats, S_LAST_KEPT))
     if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
@@ -210,7 +216,7 @@ def _term_place(
         log_ratio = tl.load(pointers.joint + slot, mask=here, other=0.0).to(lp.dtype)
         if pointers.score is not None:
             score = tl.load(pointers.score + slot, mask=here, other=0.0).to(lp.dtype)
-    return here, log_ratio, score, slot
+    return here, log_ratio, score, slot, own_share
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -290,7 +296,7 @@ def tokens_kernel(
     if weights_ptr is not None:
         weight = load(weights_ptr, at, valid)
     pointers = Segments(joint_ptr, score_ptr, size_ptr, last_ptr)
-    here, log_ratio, score, slot = _term_place(
+    here, log_ratio, score, slot, own_share = _term_place(
         pointers, segments_ptr, stats, start, length, k, valid, lp, lp - old, LOSS, RATIO
     )
     phi_positive, phi_other = zero, zero
@@ -352,7 +358,10 @@ def tokens_kernel(
         size = tl.load(size_ptr + slot, mask=here, other=1.0).to(dtype)
         tl.store(slot_gradient_ptr + slot, (gradient + through) / size, mask=here)
         gradient = of_kl
-    elif (RATIO == SEQUENCE) | (LOSS == GEO_MEAN):
+    elif (RATIO == SEQUENCE) | (RATIO >= AVERAGE) | (LOSS == GEO_MEAN):
+        if RATIO >= AVERAGE:
+            gradient += through * own_share
+            through -= through * own_share
         record = put_sum(record, M_THROUGH, through)
         gradient += of_kl
     else:

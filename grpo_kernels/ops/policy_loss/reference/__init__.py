@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.policy_loss.config import (
+    AVERAGE,
     CISPO,
     CLIP,
     CORRECTION_NONE,
@@ -18,6 +17,7 @@ from grpo_kernels.ops.policy_loss.config import (
     DPPO_TV,
     DRO,
     GEO_MEAN,
+    GEOMETRIC_AVERAGE,
     GEOMETRIC_MASK,
     GEOMETRIC_TRUNCATE,
     ICEPOP,
@@ -36,54 +36,15 @@ from grpo_kernels.ops.policy_loss.config import (
     SEQUENCE_MASK,
     SEQUENCE_TOKEN,
     SEQUENCE_TRUNCATE,
-    TOKEN,
     TOKEN_MEAN,
     TOKEN_SUM,
     TOKEN_TRUNCATE,
+    TOPR,
     VESPO,
     Plan,
 )
-
-
-class _Rows:
-    """Maps tokens to rows (`count` for tokens of no row), sums over rows, and spreads rows over their tokens."""
-
-    def __init__(self, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
-        if cu_seqlens is None:
-            bounds = torch.arange(shape[0] + 1, device=device) * shape[1]
-        else:
-            bounds = packed_bounds("policy_loss", cu_seqlens, shape[0])
-        self.count, self.starts = len(bounds) - 1, bounds[:-1]
-        self.of = torch.searchsorted(bounds[1:], torch.arange(shape.numel(), device=device), right=True)
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.count + 1).index_add(0, self.of, values)[:-1]
-
-    def spread(self, values: Tensor) -> Tensor:
-        return torch.cat([values, values.new_zeros(1)])[self.of]
-
-    def last(self, flagged: Tensor) -> Tensor:
-        """Position of the last such token of each row, -1 where there is none."""
-        position = torch.where(flagged, torch.arange(len(flagged), device=flagged.device), -1)
-        return position.new_full((self.count + 1,), -1).scatter_reduce(0, self.of, position, "amax")[:-1]
-
-
-class _Tokens(NamedTuple):
-    """One entry per token, 0 for tokens that take no part."""
-
-    valid: Tensor
-    kept: Tensor  # by their entropy
-    lp: Tensor
-    old: Tensor
-    advantage: Tensor
-
-
-class _Terms(NamedTuple):
-    """Terms of the policy loss: at every token, or at the last token of a segment or row."""
-
-    here: Tensor  # bool, one per token
-    score: Tensor  # log-prob of what the ratio is of
-    ratio: Tensor
+from grpo_kernels.ops.policy_loss.reference import metrics as measure
+from grpo_kernels.ops.policy_loss.reference.rows import Rows, Terms, Tokens
 
 
 def forward(
@@ -105,7 +66,7 @@ def forward(
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor]:
     plan = Plan(*modes, *coefficients)
-    rows = _Rows(logprobs.shape, cu_seqlens, logprobs.device)
+    rows = Rows(logprobs.shape, cu_seqlens, logprobs.device)
     valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)
     if cu_seqlens is not None:
         valid = valid & (rows.of < rows.count)
@@ -131,7 +92,7 @@ def forward(
     dropped = _off_policy(rows, valid, advantage, lp.detach(), sampling_logprobs, old, plan)
     factor = torch.where(dropped, 0, factor)
 
-    tokens = _Tokens(valid, kept, lp, old, advantage)
+    tokens = Tokens(valid, kept, lp, old, advantage)
     terms = _ratios(rows, tokens, segments, plan)
     # these two make one weight of the row of the tokens' weights
     folded = plan.loss in (VESPO, GEO_MEAN) and correction_by_row is None
@@ -154,15 +115,15 @@ def forward(
         loss = loss - plan.entropy_coef * entropy_loss
 
     parts = (loss, policy_loss, kl_loss, entropy_loss)
-    scalars = [part.detach().double() for part in parts] + _counts(rows, valid, kept, terms)
-    scalars += _clipping(rows, valid, terms, counters, plan)
-    scalars += _sums(rows, tokens, terms, kl, entropies, counters, plan)
-    scalars += _mismatch(valid, old, sampling_logprobs, correction, correction_by_row, dropped)
+    scalars = [part.detach().double() for part in parts] + measure.counts(rows, valid, kept, terms)
+    scalars += measure.clipping(rows, valid, terms, counters, plan)
+    scalars += measure.sums(rows, tokens, terms, kl, entropies, counters, plan)
+    scalars += measure.mismatch(valid, old, sampling_logprobs, correction, correction_by_row, dropped)
     return loss.to(lp.dtype), torch.stack([value.detach().double() for value in scalars])
 
 
 def _correction(
-    rows: _Rows, valid: Tensor, old: Tensor, sampling: Tensor | None, is_weights: Tensor | None, plan: Plan
+    rows: Rows, valid: Tensor, old: Tensor, sampling: Tensor | None, is_weights: Tensor | None, plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """Weights for rollout mismatch, one per token, and if they are of rows, one per row."""
     if is_weights is not None:
@@ -189,7 +150,7 @@ def _correction(
 
 
 def _off_policy(
-    rows: _Rows, valid: Tensor, advantage: Tensor, lp: Tensor, sampling: Tensor | None, old: Tensor, plan: Plan
+    rows: Rows, valid: Tensor, advantage: Tensor, lp: Tensor, sampling: Tensor | None, old: Tensor, plan: Plan
 ) -> Tensor:
     """Tokens without a policy term, as their row is too far from the policy that sampled it and their advantage < 0."""
     if plan.off_policy_threshold == math.inf:
@@ -200,12 +161,18 @@ def _off_policy(
     return valid & (advantage < 0) & rows.spread(~(distance <= plan.off_policy_threshold))
 
 
-def _ratios(rows: _Rows, tokens: _Tokens, segments: Tensor | None, plan: Plan) -> _Terms:
+def _ratios(rows: Rows, tokens: Tokens, segments: Tensor | None, plan: Plan) -> Terms:
     lp, valid = tokens.lp, tokens.valid
     d, here, score = lp - tokens.old, valid, lp
-    if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN):
+    if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN, AVERAGE, GEOMETRIC_AVERAGE):
         mean = rows.sum(d) / rows.sum(valid.to(d.dtype)).clamp(min=1)
-        d = rows.spread(mean) if plan.ratio == SEQUENCE else rows.spread(mean).detach() + lp - lp.detach()
+        of_row = rows.spread(mean)
+        d = {
+            SEQUENCE: lambda: of_row,
+            SEQUENCE_TOKEN: lambda: of_row.detach() + lp - lp.detach(),
+            AVERAGE: lambda: torch.logaddexp(d, of_row) - math.log(2),
+            GEOMETRIC_AVERAGE: lambda: (d + of_row) / 2,
+        }[plan.ratio]()
     if plan.by_segment:
         here, joint = _joint(rows, valid, segments, plan)
         d, score = joint(d), joint(lp)
@@ -214,12 +181,10 @@ def _ratios(rows: _Rows, tokens: _Tokens, segments: Tensor | None, plan: Plan) -
     d = d.clamp(plan.clamp_low, plan.clamp_high)
     # an infinite ratio would make NaN of the terms that are clipped or have no advantage
     limit = math.floor(math.log(torch.finfo(d.dtype).max))
-    return _Terms(here, score, torch.where(d > limit, limit + d - d.detach(), d).exp())
+    return Terms(here, score, torch.where(d > limit, limit + d - d.detach(), d).exp())
 
 
-def _joint(
-    rows: _Rows, valid: Tensor, segments: Tensor | None, plan: Plan
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _joint(rows: Rows, valid: Tensor, segments: Tensor | None, plan: Plan) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Mask of the last tokens of segments, and a function that gives every token its segment's sum (or mean)."""
     assert segments is not None
     position = torch.arange(len(valid), device=valid.device)
@@ -239,7 +204,7 @@ def _joint(
     return valid & (last[key] == position), joint
 
 
-def _geometric(rows: _Rows, tokens: _Tokens, plan: Plan) -> _Terms:
+def _geometric(rows: Rows, tokens: Tokens, plan: Plan) -> Terms:
     """GMPO: one term a row, whose ratio is the mean of log ratios that are clipped where that lowers the objective."""
     kept, advantage, d = tokens.kept, tokens.advantage, tokens.lp - tokens.old
     clipped = d.clamp(-plan.low, plan.high)
@@ -249,11 +214,11 @@ def _geometric(rows: _Rows, tokens: _Tokens, plan: Plan) -> _Terms:
     mean = rows.sum(torch.where(kept, pessimistic, 0)) / count.clamp(min=1)
     spread = rows.spread(mean)
     at_end = kept & (torch.arange(len(d), device=d.device) == rows.spread(rows.last(kept)))
-    return _Terms(at_end, d, spread.exp())
+    return Terms(at_end, d, spread.exp())
 
 
 def _policy(
-    rows: _Rows, tokens: _Tokens, terms: _Terms, correction: Tensor | None, plan: Plan
+    rows: Rows, tokens: Tokens, terms: Terms, correction: Tensor | None, plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The terms before their weights, and what is counted of them."""
     valid, _, lp, old, advantage = tokens
@@ -299,7 +264,7 @@ def _policy(
 
 
 def _score_function(
-    rows: _Rows, tokens: _Tokens, terms: _Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
+    rows: Rows, tokens: Tokens, terms: Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses of the form -weight * advantage * log-prob, whose weight has no gradient."""
     valid, _, lp, old, advantage = tokens
@@ -315,6 +280,9 @@ def _score_function(
         trusted = _trusted(lp.detach(), old, advantage, plan)
         counters["clipped"], counters["dual"] = ~trusted, (fixed > plan.cap) & trusted
         weight = torch.where(trusted, weight, 0)
+    if plan.loss == TOPR:
+        counters["clipped"] = (advantage <= 0) & (fixed > plan.cap)
+        weight = torch.where(advantage > 0, 1, fixed.clamp(max=plan.cap))
     if plan.loss == VESPO:
         floor = math.log(1e-8)
         log_w = rows.sum(torch.where(valid, (lp - old).detach().clamp(-20, 20), 0))
@@ -346,7 +314,7 @@ def _trusted(lp: Tensor, old: Tensor, advantage: Tensor, plan: Plan) -> Tensor:
     return torch.where(advantage > 0, upward, downward)
 
 
-def _kl(lp: Tensor, reference: Tensor | None, terms: _Terms, plan: Plan) -> Tensor:
+def _kl(lp: Tensor, reference: Tensor | None, terms: Terms, plan: Plan) -> Tensor:
     if reference is None or plan.kl == KL_NONE:
         return torch.zeros_like(lp)
     d = lp - reference
@@ -369,7 +337,7 @@ class _Shares:
 
     def __init__(
         self,
-        rows: _Rows,
+        rows: Rows,
         valid: Tensor,
         kept: Tensor,
         here: Tensor,
@@ -409,88 +377,3 @@ class _Shares:
 
 def _known(normalizer: Tensor, counted: Tensor) -> Tensor:
     return torch.where(normalizer.isnan(), counted.clamp(min=1), normalizer)
-
-
-# Metrics, in the order of METRICS in config.py
-
-
-def _counts(rows: _Rows, valid: Tensor, kept: Tensor, terms: _Terms) -> list[Tensor]:
-    active = rows.sum(valid.double()) > 0
-    return [torch.full_like(active.sum(), rows.count), active.sum(), valid.sum(), terms.here.sum(), kept.sum()]
-
-
-def _clipping(rows: _Rows, valid: Tensor, terms: _Terms, counters: dict[str, Tensor], plan: Plan) -> list[Tensor]:
-    where = valid if plan.loss == GEO_MEAN else terms.here
-    count = rows.sum(where.double())
-    fractions = {}
-    for side in ("low", "high"):
-        fraction = rows.sum((counters[side] & where).double()) / count
-        fractions[side] = torch.where(count > 0, fraction, math.nan)
-    return [
-        *((counters[name] & where).sum() for name in ("low", "high", "clipped", "dual")),
-        *(fractions[side].nansum() for side in ("low", "high")),
-        _extreme(fractions["low"], "min"),
-        _extreme(fractions["high"], "max"),
-    ]
-
-
-def _extreme(values: Tensor, how: str) -> Tensor:
-    """The smallest or largest value that is not NaN; NaN if there is none."""
-    none = math.inf if how == "min" else -math.inf
-    filled = torch.cat([torch.where(values.isnan(), none, values), values.new_full((1,), none)])
-    extreme = filled.min() if how == "min" else filled.max()
-    return torch.where((~values.isnan()).any(), extreme, math.nan)
-
-
-def _sums(
-    rows: _Rows,
-    tokens: _Tokens,
-    terms: _Terms,
-    kl: Tensor,
-    entropies: Tensor | None,
-    counters: dict[str, Tensor],
-    plan: Plan,
-) -> list[Tensor]:
-    d = (tokens.lp - tokens.old).detach()
-    if plan.ratio == TOKEN:
-        d = d.clamp(plan.clamp_low, plan.clamp_high)
-    ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
-    phi = torch.where(terms.here, counters["phi"], 0)
-    phi_of_row = rows.sum(phi) / rows.sum(terms.here.to(phi.dtype)).clamp(min=1)
-    entropy_sum = torch.zeros_like(d).sum() if entropies is None else entropies.sum()
-    return [
-        d.sum(),
-        torch.where(tokens.valid, kl, 0).sum(),
-        entropy_sum,
-        ratio.nansum(),
-        (ratio - 1).square().nansum(),
-        _extreme(ratio, "min"),
-        _extreme(ratio, "max"),
-        phi.sum(),
-        phi_of_row.sum(),
-    ]
-
-
-def _mismatch(
-    valid: Tensor,
-    old: Tensor,
-    sampling: Tensor | None,
-    correction: Tensor | None,
-    correction_by_row: Tensor | None,
-    dropped: Tensor,
-) -> list[Tensor]:
-    none = torch.full_like(old, math.nan)
-    weights = none if correction is None else torch.where(valid, correction, math.nan)
-    weights = weights if correction_by_row is None else correction_by_row
-    gap = none if sampling is None else torch.where(valid, (old - sampling.reshape(-1)).abs(), math.nan)
-    return [
-        weights.nansum(),
-        (weights**2).nansum(),
-        _extreme(weights, "min"),
-        _extreme(weights, "max"),
-        (~weights.isnan()).sum(),
-        gap.nansum(),
-        _extreme(gap, "max"),
-        (~gap.isnan()).sum(),
-        dropped.sum(),
-    ]
