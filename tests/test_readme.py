@@ -57,4 +57,5 @@ def test_every_loss_of_the_peers_is_listed_or_refused() -> None:
     text = variants.policy_loss()
     losses = [name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("fused_")]
     assert len(losses) > 10 and all(f"`{name}`" in text for name in losses)
-    assert set(re.findall(r"`(\w+)`", text.rpartition("Refused:")[2])) == {"clip_cov", "kl_cov", "bypass_mode"}
+    refused = set(re.findall(r"`(\w+)`", text.rpartition("Refused:")[2]))
+    assert refused == {"clip_cov", "kl_cov", "bypass_mode", "cross_entropy"}

@@ -62,16 +62,27 @@ def loss_rows(configs: Mapping[str, LossConfig], sentence: str, name: str) -> st
 def policy_loss() -> str:
     choices = [(f"`{name}`", ", ".join(f"`{value}`" for value in values)) for name, values in FIELDS.items()]
     trl = {name: LossConfig.trl(loss_type=name) for name in peers.TRL_LOSS_TYPES}
-    verl = {name: LossConfig.verl(loss_mode=name, **REQUIRED.get(name, {})) for name in peers._VERL_LOSSES}
+    verl = {name: LossConfig.verl(loss_mode=name, **REQUIRED.get(name, {})) for name in peers.VERL_LOSSES}
     prime_rl = {name: LossConfig.prime_rl(type=name) for name in peers.PRIME_RL_DEFAULTS}
-    refused = ", ".join(f"`{name}`" for name in peers._VERL_REFUSED)
+    skyrl = {name: LossConfig.skyrl(policy_loss_type=name) for name in peers.SKYRL_LOSSES}
+    roll = {name: LossConfig.roll(pg_variant=name) for name in peers.ROLL_VARIANTS}
+    cosmos = {name: LossConfig.cosmos(variant=name) for name in peers.COSMOS_VARIANTS}
+    cosmos["aipo_rho=2"] = LossConfig.cosmos(aipo_rho=2.0)
+    art = {name: LossConfig.art(importance_sampling_level=name, ppo=True) for name in peers.ART_LEVELS}
+    areal = {"eps_clip": LossConfig.areal(), "use_sapo_loss": LossConfig.areal(use_sapo_loss=True)}
+    refused = ", ".join(f"`{name}`" for name in peers.VERL_REFUSED)
     return "\n\n".join(
         [
             table(("field of `LossConfig`", "values"), choices),
             loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
             loss_rows(verl, "`LossConfig.verl(loss_mode=...)`, with verl's defaults.", "verl's `loss_mode`"),
             loss_rows(prime_rl, "`LossConfig.prime_rl(type=...)`, with prime-rl's defaults.", "prime-rl's `type`"),
-            f"Refused: verl's {refused}.",
+            loss_rows(skyrl, "`LossConfig.skyrl(policy_loss_type=...)`, with SkyRL's defaults.", "`policy_loss_type`"),
+            loss_rows(areal, "`LossConfig.areal(...)`, with AReaL's defaults.", "AReaL's loss"),
+            loss_rows(roll, "`LossConfig.roll(pg_variant=...)`, with ROLL's defaults.", "ROLL's `pg_variant`"),
+            loss_rows(cosmos, "`LossConfig.cosmos(variant=...)`, with cosmos-rl's defaults.", "cosmos-rl's `variant`"),
+            loss_rows(art, "`LossConfig.art(importance_sampling_level=..., ppo=True)`.", "ART's level"),
+            f"Refused: verl's {refused}, SkyRL's {', '.join(f'`{name}`' for name in peers.SKYRL_REFUSED)}.",
         ]
     )
 

@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from grpo_kernels.checks import choices, finite, unknown
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES, prime_rl_fields, trl_fields, verl_fields
+from grpo_kernels.ops.policy_loss import peers
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
@@ -247,17 +247,42 @@ class LossConfig(PlannedConfig):
     @classmethod
     def trl(cls, **fields: Any) -> LossConfig:
         """The loss that trl.GRPOConfig describes with these fields; the others have TRL's defaults."""
-        return cls(**trl_fields(**fields))
+        return cls(**peers.trl_fields(**fields))
 
     @classmethod
     def verl(cls, **fields: Any) -> LossConfig:
         """The loss that verl's ActorConfig and PolicyLossConfig describe with these fields; likewise."""
-        return cls(**verl_fields(**fields))
+        return cls(**peers.verl_fields(**fields))
 
     @classmethod
     def prime_rl(cls, **fields: Any) -> LossConfig:
         """The loss that prime-rl's IPO and IcePop configs describe with these fields; likewise."""
-        return cls(**prime_rl_fields(**fields))
+        return cls(**peers.prime_rl_fields(**fields))
+
+    @classmethod
+    def skyrl(cls, **fields: Any) -> LossConfig:
+        """The loss that SkyRL's AlgorithmConfig describes with these fields, whose groups are dicts; likewise."""
+        return cls(**peers.skyrl_fields(**fields))
+
+    @classmethod
+    def areal(cls, **fields: Any) -> LossConfig:
+        """The loss that AReaL's PPOActorConfig describes with these fields; likewise."""
+        return cls(**peers.areal_fields(**fields))
+
+    @classmethod
+    def roll(cls, **fields: Any) -> LossConfig:
+        """The loss that ROLL's worker and pipeline configs describe with these fields; likewise."""
+        return cls(**peers.roll_fields(**fields))
+
+    @classmethod
+    def cosmos(cls, **fields: Any) -> LossConfig:
+        """The loss that cosmos-rl's GrpoConfig describes with these fields; likewise."""
+        return cls(**peers.cosmos_fields(**fields))
+
+    @classmethod
+    def art(cls, **fields: Any) -> LossConfig:
+        """The loss that OpenPipe ART's dev.TrainConfig describes with these fields; likewise."""
+        return cls(**peers.art_fields(**fields))
 
     @classmethod
     def of(cls, config: LossConfig | str, op: str = "policy_loss") -> LossConfig:
@@ -402,4 +427,4 @@ class LossConfig(PlannedConfig):
 
 
 # Built once, because torch.compile can read a config but not trace its construction.
-_NAMED = {name: LossConfig.trl(loss_type=name) for name in TRL_LOSS_TYPES}
+_NAMED = {name: LossConfig.trl(loss_type=name) for name in peers.TRL_LOSS_TYPES}
