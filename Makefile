@@ -99,7 +99,8 @@ clean:
 $(VENV)/packages: tools/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
-	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer)
+	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' TransferQueue==0.1.11 \
+		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer)
 	touch $@
 
 $(VENV)/built: $(VENV)/packages $(SOURCES)

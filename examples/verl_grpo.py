@@ -22,7 +22,6 @@ from verl.workers.utils import losses
 from grpo_kernels.integrations.verl import patch_verl, unpatch_verl
 
 OVERRIDES = [
-    "trainer.use_v1=False",  # verl's v1 trainer passes no extra columns to estimators
     "algorithm.adv_estimator=similarity_group_grpo",
     "+algorithm.grpo_kernels.shrinkage=2",  # small clusters blend in the statistics of their prompt
     "actor_rollout_ref.actor.policy_loss.loss_mode=fused_vanilla",

@@ -10,13 +10,15 @@ from typing import Any
 
 from verl.trainer.ppo import core_algos
 
-from grpo_kernels.integrations.verl import advantages
+from grpo_kernels.integrations.verl import advantages, checkpoints, queue
 from grpo_kernels.integrations.verl import loss as loss_side
 
 _GRPO = "compute_grpo_outcome_advantage"
 _ADVANTAGE, _OF_SESSIONS, _LOSS = "compute_advantage", "compute_advantage_for_multi_trajectories", "ppo_loss"
 # name -> (verl's function, ours)
 _replaced: dict[str, tuple[Any, Any]] = {}
+# (class, name) -> verl's method
+_wrapped: dict[tuple[type, str], Any] = {}
 
 
 def patch_verl(grpo: bool = True, loss: bool = True) -> None:
@@ -26,8 +28,8 @@ def patch_verl(grpo: bool = True, loss: bool = True) -> None:
     losses.
 
     Args:
-        grpo: compute adv_estimator 'grpo' and 'gdpo' with our kernel, and let our estimators see the whole batch and
-            outputs by session
+        grpo: compute adv_estimator 'grpo' and 'gdpo' with our kernel, let our estimators see the whole batch and
+            outputs by session, and save adaptive thresholds with verl's checkpoints
         loss: replace ppo_loss by fused_ppo_loss
     """
     if grpo:
@@ -37,9 +39,12 @@ def patch_verl(grpo: bool = True, loss: bool = True) -> None:
         _replace(ray_trainer, _ADVANTAGE, _with_batch(getattr(ray_trainer, _ADVANTAGE)))
         # only the v1 trainer needs this package
         if importlib.util.find_spec("transfer_queue") is not None:
-            from verl.trainer.ppo.v1 import utils
+            from verl.trainer.ppo.v1 import trainer_base, utils
 
             _replace(utils, _OF_SESSIONS, _by_sessions(getattr(utils, _OF_SESSIONS), utils))
+            _wrap(trainer_base.PPOTrainer, "_compute_advantage", queue.with_queue)
+            _wrap_checkpoints(trainer_base.PPOTrainer)
+        _wrap_checkpoints(ray_trainer.RayPPOTrainer)
     if loss:
         from verl.workers.utils import losses
 
@@ -52,6 +57,9 @@ def unpatch_verl() -> None:
     while _replaced:
         name, (theirs, ours) = _replaced.popitem()
         _swap(name, ours, theirs)
+    while _wrapped:
+        (kind, name), method = _wrapped.popitem()
+        setattr(kind, name, method)
     loss_side.originals.clear()
     advantages.thresholds.clear()
 
@@ -60,6 +68,17 @@ def _replace(module: Any, name: str, ours: Any) -> None:
     if name not in _replaced:
         _replaced[name] = (getattr(module, name), ours)
         _swap(name, *_replaced[name])
+
+
+def _wrap(kind: type, name: str, wrapper: Callable[[Any], Any]) -> None:
+    if (kind, name) not in _wrapped:
+        _wrapped[kind, name] = getattr(kind, name)
+        setattr(kind, name, wrapper(getattr(kind, name)))
+
+
+def _wrap_checkpoints(trainer: type) -> None:
+    _wrap(trainer, "_save_checkpoint", checkpoints.with_thresholds_saved)
+    _wrap(trainer, "_load_checkpoint", checkpoints.with_thresholds_loaded)
 
 
 def _swap(name: str, old: Any, new: Any) -> None:
@@ -94,11 +113,15 @@ def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any
         data: Any, batch_keys: Sequence[str], adv_estimator: Any, *arguments: Any, **options: Any
     ) -> Any:
         """As verl does for 'grpo', gives all outputs of a session the advantage of its last one."""
+        name = str(getattr(adv_estimator, "value", adv_estimator))
+        queue.add_columns(data, name, options.get("config", arguments[4] if len(arguments) > 4 else None))
         if adv_estimator not in advantages.ESTIMATORS:
             return original(data, batch_keys, adv_estimator, *arguments, **options)
         sessions, last = _sessions(batch_keys)
         if len(last) == len(batch_keys):
-            return module.compute_advantage(data, adv_estimator, *arguments, **options)
+            data = module.compute_advantage(data, adv_estimator, *arguments, **options)
+            queue.put_segments(data)
+            return data
         if adv_estimator not in advantages.OF_RESPONSES:
             raise ValueError(
                 f"{adv_estimator}: every session must have one output, as an output's advantages are those of its own "
