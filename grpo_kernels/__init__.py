@@ -6,6 +6,7 @@ from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
 from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
 from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages, group_ids
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
+from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, ValueTracker
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
 from grpo_kernels.ops.logits_policy_loss import logits_policy_loss
@@ -30,12 +31,14 @@ __version__ = "0.1.0"
 __all__ = [
     "AdvantageConfig",
     "Dendrogram",
+    "EmaBaseline",
     "EndpointSegments",
     "GroupAdvantages",
     "LossConfig",
     "PolicyLoss",
     "PolicyLossMetrics",
     "RowStatus",
+    "RunningNorm",
     "SegmentConfig",
     "SegmentThreshold",
     "Silhouette",
@@ -43,6 +46,7 @@ __all__ = [
     "SimilarityConfig",
     "SimilarityGroups",
     "TokenLogprobs",
+    "ValueTracker",
     "Verdict",
     "__version__",
     "agglomerate",

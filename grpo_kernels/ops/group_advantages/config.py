@@ -75,6 +75,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
     },
     "gpg": {"scale": "none", "gain": "nonzero"},
     "remax": {"center": "baseline", "scale": "none", "singleton": "raw"},
+    "spo": {"center": "baseline", "scale": "none", "singleton": "raw", "whiten": "rows", "whiten_eps": 1e-8},
     "batch_std": {"scale": "batch_std"},
     "trl-group": {"eps": 1e-4},
     "trl-batch": {"scale": "batch_std", "eps": 1e-4},

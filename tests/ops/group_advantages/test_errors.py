@@ -125,7 +125,7 @@ def test_argument_on_another_device(name: str) -> None:
 # The estimators whose formula uses token counts or a baseline per row.
 USERS = {
     "lengths": {"opo", "reinforce_plus_plus_baseline", "verl-opo", "verl-gdpo", "verl-reinforce-plus-plus-baseline"},
-    "baselines": {"remax", "verl-remax"},
+    "baselines": {"remax", "spo", "verl-remax"},
 }
 
 

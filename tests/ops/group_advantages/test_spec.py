@@ -103,6 +103,13 @@ class Formulas:
     def remax(self) -> list[float]:
         return [self.total[i] - self.baseline[i] if self.scored[i] else 0.0 for i in range(self.n)]
 
+    def spo(self) -> list[float]:
+        scored = [self.remax()[i] for i in self.rows]
+        if len(scored) < 2 or min(scored) == max(scored):
+            return [0.0] * self.n
+        self.divisor = deviation(scored) + 1e-8
+        return [(x - mean(scored)) / self.divisor if self.scored[i] else 0.0 for i, x in enumerate(self.remax())]
+
     def batch_std(self) -> list[float]:
         std = deviation([self.total[i] for i in self.rows]) if self.rows else 0.0
         return [x / (std + 1e-6) for x in self.dr_grpo()]
