@@ -169,9 +169,9 @@ def group_advantages() -> list[Case]:
     step: dict[str, Any] = quads | {"has_rereads": True}
     step["avoid"] += r"|other\.(weight|mean|m2).*LDG|map\.mean \+ plan\.eps|Whiten::kTokens|nonzero|moments\.merge"
     partials: dict[str, Any] = step | {"through": r"partials\[blockIdx|1u << "}
-    whole = Launch("groups_kernel<float, true, true>", many, 21, many // 1024, **quads)
+    whole = Launch("groups_kernel<float, true, true, false>", many, 21, many // 1024, **quads)
     cuda = (
-        Launch("groups_kernel<float, true, false>", few, 21, few // 1024, **partials),
+        Launch("groups_kernel<float, true, false, false>", few, 21, few // 1024, **partials),
         Launch("finish_kernel<float, true>", few, 17, few // 1024, **step),
     )
     tiles = Launch("groups_kernel[groups of 8]", many, 21, many // 512, per_thread=4, loop="body")
@@ -185,7 +185,7 @@ def group_advantages() -> list[Case]:
     # a block takes 1,024 positions, which it finds in five steps, and two lanes a group of them; rows in random order
     # cost a sector of 32 bytes in each of six arrays
     ids: dict[str, Any] = quads | {"avoid": unused, "has_rereads": True, "trips": (("items.first", 5),)}
-    by_id = Launch("groups_kernel<float, false, true>", many, 8 + 6 * 32, many // 1024, **ids)
+    by_id = Launch("groups_kernel<float, false, true, false>", many, 8 + 6 * 32, many // 1024, **ids)
     by_id_triton = Launch("groups_kernel[subgroups]", 32 * many, 45 / 32, many // 4, per_thread=1, loop="body")
     return [
         Case("group_advantages", "16M rewards, groups of 8", 21 * many, (whole,), (tiles,)),

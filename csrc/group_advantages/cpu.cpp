@@ -33,7 +33,7 @@ bool is_plain(const AdvantageInputs& in) {
   const AdvantagePlan& plan = in.plan;
   return in.columns == 1 && !in.has_weights && !in.valid && !in.subgroups && !in.baselines &&
          plan.combine == Combine::kSumThenNormalize && plan.center != Center::kLength &&
-         plan.center != Center::kRunnerUp;
+         plan.center != Center::kRunnerUp && plan.scale != Scale::kLeaveOneOutStd;
 }
 
 // The rows of one group.
@@ -103,6 +103,7 @@ double advantage_of(const WeightedBatch<T>& in, const GroupEntry<T>& entry, int6
   map.center = entry.center;
   map.factor = entry.factor;
   map.live = entry.live && !std::isnan(reward);
+  map.count = entry.size;
   return row_advantage(in.plan, map, reward, in.baseline(row));
 }
 

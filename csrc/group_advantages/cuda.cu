@@ -170,7 +170,7 @@ __device__ void add_to_batch(Moments& moments, const AdvantageArrays<T>& arrays,
 }
 
 // Writes all outputs of one group, before the step over the batch, and adds its rows to the moments for that step.
-template <bool kPlain, bool kWide, typename T>
+template <bool kPlain, bool kWide, bool kOthers, typename T>
 __device__ __forceinline__ void write_group(const AdvantageArrays<T>& arrays, const AdvantagePlan& plan, int64_t number,
                                             const Group& group, const Team& team, GroupShared* shared,
                                             Moments& moments) {
@@ -202,7 +202,11 @@ __device__ __forceinline__ void write_group(const AdvantageArrays<T>& arrays, co
 #pragma unroll
       for (int j = 0; j < kQuad; ++j) {
         const double baseline = kPlain || !quad.has(j) ? 0 : arrays.batch.baseline(quad.row[j]);
-        const double part = quad.is_scored(j) ? row_advantage(plan, map, quad.rewards[j], baseline) : 0;
+        const double reward = quad.rewards[j];
+        double part = 0;
+        if (quad.is_scored(j)) {
+          part = kOthers ? row_advantage(plan, map, reward, 0) : linear_advantage(plan, map, reward, baseline);
+        }
         const double sum = by_column ? static_cast<double>(advantages[j]) + weight * part : part;
         advantages[j] = static_cast<T>(sum);
         if (!is_last) continue;
@@ -303,8 +307,9 @@ __device__ __forceinline__ void finish_rows(const AdvantageArrays<T>& arrays, in
 template <bool kWide, bool kPlain>
 constexpr int kMinBlocks = kWide ? (kPlain ? 4 : 2) : 1;
 
-// Blocks take every gridDim.x-th of the tasks.
-template <typename T, bool kWide, bool kPlain>
+// Blocks take every gridDim.x-th of the tasks. kOthers: for Scale::kLeaveOneOutStd, apart from the other settings,
+// which it would slow.
+template <typename T, bool kWide, bool kPlain, bool kOthers = false>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<kWide, kPlain>)
     groups_kernel(const __grid_constant__ AdvantageArrays<T> arrays, int width_log2, int64_t tasks) {
   __shared__ __align__(16) unsigned char memory[sizeof(GroupShared)];
@@ -317,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<kWide, kPlain>)
     const Task task = starts == nullptr ? uniform_task<kWide>(number, arrays.group_size, arrays.groups, width_log2)
                                         : task_of_ids(number, starts, arrays.batch.rows, &shared->task);
     for_each_group(task, starts, arrays.group_size, [&](int64_t index, const Group& group, const Team& team) {
-      write_group<kPlain, kWide>(arrays, plan, index, group, team, shared, moments);
+      write_group<kPlain, kWide, kOthers>(arrays, plan, index, group, team, shared, moments);
     });
   }
   if constexpr (!kPlain) {
@@ -384,9 +389,11 @@ void launch_group_advantages(const AdvantageArrays<T>& arrays, void* stream) {
   int64_t blocks = tasks;
   if (needs_batch) blocks = rows <= kOneBlockRows ? 1 : (tasks < kMaxPartials ? tasks : kMaxPartials);
   const bool has_wide = has_wide_rows(arrays),
-             is_wide = has_wide && !has_ids && group_size % kQuad == 0 && group_size <= kWideGroup;
+             is_wide = has_wide && !has_ids && group_size % kQuad == 0 && group_size <= kWideGroup,
+             is_of_others = arrays.batch.plan.scale == Scale::kLeaveOneOutStd;
   auto* kernel = is_wide ? groups_kernel<T, true, false> : groups_kernel<T, false, false>;
   if (is_plain(arrays)) kernel = is_wide ? groups_kernel<T, true, true> : groups_kernel<T, false, true>;
+  if (is_of_others) kernel = groups_kernel<T, false, false, true>;
   launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, arrays, width_log2, tasks);
   if (!needs_batch || blocks == 1) return;
   const int64_t finish_blocks = divided_up(rows, kTaskRows);

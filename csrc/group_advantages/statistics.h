@@ -12,7 +12,7 @@ namespace grpo_kernels {
 
 // In the order of the names in grpo_kernels/ops/group_advantages/config.py; tests/test_codes.py compares them.
 GRPO_CODES(Center, int64_t, kNone, kMean, kLeaveOneOut, kLength, kBaseline, kRunnerUp);
-GRPO_CODES(Scale, int64_t, kNone, kStd, kBatchStd, kMean);
+GRPO_CODES(Scale, int64_t, kNone, kStd, kBatchStd, kMean, kLeaveOneOutStd);
 GRPO_CODES(Singleton, int64_t, kZero, kRaw, kParent);
 GRPO_CODES(Combine, int64_t, kSumThenNormalize, kNormalizeThenSum);
 GRPO_CODES(Whiten, int64_t, kNone, kRows, kTokens);
@@ -94,16 +94,19 @@ struct GroupStatistics {
 // NaN stays NaN, so that an infinite reward shows in the results.
 GRPO_HD double at_least(double value, double floor) { return value < floor ? floor : value; }
 
-// advantage = (reward - center) * factor for the rows of a live group, 0 for the rows of a degenerate one.
+// advantage = (reward - center) * factor for the rows of a live group, 0 for the rows of a degenerate one. Under
+// Scale::kLeaveOneOutStd factor is the sum of squared deviations, from which each row subtracts its own.
 struct RowMap {
   double mean = 0, std = 0;  // reported to the user
   double center = 0, factor = 0;
   bool live = false;
+  double count = 0;
 };
 
 GRPO_HD RowMap map_singleton(const AdvantagePlan& plan, const GroupStatistics& own) {
   RowMap map;
   map.mean = own.mean();
+  map.count = 1;
   map.live = plan.singleton == Singleton::kRaw;
   map.factor = plan.scale == Scale::kStd ? 1 / (1 + plan.eps) : 1;
   return map;
@@ -127,6 +130,7 @@ GRPO_HD RowMap map_rows(const AdvantagePlan& plan, const GroupStatistics& own, c
     map.std = own_weight * map.std + (1 - own_weight) * parent->std(plan.ddof);
     is_flat = parent->all_equal();
   }
+  map.count = used.count;
   map.center = map.mean;
   map.factor = 1;
   if (plan.center == Center::kLeaveOneOut) map.factor = used.count / (used.count - 1);
@@ -141,17 +145,36 @@ GRPO_HD RowMap map_rows(const AdvantagePlan& plan, const GroupStatistics& own, c
     map.live = map.live && map.mean > 0;  // MaxRL divides by the success rate
     map.factor /= map.mean + plan.eps;
   }
+  if (plan.scale == Scale::kLeaveOneOutStd) map.factor = used.m2;
   // a divisor of 0 needs eps = 0 and no spread, which carries no learning signal
   map.live = map.live && map.factor != INFINITY;
   return map;
 }
 
-GRPO_HD double row_advantage(const AdvantagePlan& plan, const RowMap& map, double reward, double baseline) {
+// A row against the mean and the deviation of the others. Equal others have no deviation to divide by; differences of
+// squares find them up to rounding.
+GRPO_HD double against_others(const AdvantagePlan& plan, const RowMap& map, double centered) {
+  const double others = map.count - 1, stretch = map.count / others;
+  const double squares = map.factor - centered * centered * stretch;
+  const bool has_deviation = others > plan.ddof && squares > 1e-12 * map.factor;
+  const double std = has_deviation ? sqrt(squares / (others - plan.ddof)) : 0;
+  return centered * stretch / (has_deviation ? at_least(std, plan.std_floor) + plan.eps : 1);
+}
+
+// The advantage of a row, except under Scale::kLeaveOneOutStd.
+GRPO_HD double linear_advantage(const AdvantagePlan& plan, const RowMap& map, double reward, double baseline) {
   const double centered = reward - (plan.center == Center::kBaseline ? baseline : map.center);
   // only the best row is above the runner-up, and none is in a tie; a maximum, because a branch on the sign would be
   // mispredicted
   const double least = plan.center == Center::kRunnerUp ? 0 : -INFINITY;
   return map.live ? (centered < least ? least : centered) * map.factor : 0;
+}
+
+GRPO_HD double row_advantage(const AdvantagePlan& plan, const RowMap& map, double reward, double baseline) {
+  if (plan.scale == Scale::kLeaveOneOutStd && map.live && map.count > 1) {
+    return against_others(plan, map, reward - map.center);
+  }
+  return linear_advantage(plan, map, reward, baseline);
 }
 
 // Weighted mean and squared deviations, merged without cancellation (Chan et al.).

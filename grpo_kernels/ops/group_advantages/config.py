@@ -13,8 +13,8 @@ from grpo_kernels.plans import PlannedConfig
 # Names, and the codes that kernels know them by: their positions. csrc/group_advantages/statistics.h repeats them.
 CENTERS = ("none", "mean", "leave_one_out", "length", "baseline", "runner_up")
 CENTER_NONE, CENTER_MEAN, CENTER_LEAVE_ONE_OUT, CENTER_LENGTH, CENTER_BASELINE, CENTER_RUNNER_UP = range(len(CENTERS))
-SCALES = ("none", "std", "batch_std", "mean")
-SCALE_NONE, SCALE_STD, SCALE_BATCH_STD, SCALE_MEAN = range(len(SCALES))
+SCALES = ("none", "std", "batch_std", "mean", "leave_one_out_std")
+SCALE_NONE, SCALE_STD, SCALE_BATCH_STD, SCALE_MEAN, SCALE_LEAVE_ONE_OUT_STD = range(len(SCALES))
 SINGLETONS = ("zero", "raw", "parent")
 SINGLETON_ZERO, SINGLETON_RAW, SINGLETON_PARENT = range(len(SINGLETONS))
 COMBINES = ("sum_then_normalize", "normalize_then_sum")
@@ -110,6 +110,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
     },
     "verl-gpg": {"scale": "none", "singleton": "raw", "gain": "nonzero"},
     "verl-remax": {"center": "baseline", "scale": "none", "singleton": "raw"},
+    "nemo-grpo": {"center": "leave_one_out", "scale": "leave_one_out_std"},
 }
 
 
@@ -121,7 +122,8 @@ class AdvantageConfig(PlannedConfig):
         estimator: starting point, one of :meth:`AdvantageConfig.names`
         center: what is subtracted: "none", "mean", "leave_one_out", "length" (token-weighted mean), "baseline" (one
             value per row) or "runner_up" (pass@k: the best row gets best minus second best, the others 0)
-        scale: what is divided by: "none", "std" (of the group), "batch_std" or "mean" (of the group)
+        scale: what is divided by: "none", "std" (of the group), "batch_std", "mean" (of the group) or
+            "leave_one_out_std" (of the group's other rows; by nothing where they are equal)
         ddof: 0 or 1, for every standard deviation
         eps, std_floor: the divisor is max(std, std_floor) + eps
         singleton: advantage of a group with one scored row: "zero", "raw" (its reward, over 1 + eps if scaled by std)
@@ -207,6 +209,11 @@ class AdvantageConfig(PlannedConfig):
             raise ValueError(
                 "AdvantageConfig: shrinkage must be 0 unless center is 'mean' and scale is 'none' or 'std', "
                 f"got shrinkage={self.shrinkage!r} with center={self.center!r}, scale={self.scale!r}"
+            )
+        if self.scale == "leave_one_out_std" and (self.center != "leave_one_out" or self.singleton == "parent"):
+            raise ValueError(
+                "AdvantageConfig: scale must not be 'leave_one_out_std' unless center is 'leave_one_out' and "
+                f"singleton is not 'parent', got center={self.center!r}, singleton={self.singleton!r}"
             )
         if self.singleton == "parent" and self.center not in group_centers:
             raise ValueError(

@@ -17,6 +17,7 @@ from grpo_kernels.ops.group_advantages.config import (
     GAIN_NONZERO,
     NORMALIZE_THEN_SUM,
     SCALE_BATCH_STD,
+    SCALE_LEAVE_ONE_OUT_STD,
     SCALE_MEAN,
     SCALE_STD,
     SINGLETON_PARENT,
@@ -128,6 +129,12 @@ def _normalize(
         live = live & (mean > 0)
     live = live & (divisor != 0)
     value = (reward - center) / divisor
+    if plan.scale == SCALE_LEAVE_ONE_OUT_STD:
+        # the other rows' squares, up to the rounding of a difference; equal others divide by nothing
+        squares = own.squares - value**2 * count / (count - 1)
+        differ = (squares > 1e-12 * own.squares) & (count - 1 > plan.ddof)
+        others_std = (squares / (count - 1 - plan.ddof)).sqrt()
+        value = torch.where(differ, value / (others_std.clamp(min=plan.std_floor) + plan.eps), value)
     if plan.center == CENTER_LEAVE_ONE_OUT:
         value = value * count / (count - 1)
     if plan.center == CENTER_RUNNER_UP:
@@ -189,7 +196,7 @@ class _Stats:
         self.flat = self.low >= self.high
         self.mean = torch.where(self.flat, self.low, total(reward) / self.count)
         self.mean = torch.where(self.count > 0, self.mean, 0)
-        squares = total((reward - self.mean) ** 2)
+        self.squares = squares = total((reward - self.mean) ** 2)
         enough = ~self.flat & (self.count > ddof)
         self.std = torch.where(enough, (squares / (self.count - ddof)).sqrt(), 0)
         below = torch.where(counted & (reward < self.high), reward, -math.inf)

@@ -159,7 +159,7 @@ def reference(batch: Batch, config: str | gk.AdvantageConfig, **changes: Any) ->
 
 
 def test_every_estimator_of_the_design_has_a_formula_here() -> None:
-    peers = {name for name in gk.AdvantageConfig.names() if name.startswith(("trl-", "verl-"))}
+    peers = {name for name in gk.AdvantageConfig.names() if name.startswith(("trl-", "verl-", "nemo-"))}
     assert set(ESTIMATORS) == set(gk.AdvantageConfig.names()) - peers
 
 

@@ -18,6 +18,7 @@ CENTER_BASELINE = tl.constexpr(config.CENTER_BASELINE)
 CENTER_RUNNER_UP = tl.constexpr(config.CENTER_RUNNER_UP)
 SCALE_STD = tl.constexpr(config.SCALE_STD)
 SCALE_MEAN = tl.constexpr(config.SCALE_MEAN)
+SCALE_LEAVE_ONE_OUT_STD = tl.constexpr(config.SCALE_LEAVE_ONE_OUT_STD)
 SINGLETON_RAW = tl.constexpr(config.SINGLETON_RAW)
 SINGLETON_PARENT = tl.constexpr(config.SINGLETON_PARENT)
 
@@ -199,6 +200,18 @@ def _map(
 
 
 @triton.jit
+def _against_others(distance, own, ddof, eps, std_floor):
+    """The distance from the group's mean over the deviation of the other rows, which may be equal."""
+    count = own.scored[:, None]
+    all_squares = (own.std * own.std * (own.scored - ddof))[:, None]
+    squares = all_squares - distance * distance * (count / tl.maximum(count - 1, 1.0))
+    differ = (squares > 1e-12 * all_squares) & (count - 1 > ddof)
+    std = tl.sqrt(tl.where(differ, squares / tl.maximum(count - 1 - ddof, 1.0), 0.0))
+    divisor = tl.where(std < std_floor, std_floor, std) + eps
+    return distance / tl.where(differ, divisor, 1.0)
+
+
+@triton.jit
 def groups_kernel(
     values_ptr,
     lengths_ptr,
@@ -250,6 +263,8 @@ def groups_kernel(
                 distance = value - tl.load(baselines_ptr + rows, mask=inside, other=0.0).to(tl.float64)
             if CENTER == CENTER_RUNNER_UP:
                 distance = tl.maximum(distance, 0.0)  # only the best row is above the runner-up
+            if SCALE == SCALE_LEAVE_ONE_OUT_STD:
+                distance = _against_others(distance, own, ddof, eps, std_floor)
             taken = (value == value) & live[:, None]
             advantage = tl.where(taken, distance * factor[:, None], 0.0)
             if WRITE == ADD_COLUMN:
