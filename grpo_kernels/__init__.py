@@ -24,6 +24,8 @@ from grpo_kernels.ops.similarity_groups import (
 from grpo_kernels.ops.similarity_groups.config import SimilarityConfig
 from grpo_kernels.ops.similarity_groups.metrics import SimilarityAdvantages, similarity_advantages, similarity_metrics
 from grpo_kernels.ops.similarity_groups.parts import Dendrogram, Silhouette, agglomerate, pairwise_cosine, silhouette
+from grpo_kernels.ops.token_advantages import TokenAdvantages, token_advantages
+from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
 from grpo_kernels.ops.token_logprobs import TokenLogprobs, token_logprobs
 
 __version__ = "0.1.0"
@@ -45,6 +47,8 @@ __all__ = [
     "SimilarityAdvantages",
     "SimilarityConfig",
     "SimilarityGroups",
+    "TokenAdvantageConfig",
+    "TokenAdvantages",
     "TokenLogprobs",
     "ValueTracker",
     "Verdict",
@@ -66,6 +70,7 @@ __all__ = [
     "similarity_advantages",
     "similarity_groups",
     "similarity_metrics",
+    "token_advantages",
     "token_logprobs",
     "use_backend",
 ]

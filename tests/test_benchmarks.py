@@ -126,6 +126,12 @@ BARS = {
     ("endpoint_segments", "norm=none, without a critic", "cost at most", "exp, expm1 and two cumsum", 3),
     ("endpoint_segments", "norm=batch, with a critic", "cost at most", "exp, expm1 and two cumsum", 3),
     ("endpoint_segments", "norm=batch, without a critic", "cost at most", "exp, expm1 and two cumsum", 3),
+    ("token_advantages", "gae", "ratio at least", "verl", 30),
+    ("token_advantages", "gae", "cost at most", "cumsum in float64", 4),
+    ("token_advantages", "gae", "exponent below", "", 1.1),
+    ("token_advantages", "gae", "growth at most", "", 2),
+    ("token_advantages", "reinforce_plus_plus", "ratio at least", "verl", 20),
+    ("token_advantages", "gae of turns", "cost at most", "cumsum in float64", 8),
     *(("similarity_groups", f"K={size}", "ratio at least", "scikit-learn", 600) for size in SIZES),
     *(("similarity_groups", f"K={size}", "ratio at least", "fastcluster", 10) for size in SIZES),
     *(

@@ -15,6 +15,7 @@ from grpo_kernels.ops.group_advantages import config as advantages
 from grpo_kernels.ops.policy_loss import config as loss
 from grpo_kernels.ops.similarity_groups import RowStatus
 from grpo_kernels.ops.similarity_groups import config as similarity
+from grpo_kernels.ops.token_advantages import config as token_advantages
 from grpo_kernels.ops.token_logprobs import config as logprobs
 
 MODULES = {name: module for name in ("cpu", "cuda") if (module := getattr(backends, f"{name}_module")) is not None}
@@ -45,12 +46,14 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
         "SegmentCredit": segments.CREDITS,
         "SegmentNorm": segments.NORMS,
     },
+    "token_advantages": {"TokenWhiten": token_advantages.WHITENS},
 }
 PLANS: dict[str, tuple[type, Any]] = {
     "group_advantages": (advantages.Plan, advantages.AdvantageConfig()),
     "policy_loss": (loss.Plan, loss.LossConfig()),
     "similarity_groups": (similarity.Plan, similarity.SimilarityConfig()),
     "endpoint_segments": (segments.Plan, segments.SegmentConfig()),
+    "token_advantages": (token_advantages.Plan, token_advantages.TokenAdvantageConfig()),
 }
 
 pytestmark = pytest.mark.skipif(not MODULES, reason="no compiled kernels are built")

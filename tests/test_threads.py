@@ -53,6 +53,11 @@ def endpoint_segments(rows: int, width: int) -> Call:
     return lambda: gk.endpoint_segments(numbers, -numbers, -numbers, mask, values=numbers, config=config)
 
 
+def token_advantages(rows: int, width: int) -> Call:
+    numbers = torch.rand(rows, width)
+    return lambda: gk.token_advantages(numbers, numbers)
+
+
 def similarity_groups(prompts: int, size: int) -> Call:
     return lambda: gk.similarity_groups(torch.randn(prompts * size, 384), size)
 
@@ -65,6 +70,7 @@ SHORT = {
     "policy_loss of whole rows": policy_loss(64, 512, "vespo"),
     "token_logprobs": token_logprobs(8, 32_000),
     "endpoint_segments": endpoint_segments(16, 1024),
+    "token_advantages": token_advantages(16, 1024),
     "similarity_groups": similarity_groups(8, 8),
 }
 LONG = {
@@ -76,6 +82,7 @@ LONG = {
     "policy_loss of whole rows": policy_loss(256, 2048, "vespo"),
     "token_logprobs": token_logprobs(128, 32_000),
     "endpoint_segments": endpoint_segments(256, 4096),
+    "token_advantages": token_advantages(256, 4096),
     "similarity_groups": similarity_groups(32, 64),
 }
 

@@ -14,6 +14,7 @@
 #include "group_advantages/statistics.h"
 #include "policy_loss/plan.h"
 #include "similarity_groups/rules.h"
+#include "token_advantages/terms.h"
 #include "token_logprobs/softmax.h"
 
 namespace {
@@ -33,7 +34,7 @@ pybind11::dict settings_names() {
 pybind11::dict kernel_codes() {
   pybind11::dict advantages = settings_names<AdvantagePlan>(), loss = settings_names<PolicyPlan>();
   pybind11::dict similarity = settings_names<SimilaritySettings>(), segments = settings_names<SegmentSettings>();
-  pybind11::dict logprobs;
+  pybind11::dict token_advantages = settings_names<TokenAdvantageSettings>(), logprobs;
 #define GRPO_EXPORT(codes, Enum) codes[#Enum] = k##Enum##Names
   GRPO_EXPORT(advantages, Center);
   GRPO_EXPORT(advantages, Scale);
@@ -54,6 +55,7 @@ pybind11::dict kernel_codes() {
   GRPO_EXPORT(segments, SegmentProxy);
   GRPO_EXPORT(segments, SegmentCredit);
   GRPO_EXPORT(segments, SegmentNorm);
+  GRPO_EXPORT(token_advantages, TokenWhiten);
 #undef GRPO_EXPORT
   loss["metrics"] = kPolicyMetricNames;
   similarity["max_rows"] = kMaxItems;
@@ -63,6 +65,7 @@ pybind11::dict kernel_codes() {
   codes["policy_loss"] = loss;
   codes["similarity_groups"] = similarity;
   codes["endpoint_segments"] = segments;
+  codes["token_advantages"] = token_advantages;
   codes["token_logprobs"] = logprobs;
   return codes;
 }

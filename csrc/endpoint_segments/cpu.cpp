@@ -113,7 +113,7 @@ struct SegmentResults {
 template <typename T>
 RowCuts cut_and_credit(const SegmentSettings& settings, const SegmentRow<T>& row, const T* logprobs, const T* old,
                        double scale, double tau, T* returns, int32_t* ids, bool* ends, double* credits,
-                       EndpointMoments* moments) {
+                       RangedMoments* moments) {
   static thread_local Scratch<double> kept_advantages;
   static thread_local Scratch<T> kept_weights;
   static thread_local Scratch<Segment> kept_segments;
@@ -145,7 +145,7 @@ RowCuts cut_and_credit(const SegmentSettings& settings, const SegmentRow<T>& row
 }
 
 template <typename T>
-void write_row(const SegmentSettings& settings, const EndpointMoments& moments, const bool* ends, const int32_t* ids,
+void write_row(const SegmentSettings& settings, const RangedMoments& moments, const bool* ends, const int32_t* ids,
                const double* credits, int32_t num_segments, int64_t length, T* advantages) {
   std::fill(advantages, advantages + length, T{});
   const EndpointNorm norm =
@@ -179,7 +179,7 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
   }
   const double scale = std::max(tokens > 0 ? std::sqrt(squares / tokens) : 0.0, settings.group_epsilon);
 
-  std::vector<EndpointMoments> moments(batch.rows);
+  std::vector<RangedMoments> moments(batch.rows);
   std::vector<RowCuts> cuts(batch.rows);
   batch.for_each_row(kCutCost, [&](int64_t r) {
     const int64_t at = batch.begin(r);
@@ -189,7 +189,7 @@ void find_segments(const SegmentBatch<T>& batch, const SegmentSettings& settings
   });
   for (int64_t r = 0; r < batch.rows; ++r) check_finite(cuts[r].weights, r);
   for_each_group(ids, batch.rows, [&](auto for_each_row) {
-    EndpointMoments merged;
+    RangedMoments merged;
     for_each_row([&](int64_t r) { merged.merge(moments[r]); });
     for_each_row([&](int64_t r) { moments[r] = merged; });
   });

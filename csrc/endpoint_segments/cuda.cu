@@ -138,10 +138,10 @@ __global__ void GRPO_BOUNDS(kBatchThreads) scale_kernel(const __grid_constant__ 
 }
 
 // Lane 0 gets the moments of the first `lanes` lanes (a power of two), merged in their order.
-__device__ EndpointMoments merge_lanes(EndpointMoments own, int lanes) {
+__device__ RangedMoments merge_lanes(RangedMoments own, int lanes) {
 #pragma unroll 1
   for (int offset = 1; offset < lanes; offset *= 2) {
-    EndpointMoments other;
+    RangedMoments other;
     other.count = __shfl_down_sync(kAllLanes, own.count, offset);
     other.mean = __shfl_down_sync(kAllLanes, own.mean, offset);
     other.squares = __shfl_down_sync(kAllLanes, own.squares, offset);
@@ -153,17 +153,17 @@ __device__ EndpointMoments merge_lanes(EndpointMoments own, int lanes) {
 }
 
 // As doubles, because a shared variable cannot have a constructor.
-constexpr int kMomentsDoubles = sizeof(EndpointMoments) / sizeof(double);
+constexpr int kMomentsDoubles = sizeof(RangedMoments) / sizeof(double);
 
 // Thread 0 gets the moments of the block's threads, merged in their order; `shared` holds those of kMaxWarps warps.
-__device__ EndpointMoments merge_block(EndpointMoments own, double* shared) {
+__device__ RangedMoments merge_block(RangedMoments own, double* shared) {
   own = merge_lanes(own, kWarp);
   const int warps = static_cast<int>(blockDim.x) / kWarp;
   if (warps == 1) return own;
-  EndpointMoments* const warp_moments = reinterpret_cast<EndpointMoments*>(shared);
+  RangedMoments* const warp_moments = reinterpret_cast<RangedMoments*>(shared);
   if (lane() == 0) warp_moments[threadIdx.x / kWarp] = own;
   __syncthreads();
-  return merge_lanes(lane() < warps ? warp_moments[lane()] : EndpointMoments{}, warps);
+  return merge_lanes(lane() < warps ? warp_moments[lane()] : RangedMoments{}, warps);
 }
 
 // Cuts the row tile by tile, and writes the ids of its tokens and the advantages of its segments: first as maps of the
@@ -261,7 +261,7 @@ __global__ void GRPO_ROW_BOUNDS segments_kernel(const __grid_constant__ SegmentA
     segments += tile_segments;
   }
   __syncthreads();
-  EndpointMoments moments;
+  RangedMoments moments;
   double carry = 0;
   int32_t last = segments;
   for (int tile = tiles - 1; tile >= 0; --tile) {
@@ -280,7 +280,7 @@ __global__ void GRPO_ROW_BOUNDS segments_kernel(const __grid_constant__ SegmentA
   moments = merge_block(moments, shared);
   if (threadIdx.x != 0) return;
   in.num_segments[blockIdx.x] = segments;
-  in.records[blockIdx.x].own = isfinite(in.records[blockIdx.x].sums.squares) ? moments : EndpointMoments{};
+  in.records[blockIdx.x].own = isfinite(in.records[blockIdx.x].sums.squares) ? moments : RangedMoments{};
 }
 
 template <typename T>
@@ -288,7 +288,7 @@ __global__ void GRPO_BOUNDS(kBatchThreads) moments_kernel(const __grid_constant_
   __shared__ double shared[kMaxWarps * kMomentsDoubles];
   __shared__ double shared_norm[sizeof(EndpointNorm) / sizeof(double)];
   const bool by_group = in.settings.norm == SegmentNorm::kPrompt;
-  EndpointMoments merged;
+  RangedMoments merged;
   for_each_row(in, by_group, [&](int64_t row) { merged.merge(in.records[row].own); });
   merged = merge_block(merged, shared);
   EndpointNorm& norm = *reinterpret_cast<EndpointNorm*>(shared_norm);

@@ -10,7 +10,7 @@ struct SegmentRecord {
   double own_return;  // of rows without values; NaN: none
   double baseline;    // of rows without values: the mean return of the group
   TokenSums sums;
-  EndpointMoments own;
+  RangedMoments own;
   EndpointNorm norm;  // by the moments of all rows that the row is normalised with
 };
 

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "common/host_device.h"
+#include "common/ranged_moments.h"
 #include "common/settings.h"
 
 // Cuts a row of tokens into segments that share an advantage (GROUP-PPO's Algorithm 2), and computes the advantages of
@@ -181,46 +182,21 @@ GRPO_HD RowCuts cut_row(const SegmentSettings& settings, const SegmentRow<T>& ro
   return cuts;
 }
 
-// Moments of the advantages of endpoints.
-struct EndpointMoments {
-  int64_t count = 0;
-  double mean = 0, squares = 0, low = INFINITY, high = -INFINITY;
-
-  GRPO_HD void add(double x) {
-    ++count;
-    const double deviation = x - mean;
-    mean += deviation / static_cast<double>(count);
-    squares += deviation * (x - mean);
-    low = x < low ? x : low;
-    high = x > high ? x : high;
-  }
-  GRPO_HD void merge(const EndpointMoments& other) {
-    if (other.count == 0) return;
-    const double n = static_cast<double>(count + other.count), delta = other.mean - mean;
-    squares += other.squares + delta * delta * static_cast<double>(count) * static_cast<double>(other.count) / n;
-    mean += delta * static_cast<double>(other.count) / n;
-    count += other.count;
-    low = other.low < low ? other.low : low;
-    high = other.high > high ? other.high : high;
-  }
-};
-
 // The normalisation of endpoints' advantages: 0 for a single endpoint, and where all are equal.
 struct EndpointNorm {
   double mean = 0, factor = 1;
 
   EndpointNorm() = default;
-  GRPO_HD EndpointNorm(const EndpointMoments& moments, double epsilon) : mean(moments.mean), factor(0) {
-    if (moments.count < 2 || moments.low == moments.high) return;
-    factor = 1 / (sqrt(moments.squares / static_cast<double>(moments.count - 1)) + epsilon);
+  GRPO_HD EndpointNorm(const RangedMoments& moments, double epsilon) : mean(moments.mean), factor(0) {
+    if (moments.differ()) factor = 1 / (sqrt(moments.variance()) + epsilon);
   }
   GRPO_HD double operator()(double x) const { return (x - mean) * factor; }
 };
 
 // Replaces the credits of a row's segments by their lambda-advantages, from the last to the first.
-GRPO_HD EndpointMoments credit_segments(const SegmentSettings& settings, Segment* segments, int32_t count) {
+GRPO_HD RangedMoments credit_segments(const SegmentSettings& settings, Segment* segments, int32_t count) {
   double advantage = 0, next_value = 0;
-  EndpointMoments moments;
+  RangedMoments moments;
   for (int32_t j = count - 1; j >= 0; --j) {
     Segment& segment = segments[j];
     advantage =

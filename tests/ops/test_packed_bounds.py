@@ -15,6 +15,7 @@ import grpo_kernels as gk
 from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.endpoint_segments import registration as endpoint_segments
 from grpo_kernels.ops.policy_loss import registration as policy_loss
+from grpo_kernels.ops.token_advantages import registration as token_advantages
 from tests.harness import device_of, runnable_backends
 
 TOKENS = 100
@@ -51,6 +52,11 @@ def cut(cu_seqlens: Tensor, backend: str) -> Tensor:
     return gk.endpoint_segments(*tokens[:3], values=tokens[3], cu_seqlens=cu_seqlens, backend=backend).advantages
 
 
+def estimate(cu_seqlens: Tensor, backend: str) -> Tensor:
+    tokens = torch.rand(2, TOKENS, device=cu_seqlens.device)
+    return gk.token_advantages(*tokens, cu_seqlens=cu_seqlens, backend=backend).advantages
+
+
 def measure(cu_seqlens: Tensor, backend: str) -> Tensor:
     rows, device = len(cu_seqlens) - 1, cu_seqlens.device
     ids = torch.zeros(TOKENS, dtype=torch.int32, device=device)
@@ -71,6 +77,7 @@ CALLS: dict[str, tuple[Call, list[str]]] = {
     "policy_loss": (policy, runnable_backends(policy_loss.SUPPORTS)),
     "linear_policy_loss": (linear_policy, runnable_backends(policy_loss.SUPPORTS)),
     "endpoint_segments": (cut, runnable_backends(endpoint_segments.SUPPORTS)),
+    "token_advantages": (estimate, runnable_backends(token_advantages.SUPPORTS)),
     "segment_metrics": (measure, ["reference"]),
 }
 EACH = [(op, backend) for op, (_, names) in CALLS.items() for backend in names]

@@ -1,0 +1,94 @@
+"""Advantages of tokens from rewards and, with a critic, values of tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends, checks
+from grpo_kernels.ops.token_advantages import registration as op
+from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
+
+_OP = "token_advantages"
+_MASKS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
+
+
+class TokenAdvantages(NamedTuple):
+    """Result of token_advantages: float32, or float64 for float64 rewards, in the shape of rewards; 0 outside the mask.
+
+    Attributes:
+        advantages: of each token, or with turns of the token's turn
+        returns: the target of a critic, which is the advantage before whitening plus the value
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def token_advantages(
+    rewards: Tensor,
+    values: Tensor | None = None,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    turns: Tensor | None = None,
+    config: TokenAdvantageConfig | str = "gae",
+    backend: str | None = None,
+) -> TokenAdvantages:
+    """Computes GAE or discounted returns over the tokens of each row, and normalises them over the batch.
+
+    Tokens outside the mask are skipped as if they were not there. A row with a NaN reward is not scored: its advantages
+    are 0 and its returns are its values. Nothing waits for the GPU. There is no gradient.
+
+    Args:
+        rewards: per token, [B, T] or packed [M] with `cu_seqlens`
+        values: a critic's value before each token, in the shape of rewards; required by "gae", otherwise refused
+        mask: in the shape of rewards; nonzero tokens count, None means all. Other slots are not read
+        cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
+        turns: integers in the shape of rewards; neighbouring tokens that count and have the same number form a turn,
+            which acts as one step. Tokens with a negative number do not count
+        config: a TokenAdvantageConfig or the name of an estimator (TokenAdvantageConfig.names())
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    settings = TokenAdvantageConfig.of(config)
+    checks.tensor(_OP, "rewards", rewards, checks.FLOATS)
+    if rewards.dim() != (2 if cu_seqlens is None else 1):
+        raise ValueError(f"{_OP}: rewards must have shape [B, T], or [M] with cu_seqlens, got {list(rewards.shape)}")
+    if settings.needs_values != (values is not None):
+        rule = "be given" if settings.needs_values else "be left out"
+        got = "None" if values is None else type(values).__name__
+        raise ValueError(f"{_OP}: values must {rule} for estimator {settings.estimator!r}, got {got}")
+    dtype = torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    rewards = rewards.detach().to(dtype).contiguous()
+    if values is not None:
+        values = _per_token("values", values, checks.FLOATS, rewards).detach().to(dtype).contiguous()
+    if mask is None:
+        mask = torch.ones_like(rewards, dtype=torch.bool)
+    else:
+        mask = _per_token("mask", mask, _MASKS, rewards)
+        mask = (mask if mask.dtype == torch.bool else mask != 0).contiguous()
+    if turns is not None:
+        turns = _per_token("turns", turns, checks.INTEGERS, rewards)
+        mask = (mask & (turns >= 0)).contiguous()
+        turns = turns.int().contiguous()
+    if cu_seqlens is not None:
+        checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int64, torch.int32))
+        checks.same_device(_OP, "cu_seqlens", cu_seqlens, rewards.device)
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+            raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
+        cu_seqlens = cu_seqlens.long().contiguous()
+    chosen = backends.select(_OP, backend, rewards.device.type, dtype, op.SUPPORTS, rewards.device.index)
+    results = op.FORWARD[chosen](rewards, values, mask, cu_seqlens, turns, settings.modes, settings.coefficients)
+    return TokenAdvantages(*results)
+
+
+def _per_token(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], rewards: Tensor) -> Tensor:
+    checks.tensor(_OP, name, value, dtypes)
+    if value.shape != rewards.shape:
+        raise ValueError(
+            f"{_OP}: {name} must have the shape of rewards, {list(rewards.shape)}, got {list(value.shape)}"
+        )
+    checks.same_device(_OP, name, value, rewards.device)
+    return value

@@ -1,0 +1,99 @@
+"""The specification of token_advantages, in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.groups import packed_bounds
+from grpo_kernels.ops.token_advantages.config import WHITEN_TOKENS, Plan
+
+
+def forward(
+    rewards: Tensor,
+    values: Tensor | None,
+    mask: Tensor,
+    cu_seqlens: Tensor | None,
+    turns: Tensor | None,
+    modes: list[int],
+    coefficients: list[float],
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, in the shape of rewards."""
+    plan = Plan(*modes, *coefficients)
+    if cu_seqlens is None:
+        rows = torch.arange(rewards.numel(), device=rewards.device).view(rewards.shape)
+        inside = torch.ones_like(mask)
+    else:
+        bounds = packed_bounds("token_advantages", cu_seqlens, rewards.numel())
+        lengths = bounds.diff()
+        places = torch.arange(int(lengths.max()) if len(lengths) else 0, device=rewards.device)
+        rows, inside = bounds[:-1, None] + places, places < lengths[:, None]
+        rows = torch.where(inside, rows, 0)
+
+    def by_row(tokens: Tensor) -> Tensor:
+        return tokens.reshape(-1)[rows] if rewards.numel() else tokens.new_zeros(rows.shape)
+
+    valid = by_row(mask) & inside
+    reward = torch.where(valid, by_row(rewards).double(), 0)
+    value = torch.zeros_like(reward) if values is None else torch.where(valid, by_row(values).double(), 0)
+    turn = None if turns is None else by_row(turns)
+    returns = _returns(reward, value, valid, turn, plan)
+    # A row with a NaN reward has no advantages and keeps its values.
+    scored = ~reward.isnan().any(1, keepdim=True)
+    returns = torch.where(scored, returns, value)
+    advantages = torch.where(scored, returns - value, 0)
+    if turn is not None:
+        advantages, returns = _spread(advantages, valid, turn), _spread(returns, valid, turn)
+    if plan.whiten == WHITEN_TOKENS:
+        # statistics are those of the advantages as they would be returned
+        advantages = _whitened(advantages.to(rewards.dtype).double(), valid & scored, plan.whiten_eps)
+
+    def by_token(result: Tensor) -> Tensor:
+        empty = torch.zeros(rewards.numel(), dtype=rewards.dtype, device=rewards.device)
+        flat = empty.scatter(0, rows[valid], result.to(rewards.dtype)[valid])
+        return flat.view(rewards.shape)
+
+    return by_token(advantages), by_token(returns)
+
+
+def _returns(reward: Tensor, value: Tensor, valid: Tensor, turn: Tensor | None, plan: Plan) -> Tensor:
+    """Lambda-returns from each token on, as if the token were the first of its turn."""
+    rows, width = reward.shape
+    returns = torch.zeros_like(reward)
+    next_return, next_value = reward.new_zeros(2, rows)
+    next_turn = torch.full((rows,), -1, device=reward.device)
+    for t in reversed(range(width)):
+        entering = plan.gamma * ((1 - plan.lam) * next_value + plan.lam * next_return)
+        if turn is not None:
+            entering = torch.where(turn[:, t] == next_turn, next_return, entering)
+            next_turn = torch.where(valid[:, t], turn[:, t], next_turn)
+        next_return = torch.where(valid[:, t], reward[:, t] + entering, next_return)
+        next_value = torch.where(valid[:, t], value[:, t], next_value)
+        returns[:, t] = torch.where(valid[:, t], next_return, 0)
+    return returns
+
+
+def _spread(tokens: Tensor, valid: Tensor, turn: Tensor) -> Tensor:
+    """Gives every token of a turn what its first token has."""
+    spread = torch.zeros_like(tokens)
+    first = tokens.new_zeros(len(tokens))
+    last_turn = torch.full_like(turn[:, :1], -1).squeeze(1)
+    for t in range(tokens.shape[1]):
+        is_first = valid[:, t] & (turn[:, t] != last_turn)
+        first = torch.where(is_first, tokens[:, t], first)
+        last_turn = torch.where(is_first, turn[:, t], last_turn)
+        spread[:, t] = torch.where(valid[:, t], first, 0)
+    return spread
+
+
+def _whitened(advantages: Tensor, counted: Tensor, eps: float) -> Tensor:
+    """Advantages over the root of their variance; 0 where all are equal, and for one alone."""
+    count = counted.sum()
+    mean = torch.where(counted, advantages, 0).sum() / count.clamp(min=1)
+    centered = torch.where(counted, advantages - mean, 0)
+    variance = centered.square().sum() / (count - 1).clamp(min=1)
+    low = torch.where(counted, advantages, torch.inf)
+    high = torch.where(counted, advantages, -torch.inf)
+    differ = low.amin() < high.amax() if advantages.numel() else count > 0
+    spoilt = torch.where(counted, advantages, 0).isfinite().logical_not().any()
+    return torch.where(differ | spoilt, centered / (variance + eps).sqrt(), 0)
