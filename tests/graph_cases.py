@@ -244,7 +244,7 @@ def draw_with_reference() -> Inputs:
     return inputs | {"ref_hidden": torch.randn(ROWS, WIDTH, 3), "ref_weight": torch.randn(COLUMNS, 3)}
 
 
-# endpoint_segments and similarity_groups
+# endpoint_segments, token_advantages and similarity_groups
 
 
 def draw_tokens(shape: tuple[int, ...]) -> Inputs:
@@ -267,6 +267,15 @@ def segments(shape: tuple[int, ...], *names: str, **config: Any) -> Case:
         return present(*gk.endpoint_segments(*tokens, config=config, backend=backend, **more))
 
     return Case(lambda: draw_tokens(shape), call)
+
+
+def token_advantages(shape: tuple[int, ...], *names: str, **config: Any) -> Case:
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        more = {name: inputs.get(name) for name in ("mask", "cu_seqlens", *names)}
+        settings = gk.TokenAdvantageConfig(**config)
+        return present(*gk.token_advantages(inputs["rewards"], **more, config=settings, backend=backend))
+
+    return Case(lambda: draw_tokens(shape) | {"turns": segment_ids(shape)}, call)
 
 
 def draw_embeddings() -> Inputs:
@@ -353,6 +362,8 @@ CASES: dict[str, Case] = {
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
     "endpoint_segments": segments(PADDED, "values", norm="batch"),
     "endpoint_segments of prompts": segments(PACKED, "groups", norm="prompt"),
+    "token_advantages": token_advantages(PADDED, "values", gamma=0.9),
+    "token_advantages of turns": token_advantages(PACKED, "turns", estimator="reinforce_plus_plus", gamma=0.9),
     "similarity_groups": Case(
         draw_embeddings,
         lambda inputs, backend: present(*gk.similarity_groups(inputs["embeddings"], 8, backend=backend)),

@@ -58,6 +58,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "policy_loss": policy_loss,
     "linear_policy_loss": linear_policy_loss,
     "logits_policy_loss": logits_policy_loss,
+    "token_advantages": lambda: gk.token_advantages(rows(), rows(), backend="triton"),
     "endpoint_segments": lambda: gk.endpoint_segments(rows(), rows(), rows(), values=rows(), backend="triton"),
     "similarity_groups": lambda: gk.similarity_groups(torch.randn(4, 3), 4, backend="triton"),
     "pairwise_cosine": lambda: gk.pairwise_cosine(torch.randn(4, 3), 4, backend="triton"),
@@ -197,6 +198,14 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         | policy(2, 3)
         | {"ref_logprobs": None, "compact": False}
         | {"ref_hidden": on_gpu(2, 3, 5), "ref_weight": on_gpu(7, 5), "ref_bias": on_gpu(7)},
+    ],
+    gk.token_advantages: lambda: [
+        {
+            **{name: on_gpu(6) for name in ("rewards", "values")},
+            "mask": flags(6),
+            "turns": numbers(6),
+            "cu_seqlens": numbers(3),
+        }
     ],
     gk.endpoint_segments: lambda: [
         {

@@ -25,6 +25,7 @@ OPS = (
     "linear_policy_loss",
     "logits_policy_loss",
     "endpoint_segments",
+    "token_advantages",
     "similarity_groups",
     "pairwise_cosine",
     "cluster_distances",

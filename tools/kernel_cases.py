@@ -18,7 +18,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,9 +29,8 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks import gpu_lines
 from grpo_kernels.ops.similarity_groups import registration
-
-Put = Callable[[Tensor], Tensor]  # moves a tensor to the device of the backend
-Results = Iterator[Tensor]
+from tools import row_cases
+from tools.row_cases import WRONG_BOUNDS, Put, Results
 
 
 class Case(NamedTuple):
@@ -181,53 +180,8 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
     yield torch.autograd.grad(result.loss * 2, leaf)[0]
 
 
-def segments(backend: str, put: Put) -> Results:
-    """Padded rows with and without a critic, for each normalisation; long rows have blocks of more threads."""
-    for rows, width in ((6, 70), (2, 2100)):
-        for norm in ("none", "batch", "prompt"):
-            for has_critic in (False, True):
-                shape, groups = (rows, width), put(torch.tensor([3, 0, 3, 3, 0, -1][:rows]))
-                start = -torch.rand(shape)
-                old, values = put(start + 0.1 * torch.randn(shape)), put(torch.randn(shape))
-                yield from gk.endpoint_segments(
-                    put(torch.randn(shape)),
-                    put(start),
-                    old,
-                    put(torch.rand(shape) > 0.1),
-                    values=values if has_critic else None,
-                    groups=groups if norm == "prompt" or not has_critic else None,
-                    config={"norm": norm, "group_variance_threshold": 2.0},
-                    backend=backend,
-                )
-
-
-WRONG_BOUNDS = ([0, 9000], [0, 40, 101], [9, 41, 60, 73], [-9, 50, 20, 900], [0, 2**63 - 1, -(2**63), 60], [5])
-
-
-def outside_segments(backend: str, put: Put) -> Results:
-    """Invalid `cu_seqlens`: a GPU reports them only after the kernels have run, so the assertion is disabled and the
-    kernels must not touch memory outside. Only the shape of the results is defined."""
-    for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
-        if backend == "reference":
-            yield from [torch.tensor([73])] * 2
-            continue
-        groups, tokens = torch.arange(len(bounds) - 1) % 2, put(torch.randn(3, 73))
-        for values in (put(torch.randn(73)), None):
-            with mock.patch("torch._assert_async"):
-                result = gk.endpoint_segments(
-                    *tokens,
-                    put(torch.rand(73) < 0.9),
-                    values=values,
-                    groups=put(groups),
-                    cu_seqlens=put(torch.tensor(bounds)),
-                    config={"norm": "prompt", "credit": "broadcast"},
-                    backend=backend,
-                )
-            yield torch.tensor(result.advantages.shape)
-
-
 def outside_losses(backend: str, put: Put) -> Results:
-    """Invalid `cu_seqlens`, as in outside_segments, with arbitrary segment ids."""
+    """Invalid `cu_seqlens`, as in row_cases.outside_segments, with arbitrary segment ids."""
     arbitrary = torch.randint(-(2**31), 2**31, (100,))
     for config in LOSSES.values():
         for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
@@ -250,8 +204,8 @@ def similarity(backend: str, put: Put) -> Results:
 
 
 def outside_similarity(backend: str, put: Put) -> Results:
-    """More and larger groups than `num_groups` and `max_size` announce, as in outside_segments. The op is called
-    directly, as the public function checks them off the GPU."""
+    """More and larger groups than `num_groups` and `max_size` announce, as in row_cases.outside_segments. The op is
+    called directly, as the public function checks them off the GPU."""
     if backend == "reference":
         yield torch.tensor([40])
         return
@@ -292,6 +246,7 @@ def kernels(source: str, *names: str) -> set[str]:
 
 
 HEAD = kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce", "scale")
+ROW_KERNELS = kernels("token_advantages", "roles", "maps", "walk", "turns", "norm", "whiten")
 CASES = {
     "every_config": Case(every_config, kernels("group_advantages", "groups"), ("cuda",)),
     "every_size": Case(every_size, kernels("group_advantages", "groups", "finish"), ("cuda",)),
@@ -314,12 +269,16 @@ CASES = {
     ),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale")),
     "segments": Case(
-        segments,
+        row_cases.segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
     ),
     "outside_segments": Case(
-        outside_segments,
+        row_cases.outside_segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
+    ),
+    "token_advantages": Case(row_cases.token_advantages, ROW_KERNELS),
+    "outside_token_advantages": Case(
+        row_cases.outside_token_advantages, ROW_KERNELS - {"token_advantages.maps_kernel"}
     ),
     "similarity": Case(similarity, kernels("similarity_groups", "cosine", "cluster")),
     "outside_similarity": Case(outside_similarity, kernels("similarity_groups", "cosine", "cluster"), ("cuda",)),
@@ -358,13 +317,6 @@ def smoke_logits_loss(backend: str, put: Put) -> Results:
     yield torch.autograd.grad(result.loss, logits)[0]
 
 
-def smoke_segments(backend: str, put: Put) -> Results:
-    old, mask = -torch.rand(4, 70), torch.rand(4, 70) > 0.1
-    logprobs = old + 0.1 * torch.randn(4, 70)
-    rewards, values = put(torch.randn(4, 70)), put(torch.randn(4, 70))
-    yield from gk.endpoint_segments(rewards, put(logprobs), put(old), put(mask), values=values, backend=backend)
-
-
 def smoke_silhouette(backend: str, put: Put) -> Results:
     yield from gk.silhouette(put(two_prompts()), put(torch.randint(0, 3, (2, 8))), backend=backend)
 
@@ -382,7 +334,8 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "policy_loss": smoke_loss,
     "linear_policy_loss": functools.partial(linear_losses, torch.float32),
     "logits_policy_loss": smoke_logits_loss,
-    "endpoint_segments": smoke_segments,
+    "endpoint_segments": row_cases.smoke_segments,
+    "token_advantages": row_cases.smoke_token_advantages,
     "similarity_groups": lambda backend, put: [
         gk.similarity_groups(put(torch.randn(16, 9)), 8, backend=backend).labels
     ],

@@ -137,35 +137,6 @@ __global__ void GRPO_BOUNDS(kBatchThreads) scale_kernel(const __grid_constant__ 
   if (threadIdx.x == 0) *in.scale = fmax(tokens > 0 ? sqrt(squares / tokens) : 0, in.settings.group_epsilon);
 }
 
-// Lane 0 gets the moments of the first `lanes` lanes (a power of two), merged in their order.
-__device__ RangedMoments merge_lanes(RangedMoments own, int lanes) {
-#pragma unroll 1
-  for (int offset = 1; offset < lanes; offset *= 2) {
-    RangedMoments other;
-    other.count = __shfl_down_sync(kAllLanes, own.count, offset);
-    other.mean = __shfl_down_sync(kAllLanes, own.mean, offset);
-    other.squares = __shfl_down_sync(kAllLanes, own.squares, offset);
-    other.low = __shfl_down_sync(kAllLanes, own.low, offset);
-    other.high = __shfl_down_sync(kAllLanes, own.high, offset);
-    if (lane() % (2 * offset) == 0) own.merge(other);
-  }
-  return own;
-}
-
-// As doubles, because a shared variable cannot have a constructor.
-constexpr int kMomentsDoubles = sizeof(RangedMoments) / sizeof(double);
-
-// Thread 0 gets the moments of the block's threads, merged in their order; `shared` holds those of kMaxWarps warps.
-__device__ RangedMoments merge_block(RangedMoments own, double* shared) {
-  own = merge_lanes(own, kWarp);
-  const int warps = static_cast<int>(blockDim.x) / kWarp;
-  if (warps == 1) return own;
-  RangedMoments* const warp_moments = reinterpret_cast<RangedMoments*>(shared);
-  if (lane() == 0) warp_moments[threadIdx.x / kWarp] = own;
-  __syncthreads();
-  return merge_lanes(lane() < warps ? warp_moments[lane()] : RangedMoments{}, warps);
-}
-
 // Cuts the row tile by tile, and writes the ids of its tokens and the advantages of its segments: first as maps of the
 // carry that their tile's last token gets, and when all carries are known, from the last tile to the first, as numbers.
 template <typename T, int kThreads, bool kHasCritic>

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "common/row_blocks.h"
 #include "endpoint_segments/scan.h"
 
 namespace grpo_kernels {
@@ -13,10 +14,6 @@ struct SegmentRecord {
   RangedMoments own;
   EndpointNorm norm;  // by the moments of all rows that the row is normalised with
 };
-
-constexpr int kSegmentTokensPerThread = 8;
-constexpr int kShortRowThreads = 32, kLongRowThreads = 256;  // of the block that works on a row
-constexpr int64_t kLongRow = 512;                            // mean length from which rows get the larger blocks
 
 // Summary of a tile: the tokens of a row that its block works on at a time.
 struct SegmentTile {
@@ -53,9 +50,7 @@ struct SegmentArrays {
   bool has_long_rows() const { return total >= kLongRow * rows; }
   // An upper bound on the pieces of so many tokens that the rows have, the last of a row often smaller.
   int64_t count_pieces(int64_t tokens) const { return total / tokens + rows; }
-  int64_t tile_tokens() const {
-    return kSegmentTokensPerThread * (has_long_rows() ? kLongRowThreads : kShortRowThreads);
-  }
+  int64_t tile_tokens() const { return kRowItems * (has_long_rows() ? kLongRowThreads : kShortRowThreads); }
 };
 
 template <typename T>

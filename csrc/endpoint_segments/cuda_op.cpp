@@ -70,7 +70,7 @@ SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor ol
     arrays.settings = settings;
     arrays.records = allocate_records<SegmentRecord>(records, rewards, rows);
     arrays.scale = allocate_records<double>(scale, rewards, 1);
-    arrays.carries = allocate_records<double>(carries, rewards, arrays.count_pieces(kSegmentTokensPerThread));
+    arrays.carries = allocate_records<double>(carries, rewards, arrays.count_pieces(kRowItems));
     arrays.tiles = allocate_records<SegmentTile>(tiles, rewards, arrays.count_pieces(arrays.tile_tokens()));
     arrays.credits = allocate_records<SegmentCreditMap>(credits, rewards, total);
     arrays.advantages = data_of<T>(advantages);

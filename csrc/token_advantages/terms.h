@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "common/affine_map.h"
 #include "common/host_device.h"
 #include "common/ranged_moments.h"
 #include "common/settings.h"
@@ -22,15 +23,6 @@ GRPO_CODES(TokenWhiten, int, kNone, kTokens);
 
 struct TokenAdvantageSettings {
   GRPO_SETTINGS(TokenAdvantageSettings, GRPO_TOKEN_ADVANTAGE_SETTINGS)
-};
-
-// The map x -> factor * x + shift.
-struct AffineMap {
-  double factor, shift;
-
-  GRPO_HD double operator()(double x) const { return factor * x + shift; }
-  // x -> (*this)(first(x))
-  GRPO_HD AffineMap operator()(const AffineMap& first) const { return {factor * first.factor, (*this)(first.shift)}; }
 };
 
 // The first token of a step passes gamma * ((1 - lam) * value + lam * return) to the step before it, as a map of what
