@@ -3,7 +3,7 @@
     algorithm.adv_estimator=fused_rloo                        # by name: verl finds them without an import
     actor_rollout_ref.actor.policy_loss.loss_mode=fused_gspo
 
-    patch_verl()                                                 # 'grpo', 'gdpo' and ppo_loss, by verl's own names
+    patch_verl()                    # 'grpo', 'gdpo', 'gae', 'reinforce_plus_plus' and ppo_loss, by verl's own names
     worker.set_loss_fn(partial(fused_ppo_loss, config=actor_config))     # only the loss of an existing worker
 
 Estimators: fused_grpo, fused_dr_grpo, fused_rloo, fused_opo, fused_grpo_passk, fused_reinforce_plus_plus_baseline,

@@ -82,6 +82,31 @@ def grpo_outcome_advantage(
         return _to_tokens(result.advantages, token_level_rewards, response_mask)
 
 
+def gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Replaces verl's function, which has these arguments."""
+    settings = gk.TokenAdvantageConfig("gae", gamma=float(gamma), lam=float(lam))
+    return _of_tokens(token_level_rewards, values, response_mask, settings)
+
+
+def reinforce_plus_plus_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, config: Any = None, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Replaces verl's function, which ignores further arguments, too."""
+    if config is None:
+        raise ValueError("reinforce_plus_plus: config must be verl's algorithm section, which has gamma, got None")
+    settings = gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=float(config.gamma))
+    return _of_tokens(token_level_rewards, None, response_mask, settings)
+
+
+def _of_tokens(
+    rewards: Tensor, values: Tensor | None, mask: Tensor, settings: gk.TokenAdvantageConfig
+) -> tuple[Tensor, Tensor]:
+    result = gk.token_advantages(rewards, values, mask=mask, config=settings)
+    return result.advantages.to(rewards.dtype), result.returns.to(rewards.dtype)
+
+
 def _of_responses(
     name: str, token_level_rewards: Tensor, response_mask: Tensor, ids: Tensor, config: Any
 ) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,10 @@ from grpo_kernels.integrations.verl import advantages, checkpoints, queue
 from grpo_kernels.integrations.verl import loss as loss_side
 
 _GRPO = "compute_grpo_outcome_advantage"
+_OF_TOKENS = {
+    "compute_gae_advantage_return": advantages.gae_advantage_return,
+    "compute_reinforce_plus_plus_outcome_advantage": advantages.reinforce_plus_plus_advantage,
+}
 _ADVANTAGE, _OF_SESSIONS, _LOSS = "compute_advantage", "compute_advantage_for_multi_trajectories", "ppo_loss"
 # name -> (verl's function, ours)
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -28,14 +32,16 @@ def patch_verl(grpo: bool = True, loss: bool = True) -> None:
     losses.
 
     Args:
-        grpo: compute adv_estimator 'grpo' and 'gdpo' with our kernel, let our estimators see the whole batch and
-            outputs by session, and save adaptive thresholds with verl's checkpoints
+        grpo: compute adv_estimator 'grpo', 'gdpo', 'gae' and 'reinforce_plus_plus' with our kernels, let our estimators
+            see the whole batch and outputs by session, and save adaptive thresholds with verl's checkpoints
         loss: replace ppo_loss by fused_ppo_loss
     """
     if grpo:
         from verl.trainer.ppo import ray_trainer
 
         _replace(core_algos, _GRPO, advantages.grpo_outcome_advantage)
+        for name, ours in _OF_TOKENS.items():
+            _replace(core_algos, name, ours)
         _replace(ray_trainer, _ADVANTAGE, _with_batch(getattr(ray_trainer, _ADVANTAGE)))
         # only the v1 trainer needs this package
         if importlib.util.find_spec("transfer_queue") is not None:
@@ -82,10 +88,15 @@ def _wrap_checkpoints(trainer: type) -> None:
 
 
 def _swap(name: str, old: Any, new: Any) -> None:
-    """Swaps the function where it is defined and in every module of verl that imported it by name."""
+    """Swaps the function where it is defined, in every module of verl that imported it by name, and if verl finds it by
+    the estimator's name, there."""
     for module in [module for path, module in sys.modules.items() if path.split(".")[0] == "verl"]:
         if vars(module).get(name) is old:
             setattr(module, name, new)
+    if name in _OF_TOKENS:
+        for estimator, function in core_algos.ADV_ESTIMATOR_REGISTRY.items():
+            if function is old:
+                core_algos.ADV_ESTIMATOR_REGISTRY[estimator] = new
 
 
 def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
