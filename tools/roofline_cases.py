@@ -224,6 +224,24 @@ def endpoint_segments() -> list[Case]:
     return [Case("endpoint_segments", "512 x 8,192, critic, batch norm", 30 * tokens, cuda, triton)]
 
 
+def token_advantages() -> list[Case]:
+    rows, width = 512, 8192
+    tokens = rows * width
+    tiles: dict[str, Any] = {"elements": tokens, "blocks": rows, "per_thread": 8, "avoid": "j < count"}
+    cuda = (
+        Launch("walk_kernel<float, 256, true, false>", bytes=17, loop=r"returns \+ at", **tiles),
+        Launch("norm_kernel<float>", rows, 40, 1, per_thread=1),
+        Launch("whiten_kernel<float, 256>", bytes=9, **tiles),
+    )
+    tile: dict[str, Any] = {"elements": tokens, "blocks": rows, "per_thread": 4}
+    triton = (
+        Launch("_walk_kernel[packed]", bytes=17, **tile),
+        Launch("_norm_kernel", rows, 40, 1, per_thread=8),
+        Launch("_whiten_kernel[packed]", bytes=9, **tile),
+    )
+    return [Case("token_advantages", "512 x 8,192, critic, whitened", 26 * tokens, cuda, triton)]
+
+
 def similarity_groups() -> list[Case]:
     return [
         *(cosines(responses, width, "bf16") for responses in (16, 64, 256) for width in (384, 1024, 4096)),
@@ -322,5 +340,6 @@ CASES = [
     *policy_loss(),
     *group_advantages(),
     *endpoint_segments(),
+    *token_advantages(),
     *similarity_groups(),
 ]

@@ -15,6 +15,8 @@ namespace {
 
 constexpr int kBatchThreads = 512;
 
+// The walk promises 24 warps per multiprocessor, whose loads are enough in flight, and the other kernels 32.
+#define GRPO_WALK_BOUNDS __launch_bounds__(kThreads, (sizeof(T) == 4 && kThreads > kWarp ? 768 : 512) / kThreads)
 #define GRPO_ROW_BOUNDS __launch_bounds__(kThreads, (sizeof(T) == 4 && kThreads > kWarp ? 1024 : 512) / kThreads)
 
 // Writes the role of each token.
@@ -61,12 +63,12 @@ __global__ void GRPO_ROW_BOUNDS maps_kernel(const __grid_constant__ TokenArrays<
 }
 
 template <typename T, int kThreads, bool kHasValues, bool kHasTurns>
-__global__ void GRPO_ROW_BOUNDS walk_kernel(const __grid_constant__ TokenArrays<T> in) {
+__global__ void GRPO_WALK_BOUNDS walk_kernel(const __grid_constant__ TokenArrays<T> in) {
   __shared__ __align__(16) AffineMap warp_maps[2][kMaxWarps];
   __shared__ double shared[kMaxWarps * kMomentsDoubles];
   const TokenSpan<T, kThreads> row(in);
   const bool has_chunks = gridDim.y > 1;
-  double carry_behind = 0;
+  double carry = 0;
   bool is_scored = true;
   if (has_chunks) {
     const int behind = static_cast<int>(blockIdx.y) + 1 + lane(), chunks = static_cast<int>(gridDim.y);
@@ -74,13 +76,12 @@ __global__ void GRPO_ROW_BOUNDS walk_kernel(const __grid_constant__ TokenArrays<
     AffineMap own = kIdentity, whole;
     if (behind < chunks) own = records[behind].map;
     maps_behind<kWarp>(own, nullptr, whole);
-    carry_behind = whole(0);
+    carry = whole(0);
     is_scored = __all_sync(kAllLanes, lane() >= chunks || records[lane()].is_scored != 0) != 0;
   }
   TokenSums<T> sums;
   while (true) {  // a second time if a reward of the row turns out to be NaN
     sums = TokenSums<T>();
-    double carry = carry_behind;
     bool has_nan = false;
     for (int tile = row.end_tile - 1; tile >= row.first_tile; --tile) {
       const int64_t t = row.item(tile), at = row.begin + t;
@@ -106,6 +107,7 @@ __global__ void GRPO_ROW_BOUNDS walk_kernel(const __grid_constant__ TokenArrays<
     }
     if (has_chunks || !is_scored || __syncthreads_or(has_nan) == 0) break;
     is_scored = false;
+    carry = 0;
   }
   row.clear_tokens_behind_rows(in);
   if (kHasTurns && threadIdx.x == 0) in.chunks[row.record()].is_scored = is_scored ? 1 : 0;
