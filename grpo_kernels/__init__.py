@@ -7,6 +7,7 @@ from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
 from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages, group_ids
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
 from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, ValueTracker
+from grpo_kernels.ops.group_advantages.gigpo import gigpo_advantages
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
 from grpo_kernels.ops.logits_policy_loss import logits_policy_loss
@@ -26,6 +27,7 @@ from grpo_kernels.ops.similarity_groups.metrics import SimilarityAdvantages, sim
 from grpo_kernels.ops.similarity_groups.parts import Dendrogram, Silhouette, agglomerate, pairwise_cosine, silhouette
 from grpo_kernels.ops.token_advantages import TokenAdvantages, token_advantages
 from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
+from grpo_kernels.ops.token_advantages.optimal_baseline import optimal_token_baseline
 from grpo_kernels.ops.token_logprobs import TokenLogprobs, token_logprobs
 
 __version__ = "0.1.0"
@@ -58,11 +60,13 @@ __all__ = [
     "cluster_distances",
     "diversity",
     "endpoint_segments",
+    "gigpo_advantages",
     "group_advantages",
     "group_ids",
     "linear_logprobs",
     "linear_policy_loss",
     "logits_policy_loss",
+    "optimal_token_baseline",
     "pairwise_cosine",
     "policy_loss",
     "segment_metrics",

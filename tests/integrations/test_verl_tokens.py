@@ -26,6 +26,8 @@ with warnings.catch_warnings():
 FUNCTIONS = {
     "gae": "compute_gae_advantage_return",
     "reinforce_plus_plus": "compute_reinforce_plus_plus_outcome_advantage",
+    "optimal_token_baseline": "compute_optimal_token_baseline_advantage",
+    "tir_optimal_token_baseline": "compute_multi_turn_optimal_token_baseline_advantage",
 }
 
 
@@ -38,6 +40,9 @@ def restored() -> Iterator[None]:
 def results(name: str, batch: VerlBatch, config: Any) -> dict[str, Tensor]:
     rewards = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(1)) * batch.mask
     data = tiny_verl.trainer_batch(rewards, batch.mask, batch.uids)
+    draw = torch.Generator().manual_seed(3)
+    data.batch["old_log_probs"] = -torch.rand(rewards.shape, generator=draw)
+    data.batch["sum_pi_squared"] = 1 + torch.rand(rewards.shape, generator=draw)
     data.batch["values"] = torch.randn(rewards.shape, generator=torch.Generator().manual_seed(2))
     computed = ray_trainer.compute_advantage(data, name, gamma=config.gamma, lam=config.lam, config=config)
     return {key: computed.batch[key] * batch.mask for key in ("advantages", "returns")}

@@ -17,6 +17,13 @@ _GRPO = "compute_grpo_outcome_advantage"
 _OF_TOKENS = {
     "compute_gae_advantage_return": advantages.gae_advantage_return,
     "compute_reinforce_plus_plus_outcome_advantage": advantages.reinforce_plus_plus_advantage,
+    **{
+        name: advantages.optimal_token_baseline(name, places)
+        for name, places in (
+            ("compute_optimal_token_baseline_advantage", "position"),
+            ("compute_multi_turn_optimal_token_baseline_advantage", "rank"),
+        )
+    },
 }
 _ADVANTAGE, _OF_SESSIONS, _LOSS = "compute_advantage", "compute_advantage_for_multi_trajectories", "ppo_loss"
 # name -> (verl's function, ours)
@@ -32,8 +39,9 @@ def patch_verl(grpo: bool = True, loss: bool = True) -> None:
     losses.
 
     Args:
-        grpo: compute adv_estimator 'grpo', 'gdpo', 'gae' and 'reinforce_plus_plus' with our kernels, let our estimators
-            see the whole batch and outputs by session, and save adaptive thresholds with verl's checkpoints
+        grpo: compute adv_estimator 'grpo', 'gdpo', 'gae', 'reinforce_plus_plus', 'optimal_token_baseline' and
+            'tir_optimal_token_baseline' ourselves, let our estimators see the whole batch and outputs by session, and
+            save adaptive thresholds with verl's checkpoints
         loss: replace ppo_loss by fused_ppo_loss
     """
     if grpo:

@@ -1,0 +1,49 @@
+"""GiGPO: advantages of an agent's steps, from its episodes and from steps taken in the same state."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from grpo_kernels import checks
+from grpo_kernels.ops.group_advantages import group_advantages
+from grpo_kernels.ops.group_advantages.config import AdvantageConfig
+
+_OP = "gigpo_advantages"
+
+
+def gigpo_advantages(
+    episode_rewards: Tensor,
+    step_returns: Tensor,
+    groups: int | Tensor,
+    states: Tensor,
+    *,
+    episode_weight: float = 1.0,
+    step_weight: float = 1.0,
+    config: AdvantageConfig | str = "grpo",
+    backend: str | None = None,
+) -> Tensor:
+    """Adds the advantage of a step's episode within its prompt and that of the step among steps in the same state.
+
+    Returns [N], an entry per step; a step alone in its state has no advantage of its own.
+
+    Args:
+        episode_rewards: [N], of the episode that each step is part of
+        step_returns: discounted rewards from each step on [N], such as the returns of token_advantages with
+            config="reinforce" on [episodes, steps]
+        groups: prompt of each step, as in group_advantages
+        states: integers [N], equal where steps of a prompt start from the same state; a negative one leaves the step
+            out of the second comparison
+        episode_weight, step_weight: factors of the two advantages
+        config: how each is normalised, as in group_advantages
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    for name, weight in (("episode_weight", episode_weight), ("step_weight", step_weight)):
+        checks.finite(_OP, name, weight)
+    checks.tensor(_OP, "episode_rewards", episode_rewards, checks.FLOATS)
+    if episode_rewards.dim() != 1:
+        raise ValueError(f"{_OP}: episode_rewards must have shape [N], got {list(episode_rewards.shape)}")
+    checks.per_row(_OP, "step_returns", step_returns, checks.FLOATS, episode_rewards)
+    checks.per_row(_OP, "states", states, checks.INTEGERS, episode_rewards)
+    episodes = group_advantages(episode_rewards, groups, config=config, backend=backend).advantages
+    steps = group_advantages(step_returns, groups, subgroups=states, config=config, backend=backend).advantages
+    return episode_weight * episodes + step_weight * steps
