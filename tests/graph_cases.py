@@ -278,6 +278,11 @@ def token_advantages(shape: tuple[int, ...], *names: str, **config: Any) -> Case
     return Case(lambda: draw_tokens(shape) | {"turns": segment_ids(shape)}, call)
 
 
+def optimal_token_baseline(inputs: Inputs, backend: str) -> list[Tensor]:
+    tokens = inputs["rewards"], inputs["old_logprobs"], inputs["values"].square()
+    return present(*gk.optimal_token_baseline(*tokens, inputs["groups"], mask=inputs["mask"], places="rank"))
+
+
 def draw_embeddings() -> Inputs:
     embeddings = torch.randn(16, 5)
     embeddings[1] = embeddings[0]
@@ -364,6 +369,7 @@ CASES: dict[str, Case] = {
     "endpoint_segments of prompts": segments(PACKED, "groups", norm="prompt"),
     "token_advantages": token_advantages(PADDED, "values", gamma=0.9),
     "token_advantages of turns": token_advantages(PACKED, "turns", estimator="reinforce_plus_plus", gamma=0.9),
+    "optimal_token_baseline": Case(lambda: draw_tokens(PADDED), optimal_token_baseline),
     "similarity_groups": Case(
         draw_embeddings,
         lambda inputs, backend: present(*gk.similarity_groups(inputs["embeddings"], 8, backend=backend)),

@@ -90,7 +90,7 @@ def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str)
     assert any(not torch.equal(a, b) for a, b in zip(*expected, strict=True)), "the inputs change nothing"
     static = put(gpu, first)
     graph, results = captured(gpu, case, static, backend)
-    assert gpu.kernels > 0 or name == "diversity"
+    assert gpu.kernels > 0 or name in ("diversity", "optimal_token_baseline")
     assert_same_bits(hosts(results), expected[0])
     for inputs, want in ((second, expected[1]), (first, expected[0])):
         overwrite(static, inputs)

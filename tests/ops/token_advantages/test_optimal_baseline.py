@@ -130,3 +130,16 @@ def test_errors(error: type[Exception], part: str, changes: dict[str, Any]) -> N
     tokens = dict.fromkeys(("rewards", "old_logprobs", "sum_pi_squared"), torch.zeros(2, 3))
     arguments = {**tokens, "groups": 2, **changes}
     assert_raises(error, "optimal_token_baseline: ", [part], lambda: gk.optimal_token_baseline(**arguments))
+
+
+@every_place
+def test_compiles_into_one_graph(places: str) -> None:
+    torch.compiler.reset()
+    batch = batch_of(6, 6, 7)
+
+    def call(batch: dict[str, Tensor]) -> gk.TokenAdvantages:
+        return gk.optimal_token_baseline(**batch, places=places)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(batch), call(batch), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
