@@ -22,12 +22,16 @@ DISCOUNTS = ((1.0, 1.0), (0.97, 0.9), (0.9, 1.0), (1.0, 0.8), (1.0, 0.0), (0.0, 
 
 
 def assert_expected(batch: Batch, config: gk.TokenAdvantageConfig | str, backend: str, dtype: torch.dtype) -> None:
+    """Checks float32 results up to their rounding, and float64 ones up to that of sums over a thousand tokens."""
     got = batch.run(config, backend, dtype)
-    working = batch.run(config, "reference", dtype)
     for name, gold in zip(got._fields, expected(batch, config), strict=True):
-        value = getattr(got, name)
+        value = getattr(got, name).cpu()
         assert value.dtype == dtype
-        assert_within_budget(value, getattr(working, name), gold, name)
+        if dtype == F32:
+            assert_within_budget(value, gold.float(), gold, name)
+        else:
+            largest = float(gold.abs().max()) if gold.numel() else 0.0
+            torch.testing.assert_close(value, gold, rtol=0, atol=1e-12 * largest)
 
 
 def assert_same(a: gk.TokenAdvantages, b: gk.TokenAdvantages) -> None:
