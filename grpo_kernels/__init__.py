@@ -6,14 +6,17 @@ from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
 from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
 from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages, group_ids
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
-from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, ValueTracker
 from grpo_kernels.ops.group_advantages.gigpo import gigpo_advantages
+from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, ValueTracker
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
 from grpo_kernels.ops.logits_policy_loss import logits_policy_loss
 from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.sampling_correction import SamplingCorrection, sampling_correction
+from grpo_kernels.ops.sampling_correction.config import CorrectionConfig
+from grpo_kernels.ops.sampling_correction.metrics import CorrectionMetrics
 from grpo_kernels.ops.similarity_groups import (
     RowStatus,
     SimilarityGroups,
@@ -34,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdvantageConfig",
+    "CorrectionConfig",
+    "CorrectionMetrics",
     "Dendrogram",
     "EmaBaseline",
     "EndpointSegments",
@@ -43,6 +48,7 @@ __all__ = [
     "PolicyLossMetrics",
     "RowStatus",
     "RunningNorm",
+    "SamplingCorrection",
     "SegmentConfig",
     "SegmentThreshold",
     "Silhouette",
@@ -69,6 +75,7 @@ __all__ = [
     "optimal_token_baseline",
     "pairwise_cosine",
     "policy_loss",
+    "sampling_correction",
     "segment_metrics",
     "silhouette",
     "similarity_advantages",

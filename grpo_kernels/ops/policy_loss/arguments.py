@@ -23,25 +23,31 @@ class Layout:
     """Shape, number of rows, dtype and device of the log-probs, which the other tensors have to match."""
 
     def __init__(
-        self, op: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, cu_seqlens: Tensor | None
+        self,
+        op: str,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        cu_seqlens: Tensor | None,
+        name: str = "logprobs",
     ) -> None:
-        self.op, self.shape, self.device = op, shape, device
+        self.op, self.shape, self.device, self.name = op, shape, device, name
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.rows = self._count_rows(cu_seqlens)
 
     @classmethod
-    def of(cls, op: str, logprobs: Tensor, cu_seqlens: Tensor | None) -> Layout:
-        checks.tensor(op, "logprobs", logprobs, checks.FLOATS)
-        return cls(op, logprobs.shape, logprobs.dtype, logprobs.device, cu_seqlens)
+    def of(cls, op: str, logprobs: Tensor, cu_seqlens: Tensor | None, name: str = "logprobs") -> Layout:
+        checks.tensor(op, name, logprobs, checks.FLOATS)
+        return cls(op, logprobs.shape, logprobs.dtype, logprobs.device, cu_seqlens, name)
 
     def _count_rows(self, cu_seqlens: Tensor | None) -> int:
         op, shape = self.op, list(self.shape)
         if cu_seqlens is None:
             if len(shape) != 2:
-                raise ValueError(f"{op}: logprobs must have shape [B, T], or [M] with cu_seqlens, got {shape}")
+                raise ValueError(f"{op}: {self.name} must have shape [B, T], or [M] with cu_seqlens, got {shape}")
             return shape[0]
         if len(shape) != 1:
-            raise ValueError(f"{op}: logprobs must have shape [M] with cu_seqlens, got {shape}")
+            raise ValueError(f"{op}: {self.name} must have shape [M] with cu_seqlens, got {shape}")
         checks.tensor(op, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
         checks.same_device(op, "cu_seqlens", cu_seqlens, self.device)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
@@ -63,13 +69,17 @@ class Layout:
         checks.same_device(self.op, name, value, self.device)
         if value.shape != self.shape:
             raise ValueError(
-                f"{self.op}: {name} must have the shape of logprobs, {list(self.shape)}, got {list(value.shape)}"
+                f"{self.op}: {name} must have the shape of {self.name}, {list(self.shape)}, got {list(value.shape)}"
             )
         return value.contiguous()
 
     def floats(self, name: str, value: Tensor | None, detach: bool = True) -> Tensor | None:
         value = self.per_token(name, value, checks.FLOATS)
         return None if value is None else self.number(value, detach)
+
+    def flags(self, name: str, value: Tensor | None) -> Tensor | None:
+        value = self.per_token(name, value, (torch.bool, *_NUMBERS))
+        return value if value is None or value.dtype == torch.bool else value != 0
 
     def scalar(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None:
@@ -109,14 +119,13 @@ def check_policy(
     normalizer: Normalizer | None,
 ) -> Policy:
     """Everything but log-probs and entropies, as the op takes it."""
-    mask = layout.per_token("mask", mask, (torch.bool, *_NUMBERS))
     segments = layout.per_token("segments", segments, checks.INTEGERS)
     weights = layout.per_token("weights", weights, _NUMBERS)
     counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
         old_logprobs=layout.floats("old_logprobs", old_logprobs),
         advantages=layout.per_row_or_token("advantages", advantages),
-        mask=mask if mask is None or mask.dtype == torch.bool else mask != 0,
+        mask=layout.flags("mask", mask),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
         segments=None if segments is None else segments.int(),
         ref_logprobs=layout.floats("ref_logprobs", ref_logprobs),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from grpo_kernels.groups import TokenRows
 from grpo_kernels.ops.policy_loss.config import (
     AVERAGE,
     CISPO,
@@ -44,7 +45,7 @@ from grpo_kernels.ops.policy_loss.config import (
     Plan,
 )
 from grpo_kernels.ops.policy_loss.reference import metrics as measure
-from grpo_kernels.ops.policy_loss.reference.rows import Rows, Terms, Tokens
+from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
 
 
 def forward(
@@ -66,7 +67,7 @@ def forward(
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor]:
     plan = Plan(*modes, *coefficients)
-    rows = Rows(logprobs.shape, cu_seqlens, logprobs.device)
+    rows = TokenRows("policy_loss", logprobs.shape, cu_seqlens, logprobs.device)
     valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)
     if cu_seqlens is not None:
         valid = valid & (rows.of < rows.count)
@@ -123,7 +124,7 @@ def forward(
 
 
 def _correction(
-    rows: Rows, valid: Tensor, old: Tensor, sampling: Tensor | None, is_weights: Tensor | None, plan: Plan
+    rows: TokenRows, valid: Tensor, old: Tensor, sampling: Tensor | None, is_weights: Tensor | None, plan: Plan
 ) -> tuple[Tensor | None, Tensor | None]:
     """Weights for rollout mismatch, one per token, and if they are of rows, one per row."""
     if is_weights is not None:
@@ -150,7 +151,7 @@ def _correction(
 
 
 def _off_policy(
-    rows: Rows, valid: Tensor, advantage: Tensor, lp: Tensor, sampling: Tensor | None, old: Tensor, plan: Plan
+    rows: TokenRows, valid: Tensor, advantage: Tensor, lp: Tensor, sampling: Tensor | None, old: Tensor, plan: Plan
 ) -> Tensor:
     """Tokens without a policy term, as their row is too far from the policy that sampled it and their advantage < 0."""
     if plan.off_policy_threshold == math.inf:
@@ -161,7 +162,7 @@ def _off_policy(
     return valid & (advantage < 0) & rows.spread(~(distance <= plan.off_policy_threshold))
 
 
-def _ratios(rows: Rows, tokens: Tokens, segments: Tensor | None, plan: Plan) -> Terms:
+def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan) -> Terms:
     lp, valid = tokens.lp, tokens.valid
     d, here, score = lp - tokens.old, valid, lp
     if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN, AVERAGE, GEOMETRIC_AVERAGE):
@@ -184,7 +185,9 @@ def _ratios(rows: Rows, tokens: Tokens, segments: Tensor | None, plan: Plan) -> 
     return Terms(here, score, torch.where(d > limit, limit + d - d.detach(), d).exp())
 
 
-def _joint(rows: Rows, valid: Tensor, segments: Tensor | None, plan: Plan) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _joint(
+    rows: TokenRows, valid: Tensor, segments: Tensor | None, plan: Plan
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Mask of the last tokens of segments, and a function that gives every token its segment's sum (or mean)."""
     assert segments is not None
     position = torch.arange(len(valid), device=valid.device)
@@ -204,7 +207,7 @@ def _joint(rows: Rows, valid: Tensor, segments: Tensor | None, plan: Plan) -> tu
     return valid & (last[key] == position), joint
 
 
-def _geometric(rows: Rows, tokens: Tokens, plan: Plan) -> Terms:
+def _geometric(rows: TokenRows, tokens: Tokens, plan: Plan) -> Terms:
     """GMPO: one term a row, whose ratio is the mean of log ratios that are clipped where that lowers the objective."""
     kept, advantage, d = tokens.kept, tokens.advantage, tokens.lp - tokens.old
     clipped = d.clamp(-plan.low, plan.high)
@@ -218,7 +221,7 @@ def _geometric(rows: Rows, tokens: Tokens, plan: Plan) -> Terms:
 
 
 def _policy(
-    rows: Rows, tokens: Tokens, terms: Terms, correction: Tensor | None, plan: Plan
+    rows: TokenRows, tokens: Tokens, terms: Terms, correction: Tensor | None, plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The terms before their weights, and what is counted of them."""
     valid, _, lp, old, advantage = tokens
@@ -264,7 +267,7 @@ def _policy(
 
 
 def _score_function(
-    rows: Rows, tokens: Tokens, terms: Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
+    rows: TokenRows, tokens: Tokens, terms: Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses of the form -weight * advantage * log-prob, whose weight has no gradient."""
     valid, _, lp, old, advantage = tokens
@@ -337,7 +340,7 @@ class _Shares:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TokenRows,
         valid: Tensor,
         kept: Tensor,
         here: Tensor,

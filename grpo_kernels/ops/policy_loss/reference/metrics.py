@@ -7,16 +7,17 @@ import math
 import torch
 from torch import Tensor
 
+from grpo_kernels.groups import TokenRows
 from grpo_kernels.ops.policy_loss.config import GEO_MEAN, TOKEN, Plan
-from grpo_kernels.ops.policy_loss.reference.rows import Rows, Terms, Tokens
+from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
 
 
-def counts(rows: Rows, valid: Tensor, kept: Tensor, terms: Terms) -> list[Tensor]:
+def counts(rows: TokenRows, valid: Tensor, kept: Tensor, terms: Terms) -> list[Tensor]:
     active = rows.sum(valid.double()) > 0
     return [torch.full_like(active.sum(), rows.count), active.sum(), valid.sum(), terms.here.sum(), kept.sum()]
 
 
-def clipping(rows: Rows, valid: Tensor, terms: Terms, counters: dict[str, Tensor], plan: Plan) -> list[Tensor]:
+def clipping(rows: TokenRows, valid: Tensor, terms: Terms, counters: dict[str, Tensor], plan: Plan) -> list[Tensor]:
     where = valid if plan.loss == GEO_MEAN else terms.here
     count = rows.sum(where.double())
     fractions = {}
@@ -40,7 +41,7 @@ def _extreme(values: Tensor, how: str) -> Tensor:
 
 
 def sums(
-    rows: Rows,
+    rows: TokenRows,
     tokens: Tokens,
     terms: Terms,
     kl: Tensor,

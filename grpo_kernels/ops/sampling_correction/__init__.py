@@ -1,0 +1,118 @@
+"""What a trainer does about the mismatch between sampler and trainer: importance weights, a smaller mask, metrics."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends, checks
+from grpo_kernels.ops.policy_loss.arguments import Layout
+from grpo_kernels.ops.sampling_correction import registration as op
+from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_widths
+from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
+from grpo_kernels.ops.sampling_correction.metrics import CorrectionMetrics
+
+_OP = "sampling_correction"
+_LEAST_MEAN = 1e-8  # weights with a smaller mean are not normalized, as in verl
+
+
+class SamplingCorrection(NamedTuple):
+    """The result of sampling_correction.
+
+    Attributes:
+        weights: importance weights in the shape of the log-probs, 0 where `mask` is False
+        mask: bool, the tokens of the input's mask that no rejection dropped
+        metrics: measurements of this call, copied to the host only when one is read
+    """
+
+    weights: Tensor
+    mask: Tensor
+    metrics: CorrectionMetrics
+
+
+def sampling_correction(
+    old_logprobs: Tensor,
+    sampling_logprobs: Tensor,
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    config: CorrectionConfig | None = None,
+    group: Any = None,
+    backend: str | None = None,
+) -> SamplingCorrection:
+    """Weighs and rejects tokens by the ratio of the trainer's probabilities to the sampler's. Nothing has a gradient.
+
+    Args:
+        old_logprobs: log-probs by the trainer, padded [B, T] or packed [M] with `cu_seqlens`
+        sampling_logprobs: log-probs by the sampler, in the same shape; a token with NaN has ratio 1, is not rejected by
+            itself, and is left out of the metrics of the mismatch
+        mask: tokens that take part; None means all. Masked slots may hold NaN
+        cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
+        config: weights and rejections; None means neither, only the metrics
+        group: a torch.distributed process group whose batches count as one for m2_threshold and batch_normalize; None
+            means this batch alone
+        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+    """
+    config = _checked_config(config)
+    layout = Layout.of(_OP, old_logprobs, cu_seqlens, name="old_logprobs")
+    old = layout.number(old_logprobs, detach=True)
+    checks.tensor(_OP, "sampling_logprobs", sampling_logprobs, checks.FLOATS)
+    sampling = layout.floats("sampling_logprobs", sampling_logprobs)
+    valid = layout.flags("mask", mask)
+    assert sampling is not None
+    bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
+    batch = op.Batch(old, sampling, valid, bounds, None)
+    chosen = backends.select(_OP, backend, layout.device.type, old.dtype, op.SUPPORTS, layout.device.index)
+    if config.m2_threshold is not None:
+        batch = batch._replace(m2_ceiling=_m2_ceiling(batch, config.m2_threshold, group))
+    weights, kept, table = op.FORWARD[chosen](
+        *batch, config.statistics, config.bounds, config.modes, config.coefficients
+    )
+    metrics = CorrectionMetrics(_reduce(table, config), config, old.numel())
+    if config.batch_normalize:
+        weights = weights / _mean_weight(metrics, config, group).to(weights.dtype)
+    return SamplingCorrection(weights, kept, metrics)
+
+
+def _checked_config(config: CorrectionConfig | None) -> CorrectionConfig:
+    if config is None:
+        return _MEASURE
+    if not isinstance(config, CorrectionConfig):
+        raise TypeError(f"{_OP}: config must be a CorrectionConfig, got {type(config).__name__}")
+    return config
+
+
+def _m2_ceiling(batch: op.Batch, threshold: float, group: Any) -> Tensor:
+    log_ratio = batch.old_logprobs - batch.sampling_logprobs
+    scored = ~log_ratio.isnan()
+    if batch.mask is not None:
+        scored = scored & batch.mask
+    if batch.cu_seqlens is not None:
+        scored = scored & (torch.arange(len(scored), device=scored.device) < batch.cu_seqlens[-1])
+    return find_m2_ceiling(log_ratio, scored, threshold, group)
+
+
+def _reduce(table: Tensor, config: CorrectionConfig) -> Tensor:
+    """Sums, minima and maxima over the rows of the table."""
+    parts = torch.split(table, list(table_widths(len(config.statistics))), dim=1)
+    if table.shape[0] == 0:
+        ends = (0.0, float("inf"), float("-inf"))
+        return torch.cat([part.new_full((part.shape[1],), end) for part, end in zip(parts, ends, strict=True)])
+    sums, minima, maxima = parts
+    return torch.cat((sums.sum(0), minima.amin(0), maxima.amax(0)))
+
+
+def _mean_weight(metrics: CorrectionMetrics, config: CorrectionConfig, group: Any) -> Tensor:
+    """What the weights are divided by."""
+    names = ("row_weight_sum", "active_rows") if config.weighs_rows else ("weight_sum", "tokens")
+    total = torch.stack([metrics[name] for name in names])
+    if group is not None:
+        torch.distributed.all_reduce(total, torch.distributed.ReduceOp.SUM, group)
+    mean = total[0] / total[1].clamp(min=1)
+    return torch.where(mean > _LEAST_MEAN, mean, 1.0)
+
+
+# Built once, because torch.compile can read a config but not trace its construction.
+_MEASURE = CorrectionConfig()

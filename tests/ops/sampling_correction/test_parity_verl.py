@@ -1,0 +1,130 @@
+"""sampling_correction against the installed verl: weights, mask and every metric by its key."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+from grpo_kernels.ops.sampling_correction.peers import SAFETY_BOUND, VERL_DEFAULTS, VERL_STATISTICS
+from grpo_kernels.ops.sampling_correction.registration import SUPPORTS
+from tests.harness import device_of, runnable_backends
+from tests.ops.sampling_correction.batches import Batch, make_batch
+
+pytest.importorskip("verl")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo import rollout_corr_helper as verl
+
+pytestmark = pytest.mark.grid
+BACKENDS = runnable_backends(SUPPORTS)
+# thresholds that some tokens and rows of the batches are beyond, in verl's notation
+THRESHOLDS = {
+    "token_k1": "0.9_1.05",
+    "token_k2": "0.004",
+    "token_k3": "0.006",
+    "seq_sum_k1": "0.8_1.1",
+    "seq_sum_k2": "0.09",
+    "seq_sum_k3": "0.1",
+    "seq_mean_k1": "1.02",
+    "seq_mean_k2": "0.005",
+    "seq_mean_k3": "0.005",
+    "seq_max_k2": "0.008",
+    "seq_max_k3": "0.008",
+}
+SETS = [*THRESHOLDS, "token_k1,seq_mean_k3", "seq_max_k2,token_k3,seq_sum_k1", None]
+WEIGHTS = [(None, 2.0), ("token", 1.05), ("token", "0.9_1.1"), ("sequence", 1.2), ("sequence", "0.8_1.1")]
+
+
+def fields_of(weights: tuple[str | None, Any], statistics: str | None, normalize: bool = False) -> dict[str, Any]:
+    thresholds = None if statistics is None else ",".join(THRESHOLDS[name] for name in statistics.split(","))
+    return {
+        "rollout_is": weights[0],
+        "rollout_is_threshold": weights[1],
+        "rollout_is_batch_normalize": normalize,
+        "rollout_rs": statistics,
+        "rollout_rs_threshold": thresholds,
+    }
+
+
+def theirs(batch: Batch, fields: dict[str, Any]) -> tuple[Any, torch.Tensor, dict[str, float]]:
+    return verl.compute_rollout_correction_and_rejection_mask(batch.old, batch.sampling, batch.mask.double(), **fields)
+
+
+def compare(backend: str, batch: Batch, fields: dict[str, Any]) -> None:
+    weights, mask, metrics = theirs(batch, fields)
+    moved = batch.to(torch.float32, device_of(backend))
+    config = gk.CorrectionConfig.verl(**fields)
+    got = gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config, backend=backend)
+    assert torch.equal(got.mask.cpu(), mask.bool())
+    expected = mask.bool().double() if weights is None else weights.batch["rollout_is_weights"] * mask
+    # a row's sum of n log ratios of size |d| is off by n |d| eps, and its exponential by as much
+    torch.testing.assert_close(got.weights.cpu().double(), expected, rtol=4e-6, atol=0)
+    found = got.metrics.to_dict("verl")
+    assert found.keys() == metrics.keys()
+    if (batch.old - batch.sampling).abs().max() > SAFETY_BOUND:  # verl leaves this one without its bound
+        assert found["rollout_corr/k3_kl"] < metrics.pop("rollout_corr/k3_kl")
+    for name, value in metrics.items():
+        if name.endswith("_std"):  # verl's counts are 1e-8 too large, which its difference of squares multiplies
+            largest = max(abs(metrics[name.removesuffix("std") + end]) for end in ("min", "max"))
+            assert found[name] ** 2 == pytest.approx(value**2, rel=1e-5, abs=1e-6 * largest**2), name
+            continue
+        assert found[name] == pytest.approx(value, rel=1e-5, abs=2e-7), name
+
+
+@pytest.mark.parametrize("far", [0.0, 0.05])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("statistics", SETS)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_verl(backend: str, weights: Any, statistics: str | None, normalize: bool, far: float) -> None:
+    if weights[0] is None and normalize:
+        pytest.skip("nothing to normalize")
+    compare(backend, make_batch(far=far), fields_of(weights, statistics, normalize))
+
+
+@pytest.mark.parametrize("statistics", THRESHOLDS)
+def test_thresholds_keep_some_and_drop_some(statistics: str) -> None:
+    batch = make_batch()
+    _, mask, _ = theirs(batch, fields_of((None, 2.0), statistics))
+    assert 0 < int(mask.sum()) < int(batch.mask.sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_row_and_one_token(backend: str) -> None:
+    batch = make_batch(rows=1, width=1, holes=False)
+    compare(backend, batch, fields_of(("token", 1.05), "token_k1,seq_sum_k2"))
+
+
+def test_covers_every_statistic_of_verl() -> None:
+    assert set(VERL_STATISTICS) == set(THRESHOLDS) == verl.SUPPORTED_ROLLOUT_RS_OPTIONS
+
+
+def test_defaults_are_those_of_verl() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(RolloutCorrectionConfig)}
+    assert {name: value for name, value in defaults.items() if not name.startswith("_")} == VERL_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"rollout_is": "geometric"}, "rollout_is must be one of token, sequence, got 'geometric'"),
+        ({"rollout_is_threshold": "2_1"}, "rollout_is_threshold must be a positive number"),
+        ({"rollout_is_threshold": -1}, "got -1"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs must be one of token_k1"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "must be one number, got '0.1_0.2'"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs_threshold must hold one value"),
+        ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "1,2"}, "got '1,2'"),
+        ({"bypass_mode": True}, "bypass_mode must be False, got True"),
+        ({"rollout_iss": "token"}, "did you mean 'rollout_is'?"),
+    ],
+)
+def test_refusals(fields: dict[str, Any], part: str) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        gk.CorrectionConfig.verl(**fields)
+    assert str(caught.value).startswith("CorrectionConfig.verl: ") and part in str(caught.value)

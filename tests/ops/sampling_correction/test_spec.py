@@ -1,0 +1,282 @@
+"""sampling_correction against formulas of papers and peers in a few independent lines."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.ops.sampling_correction.config import STATISTICS
+from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
+from grpo_kernels.ops.sampling_correction.registration import SUPPORTS
+from tests.harness import device_of, runnable_backends
+from tests.ops.sampling_correction.batches import NAN, Batch, make_batch
+
+F64 = torch.float64
+BACKENDS = runnable_backends(SUPPORTS, F64)
+
+
+def correct(backend: str, batch: Batch, config: gk.CorrectionConfig) -> gk.SamplingCorrection:
+    moved = batch.to(F64, device_of(backend))
+    return gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config, backend=backend)
+
+
+def token_values(batch: Batch, estimator: str) -> Tensor:
+    d = torch.where(batch.mask, batch.old - batch.sampling, 0).clamp(-20, 20)
+    if estimator == "binary_kl":
+        p, q = (values.exp().clamp(1e-6, 1 - 1e-6) for values in (batch.old, batch.sampling))
+
+        def divergence(a: Tensor, b: Tensor) -> Tensor:
+            return a * (a / b).log() + (1 - a) * ((1 - a) / (1 - b)).log()
+
+        return torch.where(batch.mask, torch.maximum(divergence(p, q), divergence(q, p)), 0)
+    return {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1 - d}[estimator]
+
+
+@pytest.mark.parametrize("far", [0.0, 0.1])
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rejection_drops_what_is_outside_of_its_bounds(backend: str, statistic: str, far: float) -> None:
+    batch = make_batch(1, far=far)
+    level, estimator = next(
+        (n, statistic.removeprefix(f"{n}_"))
+        for n in ("token", "seq_sum", "seq_mean", "seq_max")
+        if statistic.startswith(f"{n}_")
+    )
+    values = token_values(batch, estimator)
+    count = batch.mask.sum(1, keepdim=True).clamp(min=1)
+    measured = {"token": values, "seq_sum": values.sum(1, True), "seq_mean": values.sum(1, True) / count}.get(level)
+    low = None
+    if measured is None:
+        high = 1.0001 * float(values.amax(1).quantile(0.4))
+        outside = (values > high).any(1, keepdim=True)
+        if estimator == "k1":
+            low = 1.0001 * float(values.amin(1).quantile(0.6))
+            outside |= (values < low).any(1, keepdim=True)
+    else:
+        high = 1.0001 * float(measured.quantile(0.7))
+        low = 1.0001 * float(measured.quantile(0.2)) if estimator == "k1" else None
+        outside = (measured > high) | (measured < (-math.inf if low is None else low))
+    expected = batch.mask & ~outside
+    assert 0 < int(expected.sum()) < int(batch.mask.sum())
+    got = correct(backend, batch, gk.CorrectionConfig(rejections=((statistic, low, high),)))
+    assert torch.equal(got.mask.cpu(), expected)
+    assert torch.equal(got.weights.cpu(), expected.double())
+    assert got.metrics.to_dict()[f"{statistic}/masked_tokens"] == int((batch.mask & outside).sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_geometric_weights_are_the_means_of_log_ratios(backend: str) -> None:
+    batch = make_batch(2)
+    d = torch.where(batch.mask, batch.old - batch.sampling, 0)
+    expected = (d.sum(1) / batch.mask.sum(1).clamp(min=1)).exp().clamp(0.99, 1.01)[:, None] * batch.mask
+    got = correct(backend, batch, gk.CorrectionConfig(weights="geometric", weight_min=0.99, weight_max=1.01))
+    torch.testing.assert_close(got.weights.cpu(), expected, rtol=1e-12, atol=0)
+    assert torch.equal(got.mask.cpu(), batch.mask)
+
+
+SKYRL: list[dict[str, Any]] = [
+    {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.05},
+    {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.1, "sequence_mask_metric": "geometric"},
+    {"sequence_mask_metric": "product", "product_mask_high": 1.2, "product_mask_low": 0.8},
+    {"outlier_token_is_threshold_low": 0.9, "tis_ratio_type": "token"},
+    {"outlier_token_is_threshold_low": 0.85, "outlier_token_is_threshold_high": 1.2},
+    {"token_mask_is_threshold_low": 0.95, "token_mask_is_threshold_high": 1.1, "tis_ratio_type": "token"},
+]
+
+
+def skyrl(batch: Batch, f: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Weights, mask and metrics by the definitions of SkyRL's documentation."""
+    d = torch.where(batch.mask, batch.old - batch.sampling, 0)
+    ratio, mask, rows = d.exp(), batch.mask.clone(), len(d)
+    inside = ratio * batch.mask
+    metrics = {
+        "is_ratio_mean": float(inside.sum() / batch.mask.sum()),
+        "is_ratio_std": float(inside.std()),
+        "is_ratio_max": float(inside.max()),
+        "is_ratio_min": float(inside.min()),
+    }
+
+    def drop(name: str, values: Tensor, low: float | None, high: float | None) -> Tensor:
+        over = (values > (math.inf if high is None else high)) & batch.mask.any(1, keepdim=True)
+        under = (values < (-math.inf if low is None else low)) & batch.mask.any(1, keepdim=True)
+        if name == "token_mask":
+            metrics["token_mask_ratio"] = int(((over | under) & batch.mask).sum()) / int(batch.mask.sum())
+        else:
+            if name == "outlier_seq":
+                over, under = (over & batch.mask).any(1, True), (under & batch.mask).any(1, True)
+            metrics[f"{name}_masked_ratio"] = int((over | under).sum()) / rows
+            metrics[f"{name}_over_high_ratio"] = int(over.sum()) / rows
+            metrics[f"{name}_under_low_ratio"] = int(under.sum()) / rows
+        return mask & ~(over | under)
+
+    count = batch.mask.sum(1, True).clamp(min=1)
+    low, high = f.get("outlier_token_is_threshold_low"), f.get("outlier_token_is_threshold_high")
+    if (low, high) != (None, None):
+        mask = drop("outlier_seq", ratio, low, high)
+    if "token_mask_is_threshold_low" in f:
+        mask = drop("token_mask", ratio, f["token_mask_is_threshold_low"], f["token_mask_is_threshold_high"])
+    if f.get("sequence_mask_metric") == "product":
+        mask = drop("product_sequence_mask", d.sum(1, True).exp(), f["product_mask_low"], f["product_mask_high"])
+    if f.get("sequence_mask_metric") == "geometric":
+        mask = drop("geo_sequence_mask", (d.sum(1, True) / count).exp(), 0.99, 1.01)
+    weights = torch.ones_like(d)
+    if f.get("tis_ratio_type") == "token":
+        cap = f.get("token_tis_ratio_clip_high", 2.0)
+        weights = ratio.clamp(max=cap)
+        metrics["tis_token_clip_high_ratio"] = int(((ratio > cap) & batch.mask).sum()) / int(batch.mask.sum())
+    if f.get("tis_ratio_type") == "sequence":
+        product = d.sum(1, True).exp()
+        cap = f["sequence_tis_ratio_clip_high"]
+        weights = product.clamp(max=cap)
+        metrics["tis_seq_clip_high_ratio"] = int((product > cap).sum()) / rows
+    return weights * mask, mask, metrics
+
+
+@pytest.mark.parametrize("fields", SKYRL, ids=range(len(SKYRL)))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_skyrl(backend: str, fields: dict[str, Any]) -> None:
+    batch = make_batch(4)
+    weights, mask, metrics = skyrl(batch, fields)
+    assert len(fields) > 1 and int(mask.sum()) > 0
+    got = correct(backend, batch, gk.CorrectionConfig.skyrl(**fields))
+    assert torch.equal(got.mask.cpu(), mask)
+    torch.testing.assert_close(got.weights.cpu(), weights, rtol=1e-12, atol=0)
+    assert got.metrics.to_dict("skyrl") == pytest.approx(metrics, rel=1e-10)
+
+
+def m2po(squares: Tensor, threshold: float) -> Tensor:
+    """Flags of the squares that stay: from the largest down they go until the mean of the others is below."""
+    ordered = squares.sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
+    stay = int((means < threshold).sum())
+    ceiling = ordered[max(stay, 1) - 1]
+    if stay < len(ordered) and ordered[max(stay, 1)] == ceiling:  # equal squares go together
+        smaller = ordered[ordered < ceiling]
+        ceiling = smaller[-1] if len(smaller) else ordered[0]
+    return squares <= ceiling
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 1e-4, 1e-3, 0.004, 0.01, 10.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_m2po_drops_the_largest_squares(backend: str, threshold: float) -> None:
+    batch = make_batch(5, rows=9, width=41)
+    squares = (batch.old - batch.sampling)[batch.mask].square()
+    expected = torch.zeros_like(batch.mask)
+    expected[batch.mask] = m2po(squares, threshold)
+    got = correct(backend, batch, gk.CorrectionConfig(m2_threshold=threshold))
+    assert torch.equal(got.mask.cpu(), expected)
+    metrics = got.metrics.to_dict()
+    assert metrics["m2_dropped_tokens"] == int((batch.mask & ~expected).sum())
+    assert metrics["m2_sum"] == pytest.approx(float(squares.sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_ceiling_is_exact_with_ties(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 200, (), generator=random))
+    ratios = torch.randint(-4, 5, (count,), generator=random) * 2.0 ** torch.randint(-3, 2, (count,), generator=random)
+    scored = torch.rand(count, generator=random) < 0.7
+    scored[0] = True
+    threshold = float(ratios[scored].square().double().mean()) * 0.3 + 1e-3
+    ceiling = find_m2_ceiling(torch.where(scored, ratios, NAN), scored, threshold, None)
+    kept = ratios[scored].square() <= ceiling
+    assert torch.equal(kept, m2po(ratios[scored].double().square(), threshold))
+
+
+def test_an_outlier_does_not_hide_the_others() -> None:
+    ratios = torch.tensor([1e-3, 2e-3, 3e-3, 1e15])
+    scored = torch.ones(4, dtype=torch.bool)
+    for threshold, kept in ((3e-6, 2), (5e-6, 3), (1e12, 3)):
+        assert int((ratios.square() <= find_m2_ceiling(ratios, scored, threshold, None)).sum()) == kept
+
+
+def test_without_tokens_nothing_is_dropped() -> None:
+    assert find_m2_ceiling(torch.zeros(0), torch.zeros(0, dtype=torch.bool), 0.1, None) == math.inf
+    assert find_m2_ceiling(torch.ones(3), torch.zeros(3, dtype=torch.bool), 0.1, None) == math.inf
+
+
+EVERYTHING = gk.CorrectionConfig(
+    weights="token",
+    weight_max=1.1,
+    batch_normalize=True,
+    rejections=(("token_k1", -0.15, 0.1), ("seq_mean_k3", None, 0.006), ("seq_max_binary_kl", None, 0.2)),
+    m2_threshold=0.005,
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_packed_rows_equal_padded_ones(backend: str) -> None:
+    batch = make_batch(6, holes=False)
+    padded = correct(backend, batch, EVERYTHING)
+    lengths = batch.mask.sum(1)
+    bounds = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).to(device_of(backend))
+    tail = torch.full((3,), NAN, dtype=F64)
+    old, sampling = (torch.cat((values[batch.mask], tail)).to(bounds.device) for values in batch[:2])
+    packed = gk.sampling_correction(old, sampling, cu_seqlens=bounds, config=EVERYTHING, backend=backend)
+    mask = batch.mask.to(bounds.device)
+    assert torch.equal(packed.mask[:-3], padded.mask[mask]) and not packed.mask[-3:].any()
+    torch.testing.assert_close(packed.weights[:-3], padded.weights[mask], rtol=1e-12, atol=0)
+    assert not packed.weights[-3:].any()
+    torch.testing.assert_close(packed.metrics.tensor, padded.metrics.tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_without_a_score(backend: str) -> None:
+    """They have ratio 1, only leave with their row, and count in no metric of the mismatch."""
+    batch = make_batch(7, holes=False)
+    holes = torch.zeros_like(batch.mask)
+    holes[0, 3] = holes[1, ::2] = holes[4, 7] = True
+    holes &= batch.mask
+    unscored = batch._replace(sampling=torch.where(holes, NAN, batch.sampling))
+    got = correct(backend, unscored, gk.CorrectionConfig(weights="token", rejections=(("token_k1", -0.05, 0.05),)))
+    device = got.mask.device
+    assert got.mask[holes.to(device)].all() and (got.weights[holes.to(device)] == 1).all()
+    without = correct(backend, batch._replace(mask=batch.mask & ~holes), gk.CorrectionConfig())
+    names = ("log_ratio_sum", "gap_sum", "k3_sum", "ratio_sum", "old_perplexity_sum", "log_ratio_max", "scored_tokens")
+    for name in names:
+        assert float(got.metrics[name]) == pytest.approx(float(without.metrics[name]), rel=1e-12), name
+    # with the row's length in the mean
+    rejected = correct(backend, unscored, gk.CorrectionConfig(rejections=(("seq_mean_k2", None, 1e-9),)))
+    assert not rejected.mask.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_normalized_weights_have_mean_one(backend: str) -> None:
+    batch = make_batch(8)
+    for weights in ("token", "sequence", "geometric"):
+        got = correct(backend, batch, gk.CorrectionConfig(weights=weights, weight_max=1.05, batch_normalize=True))
+        by_row = got.weights.amax(1)[batch.mask.any(1).to(got.weights.device)]
+        mean = got.weights[got.mask].mean() if weights == "token" else by_row.mean()
+        assert float(mean) == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_metrics_of_parts_merge_to_those_of_the_batch(backend: str) -> None:
+    batch = make_batch(9, rows=8)
+    config = gk.CorrectionConfig(weights="sequence", rejections=(("token_k2", None, 0.01),))
+    whole = correct(backend, batch, config).metrics
+    parts = [correct(backend, Batch(*(x[i : i + 4] for x in batch)), config).metrics for i in (0, 4)]
+    merged = parts[0].merged(torch.stack([part.tensor for part in parts]))
+    torch.testing.assert_close(merged.tensor, whole.tensor, rtol=1e-12, atol=1e-14)
+    for names in (None, "verl", "trl", "skyrl"):
+        assert merged.to_dict(names) == pytest.approx(whole.to_dict(names), rel=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 4)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_to_correct(backend: str, shape: tuple[int, int]) -> None:
+    device = device_of(backend)
+    old = torch.full(shape, NAN, device=device)
+    got = gk.sampling_correction(
+        old, old, mask=torch.zeros(shape, dtype=torch.bool, device=device), config=EVERYTHING, backend=backend
+    )
+    assert not got.weights.any() and not got.mask.any() and got.weights.shape == shape
+    assert got.metrics.to_dict()["tokens"] == 0
+    assert got.metrics.to_dict("verl") == {}
+    assert got.metrics.to_dict("trl")["sampling/sampling_logp_difference/mean"] == 0
+    assert got.metrics.to_dict("skyrl")["is_ratio_mean"] == 0
