@@ -13,6 +13,7 @@ from grpo_kernels import backends
 from grpo_kernels.ops.endpoint_segments import config as segments
 from grpo_kernels.ops.group_advantages import config as advantages
 from grpo_kernels.ops.policy_loss import config as loss
+from grpo_kernels.ops.sampling_correction import config as correction
 from grpo_kernels.ops.similarity_groups import RowStatus
 from grpo_kernels.ops.similarity_groups import config as similarity
 from grpo_kernels.ops.token_advantages import config as token_advantages
@@ -35,6 +36,11 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
         "Aggregation": loss.AGGREGATIONS,
         "Correction": loss.CORRECTIONS,
     },
+    "sampling_correction": {
+        "WeightLevel": correction.WEIGHT_LEVELS,
+        "Level": correction.LEVELS,
+        "Estimator": correction.ESTIMATORS,
+    },
     "similarity_groups": {
         "Linkage": similarity.LINKAGES,
         "Collapse": similarity.COLLAPSES,
@@ -51,6 +57,7 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
 PLANS: dict[str, tuple[type, Any]] = {
     "group_advantages": (advantages.Plan, advantages.AdvantageConfig()),
     "policy_loss": (loss.Plan, loss.LossConfig()),
+    "sampling_correction": (correction.Plan, correction.CorrectionConfig()),
     "similarity_groups": (similarity.Plan, similarity.SimilarityConfig()),
     "endpoint_segments": (segments.Plan, segments.SegmentConfig()),
     "token_advantages": (token_advantages.Plan, token_advantages.TokenAdvantageConfig()),
@@ -98,6 +105,13 @@ def test_settings_are_in_the_same_order(codes: dict[str, dict[str, Any]], op: st
 
 def test_metrics_are_in_the_same_order(codes: dict[str, dict[str, Any]]) -> None:
     assert tuple(codes["policy_loss"]["metrics"].split()) == loss.METRICS
+
+
+def test_columns_of_the_table_are_in_the_same_order(codes: dict[str, dict[str, Any]]) -> None:
+    row = correction.ROW_SUMS + correction.ROW_MINIMA + correction.ROW_MAXIMA
+    rejection = correction.REJECTION_SUMS + correction.REJECTION_MINIMA + correction.REJECTION_MAXIMA
+    assert tuple(codes["sampling_correction"]["row"].split()) == row
+    assert tuple(codes["sampling_correction"]["rejection"].split()) == rejection
 
 
 def test_limits_are_the_same(codes: dict[str, dict[str, Any]]) -> None:

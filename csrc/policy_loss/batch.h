@@ -123,11 +123,6 @@ struct PolicyTokens {
   T* term_gradient;  // of the terms alone, to be spread over segments later; null: added to `gradient`
 };
 
-template <typename T>
-GRPO_HD const T* offset_or_null(const T* array, int64_t offset) {
-  return array == nullptr ? nullptr : array + offset;
-}
-
 // The tokens of `row` from token `first` of the batch on.
 template <typename T>
 GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int64_t first, const Shares& shares,

@@ -3,8 +3,7 @@
 #include "policy_loss/batch.h"
 
 // From the arrays to the gradient and the sums, one step at a time. A step is one token for a CUDA thread and two
-// vectors of tokens for a CPU core. Beyond what terms.h asks for, Math has Counter, count, load, load_flags and store;
-// the last three touch the first `left` elements only.
+// vectors of tokens for a CPU core.
 namespace grpo_kernels {
 
 // Sums in the type of the terms, over few enough steps to be as accurate as a tree of additions.

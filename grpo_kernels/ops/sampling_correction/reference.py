@@ -61,8 +61,8 @@ def forward(
     plan = Plan(*modes, *coefficients)
     tokens = _tokens(old_logprobs, sampling_logprobs, mask, cu_seqlens, plan)
     rows, valid = tokens.rows, tokens.valid
-    m2 = tokens.log_ratio.square().float()
-    m2_dropped = torch.zeros_like(valid) if m2_ceiling is None else tokens.scored & (m2 > m2_ceiling)
+    m2 = tokens.log_ratio.square()  # compared in float32
+    m2_dropped = torch.zeros_like(valid) if m2_ceiling is None else tokens.scored & (m2.float() > m2_ceiling)
     weights, table = _weights(tokens, plan)
     table |= _divergences(tokens, plan)
     kept = valid & ~m2_dropped
@@ -73,7 +73,7 @@ def forward(
         kept = kept & ~rejected
         of_rejections.append(columns)
     weights = torch.where(kept, weights, 0)
-    table["m2_sum"] = rows.sum(torch.where(tokens.scored, m2, 0).double())
+    table["m2_sum"] = rows.sum(m2.double())
     table["m2_dropped_tokens"] = rows.sum(m2_dropped.double())
     table["kept_tokens"] = rows.sum(kept.double())
     table["dropped_rows"] = (table["kept_tokens"] < table["tokens"]).double()

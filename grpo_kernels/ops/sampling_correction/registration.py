@@ -12,7 +12,7 @@ from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.sampling_correction.config import table_widths
 
 _WIDE = (torch.float32, torch.float64)
-SUPPORTS = {"reference": _WIDE}
+SUPPORTS = {"cpu": _WIDE, "reference": _WIDE}
 
 SCHEMA = (
     "(Tensor old_logprobs, Tensor sampling_logprobs, Tensor? mask, Tensor? cu_seqlens, Tensor? m2_ceiling, "
