@@ -152,6 +152,29 @@ def policy_loss(config: gk.LossConfig, shape: tuple[int, ...]) -> Case:
     return Case(draw, call)
 
 
+CORRECTION = gk.CorrectionConfig(
+    weights="token",
+    weight_max=1.1,
+    batch_normalize=True,
+    rejections=(("token_k3", None, 0.01), ("seq_mean_k1", -0.05, 0.05)),
+    m2_threshold=0.01,
+)
+
+
+def correction(shape: tuple[int, ...]) -> Case:
+    def draw() -> Inputs:
+        inputs = draw_policy(shape)
+        return {
+            name: inputs[name] for name in ("old_logprobs", "sampling_logprobs", "mask", "cu_seqlens") if name in inputs
+        }
+
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        result = gk.sampling_correction(**inputs, config=CORRECTION, backend=backend)
+        return [result.weights, result.mask, result.metrics.tensor]
+
+    return Case(draw, call)
+
+
 def from_source(shape: tuple[int, ...], source: Inputs) -> Inputs:
     policy = {name: value for name, value in draw_policy(shape).items() if not value.requires_grad}
     return policy | source | {"targets": torch.randint(0, COLUMNS, shape)}
@@ -349,6 +372,8 @@ CASES: dict[str, Case] = {
     "policy_loss of corrected tokens": policy_loss(CORRECTED, PADDED),
     "policy_loss with an entropy bonus": policy_loss(BONUS, PACKED),
     "policy_loss of the top entropies": policy_loss(TOP, PADDED),
+    "sampling_correction": correction(PADDED),
+    "sampling_correction of packed rows": correction(PACKED),
     "logits_policy_loss": logits_loss(CLIP, torch.float32, PADDED, False),
     "logits_policy_loss of halves": logits_loss(BONUS, torch.bfloat16, PACKED, False),
     "logits_policy_loss in place": logits_loss(CLIP, torch.bfloat16, PADDED, True),

@@ -21,7 +21,9 @@ from tools.ptx import contractions
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*/*.cu"))
 # -fmad=false in CMakeLists.txt
-ROUND_AS_WRITTEN = ("group_advantages/cuda.cu", "similarity_groups/cuda.cu", "endpoint_segments/cuda.cu")
+ROUND_AS_WRITTEN = tuple(
+    f"{op}/cuda.cu" for op in ("group_advantages", "similarity_groups", "endpoint_segments", "sampling_correction")
+)
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 

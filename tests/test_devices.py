@@ -59,6 +59,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_policy_loss": linear_policy_loss,
     "logits_policy_loss": logits_policy_loss,
     "token_advantages": lambda: gk.token_advantages(rows(), rows(), backend="triton"),
+    "sampling_correction": lambda: gk.sampling_correction(rows(), rows(), backend="triton"),
     "endpoint_segments": lambda: gk.endpoint_segments(rows(), rows(), rows(), values=rows(), backend="triton"),
     "similarity_groups": lambda: gk.similarity_groups(torch.randn(4, 3), 4, backend="triton"),
     "pairwise_cosine": lambda: gk.pairwise_cosine(torch.randn(4, 3), 4, backend="triton"),
@@ -206,6 +207,10 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
             "turns": numbers(6),
             "cu_seqlens": numbers(3),
         }
+    ],
+    gk.sampling_correction: lambda: [
+        {"old_logprobs": on_gpu(2, 3), "sampling_logprobs": on_gpu(2, 3), "mask": flags(2, 3)},
+        {"old_logprobs": on_gpu(6), "sampling_logprobs": on_gpu(6), "cu_seqlens": numbers(3)},
     ],
     gk.endpoint_segments: lambda: [
         {

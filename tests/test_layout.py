@@ -91,7 +91,8 @@ def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     if imported[0] != "ops":
         return imported[0] in SHARED[layer]
     if layer in ("reference", "triton", "config", "peers") and imported[1] != importer[1]:
-        return layer == "reference" and layer_of(imported[2:]) in ("reference", "config")
+        # a formula stands in one place per language
+        return layer in ("reference", "triton") and layer_of(imported[2:]) in (layer, "config")
     return layer_of(imported[2:]) in LAYERS[layer]
 
 

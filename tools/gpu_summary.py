@@ -24,6 +24,7 @@ OPS = (
     "policy_loss",
     "linear_policy_loss",
     "logits_policy_loss",
+    "sampling_correction",
     "endpoint_segments",
     "token_advantages",
     "similarity_groups",

@@ -30,6 +30,7 @@ import grpo_kernels as gk
 from benchmarks import gpu_lines
 from grpo_kernels.ops.similarity_groups import registration
 from tools import row_cases
+from tools.correction_cases import corrections
 from tools.row_cases import WRONG_BOUNDS, Put, Results
 
 
@@ -268,6 +269,7 @@ CASES = {
         outside_losses, kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce", "scale")
     ),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale")),
+    "corrections": Case(corrections, kernels("sampling_correction", "rows")),
     "segments": Case(
         row_cases.segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
@@ -334,6 +336,7 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "policy_loss": smoke_loss,
     "linear_policy_loss": functools.partial(linear_losses, torch.float32),
     "logits_policy_loss": smoke_logits_loss,
+    "sampling_correction": corrections,
     "endpoint_segments": row_cases.smoke_segments,
     "token_advantages": row_cases.smoke_token_advantages,
     "similarity_groups": lambda backend, put: [

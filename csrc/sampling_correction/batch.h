@@ -268,4 +268,18 @@ GRPO_HD void write_rejection(const CorrectionPlan& plan, int index, const Mismat
   r.write(to, index, plan.count);
 }
 
+// Writes the record of a row.
+template <typename T>
+GRPO_HD void write_record(const CorrectionPlan& plan, const Mismatch& mismatch, const Verdict<T>& verdict,
+                          const Judged& judged, double* to) {
+  write_row(plan, mismatch, verdict, judged.weights, to);
+  for (int i = 0; i < plan.count; ++i) {
+    if (plan.rejections[i].level != Level::kToken) write_rejection(plan, i, mismatch, EstimateTotals(), to);
+  }
+  for (int e = 0; e < kEstimators; ++e) {
+    const int index = plan.token_rejection(static_cast<Estimator>(e));
+    if (index >= 0) write_rejection(plan, index, mismatch, judged.estimates[e], to);
+  }
+}
+
 }  // namespace grpo_kernels

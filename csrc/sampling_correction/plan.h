@@ -39,6 +39,13 @@ struct CorrectionPlan {
   int count;
   Rejection rejections[kMaxRejections];
 
+  // Index of the rejection of tokens by this estimator, or -1.
+  GRPO_HD int token_rejection(Estimator estimator) const {
+    for (int i = 0; i < count; ++i) {
+      if (rejections[i].level == Level::kToken && rejections[i].estimator == estimator) return i;
+    }
+    return -1;
+  }
   GRPO_HD bool needs_binary_kl() const {
     for (int i = 0; i < count; ++i) {
       if (rejections[i].estimator == Estimator::kBinaryKl) return true;

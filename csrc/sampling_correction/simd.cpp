@@ -57,25 +57,18 @@ void correct(const CorrectionBatch<T>& batch, int64_t row) {
       count, [&](int64_t k, int64_t left) { walk.measure(k, left, mismatches); }, [&] { flush(mismatches, mismatch); });
 
   const Verdict<T> verdict = judge<T>(plan, mismatch);
-  const Rejection* rejections[kEstimators];
-  find_token_rejections(plan, rejections);
   Judged judged;
   typename Lanes::Weights weights;
   typename Lanes::Estimates estimates[kEstimators];
   for_each_step<Math>(
-      count, [&](int64_t k, int64_t left) { walk.apply(k, left, verdict, rejections, weights, estimates); },
+      count, [&](int64_t k, int64_t left) { walk.apply(k, left, verdict, weights, estimates); },
       [&] {
         flush(weights, judged.weights);
         for (int e = 0; e < kEstimators; ++e) {
-          if (rejections[e] != nullptr) flush(estimates[e], judged.estimates[e]);
+          if (walk.bounds[e].is_used) flush(estimates[e], judged.estimates[e]);
         }
       });
-
-  double* const record = batch.table + row * table_columns(plan.count);
-  write_row(plan, mismatch, verdict, judged.weights, record);
-  for (int i = 0; i < plan.count; ++i) {
-    write_rejection(plan, i, mismatch, judged.estimates[static_cast<int>(plan.rejections[i].estimator)], record);
-  }
+  write_record(plan, mismatch, verdict, judged, batch.table + row * table_columns(plan.count));
 }
 
 }  // namespace

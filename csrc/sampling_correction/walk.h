@@ -78,16 +78,35 @@ struct CorrectionWalk {
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
 
-  const CorrectionTokens<T> in;  // a copy: a reference would be read again after every store
-  const CorrectionSettings settings;
-  const T bound;
-  const bool needs_binary_kl;
+  // Bounds of the rejection of tokens by an estimator, if there is one.
+  struct TokenBounds {
+    T low, high;
+    bool is_used;
+  };
+
+  // Copies: references would be read again after every store.
+  const CorrectionTokens<T> in;
+  const T bound, low, high, low_mark;
+  const bool weighs_tokens, masks, needs_binary_kl;
+  TokenBounds bounds[kEstimators];
 
   GRPO_HD CorrectionWalk(const CorrectionTokens<T>& tokens, const CorrectionPlan& plan)
       : in(tokens),
-        settings(plan.settings),
         bound(static_cast<T>(plan.settings.bound)),
-        needs_binary_kl(plan.needs_binary_kl()) {}
+        low(static_cast<T>(plan.settings.low)),
+        high(static_cast<T>(plan.settings.high)),
+        low_mark(static_cast<T>(plan.settings.low_mark)),
+        weighs_tokens(plan.settings.weights == WeightLevel::kToken),
+        masks(plan.settings.masks),
+        needs_binary_kl(plan.needs_binary_kl()) {
+    for (int e = 0; e < kEstimators; ++e) {
+      const int index = plan.token_rejection(static_cast<Estimator>(e));
+      bounds[e] = {0, 0, index >= 0};
+      if (index < 0) continue;
+      bounds[e].low = static_cast<T>(plan.rejections[index].low);
+      bounds[e].high = static_cast<T>(plan.rejections[index].high);
+    }
+  }
 
   // The first pass: sums over all tokens.
   GRPO_HD void measure(int64_t k, int64_t left, typename StepLanes<M>::Mismatches& sums) const {
@@ -132,12 +151,12 @@ struct CorrectionWalk {
   }
 
   // Sums the estimates of the tokens, and returns which of them are outside of the rejection's bounds.
-  GRPO_HD Flag reject(const Rejection& rejection, const Scored<M>& token,
+  GRPO_HD Flag reject(Estimator estimator, const TokenBounds& rejection, const Scored<M>& token,
                       typename StepLanes<M>::Estimates& sums) const {
-    const V zero = M::all(0), value = estimate(rejection.estimator, token);
-    const T low = static_cast<T>(rejection.low), high = static_cast<T>(rejection.high);
-    const Flag above = token.is_scored & (value > M::all(high)), below = token.is_scored & (value < M::all(low));
-    const V clamped = M::select(token.is_scored, clamp_to<M>(value, low, high), zero);
+    const V zero = M::all(0), value = estimate(estimator, token);
+    const Flag above = token.is_scored & (value > M::all(rejection.high));
+    const Flag below = token.is_scored & (value < M::all(rejection.low));
+    const V clamped = M::select(token.is_scored, clamp_to<M>(value, rejection.low, rejection.high), zero);
     sums.sum += value;
     sums.clamped += clamped;
     sums.clamped_square += clamped * clamped;
@@ -148,29 +167,27 @@ struct CorrectionWalk {
     return above | below;
   }
 
-  // The second pass: writes weight and mask of the tokens. `rejections` are those of tokens, by estimator, or null.
-  GRPO_HD void apply(int64_t k, int64_t left, const Verdict<T>& verdict, const Rejection* const* rejections,
-                     typename StepLanes<M>::Weights& sums, typename StepLanes<M>::Estimates* estimates) const {
+  // The second pass: writes weight and mask of the tokens.
+  GRPO_HD void apply(int64_t k, int64_t left, const Verdict<T>& verdict, typename StepLanes<M>::Weights& sums,
+                     typename StepLanes<M>::Estimates* estimates) const {
     const V zero = M::all(0);
     const Scored<M> token = Scored<M>::load(in, bound, k, left);
     Flag kept = verdict.is_dropped ? M::none() : token.is_valid;
     for (int e = 0; e < kEstimators; ++e) {
-      if (rejections[e] != nullptr) kept = kept & M::negate(reject(*rejections[e], token, estimates[e]));
+      if (!bounds[e].is_used) continue;
+      kept = kept & M::negate(reject(static_cast<Estimator>(e), bounds[e], token, estimates[e]));
     }
     const Flag is_far = token.is_scored & (token.log_ratio * token.log_ratio > M::all(in.m2_limit));
     M::count(sums.m2_dropped, is_far);
     kept = kept & M::negate(is_far);
 
     V raw = M::all(verdict.ratio), weight = M::all(verdict.weight);
-    if (settings.weights == WeightLevel::kToken) raw = M::exp(token.limited);
-    const Flag high = raw > M::all(static_cast<T>(settings.high)), low = raw < M::all(static_cast<T>(settings.low));
-    if (settings.weights == WeightLevel::kToken) {
-      const V clamped = clamp_to<M>(raw, static_cast<T>(settings.low), static_cast<T>(settings.high));
-      weight = settings.masks ? M::select(high | low, zero, raw) : clamped;
-    }
-    M::count(sums.high, token.is_valid & high);
-    M::count(sums.low, token.is_valid & (raw < M::all(static_cast<T>(settings.low_mark))));
-    M::count(sums.outside, token.is_valid & (high | low));
+    if (weighs_tokens) raw = M::exp(token.limited);
+    const Flag is_high = raw > M::all(high), is_low = raw < M::all(low);
+    if (weighs_tokens) weight = masks ? M::select(is_high | is_low, zero, raw) : clamp_to<M>(raw, low, high);
+    M::count(sums.high, token.is_valid & is_high);
+    M::count(sums.low, token.is_valid & (raw < M::all(low_mark)));
+    M::count(sums.outside, token.is_valid & (is_high | is_low));
     M::count(sums.kept, kept);
     const V counted = M::select(token.is_valid, weight, zero);
     sums.weight += counted;
@@ -181,14 +198,5 @@ struct CorrectionWalk {
     M::store_flags(in.kept + k, left, kept);
   }
 };
-
-// The rejections of tokens by their estimator.
-GRPO_HD void find_token_rejections(const CorrectionPlan& plan, const Rejection** rejections) {
-  for (int e = 0; e < kEstimators; ++e) rejections[e] = nullptr;
-  for (int i = 0; i < plan.count; ++i) {
-    const Rejection& rejection = plan.rejections[i];
-    if (rejection.level == Level::kToken) rejections[static_cast<int>(rejection.estimator)] = &rejection;
-  }
-}
 
 }  // namespace grpo_kernels

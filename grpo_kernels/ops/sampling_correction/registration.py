@@ -12,12 +12,13 @@ from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.sampling_correction.config import table_widths
 
 _WIDE = (torch.float32, torch.float64)
-SUPPORTS = {"cpu": _WIDE, "reference": _WIDE}
+SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 
 SCHEMA = (
     "(Tensor old_logprobs, Tensor sampling_logprobs, Tensor? mask, Tensor? cu_seqlens, Tensor? m2_ceiling, "
     "int[] statistics, float[] bounds, int[] modes, float[] coefficients) -> (Tensor, Tensor, Tensor)"
 )
+registry.define_compiled("_sampling_correction_cuda" + SCHEMA)
 
 
 class Batch(NamedTuple):
@@ -41,11 +42,13 @@ def _fake(
     return torch.empty_like(old_logprobs), torch.empty_like(old_logprobs, dtype=torch.bool), table
 
 
-FORWARD = registry.define("sampling_correction", SCHEMA, SUPPORTS, _fake, folder=__package__)
+def _cuda(old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    """Checks the bounds of packed rows; the rest is one compiled op."""
+    cu_seqlens, *rest = args
+    if cu_seqlens is not None:
+        cu_seqlens = packed_bounds("sampling_correction", cu_seqlens, old_logprobs.numel())
+    op = torch.ops.grpo_kernels._sampling_correction_cuda
+    return tuple(op(old_logprobs, sampling_logprobs, mask, cu_seqlens, *rest))
 
 
-def bounded(batch: Batch) -> Batch:
-    """The batch with bounds of packed rows that kernels can trust."""
-    if batch.cu_seqlens is None:
-        return batch
-    return batch._replace(cu_seqlens=packed_bounds("sampling_correction", batch.cu_seqlens, batch.old_logprobs.numel()))
+FORWARD = registry.define("sampling_correction", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda)
