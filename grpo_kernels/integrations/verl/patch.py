@@ -12,6 +12,7 @@ from verl.trainer.ppo import core_algos
 
 from grpo_kernels.integrations.verl import advantages, checkpoints, queue
 from grpo_kernels.integrations.verl import loss as loss_side
+from grpo_kernels.integrations.verl.correction import rollout_correction
 
 _GRPO = "compute_grpo_outcome_advantage"
 _OF_TOKENS = {
@@ -25,6 +26,7 @@ _OF_TOKENS = {
         )
     },
 }
+_CORRECTION = "compute_rollout_correction_and_add_to_batch"
 _ADVANTAGE, _OF_SESSIONS, _LOSS = "compute_advantage", "compute_advantage_for_multi_trajectories", "ppo_loss"
 # name -> (verl's function, ours)
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -32,8 +34,8 @@ _replaced: dict[str, tuple[Any, Any]] = {}
 _wrapped: dict[tuple[type, str], Any] = {}
 
 
-def patch_verl(grpo: bool = True, loss: bool = True) -> None:
-    """Replaces verl's estimators and loss.
+def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True) -> None:
+    """Replaces verl's estimators, loss and rollout correction.
 
     Call it before the workers are created, in every process concerned: the trainer's for advantages, the actors' for
     losses.
@@ -43,6 +45,7 @@ def patch_verl(grpo: bool = True, loss: bool = True) -> None:
             'tir_optimal_token_baseline' ourselves, let our estimators see the whole batch and outputs by session, and
             save adaptive thresholds with verl's checkpoints
         loss: replace ppo_loss by fused_ppo_loss
+        correction: compute the weights, rejections and metrics of algorithm.rollout_correction with our kernel
     """
     if grpo:
         from verl.trainer.ppo import ray_trainer
@@ -64,6 +67,10 @@ def patch_verl(grpo: bool = True, loss: bool = True) -> None:
 
         loss_side.originals.setdefault(_LOSS, losses.ppo_loss)
         _replace(losses, _LOSS, loss_side.fused_ppo_loss)
+    if correction:
+        from verl.trainer.ppo import rollout_corr_helper
+
+        _replace(rollout_corr_helper, _CORRECTION, rollout_correction)
 
 
 def unpatch_verl() -> None:
