@@ -195,6 +195,12 @@ def test_an_outlier_does_not_hide_the_others() -> None:
         assert int((ratios.square() <= find_m2_ceiling(ratios, scored, threshold, None)).sum()) == kept
 
 
+def test_a_mean_at_the_threshold_is_not_below_it() -> None:
+    ratios, scored = torch.tensor([3.0, 1.0, 2.0]), torch.ones(3, dtype=torch.bool)
+    for threshold, kept in ((0.5, 1), (2.5, 1), (2.5001, 2), (4.66, 2), (4.67, 3)):
+        assert int((ratios.square() <= find_m2_ceiling(ratios, scored, threshold, None)).sum()) == kept
+
+
 def test_without_tokens_nothing_is_dropped() -> None:
     assert find_m2_ceiling(torch.zeros(0), torch.zeros(0, dtype=torch.bool), 0.1, None) == math.inf
     assert find_m2_ceiling(torch.ones(3), torch.zeros(3, dtype=torch.bool), 0.1, None) == math.inf
