@@ -112,6 +112,7 @@ def draw_policy(shape: tuple[int, ...]) -> Inputs:
         "segments": segment_ids((ROWS, WIDTH)).reshape(shape),
         "ref_logprobs": old + 0.1 * torch.randn(shape),
         "sampling_logprobs": old + 0.1 * torch.randn(shape),
+        "kinds": torch.randint(4, shape),
         "tokens": torch.rand(()) + 9,
         "logprobs": (old + 0.3 * torch.randn(shape)).requires_grad_(),
         "entropy": torch.rand(shape).requires_grad_(),
@@ -126,6 +127,7 @@ def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
     names += ["segments"] if config.ratio == "segment" and "cu_seqlens" not in inputs else []
     names += ["ref_logprobs"] if config.kl != "none" and "ref_logprobs" in inputs else []
     names += ["sampling_logprobs"] if config.correction != "none" else []
+    names += ["kinds"] if config.cross_entropy_coef != 1 else []
     return {"config": config, "normalizer": {"tokens": inputs["tokens"]}} | {name: inputs[name] for name in names}
 
 
@@ -133,6 +135,8 @@ CLIP = gk.LossConfig.trl(loss_type="dapo", beta=0.1)
 SEQUENCES = gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1)
 SEGMENTS = gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1)
 CORRECTED = gk.LossConfig(correction="token_truncate", correction_max=2.0)
+DRAWN = gk.LossConfig(loss="clip_cov", cov_ratio=0.2, cov_bounds=(-1.0, 1.0))
+MIXED = gk.LossConfig(cross_entropy_coef=0.5)
 BONUS = gk.LossConfig(entropy_coef=0.01)
 TOP = gk.LossConfig(entropy_coef=0.01, top_entropy_quantile=0.5)
 
@@ -370,6 +374,8 @@ CASES: dict[str, Case] = {
     "policy_loss of sequences": policy_loss(SEQUENCES, PACKED),
     "policy_loss of segments": policy_loss(SEGMENTS, PADDED),
     "policy_loss of corrected tokens": policy_loss(CORRECTED, PADDED),
+    "policy_loss of tokens of every kind": policy_loss(MIXED, PADDED),
+    "policy_loss of drawn tokens": policy_loss(DRAWN, PACKED),
     "policy_loss with an entropy bonus": policy_loss(BONUS, PACKED),
     "policy_loss of the top entropies": policy_loss(TOP, PADDED),
     "sampling_correction": correction(PADDED),

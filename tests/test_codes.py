@@ -35,6 +35,7 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
         "Kl": [name for name in loss.KLS if not name.endswith("+")],  # kl_straight is a separate mode
         "Aggregation": loss.AGGREGATIONS,
         "Correction": loss.CORRECTIONS,
+        "Kind": loss.KINDS,
     },
     "sampling_correction": {
         "WeightLevel": correction.WEIGHT_LEVELS,

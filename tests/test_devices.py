@@ -135,9 +135,9 @@ def flags(*shape: int) -> torch.Tensor:
 
 
 def policies(source: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of a loss; a second call has `weights`, which excludes `normalizer`, and a third is packed."""
+    """Arguments of a loss; a second has `kinds` and `weights`, which excludes `normalizer`, and a third is packed."""
     arguments = source(2, 3) | policy(2, 3)
-    weighted = arguments | {"weights": on_gpu(2, 3), "normalizer": None}
+    weighted = arguments | {"weights": on_gpu(2, 3), "kinds": numbers(2, 3), "normalizer": None}
     return [arguments, weighted, source(6) | policy(6) | {"cu_seqlens": numbers(3)}]
 
 

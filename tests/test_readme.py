@@ -58,4 +58,4 @@ def test_every_loss_of_the_peers_is_listed_or_refused() -> None:
     losses = [name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("fused_")]
     assert len(losses) > 10 and all(f"`{name}`" in text for name in losses)
     refused = set(re.findall(r"`(\w+)`", text.rpartition("Refused:")[2]))
-    assert refused == {"clip_cov", "kl_cov", "bypass_mode", "cross_entropy"}
+    assert refused == {"bypass_mode", "cross_entropy"}

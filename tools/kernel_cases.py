@@ -137,8 +137,9 @@ LOSSES = {
     "cispo": gk.LossConfig(loss="cispo", kl="k3", kl_coef=0.1),
     "gspo": gk.LossConfig(ratio="sequence", kl="k3", kl_coef=0.1),
     "entropy": gk.LossConfig(entropy_coef=0.01),
+    "kinds": gk.LossConfig(cross_entropy_coef=0.5),
 }
-LOSS_KERNELS = {"clip": "tokens", "cispo": "tokens", "entropy": "tokens", "gspo": "sequences"}  # others: rows
+LOSS_KERNELS = dict.fromkeys(("clip", "cispo", "entropy", "kinds"), "tokens") | {"gspo": "sequences"}  # others: rows
 
 
 def losses(name: str, backend: str, put: Put) -> Results:
@@ -172,6 +173,7 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
         entropy=entropy,
         ref_logprobs=near[1] if config.kl != "none" else None,
         segments=segments if config.ratio == "segment" else None,
+        kinds=put(places % 4) if config.cross_entropy_coef != 1 else None,
         config=config,
         backend=backend,
         **options,
@@ -187,7 +189,7 @@ def outside_losses(backend: str, put: Put) -> Results:
     for config in LOSSES.values():
         for bounds in ([0, 40, 40, 73], *WRONG_BOUNDS):
             if backend == "reference":
-                yield from (torch.tensor(shape) for shape in ([], [35], [100]))
+                yield from (torch.tensor(shape) for shape in ([], [len(gk.PolicyLossMetrics.names)], [100]))
                 continue
             rows, cu_seqlens = len(bounds) - 1, put(torch.tensor(bounds))
             with mock.patch("torch._assert_async"):

@@ -21,9 +21,10 @@ std::tuple<Tensor, Tensor> logits_policy_gradient_cuda(
     Tensor gradient, Tensor logits, Tensor targets, std::optional<Tensor> row_temperature, double temperature,
     std::optional<double> softcap, double logit_scale, std::optional<Tensor> old_logprobs, Tensor advantages,
     std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-    std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs, std::optional<Tensor> is_weights,
-    std::optional<Tensor> weights, std::optional<Tensor> normalizers, std::vector<double> counts,
-    std::vector<int64_t> modes, std::vector<double> coefficients, bool want_entropy, bool needs_entropy_gradient) {
+    std::optional<Tensor> kinds, std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
+    std::optional<Tensor> is_weights, std::optional<Tensor> weights, std::optional<Tensor> normalizers,
+    std::vector<double> counts, std::vector<int64_t> modes, std::vector<double> coefficients, bool want_entropy,
+    bool needs_entropy_gradient) {
   const RowTensors rows{targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}};
   const LogitLayout layout = check_rows(logits, rows), gradient_layout = check_logits(gradient);
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::BFloat16 && gradient.scalar_type() == ScalarType::BFloat16, kOp,
@@ -37,9 +38,9 @@ std::tuple<Tensor, Tensor> logits_policy_gradient_cuda(
   const Tensor logprobs = empty_tensor(logits, sizes, dimensions, aoti_torch_dtype_float32());
   const Tensor entropy = want_entropy ? empty_tensor(logits, sizes, dimensions, aoti_torch_dtype_float32())
                                       : empty_tensor(logits, &none, 1, aoti_torch_dtype_float32());
-  const PolicyInputs inputs =
-      policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs,
-                    is_weights, std::nullopt, std::nullopt, weights, normalizers, counts, modes, coefficients);
+  const PolicyInputs inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, kinds,
+                                            ref_logprobs, sampling_logprobs, is_weights, std::nullopt, std::nullopt,
+                                            weights, normalizers, counts, modes, coefficients);
   if (layout.rows == 0) return {logprobs, entropy};
 
   const DeviceGuard guard(logits.get_device_index());

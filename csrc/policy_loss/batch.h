@@ -37,6 +37,7 @@ struct PolicyBatch {
   bool advantages_by_row, is_weights_by_row;
   const bool* mask;
   const int32_t* segments;
+  const int8_t* kinds;
   const int64_t* cu_seqlens;  // null: padded rows of `width`
   int64_t rows, width, tokens;
   T entropy_floor;
@@ -50,8 +51,14 @@ struct PolicyBatch {
   GRPO_HD bool is_valid(int64_t t) const {
     return (mask == nullptr || mask[t]) && (segments == nullptr || segments[t] >= 0);
   }
+  GRPO_HD bool is_valid_of(uint32_t set, int64_t t) const {
+    return is_valid(t) && (kinds == nullptr || is_kind_of(set, kinds[t]));
+  }
+  GRPO_HD bool has_policy_term(int64_t t) const { return is_valid_of(kPolicyKinds, t); }
   // Whether the policy term acts on the token: top_entropy_quantile keeps tokens of high entropy only.
-  GRPO_HD bool is_kept(int64_t t) const { return is_valid(t) && (entropy == nullptr || entropy[t] >= entropy_floor); }
+  GRPO_HD bool is_kept(int64_t t) const {
+    return has_policy_term(t) && (entropy == nullptr || entropy[t] >= entropy_floor);
+  }
   GRPO_HD double log_ratio(int64_t t) const {
     return old_logprobs == nullptr ? 0 : static_cast<double>(logprobs[t]) - static_cast<double>(old_logprobs[t]);
   }
@@ -63,13 +70,13 @@ struct PolicyBatch {
 
   GRPO_HD bool has_plain_inputs() const {
     const bool has_other_input = sampling_logprobs != nullptr || is_weights != nullptr || entropy != nullptr ||
-                                 weights != nullptr || segments != nullptr;
+                                 weights != nullptr || segments != nullptr || kinds != nullptr;
     const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
     return !has_other_input && !has_other_kl && old_logprobs != nullptr;
   }
 
   GRPO_HD WalkKind walk_kind() const {
-    if (plan.loss != Loss::kClip) return WalkKind::kAny;
+    if (plan.loss != Loss::kClip || kinds != nullptr) return WalkKind::kAny;
     const bool has_token_ratio = !needs_whole_rows() && plan.ratio == Ratio::kToken;
     return has_token_ratio && has_plain_inputs() ? WalkKind::kPlainClip : WalkKind::kClip;
   }
@@ -91,6 +98,7 @@ struct PolicyBatch {
     Shares shares = shares_of(plan, normalizers, batch, row);
     if (weights == nullptr) return shares;
     shares.policy = shares.kl = 1;
+    if (isnan(normalizers.cross_entropy)) shares.cross_entropy = 1;
     if (plan.entropy_aggregation != Aggregation::kLocalTokenMean) shares.entropy = 1;
     return shares;
   }
@@ -98,7 +106,7 @@ struct PolicyBatch {
   GRPO_HD T entropy_gradient(int64_t t, const Shares& shares) const {
     const bool is_local = plan.entropy_aggregation == Aggregation::kLocalTokenMean;
     const T share = static_cast<T>(-plan.entropy_coef * shares.entropy);
-    if (!(is_local ? is_kept(t) : is_valid(t))) return 0;
+    if (!(is_local ? is_kept(t) : is_valid_of(kRegularizedKinds, t))) return 0;
     return weights == nullptr || is_local ? share : share * weights[t];
   }
 };
@@ -109,6 +117,7 @@ struct PolicyTokens {
   const T *logprobs, *old_logprobs, *ref_logprobs, *sampling_logprobs, *is_weights, *entropy, *weights, *advantages;
   const bool* mask;         // null: all tokens are valid
   const int32_t* segments;  // null: none; a token with a negative one is not valid
+  const int8_t* kinds;      // null: all tokens have a policy term
   const bool* terms;        // marks the tokens that hold a policy term; null: every token
   const T* log_ratios;      // of segments, at their last tokens; null: the token's or the row's ratio is used
   const T* scores;          // the log-probs that belong to log_ratios
@@ -136,6 +145,7 @@ GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int6
   tokens.weights = offset_or_null(batch.weights, first);
   tokens.mask = offset_or_null(batch.mask, first);
   tokens.segments = offset_or_null(batch.segments, first);
+  tokens.kinds = offset_or_null(batch.kinds, first);
   tokens.gradient = gradient + first;
   tokens.shares = shares;
   tokens.entropy_floor = batch.entropy_floor;
@@ -146,7 +156,7 @@ GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int6
   return tokens;
 }
 
-// Sums over a row's valid tokens that its terms depend on.
+// Sums over a row's tokens with a policy term that its terms depend on.
 template <typename T>
 struct RowStatistics {
   double log_ratio = 0;
@@ -175,7 +185,7 @@ struct RowStatistics {
   }
 
   GRPO_HD void add(const PolicyBatch<T>& in, int64_t row, int64_t t) {
-    if (!in.is_valid(t)) return;
+    if (!in.has_policy_term(t)) return;
     const PolicyPlan& plan = in.plan;
     const double token_log_ratio = in.log_ratio(t), token_advantage = in.advantage(row, t);
     log_ratio += token_log_ratio;
@@ -206,7 +216,7 @@ struct RowStatistics {
   GRPO_HD void finish(const PolicyBatch<T>& in, int64_t row, const Counts& counts, PolicyTokens<T>& tokens,
                       PolicySums& sums) const {
     const PolicyPlan& plan = in.plan;
-    const double count = counts.tokens > 1 ? counts.tokens : 1;
+    const double count = counts.policy_tokens > 1 ? counts.policy_tokens : 1;
     tokens.row_is_off_policy = !(sampling_to_policy / count <= plan.off_policy_threshold);
     tokens.row_log_ratio = static_cast<T>(log_ratio / count);
     if (plan.corrects_sequences()) {
@@ -214,7 +224,7 @@ struct RowStatistics {
       const double weight = correction_weight<ScalarTermMath<double>>(plan, gap, TermCoefficients<double>(plan));
       tokens.row_is_weight = static_cast<T>(weight);
       sums.add_is_weight(weight);
-    } else if (in.is_weights_by_row && counts.tokens > 0) {
+    } else if (in.is_weights_by_row && counts.policy_tokens > 0) {
       sums.add_is_weight(static_cast<double>(in.is_weights[row]));
     }
     if (plan.loss == Loss::kVespo) {
@@ -242,7 +252,7 @@ struct RowStatistics {
 // The gradient of a token through its row's log ratio: `share`, or 0 where GMPO has clamped the token.
 template <typename T>
 GRPO_HD T row_ratio_gradient(const PolicyBatch<T>& in, int64_t row, int64_t t, T share) {
-  if (in.plan.loss != Loss::kGeoMean) return in.is_valid(t) ? share : T{0};
+  if (in.plan.loss != Loss::kGeoMean) return in.has_policy_term(t) ? share : T{0};
   const double log_ratio = in.log_ratio(t), advantage = in.advantage(row, t);
   const bool has_gradient = in.is_kept(t) && advantage != 0;
   const bool is_clamped = RowStatistics<T>::gmpo_clip(in.plan, log_ratio, advantage) != log_ratio;

@@ -81,9 +81,13 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
     for (int64_t t = first; t < last; ++t) tokens += in.is_valid(t);
   }
   kept = tokens;
-  if (in.entropy_floor > -INFINITY) {
-    kept = 0;
-    for (int64_t t = first; t < last; ++t) kept += in.is_kept(t);
+  int64_t policy_tokens = tokens;
+  if (in.entropy_floor > -INFINITY || in.kinds != nullptr) {
+    kept = policy_tokens = 0;
+    for (int64_t t = first; t < last; ++t) {
+      kept += in.is_kept(t);
+      policy_tokens += in.has_policy_term(t);
+    }
   }
   int64_t terms = tokens;
   if (in.plan.loss == Loss::kGeoMean) terms = kept > 0;
@@ -105,6 +109,7 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   counts.tokens = static_cast<double>(tokens);
   counts.kept_tokens = static_cast<double>(kept);
   counts.terms = static_cast<double>(terms);
+  counts.policy_tokens = static_cast<double>(policy_tokens);
   return counts;
 }
 
@@ -143,7 +148,7 @@ class WholeRow {
     GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, in_.walk_kind(), last_ - first_, row_sums);
     if (plan_.by_segment()) spread_over_segments(scratch);
     if (plan_.spreads_over_row()) {
-      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.tokens;
+      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.policy_tokens;
       const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
       for (int64_t t = first_; t < last_; ++t) tokens_.gradient[t - first_] += row_ratio_gradient(in_, row_, t, share);
     }
@@ -238,6 +243,7 @@ class SparseTokens {
     if (valid * kSparse > span) {
       PolicyTokens<T> part = tokens_;
       for (const T** array : arrays(part)) *array = offset_or_null(*array, first_);
+      part.kinds = offset_or_null(part.kinds, first_);
       part.mask = valid == span ? nullptr : part.mask + first_;
       part.gradient += first_;
       GRPO_SIMD_CALL(policy_tokens, part, plan, kind, span, sums);
@@ -261,6 +267,7 @@ class SparseTokens {
   void run_packed(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
     static thread_local std::vector<int32_t> indices;
     static thread_local std::vector<T> memory;
+    static thread_local std::vector<int8_t> kinds;
     indices.resize(last_ - first_ + 8);
     const int64_t count = find_true(tokens_.mask, first_, last_, indices.data());
     PolicyTokens<T> part = tokens_;
@@ -271,6 +278,11 @@ class SparseTokens {
       for (int64_t i = 0; i < count; ++i) packed[i] = (*array)[indices[i]];
       *array = packed;
       packed += count;
+    }
+    if (part.kinds != nullptr) {
+      kinds.resize(count);
+      for (int64_t i = 0; i < count; ++i) kinds[i] = part.kinds[indices[i]];
+      part.kinds = kinds.data();
     }
     part.mask = nullptr;
     part.gradient = packed;
@@ -304,7 +316,7 @@ void for_each_row(const PolicyBatch<T>& in, double nanoseconds_per_token, Visit 
 template <typename T>
 void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double* metrics) {
   std::vector<Counts> counts(in.rows);
-  for_each_row(in, in.segments == nullptr ? kCountCost : kEntropyCost,
+  for_each_row(in, in.segments == nullptr && in.kinds == nullptr ? kCountCost : kEntropyCost,
                [&](int64_t row) { counts[row] = count_row(in, row); });
   Counts batch;
   for (const Counts& row : counts) batch.add(row);
@@ -336,7 +348,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);
     if (in.is_weights_by_row) {
       for (int64_t row = 0; row < in.rows; ++row) {
-        if (counts[row].tokens > 0) sums[row].add_is_weight(in.is_weights[row]);
+        if (counts[row].policy_tokens > 0) sums[row].add_is_weight(in.is_weights[row]);
       }
     }
   }
@@ -360,14 +372,14 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
 PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
                                   std::optional<Tensor> old_logprobs, Tensor advantages, std::optional<Tensor> mask,
                                   std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
-                                  std::optional<Tensor> is_weights, std::optional<Tensor> weights,
-                                  std::optional<Tensor> normalizers, std::vector<double> counts,
-                                  std::vector<int64_t> modes, std::vector<double> coefficients,
-                                  bool needs_entropy_gradient) {
-  PolicyInputs inputs =
-      policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs,
-                    is_weights, entropy, entropy_floor, weights, normalizers, counts, modes, coefficients);
+                                  std::optional<Tensor> kinds, std::optional<Tensor> ref_logprobs,
+                                  std::optional<Tensor> sampling_logprobs, std::optional<Tensor> is_weights,
+                                  std::optional<Tensor> weights, std::optional<Tensor> normalizers,
+                                  std::vector<double> counts, std::vector<int64_t> modes,
+                                  std::vector<double> coefficients, bool needs_entropy_gradient) {
+  PolicyInputs inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, kinds,
+                                      ref_logprobs, sampling_logprobs, is_weights, entropy, entropy_floor, weights,
+                                      normalizers, counts, modes, coefficients);
   if (normalizers) {
     const double* const values = optional_data<double>(normalizers);
     for (int i = 0; i < 3; ++i) inputs.counts[i] = std::isnan(values[i]) ? counts[i] : values[i];
@@ -379,6 +391,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     PolicyBatch<T> in = inputs.batch<T>();
+    if (normalizers) in.normalizers.cross_entropy = optional_data<double>(normalizers)[3];
     if (entropy_floor) in.entropy_floor = *optional_data<T>(entropy_floor);
     T* const gradient = data_of<T>(results.gradient);
     advise_huge_pages(gradient, inputs.tokens * sizeof(T));

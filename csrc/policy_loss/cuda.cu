@@ -56,11 +56,16 @@ __global__ void __launch_bounds__(kThreads, is_bare(kKind) ? 4 : 1)
     if constexpr (is_bare(kKind)) {
       part.sums =
           walk_quads<kKind>(tokens, arrays, static_cast<int>(first), static_cast<int>(count), team, part.counts.tokens);
-      part.counts.kept_tokens = part.counts.tokens;
+      part.counts.kept_tokens = part.counts.policy_tokens = part.counts.tokens;
     } else {
       part.counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
       part.counts.tokens = team_sum(team, part.counts.tokens, nullptr);
       part.counts.kept_tokens = team_sum(team, part.counts.kept_tokens, nullptr);
+      if (in.kinds != nullptr) {
+        part.counts.policy_tokens = team_sum(team, part.counts.policy_tokens, nullptr);
+      } else {
+        part.counts.policy_tokens = part.counts.tokens;
+      }
       part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
     }
     part.counts.terms = part.counts.tokens;

@@ -29,7 +29,7 @@ struct PolicyArrays {
   PolicyBatch<T> batch;                    // the next two replace its entropy_floor and normalizers, where given
   TermCoefficients<T> coefficients;        // converted once, as threads would do it again for every token
   const T* entropy_floor;                  // [1]
-  const double* normalizers;               // [3]: tokens, rows, segments
+  const double* normalizers;               // [4]: tokens, rows, segments, cross-entropy
   int64_t tasks_per_row, tasks;            // tasks_per_row: of padded rows
   T *gradient, *entropy_gradient;          // [tokens]
   Counts *row_counts, *block_counts;       // [rows], [kCountBlocks]; null if no share depends on them

@@ -20,14 +20,14 @@ using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
                                    std::optional<Tensor> old_logprobs, Tensor advantages, std::optional<Tensor> mask,
                                    std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                   std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
-                                   std::optional<Tensor> is_weights, std::optional<Tensor> weights,
-                                   std::optional<Tensor> normalizers, std::vector<double> counts,
-                                   std::vector<int64_t> modes, std::vector<double> coefficients,
-                                   bool needs_entropy_gradient) {
-  const PolicyInputs inputs =
-      policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs,
-                    is_weights, entropy, entropy_floor, weights, normalizers, counts, modes, coefficients);
+                                   std::optional<Tensor> kinds, std::optional<Tensor> ref_logprobs,
+                                   std::optional<Tensor> sampling_logprobs, std::optional<Tensor> is_weights,
+                                   std::optional<Tensor> weights, std::optional<Tensor> normalizers,
+                                   std::vector<double> counts, std::vector<int64_t> modes,
+                                   std::vector<double> coefficients, bool needs_entropy_gradient) {
+  const PolicyInputs inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, kinds,
+                                            ref_logprobs, sampling_logprobs, is_weights, entropy, entropy_floor,
+                                            weights, normalizers, counts, modes, coefficients);
   const int64_t rows = inputs.rows, tokens = inputs.tokens;
   const bool by_segment = inputs.plan.by_segment();
   const PolicyResults results(inputs, needs_entropy_gradient);

@@ -101,12 +101,14 @@ __device__ PolicyTotal total_of_rows(const PolicyArrays<T>& arrays, bool has_who
       const PolicyPart& part = arrays.parts[task];
       own.counts.tokens += part.counts.tokens;
       own.counts.terms += part.counts.terms;
+      own.counts.policy_tokens += part.counts.policy_tokens;
       own.sums.low_clipped += part.sums.low_clipped;
       own.sums.high_clipped += part.sums.high_clipped;
       own.sums.phi_sum += part.sums.phi_sum;
     }
     own.counts.tokens = team_sum(lanes, own.counts.tokens, nullptr);
     own.counts.terms = team_sum(lanes, own.counts.terms, nullptr);
+    own.counts.policy_tokens = team_sum(lanes, own.counts.policy_tokens, nullptr);
     own.sums.low_clipped = team_sum(lanes, own.sums.low_clipped, nullptr);
     own.sums.high_clipped = team_sum(lanes, own.sums.high_clipped, nullptr);
     own.sums.phi_sum = team_sum(lanes, own.sums.phi_sum, nullptr);
@@ -115,7 +117,7 @@ __device__ PolicyTotal total_of_rows(const PolicyArrays<T>& arrays, bool has_who
     if (has_whole_rows) continue;  // the rest is in the part of the row
     total.part.counts.rows += 1;
     total.part.counts.active_rows += own.counts.tokens > 0 ? 1 : 0;
-    if (batch.is_weights_by_row && own.counts.tokens > 0) {
+    if (batch.is_weights_by_row && own.counts.policy_tokens > 0) {
       total.part.sums.add_is_weight(static_cast<double>(batch.is_weights[row]));
     }
   }

@@ -116,7 +116,7 @@ __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ Policy
     __syncthreads();
     if (in.plan.by_segment()) spread_over_segments(arrays, in, row, team);
     if (in.plan.spreads_over_row()) {
-      const double members = in.plan.loss == Loss::kGeoMean ? part.counts.kept_tokens : part.counts.tokens;
+      const double members = in.plan.loss == Loss::kGeoMean ? part.counts.kept_tokens : part.counts.policy_tokens;
       const T share = static_cast<T>(sums.ratio_gradient / (members > 1 ? members : 1));
       for (int64_t k = team.rank; k < count; k += team.size) {
         arrays.gradient[first + k] += row_ratio_gradient(in, row, first + k, share);

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, is_bare_k3(kKind) ? 3 : 4)
   PolicyTokens<float> tokens = tokens_of(in, row, first, Shares{}, arrays.gradient);
   Counts counts;
   counts.tokens = measure_row(tokens, arrays.is_aligned, count, team, shared);
-  counts.terms = counts.kept_tokens = counts.tokens;
+  counts.terms = counts.kept_tokens = counts.policy_tokens = counts.tokens;
   counts.rows = 1;
   counts.active_rows = counts.tokens > 0 ? 1 : 0;
   tokens.shares = in.shares(batch, counts);

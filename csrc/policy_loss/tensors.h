@@ -21,8 +21,8 @@ struct PolicyInputs {
   Tensor logprobs;
   std::optional<Tensor> old_logprobs;
   Tensor advantages;
-  std::optional<Tensor> mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights, entropy, entropy_floor,
-      weights, normalizers;
+  std::optional<Tensor> mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights, entropy,
+      entropy_floor, weights, normalizers;
   std::vector<double> counts;  // normalizers known to the host: tokens, rows, segments; NaN: not known
   PolicyPlan plan;
   int64_t rows, tokens;
@@ -46,6 +46,7 @@ struct PolicyInputs {
             is_weights && is_by_row(*is_weights),
             optional_data<bool>(mask),
             optional_data<int32_t>(segments),
+            optional_data<int8_t>(kinds),
             optional_data<int64_t>(cu_seqlens),
             rows,
             cu_seqlens ? 0 : logprobs.size(1),
@@ -67,26 +68,29 @@ inline void check_inputs(const PolicyInputs& in) {
   check_array(op, "mask", in.mask, in.tokens, ScalarType::Bool);
   check_array(op, "cu_seqlens", in.cu_seqlens, in.rows + 1, ScalarType::Long);
   check_array(op, "segments", in.segments, in.tokens, ScalarType::Int);
+  check_array(op, "kinds", in.kinds, in.tokens, ScalarType::Char);
   check_array(op, "ref_logprobs", in.ref_logprobs, in.tokens, dtype);
   check_array(op, "sampling_logprobs", in.sampling_logprobs, in.tokens, dtype);
   check_array(op, "is_weights", in.is_weights, is_weights, dtype);
   check_array(op, "entropy", in.entropy, in.tokens, dtype);
   check_array(op, "entropy_floor", in.entropy_floor, 1, dtype);
   check_array(op, "weights", in.weights, in.tokens, dtype);
-  check_array(op, "normalizers", in.normalizers, 3, ScalarType::Double);
+  check_array(op, "normalizers", in.normalizers, 4, ScalarType::Double);
   STD_TORCH_CHECK(in.segments || !in.plan.by_segment(), op, ": segments must be given for this ratio, got none");
+  STD_TORCH_CHECK(!in.kinds || (!in.plan.by_segment() && in.plan.loss != Loss::kGeoMean), op,
+                  ": kinds must be left out where terms are segments or rows, got a tensor");
   STD_TORCH_CHECK(in.sampling_logprobs || in.plan.correction == Correction::kNone, op,
                   ": sampling_logprobs must be given for this correction, got none");
 }
 
 inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
                                   std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
-                                  std::optional<Tensor> segments, std::optional<Tensor> ref_logprobs,
-                                  std::optional<Tensor> sampling_logprobs, std::optional<Tensor> is_weights,
-                                  std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
-                                  std::optional<Tensor> weights, std::optional<Tensor> normalizers,
-                                  std::vector<double> counts, const std::vector<int64_t>& modes,
-                                  const std::vector<double>& coefficients) {
+                                  std::optional<Tensor> segments, std::optional<Tensor> kinds,
+                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
+                                  std::optional<Tensor> is_weights, std::optional<Tensor> entropy,
+                                  std::optional<Tensor> entropy_floor, std::optional<Tensor> weights,
+                                  std::optional<Tensor> normalizers, std::vector<double> counts,
+                                  const std::vector<int64_t>& modes, const std::vector<double>& coefficients) {
   const char* const op = PolicyInputs::kOp;
   STD_TORCH_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
                   ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
@@ -94,10 +98,9 @@ inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> old_log
   check_float_or_double(op, "logprobs", logprobs);
   const PolicyPlan plan = check_settings<PolicyPlan>(op, modes, coefficients);
   const int64_t rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0), tokens = logprobs.numel();
-  const PolicyInputs in{logprobs,      old_logprobs, advantages,        mask,       cu_seqlens,
-                        segments,      ref_logprobs, sampling_logprobs, is_weights, entropy,
-                        entropy_floor, weights,      normalizers,       counts,     plan,
-                        rows,          tokens};
+  const PolicyInputs in{
+      logprobs,   old_logprobs, advantages,    mask,    cu_seqlens,  segments, kinds, ref_logprobs, sampling_logprobs,
+      is_weights, entropy,      entropy_floor, weights, normalizers, counts,   plan,  rows,         tokens};
   check_inputs(in);
   return in;
 }

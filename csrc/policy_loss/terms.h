@@ -11,7 +11,7 @@ namespace grpo_kernels {
 // clang-format off
 #define GRPO_TERM_COEFFICIENTS(COEFFICIENT)                                                        \
   COEFFICIENT(low) COEFFICIENT(high) COEFFICIENT(dual_clip) COEFFICIENT(cap) COEFFICIENT(sapo_pos) \
-  COEFFICIENT(sapo_neg) COEFFICIENT(dro_beta) COEFFICIENT(clamp_low) COEFFICIENT(clamp_high)       \
+  COEFFICIENT(sapo_neg) COEFFICIENT(dro_beta) COEFFICIENT(cov_kl_coef) COEFFICIENT(clamp_low) COEFFICIENT(clamp_high)       \
   COEFFICIENT(kl_clamp_in) COEFFICIENT(kl_clamp_out) COEFFICIENT(correction_min) COEFFICIENT(correction_max)
 // clang-format on
 template <typename Scalar>
@@ -49,9 +49,10 @@ template <typename Math>
 struct TermInput {
   using V = typename Math::Value;
   V logprob, old_logprob, advantage;
-  V log_ratio;                // of the token, the row or the segment
-  V score;                    // log-prob of the token or segment
-  V phi_positive, phi_other;  // VESPO's weight of the row, for advantages >= 0 and < 0
+  V log_ratio;                      // of the token, the row or the segment
+  V score;                          // log-prob of the token or segment
+  V phi_positive, phi_other;        // VESPO's weight of the row, for advantages >= 0 and < 0
+  typename Math::Flag is_selected;  // by Clip-Cov or KL-Cov
 };
 
 template <typename Math>
@@ -127,6 +128,7 @@ GRPO_HD void clip_term(const TermInput<Math>& in, const TermCoefficients<typenam
   } else {
     is_flat = is_flat & Math::negate(plain >= clipped);
   }
+  term.clipped = term.low_clipped | term.high_clipped;
   term.value = Math::select(plain >= clipped, plain, clipped);
   if (n.has_dual) {
     const V ceiling = slope * Math::all(n.dual_clip);
@@ -168,6 +170,26 @@ GRPO_HD void masked_term(Loss loss, const TermInput<Math>& in, const TermCoeffic
   term.clipped = term.low_clipped | term.high_clipped;
   term.value = Math::select(term.clipped, zero, -in.advantage * term.ratio);
   term.by_ratio = Math::select(term.is_unclamped, term.value, zero);
+}
+
+// Clip-Cov drops the selected tokens, KL-Cov adds |d| to their terms.
+template <typename Math>
+GRPO_HD void covariance_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n,
+                             Term<Math>& term) {
+  using V = typename Math::Value;
+  const V zero = Math::all(0), one = Math::all(1);
+  if (loss == Loss::kClipCov) {
+    clip_term<Math>(in, n, term);
+    term.clipped = in.is_selected;
+    term.value = Math::select(in.is_selected, zero, term.value);
+    term.by_ratio = Math::select(in.is_selected, zero, term.by_ratio);
+    return;
+  }
+  const V sign = Math::select(in.log_ratio < zero, -one, Math::select(in.log_ratio > zero, one, zero));
+  term.log_ratio = sign * in.log_ratio;
+  term.by_ratio = -in.advantage * term.ratio;
+  term.by_score = Math::select(in.is_selected, sign * Math::all(n.cov_kl_coef), zero);
+  term.value = term.by_ratio + Math::select(in.is_selected, term.log_ratio * Math::all(n.cov_kl_coef), zero);
 }
 
 // DPPO: whether the divergence is within its bound, or the probability moved against the advantage. The divergence is
@@ -246,6 +268,10 @@ GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermC
     case Loss::kIpo:
     case Loss::kIcepop:
       masked_term<Math>(loss, in, n, term);
+      break;
+    case Loss::kClipCov:
+    case Loss::kKlCov:
+      covariance_term<Math>(loss, in, n, term);
       break;
     default:
       score_term<Math>(loss, in, n, term);

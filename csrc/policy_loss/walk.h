@@ -25,6 +25,12 @@ struct StepExtremes {
 #undef GRPO_MAXIMUM
 };
 
+// Which of the valid tokens have any term, a policy term, and a KL and an entropy term; and those that were selected.
+template <typename Math>
+struct TokenKinds {
+  typename Math::Flag has_term, has_policy, is_regularized, is_selected;
+};
+
 template <typename Math, WalkKind kKind>
 struct PolicyWalk {
   using M = Math;
@@ -39,7 +45,7 @@ struct PolicyWalk {
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
   const PolicyPlan plan;
   const TermCoefficients<T> coefficients;
-  const T policy_share, kl_share;
+  const T policy_share, kl_share, cross_entropy_slope;
   StepSums<Math> sums;
   StepExtremes<Math> extremes;
 
@@ -52,10 +58,12 @@ struct PolicyWalk {
         plan(policy_plan),
         coefficients(kIsBare ? term_coefficients.without_limits() : term_coefficients),
         policy_share(static_cast<T>(tokens.shares.policy)),
-        kl_share(static_cast<T>(policy_plan.kl_coef * tokens.shares.kl)) {}
+        kl_share(static_cast<T>(policy_plan.kl_coef * tokens.shares.kl)),
+        cross_entropy_slope(static_cast<T>(-policy_plan.cross_entropy_coef * tokens.shares.cross_entropy)) {}
 
   // Repeat what kKind implies, so that the compiler drops the other branches.
   GRPO_HD bool has(const void* optional) const { return !kIsPlain && optional != nullptr; }
+  GRPO_HD bool has_kinds() const { return kKind == WalkKind::kAny && in.kinds != nullptr; }
   GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : kIsCispo ? Loss::kCispo : plan.loss; }
   GRPO_HD Kl kl_kind() const { return kIsPlain ? Kl::kK3 : plan.kl; }
   GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
@@ -106,14 +114,29 @@ struct PolicyWalk {
   }
 
   // Adds the entropy term; returns which tokens are kept for their entropy.
-  GRPO_HD Flag add_entropy(int64_t k, int64_t left, const Flag& is_valid, const V& weight) {
-    if (!has(in.entropy)) return is_valid;
-    const V entropy = load(in.entropy, k, left, is_valid);
-    const Flag is_kept = is_valid & (entropy >= M::all(in.entropy_floor));
+  GRPO_HD Flag add_entropy(int64_t k, int64_t left, const TokenKinds<Math>& kinds, const V& weight) {
+    if (!has(in.entropy)) return kinds.has_policy;
+    const V entropy = load(in.entropy, k, left, kinds.is_regularized);
+    const Flag is_kept = kinds.has_policy & (entropy >= M::all(in.entropy_floor));
     sums.entropy_sum += entropy;
     const bool is_local = plan.entropy_aggregation == Aggregation::kLocalTokenMean;
     sums.entropy_loss += is_local ? M::select(is_kept, entropy, M::all(0)) : entropy * weight;
     return is_kept;
+  }
+
+  GRPO_HD TokenKinds<Math> kinds_of(int64_t k, int64_t left, const Flag& is_valid) const {
+    if (!has_kinds()) return {is_valid, is_valid, is_valid, M::none()};
+    return {is_valid & M::of_kinds(kKindsWithTerms, in.kinds + k, left),
+            is_valid & M::of_kinds(kPolicyKinds, in.kinds + k, left),
+            is_valid & M::of_kinds(kRegularizedKinds, in.kinds + k, left),
+            is_valid & M::of_kinds(kSelectedKinds, in.kinds + k, left)};
+  }
+
+  // Adds the cross-entropy of the tokens that have it; returns its gradient.
+  GRPO_HD V add_cross_entropy(int64_t k, int64_t left, const Flag& is_valid, const V& weight, const V& logprob) {
+    const Flag is_counted = is_valid & M::of_kinds(kCrossEntropyKinds, in.kinds + k, left);
+    sums.cross_entropy_loss += M::select(is_counted, -logprob, M::all(0)) * weight;
+    return M::select(is_counted, weight * M::all(cross_entropy_slope), M::all(0));
   }
 
   // kAllValid: there is no mask, and every lane has a token.
@@ -123,13 +146,15 @@ struct PolicyWalk {
     Flag is_valid = M::negate(M::none());
     if (!kAllValid) is_valid = M::load_flags(offset_or_null(in.mask, k), left);
     if (has(in.segments)) is_valid = is_valid & M::not_negative(in.segments + k, left);
+    const TokenKinds<Math> kinds = kinds_of(k, left, is_valid);
     TermInput<M> input;
-    input.logprob = load(in.logprobs, k, left, is_valid);
+    input.logprob = load(in.logprobs, k, left, kinds.has_term);
     const bool is_on_policy = !kIsPlain && in.old_logprobs == nullptr;
-    input.old_logprob = is_on_policy ? input.logprob : load(in.old_logprobs, k, left, is_valid);
+    input.old_logprob = is_on_policy ? input.logprob : load(in.old_logprobs, k, left, kinds.is_regularized);
     const V row_advantage = M::all(in.row_advantage);
-    const V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, is_valid);
+    const V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, kinds.has_policy);
     input.advantage = loss() == Loss::kGeoMean ? row_advantage : advantage;
+    input.is_selected = kinds.is_selected;
     input.phi_positive = M::all(in.phi_positive);
     input.phi_other = M::all(in.phi_other);
     input.score = input.logprob;
@@ -144,7 +169,7 @@ struct PolicyWalk {
       input.log_ratio = mixed.log_ratio;
       own_share = mixed.own_share;
     }
-    Flag is_term = is_valid;
+    Flag is_term = kinds.has_policy;
     if (has(in.terms)) {
       is_term = is_valid & M::load_flags(in.terms + k, left);
       if (in.log_ratios != nullptr) {
@@ -152,16 +177,16 @@ struct PolicyWalk {
         input.score = load(in.scores, k, left, is_term);
       }
     }
-    const V weight = has(in.weights) ? load(in.weights, k, left, is_valid) : M::all(1);
-    const Flag is_kept = add_entropy(k, left, is_valid, weight);
+    const V weight = has(in.weights) ? load(in.weights, k, left, kinds.has_term) : M::all(1);
+    const Flag is_kept = add_entropy(k, left, kinds, weight);
     const Term<M> term = policy_term<M>(loss(), input, coefficients);
 
     V factor = weight;
-    if (!kIsPlain) factor = importance_weight(k, left, is_valid, input.old_logprob) * weight;
+    if (!kIsPlain) factor = importance_weight(k, left, kinds.has_policy, input.old_logprob) * weight;
     Flag has_loss = is_term;
     if (loss() != Loss::kGeoMean) has_loss = has_loss & is_kept;
     if (!kIsPlain && in.row_is_off_policy) {
-      const Flag is_dropped = is_valid & (advantage < zero);
+      const Flag is_dropped = kinds.has_policy & (advantage < zero);
       M::count(sums.off_policy_tokens, is_dropped);
       has_loss = has_loss & M::negate(is_dropped);
     }
@@ -170,15 +195,16 @@ struct PolicyWalk {
     const V scale = factor * M::all(policy_share);
     V score_gradient = zero;
     if (!kIsClip) score_gradient = M::select(has_loss, term.by_score, zero) * scale;
+    if (has_kinds()) score_gradient += add_cross_entropy(k, left, is_valid, weight, input.logprob);
     V ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
-    const V kl_gradient = add_kl(k, left, is_valid, weight, input.logprob, term, ratio_gradient);
+    const V kl_gradient = add_kl(k, left, kinds.is_regularized, weight, input.logprob, term, ratio_gradient);
     if (!kIsPlain && plan.mixes_ratios()) {
       const V own_gradient = ratio_gradient * own_share;
       score_gradient += own_gradient;
       ratio_gradient = ratio_gradient - own_gradient;
     }
     store_gradient(k, left, score_gradient, ratio_gradient, kl_gradient);
-    add_metrics(is_valid, is_term, token_log_ratio, advantage, term);
+    add_metrics(kinds.has_policy, is_term, token_log_ratio, advantage, term);
   }
 
   // Adds the KL term; returns its gradient, but adds the part through the ratio to ratio_gradient.

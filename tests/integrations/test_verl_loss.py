@@ -296,7 +296,7 @@ def test_other_losses_go_to_verl(
     batch = actor_batch(torch.float32)
     theirs = _verl_loss.originals["ppo_loss"]
     assert theirs.__module__ == "verl.workers.utils.losses"
-    fields = of_losses.fields_of("kl_cov", "token-mean")
+    fields = of_losses.fields_of("bypass_mode", "token-mean")
     _verl_loss._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -304,7 +304,7 @@ def test_other_losses_go_to_verl(
     want, _ = of_actor(theirs, batch, fields, nested=True)
     assert torch.equal(got.loss, want.loss) and all(map(torch.equal, got.grads, want.grads))
     assert [record.getMessage() for record in caplog.records if "fused_ppo_loss" in record.getMessage()] == [
-        "fused_ppo_loss: loss_mode 'kl_cov' is not one of ours, verl's own ppo_loss computes it"
+        "fused_ppo_loss: loss_mode 'bypass_mode' is not one of ours, verl's own ppo_loss computes it"
     ]
     # a user's own loss under one of verl's names
     monkeypatch.setitem(

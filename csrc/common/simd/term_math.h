@@ -169,6 +169,11 @@ struct VectorMath {
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
     return flags;
   }
+  GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
+    Flag flags{};
+    for (int l = 0; l < kCount; ++l) flags[l] = l < left && is_kind_of(kinds, from[l]) ? -1 : 0;
+    return flags;
+  }
 };
 
 // The Math of common/term_math.h, on two vectors.
@@ -217,6 +222,9 @@ struct TwinMath {
   }
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
+  }
+  GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
+    return {One::of_kinds(kinds, from, left), One::of_kinds(kinds, from + kHalf, left - kHalf)};
   }
 };
 
@@ -317,6 +325,13 @@ struct WideMath {
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     const __mmask16 present = first(left);
     return {_mm512_mask_cmpge_epi32_mask(present, _mm512_maskz_loadu_epi32(present, from), _mm512_setzero_si512())};
+  }
+  GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
+    const __mmask16 present = first(left);
+    const __m512i bits =
+        _mm512_sllv_epi32(_mm512_set1_epi32(1),
+                          _mm512_cvtepi8_epi32(_mm_and_si128(_mm_maskz_loadu_epi8(present, from), _mm_set1_epi8(31))));
+    return {_mm512_mask_test_epi32_mask(present, bits, _mm512_set1_epi32(static_cast<int>(kinds)))};
   }
 };
 

@@ -8,8 +8,8 @@
 
 Estimators: fused_grpo, fused_dr_grpo, fused_rloo, fused_opo, fused_grpo_passk, fused_reinforce_plus_plus_baseline,
 fused_gpg; after patch_verl also fused_gdpo, similarity_group_grpo and group_ppo. Losses: fused_vanilla, fused_gspo,
-fused_sapo, fused_cispo, fused_gpg, fused_dppo_tv, fused_dppo_kl, fused_geo_mean, fused_dro; with fused_ppo_loss also
-fused_segment. Importing this package registers them.
+fused_sapo, fused_cispo, fused_gpg, fused_dppo_tv, fused_dppo_kl, fused_geo_mean, fused_dro, fused_clip_cov,
+fused_kl_cov; with fused_ppo_loss also fused_segment. Importing this package registers them.
 """
 
 from __future__ import annotations

@@ -17,7 +17,13 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.verl.advantages import SEGMENTS
 from grpo_kernels.ops.policy_loss.peers import VERL_DEFAULTS
 
-VERLS = ("vanilla", "gspo", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "geo_mean", "dro")
+VERLS = ("vanilla", "gspo", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")
+# fields of a loss that verl keeps beside its mode
+OF_MODE = {
+    "dro": ("dro_beta",),
+    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+}
 LOSSES = {f"fused_{mode}": mode for mode in (*VERLS, "segment")}
 PPOLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -129,7 +135,7 @@ class _Terms:
         ranks = info.get("dp_size", 1)
         fields = {name: config.get(name, default) for name, default in VERL_DEFAULTS.items()}
         fields |= {"loss_mode": "vanilla" if mode == "segment" else mode, "loss_agg_mode": aggregation}
-        fields["dro_beta"] = config.policy_loss.get("dro_beta", None) if mode == "dro" else None
+        fields |= {name: config.policy_loss.get(name, VERL_DEFAULTS[name]) for name in OF_MODE.get(mode, ())}
         if aggregation == "seq-mean-token-sum-norm":
             length = info.get("loss_scale_factor", None)
             fields["loss_scale_factor"] = (width() if callable(width) else width) if length is None else length

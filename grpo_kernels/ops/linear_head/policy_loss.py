@@ -15,7 +15,7 @@ from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, row
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy, participants
-from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.config import POLICY, LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.token_logprobs import check_targets
@@ -39,6 +39,7 @@ def linear_policy_loss(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segments: Tensor | None = None,
+    kinds: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
@@ -61,8 +62,8 @@ def linear_policy_loss(
         hidden: [B, T, H] with targets [B, T], or packed [M, H] with targets [M] and cu_seqlens
         targets: -100 excludes a token, whatever the mask says
         weight, bias, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
-        old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights, weights,
-            normalizer, config: as in policy_loss
+        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
+            weights, normalizer, config: as in policy_loss
         ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
             Without ref_weight its weight and bias are those of the policy
@@ -70,7 +71,7 @@ def linear_policy_loss(
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
-            with top_entropy_quantile, where the kept tokens are known only at the end
+            with top_entropy_quantile, clip_cov and kl_cov, which choose among all tokens at the end
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that. "device" is for a GPU and half precision: tokens without a gradient are left out
@@ -100,6 +101,7 @@ def linear_policy_loss(
         mask=takes_part,
         cu_seqlens=cu_seqlens,
         segments=segments,
+        kinds=kinds,
         ref_logprobs=ref_logprobs,
         sampling_logprobs=sampling_logprobs,
         is_weights=is_weights,
@@ -261,7 +263,7 @@ def _chunk(
     chunk_size: int | None,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
-    if config.top_entropy_quantile < 1:
+    if config.ranks_tokens:
         return None
     rows = len(head.targets) if with_grad is None else len(with_grad)
     size = chunk_size or _rows_per_chunk(rows, 0 if without_grad is None else len(without_grad), head)
@@ -306,7 +308,10 @@ def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Ten
     # through a sequence ratio every token gets a gradient from all terms of its sequence
     if not has_other_terms and not (by_token and config.couples_tokens):
         advantages = policy.advantages if by_token else _expand_rows(policy.advantages, layout, policy)
-        has_grad = takes_part & (advantages != 0)
+        is_idle = advantages == 0
+        if policy.kinds is not None:
+            is_idle = is_idle & (policy.kinds == POLICY)
+        has_grad = takes_part & ~is_idle
     kind = torch.where(has_grad, 1, torch.where(takes_part, 0, 2)).reshape(-1)
     order = kind.argsort(stable=True)
     without, with_, _ = torch.bincount(kind, minlength=3).tolist()

@@ -36,6 +36,7 @@ def logits_policy_loss(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segments: Tensor | None = None,
+    kinds: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     is_weights: Tensor | None = None,
@@ -55,8 +56,8 @@ def logits_policy_loss(
         logits: [B, T, V] with targets [B, T], or packed [M, V] with targets [M] and cu_seqlens
         targets: -100 excludes a token, whatever the mask says
         temperature, softcap, logit_scale, backend: as in token_logprobs
-        old_logprobs, advantages, mask, cu_seqlens, segments, ref_logprobs, sampling_logprobs, is_weights, weights,
-            normalizer, config: as in policy_loss
+        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
+            weights, normalizer, config: as in policy_loss
         return_entropy: measure the entropy even if the config does not need it
         inplace: overwrite the logits with their gradient, which saves their size in memory. Nothing else may read
             them, and torch.compile is not supported
@@ -80,6 +81,7 @@ def logits_policy_loss(
         mask=takes_part,
         cu_seqlens=cu_seqlens,
         segments=segments,
+        kinds=kinds,
         ref_logprobs=ref_logprobs,
         sampling_logprobs=sampling_logprobs,
         is_weights=is_weights,
@@ -105,7 +107,7 @@ def logits_policy_loss(
 
 def _is_fused(logits: Tensor, config: LossConfig, backend: str) -> bool:
     """Whether the forward computes the gradient. Otherwise token_logprobs and policy_loss run one after the other."""
-    # the floor of the entropy lies between the two; and float16 needs the scale of the loss before the gradient is
+    # a choice among all tokens lies between the two; and float16 needs the scale of the loss before the gradient is
     # rounded, or values below 6e-8 are lost
-    is_possible = config.top_entropy_quantile == 1 and logits.dtype != torch.float16
+    is_possible = not config.ranks_tokens and logits.dtype != torch.float16
     return is_possible and backend != "reference" and torch.is_grad_enabled() and logits.requires_grad

@@ -13,10 +13,12 @@ from grpo_kernels.ops.policy_loss.arguments import (
     Normalizer,
     check_entropy,
     check_policy,
+    counted_tokens,
     find_entropy_floor,
     needs_entropy_gradient,
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.covariance import select_tokens
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 
 _OP = "policy_loss"
@@ -42,6 +44,7 @@ def policy_loss(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segments: Tensor | None = None,
+    kinds: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     sampling_logprobs: Tensor | None = None,
     is_weights: Tensor | None = None,
@@ -61,6 +64,8 @@ def policy_loss(
         mask: tokens that take part; None means all. Masked slots may hold NaN
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         segments: integers ascending from 0 along each row, -1 outside; for ratio="segment"
+        kinds: integers, one per token: 0 policy term, 1 cross-entropy, 2 reference KL alone, 3 counted alone, 4
+            policy term and cross-entropy; None means 0
         ref_logprobs: log-probs of the reference policy, for the KL term
         sampling_logprobs: log-probs of the sampler, for config.correction and off_policy_threshold; NaN where the
             sampler could not score the token
@@ -70,8 +75,8 @@ def policy_loss(
             means to find it here
         weights: one per token; the loss is the weighted sum of the terms instead of the aggregation's mean
         normalizer: what the aggregation divides by instead of counting: a number, a tensor, or a dict with any of
-            "tokens", "rows", "segments". The global count makes the loss independent of how a batch is split into
-            micro-batches and ranks
+            "tokens", "rows", "segments", "cross_entropy". The global count makes the loss independent of how a batch is
+            split into micro-batches and ranks
         config: a LossConfig or a TRL loss_type
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
@@ -85,6 +90,7 @@ def policy_loss(
         mask=mask,
         cu_seqlens=cu_seqlens,
         segments=segments,
+        kinds=kinds,
         ref_logprobs=ref_logprobs,
         sampling_logprobs=sampling_logprobs,
         is_weights=is_weights,
@@ -108,6 +114,8 @@ def compute(
     """The loss of checked arguments."""
     if entropy is not None and entropy_floor is None and config.top_entropy_quantile < 1:
         entropy_floor = find_entropy_floor(entropy, policy, config.top_entropy_quantile)
+    if config.selects_tokens:
+        policy = select_tokens(logprobs, policy, counted_tokens(policy, logprobs), config)
     device = layout.device
     chosen = backends.select(layout.op, backend, device.type, logprobs.dtype, op.SUPPORTS, device.index)
     needs = needs_entropy_gradient(entropy, config)

@@ -10,6 +10,7 @@ from grpo_kernels.ops.policy_loss.config import (
     CISPO,
     GEO_MEAN,
     K3,
+    KL_COV,
     ROW_TOKEN_MEAN,
     ROW_TOKEN_SUM,
     SEGMENT,
@@ -45,6 +46,8 @@ def _aot_cases() -> tuple[AotCase, ...]:
     slots |= {"slot_gradient_ptr": "*fp32", "segments_ptr": "*i32"}
     variants: dict[str, tuple[dict[str, int], dict[str, str]]] = {
         "clip": ({"KL": K3}, {"ref_ptr": "*fp32"}),
+        "kinds": ({"KL": K3}, {"ref_ptr": "*fp32", "kinds_ptr": "*i8"}),
+        "kl_cov": ({"LOSS": KL_COV}, {"kinds_ptr": "*i8"}),
         "packed": ({"KL": K3}, {"ref_ptr": "*fp32", "entropy_ptr": "*fp32", "by_entropy_ptr": "*fp32"} | packed),
         "sequence": (
             {"RATIO": SEQUENCE, "CORRECTION": SEQUENCE_TRUNCATE, "AGGREGATION": ROW_TOKEN_MEAN, "HAS_ROW_WEIGHT": 1},

@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.config import (
+    CROSS_ENTROPY,
+    KINDS,
+    POLICY,
+    POLICY_CROSS_ENTROPY,
+    SELECTED,
+    LossConfig,
+)
 from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
-_COUNTED = ("tokens", "rows", "segments")
+_COUNTED = ("tokens", "rows", "segments", "cross_entropy")
 
 Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
@@ -112,6 +119,7 @@ def check_policy(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     segments: Tensor | None,
+    kinds: Tensor | None,
     ref_logprobs: Tensor | None,
     sampling_logprobs: Tensor | None,
     is_weights: Tensor | None,
@@ -120,6 +128,7 @@ def check_policy(
 ) -> Policy:
     """Everything but log-probs and entropies, as the op takes it."""
     segments = layout.per_token("segments", segments, checks.INTEGERS)
+    kinds = layout.per_token("kinds", kinds, checks.INTEGERS)
     weights = layout.per_token("weights", weights, _NUMBERS)
     counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
@@ -128,6 +137,7 @@ def check_policy(
         mask=layout.flags("mask", mask),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
         segments=None if segments is None else segments.int(),
+        kinds=None if kinds is None else kinds.to(torch.int8),
         ref_logprobs=layout.floats("ref_logprobs", ref_logprobs),
         sampling_logprobs=layout.floats("sampling_logprobs", sampling_logprobs),
         is_weights=None if is_weights is None else layout.per_row_or_token("is_weights", is_weights),
@@ -138,7 +148,42 @@ def check_policy(
         coefficients=config.coefficients,
     )
     _check_required(layout, config, policy, normalizer)
+    if kinds is not None:
+        counted = counted_tokens(policy, kinds)
+        _check_kinds(layout, kinds, counted)
+        if config.cross_entropy_aggregation is not None:
+            policy = policy._replace(normalizers=_with_cross_entropy(policy, counted))
     return policy
+
+
+def _with_cross_entropy(policy: Policy, counted: Tensor) -> Tensor:
+    """The normalizers with the number of tokens that have a cross-entropy, unless the caller gave it."""
+    assert policy.kinds is not None
+    is_imitated = (policy.kinds == CROSS_ENTROPY) | (policy.kinds == POLICY_CROSS_ENTROPY)
+    here = (counted & is_imitated).sum().double().clamp(min=1)
+    known = here.new_full((len(_COUNTED),), math.nan) if policy.normalizers is None else policy.normalizers
+    return torch.cat([known[:-1], torch.where(known[-1:].isnan(), here, known[-1:])])
+
+
+def _check_kinds(layout: Layout, kinds: Tensor, counted: Tensor) -> None:
+    """Checks the codes of the tokens that count: at once on the CPU, and by an assertion without a wait on a GPU."""
+    is_wrong = counted & ((kinds < 0) | (kinds >= SELECTED))
+    rule = f"{layout.op}: kinds must be 0 to {SELECTED - 1} ({', '.join(KINDS[:SELECTED])})"
+    if layout.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(~is_wrong.any(), rule)
+    elif bool(is_wrong.any()):
+        token = int(is_wrong.reshape(-1).int().argmax())
+        raise ValueError(f"{rule}, got {int(kinds.reshape(-1)[token])} at token {token}")
+
+
+def counted_tokens(policy: Policy, like: Tensor) -> Tensor:
+    """Tokens that count, whatever their kind."""
+    counted = torch.ones_like(like, dtype=torch.bool) if policy.mask is None else policy.mask
+    if policy.segments is not None:
+        counted = counted & (policy.segments >= 0)
+    if policy.cu_seqlens is not None:
+        counted = counted & (torch.arange(len(like), device=like.device) < policy.cu_seqlens[-1])
+    return counted
 
 
 def participants(
@@ -186,6 +231,9 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
 
     if config.ratio.startswith("segment") and policy.segments is None:
         refuse("segments", f"given for ratio={config.ratio!r}", None)
+    if policy.kinds is not None and (config.ratio.startswith("segment") or config.loss == "geo_mean"):
+        fields = f"ratio={config.ratio!r}, loss={config.loss!r}"
+        refuse("kinds", "left out where terms are segments or rows", f"a tensor with {fields}")
     if config.kl_coef != 0 and policy.ref_logprobs is None:
         refuse("ref_logprobs", f"given for kl_coef={config.kl_coef}", None)
     if policy.ref_logprobs is not None and config.kl == "none":
@@ -212,7 +260,7 @@ def _normalizers(
     """Counts of tokens, rows and segments: numbers, and a tensor if any count is one; NaN means to be counted."""
     op = layout.op
     if normalizer is None:
-        return [math.nan] * 3, None
+        return [math.nan] * (len(_COUNTED) - 1), None
     if not isinstance(normalizer, Mapping):
         kind = "rows" if config.aggregation.startswith("seq-mean") else "tokens"
         kind = "segments" if kind == "tokens" and config.ratio.startswith("segment") else kind
@@ -231,6 +279,13 @@ def _normalizers(
             raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
         else:
             numbers[name] = float(value)
+    if "cross_entropy" in normalizer and config.cross_entropy_aggregation is None:
+        raise ValueError(
+            f"{op}: normalizer must be without 'cross_entropy' for cross_entropy_aggregation=None, got {normalizer!r}"
+        )
+    cross_entropy = numbers.pop("cross_entropy")
+    if not math.isnan(cross_entropy):
+        tensors["cross_entropy"] = torch.full((), cross_entropy, dtype=torch.float64, device=layout.device)
     if not tensors:
         return list(numbers.values()), None
     unknown = torch.full((), math.nan, dtype=torch.float64, device=layout.device)
@@ -244,11 +299,9 @@ def _normalizers(
 
 def find_entropy_floor(entropy: Tensor, policy: Policy, quantile: float) -> Tensor:
     """The entropy reached by the top `quantile` of tokens, as torch.quantile, which refuses more than 2^24 values."""
-    valid = torch.ones_like(entropy, dtype=torch.bool) if policy.mask is None else policy.mask
-    if policy.segments is not None:
-        valid = valid & (policy.segments >= 0)
-    if policy.cu_seqlens is not None:
-        valid = valid & (torch.arange(len(entropy), device=entropy.device) < policy.cu_seqlens[-1])
+    valid = counted_tokens(policy, entropy)
+    if policy.kinds is not None:
+        valid = valid & ((policy.kinds == POLICY) | (policy.kinds == POLICY_CROSS_ENTROPY))
     ordered = torch.where(valid, entropy.detach(), math.inf).flatten().sort().values
     if ordered.numel() == 0:
         return entropy.new_zeros(())

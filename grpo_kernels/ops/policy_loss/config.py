@@ -12,20 +12,12 @@ from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
 LOSSES = (
-    "clip",
-    "cispo",
-    "sapo",
-    "vespo",
-    "geo_mean",
-    "dppo_tv",
-    "dppo_kl",
-    "reinforce",
-    "dro",
-    "ipo",
-    "icepop",
-    "topr",
+    *("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop"),
+    *("topr", "clip_cov", "kl_cov"),
 )
-CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP, TOPR = range(len(LOSSES))
+CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP, TOPR, CLIP_COV, KL_COV = range(
+    len(LOSSES)
+)
 RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean", "average", "geometric_average")
 TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN, AVERAGE, GEOMETRIC_AVERAGE = range(len(RATIOS))
 ESTIMATORS = ("none", "k1", "k2", "k3", "abs")
@@ -52,6 +44,11 @@ CORRECTIONS = (
 CORRECTION_NONE, TOKEN_TRUNCATE, TOKEN_MASK, SEQUENCE_TRUNCATE, SEQUENCE_MASK, GEOMETRIC_TRUNCATE, GEOMETRIC_MASK = (
     range(len(CORRECTIONS))
 )
+
+# What a token adds to the loss: the codes of the argument `kinds`, and last that of tokens with a policy term that
+# clip_cov or kl_cov selects.
+KINDS = ("policy", "cross_entropy", "reference_kl", "counted", "policy_cross_entropy", "selected")
+POLICY, CROSS_ENTROPY, REFERENCE_KL, COUNTED, POLICY_CROSS_ENTROPY, SELECTED = range(len(KINDS))
 
 # Measurements of the kernels, in the order of PolicyLossMetrics.tensor.
 METRICS = (
@@ -90,6 +87,8 @@ METRICS = (
     "gap_max",
     "gap_count",
     "off_policy_tokens",
+    "cross_entropy_loss",
+    "policy_tokens",
 )
 
 # Ratios that each loss is defined for.
@@ -107,6 +106,8 @@ _RATIOS_OF = {
     "ipo": ("token",),
     "icepop": _OF_VALUE,
     "topr": _OF_VALUE,
+    "clip_cov": ("token",),
+    "kl_cov": ("token",),
 }
 # Losses that read each field; a value other than the default is refused for all others.
 _OWN_FIELDS = {
@@ -116,9 +117,12 @@ _OWN_FIELDS = {
     "sapo_temperatures": ("sapo",),
     "vespo_shape": ("vespo",),
     "dro_beta": ("dro",),
+    "cov_ratio": ("clip_cov", "kl_cov"),
+    "cov_bounds": ("clip_cov",),
+    "cov_kl_coef": ("kl_cov",),
     "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"),
-    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
-    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
+    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"),
+    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"),
 }
 
 
@@ -146,12 +150,14 @@ class Plan(NamedTuple):
     k_neg: float
     lambda_neg: float
     dro_beta: float
+    cov_kl_coef: float
     clamp_low: float
     clamp_high: float
     kl_coef: float
     kl_clamp_in: float
     kl_clamp_out: float
     entropy_coef: float
+    cross_entropy_coef: float
     max_length: float
     correction_min: float
     correction_max: float
@@ -167,8 +173,8 @@ class LossConfig(PlannedConfig):
     """The policy loss: sum over terms of weight * term, plus kl_coef * KL, minus entropy_coef * entropy.
 
     Args:
-        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop" or
-            "topr"
+        loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop",
+            "topr", "clip_cov" or "kl_cov"
         ratio: "token", "sequence" (geometric mean of the row's ratios), "sequence_token" (its value, with the gradient
             of each token's own ratio), "segment" (joint ratio of a sub-sequence), "segment_mean", or the mean of a
             token's ratio and its row's: "average" or "geometric_average"
@@ -181,12 +187,18 @@ class LossConfig(PlannedConfig):
         sapo_temperatures: for positive advantages, for the others
         vespo_shape: k and lambda for nonnegative advantages, k and lambda for the others
         dro_beta: weight of the squared log ratio
+        cov_ratio: share of the tokens that clip_cov drops, and to whose terms kl_cov adds a penalty; at least one
+        cov_bounds: clip_cov chooses among tokens whose covariance is between these
+        cov_kl_coef: weight of the absolute log ratio that kl_cov adds
         log_ratio_clamp: (low, high) bounds of the log ratio, which has no gradient beyond them
         kl: "none", "k1", "k2", "k3" or "abs"; a trailing "+" takes the gradient of k2
         kl_coef: weight of the KL term; 0 computes it for the metrics only
         kl_clamp: (input, output); the log ratio to the reference and the estimate are clamped to plus and minus these
         kl_unbiased: multiply the estimate by the ratio, with gradients through both
         entropy_coef: weight of the entropy bonus
+        cross_entropy_coef: weight of the cross-entropy of tokens of such a kind, see `kinds` in policy_loss
+        cross_entropy_aggregation: None means as `aggregation`, over tokens of all kinds; "token-mean" is the mean over
+            the tokens with a cross-entropy
         aggregation: "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum" or
             "seq-mean-token-sum-norm"
         kl_aggregation, entropy_aggregation: the same for those terms; None means as `aggregation`. "local-token-mean"
@@ -211,12 +223,17 @@ class LossConfig(PlannedConfig):
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     vespo_shape: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
     dro_beta: float | None = None
+    cov_ratio: float = 0.0002
+    cov_bounds: tuple[float, float] = (1.0, 5.0)
+    cov_kl_coef: float = 1.0
     log_ratio_clamp: tuple[float, float] | None = None
     kl: str = "none"
     kl_coef: float = 0.0
     kl_clamp: tuple[float, float] | None = None
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
+    cross_entropy_coef: float = 1.0
+    cross_entropy_aggregation: str | None = None
     aggregation: str = "token-mean"
     kl_aggregation: str | None = None
     entropy_aggregation: str | None = None
@@ -239,6 +256,15 @@ class LossConfig(PlannedConfig):
         """Whether the gradient of a token depends on other tokens of its sequence."""
         by_loss = self.loss in ("vespo", "geo_mean") or self.ratio != "token"
         return by_loss or self._corrects_rows or self.off_policy_threshold is not None
+
+    @property
+    def ranks_tokens(self) -> bool:
+        """Whether terms depend on a choice among all tokens of a call, which needs all log-probs and entropies."""
+        return self.top_entropy_quantile < 1 or self.selects_tokens
+
+    @property
+    def selects_tokens(self) -> bool:
+        return self.loss in ("clip_cov", "kl_cov")
 
     @property
     def _corrects_rows(self) -> bool:
@@ -300,6 +326,8 @@ class LossConfig(PlannedConfig):
         for field in ("kl_aggregation", "entropy_aggregation"):
             if getattr(self, field) is not None:
                 choices(self, **{field: AGGREGATIONS})
+        if self.cross_entropy_aggregation is not None:
+            choices(self, cross_entropy_aggregation=("token-mean",))
         for field in ("kl_unbiased", "count_empty_rows"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(f"LossConfig: {field} must be a bool, got {getattr(self, field)!r}")
@@ -314,11 +342,14 @@ class LossConfig(PlannedConfig):
                 finite("LossConfig", field, getattr(self, field), 0.0, open_end=True)
         if self.dual_clip is not None:
             finite("LossConfig", "dual_clip", self.dual_clip, 1.0, open_end=True)
-        for field in ("kl_coef", "entropy_coef"):
+        for field in ("kl_coef", "entropy_coef", "cross_entropy_coef", "cov_kl_coef"):
             finite("LossConfig", field, getattr(self, field))
-        finite("LossConfig", "top_entropy_quantile", self.top_entropy_quantile, 0.0, open_end=True)
-        if self.top_entropy_quantile > 1:
-            raise ValueError(f"LossConfig: top_entropy_quantile must be at most 1, got {self.top_entropy_quantile!r}")
+        for field in ("top_entropy_quantile", "cov_ratio"):
+            share = getattr(self, field)
+            finite("LossConfig", field, share, 0.0, open_end=True)
+            if share > 1:
+                raise ValueError(f"LossConfig: {field} must be at most 1, got {share!r}")
+        self._check_tuple("cov_bounds", 2)
         self._check_tuple("sapo_temperatures", 2, minimum=0.0, open_end=True)
         self._check_tuple("vespo_shape", 4, minimum=0.0)
         if self.kl_clamp is not None:
@@ -385,7 +416,7 @@ class LossConfig(PlannedConfig):
         def bound(value: float | None, none: float) -> float:
             return none if value is None else float(value)
 
-        of_ratio = self.loss in ("clip", "cispo", "icepop")
+        of_ratio = self.loss in ("clip", "cispo", "icepop", "clip_cov")
         low, high = bound(self.clip_low, math.inf), bound(self.clip_high, math.inf)
         clamp_low, clamp_high = self.log_ratio_clamp or (-math.inf, math.inf)
         kl_clamp_in, kl_clamp_out = self.kl_clamp or (math.inf, math.inf)
@@ -413,12 +444,14 @@ class LossConfig(PlannedConfig):
             k_neg=k_neg,
             lambda_neg=lambda_neg,
             dro_beta=bound(self.dro_beta, 0.0),
+            cov_kl_coef=self.cov_kl_coef,
             clamp_low=clamp_low,
             clamp_high=clamp_high,
             kl_coef=self.kl_coef,
             kl_clamp_in=kl_clamp_in,
             kl_clamp_out=kl_clamp_out,
             entropy_coef=self.entropy_coef,
+            cross_entropy_coef=self.cross_entropy_coef,
             max_length=self.max_length or 1,
             correction_min=bound(self.correction_min, -math.inf),
             correction_max=bound(self.correction_max, math.inf),

@@ -26,8 +26,9 @@ SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 class Policy(NamedTuple):
     """Everything a policy loss is computed from except log-probs and entropies, in the order of the schema.
 
-    Tensors share one dtype, are contiguous and have no gradient. `normalizers` and `counts` are both [3], for tokens,
-    rows and segments, NaN where the batch is to be counted. `modes` and `coefficients` are the plan of a LossConfig.
+    Tensors share one dtype, are contiguous and have no gradient. `counts` is [3], for tokens, rows and segments,
+    and `normalizers` [4], with the tokens that have a cross-entropy; NaN where the batch is to be counted, and for the
+    last, where its mean is that of the policy terms. `modes` and `coefficients` are the plan of a LossConfig.
     """
 
     old_logprobs: Tensor | None
@@ -35,6 +36,7 @@ class Policy(NamedTuple):
     mask: Tensor | None
     cu_seqlens: Tensor | None
     segments: Tensor | None
+    kinds: Tensor | None
     ref_logprobs: Tensor | None
     sampling_logprobs: Tensor | None
     is_weights: Tensor | None
@@ -47,8 +49,8 @@ class Policy(NamedTuple):
 
 POLICY_SCHEMA = (
     "Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? segments, "
-    "Tensor? ref_logprobs, Tensor? sampling_logprobs, Tensor? is_weights, Tensor? weights, Tensor? normalizers, "
-    "float[] counts, int[] modes, float[] coefficients"
+    "Tensor? kinds, Tensor? ref_logprobs, Tensor? sampling_logprobs, Tensor? is_weights, Tensor? weights, "
+    "Tensor? normalizers, float[] counts, int[] modes, float[] coefficients"
 )
 SCHEMA = (
     f"(Tensor logprobs, Tensor? entropy, Tensor? entropy_floor, {POLICY_SCHEMA}, bool needs_entropy_gradient) "

@@ -123,6 +123,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "positions": (torch.tensor([0, 1, 9]), {}),
     "mask": (torch.arange(WIDTH) % 2 == torch.zeros(ROWS, 1), {}),
     "segments": ((torch.arange(WIDTH) // 2).repeat(ROWS, 1), {"config": CONFIGS["segment"]}),
+    "kinds": ((torch.arange(WIDTH) % 4).repeat(ROWS, 1), {}),
     "ref_logprobs": (torch.full((ROWS, WIDTH), -1.0, dtype=F64), {"config": CONFIGS["dapo"]}),
     "sampling_logprobs": (torch.full((ROWS, WIDTH), -6.0, dtype=F64), {"config": CONFIGS["corrected"]}),
     "is_weights": (torch.linspace(0.5, 1, ROWS, dtype=F64), {}),

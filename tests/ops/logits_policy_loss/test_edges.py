@@ -241,6 +241,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "logit_scale": (0.5, {}),
     "mask": (torch.arange(7) % 2 == torch.zeros(4, 1), {}),
     "segments": ((torch.arange(7) // 2).repeat(4, 1), {"config": CONFIGS["segment"]}),
+    "kinds": ((torch.arange(7) % 4).repeat(4, 1), {}),
     "ref_logprobs": (torch.full((4, 7), -1.0, dtype=F64), {"config": CONFIGS["clip"]}),
     "sampling_logprobs": (torch.full((4, 7), -6.0, dtype=F64), {"config": CONFIGS["corrected"]}),
     "is_weights": (torch.linspace(0.5, 1, 4, dtype=F64), {}),

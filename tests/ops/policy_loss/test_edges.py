@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, METRICS
+from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, METRICS, SELECTED
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 from tests.ops.policy_loss.test_spec import LOSSES, ragged, segments_of
@@ -50,6 +50,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "is_row": {"with": ("is_row",)},
     "geo_mean-is": {"loss": "geo_mean", "aggregation": "seq-mean-token-sum", "with": ("is_token",)},
     "weights": {"with": ("weights",), "kl": "k1", "kl_coef": 0.1},
+    "kinds": {"with": ("kinds",), "kl": "k3", "kl_coef": 0.1, "cross_entropy_coef": 0.5},
+    "kinds-sequence": {"with": ("kinds",), "ratio": "sequence", "entropy_coef": 0.1},
     "token-advantages": {"with": ("token_advantages",)},
     "on-policy": {"with": ("no_old",)},
     **{f"mean-{name}": {"aggregation": name} for name in AGGREGATIONS[:-1] if not name.endswith("norm")},
@@ -82,6 +84,8 @@ def arguments(name: str, mask: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         kwargs["entropy"] = torch.rand(shape)
     if "weights" in extra:
         kwargs["weights"] = torch.randn(shape)
+    if "kinds" in extra:
+        kwargs["kinds"] = torch.randint(SELECTED, shape)
     if "is_token" in extra or "is_row" in extra:
         kwargs["is_weights"] = torch.rand(shape if "is_token" in extra else shape[:1]) + 0.5
     return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}

@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, Tensor] = {
     "advantages": torch.ones(3),
     "mask": torch.ones(SHAPE, dtype=torch.bool),
     "segments": torch.zeros(SHAPE, dtype=torch.int32),
+    "kinds": torch.zeros(SHAPE, dtype=torch.int8),
     "ref_logprobs": -torch.ones(SHAPE),
     "sampling_logprobs": -torch.ones(SHAPE),
     "is_weights": torch.ones(SHAPE),
@@ -234,12 +235,16 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "dro_beta": {"loss": "dro"},
     "kl_coef": {"kl": "k1"},
     "entropy_coef": {},
+    "cross_entropy_coef": {},
+    "cov_ratio": {"loss": "clip_cov"},
+    "cov_kl_coef": {"loss": "kl_cov"},
     "correction_min": {"correction": "token_mask"},
     "correction_max": {"correction": "token_mask"},
     "off_policy_threshold": {},
     "top_entropy_quantile": {},
 }
-POSITIVE = {"delta": 0.0, "ratio_cap": 0.0, "dro_beta": 0.0, "dual_clip": 1.0, "top_entropy_quantile": 0.0}
+POSITIVE = {"delta": 0.0, "ratio_cap": 0.0, "dro_beta": 0.0, "dual_clip": 1.0}
+POSITIVE |= {"top_entropy_quantile": 0.0, "cov_ratio": 0.0}
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -254,7 +259,9 @@ def test_number_of_another_type(field: str, value: Any) -> None:
     config_refused(TypeError, field, type(value).__name__, **NUMBERS[field] | {field: value})
 
 
-@pytest.mark.parametrize("field", sorted(set(NUMBERS) - {"kl_coef", "entropy_coef"}))
+@pytest.mark.parametrize(
+    "field", sorted({name for name in NUMBERS if name == "cov_ratio" or not name.endswith("_coef")})
+)
 def test_number_below_its_least(field: str) -> None:
     config_refused(ValueError, field, "-0.5", **NUMBERS[field] | {field: -0.5})
     if field in POSITIVE:
@@ -264,6 +271,8 @@ def test_number_below_its_least(field: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
+        ({"loss": "kl_cov", "cov_ratio": 1.5}, ("cov_ratio", "at most 1", "1.5")),
+        ({"loss": "clip_cov", "cov_bounds": (1.0,)}, ("cov_bounds", "2 numbers", "(1.0,)")),
         ({"top_entropy_quantile": 1.5}, ("top_entropy_quantile", "at most 1", "1.5")),
         ({"loss": "sapo", "sapo_temperatures": (1.0,)}, ("sapo_temperatures", "2 numbers", "(1.0,)")),
         ({"loss": "sapo", "sapo_temperatures": 1.0}, ("sapo_temperatures", "2 numbers", "1.0")),
@@ -314,6 +323,9 @@ OWN = {
     "ratio_cap": 3.0,
     "sapo_temperatures": (1.0, 2.0),
     "dro_beta": 0.1,
+    "cov_ratio": 0.5,
+    "cov_bounds": (0.0, 1.0),
+    "cov_kl_coef": 0.5,
     "vespo_shape": (1.0, 1.0, 1.0, 1.0),
     "log_ratio_clamp": (-1.0, 1.0),
     "clip_low": 0.3,
@@ -325,10 +337,13 @@ USERS = {
     "ratio_cap": {"dppo_tv", "dppo_kl", "topr"},
     "sapo_temperatures": {"sapo"},
     "dro_beta": {"dro"},
+    "cov_ratio": {"clip_cov", "kl_cov"},
+    "cov_bounds": {"clip_cov"},
+    "cov_kl_coef": {"kl_cov"},
     "vespo_shape": {"vespo"},
     "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"},
-    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
-    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
+    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"},
+    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"},
 }
 
 
@@ -383,7 +398,7 @@ def test_fields_of_trl(settings: dict[str, Any], parts: tuple[str, ...]) -> None
         ({"loss_agg_mode": "mean"}, ("loss_agg_mode", "'mean'", "token-mean")),
         ({"use_kl_loss": True, "kl_loss_type": "full"}, ("kl_loss_type", "'full'", "low_var_kl", "k3+")),
         ({"use_kl_loss": True, "kl_loss_type": None}, ("kl_loss_type", "None", "low_var_kl")),
-        ({"loss_mode": "clip_cov"}, ("loss_mode", "'clip_cov'", "not implemented")),
+        ({"loss_mode": "bypass_mode"}, ("loss_mode", "'bypass_mode'", "not implemented")),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("loss_scale_factor", "None")),
     ],
     ids=str,
@@ -447,6 +462,11 @@ VERL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "tau_pos": ({"loss_mode": "sapo"}, 2.0),
     "tau_neg": ({"loss_mode": "sapo"}, 2.0),
     "dro_beta": ({"loss_mode": "dro", "dro_beta": 0.1}, 0.2),
+    "clip_cov_ratio": ({"loss_mode": "clip_cov"}, 0.1),
+    "clip_cov_lb": ({"loss_mode": "clip_cov"}, 0.5),
+    "clip_cov_ub": ({"loss_mode": "clip_cov"}, 6.0),
+    "kl_cov_ratio": ({"loss_mode": "kl_cov"}, 0.1),
+    "ppo_kl_coef": ({"loss_mode": "kl_cov"}, 0.2),
     "entropy_coeff": ({}, 0.1),
     "use_kl_loss": ({}, True),
     "kl_loss_coef": ({"use_kl_loss": True}, 0.1),

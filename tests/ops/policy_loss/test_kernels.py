@@ -12,7 +12,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.policy_loss import registration as op
-from grpo_kernels.ops.policy_loss.config import _RATIOS_OF, AGGREGATIONS, KLS, LOSSES, METRICS
+from grpo_kernels.ops.policy_loss.config import _RATIOS_OF, AGGREGATIONS, KLS, LOSSES, METRICS, SELECTED
 from tests.harness import assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
 
 BACKENDS = runnable_backends(op.SUPPORTS)
@@ -35,6 +35,8 @@ def random_config(choose: random.Random) -> gk.LossConfig:
             "log_ratio_clamp": choose.choice([None, (-20.0, 20.0), (-0.3, 0.3)]),
         },
         "dro": {"dro_beta": 0.3},
+        "clip_cov": {"cov_ratio": choose.choice([0.01, 0.3]), "cov_bounds": (-0.5, 0.5)},
+        "kl_cov": {"cov_ratio": choose.choice([0.01, 0.3]), "cov_kl_coef": 0.7},
         "ipo": {"clip_low": choose.choice([None, 0.02]), "clip_high": 0.03},
         "icepop": {"clip_low": choose.choice([None, 0.1]), "clip_high": 0.1, "log_ratio_clamp": (-0.3, 0.3)},
         "topr": {"ratio_cap": choose.choice([None, 1.1])},
@@ -53,6 +55,8 @@ def random_config(choose: random.Random) -> gk.LossConfig:
     fields["kl_aggregation"] = choose.choice([None, "token-mean"])
     fields["entropy_aggregation"] = choose.choice([None, "local-token-mean"])
     fields["entropy_coef"] = choose.choice([0.0, 0.1])
+    fields["cross_entropy_coef"] = choose.choice([1.0, 0.3])
+    fields["cross_entropy_aggregation"] = choose.choice([None, "token-mean"])
     fields["count_empty_rows"] = choose.random() < 0.5
     if choose.random() < 0.3:
         fields["off_policy_threshold"] = 0.05
@@ -101,6 +105,8 @@ def random_arguments(choose: random.Random, config: gk.LossConfig) -> dict[str, 
     elif choose.random() < 0.4:
         known: dict[str, Any] = {"tokens": 17.0, "rows": 3.0, "segments": 5.0}
         arguments["normalizer"] = choose.choice([known, {"tokens": torch.tensor(11)}])
+    if config.loss != "geo_mean" and not config.ratio.startswith("segment") and choose.random() < 0.3:
+        arguments["kinds"] = torch.randint(SELECTED, (rows, width))
     if choose.random() < 0.3:
         arguments["cu_seqlens"] = torch.arange(rows + 1) * width
         for name, value in arguments.items():
@@ -216,6 +222,7 @@ def forward_arguments(config: gk.LossConfig, device: torch.device, packed: bool)
         mask=mask,
         cu_seqlens=cu_seqlens,
         segments=None,
+        kinds=None,
         ref_logprobs=ref,
         sampling_logprobs=sampling,
         is_weights=weights,

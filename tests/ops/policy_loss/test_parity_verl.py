@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.grid
 CASES = [(backend, dtype) for dtype in (torch.float64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
-MODES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "dro")
+MODES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KLS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # totals over several ranks, of which this batch is one part
@@ -81,6 +81,10 @@ def fields_of(mode: str, aggregation: str, **changes: Any) -> dict[str, Any]:
         fields["loss_scale_factor"] = 7
     if mode == "dro":
         fields["dro_beta"] = 0.3
+    if mode == "clip_cov":  # all tokens within the bounds, as verl draws them at random
+        fields |= {"clip_cov_ratio": 1.0, "clip_cov_lb": -0.2, "clip_cov_ub": 0.6}
+    if mode == "kl_cov":
+        fields |= {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.7}
     if mode.startswith("dppo"):
         fields |= {"clip_ratio_low": 0.05, "clip_ratio_high": 0.04}
     if mode == "cispo" or mode == "geo_mean":
@@ -89,8 +93,9 @@ def fields_of(mode: str, aggregation: str, **changes: Any) -> dict[str, Any]:
 
 
 def actor(fields: dict[str, Any], global_info: dict[str, Any] | None = None) -> ActorConfig:
-    own = {name: value for name, value in fields.items() if name not in ("loss_mode", "dro_beta")}
-    policy = {name: value for name, value in fields.items() if name in ("loss_mode", "dro_beta")}
+    of_policy = {field.name for field in dataclasses.fields(PolicyLossConfig)}
+    own = {name: value for name, value in fields.items() if name not in of_policy}
+    policy = {name: value for name, value in fields.items() if name in of_policy}
     config = FSDPActorConfig(
         strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=4, policy_loss=PolicyLossConfig(**policy), **own
     )
@@ -104,8 +109,9 @@ def magnitudes(batch: Batch, fields: dict[str, Any]) -> Tensor:
     """Sum of the absolute values behind each token's term."""
     d, k = (batch.logprobs - batch.old).abs(), (batch.ref - batch.logprobs).abs()
     logs = 1 + batch.logprobs.abs() + batch.old.abs()
-    # all losses but gspo limit the ratio, or the weight computed from it, to at most 4
-    ratio = d.clamp(max=10).exp() if fields["loss_mode"] == "gspo" else 4
+    # other losses limit the ratio, or the weight computed from it, to at most 4
+    limits = {"gspo": 10.0, "clip_cov": 26.0, "kl_cov": 26.0}
+    ratio = d.clamp(max=limits[fields["loss_mode"]]).exp() if fields["loss_mode"] in limits else 4
     policy = batch.advantages.abs() * ratio * logs + d.square()
     kl = k.clamp(max=20).exp().clamp(max=20) + k.square() if fields.get("use_kl_loss") else torch.zeros_like(k)
     return torch.where(batch.mask, policy * (1 + batch.is_weights) + kl + batch.entropy, 0).double()
@@ -287,6 +293,23 @@ def test_ppo_loss(backend: str, dtype: torch.dtype, mode: str) -> None:
     assert_parity(got, want, batch, fields)
 
 
+@pytest.mark.parametrize("backend", runnable_backends(SUPPORTS, torch.float64))
+def test_the_draw_of_clip_cov_is_one_of_verls(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch().to(torch.float64)
+    batch.advantages[batch.advantages == 0] = 0.5  # a gradient of 0 marks the drawn tokens
+    fields = fields_of("clip_cov", "token-mean")
+    some = fields | {"clip_cov_ratio": 0.2}
+    plain, every, got = (
+        ours(backend, batch, f) for f in (fields | {"clip_cov_lb": 9.0, "clip_cov_ub": 9.5}, fields, some)
+    )
+    kept, drawn, eligible = ((result.grads[0] != 0).cpu() & batch.mask for result in (plain, got, every))
+    drawn, eligible = kept & ~drawn, kept & ~eligible
+    assert 0 < drawn.sum() < eligible.sum() and not (drawn & ~eligible).any()
+    ours_first = (~drawn[eligible]).int().argsort(stable=True)
+    monkeypatch.setattr(torch, "randperm", lambda count: ours_first)
+    assert_parity(got, theirs(batch, some, False, None), batch, some)
+
+
 # Intended differences
 
 
@@ -320,7 +343,7 @@ def test_constant_length_must_be_given() -> None:
         gk.LossConfig.verl(loss_agg_mode="seq-mean-token-sum-norm")
 
 
-@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov", "bypass_mode"])
+@pytest.mark.parametrize("mode", ["bypass_mode"])
 def test_losses_that_are_refused_exist_in_verl(mode: str) -> None:
     assert core_algos.get_policy_loss_fn(mode)
     with pytest.raises(ValueError, match=f"loss_mode '{mode}' is not implemented: "):
@@ -329,7 +352,7 @@ def test_losses_that_are_refused_exist_in_verl(mode: str) -> None:
 
 def test_every_other_loss_of_verl_is_tested_here() -> None:
     verls = {name for name in core_algos.POLICY_LOSS_REGISTRY if not name.startswith("fused_")}  # ours, by the plug-in
-    assert verls == {*MODES, "clip_cov", "kl_cov", "bypass_mode"}
+    assert verls == {*MODES, "bypass_mode"}
 
 
 def test_defaults_are_those_of_the_installed_verl() -> None:

@@ -70,6 +70,24 @@ def batch() -> Batch:
     return Batch((old + noise(0.4)).requires_grad_(), old, old + noise(0.5), old + noise(0.3), advantage, mask)
 
 
+def covariance(b: Batch) -> Tensor:
+    def centred(values: Tensor) -> Tensor:
+        return values - (values * b.mask).sum() / b.mask.sum()
+
+    return centred(b.advantage.expand_as(b.lp)) * centred(b.lp.detach())
+
+
+def outside_covariance(b: Batch) -> Tensor:
+    """Tokens that keep their term under Clip-Cov if all tokens inside of the bounds may be drawn."""
+    is_clipped = b.clip(b.ratio) > -b.ratio * b.advantage
+    return is_clipped | (covariance(b) <= 0.05) | (covariance(b) >= 0.5)
+
+
+def of_highest_covariance(b: Batch, share: float) -> Tensor:
+    values = covariance(b).masked_fill(~b.mask, -torch.inf)
+    return values >= values.flatten().sort(descending=True).values[int(share * b.mask.sum()) - 1]
+
+
 Expected = Callable[[Batch], Tensor]
 SKYRL: list[tuple[dict[str, Any], Expected]] = [
     ({}, lambda b: b.token_mean(b.clip(b.ratio)) + 0.001 * b.row_mean(b.k3())),
@@ -103,6 +121,17 @@ SKYRL: list[tuple[dict[str, Any], Expected]] = [
             * ~((b.advantage > 0) & (b.lp.exp() - b.old.exp() > 0.03))
             * ~((b.advantage < 0) & (b.old.exp() - b.lp.exp() > 0.05))
         ),
+    ),
+    (
+        {
+            "policy_loss_type": "clip_cov",
+            "clip_cov": {"clip_ratio": 1.0, "clip_cov_lb": 0.05, "clip_cov_ub": 0.5},
+        },
+        lambda b: b.token_mean(b.clip(b.ratio) * outside_covariance(b)),
+    ),
+    (
+        {"policy_loss_type": "kl_cov", "kl_cov": {"kl_cov_frac": 0.3}},
+        lambda b: b.token_mean(-b.ratio * b.advantage + of_highest_covariance(b, 0.3) * (b.lp - b.old).abs()),
     ),
     ({"policy_loss_type": "importance_sampling"}, lambda b: -(b.ratio * b.advantage * b.mask).sum()),
     (

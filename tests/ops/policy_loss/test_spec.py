@@ -418,12 +418,17 @@ FIELDS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "sapo_temperatures": ({"loss": "sapo"}, ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0))),
     "vespo_shape": ({"loss": "vespo"}, ((2, 3, 3, 2), (1, 3, 3, 2), (2, 1, 3, 2), (2, 3, 1, 2), (2, 3, 3, 1))),
     "dro_beta": ({"loss": "dro", "dro_beta": 0.1}, (0.1, 0.2)),
+    "cov_ratio": ({"loss": "kl_cov"}, (0.1, 0.5)),
+    "cov_bounds": ({"loss": "clip_cov", "cov_ratio": 1.0}, ((-9.0, 9.0), (0.0, 9.0), (-9.0, 0.0))),
+    "cov_kl_coef": ({"loss": "kl_cov"}, (0.1, 0.2)),
     "log_ratio_clamp": ({}, (None, (-0.01, 1.0), (-1.0, 0.01))),
     "kl": ({"kl_coef": 0.1}, ("k1", "k2", "k3", "abs")),
     "kl_coef": ({"kl": "k1"}, (0.0, 0.1)),
     "kl_clamp": ({"kl": "k3", "kl_coef": 0.1}, (None, (0.1, 10.0), (20.0, 0.01))),
     "kl_unbiased": ({"kl": "k1", "kl_coef": 0.1}, (False, True)),
     "entropy_coef": ({}, (0.0, 0.1)),
+    "cross_entropy_coef": ({}, (0.0, 0.1, 1.0)),
+    "cross_entropy_aggregation": ({}, (None, "token-mean")),
     "aggregation": ({}, ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum")),
     "kl_aggregation": ({"kl": "k1", "kl_coef": 1.0}, (None, "token-sum", "seq-mean-token-mean")),
     "entropy_aggregation": (ENTROPY, (None, "seq-mean-token-mean", "local-token-mean")),
@@ -467,34 +472,7 @@ def test_no_field_is_ignored(backend: str, field: str) -> None:
             config=config,
             ref_logprobs=old - 0.1 if config.kl != "none" else None,
             sampling_logprobs=old + 0.1 * torch.sin(torch.arange(9.0)),
+            kinds=torch.arange(9).expand(6, 9) % 2 if field.startswith("cross_entropy") else None,
         )
         losses.append(float(result.loss))
     assert len({round(loss, 9) for loss in losses}) == len(values), dict(zip(values, losses, strict=True))
-
-
-# SkyRL's loss_reduction as one of our aggregations or, for the mean over prompts, as weights.
-SKYRL: dict[str, dict[str, Any]] = {
-    "token_mean": {"aggregation": "token-mean"},
-    "sequence_mean": {"aggregation": "seq-mean-token-mean"},
-    "seq_mean_token_sum_norm": {"aggregation": "seq-mean-token-sum-norm", "max_length": 32},
-    "prompt_mean": {},
-}
-
-
-@pytest.mark.parametrize("name", SKYRL)
-@pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
-def test_reductions_of_skyrl_are_covered(backend: str, dtype: torch.dtype, name: str) -> None:
-    mask, prompts = ragged(6), torch.tensor([0, 0, 0, 1, 1, 2])
-    logprobs, advantages = -torch.rand(mask.shape).to(dtype), torch.randn(6).to(dtype)
-    terms = torch.where(mask, -logprobs * advantages[:, None], 0)
-    of_prompt = torch.stack([mask[prompts == p].sum() for p in range(3)])
-    weights = mask.to(dtype) / of_prompt[prompts][:, None] / 3 if name == "prompt_mean" else None
-    want = {
-        "token_mean": terms.sum() / mask.sum(),
-        "sequence_mean": (terms.sum(1) / mask.sum(1)).mean(),
-        "seq_mean_token_sum_norm": (terms.sum(1) / 32).mean(),
-        "prompt_mean": torch.stack([terms[prompts == p].sum() / of_prompt[p] for p in range(3)]).mean(),
-    }[name]
-    config = gk.LossConfig(loss="reinforce", **SKYRL[name])
-    got, _ = graded(backend, logprobs, None, advantages, mask=mask, weights=weights, config=config)
-    assert_near(got.loss, want)

@@ -17,6 +17,8 @@ SKYRL_DEFAULTS: dict[str, Any] = {
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "cispo": {"cispo_eps_clip_low": 0.0, "cispo_eps_clip_high": 5.0},
     "dppo": {"dppo_type": "binary_tv", "delta_low": 0.2, "delta_high": 0.2},
+    "clip_cov": {"clip_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+    "kl_cov": {"kl_cov_frac": 0.2, "ppo_kl_coef": 1.0},
     "off_policy_correction": {
         "tis_ratio_type": None,
         "token_tis_ratio_clip_high": 2.0,
@@ -36,6 +38,8 @@ SKYRL_LOSSES = (
     "cispo",
     "rollout_is",
     "dppo",
+    "clip_cov",
+    "kl_cov",
     "importance_sampling",
 )
 SKYRL_REFUSED = {"cross_entropy": "it has neither advantages nor ratios"}
@@ -50,7 +54,7 @@ _CLAMP = (-20.0, 20.0)
 def skyrl_fields(**fields: Any) -> dict[str, Any]:
     where = "LossConfig.skyrl"
     f = with_defaults(where, fields, SKYRL_DEFAULTS)
-    groups = ("sapo", "cispo", "dppo", "off_policy_correction")
+    groups = [name for name, default in SKYRL_DEFAULTS.items() if isinstance(default, dict)]
     f |= {name: with_defaults(f"{where}: {name}", f[name], SKYRL_DEFAULTS[name]) for name in groups}
     kind, reduction = f["policy_loss_type"], f["loss_reduction"]
     if kind in SKYRL_REFUSED:
@@ -103,6 +107,12 @@ def _loss(where: str, kind: str, f: dict[str, Any]) -> dict[str, Any]:
             "clip_high": dppo["delta_high"],
             "log_ratio_clamp": _CLAMP,
         }
+    if kind == "clip_cov":
+        cov = f["clip_cov"]
+        drawn = {"cov_ratio": cov["clip_ratio"], "cov_bounds": (cov["clip_cov_lb"], cov["clip_cov_ub"])}
+        return {"loss": "clip_cov", **drawn, **clip}
+    if kind == "kl_cov":
+        return {"loss": "kl_cov", "cov_ratio": f["kl_cov"]["kl_cov_frac"], "cov_kl_coef": f["kl_cov"]["ppo_kl_coef"]}
     if kind == "importance_sampling":
         return {"clip_low": None, "clip_high": None}
     return {"dual_clip": f["clip_ratio_c"] if kind == "dual_clip" else None, "log_ratio_clamp": _CLAMP, **clip}

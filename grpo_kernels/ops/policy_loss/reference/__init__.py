@@ -13,7 +13,10 @@ from grpo_kernels.ops.policy_loss.config import (
     AVERAGE,
     CISPO,
     CLIP,
+    CLIP_COV,
     CORRECTION_NONE,
+    COUNTED,
+    CROSS_ENTROPY,
     DPPO_KL,
     DPPO_TV,
     DRO,
@@ -27,24 +30,25 @@ from grpo_kernels.ops.policy_loss.config import (
     K2,
     K3,
     KL_ABS,
+    KL_COV,
     KL_NONE,
-    LOCAL_TOKEN_MEAN,
-    ROW_TOKEN_MEAN,
-    ROW_TOKEN_NORM,
+    POLICY,
+    POLICY_CROSS_ENTROPY,
+    REFERENCE_KL,
     SAPO,
     SEGMENT_MEAN,
+    SELECTED,
     SEQUENCE,
     SEQUENCE_MASK,
     SEQUENCE_TOKEN,
     SEQUENCE_TRUNCATE,
-    TOKEN_MEAN,
-    TOKEN_SUM,
     TOKEN_TRUNCATE,
     TOPR,
     VESPO,
     Plan,
 )
 from grpo_kernels.ops.policy_loss.reference import metrics as measure
+from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
 
 
@@ -57,6 +61,7 @@ def forward(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     segments: Tensor | None,
+    kinds: Tensor | None,
     ref_logprobs: Tensor | None,
     sampling_logprobs: Tensor | None,
     is_weights: Tensor | None,
@@ -74,17 +79,25 @@ def forward(
     if segments is not None:
         valid = valid & (segments.reshape(-1) >= 0)
 
-    def clean(values: Tensor | None) -> Tensor | None:
+    counted, has_term, regularized, selected = valid, valid, valid, torch.zeros_like(valid)
+    if kinds is not None:
+        kind = kinds.reshape(-1)
+        has_term = counted & (kind != COUNTED)
+        selected = counted & (kind == SELECTED)
+        valid = selected | (counted & ((kind == POLICY) | (kind == POLICY_CROSS_ENTROPY)))
+        regularized = valid | (counted & (kind == REFERENCE_KL))
+
+    def clean(values: Tensor | None, where: Tensor) -> Tensor | None:
         """Sets slots that take no part to 0, whatever they hold, and expands one value per row to one per token."""
         if values is None:
             return None
         values = rows.spread(values) if values.shape != logprobs.shape else values.reshape(-1)
-        return torch.where(valid, values.to(logprobs.dtype), 0)
+        return torch.where(where, values.to(logprobs.dtype), 0)
 
-    lp, advantage = clean(logprobs), clean(advantages)
-    old = lp.detach() if old_logprobs is None else clean(old_logprobs.detach())
-    reference, weight_of = clean(ref_logprobs), clean(weights)
-    entropies = clean(entropy)
+    lp, advantage = clean(logprobs, regularized), clean(advantages, valid)
+    old = lp.detach() if old_logprobs is None else clean(old_logprobs.detach(), regularized)
+    reference, weight_of = clean(ref_logprobs, regularized), clean(weights, has_term)
+    entropies = clean(entropy, regularized)
     kept = valid if entropy_floor is None else valid & (entropies.detach() >= entropy_floor)
     # in a geometric mean, tokens that are not kept have left the mean itself
     factor = torch.ones_like(lp) if plan.loss == GEO_MEAN else kept.to(lp.dtype)
@@ -93,7 +106,7 @@ def forward(
     dropped = _off_policy(rows, valid, advantage, lp.detach(), sampling_logprobs, old, plan)
     factor = torch.where(dropped, 0, factor)
 
-    tokens = Tokens(valid, kept, lp, old, advantage)
+    tokens = Tokens(valid, kept, lp, old, advantage, selected)
     terms = _ratios(rows, tokens, segments, plan)
     # these two make one weight of the row of the tokens' weights
     folded = plan.loss in (VESPO, GEO_MEAN) and correction_by_row is None
@@ -103,9 +116,18 @@ def forward(
     policy = torch.where(terms.here, policy * factor, 0)
     kl = _kl(lp, reference, terms, plan)
 
-    share = _Shares(rows, valid, kept, terms.here, normalizers, counts, weight_of, plan)
+    here = terms.here if kinds is None else counted
+    share = Shares(rows, counted, kept, here, normalizers, counts, weight_of, plan)
     policy_loss = (share.of(plan.aggregation, policy=True) * policy).sum()
-    kl_loss = (share.of(plan.kl_aggregation) * torch.where(valid, kl, 0)).sum()
+    kl_loss = (share.of(plan.kl_aggregation) * torch.where(regularized, kl, 0)).sum()
+    cross_entropy_loss = lp.new_zeros(())
+    if kinds is not None:
+        is_imitated = counted & ((kind == CROSS_ENTROPY) | (kind == POLICY_CROSS_ENTROPY))
+        of_each = share.of(plan.aggregation, policy=True)
+        if normalizers is not None:
+            mean = (1 if weight_of is None else weight_of) / normalizers[-1]
+            of_each = torch.where(normalizers[-1].isnan(), of_each, mean)
+        cross_entropy_loss = (of_each * -clean(logprobs, is_imitated)).sum()
     entropy_loss = lp.new_zeros(())
     if entropies is not None:
         entropy_loss = (share.of(plan.entropy_aggregation) * entropies).sum()
@@ -114,12 +136,15 @@ def forward(
         loss = loss + plan.kl_coef * kl_loss
     if plan.entropy_coef != 0:
         loss = loss - plan.entropy_coef * entropy_loss
+    if plan.cross_entropy_coef != 0:
+        loss = loss + plan.cross_entropy_coef * cross_entropy_loss
 
     parts = (loss, policy_loss, kl_loss, entropy_loss)
-    scalars = [part.detach().double() for part in parts] + measure.counts(rows, valid, kept, terms)
+    scalars = [part.detach().double() for part in parts] + measure.counts(rows, counted, kept, here)
     scalars += measure.clipping(rows, valid, terms, counters, plan)
-    scalars += measure.sums(rows, tokens, terms, kl, entropies, counters, plan)
+    scalars += measure.sums(rows, tokens, terms, torch.where(regularized, kl, 0), entropies, counters, plan)
     scalars += measure.mismatch(valid, old, sampling_logprobs, correction, correction_by_row, dropped)
+    scalars += [cross_entropy_loss, valid.sum()]
     return loss.to(lp.dtype), torch.stack([value.detach().double() for value in scalars])
 
 
@@ -166,7 +191,7 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     lp, valid = tokens.lp, tokens.valid
     d, here, score = lp - tokens.old, valid, lp
     if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN, AVERAGE, GEOMETRIC_AVERAGE):
-        mean = rows.sum(d) / rows.sum(valid.to(d.dtype)).clamp(min=1)
+        mean = rows.sum(torch.where(valid, d, 0)) / rows.sum(valid.to(d.dtype)).clamp(min=1)
         of_row = rows.spread(mean)
         d = {
             SEQUENCE: lambda: of_row,
@@ -224,7 +249,7 @@ def _policy(
     rows: TokenRows, tokens: Tokens, terms: Terms, correction: Tensor | None, plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The terms before their weights, and what is counted of them."""
-    valid, _, lp, old, advantage = tokens
+    valid, _, lp, old, advantage, _ = tokens
     ratio, low, high = terms.ratio, plan.low, plan.high
     fixed = ratio.detach().clamp(max=plan.cap)
     none = torch.zeros_like(valid)
@@ -261,6 +286,15 @@ def _policy(
         counters |= {"low": position < bound, "high": position > high}
         counters["clipped"] = counters["low"] | counters["high"]
         return torch.where(counters["clipped"], 0, -advantage * ratio), counters
+    if plan.loss == CLIP_COV:
+        counters["low"] = (fixed < low) & (advantage < 0)
+        counters["high"] = (fixed > high) & (advantage > 0)
+        counters["clipped"] = tokens.selected
+        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+        return torch.where(tokens.selected, 0, clipped), counters
+    if plan.loss == KL_COV:
+        penalty = torch.where(tokens.selected, plan.cov_kl_coef * (lp - old).abs(), 0)
+        return -advantage * ratio + penalty, counters
     if plan.loss == DRO:
         return -(lp * advantage - 0.5 * plan.dro_beta * (lp - old) ** 2), counters
     return _score_function(rows, tokens, terms, correction, counters, plan)
@@ -270,7 +304,7 @@ def _score_function(
     rows: TokenRows, tokens: Tokens, terms: Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses of the form -weight * advantage * log-prob, whose weight has no gradient."""
-    valid, _, lp, old, advantage = tokens
+    valid, _, lp, old, advantage, _ = tokens
     fixed = terms.ratio.detach()
     weight = torch.ones_like(fixed)
     if plan.loss == CISPO:
@@ -333,50 +367,3 @@ def _kl(lp: Tensor, reference: Tensor | None, terms: Terms, plan: Plan) -> Tenso
         straight = 0.5 * d**2
         value = straight - straight.detach() + value.detach()
     return value * terms.ratio if plan.kl_unbiased else value
-
-
-class _Shares:
-    """The weight of every token in a sum that is the mean an aggregation asks for."""
-
-    def __init__(
-        self,
-        rows: TokenRows,
-        valid: Tensor,
-        kept: Tensor,
-        here: Tensor,
-        normalizers: Tensor | None,
-        counts: list[float],
-        weights: Tensor | None,
-        plan: Plan,
-    ) -> None:
-        self.rows, self.valid, self.kept, self.here, self.weights, self.plan = rows, valid, kept, here, weights, plan
-        known = torch.tensor(counts, dtype=torch.float64, device=valid.device)
-        if normalizers is not None:
-            known = torch.where(normalizers.isnan(), known, normalizers)
-        self.tokens, self.row_count, self.segments = known
-
-    def of(self, aggregation: int, policy: bool = False) -> Tensor:
-        if aggregation == LOCAL_TOKEN_MEAN:
-            return self.kept / self.kept.sum().double().clamp(min=1)
-        if self.weights is not None:
-            return self.weights
-        by_segment = policy and self.plan.by_segment
-        members = self.here if policy else self.valid
-        if aggregation == TOKEN_SUM:
-            return members.double()
-        if aggregation == TOKEN_MEAN:
-            return members / _known(self.segments if by_segment else self.tokens, members.sum())
-        per_row = self.rows.sum(members.double())
-        counted = (self.rows.sum(self.valid.double()) > 0).sum()
-        if self.plan.count_empty_rows or (policy and self.plan.loss == GEO_MEAN):
-            counted = torch.full_like(counted, self.rows.count)
-        share = 1 / _known(self.row_count, counted).expand(self.rows.count)
-        if aggregation == ROW_TOKEN_MEAN:
-            share = share / per_row.clamp(min=1)
-        if aggregation == ROW_TOKEN_NORM:
-            share = share / self.plan.max_length
-        return self.rows.spread(share) * members
-
-
-def _known(normalizer: Tensor, counted: Tensor) -> Tensor:
-    return torch.where(normalizer.isnan(), counted.clamp(min=1), normalizer)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import TokenRows
-from grpo_kernels.ops.policy_loss.config import GEO_MEAN, TOKEN, Plan
+from grpo_kernels.ops.policy_loss.config import GEO_MEAN, KL_COV, TOKEN, Plan
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
 
 
-def counts(rows: TokenRows, valid: Tensor, kept: Tensor, terms: Terms) -> list[Tensor]:
-    active = rows.sum(valid.double()) > 0
-    return [torch.full_like(active.sum(), rows.count), active.sum(), valid.sum(), terms.here.sum(), kept.sum()]
+def counts(rows: TokenRows, counted: Tensor, kept: Tensor, here: Tensor) -> list[Tensor]:
+    active = rows.sum(counted.double()) > 0
+    return [torch.full_like(active.sum(), rows.count), active.sum(), counted.sum(), here.sum(), kept.sum()]
 
 
 def clipping(rows: TokenRows, valid: Tensor, terms: Terms, counters: dict[str, Tensor], plan: Plan) -> list[Tensor]:
@@ -50,6 +50,8 @@ def sums(
     plan: Plan,
 ) -> list[Tensor]:
     d = (tokens.lp - tokens.old).detach()
+    if plan.loss == KL_COV:
+        d = d.abs()
     if plan.ratio == TOKEN:
         d = d.clamp(plan.clamp_low, plan.clamp_high)
     ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
@@ -57,8 +59,8 @@ def sums(
     phi_of_row = rows.sum(phi) / rows.sum(terms.here.to(phi.dtype)).clamp(min=1)
     entropy_sum = torch.zeros_like(d).sum() if entropies is None else entropies.sum()
     return [
-        d.sum(),
-        torch.where(tokens.valid, kl, 0).sum(),
+        torch.where(tokens.valid, d, 0).sum(),
+        kl.sum(),
         entropy_sum,
         ratio.nansum(),
         (ratio - 1).square().nansum(),

@@ -10,11 +10,12 @@ from torch import Tensor
 class Tokens(NamedTuple):
     """One entry per token, 0 for tokens that take no part."""
 
-    valid: Tensor
+    valid: Tensor  # with a policy term
     kept: Tensor  # by their entropy
     lp: Tensor
     old: Tensor
     advantage: Tensor
+    selected: Tensor  # by the losses of covariance
 
 
 class Terms(NamedTuple):

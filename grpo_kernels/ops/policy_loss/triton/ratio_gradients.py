@@ -6,16 +6,18 @@ Without `from __future__ import annotations`: Triton reads the annotations of th
 import triton
 import triton.language as tl
 
-from grpo_kernels.ops.policy_loss.triton.rows import S_KEPT, S_TOKENS, Stats, locate, row_value
+from grpo_kernels.ops.policy_loss.triton.rows import S_KEPT, S_POLICY, Stats, locate, row_value
 from grpo_kernels.ops.policy_loss.triton.terms import (
     GEO_MEAN,
     INTEGERS,
+    POLICY,
     SEGMENT,
     SEGMENT_MEAN,
     is_kept,
     load,
     load_advantage,
     load_pair,
+    of_kind,
     pessimistic,
     takes_part,
 )
@@ -29,6 +31,7 @@ def ratio_gradients_kernel(
     mask_ptr,
     cu_seqlens_ptr,
     segments_ptr,
+    kinds_ptr,
     entropy_ptr,
     floor_ptr,
     stats_ptr,
@@ -58,10 +61,10 @@ def ratio_gradients_kernel(
         slot = start + tl.load(segments_ptr + at, mask=valid, other=0)
         gradient += tl.load(slot_gradient_ptr + slot, mask=valid & (slot < start + length), other=0.0)
     else:
-        members: tl.constexpr = S_KEPT if LOSS == GEO_MEAN else S_TOKENS
+        members: tl.constexpr = S_KEPT if LOSS == GEO_MEAN else S_POLICY
         through = tl.load(through_ptr + row, mask=row < rows, other=0.0)
         each = (through / tl.maximum(row_value(Stats(stats_ptr, row, rows), members), 1.0)).to(dtype)
-        takes = valid
+        takes = of_kind(kinds_ptr, at, valid, POLICY)
         if LOSS == GEO_MEAN:
             lp, old = load_pair(logprobs_ptr, old_ptr, at, valid)
             advantage = load_advantage(advantages_ptr, row, at, valid, ADVANTAGE_BY_ROW)

@@ -13,6 +13,7 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
     GEO_MEAN,
     GEOMETRIC_TRUNCATE,
     INTEGERS,
+    POLICY,
     SEGMENT_MEAN,
     SEQUENCE,
     SEQUENCE_TOKEN,
@@ -24,6 +25,7 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
     load_advantage,
     load_pair,
     mismatch_weight,
+    of_kind,
     pessimistic,
     sampler_gap,
     takes_part,
@@ -31,7 +33,7 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
 )
 
 # Columns of stats[STATS, rows], all float64. IS is the importance weight as measured, FACTOR as applied.
-STATS = 12
+STATS = 13
 (
     S_TOKENS,
     S_KEPT,
@@ -45,13 +47,14 @@ STATS = 12
     S_PHI_OTHER,
     S_ADVANTAGE,
     S_LAST_KEPT,
-) = (tl.constexpr(i) for i in range(12))
+    S_POLICY,
+) = (tl.constexpr(i) for i in range(13))
 
 # Where the statistics of one row are: stats_ptr, the row and the number of rows.
 Stats = namedtuple("Stats", "ptr row rows")
 # Sums over segments, or pointers to them, where each segment has the slot at its row's start plus its number.
 Segments = namedtuple("Segments", "joint score size last")
-# Sums over a row.
+# Sums over the tokens of a row that have a policy term.
 Sums = namedtuple("Sums", "tokens kept ratio gaps drift logs advantages last_kept")
 # The numbers of a plan that are applied to the sums over a row.
 Numbers = namedtuple("Numbers", "k_pos lambda_pos k_neg lambda_neg correction_min correction_max off_policy_threshold")
@@ -259,6 +262,7 @@ def rows_kernel(
     mask_ptr,
     cu_seqlens_ptr,
     segments_ptr,
+    kinds_ptr,
     sampling_ptr,
     is_weights_ptr,
     entropy_ptr,
@@ -301,15 +305,18 @@ def rows_kernel(
     is_of_row: tl.constexpr = corrects_row or (is_weights_ptr is not None and IS_WEIGHTS_BY_ROW)
     count = tl.zeros([BLOCK], tl.int32)
     kept_count = count
+    policy_count = count
     last_kept = count - 1
     nothing = tl.zeros([BLOCK], tl.float64)
     ratio, gaps, drift, logs, advantages = nothing, nothing, nothing, nothing, nothing
     for offset in range(0, length, BLOCK):
         k = offset + tl.arange(0, BLOCK)
         at = start + k
-        valid = takes_part(mask_ptr, segments_ptr, at, k < length)
+        counted = takes_part(mask_ptr, segments_ptr, at, k < length)
+        valid = of_kind(kinds_ptr, at, counted, POLICY)
         kept = is_kept(entropy_ptr, floor_ptr, at, valid)
-        count += valid.to(tl.int32)
+        count += counted.to(tl.int32)
+        policy_count += valid.to(tl.int32)
         kept_count += kept.to(tl.int32)
         if of_sequence | corrects_row | collects | OFF_POLICY:
             lp, old = load_pair(logprobs_ptr, old_ptr, at, valid)
@@ -338,6 +345,9 @@ def rows_kernel(
             drift += sampler_gap(sampled, lp).to(tl.float64)
     here = tl.sum(count, axis=0).to(tl.float64)
     kept_here = tl.sum(kept_count, axis=0).to(tl.float64)
+    policy_here = here
+    if kinds_ptr is not None:
+        policy_here = tl.sum(policy_count, axis=0).to(tl.float64)
     terms = here
     if LOSS == GEO_MEAN:
         terms = tl.where(kept_here > 0, 1.0, kept_here)
@@ -351,9 +361,10 @@ def rows_kernel(
     _set(stats, S_TOKENS, here)
     _set(stats, S_KEPT, kept_here)
     _set(stats, S_TERMS, terms)
+    _set(stats, S_POLICY, policy_here)
 
     ratio, gaps, drift = tl.sum(ratio, axis=0), tl.sum(gaps, axis=0), tl.sum(drift, axis=0)
     logs, advantages, last_kept = tl.sum(logs, axis=0), tl.sum(advantages, axis=0), tl.max(last_kept, axis=0)
-    row_sums = Sums(here, kept_here, ratio, gaps, drift, logs, advantages, last_kept)
+    row_sums = Sums(policy_here, kept_here, ratio, gaps, drift, logs, advantages, last_kept)
     numbers = Numbers(k_pos, lambda_pos, k_neg, lambda_neg, correction_min, correction_max, off_policy_threshold)
     _tell_row(stats, row_sums, is_weights_ptr, numbers, LOSS, RATIO, CORRECTION, OFF_POLICY, IS_WEIGHTS_BY_ROW)

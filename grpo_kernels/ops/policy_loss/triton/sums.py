@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from grpo_kernels.ops.policy_loss import config
-from grpo_kernels.ops.policy_loss.triton.rows import S_IS, S_KEPT, S_TERMS, S_TOKENS, S_WRONG, first_part
+from grpo_kernels.ops.policy_loss.triton.rows import S_IS, S_KEPT, S_POLICY, S_TERMS, S_TOKENS, S_WRONG, first_part
 from grpo_kernels.ops.policy_loss.triton.terms import GEO_MEAN, INTEGERS, SEGMENT, SEGMENT_MEAN, VESPO
 
 TOKEN_MEAN = tl.constexpr(config.TOKEN_MEAN)
@@ -18,8 +18,10 @@ ROW_TOKEN_NORM = tl.constexpr(config.ROW_TOKEN_NORM)
 LOCAL_TOKEN_MEAN = tl.constexpr(config.LOCAL_TOKEN_MEAN)
 
 # totals[TOTALS] of the batch; the shares still lack the divisor of a token's own row.
-TOTALS = 8
-T_ACTIVE, T_TOKENS, T_TERMS, T_KEPT, T_WRONG_SEGMENTS, T_POLICY, T_KL, T_ENTROPY = (tl.constexpr(i) for i in range(8))
+TOTALS = 9
+T_ACTIVE, T_TOKENS, T_TERMS, T_KEPT, T_POLICY_TOKENS, T_WRONG_SEGMENTS, T_POLICY, T_KL, T_ENTROPY = (
+    tl.constexpr(i) for i in range(9)
+)
 
 # A record holds the metrics of a part of a row in the order of METRICS in config.py: sums, and extremes as maxima, a
 # minimum as the maximum of the negative.
@@ -66,6 +68,8 @@ M_GAP = _metric("gap_sum")
 M_GAP_MAX = _metric("gap_max")
 M_GAP_COUNT = _metric("gap_count")
 M_OFF_POLICY = _metric("off_policy_tokens")
+M_CROSS_ENTROPY = _metric("cross_entropy_loss")
+M_POLICY_TOKENS = _metric("policy_tokens")
 M_THROUGH = tl.constexpr(len(config.METRICS))  # derivative by the row's log ratio, not a metric
 
 # Columns that hold a minimum, and those that hold a maximum, as bit masks that replace a comparison with each.
@@ -182,7 +186,7 @@ def totals_kernel(
     """totals[TOTALS], in one program."""
     by_segment: tl.constexpr = (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN)
     nothing = tl.zeros([ROW_BLOCK], tl.float64)
-    active, count, terms, kept, wrong = nothing, nothing, nothing, nothing, nothing
+    active, count, terms, kept, of_policy, wrong = nothing, nothing, nothing, nothing, nothing, nothing
     for offset in range(0, rows, ROW_BLOCK):
         row = offset + tl.arange(0, ROW_BLOCK).to(tl.int64)
         known = row < rows
@@ -191,6 +195,7 @@ def totals_kernel(
         count += here
         terms += tl.load(stats_ptr + S_TERMS * rows + row, mask=known, other=0.0)
         kept += tl.load(stats_ptr + S_KEPT * rows + row, mask=known, other=0.0)
+        of_policy += tl.load(stats_ptr + S_POLICY * rows + row, mask=known, other=0.0)
         if by_segment:
             wrong += tl.load(stats_ptr + S_WRONG * rows + row, mask=known, other=0.0)
     total_active, total = tl.sum(active, axis=0), tl.sum(count, axis=0)
@@ -199,6 +204,7 @@ def totals_kernel(
     tl.store(totals_ptr + T_TOKENS, total)
     tl.store(totals_ptr + T_TERMS, total_terms)
     tl.store(totals_ptr + T_KEPT, total_kept)
+    tl.store(totals_ptr + T_POLICY_TOKENS, tl.sum(of_policy, axis=0))
     tl.store(totals_ptr + T_WRONG_SEGMENTS, tl.sum(wrong, axis=0))
 
     all_rows = rows.to(tl.float64)
@@ -227,6 +233,7 @@ def gather_kernel(
     parts: "i64",
     rows_per_block: "i64",
     LOSS: tl.constexpr,
+    RATIO: tl.constexpr,
     HAS_ROW_WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     PART: tl.constexpr,
@@ -252,8 +259,8 @@ def gather_kernel(
         if through_ptr is not None:
             tl.store(through_ptr + row, _column(row_record, M_THROUGH), mask=known)
 
-        kind: tl.constexpr = S_TOKENS if LOSS == GEO_MEAN else S_TERMS
-        terms = tl.load(stats_ptr + kind * rows + row, mask=known, other=0.0)
+        members: tl.constexpr = S_TERMS if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN) else S_POLICY
+        terms = tl.load(stats_ptr + members * rows + row, mask=known, other=0.0)
         divisor = tl.maximum(terms, 1.0)
         place = column[None, :]
         low, high = (_column(row_record, M_LOW) / divisor)[:, None], (_column(row_record, M_HIGH) / divisor)[:, None]
@@ -286,6 +293,7 @@ def finish_kernel(
     blocks: "i64",
     kl_coef: "fp64",
     entropy_coef: "fp64",
+    cross_entropy_coef: "fp64",
     BLOCKS: tl.constexpr,
 ):
     column = tl.arange(0, RECORD)
@@ -303,7 +311,9 @@ def finish_kernel(
     entropy = tl.sum(tl.where(column == M_ENTROPY, total, 0.0), axis=0)
     bonus = tl.where(tl.full([], entropy_coef, tl.float64) != 0.0, entropy_coef * entropy, 0.0)
     penalty = tl.where(tl.full([], kl_coef, tl.float64) != 0.0, kl_coef * kl, 0.0)  # what is only measured may overflow
-    loss = policy + penalty - bonus
+    cross_entropy = tl.sum(tl.where(column == M_CROSS_ENTROPY, total, 0.0), axis=0)
+    is_imitated = tl.full([], cross_entropy_coef, tl.float64) != 0.0
+    loss = policy + penalty - bonus + tl.where(is_imitated, cross_entropy_coef * cross_entropy, 0.0)
     # The least is infinite where there is nothing, and where everything is infinite: the largest tells.
     ratio_max = tl.max(tl.where(column == M_RATIO_MAX, total, float("-inf")), axis=0)
     is_max = tl.max(tl.where(column == M_IS_MAX, total, float("-inf")), axis=0)
@@ -316,5 +326,6 @@ def finish_kernel(
     total = put(total, M_TOKENS, tl.load(totals_ptr + T_TOKENS))
     total = put(total, M_TERMS, tl.load(totals_ptr + T_TERMS))
     total = put(total, M_KEPT, tl.load(totals_ptr + T_KEPT))
+    total = put(total, M_POLICY_TOKENS, tl.load(totals_ptr + T_POLICY_TOKENS))
     tl.store(metrics_ptr + column, total, mask=column < METRICS)
     tl.store(loss_ptr, loss.to(loss_ptr.dtype.element_ty))

@@ -24,6 +24,8 @@ DRO = tl.constexpr(config.DRO)
 IPO = tl.constexpr(config.IPO)
 ICEPOP = tl.constexpr(config.ICEPOP)
 TOPR = tl.constexpr(config.TOPR)
+CLIP_COV = tl.constexpr(config.CLIP_COV)
+KL_COV = tl.constexpr(config.KL_COV)
 TOKEN = tl.constexpr(config.TOKEN)
 SEQUENCE = tl.constexpr(config.SEQUENCE)
 SEQUENCE_TOKEN = tl.constexpr(config.SEQUENCE_TOKEN)
@@ -41,12 +43,18 @@ TOKEN_MASK = tl.constexpr(config.TOKEN_MASK)
 SEQUENCE_TRUNCATE = tl.constexpr(config.SEQUENCE_TRUNCATE)
 GEOMETRIC_TRUNCATE = tl.constexpr(config.GEOMETRIC_TRUNCATE)
 
+POLICY = tl.constexpr(config.POLICY)
+CROSS_ENTROPY = tl.constexpr(config.CROSS_ENTROPY)
+REFERENCE_KL = tl.constexpr(config.REFERENCE_KL)
+POLICY_CROSS_ENTROPY = tl.constexpr(config.POLICY_CROSS_ENTROPY)
+SELECTED = tl.constexpr(config.SELECTED)
+
 # Integer arguments that change from batch to batch. Specialising on their values would recompile the kernels;
 # floating-point arguments are never specialised.
 INTEGERS = ("rows", "width", "tokens", "chunks", "parts", "rows_per_block", "blocks", "steps")
 
 # A kernel's scalar arguments that policy_term reads.
-Limits = namedtuple("Limits", "low high dual_clip cap sapo_pos sapo_neg dro_beta clamp_low clamp_high")
+Limits = namedtuple("Limits", "low high dual_clip cap sapo_pos sapo_neg dro_beta cov_kl_coef clamp_low clamp_high")
 # A term's value, its derivatives by the score and by the log ratio, and what is measured of it.
 Term = namedtuple("Term", "value by_score by_ratio ratio limited inside weight is_low is_high is_clipped is_dual")
 
@@ -94,6 +102,20 @@ def takes_part(mask_ptr, segments_ptr, at, inside):
         valid = valid & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
     if segments_ptr is not None:
         valid = valid & (tl.load(segments_ptr + at, mask=inside, other=-1) >= 0)
+    return valid
+
+
+@triton.jit
+def of_kind(kinds_ptr, at, valid, kind: tl.constexpr):
+    """The valid tokens of this kind, alone or with others; without kinds, all tokens have a policy term."""
+    if kinds_ptr is not None:
+        own = tl.load(kinds_ptr + at, mask=valid, other=-1)
+        is_kind = own == kind
+        if kind == POLICY:
+            is_kind = is_kind | (own == SELECTED)
+        if (kind == POLICY) | (kind == CROSS_ENTROPY):
+            is_kind = is_kind | (own == POLICY_CROSS_ENTROPY)
+        valid = valid & is_kind
     return valid
 
 
@@ -223,7 +245,7 @@ def _trusted(lp, old, advantage, low, high, LOSS: tl.constexpr):
 
 
 @triton.jit
-def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, limits, LOSS: tl.constexpr):
+def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, selected, limits, LOSS: tl.constexpr):
     """The Term of each token, row or segment.
 
     log_ratio and score may be those of a row or a segment. Every loss but clip, SAPO, GMPO, IPO and IcePop is the
@@ -231,7 +253,7 @@ def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, l
     """
     low, high = tl.full([], limits.low, lp.dtype), tl.full([], limits.high, lp.dtype)
     dual_clip, cap = tl.full([], limits.dual_clip, lp.dtype), tl.full([], limits.cap, lp.dtype)
-    dro_beta = tl.full([], limits.dro_beta, lp.dtype)
+    dro_beta, cov_kl_coef = tl.full([], limits.dro_beta, lp.dtype), tl.full([], limits.cov_kl_coef, lp.dtype)
     sapo_pos, sapo_neg = tl.full([], limits.sapo_pos, lp.dtype), tl.full([], limits.sapo_neg, lp.dtype)
     clamp_low, clamp_high = tl.full([], limits.clamp_low, lp.dtype), tl.full([], limits.clamp_high, lp.dtype)
     limited = clamp(log_ratio, clamp_low, clamp_high)
@@ -243,9 +265,18 @@ def policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, l
     by_score, by_ratio, weight = zero, zero, zero + 1.0
     none = zero > 0.0
     is_low, is_high, is_clipped, is_dual = none, none, none, none
-    if LOSS == CLIP:
+    if (LOSS == CLIP) | (LOSS == CLIP_COV):
         value, by_ratio, is_low, is_high, is_dual = _clip(ratio, advantage, inside, low, high, dual_clip, cap)
         is_clipped = is_low | is_high
+        if LOSS == CLIP_COV:
+            is_clipped = selected
+            value, by_ratio = tl.where(selected, 0.0, value), tl.where(selected, 0.0, by_ratio)
+    elif LOSS == KL_COV:
+        limited = tl.abs(log_ratio)
+        sign = tl.where(log_ratio > 0.0, 1.0, tl.where(log_ratio < 0.0, -1.0, 0.0)).to(lp.dtype)
+        by_ratio = -advantage * ratio
+        by_score = tl.where(selected, cov_kl_coef * sign, 0.0)
+        value = by_ratio + tl.where(selected, cov_kl_coef * limited, 0.0)
     elif LOSS == SAPO:
         value, by_ratio = _sapo(ratio, advantage, inside, sapo_pos, sapo_neg)
     elif LOSS == GEO_MEAN:

@@ -3,6 +3,8 @@
 Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -23,6 +25,7 @@ from grpo_kernels.ops.policy_loss.triton.rows import (
 )
 from grpo_kernels.ops.policy_loss.triton.sums import (
     LOCAL_TOKEN_MEAN,
+    M_CROSS_ENTROPY,
     M_ENTROPY,
     M_ENTROPY_SUM,
     M_GAP,
@@ -52,11 +55,15 @@ from grpo_kernels.ops.policy_loss.triton.sums import (
 )
 from grpo_kernels.ops.policy_loss.triton.terms import (
     AVERAGE,
+    CROSS_ENTROPY,
     GEO_MEAN,
     INTEGERS,
     KL_NONE,
+    POLICY,
+    REFERENCE_KL,
     SEGMENT,
     SEGMENT_MEAN,
+    SELECTED,
     SEQUENCE,
     SEQUENCE_TOKEN,
     TOKEN,
@@ -70,10 +77,14 @@ from grpo_kernels.ops.policy_loss.triton.terms import (
     load_advantage,
     load_pair,
     mixed_ratio,
+    of_kind,
     policy_term,
     takes_part,
     token_weight,
 )
+
+# The tokens of a part of a row: where they are, which of them have which terms, and their weights.
+Tokens = namedtuple("Tokens", "at inside policy regularized imitated kept weight")
 
 
 @triton.jit
@@ -88,19 +99,17 @@ def _share_of(totals_ptr, stats, weights_ptr, total: tl.constexpr, members: tl.c
 
 
 @triton.jit
-def _entropies(
-    entropy_ptr, by_entropy_ptr, record, at, inside, valid, kept, weight, share, coef, AGGREGATION: tl.constexpr
-):
+def _entropies(entropy_ptr, by_entropy_ptr, record, tokens, share, coef, AGGREGATION: tl.constexpr):
     """Adds the entropy to the record and writes its gradient."""
-    entropy = load(entropy_ptr, at, valid)
-    counted = weight
+    entropy = load(entropy_ptr, tokens.at, tokens.regularized)
+    weight = tokens.weight
     if AGGREGATION == LOCAL_TOKEN_MEAN:
-        counted = kept.to(entropy.dtype)
+        weight = tokens.kept.to(entropy.dtype)
     record = put_sum(record, M_ENTROPY_SUM, entropy)
-    record = put(record, M_ENTROPY, tl.sum((entropy * counted).to(tl.float64), axis=0) * share)
+    record = put(record, M_ENTROPY, tl.sum((entropy * weight).to(tl.float64), axis=0) * share)
     if by_entropy_ptr is not None:
         slope = (share * -coef).to(entropy.dtype)
-        tl.store(by_entropy_ptr + at, tl.where(valid, counted * slope, 0.0), mask=inside)
+        tl.store(by_entropy_ptr + tokens.at, tl.where(tokens.regularized, weight * slope, 0.0), mask=tokens.inside)
     return record
 
 
@@ -139,22 +148,12 @@ def _mismatch(
 
 @triton.jit
 def _kl(
-    weights_ptr,
-    record,
-    value,
-    slope,
-    valid,
-    kept,
-    weight,
-    term,
-    share,
-    coef,
-    KL_UNBIASED: tl.constexpr,
-    AGGREGATION: tl.constexpr,
+    weights_ptr, record, tokens, value, slope, term, share, coef, KL_UNBIASED: tl.constexpr, AGGREGATION: tl.constexpr
 ):
     """Gradient of the KL term, and its part that flows through the ratio."""
+    valid, weight = tokens.regularized, tokens.weight
     if AGGREGATION == LOCAL_TOKEN_MEAN:
-        weight = kept.to(value.dtype)
+        weight = tokens.kept.to(value.dtype)
     scale = weight * (share * coef).to(value.dtype)
     counts = tl.full([], coef, tl.float64) != 0.0  # a KL that is only measured may overflow
     through = tl.full(value.shape, 0.0, value.dtype)
@@ -167,6 +166,29 @@ def _kl(
     if weights_ptr is not None or AGGREGATION == LOCAL_TOKEN_MEAN:
         total = tl.sum((value * weight).to(tl.float64), axis=0)
     return tl.where(valid, tl.where(counts, slope, 0.0), 0.0) * scale, through, put(record, M_KL, total * share)
+
+
+@triton.jit
+def _cross_entropy(logprobs_ptr, normalizers_ptr, record, tokens, share, coef):
+    """Adds the cross-entropy to the record; its gradient."""
+    if normalizers_ptr is not None:
+        count = tl.load(normalizers_ptr + 3)
+        share = tl.where(count == count, 1.0 / count, share)
+    weight = tl.where(tokens.imitated, tokens.weight, 0.0)
+    nll = -load(logprobs_ptr, tokens.at, tokens.imitated)
+    record = put(record, M_CROSS_ENTROPY, tl.sum((nll * weight).to(tl.float64), axis=0) * share)
+    return -weight * (share * coef).to(weight.dtype), record
+
+
+@triton.jit
+def _kinds_of(kinds_ptr, at, counted):
+    """Tokens with a policy term, with a KL and an entropy term, and with a cross-entropy."""
+    policy = of_kind(kinds_ptr, at, counted, POLICY)
+    regularized, imitated = policy, policy
+    if kinds_ptr is not None:
+        regularized = policy | of_kind(kinds_ptr, at, counted, REFERENCE_KL)
+        imitated = of_kind(kinds_ptr, at, counted, CROSS_ENTROPY)
+    return policy, regularized, imitated
 
 
 @triton.jit
@@ -227,12 +249,14 @@ def tokens_kernel(
     mask_ptr,
     cu_seqlens_ptr,
     segments_ptr,
+    kinds_ptr,
     ref_ptr,
     sampling_ptr,
     is_weights_ptr,
     entropy_ptr,
     floor_ptr,
     weights_ptr,
+    normalizers_ptr,
     joint_ptr,
     score_ptr,
     size_ptr,
@@ -255,12 +279,14 @@ def tokens_kernel(
     sapo_pos: "fp64",
     sapo_neg: "fp64",
     dro_beta: "fp64",
+    cov_kl_coef: "fp64",
     clamp_low: "fp64",
     clamp_high: "fp64",
     kl_coef: "fp64",
     kl_clamp_in: "fp64",
     kl_clamp_out: "fp64",
     entropy_coef: "fp64",
+    cross_entropy_coef: "fp64",
     correction_min: "fp64",
     correction_max: "fp64",
     LOSS: tl.constexpr,
@@ -284,9 +310,10 @@ def tokens_kernel(
     k = begin + tl.arange(0, PART)
     at = start + k
     inside = k < length
-    valid = takes_part(mask_ptr, segments_ptr, at, k < tl.where(row < rows, length, 0))
+    counted = takes_part(mask_ptr, segments_ptr, at, k < tl.where(row < rows, length, 0))
+    valid, regularized, imitated = _kinds_of(kinds_ptr, at, counted)
     kept = is_kept(entropy_ptr, floor_ptr, at, valid)
-    lp, old = load_pair(logprobs_ptr, old_ptr, at, valid)
+    lp, old = load_pair(logprobs_ptr, old_ptr, at, regularized)
     own_advantage = load_advantage(advantages_ptr, row, at, valid, ADVANTAGE_BY_ROW)
     advantage = own_advantage
     if LOSS == GEO_MEAN:
@@ -294,7 +321,8 @@ def tokens_kernel(
     zero = tl.full(lp.shape, 0.0, lp.dtype)
     weight = zero + 1.0
     if weights_ptr is not None:
-        weight = load(weights_ptr, at, valid)
+        weight = load(weights_ptr, at, regularized | imitated)
+    these = Tokens(at, inside, valid, regularized, imitated, kept, weight)
     pointers = Segments(joint_ptr, score_ptr, size_ptr, last_ptr)
     here, log_ratio, score, slot, own_share = _term_place(
         pointers, segments_ptr, stats, start, length, k, valid, lp, lp - old, LOSS, RATIO
@@ -303,8 +331,11 @@ def tokens_kernel(
     if LOSS == VESPO:
         phi_positive += row_value(stats, S_PHI_POSITIVE).to(dtype)
         phi_other += row_value(stats, S_PHI_OTHER).to(dtype)
-    limits = Limits(low, high, dual_clip, cap, sapo_pos, sapo_neg, dro_beta, clamp_low, clamp_high)
-    term = policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, limits, LOSS)
+    selected = valid
+    if kinds_ptr is not None:
+        selected = of_kind(kinds_ptr, at, counted, SELECTED)
+    limits = Limits(low, high, dual_clip, cap, sapo_pos, sapo_neg, dro_beta, cov_kl_coef, clamp_low, clamp_high)
+    term = policy_term(lp, old, advantage, log_ratio, score, phi_positive, phi_other, selected, limits, LOSS)
 
     low, high = tl.full([], low, dtype), tl.full([], high, dtype)
     record = _tally(empty_record(), valid, here, lp - old, own_advantage, term, low, high, LOSS, RATIO)
@@ -327,33 +358,26 @@ def tokens_kernel(
     record = put(record, M_POLICY, policy * share)
     scale = factor * share.to(dtype)
     gradient = tl.where(counts, term.by_score, 0.0) * scale
+    if kinds_ptr is not None:
+        of_cross_entropy, record = _cross_entropy(
+            logprobs_ptr, normalizers_ptr, record, these, share, cross_entropy_coef
+        )
+        gradient += of_cross_entropy
     through = tl.where(counts, term.by_ratio, 0.0) * scale
     of_kl = zero
     if ref_ptr is not None and KL != KL_NONE:
         share = _share_of(totals_ptr, stats, weights_ptr, T_KL, S_TOKENS, KL_AGGREGATION)
-        distance = lp - load(ref_ptr, at, valid)
+        distance = lp - load(ref_ptr, at, regularized)
         value, slope = kl_term(
             distance, tl.full([], kl_clamp_in, dtype), tl.full([], kl_clamp_out, dtype), KL, KL_STRAIGHT
         )
         of_kl, kl_through, record = _kl(
-            weights_ptr, record, value, slope, valid, kept, weight, term, share, kl_coef, KL_UNBIASED, KL_AGGREGATION
+            weights_ptr, record, these, value, slope, term, share, kl_coef, KL_UNBIASED, KL_AGGREGATION
         )
         through += kl_through
     if entropy_ptr is not None:
         share = _share_of(totals_ptr, stats, weights_ptr, T_ENTROPY, S_TOKENS, ENTROPY_AGGREGATION)
-        record = _entropies(
-            entropy_ptr,
-            by_entropy_ptr,
-            record,
-            at,
-            inside,
-            valid,
-            kept,
-            weight,
-            share,
-            entropy_coef,
-            ENTROPY_AGGREGATION,
-        )
+        record = _entropies(entropy_ptr, by_entropy_ptr, record, these, share, entropy_coef, ENTROPY_AGGREGATION)
     if (RATIO == SEGMENT) | (RATIO == SEGMENT_MEAN):
         size = tl.load(size_ptr + slot, mask=here, other=1.0).to(dtype)
         tl.store(slot_gradient_ptr + slot, (gradient + through) / size, mask=here)
