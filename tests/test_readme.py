@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import variants
+import grpo_kernels as gk
+from tools import published, variants
 
 README = Path(__file__).parent.parent / "README.md"
 pytestmark = pytest.mark.skipif(not README.exists(), reason="tests are run from outside the checkout")
@@ -38,13 +39,43 @@ def test_links_lead_to_files() -> None:
 
 @pytest.mark.parametrize("page", variants.PAGES)
 def test_tables_of_variants_are_up_to_date(page: str) -> None:
-    text = (variants.OPS / page).read_text()
-    assert variants.updated(page, text) == text, "run python tools/variants.py"
+    text = (variants.DOCS / page).read_text()
+    assert variants.updated(page, text) == text, "run python -m tools.variants"
 
 
 def test_an_outdated_table_is_noticed() -> None:
-    text = (variants.OPS / "policy_loss.md").read_text().replace("| `cispo` |", "| `old` |")
-    assert variants.updated("policy_loss.md", text) != text
+    text = (variants.DOCS / "ops/policy_loss.md").read_text().replace("| `cispo` |", "| `old` |")
+    assert variants.updated("ops/policy_loss.md", text) != text
+
+
+@pytest.mark.parametrize(
+    "variant", [*published.LOSSES, *published.CORRECTIONS, *published.ADVANTAGES], ids=lambda v: v.name
+)
+def test_every_published_variant_has_a_setting_and_a_test(variant: published.Variant) -> None:
+    shape = (4, 6)
+    mask = torch.ones(shape, dtype=torch.bool)
+    scope = {
+        "gk": gk,
+        "tokens": (-torch.rand(shape), -torch.rand(shape), torch.randn(shape)),
+        "kinds": torch.arange(6).repeat(4, 1) % 4,
+        "weights": torch.rand(shape),
+        "rewards": torch.rand(shape) if "turns=" in variant.setting else torch.rand(4),
+        "values": torch.rand(shape),
+        "mask": mask,
+        "turns": (torch.arange(6) // 2).repeat(4, 1),
+        "returns": torch.rand(4),
+        "states": torch.zeros(4, dtype=torch.long),
+        "groups": torch.zeros(4, dtype=torch.long),
+    }
+    eval(variant.setting, scope)
+    file, name = variant.test.split("::")
+    assert f"\ndef {name}(" in (README.parent / "tests" / "ops" / file).read_text()
+
+
+def test_the_readme_says_what_the_page_of_variants_says() -> None:
+    page = (variants.DOCS / "variants.md").read_text()
+    unlinked = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", README.read_text())
+    assert page.split("\n\n")[1].replace("\n", " ") in unlinked.replace("\n  ", " ")
 
 
 def test_every_loss_of_the_peers_is_listed_or_refused() -> None:

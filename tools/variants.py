@@ -1,6 +1,6 @@
-"""Writes the tables of all losses and advantage estimators, read from the code, into the pages of their ops.
+"""Writes the tables of all losses, advantage estimators and published variants, read from the code, into the docs.
 
-python tools/variants.py
+python -m tools.variants
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import Path
 from grpo_kernels import AdvantageConfig, LossConfig
 from grpo_kernels.ops.policy_loss import config as loss
 from grpo_kernels.ops.policy_loss import peers
+from tools import published as known
 
-OPS = Path(__file__).parent.parent / "docs" / "ops"
+DOCS = Path(__file__).parent.parent / "docs"
 MARKS = ("<!-- variants, written by tools/variants.py -->", "<!-- end of variants -->")
 FIELDS = {
     "loss": loss.LOSSES,
@@ -97,7 +98,25 @@ def group_advantages() -> str:
     return table(("name", "center", "scale", "other fields"), rows)
 
 
-PAGES = {"policy_loss.md": policy_loss, "group_advantages.md": group_advantages}
+def published() -> str:
+    def rows(variants: tuple[known.Variant, ...]) -> str:
+        cells = [(v.name, f"`{v.setting}`", v.source, f"`{v.test}`") for v in variants]
+        return table(("variant", "setting", "source", "test below `tests/ops`"), cells)
+
+    return "\n\n".join(
+        [
+            "## Losses",
+            rows(known.LOSSES),
+            "## Mismatch between sampler and trainer",
+            rows(known.CORRECTIONS),
+            "## Advantages",
+            rows(known.ADVANTAGES),
+            f"## Missing\n\nNot implemented: {', '.join(known.MISSING)}.",
+        ]
+    )
+
+
+PAGES = {"ops/policy_loss.md": policy_loss, "ops/group_advantages.md": group_advantages, "variants.md": published}
 
 
 def updated(page: str, text: str) -> str:
@@ -110,7 +129,7 @@ def updated(page: str, text: str) -> str:
 
 def main() -> None:
     for page in PAGES:
-        (OPS / page).write_text(updated(page, (OPS / page).read_text()))
+        (DOCS / page).write_text(updated(page, (DOCS / page).read_text()))
 
 
 if __name__ == "__main__":

@@ -111,3 +111,43 @@ def test_mean_of_ratios_far_apart_does_not_overflow(backend: str) -> None:
     (gradient,) = torch.autograd.grad(result.loss, leaf)
     assert result.loss.isfinite()
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shaping_of_luffy(backend: str) -> None:
+    """arXiv 2504.14945: tokens of a teacher have the term -A f(p) with f = p / (p + gamma), the others -A r.
+
+    Its gradient is that of a cross-entropy with the weight A gamma p / (p + gamma)^2.
+    """
+    now, old, advantages, mask = batch()
+    leaf = now.clone().requires_grad_()
+    of_teacher = (torch.arange(ROWS) % 3 == 0)[:, None].expand_as(mask)
+    gamma, of_token = 0.1, advantages[:, None]
+    shaped = leaf.exp() / (leaf.exp() + gamma)
+    terms = -of_token * torch.where(of_teacher, shaped, (leaf - old).exp())
+    (want,) = torch.autograd.grad((terms * mask).sum() / mask.sum(), leaf)
+    slope = gamma * now.exp() / (now.exp() + gamma).square()
+    device = device_of(backend)
+    moved = now.to(device).requires_grad_()
+    result = gk.policy_loss(
+        moved,
+        old.to(device),
+        advantages.to(device),
+        mask=mask.to(device),
+        kinds=of_teacher.to(device, torch.int8),
+        weights=(torch.where(of_teacher, of_token * slope, 1) / mask.sum()).to(device),
+        config=gk.LossConfig(clip_low=None, clip_high=None),
+        backend=backend,
+    )
+    (gradient,) = torch.autograd.grad(result.loss, moved)
+    torch.testing.assert_close(gradient.cpu(), want, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_on_policy_distillation(backend: str) -> None:
+    """The reverse KL to a teacher as a reward of each token, with a policy gradient."""
+    now, old, _, mask = batch()
+    teacher = old + 0.3 * torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=F64)
+    leaf = now.clone().requires_grad_()
+    arguments = {"logprobs": now, "old_logprobs": old, "advantages": teacher - old, "mask": mask}
+    check(backend, gk.LossConfig(loss="reinforce"), -(teacher - old) * leaf, leaf, arguments)
