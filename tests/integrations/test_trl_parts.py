@@ -266,6 +266,8 @@ def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
         ({"embedder": letters}, {}, "similarity and embedder go together, got no similarity"),
         ({"similarity": gk.SimilarityConfig(), "embedder": letters, "segments": gk.SegmentConfig()}, {}, "exclude"),
         ({"segments": gk.SegmentConfig(), "advantages": gk.AdvantageConfig()}, {}, "advantages and segments exclude"),
+        ({"segments": gk.SegmentConfig(), "loss": gk.LossConfig()}, {}, "loss and segments exclude"),
+        ({"loss": gk.LossConfig(aggregation="token-sum")}, {}, "loss.aggregation must be left out, .* got 'token-sum'"),
         ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "reward_weights must be left out"),
         ({"segments": gk.SegmentConfig()}, {}, "scale_rewards must be 'none' with segments, got 'group'"),
         (

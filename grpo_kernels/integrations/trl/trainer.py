@@ -20,6 +20,11 @@ from grpo_kernels.integrations.trl.installed import refuse_other_trl
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
 # Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
+# Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
+_POLICY_TERM = (
+    *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
+    *("dro_beta", "log_ratio_clamp", "cov_ratio", "cov_bounds", "cov_kl_coef"),
+)
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
 
 
@@ -32,6 +37,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         embedder: function from texts to embeddings [N, D]
         advantages: an AdvantageConfig that replaces scale_rewards and multi_objective_aggregation, for example to let
             small clusters borrow from their prompt, or to set a minimal standard deviation or a clip
+        loss: a LossConfig whose policy term replaces that of loss_type; the mean and the other terms are GRPOConfig's
         segments: group tokens into segments that share an advantage; scale_rewards must be "none", because the config's
             `norm` scales
         backend: of grpo_kernels; None means the first that can
@@ -45,6 +51,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         similarity: gk.SimilarityConfig | None = None,
         embedder: Callable[[Sequence[str]], Tensor] | None = None,
         advantages: gk.AdvantageConfig | None = None,
+        loss: gk.LossConfig | None = None,
         segments: gk.SegmentConfig | None = None,
         backend: str | None = None,
         **options: Any,
@@ -62,8 +69,16 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "FusedGRPOTrainer: advantages.reward_weights must be left out, as GRPOConfig has them, got "
                 f"{advantages.reward_weights}"
             )
+        if loss is not None and segments is not None:
+            raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
+        for field in dataclasses.fields(gk.LossConfig) if loss is not None else ():
+            if field.init and field.name not in _POLICY_TERM and getattr(loss, field.name) != field.default:
+                raise ValueError(
+                    f"FusedGRPOTrainer: loss.{field.name} must be left out, as GRPOConfig decides on it, got "
+                    f"{getattr(loss, field.name)!r}"
+                )
         super().__init__(*arguments, **options)
-        self.advantages = advantages
+        self.advantages, self.policy_term = advantages, loss
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
         self._entropy_window = torch.zeros(2, dtype=torch.float64)
@@ -271,6 +286,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             off_policy_mask_threshold=self.off_policy_mask_threshold,
             **fields,
         )
+        if self.policy_term is not None:
+            config = dataclasses.replace(config, **{name: getattr(self.policy_term, name) for name in _POLICY_TERM})
         return config if self.segments is None else dataclasses.replace(config, ratio="segment")
 
     def _entropy_coefficient(self) -> float:
