@@ -97,7 +97,8 @@ struct PolicyBatch {
   GRPO_HD Shares shares(const Counts& batch, const Counts& row) const {
     Shares shares = shares_of(plan, normalizers, batch, row);
     if (weights == nullptr) return shares;
-    shares.policy = shares.kl = 1;
+    shares.policy = 1;
+    if (plan.kl_aggregation != Aggregation::kLocalTokenMean) shares.kl = 1;
     if (isnan(normalizers.cross_entropy)) shares.cross_entropy = 1;
     if (plan.entropy_aggregation != Aggregation::kLocalTokenMean) shares.entropy = 1;
     return shares;

@@ -66,11 +66,12 @@ struct PolicyWalk {
   GRPO_HD bool has_kinds() const { return kKind == WalkKind::kAny && in.kinds != nullptr; }
   GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : kIsCispo ? Loss::kCispo : plan.loss; }
   GRPO_HD Kl kl_kind() const { return kIsPlain ? Kl::kK3 : plan.kl; }
+  GRPO_HD bool is_local_kl() const { return !kIsPlain && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
   GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
 
   // Fills in the sums that follow from others.
   GRPO_HD void complete_sums() {
-    if (!has(in.weights)) sums.kl_loss = sums.kl_sum;
+    if (!has(in.weights) && !is_local_kl()) sums.kl_loss = sums.kl_sum;
     if (kIsClip) sums.clipped = sums.low_clipped + sums.high_clipped;
   }
 
@@ -197,7 +198,8 @@ struct PolicyWalk {
     if (!kIsClip) score_gradient = M::select(has_loss, term.by_score, zero) * scale;
     if (has_kinds()) score_gradient += add_cross_entropy(k, left, is_valid, weight, input.logprob);
     V ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
-    const V kl_gradient = add_kl(k, left, kinds.is_regularized, weight, input.logprob, term, ratio_gradient);
+    const V kl_weight = is_local_kl() ? M::select(is_kept, M::all(1), zero) : weight;
+    const V kl_gradient = add_kl(k, left, kinds.is_regularized, kl_weight, input.logprob, term, ratio_gradient);
     if (!kIsPlain && plan.mixes_ratios()) {
       const V own_gradient = ratio_gradient * own_share;
       score_gradient += own_gradient;
@@ -222,7 +224,7 @@ struct PolicyWalk {
     }
     kl.value = M::select(is_valid, kl.value, M::all(0));
     sums.kl_sum += kl.value;
-    if (has(in.weights)) sums.kl_loss += kl.value * weight;
+    if (has(in.weights) || is_local_kl()) sums.kl_loss += kl.value * weight;
     if (!coefficients.has_kl) return M::all(0);
     return M::select(is_valid, kl.slope, M::all(0)) * scale;
   }

@@ -52,7 +52,7 @@ def random_config(choose: random.Random) -> gk.LossConfig:
     fields["aggregation"] = choose.choice(rows if loss == "geo_mean" else AGGREGATIONS[:-1])
     if fields["aggregation"].endswith("norm"):
         fields["max_length"] = 7
-    fields["kl_aggregation"] = choose.choice([None, "token-mean"])
+    fields["kl_aggregation"] = choose.choice([None, "token-mean", "local-token-mean"])
     fields["entropy_aggregation"] = choose.choice([None, "local-token-mean"])
     fields["entropy_coef"] = choose.choice([0.0, 0.1])
     fields["cross_entropy_coef"] = choose.choice([1.0, 0.3])
