@@ -310,6 +310,11 @@ def optimal_token_baseline(inputs: Inputs, backend: str) -> list[Tensor]:
     return present(*gk.optimal_token_baseline(*tokens, inputs["groups"], mask=inputs["mask"], places="rank"))
 
 
+def gigpo_advantages(inputs: Inputs, backend: str) -> list[Tensor]:
+    rewards = inputs["rewards"]
+    return [gk.gigpo_advantages(rewards, rewards.flip(0), 4, inputs["subgroups"], backend=backend)]
+
+
 def draw_embeddings() -> Inputs:
     embeddings = torch.randn(16, 5)
     embeddings[1] = embeddings[0]
@@ -367,6 +372,7 @@ CASES: dict[str, Case] = {
     "group_advantages of ids": advantages("rloo", "groups", "valid"),
     "group_advantages of subgroups": advantages(gk.AdvantageConfig("grpo", shrinkage=2.0), "groups", "subgroups"),
     "group_advantages of a batch": advantages("batch_std", "groups"),
+    "gigpo_advantages": Case(draw_rewards, gigpo_advantages),
     "token_logprobs": Case(draw_logits, token_logprobs(False)),
     "token_logprobs of halves": Case(draw_half_logits, token_logprobs(False)),
     "token_logprobs in place": Case(draw_logits, token_logprobs(True)),
