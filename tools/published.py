@@ -1,4 +1,4 @@
-"""What is published, how it is called here, where it comes from and which test compares it, for docs/variants.md.
+"""Published variants, each with its setting here, its source and its test, for docs/variants.md.
 
 python -m tools.variants writes the page; tests/test_readme.py makes every setting and looks for every test.
 """
@@ -19,13 +19,13 @@ LOSSES = (
     Variant(
         "IPO",
         "gk.LossConfig.prime_rl(type='ipo')",
-        "prime-rl#3526",
+        "prime-rl#3418, #3526",
         "policy_loss/test_prime_rl.py::test_loss_and_gradient",
     ),
     Variant(
         "IcePop",
         "gk.LossConfig.prime_rl(type='icepop')",
-        "prime-rl#3418",
+        "prime-rl#3418, #3526",
         "policy_loss/test_prime_rl.py::test_loss_and_gradient",
     ),
     Variant(

@@ -142,7 +142,7 @@ GRPO_HD RowStatistic row_statistic(const Rejection& rejection, const Mismatch& m
   return {largest, largest, 0};
 }
 
-// What follows from a row's sums: its weight, where it has one, and whether a rejection drops it.
+// A row's weight, where it has one, and whether a rejection drops it.
 template <typename T>
 struct Verdict {
   T ratio = 1;   // before its bounds, where weights are per row

@@ -54,7 +54,7 @@ struct CorrectionPlan {
   }
 };
 
-// Of every row, in the order of the table's columns: sums, then minima, then maxima, each followed by those of every
+// The measurements of a row, in the order of the table's columns: sums, then minima, then maxima, each followed by those of every
 // rejection. Python adds the rows up.
 // clang-format off
 #define GRPO_ROW_SUMS(FIELD)                                                                        \

@@ -1,4 +1,4 @@
-"""What a trainer does about the mismatch between sampler and trainer: importance weights, a smaller mask, metrics."""
+"""The mismatch between sampler and trainer: importance weights, a smaller mask, metrics."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _reduce(table: Tensor, config: CorrectionConfig) -> Tensor:
 
 
 def _mean_weight(metrics: CorrectionMetrics, config: CorrectionConfig, group: Any) -> Tensor:
-    """What the weights are divided by."""
+    """The divisor of the weights."""
     names = ("row_weight_sum", "active_rows") if config.weighs_rows else ("weight_sum", "tokens")
     total = torch.stack([metrics[name] for name in names])
     if group is not None:

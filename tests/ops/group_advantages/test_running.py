@@ -1,4 +1,4 @@
-"""States that go on from batch to batch, against loops over the rows, as their sources have them."""
+"""States that go on from batch to batch, against loops over the rows, which restate prime-rl's and ROLL's code and our reading of SPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the specification of policy_loss measures, in the order of METRICS in config.py."""
+"""The measurements of the specification of policy_loss, in the order of METRICS in config.py."""
 
 from __future__ import annotations
 

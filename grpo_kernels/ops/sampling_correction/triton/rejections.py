@@ -18,7 +18,7 @@ REJECTION_EXTREMES = tl.constexpr(len(config.REJECTION_MINIMA))
 # The arrays of a row's tokens.
 Row = namedtuple("Row", "old sampling mask weights kept start length there")
 Token = namedtuple("Token", "valid scored old sampling log_ratio limited")
-# Where a record of a row goes: its first column, and whether the program has a row.
+# The place of a row's record: its first column, and whether the program has a row.
 Record = namedtuple("Record", "ptr there")
 
 
