@@ -54,8 +54,8 @@ struct CorrectionPlan {
   }
 };
 
-// The measurements of a row, in the order of the table's columns: sums, then minima, then maxima, each followed by those of every
-// rejection. Python adds the rows up.
+// The measurements of a row, in the order of the table's columns: sums, then minima, then maxima, each followed by
+// those of every rejection. Python adds the rows up.
 // clang-format off
 #define GRPO_ROW_SUMS(FIELD)                                                                        \
   FIELD(rows) FIELD(active_rows) FIELD(tokens) FIELD(scored_tokens) FIELD(kept_tokens)              \

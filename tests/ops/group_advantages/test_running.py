@@ -1,4 +1,4 @@
-"""States that go on from batch to batch, against loops over the rows, which restate prime-rl's and ROLL's code and our reading of SPO."""
+"""States that go on from batch to batch, against loops: prime-rl's and ROLL's rules, and our reading of SPO."""
 
 from __future__ import annotations
 
