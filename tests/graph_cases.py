@@ -271,6 +271,23 @@ def draw_with_reference() -> Inputs:
     return inputs | {"ref_hidden": torch.randn(ROWS, WIDTH, 3), "ref_weight": torch.randn(COLUMNS, 3)}
 
 
+def draw_teacher(dtype: torch.dtype = torch.float32) -> Inputs:
+    inputs = draw_head(dtype)
+    logprobs, ids = torch.randn(ROWS, WIDTH, COLUMNS).log_softmax(-1).topk(3)
+    kept = {name: inputs[name] for name in ("hidden", "weight", "bias", "mask")}
+    return kept | {"teacher_ids": ids, "teacher_logprobs": logprobs}
+
+
+def distillation(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
+    """Two chunks of rows."""
+
+    def call(inputs: Inputs, backend: str) -> list[Tensor]:
+        result = gk.linear_distillation_loss(**inputs, **options, chunk_size=8, backend=backend)
+        return with_gradients(inputs, result.loss * 3, result.divergence, result.mass)
+
+    return Case(lambda: draw_teacher(dtype), call)
+
+
 # endpoint_segments, token_advantages and similarity_groups
 
 
@@ -393,6 +410,8 @@ CASES: dict[str, Case] = {
     "linear_logprobs": Case(draw_head, linear_logprobs),
     "linear_logprobs of halves": Case(lambda: draw_head(torch.bfloat16), linear_logprobs),
     "linear_logprobs at positions": Case(draw_head, linear_logprobs_at_positions),
+    "linear_distillation_loss": distillation(),
+    "linear_distillation_loss of halves": distillation(torch.bfloat16, kind="jsd", tail="renormalise"),
     "linear_policy_loss": linear_loss(CLIP, chunk_size=8),
     "linear_policy_loss of halves": linear_loss(BONUS, lambda: draw_head(torch.bfloat16)),
     "linear_policy_loss without idle rows": linear_loss(CLIP, lambda: draw_head(torch.bfloat16), compact="device"),

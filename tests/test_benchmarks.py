@@ -115,6 +115,13 @@ BARS = {
         ("linear_policy_loss", clip, "ratio at least", "nothing clipped", 1.3 if "50%" in clip else 0.9)
         for clip in CLIPPED
     ),
+    *(("linear_distillation_loss", f"{head} k=64", "cost at most", "three bare products", 1.25) for head in HEADS),
+    *(("linear_distillation_loss", f"{head} k=64", "memory below", "naive autograd", 0.2) for head in HEADS),
+    *(
+        ("linear_distillation_loss", f"{head} k=64", "ratio at least", peer, 1)
+        for head in HEADS
+        for peer in ("naive autograd", "trl")
+    ),
     ("logits_policy_loss", "clip", "ratio at least", "trl", 2),
     ("logits_policy_loss", "clip", "ratio at least", "torch, log_softmax", 2),
     ("logits_policy_loss", "clip", "memory below", "the logits", 1.1),

@@ -46,6 +46,11 @@ def linear_policy_loss() -> None:
     gk.linear_policy_loss(hidden, weight, targets, None, torch.ones(2), backend="triton").loss.backward()
 
 
+def linear_distillation_loss() -> None:
+    hidden, weight, ids = torch.randn(3, 4).requires_grad_(), torch.randn(7, 4), torch.zeros(3, 1).long()
+    gk.linear_distillation_loss(hidden, weight, ids, -torch.ones(3, 1), backend="triton").loss.backward()
+
+
 def logits_policy_loss() -> None:
     logits, targets = torch.randn(2, 3, 7).requires_grad_(), torch.zeros(2, 3).long()
     gk.logits_policy_loss(logits, targets, None, torch.ones(2), backend="triton").loss.backward()
@@ -57,6 +62,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_logprobs": lambda: gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton"),
     "policy_loss": policy_loss,
     "linear_policy_loss": linear_policy_loss,
+    "linear_distillation_loss": linear_distillation_loss,
     "logits_policy_loss": logits_policy_loss,
     "token_advantages": lambda: gk.token_advantages(rows(), rows(), backend="triton"),
     "sampling_correction": lambda: gk.sampling_correction(rows(), rows(), backend="triton"),
@@ -166,6 +172,12 @@ def head(*shape: int) -> dict[str, Any]:
     }
 
 
+def distilled(**more: torch.Tensor) -> dict[str, Any]:
+    student = {name: value for name, value in head(2, 3).items() if name not in ("targets", "positions")}
+    teacher = {"teacher_ids": numbers(2, 3, 4), "teacher_logprobs": on_gpu(2, 3, 4), "mask": flags(2, 3)}
+    return student | teacher | {"weight_grad": on_gpu(7, 4)} | more
+
+
 def clustered() -> dict[str, Any]:
     return {"embeddings": on_gpu(6, 4), "groups": numbers(6), "valid": flags(6), "num_groups": 2, "max_size": 3}
 
@@ -179,6 +191,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
     ],
     gk.token_logprobs: lambda: [{"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2)}],
     gk.linear_logprobs: lambda: [head(2, 3)],
+    gk.linear_distillation_loss: lambda: [distilled(weights=on_gpu(2, 3)), distilled(normalizer=on_gpu())],
     gk.policy_loss: lambda: [
         *policies(lambda *shape: {"logprobs": on_gpu(*shape), "entropy": on_gpu(*shape)}),
         {

@@ -54,7 +54,11 @@ TOP = {
 OUTSIDE = {"torch"}
 OPS = sorted(p.parent.name for p in (PACKAGE / "ops").glob("*/__init__.py"))
 # Ops built on the kernels of other ops, and the layers that they have themselves.
-COMPOSED = {"linear_head": ("reference.py", "registration.py"), "logits_policy_loss": ("registration.py",)}
+COMPOSED = {
+    "linear_distillation_loss": ("reference.py", "registration.py"),
+    "linear_head": ("reference.py", "registration.py"),
+    "logits_policy_loss": ("registration.py",),
+}
 
 
 def layer_of(parts: tuple[str, ...]) -> str:

@@ -21,6 +21,7 @@ OPS = (
     "group_advantages",
     "token_logprobs",
     "linear_logprobs",
+    "linear_distillation_loss",
     "policy_loss",
     "linear_policy_loss",
     "logits_policy_loss",

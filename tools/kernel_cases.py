@@ -309,6 +309,14 @@ def smoke_head(backend: str, put: Put) -> Results:
     yield from torch.autograd.grad(logprobs.sum(), (hidden, weight))
 
 
+def smoke_distillation(backend: str, put: Put) -> Results:
+    hidden, weight = put(torch.randn(8, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
+    logprobs, ids = torch.randn(8, 64).log_softmax(1).topk(4)
+    result = gk.linear_distillation_loss(hidden, weight, put(ids), put(logprobs), backend=backend)
+    yield from (value.detach() for value in result)
+    yield from torch.autograd.grad(result.loss, (hidden, weight))
+
+
 def smoke_loss(backend: str, put: Put) -> Results:
     yield from one_loss(gk.LossConfig.trl(loss_type="dapo", beta=0.1), torch.arange(70).expand(4, 70), 4, backend, put)
 
@@ -336,6 +344,7 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "token_logprobs": smoke_logprobs,
     "linear_logprobs": smoke_head,
     "policy_loss": smoke_loss,
+    "linear_distillation_loss": smoke_distillation,
     "linear_policy_loss": functools.partial(linear_losses, torch.float32),
     "logits_policy_loss": smoke_logits_loss,
     "sampling_correction": corrections,

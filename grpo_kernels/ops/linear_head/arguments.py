@@ -145,3 +145,21 @@ def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | Non
                 f"{int(ordered[0])} to {int(ordered[-1])}, {repeated} of them repeated"
             )
     return positions.long()
+
+
+def check_weight_grad(op: str, weight_grad: Tensor | None, head: Head, is_added: bool, otherwise: str) -> None:
+    """A tensor for the gradient of the weight, which is added to it in the forward pass but `otherwise`."""
+    if weight_grad is None:
+        return
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op}: weight_grad must be None under torch.compile, got a tensor")
+    checks.tensor(op, "weight_grad", weight_grad, (head.wide, head.weight.dtype))
+    checks.same_device(op, "weight_grad", weight_grad, head.hidden.device)
+    if weight_grad.shape != head.weight.shape:
+        raise ValueError(
+            f"{op}: weight_grad must have the shape of weight, {list(head.weight.shape)}, got {list(weight_grad.shape)}"
+        )
+    if weight_grad.requires_grad or not head.weight.requires_grad:
+        raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
+    if not is_added:
+        raise ValueError(f"{op}: weight_grad must be None {otherwise}, got a tensor")

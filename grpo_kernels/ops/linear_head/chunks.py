@@ -211,7 +211,7 @@ class Products:
     def measure(self, rows: slice | Tensor, want_entropy: bool) -> Chunk:
         """Logits and log-probs of a chunk."""
         head = self.head
-        hidden, logits = self._logits(rows)
+        hidden, logits = self.logits(rows)
         targets = head.targets[rows][None]
         row_temperature = None if head.row_temperature is None else head.row_temperature[rows][None]
         measurements = token_logprobs.FORWARD[self.backend](
@@ -222,7 +222,7 @@ class Products:
     def remeasure(self, rows: slice | Tensor, normalizer: Tensor, entropy: Tensor | None) -> Chunk:
         """A chunk of which everything but the logits is known."""
         head = self.head
-        hidden, logits = self._logits(rows)
+        hidden, logits = self.logits(rows)
         absent = normalizer.new_empty(0)
         return Chunk(
             hidden=hidden,
@@ -235,9 +235,17 @@ class Products:
         )
 
     def differentiate(
-        self, chunk: Chunk, by_logprob: Tensor | None, by_entropy: Tensor | None, into: Tensor | None
+        self,
+        chunk: Chunk,
+        by_logprob: Tensor | None,
+        by_entropy: Tensor | None,
+        into: Tensor | None,
+        known: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The gradient by the logits of a chunk, which overwrites them, or `into`, where it is rounded to half."""
+        """The gradient by the logits of a chunk, which overwrites them, or `into`, where it is rounded to half.
+
+        `known` are columns, [rows, k], and the gradients that these get instead.
+        """
         upstream = None if by_logprob is None else by_logprob[None], None if by_entropy is None else by_entropy[None]
         entropy = chunk.entropy if by_entropy is not None else None
         saved = (chunk.targets, chunk.normalizer, entropy, chunk.row_temperature, *self.head.scaling)
@@ -246,9 +254,12 @@ class Products:
             token_logprobs.INPLACE[self.backend](into[None], *upstream, *saved)
         else:
             token_logprobs.ROUNDED[self.backend](into[None], *upstream, chunk.logits[None], *saved)
+        if known is not None:
+            columns, values = known
+            into.scatter_(1, columns, values.to(into.dtype))
         return into[:, : self.columns]
 
-    def _logits(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+    def logits(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.head.hidden[rows]
         logits = self.tile[: len(hidden)]
         out = logits[:, : self.columns]
@@ -342,19 +353,26 @@ class Gradients:
         self.weight = into
         self.bias = head.weight.new_zeros(products.columns if self.needs_bias else 0, dtype=head.wide)
 
-    def add(self, chunk: Chunk, by_logprob: Tensor | None, by_entropy: Tensor | None, rows: slice | Tensor) -> None:
-        """Adds the gradient of a chunk, whose logits it may overwrite."""
+    def add(
+        self,
+        chunk: Chunk,
+        by_logprob: Tensor | None,
+        by_entropy: Tensor | None,
+        rows: slice | Tensor,
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Adds the gradient of a chunk, whose logits it may overwrite; `known` as in Products.differentiate."""
         count = len(chunk.hidden)
         if count == 0:
             return
         if self.staged is None:
-            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None)
+            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, known)
             self._multiply(by_logits, chunk.hidden, rows, None)
             return
         if self.count + count > len(self.staged):
             self._multiply_waiting()
         place = slice(self.count, self.count + count)
-        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place])
+        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], known)
         if self.is_live is not None:
             self.is_live[place] = _has_grad(by_logprob, by_entropy)
         self.waiting.append(rows)

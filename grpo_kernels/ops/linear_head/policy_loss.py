@@ -8,9 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels import backends, checks
+from grpo_kernels import backends
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_reference
+from grpo_kernels.ops.linear_head.arguments import (
+    check_chunk_size,
+    check_head,
+    check_positions,
+    check_reference,
+    check_weight_grad,
+)
 from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
@@ -124,7 +130,8 @@ def linear_policy_loss(
         chunking = _chunk(layout, head, policy, config, want_entropy, without_grad, with_grad, skips_idle, size)
     if is_fast and skips_idle and chunking is None:
         raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
-    _check_weight_grad(weight_grad, head, chunking)
+    otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
+    check_weight_grad(_OP, weight_grad, head, chunking is not None, otherwise)
     if chunking is None:
         measured = takes_part.reshape(-1) if is_compact else chosen_rows
         return _with_low_memory(layout, config, head, reference, policy, want_entropy, measured, size, chosen)
@@ -228,27 +235,6 @@ def _at_positions(head: Head, places: Tensor, takes_part: Tensor) -> tuple[Tenso
     rows = places.sort().values
     torch._assert_async((rows.diff() > 0).all(), f"{_OP}: positions must be different places")
     return rows, head.without(~takes_part.reshape(-1))
-
-
-def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chunking | None) -> None:
-    if weight_grad is None:
-        return
-    if torch.compiler.is_compiling():
-        raise RuntimeError(f"{_OP}: weight_grad must be None under torch.compile, got a tensor")
-    checks.tensor(_OP, "weight_grad", weight_grad, (head.wide, head.weight.dtype))
-    checks.same_device(_OP, "weight_grad", weight_grad, head.hidden.device)
-    if weight_grad.shape != head.weight.shape:
-        raise ValueError(
-            f"{_OP}: weight_grad must have the shape of weight, {list(head.weight.shape)}, "
-            f"got {list(weight_grad.shape)}"
-        )
-    if weight_grad.requires_grad or not head.weight.requires_grad:
-        raise ValueError(f"{_OP}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
-    if chunking is None:
-        raise ValueError(
-            f"{_OP}: weight_grad must be None where memory='low' runs (see memory; also with the reference backend and "
-            "without gradients), got a tensor"
-        )
 
 
 def _chunk(

@@ -13,6 +13,7 @@ autograd function keeps them and hands them over without a copy.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,7 +41,7 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 _reference = importlib.import_module("grpo_kernels.ops.linear_head.reference")
 
 SUPPORTS = token_logprobs.SUPPORTS
-_KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
+KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
 _HEAD, _REFERENCE, _POLICY = len(Head._fields), len(ReferenceHead._fields), len(Policy._fields)
 _MAX_SHARE = 0.75  # above this share of rows with a gradient, leaving the others out costs more than it saves
 
@@ -123,10 +124,10 @@ def _fake_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(Head(*args[:_HEAD]), args[-3])
+    return fake_gradients(Head(*args[:_HEAD]), args[-3])
 
 
-def _fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     needs_hidden, needs_weight, needs_bias = needs
     hidden, weight = head.hidden, head.weight
     return (
@@ -181,7 +182,7 @@ def _no_second_derivative(backend: str, ctx: Any, *grads: Any) -> Any:
 LOGPROBS = registry.define(
     "linear_logprobs",
     LOGPROBS_SCHEMA,
-    _KERNELS,
+    KERNELS,
     _fake_logprobs,
     (_set_up_logprobs, _differentiate_logprobs),
     implementation=_logprobs_op,
@@ -189,7 +190,7 @@ LOGPROBS = registry.define(
 LOGPROBS_BACKWARD = registry.define(
     "linear_logprobs_backward",
     BACKWARD_SCHEMA,
-    _KERNELS,
+    KERNELS,
     _fake_logprobs_backward,
     (_no_context, _no_second_derivative),
     implementation=_logprobs_backward_op,
@@ -333,17 +334,18 @@ def _fake_loss(*args: Any) -> tuple[Tensor, ...]:
     head, *_, needs = _unpack_loss(args)
     loss = head.hidden.new_empty((), dtype=head.wide)
     metrics = head.hidden.new_empty(len(METRICS), dtype=torch.float64)
-    return loss, metrics, *_fake_gradients(head, needs)
+    return loss, metrics, *fake_gradients(head, needs)
 
 
-def _set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Of an op whose last three outputs are the gradients of its first three inputs by its first output."""
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[2:])
+    ctx.save_for_backward(*output[-3:])
     ctx.others = len(inputs) - 3
 
 
-def _differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     others = (None,) * ctx.others
     if upstream is None:
         return None, None, None, *others
@@ -356,15 +358,19 @@ def _differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any
 LOSS = registry.define(
     "linear_policy_loss",
     LOSS_SCHEMA,
-    _KERNELS,
+    KERNELS,
     _fake_loss,
-    (_set_up_loss, _differentiate_loss),
+    (set_up_loss, differentiate_loss),
     implementation=_loss_op,
 )
 
 
-class _PrecomputedGradient(torch.autograd.Function):
-    """Hands over the gradients of the forward pass in the backward, once, without a copy."""
+class PrecomputedGradient(torch.autograd.Function):
+    """Hands over the gradients of the forward pass in the backward, once, without a copy.
+
+    `compute` returns the loss, results without a gradient, and the three gradients. `only` completes the error of a
+    second backward: when there is one, and what to do instead.
+    """
 
     @staticmethod
     def forward(
@@ -372,35 +378,35 @@ class _PrecomputedGradient(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        op: str,
+        only: tuple[str, str],
         backend: str,
         head: Head,
-        reference: ReferenceHead,
-        policy: Policy,
-        chunking: Chunking,
-        into: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+        compute: Callable[[Head, list[bool]], tuple[Tensor, ...]],
+        has_added: bool,
+    ) -> tuple[Tensor, ...]:
         head = head._replace(hidden=hidden, weight=weight, bias=bias)
-        needs = list(ctx.needs_input_grad[:3])
-        loss, metrics, *ctx.gradients = loss_forward(backend, head, reference, policy, chunking, needs, into)
-        ctx.mark_non_differentiable(metrics)
+        *results, by_hidden, by_weight, by_bias = compute(head, list(ctx.needs_input_grad[:3]))
+        ctx.gradients = [by_hidden, by_weight, by_bias]
+        ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.has_added, ctx.backend = into is not None, backend
-        return loss, metrics
+        ctx.has_added, ctx.backend, ctx.op, ctx.only = has_added, backend, op, only
+        return tuple(results)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if upstream is None:
             return tuple(results)
         if ctx.gradients is None:
+            with_, hint = ctx.only
             raise RuntimeError(
-                "linear_policy_loss: backward must run once with memory='fast', got a second call; "
-                "the first handed out the gradients. memory='low' computes them each time"
+                f"{ctx.op}: backward must run once{with_}, got a second call; the first handed out the gradients{hint}"
             )
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.has_added:
-            rule = "linear_policy_loss: the loss must be given to backward unscaled with weight_grad"
+            rule = f"{ctx.op}: the loss must be given to backward unscaled with weight_grad"
             torch._assert_async((upstream == 1).all(), rule)
         for place, gradient in enumerate(gradients):
             is_weight_added = place == 1 and ctx.has_added
@@ -416,7 +422,12 @@ def apply_loss(
     if torch.compiler.is_compiling():
         results = LOSS[backend](*head, *reference, *policy, *chunking, head.needs_grad)
         return cast(tuple[Tensor, Tensor], results[:2])
+
+    def compute(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
+        return loss_forward(backend, head, reference, policy, chunking, needs, into)
+
     differentiable = (head.hidden, head.weight, head.bias)
-    arguments = (backend, head, reference, policy, chunking, into)
-    results = _PrecomputedGradient.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
+    only = (" with memory='fast'", ". memory='low' computes them each time")
+    arguments = ("linear_policy_loss", only, backend, head, compute, into is not None)
+    results = PrecomputedGradient.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)

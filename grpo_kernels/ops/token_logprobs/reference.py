@@ -25,7 +25,7 @@ class Scaling(NamedTuple):
     def divisor(self, like: Tensor) -> Tensor:
         """NaN where the temperature is not positive and finite."""
         temperature = (
-            like.new_tensor(self.temperature) if self.row_temperature is None else self.row_temperature[..., None]
+            like.new_full((), self.temperature) if self.row_temperature is None else self.row_temperature[..., None]
         )
         return torch.where((temperature > 0) & (temperature < math.inf), temperature, math.nan)
 

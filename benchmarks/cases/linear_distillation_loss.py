@@ -1,0 +1,94 @@
+"""linear_distillation_loss against its three bare matrix products and the installed peers' formulas on whole logits.
+
+Floor: 6 N H V flops in three products. The kernels read the logits twice and write them once; what belongs to the
+teacher's k ids is small.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from benchmarks.case import Bar, Case, Floor, Provider, Sweep
+from benchmarks.head_peers import SHAPES, Inputs, Shape, bare_products, same
+
+OP = "linear_distillation_loss"
+IDS = 64
+
+
+class TaughtInputs(Inputs):
+    """A teacher whose k most probable tokens are drawn at random and hold nine tenths."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        super().__init__(shape, device, seed)
+        generator = torch.Generator(device).manual_seed(seed + 1)
+        n, vocabulary = shape.rows, shape.vocabulary
+        first = torch.randint(vocabulary, (n, 1), generator=generator, device=device)
+        stride = vocabulary // IDS
+        self.ids = (first + stride * torch.arange(IDS, device=device)) % vocabulary
+        scores = torch.randn(n, IDS, generator=generator, device=device)
+        self.logprobs = scores.log_softmax(1) + torch.log(torch.tensor(0.9, device=device))
+
+    def student(self) -> Tensor:
+        return (self.hidden @ self.weight.T).float().log_softmax(-1).gather(1, self.ids)
+
+
+def ours(i: TaughtInputs) -> tuple[Tensor, ...]:
+    return i.gradients(gk.linear_distillation_loss(i.hidden, i.weight, i.ids, i.logprobs).loss)
+
+
+def naive(i: TaughtInputs) -> tuple[Tensor, ...]:
+    student = i.student()
+    rest, left = torch.log(-torch.expm1(student.logsumexp(1))), torch.log(-torch.expm1(i.logprobs.logsumexp(1)))
+    divergence = (i.logprobs.exp() * (i.logprobs - student)).sum(1) + left.exp() * (left - rest)
+    return i.gradients(divergence.mean())
+
+
+def trl(i: TaughtInputs) -> tuple[Tensor, ...]:
+    from trl.experimental.sdft.loss_utils import add_tail_bucket, compute_divergence
+
+    divergence = compute_divergence(add_tail_bucket(i.student()), add_tail_bucket(i.logprobs), 0.0)
+    return i.gradients(divergence.mean())
+
+
+PEERS = (Provider("naive autograd", naive), Provider("trl", trl, package="trl"))
+
+
+def case(shape: Shape) -> Case:
+    return Case(
+        OP,
+        f"{shape} k={IDS}",
+        shape.model,
+        Floor(flops=3 * shape.products),
+        lambda device, seed: TaughtInputs(shape, device, seed),
+        ours,
+        (*PEERS, Provider("three bare products", bare_products, agrees=False)),
+        (
+            Bar("cost at most", 1.25 if shape.device == "cpu" else 1.2, "three bare products"),
+            *(Bar("ratio at least", 1, peer.name) for peer in PEERS),
+            Bar("memory below", 0.2, "naive autograd"),
+        ),
+        same=same(shape),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        devices=(shape.device,),
+        pairs=5,
+        returned=lambda i: i.gradient_bytes,
+    )
+
+
+CASES = [case(shape) for shape in SHAPES]
+TINY = Shape(0, 64, 1024, "", "", torch.float32)
+SWEEPS = [
+    Sweep(
+        OP,
+        f"forward and backward, H = 64, V = 1,024, k = {IDS}",
+        "rows",
+        tuple(8 * 10**e for e in range(5)),
+        lambda device, size: TaughtInputs(TINY._replace(rows=size), device),
+        ours,
+        Floor(flops=3 * TINY._replace(rows=1).products),
+        fit_from=800,
+        batch=10_000,
+    )
+]

@@ -1,0 +1,112 @@
+"""The specification of linear_distillation_loss: the logits whole, and torch's own gradient."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from grpo_kernels.ops.linear_distillation_loss.config import (
+    ABSENT,
+    BUCKET,
+    FORWARD_KL,
+    LEAST_REST,
+    RENORMALISE,
+    REVERSE_KL,
+)
+from grpo_kernels.ops.token_logprobs.reference import Scaling, wide
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    row_temperature: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    logit_scale: float,
+    teacher_ids: Tensor,
+    teacher_logprobs: Tensor,
+    shares: Tensor,
+    kind: int,
+    tail: int,
+    beta: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, the divergence of every row, and the student's probability of the teacher's ids."""
+    counts = shares != 0
+    with torch.autocast(hidden.device.type, enabled=False):
+        # rows that do not count must not give NaN times 0 for a gradient
+        logits = wide(torch.where(counts[:, None], hidden, 0)) @ wide(weight).T
+    if bias is not None:
+        logits = logits + wide(bias)
+    z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(logits)
+    is_absent = teacher_ids == ABSENT
+    columns = z.shape[1]
+    at = torch.where(is_absent, columns, teacher_ids)
+    padded = torch.cat([z, z.new_full((len(z), 1), -math.inf)], 1)
+    chosen = padded.gather(1, at)
+    others = logsumexp(padded.scatter(1, at, -math.inf))
+    log_p, log_q, log_mass, _ = categories(chosen, others, teacher_logprobs, is_absent, tail)
+    values = torch.where(counts, divergence(log_p, log_q, kind, beta).sum(1), 0)
+    mass = torch.where(counts, log_mass.exp(), 0)
+    return (shares * values).sum(), values.detach(), mass.detach()
+
+
+def categories(
+    chosen: Tensor, others: Tensor, teacher_logprobs: Tensor, is_absent: Tensor, tail: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of teacher and student for each category, [N, k + 1], and the student's of all ids and no id.
+
+    The last category is every other id; -inf for both is a category that does not exist.
+
+    Args:
+        chosen: scaled logits of the teacher's ids, [N, k], -inf for absent ones
+        others: log-sum-exp of all other logits, [N], -inf if there are none
+    """
+    log_p = torch.where(is_absent, -math.inf, teacher_logprobs.to(chosen.dtype))
+    among = logsumexp(chosen)
+    total = torch.logaddexp(among, others)
+    log_mass, log_rest = among - total, others - total
+    nothing = torch.full_like(others, -math.inf)
+    if tail == RENORMALISE:
+        has_any = among > -math.inf
+        log_p = log_p - torch.where(has_any, logsumexp(log_p), 0)[:, None]
+        log_q, last = chosen - torch.where(has_any, among, 0)[:, None], (nothing, nothing)
+    else:
+        log_q = chosen - total[:, None]
+        left = torch.log((-torch.expm1(logsumexp(log_p))).clamp(min=LEAST_REST))
+        exists = (others > -math.inf) & (tail == BUCKET)
+        last = torch.where(exists, left, nothing), torch.where(exists, log_rest, nothing)
+    log_p, log_q = (torch.cat([values, end[:, None]], 1) for values, end in zip((log_p, log_q), last, strict=True))
+    return log_p, log_q, log_mass, log_rest
+
+
+def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
+    """The part of each category."""
+    exists = log_p > -math.inf
+    log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == FORWARD_KL:
+        part = p * (log_p - log_q)
+    elif kind == REVERSE_KL:
+        part = q * (log_q - log_p)
+    else:
+        log_m = mixture(log_p, log_q, beta)
+        part = beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+    return torch.where(exists, part, 0)
+
+
+def mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Log of beta * p + (1 - beta) * q."""
+    return torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+
+
+def logsumexp(values: Tensor) -> Tensor:
+    """Over the last dimension; -inf where there is nothing, with a gradient of 0 instead of torch's NaN."""
+    top = values.detach().amax(-1, keepdim=True)
+    top = torch.where(top == -math.inf, 0, top)
+    total = (values - top).exp().sum(-1)
+    is_empty = total == 0
+    return torch.where(is_empty, -math.inf, torch.where(is_empty, 1, total).log() + top[..., 0])
