@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     from grpo_kernels.integrations.verl import advantages, checkpoints, patch_verl, unpatch_verl
+    from grpo_kernels.integrations.verl.queue import QUEUED
 
 assert tiny_verl
 LENGTHS = (3, 5, 2, 4, 4, 1, 6, 3)
@@ -164,6 +165,7 @@ def test_what_the_queue_does_not_hold(queue: Any, patched: None) -> None:
         compute(batch, "similarity_group_grpo")
     with pytest.raises(ValueError, match=r"every one of gdpo_reward_keys, got \['uid'\] without 'acc'"):
         compute(batch, "fused_gdpo", gdpo_reward_keys=["acc"])
+    assert QUEUED.get() is None  # the next batch does not find this one
 
 
 def test_sessions_take_the_columns_of_their_last_output(queue: Any, patched: None) -> None:

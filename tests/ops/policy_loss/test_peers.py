@@ -5,6 +5,7 @@ Compared are the gradients, and the values unless a peer's has the same gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -247,6 +248,38 @@ def test_loss_of(backend: str, name: str, fields: dict[str, Any], expected: Expe
     torch.testing.assert_close(gradient.cpu(), want_gradient, rtol=1e-12, atol=1e-13)
     if fields.get("policy_loss_type") not in OTHER_VALUE:
         torch.testing.assert_close(result.loss.detach().cpu(), want.detach(), rtol=1e-12, atol=1e-13)
+
+
+# Log ratio of a single token to the old policy and to the reference, its advantage, and the term: bounds that a batch of
+# ordinary tokens does not reach.
+FAR = [
+    ("cosmos", {"variant": "gspo", "epsilon_low": -1.0}, (12.0, 0.0, -1.0), math.exp(10)),
+    ("cosmos", {"variant": "gspo", "epsilon_high": -1.0}, (2.0, 0.0, -1.0), math.exp(2)),
+    ("cosmos", {"epsilon_low": -1.0}, (25.0, 0.0, -1.0), 3.0),
+    ("cosmos", {"kl_beta": 1.0}, (0.0, -8.0, 0.0), 10.0),
+    ("roll", {"use_kl_loss": True, "kl_loss_coef": 1.0}, (0.0, 11.0, 0.0), 10.0),
+    ("art", {}, (math.log(4.5), 0.0, -1.0), -4.5 * 5),
+    ("art", {}, (math.log(6.0), 0.0, -1.0), -5.0 * 5),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "token", "term"), FAR)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bounds_of_a_far_token(
+    backend: str, name: str, fields: dict[str, Any], token: tuple[float, float, float], term: float
+) -> None:
+    to_old, to_reference, advantage = token
+    config, device = getattr(gk.LossConfig, name)(**fields), device_of(backend)
+    lp = torch.full((1, 1), -5.0, dtype=F64, device=device)
+    result = gk.policy_loss(
+        lp,
+        lp - to_old,
+        torch.tensor([advantage], dtype=F64, device=device),
+        ref_logprobs=lp - to_reference if config.kl != "none" else None,
+        config=config,
+        backend=backend,
+    )
+    assert result.loss.item() == pytest.approx(term, rel=1e-12)
 
 
 def test_every_loss_of_these_peers_is_compared() -> None:
