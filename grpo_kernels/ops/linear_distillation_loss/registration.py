@@ -136,7 +136,7 @@ def _terms(
     # logits that no category depends on, or none at all
     by_rest = torch.where((others > -torch.inf) & (teacher.tail != RENORMALISE), by_rest, 0)
     by_id = shares[:, None] * explicit.slopes * (slopes[:, :-1] - total[:, None] * log_q[:, :-1].exp())
-    by_id = torch.where(counts[:, None] & ~explicit.is_absent, by_id, 0)
+    by_id = torch.where(counts[:, None], by_id, 0)
     values, mass = torch.where(counts, values, 0), torch.where(counts, log_mass.exp(), 0)
     return values, mass, torch.where(counts, by_rest, 0), by_id
 

@@ -112,6 +112,19 @@ def test_compiles_into_one_graph(backend: str | None) -> None:
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
 
 
+def test_where_all_rows_are_computed_masked_ones_hold_anything() -> None:
+    """As on a GPU: a graph does not choose its rows by their values."""
+    torch.compiler.reset()
+    arguments = to(batch(), F32) | {"mask": torch.arange(ROWS) % 3 != 1}
+    _, want = run(arguments)
+    arguments["hidden"][~arguments["mask"]] = torch.nan
+    leaves = {name: arguments[name].clone().requires_grad_() for name in LEAVES}
+    loss = torch.compile(lambda **inputs: gk.linear_distillation_loss(**inputs).loss, backend="aot_eager")
+    loss(**arguments | leaves).backward()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.grad, want[name], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name == "cpu" or torch.cuda.is_available()])
 def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     arguments = to(batch(), F32, device_of(backend))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -123,6 +124,18 @@ def test_the_rest_is_exact_however_little_it_is(backend: str) -> None:
     shares = (rest - rest.logsumexp(0)).exp()
     others = [i for i in range(COLUMNS) if i not in arguments["teacher_ids"][0].tolist()]
     torch.testing.assert_close(gradients["bias"][others], -left * shares, rtol=1e-9, atol=1e-18)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sure_teacher_leaves_a_rounding_to_the_rest(backend: str) -> None:
+    """In the reverse direction nothing at all would be infinite."""
+    arguments = batch(rows=1, k=1)
+    arguments["teacher_logprobs"][:] = 0
+    log_q = (arguments["hidden"] @ arguments["weight"].T + arguments["bias"]).log_softmax(1)[0]
+    q = log_q[arguments["teacher_ids"][0, 0]].exp()
+    result, _ = run(arguments, kind="reverse_kl", backend=backend)
+    want = q * q.log() + (1 - q) * ((1 - q).log() - math.log(2.0**-24))
+    torch.testing.assert_close(result.divergence[0], want, **NEAR)
 
 
 def sparse(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -250,8 +250,8 @@ def test_loss_of(backend: str, name: str, fields: dict[str, Any], expected: Expe
         torch.testing.assert_close(result.loss.detach().cpu(), want.detach(), rtol=1e-12, atol=1e-13)
 
 
-# Log ratio of a single token to the old policy and to the reference, its advantage, and the term: bounds that a batch of
-# ordinary tokens does not reach.
+# Bounds that a batch of ordinary tokens does not reach: log ratio of a single token to the old policy and to the
+# reference, its advantage, and the term.
 FAR = [
     ("cosmos", {"variant": "gspo", "epsilon_low": -1.0}, (12.0, 0.0, -1.0), math.exp(10)),
     ("cosmos", {"variant": "gspo", "epsilon_high": -1.0}, (2.0, 0.0, -1.0), math.exp(2)),
