@@ -69,7 +69,9 @@ class RowGroups(NamedTuple):
             checks.integer(op, "groups", groups, "an int or an integer tensor")
             if groups < 1 or count % groups != 0:
                 raise ValueError(f"{op}: groups must divide the number of rows, {count}, got {groups}")
-            ids = torch.arange(count, device=rows.device) // groups
+            places = torch.arange(count + 1, device=rows.device)
+            order = places[:-1]
+            return cls(order, (places * groups).clamp(max=count), order // groups)
         sorted_rows = sort_rows(count, ids, 0, None)
         assert sorted_rows is not None
         order, starts = sorted_rows.order, sorted_rows.starts

@@ -62,10 +62,10 @@ def as_policy_gradient(
 def replace_policy_loss(loss: Tensor, metrics: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Loss and metrics with the value of the objective, and the loss's own gradient by log-probs and entropies."""
     at = METRICS.index
+    assert METRICS[:2] == ("loss", "policy_loss")
     others = metrics[at("loss")] - metrics[at("policy_loss")]
     value = objective.value.detach()
-    measured = metrics.clone()
-    measured[at("loss")], measured[at("policy_loss")] = others + value, value
+    measured = torch.cat([torch.stack([others + value, value]), metrics[2:]])
     if objective.weights is not None:
         known = ~objective.weights.isnan()
         weights = torch.where(known, objective.weights, 0)
@@ -84,7 +84,7 @@ def _row_sums(
 ) -> tuple[Tensor, Tensor]:
     """Sums of lp - base over the tokens of each row that have a policy term, 0 without a base, and their numbers."""
     if backend in ROW_SUMS:
-        sums, counts = ROW_SUMS[backend](lp, base, valid, policy.cu_seqlens)
+        sums, counts = ROW_SUMS[backend](lp, lp if base is None else base, valid, policy.cu_seqlens)
         return sums, counts
     differences = torch.zeros_like(lp) if base is None else lp - base
     counted = torch.ones_like(lp, dtype=torch.bool) if valid is None else valid

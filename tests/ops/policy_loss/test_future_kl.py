@@ -18,8 +18,8 @@ BACKENDS = runnable_backends(SUPPORTS, F64)
 ROWS, WIDTH = 6, 40
 CONFIGS = {
     "published": {"future_kl_half_life": 32.0},
-    "both sides": {"future_kl_half_life": 4.0, "future_kl_clip": (0.8, 1.2), "future_kl_safety": 1.2},
-    "capped": {"future_kl_half_life": 8.0, "future_kl_cap": 1.3, "delta": 1.3, "future_kl_safety": 1.1},
+    "both sides": {"future_kl_half_life": 4.0, "future_kl_clip": (0.8, 1.2), "future_kl_safety": 1.05},
+    "capped": {"future_kl_half_life": 8.0, "future_kl_cap": 1.1, "delta": 1.15, "future_kl_safety": 1.05},
     "unbounded": {"future_kl_half_life": 0.5, "future_kl_clip": None, "future_kl_safety": None},
 }
 
@@ -31,7 +31,7 @@ def draw(seed: int = 0) -> dict[str, Tensor]:
     mask = torch.rand(ROWS, WIDTH, generator=random) < 0.8
     mask[3] = False
     return {
-        "logprobs": old + 0.3 * torch.randn(ROWS, WIDTH, generator=random, dtype=F64),
+        "logprobs": old + 0.08 * torch.randn(ROWS, WIDTH, generator=random, dtype=F64),
         "old_logprobs": old,
         "advantages": torch.randn(ROWS, generator=random, dtype=F64),
         "mask": mask,
