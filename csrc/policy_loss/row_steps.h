@@ -84,17 +84,25 @@ GRPO_HD void weights_of_future_kl(const FutureKl<T>& row, int64_t count, T* weig
   const FutureKl<T> tokens = row;
   const V low = every(row.low), high = every(row.high), log_safety = every(row.log_safety);
   const V safe_low = every(row.safe_low), safe_high = every(row.safe_high);
-  const auto step = [&](int64_t k, int64_t left) {
-    V weight = exp(Math::load(weights + k, left));
-    weight = smaller(high, larger(low, weight));
-    const V log_ratio = Math::load(tokens.logprobs + k, left) - Math::load(tokens.old_logprobs + k, left);
-    const V advantage =
-        tokens.advantages == nullptr ? every(tokens.row_advantage) : Math::load(tokens.advantages + k, left);
-    const V safe = smaller(safe_high, larger(safe_low, weight));
-    weight = Math::select((log_ratio > log_safety) & (advantage < V{}), safe, weight);
-    Math::store(weights + k, left, weight);
+  const auto bounded = [&](int64_t k, int64_t left) {
+    return smaller(high, larger(low, exp(Math::load(weights + k, left))));
   };
+  const auto step = [&](int64_t k, int64_t left) {
+    const V weight = bounded(k, left);
+    const V log_ratio = Math::load(tokens.logprobs + k, left) - Math::load(tokens.old_logprobs + k, left);
+    V advantage = every(tokens.row_advantage);
+    if (tokens.advantages != nullptr) advantage = Math::load(tokens.advantages + k, left);
+    const V safe = smaller(safe_high, larger(safe_low, weight));
+    Math::store(weights + k, left, Math::select((log_ratio > log_safety) & (advantage < V{}), safe, weight));
+  };
+  const bool has_worse = row.advantages != nullptr || row.row_advantage < 0;
   int64_t k = 0;
+  if (!has_worse || isinf(row.log_safety)) {
+    for (; k + Math::kCount <= count; k += Math::kCount)
+      Math::store(weights + k, Math::kCount, bounded(k, Math::kCount));
+    if (k < count) Math::store(weights + k, count - k, bounded(k, count - k));
+    return;
+  }
   for (; k + Math::kCount <= count; k += Math::kCount) step(k, Math::kCount);
   if (k < count) step(k, count - k);
 }

@@ -16,6 +16,7 @@
 
 // The CPU's passes over the rows before the terms of losses that look beyond a token.
 namespace grpo_kernels {
+
 // Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
 inline int64_t count_true(const bool* flags, int64_t count) {
   constexpr uint64_t kEven = 0x00FF00FF00FF00FFull;

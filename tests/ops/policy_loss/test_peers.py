@@ -219,7 +219,7 @@ def of_future(b: Batch, half_life: float, cap: float = float("inf")) -> Tensor:
     """exp of the discounted sum of a token's and the later ones' log ratios."""
     d = torch.where(b.mask & ((b.lp - b.old).exp() <= cap), b.lp - b.old, 0).detach()
     distance = torch.arange(WIDTH)[:, None] - torch.arange(WIDTH)
-    return (d @ torch.where(distance >= 0, 0.5 ** (distance / half_life), 0)).exp()
+    return (d @ torch.where(distance >= 0, 0.5 ** (distance.double() / half_life), 0)).exp()
 
 
 def real(b: Batch, tau: float) -> Tensor:
