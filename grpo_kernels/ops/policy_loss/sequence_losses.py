@@ -135,8 +135,8 @@ def _real(seen: _Rows, score: Tensor, rows: RowInputs, config: LossConfig) -> tu
     assert groups is not None
     better = seen.advantage > 0
     sides = torch.stack([seen.active & better, seen.active & ~better], 1)
-    scaled = (score / config.real_tau)[:, None] * score.new_tensor([-1.0, 1.0])
-    exponents = torch.where(sides, scaled, -math.inf)
+    scaled = score / config.real_tau
+    exponents = torch.where(sides, torch.stack([-scaled, scaled], 1), -math.inf)
     top = groups.reduce(exponents, "max", 0.0)
     spread = (exponents - top[groups.group]).exp()
     totals = groups.reduce(torch.cat([spread, sides.double()], 1), "sum", 0.0)

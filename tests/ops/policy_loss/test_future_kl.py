@@ -98,8 +98,8 @@ def test_published_formula(backend: str, name: str, layout: str) -> None:
     assert not gradient[ROWS * WIDTH :].any()
     m = result.metrics.to_dict()
     assert m["is_sum"] / m["is_count"] == pytest.approx(float(weights[mask].mean()))
-    is_bounded = config.future_kl_clip is not None
-    assert len(weights[mask].unique()) > 20 and (not is_bounded or m["is_max"] == pytest.approx(1.2))
+    assert m["is_max"] == pytest.approx(float(weights[mask].max()))
+    assert len(weights[mask].unique()) > 9  # not clipped everywhere
 
 
 @pytest.mark.parametrize("name", CONFIGS)
