@@ -51,6 +51,41 @@ def sort_rows(rows: int, groups: Tensor | None, group_size: int, subgroups: Tens
     return SortedRows(order, starts, parent, _starts(parents))
 
 
+class RowGroups(NamedTuple):
+    """Rows sorted by group, the first row of each group in that order with room for one group per row, and the group
+    of each row, all int64: what sums over the rows of a group need, in a fixed order and without a host wait."""
+
+    order: Tensor
+    starts: Tensor
+    group: Tensor
+
+    @classmethod
+    def of(cls, op: str, groups: int | Tensor, rows: Tensor) -> RowGroups:
+        """Checks `groups`, an int (that many consecutive rows) or integer ids, and lays out the rows of a tensor."""
+        count = rows.shape[0]
+        if isinstance(groups, Tensor):
+            ids = checks.per_row(op, "groups", groups, checks.INTEGERS, rows).long()
+        else:
+            checks.integer(op, "groups", groups, "an int or an integer tensor")
+            if groups < 1 or count % groups != 0:
+                raise ValueError(f"{op}: groups must divide the number of rows, {count}, got {groups}")
+            places = torch.arange(count + 1, device=rows.device)
+            order = places[:-1]
+            return cls(order, (places * groups).clamp(max=count), order // groups)
+        sorted_rows = sort_rows(count, ids, 0, None)
+        assert sorted_rows is not None
+        order, starts = sorted_rows.order, sorted_rows.starts
+        place = torch.searchsorted(starts[1:].contiguous(), torch.arange(count, device=rows.device), right=True)
+        return cls(order, starts, torch.empty_like(place).index_put((order,), place))
+
+    def reduce(self, values: Tensor, how: str, initial: float) -> Tensor:
+        """The sum, minimum or maximum of the rows [B, ...] of each group, by group; `initial` where there is none."""
+        if values.numel() == 0:
+            return values
+        ordered = values[self.order].contiguous()
+        return torch.segment_reduce(ordered, how, offsets=self.starts, axis=0, unsafe=True, initial=initial)
+
+
 def _changes(sorted_ids: Tensor) -> Tensor:
     """True at the first row of each run of equal ids."""
     changes = torch.ones_like(sorted_ids, dtype=torch.bool)

@@ -113,6 +113,8 @@ def draw_policy(shape: tuple[int, ...]) -> Inputs:
         "ref_logprobs": old + 0.1 * torch.randn(shape),
         "sampling_logprobs": old + 0.1 * torch.randn(shape),
         "kinds": torch.randint(4, shape),
+        "groups": torch.randint(3, (ROWS,)),
+        "log_z": torch.randn(ROWS),
         "tokens": torch.rand(()) + 9,
         "logprobs": (old + 0.3 * torch.randn(shape)).requires_grad_(),
         "entropy": torch.rand(shape).requires_grad_(),
@@ -125,7 +127,9 @@ def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
     names = ["mask"]
     names += ["cu_seqlens"] if "cu_seqlens" in inputs else []
     names += ["segments"] if config.ratio == "segment" and "cu_seqlens" not in inputs else []
-    names += ["ref_logprobs"] if config.kl != "none" and "ref_logprobs" in inputs else []
+    needs_reference = config.kl != "none" or config.loss == "flowrl"
+    names += ["ref_logprobs"] if needs_reference and "ref_logprobs" in inputs else []
+    names += ["groups"] if config.loss in ("gvpo", "real") else ["log_z"] if config.loss == "flowrl" else []
     names += ["sampling_logprobs"] if config.correction != "none" else []
     names += ["kinds"] if config.cross_entropy_coef != 1 else []
     return {"config": config, "normalizer": {"tokens": inputs["tokens"]}} | {name: inputs[name] for name in names}
@@ -138,6 +142,10 @@ CORRECTED = gk.LossConfig(correction="token_truncate", correction_max=2.0)
 DRAWN = gk.LossConfig(loss="clip_cov", cov_ratio=0.2, cov_bounds=(-1.0, 1.0))
 MIXED = gk.LossConfig(cross_entropy_coef=0.5)
 BONUS = gk.LossConfig(entropy_coef=0.01)
+FUTURE = gk.LossConfig(future_kl_half_life=2.0, future_kl_clip=(0.8, 1.2), future_kl_cap=1.2, future_kl_safety=1.1)
+GVPO = gk.LossConfig(loss="gvpo")
+REAL = gk.LossConfig(loss="real")
+FLOWRL = gk.LossConfig(loss="flowrl")
 TOP = gk.LossConfig(entropy_coef=0.01, top_entropy_quantile=0.5)
 
 
@@ -399,6 +407,10 @@ CASES: dict[str, Case] = {
     "policy_loss of corrected tokens": policy_loss(CORRECTED, PADDED),
     "policy_loss of tokens of every kind": policy_loss(MIXED, PADDED),
     "policy_loss of drawn tokens": policy_loss(DRAWN, PACKED),
+    "policy_loss with weights of the future": policy_loss(FUTURE, PADDED),
+    "policy_loss of GVPO": policy_loss(GVPO, PACKED),
+    "policy_loss of REAL": policy_loss(REAL, PADDED),
+    "policy_loss of FlowRL": policy_loss(FLOWRL, PACKED),
     "policy_loss with an entropy bonus": policy_loss(BONUS, PACKED),
     "policy_loss of the top entropies": policy_loss(TOP, PADDED),
     "sampling_correction": correction(PADDED),
@@ -420,6 +432,7 @@ CASES: dict[str, Case] = {
     "linear_policy_loss at positions in little memory": linear_loss(CLIP, at_positions=True, memory="low"),
     "linear_policy_loss in little memory": linear_loss(CLIP, memory="low"),
     "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
+    "linear_policy_loss of GVPO": linear_loss(GVPO, chunk_size=8),
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
     "endpoint_segments": segments(PADDED, "values", norm="batch"),
     "endpoint_segments of prompts": segments(PACKED, "groups", norm="prompt"),

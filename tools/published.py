@@ -95,6 +95,30 @@ LOSSES = (
         "NeMo-RL, ROLL; advantages are the teacher's log-probs minus the sampler's",
         "policy_loss/test_published.py::test_on_policy_distillation",
     ),
+    Variant(
+        "GVPO",
+        "gk.LossConfig(loss='gvpo')",
+        "arXiv 2504.19599 and its verl recipe",
+        "policy_loss/test_sequence_losses.py::test_published_formula",
+    ),
+    Variant(
+        "REAL",
+        "gk.LossConfig.swift(loss_type='real')",
+        "arXiv 2602.05630, ms-swift",
+        "policy_loss/test_sequence_losses.py::test_published_formula",
+    ),
+    Variant(
+        "FlowRL",
+        "gk.LossConfig(loss='flowrl', clip_high=0.28)",
+        "arXiv 2509.15207 and its verl recipe",
+        "policy_loss/test_sequence_losses.py::test_published_formula",
+    ),
+    Variant(
+        "FIPO",
+        "gk.LossConfig.swift(loss_type='fipo', delta=10.0)",
+        "arXiv 2603.19835, ms-swift",
+        "policy_loss/test_future_kl.py::test_published_formula",
+    ),
 )
 CORRECTIONS = (
     Variant(
@@ -188,4 +212,3 @@ ADVANTAGES = (
         "group_advantages/test_leave_one_out.py::test_each_row_against_the_others",
     ),
 )
-MISSING = ("FIPO", "REAL", "GVPO", "FlowRL")

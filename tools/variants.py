@@ -18,7 +18,7 @@ from tools import published as known
 DOCS = Path(__file__).parent.parent / "docs"
 MARKS = ("<!-- variants, written by tools/variants.py -->", "<!-- end of variants -->")
 FIELDS = {
-    "loss": loss.LOSSES,
+    "loss": (*loss.LOSSES, *loss.SEQUENCE_LOSSES),
     "ratio": loss.RATIOS,
     "kl": loss.KLS,
     "aggregation": loss.AGGREGATIONS,
@@ -70,6 +70,7 @@ def policy_loss() -> str:
     cosmos = {name: LossConfig.cosmos(variant=name) for name in peers.COSMOS_VARIANTS}
     cosmos["aipo_rho=2"] = LossConfig.cosmos(aipo_rho=2.0)
     art = {name: LossConfig.art(importance_sampling_level=name, ppo=True) for name in peers.ART_LEVELS}
+    swift = {name: LossConfig.swift(loss_type=name) for name in peers.SWIFT_LOSS_TYPES}
     areal = {"eps_clip": LossConfig.areal(), "use_sapo_loss": LossConfig.areal(use_sapo_loss=True)}
     refused = ", ".join(f"`{name}`" for name in peers.VERL_REFUSED)
     return "\n\n".join(
@@ -83,6 +84,7 @@ def policy_loss() -> str:
             loss_rows(roll, "`LossConfig.roll(pg_variant=...)`, with ROLL's defaults.", "ROLL's `pg_variant`"),
             loss_rows(cosmos, "`LossConfig.cosmos(variant=...)`, with cosmos-rl's defaults.", "cosmos-rl's `variant`"),
             loss_rows(art, "`LossConfig.art(importance_sampling_level=..., ppo=True)`.", "ART's level"),
+            loss_rows(swift, "`LossConfig.swift(loss_type=...)`, with ms-swift's defaults.", "ms-swift's `loss_type`"),
             f"Refused: verl's {refused}, SkyRL's {', '.join(f'`{name}`' for name in peers.SKYRL_REFUSED)}.",
         ]
     )
@@ -111,7 +113,6 @@ def published() -> str:
             rows(known.CORRECTIONS),
             "## Advantages",
             rows(known.ADVANTAGES),
-            f"## Missing\n\nNot implemented: {', '.join(known.MISSING)}.",
         ]
     )
 

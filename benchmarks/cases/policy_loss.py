@@ -111,6 +111,30 @@ def verl(b: Batch) -> Tensor:
     return b.gradient(loss + BETA * core_algos.agg_loss(kl, b.mask, "token-mean"))
 
 
+def clip(b: Batch) -> Tensor:
+    return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=gk.LossConfig()).loss)
+
+
+def beyond_a_token(config: gk.LossConfig) -> Call:
+    """A loss that looks at whole rows, groups of eight of them, or later tokens."""
+
+    def call(b: Batch) -> Tensor:
+        more: dict[str, Any] = {"groups": 8} if config.loss in ("gvpo", "real") else {}
+        if config.loss == "flowrl":
+            more = {"log_z": b.advantages, "ref_logprobs": b.ref}
+        return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=config, **more).loss)
+
+    return call
+
+
+BEYOND_A_TOKEN = {
+    "GVPO": gk.LossConfig(loss="gvpo"),
+    "REAL": gk.LossConfig(loss="real"),
+    "FlowRL": gk.LossConfig(loss="flowrl"),
+    "FIPO": gk.LossConfig(future_kl_half_life=32.0),
+}
+
+
 # float32 gradients of 1e-6, against the largest of them
 SAME = Same(rtol=1e-4, of_largest=1e-5)
 ALL_TOKENS = Provider("all tokens", ours, agrees=False)
@@ -175,6 +199,20 @@ CASES = [
         ours,
         devices=("cpu",),
         bars=(Bar("microseconds at most", 60),),
+    ),
+    *(
+        Case(
+            OP,
+            name,
+            "256 responses of 2,048 tokens",
+            Floor(bytes=13 * ROWS * WIDTH),
+            of(),
+            beyond_a_token(config),
+            (Provider("clip", clip, agrees=False),),
+            bars=(Bar("cost at most", 1.5, "clip"),),
+            devices=("cpu",),
+        )
+        for name, config in BEYOND_A_TOKEN.items()
     ),
     # so many that both sides run on several threads
     some_tokens(

@@ -9,11 +9,14 @@ namespace grpo_kernels {
 // The kernels are specialised for PPO's clipped loss, and again for its common case: token ratios, and no inputs beyond
 // old log-probs, advantages, a mask and the reference log-probs of a k3 KL. CUDA has bare kinds for the same inputs and
 // no limits on ratios and KL estimates beyond the clipping itself: PPO's loss, CISPO, and PPO's loss with the ratios of
-// sequences (GSPO), each without and with a KL.
+// sequences (GSPO), each without and with a KL. A CPU has the common case of REINFORCE, which losses of rows become,
+// and that of PPO's loss with importance weights of tokens.
 enum class WalkKind {
   kAny,
   kClip,
   kPlainClip,
+  kPlainReinforce,
+  kWeightedClip,
   kBareClip,
   kBareClipK3,
   kBareCispo,
@@ -79,6 +82,18 @@ struct PolicyBatch {
     if (plan.loss != Loss::kClip || kinds != nullptr) return WalkKind::kAny;
     const bool has_token_ratio = !needs_whole_rows() && plan.ratio == Ratio::kToken;
     return has_token_ratio && has_plain_inputs() ? WalkKind::kPlainClip : WalkKind::kClip;
+  }
+
+  // The kind on a CPU.
+  WalkKind host_kind() const {
+    if (plan.ratio == Ratio::kToken && !needs_whole_rows()) {
+      PolicyBatch unweighted = *this;
+      unweighted.is_weights = nullptr;
+      const bool is_weighted = is_weights != nullptr && !is_weights_by_row;
+      if (plan.loss == Loss::kReinforce && has_plain_inputs()) return WalkKind::kPlainReinforce;
+      if (plan.loss == Loss::kClip && is_weighted && unweighted.has_plain_inputs()) return WalkKind::kWeightedClip;
+    }
+    return walk_kind();
   }
 
   // The bare kind without a KL; kAny if there is none.

@@ -10,6 +10,7 @@
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
+#include "policy_loss/row_steps_cpu.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
 
@@ -23,24 +24,6 @@ constexpr int64_t kTokensPerTask = 4096;  // a multiple of the tokens that the k
 // Nanoseconds a token on one thread with AVX2: counting, terms of PPO's clip and of any loss, terms that need their
 // row, the gradient of the entropy.
 constexpr double kCountCost = 0.2, kClipCost = 2, kTermCost = 4, kRowTermCost = 9, kEntropyCost = 1;
-
-// Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
-int64_t count_true(const bool* flags, int64_t count) {
-  constexpr uint64_t kEven = 0x00FF00FF00FF00FFull;
-  int64_t total = 0, k = 0;
-  while (k + 8 <= count) {
-    uint64_t bytes = 0;
-    for (int word = 0; word < 255 && k + 8 <= count; ++word, k += 8) {
-      uint64_t eight;
-      std::memcpy(&eight, flags + k, 8);
-      bytes += eight;
-    }
-    const uint64_t pairs = (bytes & kEven) + ((bytes >> 8) & kEven);
-    total += static_cast<int64_t>((pairs * 0x0001000100010001ull) >> 48);
-  }
-  for (; k < count; ++k) total += flags[k];
-  return total;
-}
 
 // Writes the indices of the true flags and returns their number. Free of branches that depend on the flags, which are
 // unpredictable: for eight flags it writes eight indices, the true ones first, and the next eight overwrite the rest.
@@ -342,7 +325,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     divide(count, threads_for(cost * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
-        run_tokens(tokens, in.plan, in.walk_kind(), tasks[i].count, parts[i]);
+        run_tokens(tokens, in.plan, in.host_kind(), tasks[i].count, parts[i]);
       }
     });
     for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);
@@ -412,4 +395,6 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
+  library.impl("policy_row_sums_cpu", TORCH_BOX(&grpo_kernels::policy_row_sums_cpu));
+  library.impl("policy_future_kl_cpu", TORCH_BOX(&grpo_kernels::policy_future_kl_cpu));
 }

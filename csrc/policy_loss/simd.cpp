@@ -3,6 +3,7 @@
 #include "policy_loss/simd.h"
 
 #include "common/simd/term_math.h"
+#include "policy_loss/row_steps.h"
 #include "policy_loss/walk.h"
 
 namespace grpo_kernels::GRPO_SIMD {
@@ -51,6 +52,10 @@ void walk(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind kind, 
     case WalkKind::kPlainClip:
       return tokens.mask == nullptr ? run<T, WalkKind::kPlainClip, true>(tokens, plan, count, sums)
                                     : run<T, WalkKind::kPlainClip, false>(tokens, plan, count, sums);
+    case WalkKind::kPlainReinforce:
+      return run<T, WalkKind::kPlainReinforce, false>(tokens, plan, count, sums);
+    case WalkKind::kWeightedClip:
+      return run<T, WalkKind::kWeightedClip, false>(tokens, plan, count, sums);
     case WalkKind::kClip:
       return run<T, WalkKind::kClip, false>(tokens, plan, count, sums);
     default:
@@ -67,6 +72,17 @@ void policy_tokens(const PolicyTokens<float>& tokens, const PolicyPlan& plan, Wa
 void policy_tokens(const PolicyTokens<double>& tokens, const PolicyPlan& plan, WalkKind kind, int64_t count,
                    PolicySums& sums) {
   walk(tokens, plan, kind, count, sums);
+}
+
+double difference_sum(const float* logprobs, const float* base, const bool* mask, int64_t count) {
+  return sum_of_differences(logprobs, base, mask, count);
+}
+double difference_sum(const double* logprobs, const double* base, const bool* mask, int64_t count) {
+  return sum_of_differences(logprobs, base, mask, count);
+}
+void future_kl(const FutureKl<float>& row, int64_t count, float* weights) { weights_of_future_kl(row, count, weights); }
+void future_kl(const FutureKl<double>& row, int64_t count, double* weights) {
+  weights_of_future_kl(row, count, weights);
 }
 
 }  // namespace grpo_kernels::GRPO_SIMD

@@ -38,9 +38,11 @@ struct PolicyWalk {
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
   static constexpr bool kIsCispo = is_bare_cispo(kKind), kIsSequence = is_bare_sequence(kKind);
-  static constexpr bool kIsClip = kKind != WalkKind::kAny && !kIsCispo;
+  static constexpr bool kIsReinforce = kKind == WalkKind::kPlainReinforce;
+  static constexpr bool kIsClip = kKind != WalkKind::kAny && !kIsCispo && !kIsReinforce;
   static constexpr bool kIsBare = is_bare(kKind);
-  static constexpr bool kIsPlain = kIsBare || kKind == WalkKind::kPlainClip;
+  static constexpr bool kIsWeighted = kKind == WalkKind::kWeightedClip;
+  static constexpr bool kIsPlain = kIsBare || kKind == WalkKind::kPlainClip || kIsReinforce || kIsWeighted;
 
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
   const PolicyPlan plan;
@@ -64,7 +66,10 @@ struct PolicyWalk {
   // Repeat what kKind implies, so that the compiler drops the other branches.
   GRPO_HD bool has(const void* optional) const { return !kIsPlain && optional != nullptr; }
   GRPO_HD bool has_kinds() const { return kKind == WalkKind::kAny && in.kinds != nullptr; }
-  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : kIsCispo ? Loss::kCispo : plan.loss; }
+  GRPO_HD Loss loss() const {
+    if (kIsReinforce) return Loss::kReinforce;
+    return kIsClip ? Loss::kClip : kIsCispo ? Loss::kCispo : plan.loss;
+  }
   GRPO_HD Kl kl_kind() const { return kIsPlain ? Kl::kK3 : plan.kl; }
   GRPO_HD bool is_local_kl() const { return !kIsPlain && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
   GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
@@ -96,7 +101,7 @@ struct PolicyWalk {
         add_is_weight(weight, is_valid);
       }
     }
-    if (has(in.is_weights)) {
+    if (kIsWeighted || has(in.is_weights)) {
       weight = load(in.is_weights, k, left, is_valid);
       add_is_weight(weight, is_valid);
     }
@@ -183,7 +188,7 @@ struct PolicyWalk {
     const Term<M> term = policy_term<M>(loss(), input, coefficients);
 
     V factor = weight;
-    if (!kIsPlain) factor = importance_weight(k, left, kinds.has_policy, input.old_logprob) * weight;
+    if (!kIsPlain || kIsWeighted) factor = importance_weight(k, left, kinds.has_policy, input.old_logprob) * weight;
     Flag has_loss = is_term;
     if (loss() != Loss::kGeoMean) has_loss = has_loss & is_kept;
     if (!kIsPlain && in.row_is_off_policy) {
@@ -197,7 +202,8 @@ struct PolicyWalk {
     V score_gradient = zero;
     if (!kIsClip) score_gradient = M::select(has_loss, term.by_score, zero) * scale;
     if (has_kinds()) score_gradient += add_cross_entropy(k, left, is_valid, weight, input.logprob);
-    V ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
+    V ratio_gradient = zero;
+    if (!kIsReinforce) ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
     const V kl_weight = is_local_kl() ? M::select(is_kept, M::all(1), zero) : weight;
     const V kl_gradient = add_kl(k, left, kinds.is_regularized, kl_weight, input.logprob, term, ratio_gradient);
     if (!kIsPlain && plan.mixes_ratios()) {

@@ -18,6 +18,7 @@ TERMS = {
     "icepop": gk.LossConfig(loss="icepop", clip_high=0.1),
     "topr": gk.LossConfig(loss="topr"),
     "average": gk.LossConfig(ratio="average"),
+    "future_kl": gk.LossConfig(future_kl_half_life=8.0, future_kl_clip=(0.8, 1.2)),
     "clip_cov": gk.LossConfig(loss="clip_cov", cov_ratio=0.5, cov_bounds=(0.0, 5.0)),
 }
 
@@ -45,3 +46,9 @@ def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str) -> None
     ).loss
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-7)
     assert float(plain._compute_loss(trainer.model, dict(inputs))) != pytest.approx(float(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gvpo", "real", "flowrl"])
+def test_losses_of_whole_rows_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^FusedGRPOTrainer: loss\.loss must not be '{name}'"):
+        made(tmp_path, changes={}, loss=gk.LossConfig(loss=name))

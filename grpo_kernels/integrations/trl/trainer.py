@@ -24,6 +24,7 @@ _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 _POLICY_TERM = (
     *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
     *("dro_beta", "log_ratio_clamp", "cov_ratio", "cov_bounds", "cov_kl_coef"),
+    *("future_kl_half_life", "future_kl_clip", "future_kl_cap", "future_kl_safety"),
 )
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
 
@@ -68,6 +69,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError(
                 "FusedGRPOTrainer: advantages.reward_weights must be left out, as GRPOConfig has them, got "
                 f"{advantages.reward_weights}"
+            )
+        if loss is not None and loss.is_of_sequences:
+            raise ValueError(
+                f"FusedGRPOTrainer: loss.loss must not be {loss.loss!r}, which compares the completions of a prompt or "
+                "needs log_z: TRL shuffles completions over micro-batches, and has no such network"
             )
         if loss is not None and segments is not None:
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")

@@ -20,7 +20,15 @@ from grpo_kernels.ops.linear_head.arguments import (
 from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
-from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy, participants
+from grpo_kernels.ops.policy_loss.arguments import (
+    Layout,
+    Normalizer,
+    RowInputs,
+    check_entropy,
+    check_policy,
+    check_rows,
+    participants,
+)
 from grpo_kernels.ops.policy_loss.config import POLICY, LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.registration import Policy
@@ -54,6 +62,8 @@ def linear_policy_loss(
     is_weights: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
+    groups: int | Tensor | None = None,
+    log_z: Tensor | None = None,
     return_entropy: bool = False,
     config: LossConfig | str = "grpo",
     memory: str = "fast",
@@ -69,7 +79,7 @@ def linear_policy_loss(
         targets: -100 excludes a token, whatever the mask says
         weight, bias, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
         old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
-            weights, normalizer, config: as in policy_loss
+            weights, normalizer, groups, log_z, config: as in policy_loss
         ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
             Without ref_weight its weight and bias are those of the policy
@@ -77,7 +87,8 @@ def linear_policy_loss(
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
-            with top_entropy_quantile, clip_cov and kl_cov, which choose among all tokens at the end
+            with top_entropy_quantile, clip_cov, kl_cov, gvpo, real, flowrl and future_kl_half_life, whose terms depend
+            on tokens of other chunks
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that. "device" is for a GPU and half precision: tokens without a gradient are left out
@@ -114,6 +125,7 @@ def linear_policy_loss(
         weights=weights,
         normalizer=normalizer,
     )
+    rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
@@ -134,7 +146,7 @@ def linear_policy_loss(
     check_weight_grad(_OP, weight_grad, head, chunking is not None, otherwise)
     if chunking is None:
         measured = takes_part.reshape(-1) if is_compact else chosen_rows
-        return _with_low_memory(layout, config, head, reference, policy, want_entropy, measured, size, chosen)
+        return _with_low_memory(layout, config, head, reference, policy, rows, want_entropy, measured, size, chosen)
     loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
@@ -146,6 +158,7 @@ def _with_low_memory(
     head: Head,
     reference: ReferenceHead,
     policy: Policy,
+    rows: RowInputs,
     want_entropy: bool,
     measured: Tensor | None,
     chunk_size: int | None,
@@ -178,7 +191,7 @@ def _with_low_memory(
         other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
-    return compute(layout, config, logprobs, entropy, None, policy, backend)
+    return compute(layout, config, logprobs, entropy, None, policy, rows, backend)
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:

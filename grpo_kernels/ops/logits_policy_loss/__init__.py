@@ -8,7 +8,14 @@ from torch import Tensor
 from grpo_kernels import backends
 from grpo_kernels.ops.logits_policy_loss import registration as op
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
-from grpo_kernels.ops.policy_loss.arguments import Layout, Normalizer, check_entropy, check_policy, participants
+from grpo_kernels.ops.policy_loss.arguments import (
+    Layout,
+    Normalizer,
+    check_entropy,
+    check_policy,
+    check_rows,
+    participants,
+)
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.token_logprobs import (
@@ -42,6 +49,8 @@ def logits_policy_loss(
     is_weights: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
+    groups: int | Tensor | None = None,
+    log_z: Tensor | None = None,
     return_entropy: bool = False,
     config: LossConfig | str = "grpo",
     inplace: bool = False,
@@ -57,7 +66,7 @@ def logits_policy_loss(
         targets: -100 excludes a token, whatever the mask says
         temperature, softcap, logit_scale, backend: as in token_logprobs
         old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
-            weights, normalizer, config: as in policy_loss
+            weights, normalizer, groups, log_z, config: as in policy_loss
         return_entropy: measure the entropy even if the config does not need it
         inplace: overwrite the logits with their gradient, which saves their size in memory. Nothing else may read
             them, and torch.compile is not supported
@@ -88,19 +97,20 @@ def logits_policy_loss(
         weights=weights,
         normalizer=normalizer,
     )
+    rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, logits.dtype, op.SUPPORTS, layout.device.index)
     targets = torch.where(takes_part, targets, IGNORED)
     check_targets(_OP, targets, logits.shape[-1], chosen)
-    rows = rows_of(logits, targets, scaling)
+    logit_rows = rows_of(logits, targets, scaling)
     if not _is_fused(logits, config, chosen):
-        logprobs, entropy, _ = token_logprobs.FORWARD[chosen](*rows, want_entropy, inplace)
+        logprobs, entropy, _ = token_logprobs.FORWARD[chosen](*logit_rows, want_entropy, inplace)
         measured = entropy.view(targets.shape) if want_entropy else None
-        return compute(layout, config, logprobs.view(targets.shape), measured, None, policy, chosen)
+        return compute(layout, config, logprobs.view(targets.shape), measured, None, policy, rows, chosen)
     one_pass = chosen == "cuda" and logits.dtype == torch.bfloat16 and not config.couples_tokens and segments is None
     settings = op.Settings(want_entropy, config.entropy_coef != 0, one_pass)
-    loss, metrics = op.apply(chosen, rows, policy, settings, inplace)
+    loss, metrics = op.apply(chosen, logit_rows, policy, settings, inplace)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
 

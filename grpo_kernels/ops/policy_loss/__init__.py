@@ -11,15 +11,19 @@ from grpo_kernels.ops.policy_loss import registration as op
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,
     Normalizer,
+    RowInputs,
     check_entropy,
     check_policy,
+    check_rows,
     counted_tokens,
     find_entropy_floor,
     needs_entropy_gradient,
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.covariance import select_tokens
+from grpo_kernels.ops.policy_loss.future_kl import future_kl_weights
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.policy_loss.sequence_losses import as_policy_gradient, replace_policy_loss
 
 _OP = "policy_loss"
 
@@ -52,6 +56,8 @@ def policy_loss(
     entropy_floor: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
+    groups: int | Tensor | None = None,
+    log_z: Tensor | None = None,
     config: LossConfig | str = "grpo",
     backend: str | None = None,
 ) -> PolicyLoss:
@@ -76,7 +82,10 @@ def policy_loss(
         weights: one per token; the loss is the weighted sum of the terms instead of the aggregation's mean
         normalizer: what the aggregation divides by instead of counting: a number, a tensor, or a dict with any of
             "tokens", "rows", "segments", "cross_entropy". The global count makes the loss independent of how a batch is
-            split into micro-batches and ranks
+            split into micro-batches and ranks. For gvpo and real a number is that of "groups"
+        groups: of gvpo and real: an int (groups of that many consecutive rows) or integer ids [B]. The rows of a group
+            must be in one call
+        log_z: of flowrl: [B], the log of the partition function of each row's prompt; differentiable
         config: a LossConfig or a TRL loss_type
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
@@ -97,9 +106,10 @@ def policy_loss(
         weights=weights,
         normalizer=normalizer,
     )
+    rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     entropy = layout.floats("entropy", entropy, detach=False)
     entropy_floor = check_entropy(layout, config, entropy is not None, entropy_floor)
-    return compute(layout, config, layout.number(logprobs), entropy, entropy_floor, policy, backend)
+    return compute(layout, config, layout.number(logprobs), entropy, entropy_floor, policy, rows, backend)
 
 
 def compute(
@@ -109,6 +119,7 @@ def compute(
     entropy: Tensor | None,
     entropy_floor: Tensor | None,
     policy: op.Policy,
+    rows: RowInputs,
     backend: str | None,
 ) -> PolicyLoss:
     """The loss of checked arguments."""
@@ -118,7 +129,14 @@ def compute(
         policy = select_tokens(logprobs, policy, counted_tokens(policy, logprobs), config)
     device = layout.device
     chosen = backends.select(layout.op, backend, device.type, logprobs.dtype, op.SUPPORTS, device.index)
+    objective = None
+    if config.is_of_sequences:
+        policy, objective = as_policy_gradient(logprobs, policy, rows, config, chosen)
+    if config.future_kl_half_life is not None:
+        policy = policy._replace(is_weights=future_kl_weights(logprobs, policy, config, chosen))
     needs = needs_entropy_gradient(entropy, config)
     loss, metrics = op.apply(chosen, logprobs, entropy, entropy_floor, policy, needs)
+    if objective is not None:
+        loss, metrics = replace_policy_loss(loss, metrics, objective)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, entropy is not None))

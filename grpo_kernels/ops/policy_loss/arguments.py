@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import checks
+from grpo_kernels.groups import RowGroups
 from grpo_kernels.ops.policy_loss.config import (
     CROSS_ENTROPY,
+    GROUP_LOSSES,
     KINDS,
     POLICY,
     POLICY_CROSS_ENTROPY,
@@ -22,6 +25,15 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
 _COUNTED = ("tokens", "rows", "segments", "cross_entropy")
+
+
+class RowInputs(NamedTuple):
+    """Arguments of the losses of whole rows: their groups, log_z [B] in float64, and the divisor of their mean."""
+
+    groups: RowGroups | None = None
+    log_z: Tensor | None = None
+    normalizer: float | Tensor | None = None
+
 
 Normalizer = float | Tensor | Mapping[str, float | Tensor]
 
@@ -130,7 +142,8 @@ def check_policy(
     segments = layout.per_token("segments", segments, checks.INTEGERS)
     kinds = layout.per_token("kinds", kinds, checks.INTEGERS)
     weights = layout.per_token("weights", weights, _NUMBERS)
-    counts, normalizers = _normalizers(layout, config, normalizer)
+    others = _of_other_terms(config, normalizer) if config.is_of_sequences else normalizer
+    counts, normalizers = _normalizers(layout, config, others)
     policy = Policy(
         old_logprobs=layout.floats("old_logprobs", old_logprobs),
         advantages=layout.per_row_or_token("advantages", advantages),
@@ -154,6 +167,47 @@ def check_policy(
         if config.cross_entropy_aggregation is not None:
             policy = policy._replace(normalizers=_with_cross_entropy(policy, counted))
     return policy
+
+
+def check_rows(
+    layout: Layout,
+    config: LossConfig,
+    policy: Policy,
+    *,
+    groups: int | Tensor | None,
+    log_z: Tensor | None,
+    normalizer: Normalizer | None,
+) -> RowInputs:
+    """The arguments that belong to losses of whole rows, which the others refuse."""
+    for name, value, losses in (("groups", groups, GROUP_LOSSES), ("log_z", log_z, ("flowrl",))):
+        if (config.loss in losses) != (value is not None):
+            rule = f"given for loss={config.loss!r}, got None"
+            if value is not None:
+                got = "a tensor" if isinstance(value, Tensor) else repr(value)
+                rule = f"left out unless loss is {' or '.join(losses)}, got {got} with loss={config.loss!r}"
+            raise ValueError(f"{layout.op}: {name} must be {rule}")
+    if not config.is_of_sequences:
+        return RowInputs()
+    if log_z is not None:
+        checks.tensor(layout.op, "log_z", log_z, checks.FLOATS)
+        checks.same_device(layout.op, "log_z", log_z, layout.device)
+        if tuple(log_z.shape) not in ((layout.rows,), (layout.rows, 1)):
+            raise ValueError(f"{layout.op}: log_z must have shape {[layout.rows]}, got {list(log_z.shape)}")
+        log_z = log_z.reshape(-1).double()
+    unit = "groups" if config.loss in GROUP_LOSSES else "rows"
+    count = normalizer.get(unit) if isinstance(normalizer, Mapping) else normalizer
+    return RowInputs(
+        None if groups is None else RowGroups.of(layout.op, groups, policy.advantages),
+        log_z,
+        None if count is None else _check_count(layout, count),
+    )
+
+
+def _of_other_terms(config: LossConfig, normalizer: Normalizer | None) -> Normalizer | None:
+    """The normalizers of KL and entropy beside a loss of whole rows, whose unit is a group or a row."""
+    if not isinstance(normalizer, Mapping):
+        return None
+    return {name: count for name, count in normalizer.items() if name != "groups" or config.loss not in GROUP_LOSSES}
 
 
 def _with_cross_entropy(policy: Policy, counted: Tensor) -> Tensor:
@@ -184,6 +238,27 @@ def counted_tokens(policy: Policy, like: Tensor) -> Tensor:
     if policy.cu_seqlens is not None:
         counted = counted & (torch.arange(len(like), device=like.device) < policy.cu_seqlens[-1])
     return counted
+
+
+def policy_tokens(policy: Policy, like: Tensor) -> Tensor | None:
+    """Tokens with a policy term, in rows or behind the last of them; None means all."""
+    if policy.segments is None and policy.kinds is None:
+        return policy.mask
+    counted = counted_tokens(policy, like)
+    if policy.kinds is not None:
+        counted = counted & ((policy.kinds == POLICY) | (policy.kinds == POLICY_CROSS_ENTROPY))
+    return counted.contiguous()
+
+
+def spread_rows(values: Tensor, policy: Policy, like: Tensor) -> Tensor:
+    """One value per token of values that are one per row or token; 0 for tokens behind the last row."""
+    if values.shape == like.shape:
+        return values
+    if policy.cu_seqlens is None:
+        return values[:, None].expand(like.shape)
+    token = torch.arange(len(like), device=like.device)
+    row = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
+    return torch.cat([values, values.new_zeros(1)])[row.clamp(max=len(values))]
 
 
 def participants(
@@ -236,7 +311,8 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
         refuse("kinds", "left out where terms are segments or rows", f"a tensor with {fields}")
     if config.kl_coef != 0 and policy.ref_logprobs is None:
         refuse("ref_logprobs", f"given for kl_coef={config.kl_coef}", None)
-    if policy.ref_logprobs is not None and config.kl == "none":
+    _check_sequences(layout, config, policy, refuse)
+    if policy.ref_logprobs is not None and config.kl == "none" and config.loss not in ("gvpo", "flowrl"):
         refuse("ref_logprobs", "left out with kl='none'", "a tensor; choose a kl, with kl_coef=0 to measure only")
     if config.correction != "none" and policy.sampling_logprobs is None:
         refuse("sampling_logprobs", f"given for correction={config.correction!r}", None)
@@ -250,8 +326,25 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
         return
     if policy.weights is not None:
         refuse("normalizer", "left out with weights, which are what the terms are multiplied by", normalizer)
-    if config.aggregation == "token-sum" and not isinstance(normalizer, Mapping):
+    if config.aggregation == "token-sum" and not isinstance(normalizer, Mapping) and not config.is_of_sequences:
         refuse("normalizer", "left out with aggregation='token-sum', which divides by nothing", normalizer)
+
+
+def _check_sequences(layout: Layout, config: LossConfig, policy: Policy, refuse: Callable[..., None]) -> None:
+    if not config.is_of_sequences:
+        return
+    loss, weights = f"loss={config.loss!r}", policy.is_weights
+    if policy.advantages.shape == layout.shape:
+        refuse("advantages", f"one per row, {[layout.rows]}, for {loss}", f"shape {list(layout.shape)}")
+    if policy.weights is not None:
+        refuse("weights", f"left out for {loss}, which is a mean of its own", "a tensor")
+    if policy.kinds is not None and config.cross_entropy_aggregation is None:
+        refuse("kinds", f"left out for {loss} unless cross_entropy_aggregation is 'token-mean'", "a tensor")
+    if config.loss == "flowrl" and policy.ref_logprobs is None:
+        refuse("ref_logprobs", f"given for {loss}", None)
+    if weights is not None and (config.loss != "flowrl" or weights.dim() != 1 or weights.shape == layout.shape):
+        rule = "one per row" if config.loss == "flowrl" else "left out"
+        refuse("is_weights", f"{rule} for {loss}", f"a tensor of shape {list(weights.shape)}")
 
 
 def _normalizers(
@@ -270,15 +363,11 @@ def _normalizers(
     for name, value in normalizer.items():
         if name not in _COUNTED:
             raise ValueError(f"{op}: normalizer must be for one of {', '.join(_COUNTED)}, got {name!r}")
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
-            checks.same_device(op, "normalizer", value, layout.device)  # a copy from the host would wait
-            tensors[name] = value
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
+        count = _check_count(layout, value)
+        if isinstance(count, Tensor):
+            tensors[name] = count
         else:
-            numbers[name] = float(value)
+            numbers[name] = count
     if "cross_entropy" in normalizer and config.cross_entropy_aggregation is None:
         raise ValueError(
             f"{op}: normalizer must be without 'cross_entropy' for cross_entropy_aggregation=None, got {normalizer!r}"
@@ -289,12 +378,22 @@ def _normalizers(
     if not tensors:
         return list(numbers.values()), None
     unknown = torch.full((), math.nan, dtype=torch.float64, device=layout.device)
-    columns = dict.fromkeys(_COUNTED, unknown)
-    for name, value in tensors.items():
-        count = value.detach().to(unknown).reshape(())
+    return list(numbers.values()), torch.stack([tensors.get(name, unknown) for name in _COUNTED])
+
+
+def _check_count(layout: Layout, value: float | Tensor) -> float | Tensor:
+    """A divisor, as a float or a float64 scalar on the device."""
+    op = layout.op
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
+        checks.same_device(op, "normalizer", value, layout.device)  # a copy from the host would wait
+        count = value.detach().double().reshape(())
         # a count from elsewhere can be 0, which counts as 1, as in TRL
-        columns[name] = torch.where(count > 0, count, 1.0)
-    return list(numbers.values()), torch.stack(list(columns.values()))
+        return torch.where(count > 0, count, 1.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
+    return float(value)
 
 
 def find_entropy_floor(entropy: Tensor, policy: Policy, quantile: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from grpo_kernels.checks import choices, finite, unknown
@@ -18,6 +19,10 @@ LOSSES = (
 CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP, TOPR, CLIP_COV, KL_COV = range(
     len(LOSSES)
 )
+# Losses of whole rows, whose gradient is that of "reinforce" with advantages that sequence_losses.py computes.
+GROUP_LOSSES = ("gvpo", "real")
+SEQUENCE_LOSSES = (*GROUP_LOSSES, "flowrl")
+FLOWRL_CLIPS = ("product", "geometric", "logprob")
 RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean", "average", "geometric_average")
 TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN, AVERAGE, GEOMETRIC_AVERAGE = range(len(RATIOS))
 ESTIMATORS = ("none", "k1", "k2", "k3", "abs")
@@ -52,68 +57,31 @@ POLICY, CROSS_ENTROPY, REFERENCE_KL, COUNTED, POLICY_CROSS_ENTROPY, SELECTED = r
 
 # Measurements of the kernels, in the order of PolicyLossMetrics.tensor.
 METRICS = (
-    "loss",
-    "policy_loss",
-    "kl_loss",
-    "entropy_loss",
-    "rows",
-    "active_rows",
-    "tokens",
-    "terms",
-    "kept_tokens",
-    "low_clipped",
-    "high_clipped",
-    "clipped",
-    "dual_clipped",
-    "low_clipped_rows",
-    "high_clipped_rows",
-    "low_clipped_min",
-    "high_clipped_max",
-    "log_ratio_sum",
-    "kl_sum",
-    "entropy_sum",
-    "ratio_sum",
-    "ratio_spread_sum",
-    "ratio_min",
-    "ratio_max",
-    "phi_sum",
-    "phi_rows",
-    "is_sum",
-    "is_square_sum",
-    "is_min",
-    "is_max",
-    "is_count",
-    "gap_sum",
-    "gap_max",
-    "gap_count",
-    "off_policy_tokens",
-    "cross_entropy_loss",
-    "policy_tokens",
+    *("loss", "policy_loss", "kl_loss", "entropy_loss"),
+    *("rows", "active_rows", "tokens", "terms", "kept_tokens"),
+    *("low_clipped", "high_clipped", "clipped", "dual_clipped"),
+    *("low_clipped_rows", "high_clipped_rows", "low_clipped_min", "high_clipped_max"),
+    *("log_ratio_sum", "kl_sum", "entropy_sum"),
+    *("ratio_sum", "ratio_spread_sum", "ratio_min", "ratio_max"),
+    *("phi_sum", "phi_rows"),
+    *("is_sum", "is_square_sum", "is_min", "is_max", "is_count"),
+    *("gap_sum", "gap_max", "gap_count"),
+    *("off_policy_tokens", "cross_entropy_loss", "policy_tokens"),
 )
 
 # Ratios that each loss is defined for.
 _OF_VALUE = tuple(ratio for ratio in RATIOS if ratio != "sequence_token")
 _RATIOS_OF = {
+    **dict.fromkeys((*LOSSES, *SEQUENCE_LOSSES), ("token",)),
+    **dict.fromkeys(("cispo", "sapo", "icepop", "topr"), _OF_VALUE),
     "clip": RATIOS,
-    "cispo": _OF_VALUE,
-    "sapo": _OF_VALUE,
     "vespo": ("token", "sequence"),
-    "geo_mean": ("token",),
-    "dppo_tv": ("token",),
-    "dppo_kl": ("token",),
-    "reinforce": ("token",),
-    "dro": ("token",),
-    "ipo": ("token",),
-    "icepop": _OF_VALUE,
-    "topr": _OF_VALUE,
-    "clip_cov": ("token",),
-    "kl_cov": ("token",),
 }
 # Losses that read each field; a value other than the default is refused for all others.
 _OWN_FIELDS = {
     "delta": ("clip",),
     "dual_clip": ("clip",),
-    "ratio_cap": ("dppo_tv", "dppo_kl", "topr"),
+    "ratio_cap": ("dppo_tv", "dppo_kl", "topr", "flowrl"),
     "sapo_temperatures": ("sapo",),
     "vespo_shape": ("vespo",),
     "dro_beta": ("dro",),
@@ -121,8 +89,13 @@ _OWN_FIELDS = {
     "cov_bounds": ("clip_cov",),
     "cov_kl_coef": ("kl_cov",),
     "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"),
-    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"),
-    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"),
+    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov", "flowrl"),
+    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov", "flowrl"),
+    "gvpo_beta": ("gvpo",),
+    "real_tau": ("real",),
+    "flowrl_beta": ("flowrl",),
+    "flowrl_clip": ("flowrl",),
+    "future_kl_half_life": ("clip",),
 }
 
 
@@ -174,7 +147,7 @@ class LossConfig(PlannedConfig):
 
     Args:
         loss: "clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop",
-            "topr", "clip_cov" or "kl_cov"
+            "topr", "clip_cov", "kl_cov", "gvpo", "real" or "flowrl"
         ratio: "token", "sequence" (geometric mean of the row's ratios), "sequence_token" (its value, with the gradient
             of each token's own ratio), "segment" (joint ratio of a sub-sequence), "segment_mean", or the mean of a
             token's ratio and its row's: "average" or "geometric_average"
@@ -183,13 +156,24 @@ class LossConfig(PlannedConfig):
             by more than these, icepop those whose ratio is outside. None means no bound on that side
         dual_clip: with a negative advantage a term is at most -advantage * dual_clip
         delta: upper bound of the unclipped ratio (two-sided clipping)
-        ratio_cap: upper bound of the detached ratio of dppo, and of topr where the advantage is not positive (None: 1)
+        ratio_cap: upper bound of the detached ratio of dppo, of topr where the advantage is not positive (None: 1), and
+            of flowrl's weight of a row
         sapo_temperatures: for positive advantages, for the others
         vespo_shape: k and lambda for nonnegative advantages, k and lambda for the others
         dro_beta: weight of the squared log ratio
         cov_ratio: share of the tokens that clip_cov drops, and to whose terms kl_cov adds a penalty; at least one
         cov_bounds: clip_cov chooses among tokens whose covariance is between these
         cov_kl_coef: weight of the absolute log ratio that kl_cov adds
+        gvpo_beta: weight of a row's log ratio beside its reward
+        real_tau: temperature of the mean log ratio of a row
+        flowrl_beta: weight of the reward
+        flowrl_clip: what flowrl clips: "product" and "geometric" the weight of a row, which is the product of its
+            ratios or their geometric mean; "logprob" the row's mean log-prob, and the weight is the product
+        future_kl_half_life: tokens behind which half of the log ratio is left in FIPO's weight of a token, exp(the
+            discounted sum of the log ratios from the token on); None means no such weight
+        future_kl_clip: bounds of that weight; None means none
+        future_kl_cap: tokens with a larger ratio are left out of the sum
+        future_kl_safety: tokens of negative advantage with a larger ratio have a weight in [0.8, 1]; None means none
         log_ratio_clamp: (low, high) bounds of the log ratio, which has no gradient beyond them
         kl: "none", "k1", "k2", "k3" or "abs"; a trailing "+" takes the gradient of k2
         kl_coef: weight of the KL term; 0 computes it for the metrics only
@@ -200,7 +184,7 @@ class LossConfig(PlannedConfig):
         cross_entropy_aggregation: None means as `aggregation`, over tokens of all kinds; "token-mean" is the mean over
             the tokens with a cross-entropy
         aggregation: "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum" or
-            "seq-mean-token-sum-norm"
+            "seq-mean-token-sum-norm"; of gvpo, real and flowrl that of KL and entropy, as they are means of their own
         kl_aggregation, entropy_aggregation: the same for those terms; None means as `aggregation`. "local-token-mean"
             is the mean over the tokens kept by top_entropy_quantile, whatever the normalizer
         max_length: constant divisor of "seq-mean-token-sum-norm"
@@ -226,6 +210,14 @@ class LossConfig(PlannedConfig):
     cov_ratio: float = 0.0002
     cov_bounds: tuple[float, float] = (1.0, 5.0)
     cov_kl_coef: float = 1.0
+    gvpo_beta: float = 0.1
+    real_tau: float = 0.5
+    flowrl_beta: float = 15.0
+    flowrl_clip: str = "product"
+    future_kl_half_life: float | None = None
+    future_kl_clip: tuple[float, float] | None = (1.0, 1.2)
+    future_kl_cap: float | None = None
+    future_kl_safety: float | None = 4.0
     log_ratio_clamp: tuple[float, float] | None = None
     kl: str = "none"
     kl_coef: float = 0.0
@@ -259,12 +251,17 @@ class LossConfig(PlannedConfig):
 
     @property
     def ranks_tokens(self) -> bool:
-        """Whether terms depend on a choice among all tokens of a call, which needs all log-probs and entropies."""
-        return self.top_entropy_quantile < 1 or self.selects_tokens
+        """Whether terms depend on other rows or later tokens of a call, which needs all log-probs and entropies."""
+        by_others = self.selects_tokens or self.is_of_sequences or self.future_kl_half_life is not None
+        return self.top_entropy_quantile < 1 or by_others
 
     @property
     def selects_tokens(self) -> bool:
         return self.loss in ("clip_cov", "kl_cov")
+
+    @property
+    def is_of_sequences(self) -> bool:
+        return self.loss in SEQUENCE_LOSSES
 
     @property
     def _corrects_rows(self) -> bool:
@@ -311,6 +308,11 @@ class LossConfig(PlannedConfig):
         return cls(**peers.art_fields(**fields))
 
     @classmethod
+    def swift(cls, **fields: Any) -> LossConfig:
+        """The loss that ms-swift's GRPO arguments describe with these fields; likewise."""
+        return cls(**peers.swift_fields(**fields))
+
+    @classmethod
     def of(cls, config: LossConfig | str, op: str = "policy_loss") -> LossConfig:
         """Returns a config unchanged, and resolves the name of a TRL loss_type."""
         if isinstance(config, LossConfig):
@@ -322,7 +324,8 @@ class LossConfig(PlannedConfig):
         return _NAMED[config]
 
     def _check_names(self) -> None:
-        choices(self, loss=LOSSES, ratio=RATIOS, kl=KLS, correction=CORRECTIONS, aggregation=AGGREGATIONS[:-1])
+        choices(self, loss=(*LOSSES, *SEQUENCE_LOSSES), ratio=RATIOS, kl=KLS, correction=CORRECTIONS)
+        choices(self, aggregation=AGGREGATIONS[:-1], flowrl_clip=FLOWRL_CLIPS)
         for field in ("kl_aggregation", "entropy_aggregation"):
             if getattr(self, field) is not None:
                 choices(self, **{field: AGGREGATIONS})
@@ -337,8 +340,9 @@ class LossConfig(PlannedConfig):
             if getattr(self, field) is not None:
                 # TRL's cispo has an absolute cap, which may lie below 1
                 finite("LossConfig", field, getattr(self, field), None if field == "clip_high" else 0.0)
-        for field in ("delta", "ratio_cap", "dro_beta"):
-            if getattr(self, field) is not None:
+        future = ("future_kl_half_life", "future_kl_cap", "future_kl_safety")
+        for field in ("delta", "ratio_cap", "dro_beta", "gvpo_beta", "real_tau", "flowrl_beta", *future):
+            if getattr(self, field) is not None or field in ("gvpo_beta", "real_tau", "flowrl_beta"):
                 finite("LossConfig", field, getattr(self, field), 0.0, open_end=True)
         if self.dual_clip is not None:
             finite("LossConfig", "dual_clip", self.dual_clip, 1.0, open_end=True)
@@ -354,6 +358,8 @@ class LossConfig(PlannedConfig):
         self._check_tuple("vespo_shape", 4, minimum=0.0)
         if self.kl_clamp is not None:
             self._check_tuple("kl_clamp", 2, minimum=0.0, open_end=True)
+        if self.future_kl_clip is not None:
+            self._check_tuple("future_kl_clip", 2, minimum=0.0)
         clamp = self.log_ratio_clamp
         if clamp is not None:
             numbers = isinstance(clamp, tuple | list) and all(type(bound) in (int, float) for bound in clamp)
@@ -384,6 +390,7 @@ class LossConfig(PlannedConfig):
         for field, losses in _OWN_FIELDS.items():
             if self.loss not in losses and getattr(self, field) != defaults[field]:
                 refuse(f"{field} must be left out unless loss is {' or '.join(losses)}", field, "loss")
+        self._check_sequences(refuse)
         if self.loss.startswith("dppo") and None in (self.clip_low, self.clip_high):
             refuse("clip_low and clip_high must be numbers for dppo", "clip_low", "clip_high")
         if self.loss == "dro" and self.dro_beta is None:
@@ -412,6 +419,29 @@ class LossConfig(PlannedConfig):
                 "aggregation",
             )
 
+    def _check_sequences(self, refuse: Callable[..., None]) -> None:
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        if self.is_of_sequences:
+            # these act on tokens, or divide rows by the sign of an advantage that is not theirs
+            for field in ("correction", "off_policy_threshold", "top_entropy_quantile"):
+                if getattr(self, field) != defaults[field]:
+                    refuse(f"{field} must be left out for {', '.join(SEQUENCE_LOSSES)}", field, "loss")
+        if self.loss == "flowrl" and self.flowrl_clip == "logprob" and self.clip_low is not None and self.clip_low >= 1:
+            refuse("clip_low must be below 1 for flowrl_clip='logprob', which takes log(1 - clip_low)", "clip_low")
+        if self.future_kl_half_life is None:
+            for field in ("future_kl_clip", "future_kl_cap", "future_kl_safety"):
+                if getattr(self, field) != defaults[field]:
+                    refuse(f"{field} must be left out without future_kl_half_life", field, "future_kl_half_life")
+        elif self.ratio != "token" or self.correction != "none":
+            refuse(
+                "ratio must be token and correction none with future_kl_half_life; weights of "
+                "gk.sampling_correction can be passed as is_weights",
+                "ratio",
+                "correction",
+            )
+        elif self.future_kl_clip is not None and self.future_kl_clip[0] > self.future_kl_clip[1]:
+            refuse("future_kl_clip must be (low, high) with low <= high", "future_kl_clip")
+
     def _plan(self) -> Plan:
         def bound(value: float | None, none: float) -> float:
             return none if value is None else float(value)
@@ -423,12 +453,12 @@ class LossConfig(PlannedConfig):
         sapo_pos, sapo_neg = self.sapo_temperatures
         k_pos, lambda_pos, k_neg, lambda_neg = self.vespo_shape
         return Plan(
-            loss=LOSSES.index(self.loss),
+            loss=REINFORCE if self.is_of_sequences else LOSSES.index(self.loss),
             ratio=RATIOS.index(self.ratio),
             kl=ESTIMATORS.index(self.kl.removesuffix("+")),
             kl_straight=self.kl.endswith("+"),
             kl_unbiased=self.kl_unbiased,
-            aggregation=AGGREGATIONS.index(self.aggregation),
+            aggregation=TOKEN_SUM if self.is_of_sequences else AGGREGATIONS.index(self.aggregation),
             kl_aggregation=AGGREGATIONS.index(self.kl_aggregation or self.aggregation),
             entropy_aggregation=AGGREGATIONS.index(self.entropy_aggregation or self.aggregation),
             count_empty_rows=self.count_empty_rows,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kernels.ops.policy_loss.arguments import spread_rows
 from grpo_kernels.ops.policy_loss.config import POLICY, SELECTED, LossConfig
 from grpo_kernels.ops.policy_loss.registration import Policy
 
@@ -18,7 +19,7 @@ def select_tokens(logprobs: Tensor, policy: Policy, counted: Tensor, config: Los
     """
     kinds = torch.zeros_like(counted, dtype=torch.int8) if policy.kinds is None else policy.kinds
     valid = (counted & (kinds == POLICY)).reshape(-1)
-    lp, advantages = logprobs.detach().reshape(-1), _per_token(policy, logprobs)
+    lp, advantages = logprobs.detach().reshape(-1), spread_rows(policy.advantages, policy, logprobs).reshape(-1)
     # in float64, so that the order of the sums matters to no choice
     centered = [_centered(values, valid) for values in (advantages, lp)]
     covariance = centered[0] * centered[1]
@@ -34,17 +35,6 @@ def select_tokens(logprobs: Tensor, policy: Policy, counted: Tensor, config: Los
     first = torch.arange(len(order), device=order.device) < count
     chosen = torch.zeros_like(valid).scatter(0, order, first) & eligible
     return policy._replace(kinds=torch.where(chosen.view_as(kinds), SELECTED, kinds).to(torch.int8))
-
-
-def _per_token(policy: Policy, logprobs: Tensor) -> Tensor:
-    if policy.advantages.shape == logprobs.shape:
-        return policy.advantages.reshape(-1)
-    if policy.cu_seqlens is None:
-        return policy.advantages[:, None].expand(logprobs.shape).reshape(-1)
-    token = torch.arange(len(logprobs), device=logprobs.device)
-    row = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
-    # tokens behind the last row belong to none, and do not count
-    return torch.cat([policy.advantages, policy.advantages.new_zeros(1)])[row.clamp(max=len(policy.advantages))]
 
 
 def _centered(values: Tensor, valid: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.policy_loss.config import METRICS, LossConfig
+from grpo_kernels.ops.policy_loss.config import METRICS, SEQUENCE_LOSSES, LossConfig
 
 
 class PolicyLossMetrics:
@@ -96,9 +96,9 @@ class PolicyLossMetrics:
         if config.loss != "reinforce":
             # of kl_cov the sum is that of absolute values
             result["actor/ppo_kl"] = m["log_ratio_sum"] / tokens * (1 if config.loss == "kl_cov" else -1)
-        if config.loss not in ("reinforce", "dro", "kl_cov"):
+        if config.loss not in ("reinforce", "dro", "kl_cov", *SEQUENCE_LOSSES):
             result["actor/pg_clipfrac"] = m["clipped"] / tokens
-        if config.loss not in ("reinforce", "dro", "clip_cov", "kl_cov"):
+        if config.loss not in ("reinforce", "dro", "clip_cov", "kl_cov", *SEQUENCE_LOSSES):
             result["actor/pg_clipfrac_lower"] = m["dual_clipped"] / tokens
         if self._has_entropy:
             result["actor/entropy_loss"] = m["entropy_loss"]

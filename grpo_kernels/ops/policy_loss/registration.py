@@ -128,6 +128,30 @@ _KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "refere
 FORWARD = registry.define(
     "policy_loss", SCHEMA, _KERNELS, _fake, (_setup_context, _backward), folder=__package__, cuda=_cuda
 )
+
+
+def _fake_row_sums(logprobs: Tensor, base: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
+    rows = len(logprobs) if cu_seqlens is None else len(cu_seqlens) - 1
+    return logprobs.new_empty(2, rows, dtype=torch.float64).unbind()
+
+
+# The passes before the kernels of losses that look beyond a token, for each row or token of it. A GPU runs them as
+# torch and token_advantages; on a CPU, each pass of torch over the tokens costs a third of the loss itself.
+ROW_SUMS = registry.define(
+    "policy_row_sums",
+    "(Tensor logprobs, Tensor base, Tensor? mask, Tensor? cu_seqlens) -> (Tensor, Tensor)",
+    {"cpu": _WIDE},
+    _fake_row_sums,
+    folder=__package__,
+)
+FUTURE_KL = registry.define(
+    "policy_future_kl",
+    "(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, float[] settings) "
+    "-> Tensor",
+    {"cpu": _WIDE},
+    lambda logprobs, *_: torch.empty_like(logprobs),
+    folder=__package__,
+)
 SCALE = registry.define(
     "scale_gradient",
     "(Tensor(a!) gradient, Tensor upstream) -> ()",

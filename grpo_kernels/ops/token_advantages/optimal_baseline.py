@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.groups import sort_rows
+from grpo_kernels.groups import RowGroups
 from grpo_kernels.ops.token_advantages import TokenAdvantages
 
 _OP = "optimal_token_baseline"
 _MASKS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 PLACES = ("position", "rank")
-
-
-class _Groups(NamedTuple):
-    """Rows sorted by group: the first row of each group in that order, and the group of each row, both [B]."""
-
-    order: Tensor
-    starts: Tensor
-    group: Tensor
 
 
 def optimal_token_baseline(
@@ -64,7 +54,7 @@ def optimal_token_baseline(
     checks.finite(_OP, "eps", eps, minimum=0.0)
     counts = _mask(mask, rewards)
     counts = counts & ~(reward.isnan() & counts).any(1, keepdim=True)
-    rows = _groups(groups, rewards)
+    rows = RowGroups.of(_OP, groups, rewards)
 
     def own(values: Tensor) -> Tensor:
         return torch.where(counts, values, 0)
@@ -86,17 +76,12 @@ def optimal_token_baseline(
     return TokenAdvantages(own(returns - baselines).to(dtype), returns.to(dtype))
 
 
-def _baselines(returns: Tensor, energy: Tensor, counts: Tensor, rows: _Groups, zero_tail: bool, eps: float) -> Tensor:
+def _baselines(returns: Tensor, energy: Tensor, counts: Tensor, rows: RowGroups, zero_tail: bool, eps: float) -> Tensor:
     """The baseline of every slot [B, T]."""
 
     def reduce(values: Tensor, how: str, initial: float) -> Tensor:
         """Over the rows of each group, which every one of them gets."""
-        if values.numel() == 0:
-            return values
-        by_group = torch.segment_reduce(
-            values[rows.order].contiguous(), how, offsets=rows.starts, axis=0, unsafe=True, initial=initial
-        )
-        return by_group[rows.group]
+        return rows.reduce(values, how, initial)[rows.group]
 
     baselines = reduce(returns * energy, "sum", 0.0) / (reduce(energy, "sum", 0.0) + eps)
     low = reduce(torch.where(counts, returns, torch.inf), "min", torch.inf)
@@ -138,19 +123,3 @@ def _mask(mask: Tensor | None, rewards: Tensor) -> Tensor:
     if mask is None:
         return torch.ones_like(rewards, dtype=torch.bool)
     return _like_rewards("mask", mask, _MASKS, rewards) != 0
-
-
-def _groups(groups: int | Tensor, rewards: Tensor) -> _Groups:
-    rows = rewards.shape[0]
-    if isinstance(groups, Tensor):
-        ids = checks.per_row(_OP, "groups", groups, checks.INTEGERS, rewards).long()
-    else:
-        checks.integer(_OP, "groups", groups, "an int or an integer tensor")
-        if groups < 1 or rows % groups != 0:
-            raise ValueError(f"{_OP}: groups must divide the number of rows, {rows}, got {groups}")
-        ids = torch.arange(rows, device=rewards.device) // groups
-    sorted_rows = sort_rows(rows, ids, 0, None)
-    assert sorted_rows is not None
-    order, starts = sorted_rows.order, sorted_rows.starts
-    place = torch.searchsorted(starts[1:].contiguous(), torch.arange(rows, device=rewards.device), right=True)
-    return _Groups(order, starts, torch.empty_like(place).index_put((order,), place))

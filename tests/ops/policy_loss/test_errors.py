@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, KLS, LOSSES, RATIOS
+from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, KLS, LOSSES, RATIOS, SEQUENCE_LOSSES
 from grpo_kernels.ops.policy_loss.peers import TRL_DEFAULTS, TRL_LOSS_TYPES, VERL_DEFAULTS
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import assert_raises, device_of, runnable_backends
@@ -327,6 +327,11 @@ OWN = {
     "cov_bounds": (0.0, 1.0),
     "cov_kl_coef": 0.5,
     "vespo_shape": (1.0, 1.0, 1.0, 1.0),
+    "gvpo_beta": 0.2,
+    "real_tau": 0.2,
+    "flowrl_beta": 1.0,
+    "flowrl_clip": "geometric",
+    "future_kl_half_life": 4.0,
     "log_ratio_clamp": (-1.0, 1.0),
     "clip_low": 0.3,
     "clip_high": 0.3,
@@ -334,20 +339,25 @@ OWN = {
 USERS = {
     "delta": {"clip"},
     "dual_clip": {"clip"},
-    "ratio_cap": {"dppo_tv", "dppo_kl", "topr"},
+    "ratio_cap": {"dppo_tv", "dppo_kl", "topr", "flowrl"},
     "sapo_temperatures": {"sapo"},
     "dro_beta": {"dro"},
     "cov_ratio": {"clip_cov", "kl_cov"},
     "cov_bounds": {"clip_cov"},
     "cov_kl_coef": {"kl_cov"},
     "vespo_shape": {"vespo"},
+    "gvpo_beta": {"gvpo"},
+    "real_tau": {"real"},
+    "flowrl_beta": {"flowrl"},
+    "flowrl_clip": {"flowrl"},
+    "future_kl_half_life": {"clip"},
     "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"},
-    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"},
-    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov"},
+    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov", "flowrl"},
+    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov", "flowrl"},
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [*LOSSES, *SEQUENCE_LOSSES])
 @pytest.mark.parametrize("field", OWN)
 def test_field_of_another_loss_is_refused(field: str, loss: str) -> None:
     needed: dict[str, Any] = {"loss": loss, field: OWN[field]}

@@ -160,6 +160,34 @@ def test_any_settings_equal_the_reference_in_float64(backend: str, seed: int) ->
             )
 
 
+@needs_cpu_kernels
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+@pytest.mark.parametrize("loss", ["clip", "weighted clip", "reinforce"])
+def test_specialised_walks_of_the_cpu(loss: str, kl: str, is_packed: bool) -> None:
+    """With the plain inputs that they are for: log-probs, advantages, a mask, and the reference of a KL."""
+    config = gk.LossConfig(loss=loss.split()[-1], kl=kl, kl_coef=0.1 if kl == "k3" else 0.0)
+    random_numbers = torch.Generator().manual_seed(0)
+    noise = lambda *shape: torch.randn(*shape, generator=random_numbers, dtype=torch.float64)  # noqa: E731
+    shape = (6, 45)
+    old = -0.1 - noise(*shape).abs()
+    arguments: dict[str, Any] = {"logprobs": old + 0.3 * noise(*shape), "old_logprobs": old}
+    arguments |= {"advantages": noise(6), "mask": noise(*shape) < 0.8}
+    arguments |= {"ref_logprobs": old + 0.2 * noise(*shape)} if kl == "k3" else {}
+    arguments |= {"is_weights": noise(*shape).abs()} if loss == "weighted clip" else {}
+    if is_packed:
+        flat = {name: value.reshape(-1) for name, value in arguments.items()}
+        arguments = flat | {"cu_seqlens": torch.tensor([0, 7, 7, 98, 130, 258, 270])}
+    leaf = arguments.pop("logprobs")
+    results = []
+    for backend in ("cpu", "reference"):
+        lp = leaf.clone().requires_grad_()
+        result = gk.policy_loss(lp, **arguments, config=config, backend=backend)
+        results.append((result.loss.detach(), torch.autograd.grad(result.loss, lp)[0], result.metrics.tensor))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13, equal_nan=True)
+
+
 @pytest.mark.parametrize("backend", ["reference", *KERNELS])
 def test_the_spread_of_ratios(backend: str) -> None:
     device = device_of(backend)

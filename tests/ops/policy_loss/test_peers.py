@@ -214,9 +214,83 @@ ART: list[tuple[dict[str, Any], Expected]] = [
         lambda b: b.token_mean(b.clip((b.ratio + b.mean_of_row(b.lp - b.old).exp()) / 2) * b.weight.clamp(max=1.3)),
     ),
 ]
+
+
+def of_future(b: Batch, half_life: float, cap: float = float("inf")) -> Tensor:
+    """exp of the discounted sum of a token's and the later ones' log ratios."""
+    d = torch.where(b.mask & ((b.lp - b.old).exp() <= cap), b.lp - b.old, 0).detach()
+    distance = torch.arange(WIDTH)[:, None] - torch.arange(WIDTH)
+    return (d @ torch.where(distance >= 0, 0.5 ** (distance.double() / half_life), 0)).exp()
+
+
+def real(b: Batch, tau: float) -> Tensor:
+    """Of groups of four; a row without tokens takes no part, unlike in ms-swift."""
+    total = torch.zeros((), dtype=F64)
+    for first in range(0, ROWS, 4):
+        rows = [i for i in range(first, first + 4) if b.mask[i].any()]
+        score, is_better = b.mean_of_row(b.lp - b.old)[rows, 0] / tau, b.advantage[rows, 0] > 0
+        if is_better.any() and not is_better.all():
+            total = total + (1 + score[~is_better].exp().sum()).log() + (1 + (-score[is_better]).exp().sum()).log()
+    return total / (ROWS // 4)
+
+
+SWIFT: list[tuple[dict[str, Any], Expected]] = [
+    (
+        {"epsilon_high": 0.3, "delta": 1.5},
+        lambda b: b.row_mean(b.clip(b.ratio.clamp(max=1.5), high=0.3) + 0.04 * b.k3()),
+    ),
+    ({"loss_type": "bnpo", "beta": 0.0}, lambda b: b.token_mean(b.clip(b.ratio))),
+    ({"loss_type": "dapo", "kl_in_reward": True}, lambda b: b.token_mean(b.clip(b.ratio))),
+    (
+        {"loss_type": "dr_grpo", "beta": 0.0, "max_completion_length": 30},
+        lambda b: (b.clip(b.ratio) * b.mask).sum() / (ROWS * 30),
+    ),
+    (
+        {"loss_type": "cispo", "beta": 0.0, "epsilon_high": 1.3},
+        lambda b: b.token_mean(-b.ratio.clamp(max=1.3).detach() * b.advantage * b.lp),
+    ),
+    (
+        {"loss_type": "sapo", "beta": 0.0, "tau_pos": 2.0, "tau_neg": 1.0},
+        lambda b: b.row_mean(
+            -b.advantage * torch.where(b.advantage > 0, (2 * (b.ratio - 1)).sigmoid() * 2, (b.ratio - 1).sigmoid() * 4)
+        ),
+    ),
+    ({"loss_type": "real", "real_tau": 0.3}, lambda b: real(b, 0.3) + 0.04 * b.token_mean(b.k3())),
+    (
+        {"loss_type": "fipo", "beta": 0.0, "fipo_safety_threshold": 1.2},
+        lambda b: b.token_mean(
+            b.clip(b.ratio)
+            * torch.where(
+                (b.ratio > 1.2) & (b.advantage < 0),
+                of_future(b, 32).clamp(1, 1.2).clamp(0.8, 1),
+                of_future(b, 32).clamp(1, 1.2),
+            ).detach()
+        ),
+    ),
+    (
+        {
+            "loss_type": "fipo",
+            "delta": 1.5,
+            "fipo_decay_rate": 3.0,
+            "fipo_clip_range": 0.4,
+            "fipo_clip_high_only": False,
+            "fipo_safety_threshold": None,
+        },
+        lambda b: b.token_mean(
+            b.clip(b.ratio.clamp(max=1.5)) * of_future(b, 3, cap=1.5).clamp(0.6, 1.4) + 0.04 * b.k3()
+        ),
+    ),
+]
 CASES = [
     pytest.param(name, fields, expected, id=f"{name}-{i}")
-    for name, cases in (("skyrl", SKYRL), ("areal", AREAL), ("roll", ROLL), ("cosmos", COSMOS), ("art", ART))
+    for name, cases in (
+        ("skyrl", SKYRL),
+        ("areal", AREAL),
+        ("roll", ROLL),
+        ("cosmos", COSMOS),
+        ("art", ART),
+        ("swift", SWIFT),
+    )
     for i, (fields, expected) in enumerate(cases)
 ]
 OTHER_VALUE = ("rollout_is", "dppo")
@@ -240,6 +314,7 @@ def test_loss_of(backend: str, name: str, fields: dict[str, Any], expected: Expe
         mask=moved.mask,
         ref_logprobs=moved.ref if config.kl != "none" else None,
         sampling_logprobs=moved.sampled if config.correction != "none" else None,
+        groups=4 if config.loss == "real" else None,
         config=config,
         backend=backend,
     )
@@ -288,6 +363,7 @@ def test_every_loss_of_these_peers_is_compared() -> None:
 
     assert named(SKYRL, "policy_loss_type", "regular") == {*peers.SKYRL_LOSSES}
     assert named(ROLL, "pg_variant", "vanilla") == {*peers.ROLL_VARIANTS}
+    assert named(SWIFT, "loss_type", "grpo") == {*peers.SWIFT_LOSS_TYPES}
     assert named(COSMOS, "variant", "grpo") | {"dapo"} == {*peers.COSMOS_VARIANTS}  # dapo is grpo there
 
 
@@ -321,6 +397,14 @@ def test_every_loss_of_these_peers_is_compared() -> None:
         ("roll", {"cispo_use_unified_mask": True}, "cispo_use_unified_mask must be False, got True"),
         ("cosmos", {"variant": "ppo"}, "variant must be one of grpo, dapo, gspo, got 'ppo'"),
         ("cosmos", {"loss_type": "mean"}, "loss_type must be one of token-mean, .* got 'mean'"),
+        ("swift", {"loss_type": "vespo"}, "loss_type must be one of grpo, .* got 'vespo'"),
+        ("swift", {"importance_sampling_level": "row"}, "importance_sampling_level must be one of .* got 'row'"),
+        ("swift", {"off_policy_sequence_mask_delta": 0.1}, "off_policy_sequence_mask_delta must be None, got 0.1"),
+        (
+            "swift",
+            {"loss_type": "fipo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level must be token for loss_type 'fipo', got 'sequence'",
+        ),
         ("art", {"importance_sampling_level": "mean"}, "importance_sampling_level must be one of .* got 'mean'"),
     ],
 )

@@ -16,6 +16,8 @@ from grpo_kernels.ops.policy_loss.peers.roll import roll_fields as roll_fields
 from grpo_kernels.ops.policy_loss.peers.skyrl import SKYRL_LOSSES as SKYRL_LOSSES
 from grpo_kernels.ops.policy_loss.peers.skyrl import SKYRL_REFUSED as SKYRL_REFUSED
 from grpo_kernels.ops.policy_loss.peers.skyrl import skyrl_fields as skyrl_fields
+from grpo_kernels.ops.policy_loss.peers.swift import SWIFT_LOSS_TYPES as SWIFT_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.peers.swift import swift_fields as swift_fields
 from grpo_kernels.ops.policy_loss.peers.trl import TRL_DEFAULTS as TRL_DEFAULTS
 from grpo_kernels.ops.policy_loss.peers.trl import TRL_LOSS_TYPES as TRL_LOSS_TYPES
 from grpo_kernels.ops.policy_loss.peers.trl import trl_fields as trl_fields
