@@ -177,8 +177,10 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         {"rewards": on_gpu(6), "groups": numbers(6), "lengths": numbers(6), "config": "opo"},
         {"rewards": on_gpu(6), "groups": numbers(6), "baselines": on_gpu(6), "config": "remax"},
     ],
-    gk.token_logprobs: lambda: [{"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2)}],
-    gk.linear_logprobs: lambda: [head(2, 3)],
+    gk.token_logprobs: lambda: [
+        {"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2), "support": (numbers(5), numbers(3))}
+    ],
+    gk.linear_logprobs: lambda: [head(2, 3) | {"support": (numbers(5), numbers(7))}],
     gk.policy_loss: lambda: [
         *policies(lambda *shape: {"logprobs": on_gpu(*shape), "entropy": on_gpu(*shape)}),
         {
@@ -199,6 +201,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         | policy(2, 3)
         | {"ref_logprobs": None, "compact": False}
         | {"ref_hidden": on_gpu(2, 3, 5), "ref_weight": on_gpu(7, 5), "ref_bias": on_gpu(7)},
+        head(2, 3) | policy(2, 3) | {"support": (numbers(5), numbers(7))},
     ],
     gk.token_advantages: lambda: [
         {
@@ -256,16 +259,24 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
             if op is gk.linear_policy_loss and "weight_grad" in arguments:
                 arguments["weight"].requires_grad_()
             for name in others:
-                if name in refused or not isinstance(arguments.get(name), torch.Tensor):
+                if name in refused or not isinstance(arguments.get(name), (torch.Tensor, tuple)):
                     continue
-                moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
+                if name == "support":  # both of its tensors, the first below
+                    token_ids, offsets = arguments[name]
+                    moved = arguments | {name: (token_ids, torch.empty_like(offsets, device=elsewhere))}
+                    with pytest.raises(ValueError, match=rf"support\.offsets must be on cuda:0 .*got {elsewhere}"):
+                        op(**moved, backend="triton")
+                    moved = arguments | {name: (torch.empty_like(token_ids, device=elsewhere), offsets)}
+                else:
+                    moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
                 if name == "weight" and "weight_grad" in arguments:
                     moved["weight"].requires_grad_()
                 with pytest.raises(ValueError) as caught:
                     op(**moved, backend="triton")
                 message = str(caught.value)
                 rule = f"must be on cuda:0 like the first argument, got {elsewhere}"
-                assert re.fullmatch(rf"\w+: {name} {rule}", message), message
+                part = r"support\.token_ids" if name == "support" else name
+                assert re.fullmatch(rf"\w+: {part} {rule}", message), message
                 refused.add(name)
     assert refused == set(others), f"no call has {set(others) - refused}"
     assert first not in refused

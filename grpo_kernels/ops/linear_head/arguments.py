@@ -145,3 +145,10 @@ def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | Non
                 f"{int(ordered[0])} to {int(ordered[-1])}, {repeated} of them repeated"
             )
     return positions.long()
+
+
+def check_whole(op: str, **arguments: object) -> None:
+    """Refuses arguments that divide the work of a head, which computes all rows at once over a support."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} must be None with support, got {value!r}; only kept columns are computed")
