@@ -78,7 +78,7 @@ def linear_policy_loss(
             Without ref_weight its weight and bias are those of the policy
         positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
         support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
-            then computed by the backward; chunk_size, compact and weight_grad must be None, memory "fast"
+            then computed by the backward, also into weight_grad; chunk_size and compact must be None, memory "fast"
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
@@ -123,8 +123,7 @@ def linear_policy_loss(
     check_entropy(layout, config, want_entropy)
     if support is not None:
         check_whole(_OP, chunk_size=chunk_size, compact=compact, memory=None if memory == "fast" else memory)
-        check_whole(_OP, weight_grad=None if weight_grad is None else "a tensor")
-        return _over_support(layout, config, head, reference, policy, want_entropy, support, backend)
+        return _over_support(layout, config, head, reference, policy, want_entropy, support, weight_grad, backend)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     check_targets(_OP, head.targets, len(head.weight), chosen)
     skips_idle = _skips_idle(compact, head, weight_grad, chosen)
@@ -139,7 +138,7 @@ def linear_policy_loss(
         chunking = _chunk(layout, head, policy, config, want_entropy, without_grad, with_grad, skips_idle, size)
     if is_fast and skips_idle and chunking is None:
         raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
-    _check_weight_grad(weight_grad, head, chunking)
+    _check_weight_grad(weight_grad, head, chunking is not None)
     if chunking is None:
         measured = takes_part.reshape(-1) if is_compact else chosen_rows
         return _with_low_memory(layout, config, head, reference, policy, want_entropy, measured, size, chosen)
@@ -197,17 +196,23 @@ def _over_support(
     policy: Policy,
     want_entropy: bool,
     support: tuple[Tensor, Tensor],
+    weight_grad: Tensor | None,
     backend: str | None,
 ) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
     entries = check_support(_OP, support, head.targets, len(head.weight))
     supports, device = sampled_support.SUPPORTS, layout.device
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index)
+    _check_weight_grad(weight_grad, head, chosen != "reference" and torch.is_grad_enabled())
+    if weight_grad is not None and not weight_grad.is_contiguous():
+        raise ValueError(
+            f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
+        )
     if reference.hidden is not None and reference.weight is not None:
         other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
         ref_logprobs, _ = op.apply_support(chosen, other, entries, False)
         policy = policy._replace(ref_logprobs=ref_logprobs.view(layout.shape))
-    logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy)
+    logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
     entropy_of_all = entropy.view(layout.shape) if want_entropy else None
     return compute(layout, config, logprobs.view(layout.shape), entropy_of_all, None, policy, backend)
 
@@ -268,7 +273,7 @@ def _at_positions(head: Head, places: Tensor, takes_part: Tensor) -> tuple[Tenso
     return rows, head.without(~takes_part.reshape(-1))
 
 
-def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chunking | None) -> None:
+def _check_weight_grad(weight_grad: Tensor | None, head: Head, is_possible: bool) -> None:
     if weight_grad is None:
         return
     if torch.compiler.is_compiling():
@@ -282,7 +287,7 @@ def _check_weight_grad(weight_grad: Tensor | None, head: Head, chunking: op.Chun
         )
     if weight_grad.requires_grad or not head.weight.requires_grad:
         raise ValueError(f"{_OP}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
-    if chunking is None:
+    if not is_possible:
         raise ValueError(
             f"{_OP}: weight_grad must be None where memory='low' runs (see memory; also with the reference backend and "
             "without gradients), got a tensor"
