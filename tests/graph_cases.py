@@ -271,6 +271,19 @@ def draw_with_reference() -> Inputs:
     return inputs | {"ref_hidden": torch.randn(ROWS, WIDTH, 3), "ref_weight": torch.randn(COLUMNS, 3)}
 
 
+def draw_kept() -> Inputs:
+    """Five ids a row, the target first."""
+    inputs = draw_head()
+    ids = inputs["targets"].clamp(min=0).reshape(-1, 1) + 6 * torch.arange(5)
+    return inputs | {"token_ids": (ids % COLUMNS).flatten(), "offsets": 5 * torch.arange(TOKENS + 1)}
+
+
+def loss_over_support(inputs: Inputs, backend: str) -> list[Tensor]:
+    """In Triton also with the CUDA backend, which has no kernels over a support."""
+    support = inputs["token_ids"], inputs["offsets"]
+    return linear_loss(BONUS, support=support).call(inputs, "triton")
+
+
 # endpoint_segments, token_advantages and similarity_groups
 
 
@@ -400,6 +413,7 @@ CASES: dict[str, Case] = {
     "linear_policy_loss at positions": linear_loss(CLIP, at_positions=True),
     "linear_policy_loss at positions in little memory": linear_loss(CLIP, at_positions=True, memory="low"),
     "linear_policy_loss in little memory": linear_loss(CLIP, memory="low"),
+    "linear_policy_loss over a support": Case(draw_kept, loss_over_support),
     "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
     "endpoint_segments": segments(PADDED, "values", norm="batch"),

@@ -41,6 +41,14 @@ def policy_loss() -> None:
     gk.policy_loss(logprobs, rows(), torch.ones(2), config="grpo", backend="triton").loss.backward()
 
 
+def linear_logprobs() -> None:
+    gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton")
+    hidden, weight = rows().requires_grad_(), rows().requires_grad_()
+    support = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2, 4])
+    result = gk.linear_logprobs(hidden, weight, torch.tensor([0, 1]), support=support, backend="triton")
+    result.logprobs.sum().backward()
+
+
 def linear_policy_loss() -> None:
     hidden, weight, targets = torch.randn(2, 3, 4).requires_grad_(), torch.randn(7, 4), torch.zeros(2, 3).long()
     gk.linear_policy_loss(hidden, weight, targets, None, torch.ones(2), backend="triton").loss.backward()
@@ -54,7 +62,7 @@ def logits_policy_loss() -> None:
 CALLS: dict[str, Callable[[], object]] = {
     "group_advantages": lambda: gk.group_advantages(torch.randn(4), 2, config="batch_std", backend="triton"),
     "token_logprobs": token_logprobs,
-    "linear_logprobs": lambda: gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton"),
+    "linear_logprobs": linear_logprobs,
     "policy_loss": policy_loss,
     "linear_policy_loss": linear_policy_loss,
     "logits_policy_loss": logits_policy_loss,
@@ -100,6 +108,8 @@ def test_every_op_with_triton_kernels_is_called_here() -> None:
     of_backwards = {"token_logprobs_backward", "linear_logprobs_backward"}
     of_backwards |= {"token_logprobs_backward_inplace", "token_logprobs_backward_rounded"}
     of_heads = {"live_rows_to_hidden", "live_rows_to_weight"}
+    of_heads |= {f"sampled_support_{part}" for part in ("logits", "to_hidden", "add_weight", "backward")}
+    of_heads |= {"sampled_support_logprobs", "sampled_support_logprobs_backward"}
     assert of_triton - of_heads == CALLS.keys() | of_backwards | {"scale_gradient"}
 
 

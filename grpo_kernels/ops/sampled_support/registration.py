@@ -21,8 +21,9 @@ from grpo_kernels.ops.token_logprobs.registration import Rows
 # Imported here and not at the first call, because torch.compile traces through it.
 _reference = importlib.import_module("grpo_kernels.ops.sampled_support.reference")
 
-_ALL = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-SUPPORTS = {"cpu": _ALL, "reference": _ALL}
+_GPU = (torch.bfloat16, torch.float16, torch.float32)
+_ALL = (*_GPU, torch.float64)
+SUPPORTS = {"triton": _GPU, "cpu": _ALL, "reference": _ALL}
 _KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
 
 _ENTRIES = "Tensor token_ids, Tensor rows, Tensor bounds, Tensor order"

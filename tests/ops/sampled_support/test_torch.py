@@ -117,8 +117,9 @@ def test_the_gradient_of_the_weight_is_added(backend: str, dtype: torch.dtype) -
         alone = torch.zeros(31, 6, device=device)
         others = accumulated(given, backend, dtype, alone)
         assert others.keys() == {"by hidden", "by bias"} and alone.any()
-        # one rounding to the dtype of the sum
-        torch.testing.assert_close(into, (start.float() + alone).to(of_total), rtol=0, atol=0)
+        # one rounding to the dtype of the sum; Triton's interpreter truncates instead
+        rtol = torch.finfo(of_total).eps if backend == "triton" else 0.0
+        torch.testing.assert_close(into, (start.float() + alone).to(of_total), rtol=rtol, atol=0)
         untouched = ~alone.any(1)
         assert torch.equal(into[untouched], start[untouched])
     scaled = torch.zeros(31, 6, device=device)
