@@ -296,6 +296,19 @@ def distillation(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
     return Case(lambda: draw_teacher(dtype), call)
 
 
+def draw_kept() -> Inputs:
+    """Five ids a row, the target first."""
+    inputs = draw_head()
+    ids = inputs["targets"].clamp(min=0).reshape(-1, 1) + 6 * torch.arange(5)
+    return inputs | {"token_ids": (ids % COLUMNS).flatten(), "offsets": 5 * torch.arange(TOKENS + 1)}
+
+
+def loss_over_support(inputs: Inputs, backend: str) -> list[Tensor]:
+    """In Triton also with the CUDA backend, which has no kernels over a support."""
+    support = inputs["token_ids"], inputs["offsets"]
+    return linear_loss(BONUS, support=support).call(inputs, "triton")
+
+
 # endpoint_segments, token_advantages and similarity_groups
 
 
@@ -431,6 +444,7 @@ CASES: dict[str, Case] = {
     "linear_policy_loss at positions": linear_loss(CLIP, at_positions=True),
     "linear_policy_loss at positions in little memory": linear_loss(CLIP, at_positions=True, memory="low"),
     "linear_policy_loss in little memory": linear_loss(CLIP, memory="low"),
+    "linear_policy_loss over a support": Case(draw_kept, loss_over_support),
     "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
     "linear_policy_loss of GVPO": linear_loss(GVPO, chunk_size=8),
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),

@@ -41,6 +41,14 @@ def policy_loss() -> None:
     gk.policy_loss(logprobs, rows(), torch.ones(2), config="grpo", backend="triton").loss.backward()
 
 
+def linear_logprobs() -> None:
+    gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton")
+    hidden, weight = rows().requires_grad_(), rows().requires_grad_()
+    support = torch.tensor([0, 1, 1, 0]), torch.tensor([0, 2, 4])
+    result = gk.linear_logprobs(hidden, weight, torch.tensor([0, 1]), support=support, backend="triton")
+    result.logprobs.sum().backward()
+
+
 def linear_policy_loss() -> None:
     hidden, weight, targets = torch.randn(2, 3, 4).requires_grad_(), torch.randn(7, 4), torch.zeros(2, 3).long()
     gk.linear_policy_loss(hidden, weight, targets, None, torch.ones(2), backend="triton").loss.backward()
@@ -59,7 +67,7 @@ def logits_policy_loss() -> None:
 CALLS: dict[str, Callable[[], object]] = {
     "group_advantages": lambda: gk.group_advantages(torch.randn(4), 2, config="batch_std", backend="triton"),
     "token_logprobs": token_logprobs,
-    "linear_logprobs": lambda: gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton"),
+    "linear_logprobs": linear_logprobs,
     "policy_loss": policy_loss,
     "linear_policy_loss": linear_policy_loss,
     "linear_distillation_loss": linear_distillation_loss,
@@ -106,6 +114,8 @@ def test_every_op_with_triton_kernels_is_called_here() -> None:
     of_backwards = {"token_logprobs_backward", "linear_logprobs_backward"}
     of_backwards |= {"token_logprobs_backward_inplace", "token_logprobs_backward_rounded"}
     of_heads = {"live_rows_to_hidden", "live_rows_to_weight"}
+    of_heads |= {f"sampled_support_{part}" for part in ("logits", "to_hidden", "add_weight", "backward")}
+    of_heads |= {"sampled_support_logprobs", "sampled_support_logprobs_backward"}
     assert of_triton - of_heads == CALLS.keys() | of_backwards | {"scale_gradient"}
 
 
@@ -189,8 +199,10 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         {"rewards": on_gpu(6), "groups": numbers(6), "lengths": numbers(6), "config": "opo"},
         {"rewards": on_gpu(6), "groups": numbers(6), "baselines": on_gpu(6), "config": "remax"},
     ],
-    gk.token_logprobs: lambda: [{"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2)}],
-    gk.linear_logprobs: lambda: [head(2, 3)],
+    gk.token_logprobs: lambda: [
+        {"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2), "support": (numbers(5), numbers(3))}
+    ],
+    gk.linear_logprobs: lambda: [head(2, 3) | {"support": (numbers(5), numbers(7))}],
     gk.linear_distillation_loss: lambda: [distilled(weights=on_gpu(2, 3)), distilled(normalizer=on_gpu())],
     gk.policy_loss: lambda: [
         *policies(lambda *shape: {"logprobs": on_gpu(*shape), "entropy": on_gpu(*shape)}),
@@ -212,6 +224,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         | policy(2, 3)
         | {"ref_logprobs": None, "compact": False}
         | {"ref_hidden": on_gpu(2, 3, 5), "ref_weight": on_gpu(7, 5), "ref_bias": on_gpu(7)},
+        head(2, 3) | policy(2, 3) | {"support": (numbers(5), numbers(7))},
     ],
     gk.token_advantages: lambda: [
         {
@@ -269,16 +282,24 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
             if op is gk.linear_policy_loss and "weight_grad" in arguments:
                 arguments["weight"].requires_grad_()
             for name in others:
-                if name in refused or not isinstance(arguments.get(name), torch.Tensor):
+                if name in refused or not isinstance(arguments.get(name), (torch.Tensor, tuple)):
                     continue
-                moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
+                if name == "support":  # both of its tensors, the first below
+                    token_ids, offsets = arguments[name]
+                    moved = arguments | {name: (token_ids, torch.empty_like(offsets, device=elsewhere))}
+                    with pytest.raises(ValueError, match=rf"support\.offsets must be on cuda:0 .*got {elsewhere}"):
+                        op(**moved, backend="triton")
+                    moved = arguments | {name: (torch.empty_like(token_ids, device=elsewhere), offsets)}
+                else:
+                    moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
                 if name == "weight" and "weight_grad" in arguments:
                     moved["weight"].requires_grad_()
                 with pytest.raises(ValueError) as caught:
                     op(**moved, backend="triton")
                 message = str(caught.value)
                 rule = f"must be on cuda:0 like the first argument, got {elsewhere}"
-                assert re.fullmatch(rf"\w+: {name} {rule}", message), message
+                part = r"support\.token_ids" if name == "support" else name
+                assert re.fullmatch(rf"\w+: {part} {rule}", message), message
                 refused.add(name)
     assert refused == set(others), f"no call has {set(others) - refused}"
     assert first not in refused

@@ -29,7 +29,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks import gpu_lines
 from grpo_kernels.ops.similarity_groups import registration
-from tools import row_cases
+from tools import row_cases, support_cases
 from tools.correction_cases import corrections
 from tools.row_cases import WRONG_BOUNDS, Put, Results
 
@@ -259,6 +259,8 @@ CASES = {
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     "linear_halves": Case(functools.partial(linear_losses, torch.bfloat16), HEAD),
+    "kept": Case(support_cases.kept, set(), ("triton",)),
+    "outside_kept": Case(support_cases.outside_kept, set(), ("triton",)),
     "logits_losses": Case(logits_losses, HEAD | {"logits_policy_loss.rows_kernel"}),
     **{
         f"loss_{name}": Case(
@@ -387,7 +389,7 @@ def compare(run: Callable[[str, Put], Iterable[Tensor]], what: str, backend: str
 
 
 def check(name: str, device: torch.device) -> int:
-    return compare(CASES[name].run, name, "cuda", device)
+    return compare(CASES[name].run, name, CASES[name].backends[0], device)
 
 
 def enable_stand_ins() -> None:

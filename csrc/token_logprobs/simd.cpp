@@ -100,13 +100,6 @@ GRPO_HD void add_vector(VectorSums<V>& sums, const V& x, const LogitMap<T>& map,
   }
 }
 
-#if defined(__AVX512F__)
-GRPO_HD void split(const WideFloats& wide, Floats& low, Floats& high) {
-  low = __builtin_shufflevector(wide, wide, 0, 1, 2, 3, 4, 5, 6, 7);
-  high = __builtin_shufflevector(wide, wide, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-#endif
-
 // Sums of two vectors alternately, the same on every instruction set: a wide vector holds both. Where no logit of the
 // block is the row's largest, as in nearly all blocks, there are no ties to look for.
 template <bool kCapped, bool kSpread, bool kTies, typename T>

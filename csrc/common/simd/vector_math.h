@@ -127,6 +127,12 @@ GRPO_HD V smaller(const V& a, const V& b) {
 #if defined(__AVX512F__)
 GRPO_HD WideFloats larger(const WideFloats& a, const WideFloats& b) { return _mm512_maskz_max_ps(0xffff, a, b); }
 GRPO_HD WideFloats smaller(const WideFloats& a, const WideFloats& b) { return _mm512_maskz_min_ps(0xffff, a, b); }
+
+// The two vectors that a wide one holds.
+GRPO_HD void split(const WideFloats& wide, Floats& low, Floats& high) {
+  low = __builtin_shufflevector(wide, wide, 0, 1, 2, 3, 4, 5, 6, 7);
+  high = __builtin_shufflevector(wide, wide, 8, 9, 10, 11, 12, 13, 14, 15);
+}
 #endif
 
 template <typename V>

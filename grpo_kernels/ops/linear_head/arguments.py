@@ -163,3 +163,10 @@ def check_weight_grad(op: str, weight_grad: Tensor | None, head: Head, is_added:
         raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
     if not is_added:
         raise ValueError(f"{op}: weight_grad must be None {otherwise}, got a tensor")
+
+
+def check_whole(op: str, **arguments: object) -> None:
+    """Refuses arguments that divide the work of a head, which computes all rows at once over a support."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} must be None with support, got {value!r}; only kept columns are computed")

@@ -13,12 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import live_rows
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 
 HALVES = (torch.float16, torch.bfloat16)
-_LARGE = 2**22  # bytes above which the first touch of memory costs as much as a pass over it
 
 # Products on a GPU. The tile is that of cuBLAS for large products in half precision on an H100, which computes 230
 # flops in the time of a byte.
@@ -28,9 +26,6 @@ _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of ha
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
 UNSPLIT = 2**24
-
-# For the CPU only: asks for huge pages for a tensor that has not been written yet.
-registry.define_compiled("_expect_large_tensor_cpu(Tensor tensor) -> ()")
 
 
 class Head(NamedTuple):
@@ -206,7 +201,7 @@ class Products:
         """Memory for [rows, logit_columns]; on a GPU its rows are aligned, so that products and kernels are fast."""
         alignment = 1 if self.backend == "cpu" else _ALIGNMENT
         stride = -(-self.logit_columns // alignment) * alignment
-        return _empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
+        return token_logprobs.empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
 
     def measure(self, rows: slice | Tensor, want_entropy: bool) -> Chunk:
         """Logits and log-probs of a chunk."""
@@ -349,7 +344,9 @@ class Gradients:
         if into is None:
             is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= UNSPLIT
             shape = tuple(head.weight.shape) if self.needs_weight else (0, 0)
-            into = _empty(head.weight, shape, head.weight.dtype if is_single else head.wide, products.backend)
+            into = token_logprobs.empty(
+                head.weight, shape, head.weight.dtype if is_single else head.wide, products.backend
+            )
         self.weight = into
         self.bias = head.weight.new_zeros(products.columns if self.needs_bias else 0, dtype=head.wide)
 
@@ -439,10 +436,3 @@ def _has_grad(*gradients: Tensor | None) -> Tensor:
     for gradient in others:
         has_grad |= gradient != 0
     return has_grad
-
-
-def _empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> Tensor:
-    memory = like.new_empty(shape, dtype=dtype)
-    if backend == "cpu" and memory.numel() * memory.element_size() >= _LARGE:
-        torch.ops.grpo_kernels._expect_large_tensor_cpu(memory)
-    return memory

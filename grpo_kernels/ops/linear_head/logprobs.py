@@ -9,10 +9,13 @@ from torch import Tensor
 
 from grpo_kernels import backends
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_whole
 from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
+from grpo_kernels.ops.sampled_support import check_support
+from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.token_logprobs import TokenLogprobs, check_targets
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +33,7 @@ def linear_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     positions: Tensor | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
     return_entropy: bool = False,
     chunk_size: int | None = None,
     vocab_start: int | None = None,
@@ -49,6 +53,8 @@ def linear_logprobs(
         temperature, softcap, logit_scale, return_entropy: as in token_logprobs
         positions: rows to compute. A mask in the shape of targets gives results of that shape, 0 elsewhere, and waits
             for a GPU; integers [P] into the flattened targets give results [P]
+        support: token ids that sampling kept, as in token_logprobs. Only their columns are multiplied, and only their
+            rows of the weight get a gradient; chunk_size, vocab_start and process_group must be None
         chunk_size: rows whose logits are in memory at a time, and of a product for the gradients; None means chosen
             from the shapes
         vocab_start: first column held by this rank, if the columns of weight and bias are split over process_group.
@@ -61,6 +67,9 @@ def linear_logprobs(
     size = check_chunk_size(_OP, chunk_size)
     places = check_positions(_OP, positions, targets)
     device = hidden.device
+    if support is not None:
+        check_whole(_OP, chunk_size=chunk_size, vocab_start=vocab_start, process_group=process_group)
+        return _over_support(head, support, targets.shape, positions, places, return_entropy, backend)
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index)
     if process_group is not None and vocab_start is None:
         raise ValueError(f"{_OP}: vocab_start must be given with process_group, got None")
@@ -83,5 +92,31 @@ def linear_logprobs(
         if places is None:
             return result.view(targets.shape)
         return result.new_zeros(targets.numel()).index_put((places,), result).view(targets.shape) if is_mask else result
+
+    return TokenLogprobs(shaped(logprobs), shaped(entropy) if return_entropy else None)
+
+
+def _over_support(
+    head: Head,
+    support: tuple[Tensor, Tensor],
+    shape: torch.Size,
+    positions: Tensor | None,
+    places: Tensor | None,
+    return_entropy: bool,
+    backend: str | None,
+) -> TokenLogprobs:
+    """Rows at other places than these are ignored, which costs nothing here."""
+    if places is not None:
+        others = torch.ones_like(head.targets, dtype=torch.bool).index_fill(0, places, False)
+        ignored = torch.where(others, IGNORED, head.targets)
+        head = Head(head.hidden, head.weight, head.bias, ignored, head.row_temperature, *head.scaling)
+    entries = check_support(_OP, support, head.targets, len(head.weight))
+    supports, device = sampled_support.SUPPORTS, head.hidden.device
+    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index)
+    logprobs, entropy = op.apply_support(chosen, head, entries, return_entropy)
+
+    def shaped(result: Tensor) -> Tensor:
+        is_picked = positions is not None and positions.dtype != torch.bool
+        return result[places] if is_picked else result.view(shape)
 
     return TokenLogprobs(shaped(logprobs), shaped(entropy) if return_entropy else None)

@@ -16,6 +16,7 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_positions,
     check_reference,
     check_weight_grad,
+    check_whole,
 )
 from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
@@ -32,6 +33,8 @@ from grpo_kernels.ops.policy_loss.arguments import (
 from grpo_kernels.ops.policy_loss.config import POLICY, LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.registration import Policy
+from grpo_kernels.ops.sampled_support import check_support
+from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.token_logprobs import check_targets
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
@@ -50,6 +53,7 @@ def linear_policy_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     positions: Tensor | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segments: Tensor | None = None,
@@ -84,6 +88,8 @@ def linear_policy_loss(
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
             Without ref_weight its weight and bias are those of the policy
         positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
+        support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
+            then computed by the backward, also into weight_grad; chunk_size and compact must be None, memory "fast"
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
@@ -128,6 +134,9 @@ def linear_policy_loss(
     rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
+    if support is not None:
+        check_whole(_OP, chunk_size=chunk_size, compact=compact, memory=None if memory == "fast" else memory)
+        return _over_support(layout, config, head, reference, policy, rows, want_entropy, support, weight_grad, backend)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     check_targets(_OP, head.targets, len(head.weight), chosen)
     skips_idle = _skips_idle(compact, head, weight_grad, chosen)
@@ -192,6 +201,37 @@ def _with_low_memory(
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
     return compute(layout, config, logprobs, entropy, None, policy, rows, backend)
+
+
+def _over_support(
+    layout: Layout,
+    config: LossConfig,
+    head: Head,
+    reference: ReferenceHead,
+    policy: Policy,
+    rows: RowInputs,
+    want_entropy: bool,
+    support: tuple[Tensor, Tensor],
+    weight_grad: Tensor | None,
+    backend: str | None,
+) -> PolicyLoss:
+    """The loss of log-probs over a support, which are cheap enough to be known all at once."""
+    entries = check_support(_OP, support, head.targets, len(head.weight))
+    supports, device = sampled_support.SUPPORTS, layout.device
+    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index)
+    is_added = chosen != "reference" and torch.is_grad_enabled()
+    check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
+    if weight_grad is not None and not weight_grad.is_contiguous():
+        raise ValueError(
+            f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
+        )
+    if reference.hidden is not None and reference.weight is not None:
+        other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+        ref_logprobs, _ = op.apply_support(chosen, other, entries, False)
+        policy = policy._replace(ref_logprobs=ref_logprobs.view(layout.shape))
+    logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
+    entropy_of_all = entropy.view(layout.shape) if want_entropy else None
+    return compute(layout, config, logprobs.view(layout.shape), entropy_of_all, None, policy, rows, backend)
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_kernels.ops.sampled_support import reference as sampled_support
+from grpo_kernels.ops.sampled_support.config import Entries
 from grpo_kernels.ops.token_logprobs import reference as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Scaling
@@ -20,12 +22,17 @@ def forward(
     softcap: float | None,
     logit_scale: float,
     want_entropy: bool,
+    entries: Entries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = token_logprobs.wide
+    if entries is not None:  # NaN in a row that is not read would reach the gradient of the weight
+        hidden = torch.where(sampled_support.takes_part(entries)[:, None], hidden, 0)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = wide(hidden) @ wide(weight).T
     if bias is not None:
         logits = logits + wide(bias)
+    if entries is not None:
+        logits = sampled_support.masked(logits, entries)
     kept, columns = token_logprobs.columns_of(logits, targets)
     # rows that do not count must not give NaN times 0 for a gradient
     z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(torch.where(kept[:, None], logits, 0))

@@ -34,6 +34,8 @@ from grpo_kernels.ops.linear_head.chunks import (
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.config import METRICS
 from grpo_kernels.ops.policy_loss.registration import POLICY_SCHEMA, Policy
+from grpo_kernels.ops.sampled_support import registration as sampled_support
+from grpo_kernels.ops.sampled_support.config import Entries
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
@@ -204,6 +206,21 @@ def apply_logprobs(
     if backend == "reference":
         return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, want_entropy))
     return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, chunk_rows, product_rows))
+
+
+def apply_support(
+    backend: str, head: Head, entries: Entries, want_entropy: bool, into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (empty unless wanted) over a support of the rows, both differentiable.
+
+    The backward adds the gradient of the weight to `into`, if given.
+    """
+    if backend == "reference":
+        return cast(tuple[Tensor, Tensor], _reference.forward(*head, want_entropy, entries)[:2])
+    scaling = (head.row_temperature, *head.scaling)
+    return sampled_support.apply_head(
+        backend, head.hidden, head.weight, head.bias, entries, scaling, want_entropy, into
+    )
 
 
 # linear_policy_loss

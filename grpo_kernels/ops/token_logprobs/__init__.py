@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
+from grpo_kernels.ops.sampled_support import check_support
+from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.token_logprobs import registration as op
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
@@ -34,6 +36,7 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
+    support: tuple[Tensor, Tensor] | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str | None = None,
@@ -50,6 +53,9 @@ def token_logprobs(
         temperature: positive number, or a tensor with one per target ([...]) or per first dimension ([B], [B, 1])
         softcap: positive number; logits become softcap * tanh(x / softcap). None leaves them unchanged
         logit_scale: positive number
+        support: token ids that sampling kept, as integers (token_ids [E], offsets [N + 1]): row i of the N flattened
+            targets keeps token_ids[offsets[i]:offsets[i + 1]]. The distribution is that over these ids alone, and the
+            gradient of other logits is 0. A target that is not kept is an error, on a GPU when the stream reaches it
         return_entropy: also return the differentiable entropy of every row
         inplace_backward: the backward overwrites the logits with their gradient, which saves their size in memory.
             Nothing else may read them, backward runs once, and torch.compile is not supported
@@ -57,10 +63,31 @@ def token_logprobs(
     """
     check_logits(_OP, logits, targets)
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
+    if support is not None:
+        return _over_support(logits, targets, scaling, support, return_entropy, inplace_backward, backend)
     if inplace_backward:
         check_overwritable(_OP, "inplace_backward", logits)
     chosen = backends.select(_OP, backend, logits.device.type, logits.dtype, op.SUPPORTS, logits.device.index)
     logprobs, entropy, _ = op.FORWARD[chosen](*rows_of(logits, targets, scaling), return_entropy, inplace_backward)
+    return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None)
+
+
+def _over_support(
+    logits: Tensor,
+    targets: Tensor,
+    scaling: Scaling,
+    support: tuple[Tensor, Tensor],
+    return_entropy: bool,
+    inplace_backward: bool,
+    backend: str | None,
+) -> TokenLogprobs:
+    if inplace_backward:
+        raise ValueError(f"{_OP}: inplace_backward must be False with support, got True")
+    entries = check_support(_OP, support, targets.long(), logits.shape[-1])
+    supports, device = sampled_support.SUPPORTS, logits.device
+    chosen = backends.select(_OP, backend, device.type, logits.dtype, supports, device.index)
+    rows = rows_of(logits, targets, scaling)
+    logprobs, entropy = sampled_support.apply_logits(chosen, rows, entries, return_entropy)
     return TokenLogprobs(logprobs.view(targets.shape), entropy.view(targets.shape) if return_entropy else None)
 
 

@@ -43,6 +43,19 @@ registry.define_compiled(
 )
 
 
+# For the CPU only: asks for huge pages for a tensor that has not been written yet.
+registry.define_compiled("_expect_large_tensor_cpu(Tensor tensor) -> ()")
+_LARGE = 2**22  # bytes above which the first touch of memory costs as much as a pass over it
+
+
+def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: str) -> Tensor:
+    """Uninitialised memory; on the CPU in huge pages where it is large."""
+    memory = like.new_empty(shape, dtype=dtype)
+    if backend == "cpu" and memory.numel() * memory.element_size() >= _LARGE:
+        torch.ops.grpo_kernels._expect_large_tensor_cpu(memory)
+    return memory
+
+
 def _fake(
     logits: Tensor,
     targets: Tensor,

@@ -73,6 +73,69 @@ def _log1p(x):
     return tl.where(lost == 0, x, tl.log(sum) * (x / tl.where(lost == 0, 1.0, lost)))
 
 
+@triton.jit
+def _measure_row(
+    logits_ptr,
+    target,
+    columns,
+    factor,
+    bend,
+    row,
+    logprobs_ptr,
+    entropy_ptr,
+    normalizer_ptr,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Log-prob, entropy and log-sum-exp of the row of logits at `logits_ptr`."""
+    # As in csrc/token_logprobs/softmax.h: the largest logits are counted, the others summed.
+    top = tl.full([BLOCK], _LOWEST, tl.float32)
+    ties = tl.zeros([BLOCK], tl.float32)
+    below = tl.zeros([BLOCK], tl.float32)
+    spread = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        z, _ = _mapped(x, factor, bend, CAPPED)
+        # either z or the maximum so far is the new maximum, so one exponential serves both cases
+        rises = z > top
+        is_top = z == top
+        away = tl.abs(z - top)
+        decay = tl.exp(-away)
+        sum = ties + below
+        if entropy_ptr is not None:
+            away = tl.where(away > -_NO_EXPONENT, -_NO_EXPONENT, away)
+            falls = tl.where(is_top, spread, spread + away * decay)
+            spread = tl.where(rises, (spread + away * sum) * decay, falls)
+        below = tl.where(rises, sum * decay, tl.where(is_top, below, below + decay))
+        ties = tl.where(rises, 1.0, tl.where(is_top, ties + 1.0, ties))
+        top = tl.where(rises, z, top)
+
+    row_top = tl.max(top, axis=0)
+    at_top = top == row_top
+    gap = tl.where(at_top, 0.0, tl.maximum(top - row_top, _NO_EXPONENT))
+    decay = tl.exp(gap)
+    sum = ties + below
+    number = tl.sum(tl.where(at_top, ties, 0.0), axis=0).to(tl.float64)
+    others = (number - 1.0) + tl.sum(tl.where(at_top, below, sum * decay), axis=0).to(tl.float64)
+    log_sum = _log1p(others)
+    known = (target >= 0) & (target < columns)
+    x = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
+    z, _ = _mapped(x, factor, bend, CAPPED)
+    # a target that is no column, an overflow, or no number at all
+    fails = (known == 0) | (row_top == float("inf")) | (others < 0)
+    spoiled = tl.where(fails, float("nan"), 0.0)
+    logprob = (z - row_top).to(tl.float64) - log_sum + spoiled
+    tl.store(logprobs_ptr + row, tl.where(logprob > 0, 0.0, logprob).to(tl.float32))
+    # of no number at all it is what another part of the vocabulary may be added to
+    total = tl.where((others < 0) & known, float("-inf"), row_top.to(tl.float64) + log_sum + spoiled)
+    tl.store(normalizer_ptr + row, total)
+    if entropy_ptr is not None:
+        spreads = tl.sum((spread - gap * sum) * decay, axis=0).to(tl.float64)
+        entropy = log_sum + spreads / (1.0 + others) + spoiled
+        tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy).to(tl.float32))
+
+
 @triton.jit(do_not_specialize=_RUNTIME)
 def _forward_kernel(
     logits_ptr,
@@ -106,52 +169,9 @@ def _forward_kernel(
             columns = columns // 16 * 16  # a hint on an argument would be lost
         logits_ptr += start_of_row
         factor = _factor(temperatures_ptr, row, temperature, numerator)
-        # As in csrc/token_logprobs/softmax.h: the largest logits are counted, the others summed.
-        top = tl.full([BLOCK], _LOWEST, tl.float32)
-        ties = tl.zeros([BLOCK], tl.float32)
-        below = tl.zeros([BLOCK], tl.float32)
-        spread = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            x = tl.load(logits_ptr + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-            z, _ = _mapped(x, factor, bend, CAPPED)
-            # either z or the maximum so far is the new maximum, so one exponential serves both cases
-            rises = z > top
-            is_top = z == top
-            away = tl.abs(z - top)
-            decay = tl.exp(-away)
-            sum = ties + below
-            if entropy_ptr is not None:
-                away = tl.where(away > -_NO_EXPONENT, -_NO_EXPONENT, away)
-                falls = tl.where(is_top, spread, spread + away * decay)
-                spread = tl.where(rises, (spread + away * sum) * decay, falls)
-            below = tl.where(rises, sum * decay, tl.where(is_top, below, below + decay))
-            ties = tl.where(rises, 1.0, tl.where(is_top, ties + 1.0, ties))
-            top = tl.where(rises, z, top)
-
-        row_top = tl.max(top, axis=0)
-        at_top = top == row_top
-        gap = tl.where(at_top, 0.0, tl.maximum(top - row_top, _NO_EXPONENT))
-        decay = tl.exp(gap)
-        sum = ties + below
-        number = tl.sum(tl.where(at_top, ties, 0.0), axis=0).to(tl.float64)
-        others = (number - 1.0) + tl.sum(tl.where(at_top, below, sum * decay), axis=0).to(tl.float64)
-        log_sum = _log1p(others)
-        known = (target >= 0) & (target < columns)
-        x = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
-        z, _ = _mapped(x, factor, bend, CAPPED)
-        # a target that is no column, an overflow, or no number at all
-        fails = (known == 0) | (row_top == float("inf")) | (others < 0)
-        spoiled = tl.where(fails, float("nan"), 0.0)
-        logprob = (z - row_top).to(tl.float64) - log_sum + spoiled
-        tl.store(logprobs_ptr + row, tl.where(logprob > 0, 0.0, logprob).to(tl.float32))
-        # of no number at all it is what another part of the vocabulary may be added to
-        total = tl.where((others < 0) & known, float("-inf"), row_top.to(tl.float64) + log_sum + spoiled)
-        tl.store(normalizer_ptr + row, total)
-        if entropy_ptr is not None:
-            spreads = tl.sum((spread - gap * sum) * decay, axis=0).to(tl.float64)
-            entropy = log_sum + spreads / (1.0 + others) + spoiled
-            tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy).to(tl.float32))
+        _measure_row(
+            logits_ptr, target, columns, factor, bend, row, logprobs_ptr, entropy_ptr, normalizer_ptr, CAPPED, BLOCK
+        )
 
 
 @triton.jit
@@ -166,6 +186,52 @@ def _target_gradient(
     rest = tl.where(log_p > -1e-5, -log_p * (1.0 + 0.5 * log_p), 1.0 - tl.exp(log_p))
     surprise = tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy
     return (for_logprob * rest - for_entropy * tl.exp(log_p) * surprise).to(tl.float32) * slope
+
+
+@triton.jit
+def _differentiate_row(
+    logits_ptr,
+    gradient_ptr,
+    target,
+    columns,
+    factor,
+    bend,
+    row,
+    normalizer_ptr,
+    entropy_ptr,
+    for_logprob,
+    for_entropy,
+    HAS_ENTROPY: tl.constexpr,
+    CAPPED: tl.constexpr,
+    INPLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes the gradient of the row of logits at `logits_ptr` to `gradient_ptr`."""
+    dtype = gradient_ptr.dtype.element_ty
+    normalizer = tl.load(normalizer_ptr + row)
+    high = normalizer.to(tl.float32)
+    low = (normalizer - high.to(tl.float64)).to(tl.float32)
+    own_entropy = 0.0
+    if HAS_ENTROPY:
+        own_entropy = tl.load(entropy_ptr + row)
+
+    own = _target_gradient(
+        logits_ptr, target, columns, factor, bend, high, low, for_logprob, for_entropy, own_entropy, CAPPED
+    )
+    if INPLACE:
+        tl.debug_barrier()  # all threads have read the target before one overwrites it
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        x = tl.load(logits_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        z, slope = _mapped(x, factor, bend, CAPPED)
+        log_p = (z - high) - low
+        p = tl.exp(log_p)
+        weight = tl.zeros_like(p) + for_logprob
+        if HAS_ENTROPY:
+            weight += for_entropy * (tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy)
+        dx = tl.where(column == target, own, -(p * weight) * slope)
+        tl.store(gradient_ptr + column, dx.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=_RUNTIME_BACKWARD)
@@ -215,30 +281,23 @@ def _backward_kernel(
             tl.store(gradient_ptr + column, tl.zeros([BLOCK], dtype), mask=column < columns)
     else:
         factor = _factor(temperatures_ptr, row, temperature, numerator)
-        normalizer = tl.load(normalizer_ptr + row)
-        high = normalizer.to(tl.float32)
-        low = (normalizer - high.to(tl.float64)).to(tl.float32)
-        own_entropy = 0.0
-        if grad_entropy_ptr is not None:
-            own_entropy = tl.load(entropy_ptr + row)
-
-        own = _target_gradient(
-            logits_ptr, target, columns, factor, bend, high, low, for_logprob, for_entropy, own_entropy, CAPPED
+        _differentiate_row(
+            logits_ptr,
+            gradient_ptr,
+            target,
+            columns,
+            factor,
+            bend,
+            row,
+            normalizer_ptr,
+            entropy_ptr,
+            for_logprob,
+            for_entropy,
+            grad_entropy_ptr is not None,
+            CAPPED,
+            INPLACE,
+            BLOCK,
         )
-        if INPLACE:
-            tl.debug_barrier()  # all threads have read the target before one overwrites it
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < columns
-            x = tl.load(logits_ptr + column, mask=inside, other=0.0).to(tl.float32)
-            z, slope = _mapped(x, factor, bend, CAPPED)
-            log_p = (z - high) - low
-            p = tl.exp(log_p)
-            weight = tl.zeros_like(p) + for_logprob
-            if grad_entropy_ptr is not None:
-                weight += for_entropy * (tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy)
-            dx = tl.where(column == target, own, -(p * weight) * slope)
-            tl.store(gradient_ptr + column, dx.to(dtype), mask=inside)
 
 
 def _launch_options(
