@@ -18,7 +18,8 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.graph_cases import CASES, WAITING, Case, Inputs
+from tests.graph_cases import CASES, WAITING
+from tests.graph_inputs import Case, Inputs
 from tests.simulated_gpu import Factories, Gpu, GpuTensor, Step, Waits, replay
 
 # also with the CUDA backend

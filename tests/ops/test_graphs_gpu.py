@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import backends
-from tests.graph_cases import CASES, WAITING, Inputs
+from tests.graph_cases import CASES, WAITING
+from tests.graph_inputs import Inputs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -1,0 +1,41 @@
+"""What the cases for CUDA graphs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+ROWS, WIDTH, HIDDEN, COLUMNS = 4, 4, 16, 32
+TOKENS = ROWS * WIDTH
+
+
+class Case(NamedTuple):
+    """Draws inputs, and calls an op on them with a backend; the results include gradients."""
+
+    draw: Callable[[], Inputs]
+    call: Callable[[Inputs, str], list[Tensor]]
+
+
+def present(*results: Any) -> list[Tensor]:
+    return [result.detach() for result in results if result is not None]
+
+
+def with_gradients(inputs: Inputs, loss: Tensor, *results: Any) -> list[Tensor]:
+    """The results, and the gradients of all inputs that require one."""
+    leaves = [value for value in inputs.values() if value.requires_grad]
+    return present(loss, *results, *torch.autograd.grad(loss, leaves))
+
+
+def bounds() -> Tensor:
+    """Four rows of packed tokens; the last tokens may belong to none."""
+    return torch.cat((torch.zeros(1, dtype=torch.int64), torch.randint(0, TOKENS + 1, (ROWS,)).sort().values))
+
+
+def segment_ids(shape: tuple[int, ...]) -> Tensor:
+    steps = (torch.rand(shape) < 0.4).long()
+    steps[..., 0] = 0
+    return steps.cumsum(-1)
