@@ -151,10 +151,13 @@ def flags(*shape: int) -> torch.Tensor:
 
 
 def policies(source: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of a loss; a second has `kinds` and `weights`, which excludes `normalizer`, and a third is packed."""
+    """Arguments of a loss, with `kinds` and `weights`, which excludes `normalizer`, packed, and of whole rows."""
     arguments = source(2, 3) | policy(2, 3)
     weighted = arguments | {"weights": on_gpu(2, 3), "kinds": numbers(2, 3), "normalizer": None}
-    return [arguments, weighted, source(6) | policy(6) | {"cu_seqlens": numbers(3)}]
+    plain = {"segments": None, "sampling_logprobs": None, "is_weights": None}
+    grouped = arguments | plain | {"groups": numbers(2), "config": gk.LossConfig(loss="gvpo")}
+    flow = arguments | plain | {"log_z": on_gpu(2), "config": gk.LossConfig(loss="flowrl")}
+    return [arguments, weighted, source(6) | policy(6) | {"cu_seqlens": numbers(3)}, grouped, flow]
 
 
 def policy(*shape: int) -> dict[str, Any]:
