@@ -22,7 +22,7 @@ constexpr const char* kOp = PolicyInputs::kOp;
 constexpr int64_t kTokensPerTask = 4096;  // a multiple of the tokens that the kernel sums before it turns to double
 // Nanoseconds a token on one thread with AVX2: counting, terms of PPO's clip and of any loss, terms that need their
 // row, the gradient of the entropy.
-constexpr double kCountCost = 0.2, kClipCost = 2, kTermCost = 4, kRowTermCost = 9, kEntropyCost = 1;
+constexpr double kCountCost = 0.2, kClipCost = 2, kTermCost = 4, kRowTermCost = 4, kEntropyCost = 1;
 
 // Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
 int64_t count_true(const bool* flags, int64_t count) {
@@ -73,24 +73,20 @@ template <typename T>
 Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   const int64_t first = in.start(row), last = first + in.length(row);
   Counts counts;
-  int64_t tokens = 0, kept = 0;
+  int64_t tokens = 0;
   if (in.segments == nullptr) {
     tokens = last - first;
     if (in.mask != nullptr) tokens = count_true(in.mask + first, last - first);
   } else {
     for (int64_t t = first; t < last; ++t) tokens += in.is_valid(t);
   }
-  kept = tokens;
-  int64_t policy_tokens = tokens;
   if (in.entropy_floor > -INFINITY || in.kinds != nullptr) {
-    kept = policy_tokens = 0;
-    for (int64_t t = first; t < last; ++t) {
-      kept += in.is_kept(t);
-      policy_tokens += in.has_policy_term(t);
-    }
+    GRPO_SIMD_CALL(count_policy, in, row, counts.policy_tokens, counts.kept_tokens);
+  } else {
+    counts.policy_tokens = counts.kept_tokens = static_cast<double>(tokens);
   }
   int64_t terms = tokens;
-  if (in.plan.loss == Loss::kGeoMean) terms = kept > 0;
+  if (in.plan.loss == Loss::kGeoMean) terms = counts.kept_tokens > 0;
   if (in.plan.by_segment()) {
     terms = 0;
     int32_t previous = -1;
@@ -107,120 +103,11 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   counts.rows = 1;
   counts.active_rows = tokens > 0;
   counts.tokens = static_cast<double>(tokens);
-  counts.kept_tokens = static_cast<double>(kept);
   counts.terms = static_cast<double>(terms);
-  counts.policy_tokens = static_cast<double>(policy_tokens);
   return counts;
 }
 
-// Working memory for a row, which each thread keeps.
-template <typename T>
-struct RowScratch {
-  std::vector<char> terms;
-  std::vector<T> log_ratios, scores, term_gradient;
-};
-
-// A row whose terms depend on the whole row.
-template <typename T>
-class WholeRow {
- public:
-  WholeRow(const PolicyBatch<T>& in, int64_t row, const Counts& counts, const Shares& shares, T* gradient)
-      : in_(in),
-        plan_(in.plan),
-        row_(row),
-        first_(in.start(row)),
-        last_(first_ + in.length(row)),
-        counts_(counts),
-        tokens_(tokens_of(in, row, first_, shares, gradient)) {}
-
-  void run(PolicySums& sums) {
-    static thread_local RowScratch<T> scratch;
-    RowStatistics<T> statistics;
-    for (int64_t t = first_; t < last_; ++t) statistics.add(in_, row_, t);
-    statistics.finish(in_, row_, counts_, tokens_, sums);
-    if (plan_.by_segment() || plan_.loss == Loss::kGeoMean) {
-      scratch.terms.assign(last_ - first_, 0);
-      tokens_.terms = reinterpret_cast<const bool*>(scratch.terms.data());
-    }
-    if (plan_.by_segment()) gather_segments(scratch);
-    if (plan_.loss == Loss::kGeoMean) mark_last_kept_token(scratch);
-    PolicySums row_sums;
-    GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, in_.walk_kind(), last_ - first_, row_sums);
-    if (plan_.by_segment()) spread_over_segments(scratch);
-    if (plan_.spreads_over_row()) {
-      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.policy_tokens;
-      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
-      for (int64_t t = first_; t < last_; ++t) tokens_.gradient[t - first_] += row_ratio_gradient(in_, row_, t, share);
-    }
-    sums.merge(row_sums);
-  }
-
- private:
-  // GMPO has one term per row, held by the last kept token.
-  void mark_last_kept_token(RowScratch<T>& scratch) const {
-    for (int64_t t = last_ - 1; t >= first_; --t) {
-      if (!in_.is_kept(t)) continue;
-      scratch.terms[t - first_] = 1;
-      return;
-    }
-  }
-
-  // Calls visit(first, last, divisor) with the first and last token of every segment, and its size where the ratio is a
-  // mean, else 1.
-  template <typename Visit>
-  void for_each_segment(Visit visit) const {
-    int64_t first = -1, last = -1, size = 0;
-    const auto close = [&] {
-      if (size > 0) visit(first, last, plan_.ratio == Ratio::kSegmentMean ? size : 1);
-      size = 0;
-    };
-    for (int64_t t = first_; t < last_; ++t) {
-      if (!in_.is_valid(t)) continue;
-      if (size > 0 && in_.segments[t] != in_.segments[last]) close();
-      if (size == 0) first = t;
-      last = t;
-      ++size;
-    }
-    close();
-  }
-
-  // Writes the joint log ratio and log-prob of every segment at its last token, which holds the term.
-  void gather_segments(RowScratch<T>& scratch) {
-    for (auto* values : {&scratch.log_ratios, &scratch.scores, &scratch.term_gradient}) values->resize(last_ - first_);
-    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
-      double log_ratio = 0, score = 0;
-      for (int64_t t = first; t <= last; ++t) {
-        if (!in_.is_valid(t)) continue;
-        log_ratio += in_.log_ratio(t);
-        score += static_cast<double>(in_.logprobs[t]);
-      }
-      scratch.log_ratios[last - first_] = static_cast<T>(log_ratio / static_cast<double>(divisor));
-      scratch.scores[last - first_] = static_cast<T>(score / static_cast<double>(divisor));
-      scratch.terms[last - first_] = 1;
-    });
-    tokens_.log_ratios = scratch.log_ratios.data();
-    tokens_.scores = scratch.scores.data();
-    tokens_.term_gradient = scratch.term_gradient.data();
-  }
-
-  // Adds the gradient of a segment's term, computed at its last token, to all of its tokens.
-  void spread_over_segments(const RowScratch<T>& scratch) {
-    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
-      const T share = scratch.term_gradient[last - first_] / static_cast<T>(divisor);
-      for (int64_t t = first; t <= last; ++t) {
-        if (in_.is_valid(t)) tokens_.gradient[t - first_] += share;
-      }
-    });
-  }
-
-  const PolicyBatch<T>& in_;
-  const PolicyPlan plan_;
-  const int64_t row_, first_, last_;
-  const Counts counts_;
-  PolicyTokens<T> tokens_;
-};
-
-// Tokens whose terms do not depend on other tokens. Skips the masked tokens before the first and behind the last valid
+// Tokens whose terms do not depend on a neighbour's. Skips the masked tokens before the first and behind the last valid
 // one, so that padding costs next to nothing and changes no bit; where few of the others are valid, packs those.
 template <typename T>
 class SparseTokens {
@@ -305,6 +192,119 @@ void run_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind 
   }
 }
 
+// Working memory for a row, which each thread keeps.
+template <typename T>
+struct RowScratch {
+  std::vector<char> terms;
+  std::vector<T> log_ratios, scores, term_gradient;
+};
+
+// A row whose terms depend on the whole row.
+template <typename T>
+class WholeRow {
+ public:
+  WholeRow(const PolicyBatch<T>& in, int64_t row, const Counts& counts, const Shares& shares, T* gradient)
+      : in_(in),
+        plan_(in.plan),
+        row_(row),
+        first_(in.start(row)),
+        last_(first_ + in.length(row)),
+        counts_(counts),
+        tokens_(tokens_of(in, row, first_, shares, gradient)) {}
+
+  void run(PolicySums& sums) {
+    static thread_local RowScratch<T> scratch;
+    PolicyBatch<T> in = in_;  // without a mask where it says nothing
+    if (counts_.tokens == static_cast<double>(last_ - first_)) in.mask = tokens_.mask = nullptr;
+    const RowStatistics statistics = GRPO_SIMD_CALL(row_statistics, in, row_);
+    statistics.finish(in_, row_, counts_, tokens_, sums);
+    if (plan_.by_segment() || plan_.loss == Loss::kGeoMean) {
+      scratch.terms.assign(last_ - first_, 0);
+      tokens_.terms = reinterpret_cast<const bool*>(scratch.terms.data());
+    }
+    if (plan_.by_segment()) gather_segments(scratch);
+    if (plan_.loss == Loss::kGeoMean) mark_last_kept_token(scratch);
+    PolicySums row_sums;
+    const WalkKind kind = in_.lane_kind();
+    if (tokens_.terms == nullptr && tokens_.segments == nullptr) {
+      run_tokens(tokens_, plan_, kind, last_ - first_, row_sums);
+    } else {
+      GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, kind, last_ - first_, row_sums);
+    }
+    if (plan_.by_segment()) spread_over_segments(scratch);
+    if (plan_.spreads_over_row()) {
+      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.policy_tokens;
+      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
+      GRPO_SIMD_CALL(add_row_share, in, row_, share, tokens_.gradient - first_);
+    }
+    sums.merge(row_sums);
+  }
+
+ private:
+  // GMPO has one term per row, held by the last kept token.
+  void mark_last_kept_token(RowScratch<T>& scratch) const {
+    for (int64_t t = last_ - 1; t >= first_; --t) {
+      if (!in_.is_kept(t)) continue;
+      scratch.terms[t - first_] = 1;
+      return;
+    }
+  }
+
+  // Calls visit(first, last, divisor) with the first and last token of every segment, and its size where the ratio is a
+  // mean, else 1.
+  template <typename Visit>
+  void for_each_segment(Visit visit) const {
+    int64_t first = -1, last = -1, size = 0;
+    const auto close = [&] {
+      if (size > 0) visit(first, last, plan_.ratio == Ratio::kSegmentMean ? size : 1);
+      size = 0;
+    };
+    for (int64_t t = first_; t < last_; ++t) {
+      if (!in_.is_valid(t)) continue;
+      if (size > 0 && in_.segments[t] != in_.segments[last]) close();
+      if (size == 0) first = t;
+      last = t;
+      ++size;
+    }
+    close();
+  }
+
+  // Writes the joint log ratio and log-prob of every segment at its last token, which holds the term.
+  void gather_segments(RowScratch<T>& scratch) {
+    for (auto* values : {&scratch.log_ratios, &scratch.scores, &scratch.term_gradient}) values->resize(last_ - first_);
+    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
+      double log_ratio = 0, score = 0;
+      for (int64_t t = first; t <= last; ++t) {
+        if (!in_.is_valid(t)) continue;
+        log_ratio += in_.log_ratio(t);
+        score += static_cast<double>(in_.logprobs[t]);
+      }
+      scratch.log_ratios[last - first_] = static_cast<T>(log_ratio / static_cast<double>(divisor));
+      scratch.scores[last - first_] = static_cast<T>(score / static_cast<double>(divisor));
+      scratch.terms[last - first_] = 1;
+    });
+    tokens_.log_ratios = scratch.log_ratios.data();
+    tokens_.scores = scratch.scores.data();
+    tokens_.term_gradient = scratch.term_gradient.data();
+  }
+
+  // Adds the gradient of a segment's term, computed at its last token, to all of its tokens.
+  void spread_over_segments(const RowScratch<T>& scratch) {
+    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
+      const T share = scratch.term_gradient[last - first_] / static_cast<T>(divisor);
+      for (int64_t t = first; t <= last; ++t) {
+        if (in_.is_valid(t)) tokens_.gradient[t - first_] += share;
+      }
+    });
+  }
+
+  const PolicyBatch<T>& in_;
+  const PolicyPlan plan_;
+  const int64_t row_, first_, last_;
+  const Counts counts_;
+  PolicyTokens<T> tokens_;
+};
+
 // Calls visit(row) for every row, on several threads.
 template <typename T, typename Visit>
 void for_each_row(const PolicyBatch<T>& in, double nanoseconds_per_token, Visit visit) {
@@ -338,11 +338,12 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     }
     std::vector<PolicySums> parts(tasks.size());
     const int64_t count = static_cast<int64_t>(tasks.size());
+    const WalkKind kind = in.lane_kind();
     const double cost = (in.plan.loss == Loss::kClip ? kClipCost : kTermCost) * (sizeof(T) / sizeof(float));
     divide(count, threads_for(cost * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
-        run_tokens(tokens, in.plan, in.walk_kind(), tasks[i].count, parts[i]);
+        run_tokens(tokens, in.plan, kind, tasks[i].count, parts[i]);
       }
     });
     for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);

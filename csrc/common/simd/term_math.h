@@ -133,6 +133,22 @@ struct VectorMath {
 #endif
   }
 
+  // Doubles of an array of floats.
+  GRPO_HD static Value load_widened(const float* from, int64_t left) {
+    if (left >= kCount) return load_quad(from);
+    Value value{};
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) value[l] = from[l];
+    }
+    return value;
+  }
+  GRPO_HD static void store_narrowed(float* to, int64_t left, const Value& value) {
+    if (left >= kCount) return store_quad(to, value);
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) to[l] = static_cast<float>(value[l]);
+    }
+  }
+
   // Those of the first `left` lanes whose byte is not 0, all of them where `from` is null.
   GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
     if (left >= kCount) {
@@ -170,9 +186,22 @@ struct VectorMath {
     return flags;
   }
   GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
+#ifdef __AVX2__
+    int64_t codes = 0;
+    memcpy(&codes, from, left >= kCount ? kCount : left < 0 ? 0 : left);
+    const __m128i bytes = _mm_and_si128(_mm_cvtsi64_si128(codes), _mm_set1_epi8(31));
+    Flag bits;  // the bit of each lane's kind
+    if constexpr (sizeof(T) == 4) {
+      bits = (Flag)_mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_cvtepi8_epi32(bytes));
+    } else {
+      bits = (Flag)_mm256_sllv_epi64(_mm256_set1_epi64x(1), _mm256_cvtepi8_epi64(bytes));
+    }
+    return ((bits & static_cast<typename VectorOf<T>::Integer>(kinds)) != 0) & first(left);
+#else
     Flag flags{};
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && is_kind_of(kinds, from[l]) ? -1 : 0;
     return flags;
+#endif
   }
 };
 
@@ -212,6 +241,15 @@ struct TwinMath {
   GRPO_HD static void store(T* to, int64_t left, const Value& value) {
     One::store(to, left, value.a);
     One::store(to + kHalf, left - kHalf, value.b);
+  }
+  template <typename From>  // float, of doubles
+  GRPO_HD static Value load(const From* from, int64_t left) {
+    return {One::load_widened(from, left), One::load_widened(from + kHalf, left - kHalf)};
+  }
+  template <typename To>
+  GRPO_HD static void store(To* to, int64_t left, const Value& value) {
+    One::store_narrowed(to, left, value.a);
+    One::store_narrowed(to + kHalf, left - kHalf, value.b);
   }
   GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
     return {One::load_flags(from, left), One::load_flags(offset_or_null(from, kHalf), left - kHalf)};
