@@ -106,8 +106,8 @@ struct PolicyBatch {
 
   // Besides the sampler's log-probs.
   GRPO_HD bool has_usual_inputs() const {
-    const bool has_other_input = is_weights != nullptr || entropy != nullptr ||
-                                 weights != nullptr || segments != nullptr;
+    const bool has_other_input =
+        is_weights != nullptr || entropy != nullptr || weights != nullptr || segments != nullptr;
     const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
     return !has_other_input && !has_other_kl && old_logprobs != nullptr;
   }
@@ -129,7 +129,8 @@ struct PolicyBatch {
     if (kinds != nullptr && plan.kl_aggregation == Aggregation::kLocalTokenMean) return kind;
     for (int i = 0; i < static_cast<int>(WalkKind::kKindsKlCov) + 1; ++i) {
       const auto other = static_cast<WalkKind>(i);
-      const bool is_candidate = other >= WalkKind::kPlainCispo && other != WalkKind::kRowClip && other != WalkKind::kSampledClip;
+      const bool is_candidate =
+          other >= WalkKind::kPlainCispo && other != WalkKind::kRowClip && other != WalkKind::kSampledClip;
       if (is_candidate && is_of_kinds(other) == (kinds != nullptr) && loss_of(other) == plan.loss) return other;
     }
     return kind;
@@ -215,9 +216,10 @@ GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int6
 // [-20, 20] for VESPO, and each as gmpo_clip leaves it; of the advantages, for GMPO; of the log ratio of the sampler to
 // the policy, for off_policy_threshold, and of the old policy to the sampler, for sequence corrections; and of the logs
 // of the tokens' importance weights, for VESPO and GMPO.
-#define GRPO_ROW_STATISTICS(SUM)                                                                        \
-  SUM(log_ratio) SUM(vespo_log_ratio) SUM(gmpo_log_ratio) SUM(advantage) SUM(sampling_to_policy)        \
-  SUM(old_to_sampling) SUM(log_is_weights)
+#define GRPO_ROW_STATISTICS(SUM)                                                                       \
+  SUM(log_ratio)                                                                                       \
+  SUM(vespo_log_ratio) SUM(gmpo_log_ratio) SUM(advantage) SUM(sampling_to_policy) SUM(old_to_sampling) \
+      SUM(log_is_weights)
 
 GRPO_HD double limited(double value, double low, double high) {
   return value < low ? low : (value > high ? high : value);
@@ -383,5 +385,22 @@ GRPO_HD void add_row_gradient(const PolicyBatch<T>& in, int64_t row, int64_t t, 
   const auto added = Math::select(has_gradient, Math::all(share), Math::all(0));
   Math::store(gradient + t, left, Math::load(gradient + t, left) + added);
 }
+
+// Sums over a row's tokens of kind kPolicy, whose means center the covariances of Clip-Cov and KL-Cov.
+struct CovarianceSums {
+  double tokens = 0, advantage = 0, logprob = 0;
+};
+
+// Tokens whose covariance is between two bounds, or of those that are not bounded, above the lower one or NaN.
+struct CovarianceQuery {
+  double advantage, logprob;  // means
+  double low, high;
+  bool is_bounded;
+};
+
+struct CovarianceMatch {
+  double covariance;
+  int64_t token, place;  // in the batch, and among the row's tokens of kind kPolicy, from 1 on
+};
 
 }  // namespace grpo_kernels

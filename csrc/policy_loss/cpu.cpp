@@ -4,12 +4,15 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
 #include "common/allocate.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
+#include "policy_loss/flags.h"
+#include "policy_loss/selection.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
 
@@ -23,51 +26,6 @@ constexpr int64_t kTokensPerTask = 4096;  // a multiple of the tokens that the k
 // Nanoseconds a token on one thread with AVX2: counting, terms of PPO's clip and of any loss, terms that need their
 // row, the gradient of the entropy.
 constexpr double kCountCost = 0.2, kClipCost = 2, kTermCost = 4, kRowTermCost = 4, kEntropyCost = 1;
-
-// Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
-int64_t count_true(const bool* flags, int64_t count) {
-  constexpr uint64_t kEven = 0x00FF00FF00FF00FFull;
-  int64_t total = 0, k = 0;
-  while (k + 8 <= count) {
-    uint64_t bytes = 0;
-    for (int word = 0; word < 255 && k + 8 <= count; ++word, k += 8) {
-      uint64_t eight;
-      std::memcpy(&eight, flags + k, 8);
-      bytes += eight;
-    }
-    const uint64_t pairs = (bytes & kEven) + ((bytes >> 8) & kEven);
-    total += static_cast<int64_t>((pairs * 0x0001000100010001ull) >> 48);
-  }
-  for (; k < count; ++k) total += flags[k];
-  return total;
-}
-
-// Writes the indices of the true flags and returns their number. Free of branches that depend on the flags, which are
-// unpredictable: for eight flags it writes eight indices, the true ones first, and the next eight overwrite the rest.
-// `indices` has room for 7 more.
-int64_t find_true(const bool* flags, int64_t first, int64_t last, int32_t* indices) {
-  struct Table {
-    uint8_t indices[256][8] = {}, count[256] = {};
-    constexpr Table() {
-      for (int byte = 0; byte < 256; ++byte) {
-        for (uint8_t bit = 0; bit < 8; ++bit) {
-          if (byte >> bit & 1) indices[byte][count[byte]++] = bit;
-        }
-      }
-    }
-  };
-  static constexpr Table kTable;
-  int64_t total = 0;
-  for (int64_t k = first; k < last; k += 8) {
-    uint64_t eight = 0;
-    std::memcpy(&eight, flags + k, std::min<int64_t>(8, last - k));
-    // gathers the lowest bits of the eight bytes
-    const auto byte = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
-    for (int i = 0; i < 8; ++i) indices[total + i] = static_cast<int32_t>(k) + kTable.indices[byte][i];
-    total += kTable.count[byte];
-  }
-  return total;
-}
 
 template <typename T>
 Counts count_row(const PolicyBatch<T>& in, int64_t row) {
@@ -368,6 +326,64 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
   write_metrics(in.plan, batch, all, row_metrics, metrics);
 }
 
+// The tokens of a row that Clip-Cov (where the query is bounded) or KL-Cov may choose. `place` is that of the last
+// token before the row.
+template <typename T>
+void add_candidates(const PolicyBatch<T>& in, int64_t row, CovarianceQuery query, int64_t place, Selection& selection) {
+  static thread_local std::vector<CovarianceMatch> matches(kTokensPerTask);
+  const T low = static_cast<T>(in.plan.low), high = static_cast<T>(in.plan.high);
+  const int64_t last = in.start(row) + in.length(row);
+  for (int64_t first = in.start(row); first < last; first += kTokensPerTask) {
+    if (!query.is_bounded) query.low = std::max(query.low, selection.least());
+    const int64_t count = std::min(kTokensPerTask, last - first);
+    const int64_t found = GRPO_SIMD_CALL(find_covariances, in, row, first, count, query, place, matches.data());
+    for (int64_t i = 0; i < found; ++i) {
+      const CovarianceMatch& match = matches[i];
+      if (!query.is_bounded) {
+        selection.add({match.covariance, match.token});
+        continue;
+      }
+      const T logprob = in.logprobs[match.token];
+      const double key = -static_cast<double>(selection_hash(static_cast<float>(logprob), match.place));
+      if (!selection.takes(key)) continue;  // before an exponential
+      const auto advantage = static_cast<T>(in.advantage(row, match.token));
+      if (in.old_logprobs != nullptr && is_clipped(logprob, in.old_logprobs[match.token], advantage, low, high))
+        continue;
+      selection.add({key, match.token});
+    }
+  }
+}
+
+// Writes kSelected to `kinds` for the chosen tokens.
+template <typename T>
+void select_tokens(const PolicyBatch<T>& in, CovarianceQuery query, double ratio, int8_t* kinds) {
+  const double cost = kEntropyCost * static_cast<double>(in.tokens);
+  std::vector<CovarianceSums> rows(in.rows);
+  for_each_row(in, kEntropyCost, [&](int64_t row) { rows[row] = GRPO_SIMD_CALL(covariance_sums, in, row); });
+  CovarianceSums batch;
+  std::vector<int64_t> places(in.rows);
+  for (int64_t row = 0; row < in.rows; ++row) {
+    places[row] = static_cast<int64_t>(batch.tokens);
+    batch.tokens += rows[row].tokens;
+    batch.advantage += rows[row].advantage;
+    batch.logprob += rows[row].logprob;
+  }
+  query.advantage = batch.advantage / std::max(batch.tokens, 1.0);
+  query.logprob = batch.logprob / std::max(batch.tokens, 1.0);
+  const int64_t count = std::max<int64_t>(static_cast<int64_t>(batch.tokens * ratio), 1);
+  Selection chosen(count);
+  std::mutex mutex;  // the choice does not depend on the order of the threads
+  divide(in.rows, threads_for(cost), [&](int64_t begin, int64_t end) {
+    Selection selection(count);
+    for (int64_t row = begin; row < end; ++row) add_candidates(in, row, query, places[row], selection);
+    const std::lock_guard<std::mutex> lock(mutex);
+    chosen.add(selection);
+  });
+  for (const SelectionCandidate& candidate : chosen.prune()) {
+    kinds[candidate.token] = static_cast<int8_t>(Kind::kSelected);
+  }
+}
+
 }  // namespace
 
 PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
@@ -409,8 +425,34 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
   return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
 }
 
+// The kinds with the tokens that Clip-Cov or KL-Cov chooses; see select_tokens in ops/policy_loss/covariance.py. The
+// bounds are those of the covariance, for Clip-Cov alone, and of the ratio.
+Tensor select_tokens_cpu(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
+                         std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> kinds,
+                         bool is_bounded, double ratio, std::vector<double> bounds) {
+  STD_TORCH_CHECK(bounds.size() == 4, kOp, ": bounds must have 4 numbers, got ", bounds.size());
+  PolicyPlan plan{};
+  plan.low = bounds[2], plan.high = bounds[3];
+  const int64_t tokens = logprobs.numel(), rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0);
+  const PolicyInputs inputs{logprobs, old_logprobs, advantages, mask, cu_seqlens,      {},   kinds, {},    {}, {},
+                            {},       {},           {},         {},   {NAN, NAN, NAN}, plan, rows,  tokens};
+  check_inputs(inputs);
+  const int64_t* const starts = optional_data<int64_t>(cu_seqlens);
+  if (starts != nullptr) check_packed_bounds(kOp, starts, rows, tokens);
+  std::array<int64_t, 2> sizes{};
+  for (int64_t d = 0; d < logprobs.dim(); ++d) sizes[d] = logprobs.size(d);
+  const Tensor result = empty_tensor(logprobs, sizes.data(), logprobs.dim(), aoti_torch_dtype_int8());
+  int8_t* const codes = data_of<int8_t>(result);
+  kinds ? std::copy_n(optional_data<int8_t>(kinds), tokens, codes) : std::fill_n(codes, tokens, int8_t{0});
+  const CovarianceQuery query{0, 0, is_bounded ? bounds[0] : -INFINITY, bounds[1], is_bounded};
+  inputs.is_double() ? select_tokens(inputs.batch<double>(), query, ratio, codes)
+                     : select_tokens(inputs.batch<float>(), query, ratio, codes);
+  return result;
+}
+
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
+  library.impl("select_tokens_cpu", TORCH_BOX(&grpo_kernels::select_tokens_cpu));
 }

@@ -75,9 +75,7 @@ struct PolicyWalk {
   GRPO_HD Kl kl_kind() const { return kHasPlainInputs ? Kl::kK3 : plan.kl; }
   GRPO_HD bool is_local_kl() const { return !kHasPlainInputs && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
   // Whether no limit asks for the logarithm of the mean. Only where that is fast: elsewhere it would take registers.
-  GRPO_HD bool averages_ratios() const {
-    return kIsRow && plan.ratio == Ratio::kAverage && !coefficients.clamps_ratio;
-  }
+  GRPO_HD bool averages_ratios() const { return kIsRow && plan.ratio == Ratio::kAverage && !coefficients.clamps_ratio; }
   GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
 
   // Fills in the sums that follow from others.

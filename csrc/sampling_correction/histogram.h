@@ -9,12 +9,11 @@
 // Counts of numbers and sums of their mantissas per digit of their bits, as integers: one pass of M2PO's search.
 namespace grpo_kernels {
 
-// A digit of the bits of a nonnegative float32, in the order of PASSES in ops/sampling_correction/m2.py: the exponent,
-// the first and the second part of the mantissa.
+// A digit of the bits of a nonnegative float32, in the order of PASSES in ops/sampling_correction/m2.py.
 struct BitsDigit {
   int shift, width;
 };
-constexpr std::array<BitsDigit, 3> kBitsDigits{{{23, 8}, {11, 12}, {0, 11}}};
+constexpr std::array<BitsDigit, 3> kBitsDigits{{{19, 12}, {9, 10}, {0, 9}}};
 
 struct BitsBin {
   int64_t count = 0, mantissas = 0;
@@ -40,7 +39,7 @@ class BitsHistogram {
   // go to different copies, as many of them share a bin, and an addition waits for the last one to the same address.
   static constexpr int64_t kBlock = int64_t{1} << 16;
   static constexpr uint32_t kInfinity = 0x7F800000;
-  static constexpr int kSumBits = 40, kCopies = 4;
+  static constexpr int kSumBits = 40, kCopies = 2;
 
   template <bool kIsFirst>
   void add_block(const int32_t* bits, int64_t count, int32_t prefix) {
@@ -49,8 +48,9 @@ class BitsHistogram {
     const auto mask = static_cast<uint32_t>(size - 1);
     for (int64_t k = 0; k < count; ++k) {
       const auto value = static_cast<uint32_t>(bits[k]);
-      const bool is_in = kIsFirst || value >> (digit.shift + digit.width) == static_cast<uint32_t>(prefix);
-      const size_t bin = is_in && value <= kInfinity ? value >> digit.shift & mask : size;
+      // rare, so that the branch is foreseen
+      if (!kIsFirst && value >> (digit.shift + digit.width) != static_cast<uint32_t>(prefix)) continue;
+      const size_t bin = value <= kInfinity ? value >> digit.shift & mask : size;
       const uint64_t mantissa = (value & 0x7FFFFF) | static_cast<uint32_t>(value > 0x7FFFFF) << 23;
       packed_[(k % kCopies) * stride + bin] += (uint64_t{1} << kSumBits) + mantissa;
     }

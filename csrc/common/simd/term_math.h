@@ -180,6 +180,21 @@ struct VectorMath {
     memcpy(to, &bytes, left >= kCount ? kCount : left < 0 ? 0 : left);
   }
 
+  // A bit for each lane.
+  GRPO_HD static uint32_t bits(const Flag& flags) {
+#ifdef __AVX__
+    if constexpr (sizeof(T) == 4) {
+      return static_cast<uint32_t>(__builtin_ia32_movmskps256((Value)flags));
+    } else {
+      return static_cast<uint32_t>(__builtin_ia32_movmskpd256((Value)flags));
+    }
+#else
+    uint32_t bits = 0;
+    for (int l = 0; l < kCount; ++l) bits |= flags[l] != 0 ? 1u << l : 0;
+    return bits;
+#endif
+  }
+
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     Flag flags{};
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
@@ -258,6 +273,7 @@ struct TwinMath {
     One::store_flags(to, left, flags.a);
     One::store_flags(to + kHalf, left - kHalf, flags.b);
   }
+  GRPO_HD static uint32_t bits(const Flag& flags) { return One::bits(flags.a) | One::bits(flags.b) << kHalf; }
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
   }

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from grpo_kernels import registry
 
-# A nonnegative float32 orders as its bits: 8 bits of the exponent, 23 of the mantissa, which the second pass halves.
-_MANTISSA, _FIRST_HALF, _SECOND_HALF = 23, 12, 11
+# A nonnegative float32 orders as its bits: 8 bits of the exponent, 23 of the mantissa.
+_MANTISSA, _EXPONENTS = 23, 256
 _INFINITY = 0x7F800000
-# Bits to the right of a pass's digit, and width of the digit. csrc/sampling_correction/histogram.h repeats them.
-PASSES = ((_MANTISSA, 8), (_SECOND_HALF, _FIRST_HALF), (0, _SECOND_HALF))
+# Bits to the right of a pass's digit, and width of the digit. With some bits of the mantissa in the first digit few
+# tokens are left for the others. csrc/sampling_correction/histogram.h repeats them.
+PASSES = ((19, 12), (9, 10), (0, 9))
 
 # The CPU has a kernel; GPUs have torch's scatter, whose sums of integers do not depend on the order.
 HISTOGRAM = registry.define(
@@ -32,8 +33,9 @@ def find_m2_ceiling(
     Tokens are dropped from the largest square down until the mean of the others is below `threshold`; tokens of equal
     squares are dropped together, except that those of the smallest square stay.
 
-    Three passes count the tokens per exponent, then per half of the mantissa. Within an exponent the sum of the
-    mantissas is an integer, so the result is exact, and the same in any order of the tokens and on any number of ranks.
+    Three passes count the tokens per digit of their bits, of which the first begins with the exponent. Within an
+    exponent the sum of the mantissas is an integer, so the result is exact, and the same in any order of the tokens and
+    on any number of ranks.
 
     Args:
         log_ratio: [N], any value where not scored; NaN takes no part
@@ -45,37 +47,37 @@ def find_m2_ceiling(
     if scored is not None:
         squares = torch.where(scored.reshape(-1), squares, torch.nan)
     bits = squares.view(torch.int32)
-    prefix = torch.zeros((), dtype=torch.int32, device=bits.device)
+    prefix = torch.zeros((), dtype=torch.int64, device=bits.device)
+
+    count = HISTOGRAM.get(backend, _histogram)
 
     def histogram(level: int) -> tuple[Tensor, Tensor]:
-        totals = HISTOGRAM[backend](bits, prefix, level) if backend in HISTOGRAM else _histogram(bits, prefix, level)
+        totals = count(bits, prefix.int(), level)
         if group is not None:
             torch.distributed.all_reduce(totals, torch.distributed.ReduceOp.SUM, group)
         return totals[0], totals[1]
 
-    counts, sums = histogram(0)
+    digits = [values.view(_EXPONENTS, -1) for values in histogram(0)]
+    counts, sums = (values.sum(1) for values in digits)
     exponents = torch.arange(len(counts), device=bits.device)
     # 2 to the power of max(exponent, 1) - 150, from its bits
     units = (exponents.clamp(min=1) - 150 + 1023 << 52).view(torch.float64)
     below = exponents[:, None] > exponents  # a sum over a triangle: a cumulative sum of floats may vary
     totals, before = sums.double() * units, torch.where(below, sums.double() * units, 0).sum(1)
-    chosen, fails = _first_above(counts, counts.cumsum(0), before + totals, threshold)
-    kept, total, unit = _below(chosen, counts.cumsum(0), counts), before.take(chosen), units.take(chosen)
-    prefix = chosen.int()
+    prefix, fails = _first_above(counts, counts.cumsum(0), before + totals, threshold)
+    kept, total, unit = _below(prefix, counts.cumsum(0), counts), before.take(prefix), units.take(prefix)
+    whole = torch.zeros_like(kept)  # the mantissas of the exponent that are kept
+    digits = [values.index_select(0, prefix.view(1))[0] for values in digits]
 
-    counts, sums = histogram(1)
-    until_counts, until_sums = counts.cumsum(0), sums.cumsum(0)
-    high, _ = _first_above(counts, kept + until_counts, total + until_sums * unit, threshold)
-    kept, whole = kept + _below(high, until_counts, counts), _below(high, until_sums, sums)
-    prefix = prefix << _FIRST_HALF | high.int()
+    for level, (shift, width) in enumerate(PASSES):
+        counts, sums = histogram(level) if level > 0 else digits
+        until_counts, until_sums = counts.cumsum(0), sums.cumsum(0)
+        means = total + (whole + until_sums) * unit
+        digit, _ = _first_above(counts, kept + until_counts, means, threshold)
+        kept, whole = kept + _below(digit, until_counts, counts), whole + _below(digit, until_sums, sums)
+        prefix = (prefix << (width if level > 0 else _MANTISSA - shift)) | digit
 
-    counts, sums = histogram(2)
-    until_counts, until_sums = kept + counts.cumsum(0), whole + sums.cumsum(0)
-    low, _ = _first_above(counts, until_counts, total + until_sums * unit, threshold)
-    kept = _below(low, until_counts, counts)
-
-    first_dropped = prefix << _SECOND_HALF | low.int()
-    under = torch.where(kept > 0, first_dropped - 1, first_dropped)  # the smallest square stays
+    under = torch.where(kept > 0, prefix - 1, prefix)  # the smallest square stays
     return torch.where(fails, under, _INFINITY).int().view(torch.float32)
 
 
