@@ -115,6 +115,7 @@ class Case:
     arrays: dict[str, Callable[[Any], int]] = field(default_factory=dict)  # bytes, for bars on memory
     returned: Callable[[Any], int] = lambda _: 0  # bytes of the results, which memory figures exclude
     quick: tuple[str, ...] = ()  # providers whose ratio is steady even on a busy machine
+    one_thread: bool = False  # compare the shortest processor times on one thread, on the CPU alone
 
     def provider(self, name: str) -> Provider:
         return next(provider for provider in self.providers if provider.name == name)

@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.case import Bar, Call, Case, Provider, Sweep
 from benchmarks.memory import peak_memory
-from benchmarks.paired import paired, repeats_for, seconds
+from benchmarks.paired import least, paired, repeats_for, seconds
 
 Result = dict[str, Any]
 
@@ -123,7 +123,10 @@ def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
 def compared(case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int) -> Result:
     ours = in_turn(provider.ours or case.ours, sets)
     theirs = in_turn(provider.call, sets if provider.few is None else [provider.few(device, 0)])
-    ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=target_of(case, device))
+    if case.one_thread:
+        ratio = least(ours, theirs, pairs or case.pairs)
+    else:
+        ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=target_of(case, device))
     share = provider.share
     return {
         "us": ratio.theirs / share,

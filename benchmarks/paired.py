@@ -28,14 +28,14 @@ class Ratio(NamedTuple):
         )
 
 
-def seconds(call: Call, repeats: int) -> float:
+def seconds(call: Call, repeats: int, clock: Callable[[], float] = time.perf_counter) -> float:
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         call()
     wait()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats
 
 
 def repeats_for(call: Call, target: float) -> int:
@@ -53,3 +53,22 @@ def paired(ours: Call, theirs: Call, pairs: int = 15, target: float = 0.02) -> R
     ours_time, theirs_time = (statistics.median(side) * 1e6 for side in zip(*times, strict=True))
     tenth = len(ratios) // 10
     return Ratio(ours_time, theirs_time, statistics.median(ratios), ratios[tenth], ratios[-1 - tenth])
+
+
+def least(ours: Call, theirs: Call, pairs: int) -> Ratio:
+    """The shortest processor times of both sides, called alternately on one thread, and their ratio.
+
+    Other processes lengthen single calls, so that the shortest of many is the steadiest figure of a busy machine. The
+    range is that of the pairs, without the outer tenths.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ours(), theirs()
+        times = [tuple(seconds(call, 1, time.process_time) for call in (ours, theirs)) for _ in range(pairs)]
+    finally:
+        torch.set_num_threads(threads)
+    ratios = sorted(b / a for a, b in times)
+    ours_time, theirs_time = (min(side) * 1e6 for side in zip(*times, strict=True))
+    tenth = len(ratios) // 10
+    return Ratio(ours_time, theirs_time, theirs_time / ours_time, ratios[tenth], ratios[-1 - tenth])

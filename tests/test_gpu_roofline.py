@@ -355,7 +355,7 @@ BUDGETS = {
     "token_logprobs, backward, bf16, softcap, entropy": Budget(0.97, 31.3, 46, 0.62, 128),
     "token_logprobs, forward, fp32": Budget(0.97, 6.3, 40, 0.75, 128),
     "token_logprobs, backward, fp32 to bf16": Budget(0.97, 5.7, 38, 0.75, 128),
-    "logits_policy_loss, clip, bf16": Budget(0.97, 7.2, 120, 0.25, 128),
+    "logits_policy_loss, clip, bf16": Budget(0.97, 7.2, 96, 0.25, 128),
     "policy_loss, 4M tokens, clip, k3, metrics": Budget(0.50, 94, 64, 0.50, 128),
     "policy_loss, 4M tokens, CISPO, k3, metrics": Budget(0.50, 85, 64, 0.50, 128),
     "policy_loss, 4M tokens, GSPO, k3, metrics": Budget(0.33, 90, 80, 0.37, 128),

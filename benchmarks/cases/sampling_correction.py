@@ -21,6 +21,7 @@ FIELDS = {
     "rollout_rs_threshold": "0.5_2.0,0.01",
 }
 CONFIG = gk.CorrectionConfig.verl(**FIELDS)
+M2PO = gk.CorrectionConfig(m2_threshold=0.005)
 
 
 class Batch:
@@ -40,6 +41,16 @@ def of(rows: int = ROWS) -> Make:
 
 def ours(b: Batch) -> tuple[Tensor, Tensor]:
     result = gk.sampling_correction(b.old, b.sampling, mask=b.mask, config=CONFIG)
+    return result.weights, result.mask.float()
+
+
+def m2po(b: Batch) -> tuple[Tensor, Tensor]:
+    result = gk.sampling_correction(b.old, b.sampling, mask=b.mask, config=M2PO)
+    return result.weights, result.mask.float()
+
+
+def measured(b: Batch) -> tuple[Tensor, Tensor]:
+    result = gk.sampling_correction(b.old, b.sampling, mask=b.mask)
     return result.weights, result.mask.float()
 
 
@@ -63,6 +74,19 @@ CASES = [
         ours,
         (Provider("verl", verl, package="verl"),),
         same=Same(rtol=1e-5),
+    ),
+    # the choice of the largest square, in its own passes over the tokens
+    Case(
+        OP,
+        "M2PO",
+        "256 responses of up to 2,048 tokens, one thread",
+        Floor(bytes=14 * ROWS * WIDTH),
+        of(),
+        m2po,
+        (Provider("metrics alone", measured, agrees=False),),
+        devices=("cpu",),
+        pairs=40,
+        one_thread=True,
     ),
 ]
 SWEEPS = [

@@ -9,7 +9,8 @@
 // lanes (Math over vectors, common/simd/term_math.h) share them. A Math has Value, Flag, Scalar, and exp, expm1, log,
 // select, select_flag, negate, all, none; lower and higher return their second argument if the first is NaN, and
 // at_most(limit, x) and at_least(limit, x) keep a NaN in x. For walks over arrays it has Counter, count, load,
-// load_flags, store and store_flags; the last four touch the first `left` elements only.
+// load_flags, store and store_flags; the last four touch the first `left` elements only. A Math over doubles also loads
+// and stores arrays of floats.
 namespace grpo_kernels {
 
 template <typename T>
@@ -56,8 +57,14 @@ struct ScalarTermMath {
   GRPO_HD static T expm1(T x) { return sizeof(T) == 4 ? expm1f(x) : ::expm1(x); }
   GRPO_HD static T log(T x) { return sizeof(T) == 4 ? logf(x) : ::log(x); }
   GRPO_HD static void count(T& counter, bool flag) { counter += flag ? T{1} : T{0}; }
-  GRPO_HD static T load(const T* from, int64_t) { return *from; }
-  GRPO_HD static void store(T* to, int64_t, T value) { *to = value; }
+  template <typename From>
+  GRPO_HD static T load(const From* from, int64_t) {
+    return *from;
+  }
+  template <typename To>
+  GRPO_HD static void store(To* to, int64_t, T value) {
+    *to = static_cast<To>(value);
+  }
   GRPO_HD static bool load_flags(const bool* from, int64_t) { return from == nullptr || *from; }
   GRPO_HD static void store_flags(bool* to, int64_t, bool flag) { *to = flag; }
   GRPO_HD static bool not_negative(const int32_t* from, int64_t) { return *from >= 0; }

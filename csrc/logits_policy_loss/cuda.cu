@@ -39,9 +39,11 @@ __device__ int64_t row_of_token(const PolicyBatch<T>& in, int64_t t) {
   return low;
 }
 
-// For one thread, which has written the token's log-prob.
-__device__ void differentiate_token(const PolicyArrays<float>& policy, const PolicyBatch<float>& in,
-                                    const Counts& batch, bool needs_entropy_gradient, int64_t t, TokenGradient& token) {
+// For one thread, which has written the token's log-prob. The batch is read again for every row, because what it holds
+// would take registers of the loops over the row.
+__device__ void differentiate_token(const PolicyArrays<float>& policy, const Counts& batch, bool needs_entropy_gradient,
+                                    int64_t t, TokenGradient& token) {
+  const PolicyBatch<float> in = batch_of(policy);
   const int64_t row = row_of_token(in, t);
   const Shares shares = in.shares(batch, policy.row_counts == nullptr ? Counts{} : policy.row_counts[row]);
   walk_tokens<float, WalkKind::kAny>(tokens_of(in, row, t, shares, policy.gradient), in.plan, 1, Team{0, 1, false});
@@ -56,8 +58,10 @@ __global__ void GRPO_BOUNDS(kMaxThreads)
   __shared__ __align__(16) unsigned char shared_sums[kMaxWarps * sizeof(RowSoftmax<float>)];
   __shared__ double shared_counts[kMaxWarps];
   __shared__ TokenGradient token;
-  const PolicyBatch<float> policy = batch_of(arrays.policy);
-  const Counts batch = batch_counts(arrays.policy, shared_counts);
+  __shared__ __align__(16) unsigned char shared_batch[sizeof(Counts)];  // for the thread that reads it
+  Counts* const batch = reinterpret_cast<Counts*>(shared_batch);
+  const Counts counts = batch_counts(arrays.policy, shared_counts);
+  if (threadIdx.x == 0) *batch = counts;
   const LogitArrays<T>& in = arrays.in;
   const int64_t columns = in.layout.columns;
   for (int64_t row = blockIdx.x; row < in.layout.rows; row += gridDim.x) {
@@ -84,7 +88,7 @@ __global__ void GRPO_BOUNDS(kMaxThreads)
       if constexpr (kEntropy) arrays.entropy[row] = static_cast<float>(result.entropy);
       token.normalizer = result.normalizer;
       token.entropy = kEntropy ? static_cast<float>(result.entropy) : 0;
-      differentiate_token(arrays.policy, policy, batch, arrays.needs_entropy_gradient, row, token);
+      differentiate_token(arrays.policy, *batch, arrays.needs_entropy_gradient, row, token);
     }
     const bool has_target = target >= 0 && target < columns;
     const T target_logit = has_target ? logits[target] : T{};

@@ -9,28 +9,66 @@ namespace grpo_kernels {
 // The kernels are specialised for PPO's clipped loss, and again for its common case: token ratios, and no inputs beyond
 // old log-probs, advantages, a mask and the reference log-probs of a k3 KL. CUDA has bare kinds for the same inputs and
 // no limits on ratios and KL estimates beyond the clipping itself: PPO's loss, CISPO, and PPO's loss with the ratios of
-// sequences (GSPO), each without and with a KL. A CPU has the common case of REINFORCE, which losses of rows become,
-// and that of PPO's loss with importance weights of tokens.
+// sequences (GSPO), each without and with a KL. CPUs have plain kinds of other losses, of PPO's loss with values of the
+// row (RowClip), with the sampler's log-probs (SampledClip) and with importance weights of tokens (WeightedClip), and of
+// losses on tokens of several kinds.
 enum class WalkKind {
   kAny,
   kClip,
   kPlainClip,
-  kPlainReinforce,
-  kWeightedClip,
   kBareClip,
   kBareClipK3,
   kBareCispo,
   kBareCispoK3,
   kBareSequence,
-  kBareSequenceK3
+  kBareSequenceK3,
+  kPlainCispo,
+  kPlainIpo,
+  kPlainIcepop,
+  kPlainTopr,
+  kPlainReinforce,
+  kRowClip,
+  kSampledClip,
+  kWeightedClip,
+  kKindsClip,
+  kKindsClipCov,
+  kKindsKlCov
 };
-GRPO_HD constexpr bool is_bare(WalkKind kind) { return kind >= WalkKind::kBareClip; }
+GRPO_HD constexpr bool is_bare(WalkKind kind) {
+  return kind >= WalkKind::kBareClip && kind <= WalkKind::kBareSequenceK3;
+}
 GRPO_HD constexpr bool is_bare_cispo(WalkKind kind) {
   return kind == WalkKind::kBareCispo || kind == WalkKind::kBareCispoK3;
 }
-GRPO_HD constexpr bool is_bare_sequence(WalkKind kind) { return kind >= WalkKind::kBareSequence; }
+GRPO_HD constexpr bool is_bare_sequence(WalkKind kind) {
+  return kind == WalkKind::kBareSequence || kind == WalkKind::kBareSequenceK3;
+}
 GRPO_HD constexpr bool is_bare_k3(WalkKind kind) {
   return kind == WalkKind::kBareClipK3 || kind == WalkKind::kBareCispoK3 || kind == WalkKind::kBareSequenceK3;
+}
+GRPO_HD constexpr bool is_of_kinds(WalkKind kind) { return kind >= WalkKind::kKindsClip; }
+// The loss of a kind other than kAny.
+GRPO_HD constexpr Loss loss_of(WalkKind kind) {
+  switch (kind) {
+    case WalkKind::kBareCispo:
+    case WalkKind::kBareCispoK3:
+    case WalkKind::kPlainCispo:
+      return Loss::kCispo;
+    case WalkKind::kPlainIpo:
+      return Loss::kIpo;
+    case WalkKind::kPlainIcepop:
+      return Loss::kIcepop;
+    case WalkKind::kPlainTopr:
+      return Loss::kTopr;
+    case WalkKind::kPlainReinforce:  // which losses of rows become
+      return Loss::kReinforce;
+    case WalkKind::kKindsClipCov:
+      return Loss::kClipCov;
+    case WalkKind::kKindsKlCov:
+      return Loss::kKlCov;
+    default:
+      return Loss::kClip;
+  }
 }
 
 // Arrays of optional arguments that are not given are null.
@@ -71,11 +109,14 @@ struct PolicyBatch {
   // Whether a row must be read as a whole before its first term.
   GRPO_HD bool needs_whole_rows() const { return plan.couples_tokens() || segments != nullptr; }
 
-  GRPO_HD bool has_plain_inputs() const {
-    const bool has_other_input = sampling_logprobs != nullptr || is_weights != nullptr || entropy != nullptr ||
-                                 weights != nullptr || segments != nullptr || kinds != nullptr;
+  // Besides the sampler's log-probs and importance weights.
+  GRPO_HD bool has_usual_inputs() const {
+    const bool has_other_input = entropy != nullptr || weights != nullptr || segments != nullptr;
     const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
     return !has_other_input && !has_other_kl && old_logprobs != nullptr;
+  }
+  GRPO_HD bool has_plain_inputs() const {
+    return has_usual_inputs() && sampling_logprobs == nullptr && is_weights == nullptr;
   }
 
   GRPO_HD WalkKind walk_kind() const {
@@ -84,21 +125,29 @@ struct PolicyBatch {
     return has_token_ratio && has_plain_inputs() ? WalkKind::kPlainClip : WalkKind::kClip;
   }
 
-  // The kind on a CPU.
-  WalkKind host_kind() const {
-    if (plan.ratio == Ratio::kToken && !needs_whole_rows()) {
-      PolicyBatch unweighted = *this;
-      unweighted.is_weights = nullptr;
-      const bool is_weighted = is_weights != nullptr && !is_weights_by_row;
-      if (plan.loss == Loss::kReinforce && has_plain_inputs()) return WalkKind::kPlainReinforce;
-      if (plan.loss == Loss::kClip && is_weighted && unweighted.has_plain_inputs()) return WalkKind::kWeightedClip;
+  // The kind for CPUs, which have more of them.
+  WalkKind lane_kind() const {
+    const WalkKind kind = walk_kind();
+    if (kind == WalkKind::kPlainClip || !has_usual_inputs()) return kind;
+    const bool is_of_tokens = !needs_whole_rows() && plan.ratio == Ratio::kToken;
+    if (is_weights != nullptr) {
+      const bool is_weighted = is_of_tokens && !is_weights_by_row && sampling_logprobs == nullptr;
+      return kind == WalkKind::kClip && is_weighted ? WalkKind::kWeightedClip : kind;
     }
-    return walk_kind();
+    if (kind == WalkKind::kClip) return sampling_logprobs == nullptr ? WalkKind::kRowClip : WalkKind::kSampledClip;
+    if (sampling_logprobs != nullptr || !is_of_tokens) return kind;
+    if (kinds != nullptr && plan.kl_aggregation == Aggregation::kLocalTokenMean) return kind;
+    for (int i = static_cast<int>(WalkKind::kPlainCispo); i <= static_cast<int>(WalkKind::kKindsKlCov); ++i) {
+      const auto other = static_cast<WalkKind>(i);
+      const bool is_candidate = other <= WalkKind::kPlainReinforce || is_of_kinds(other);
+      if (is_candidate && is_of_kinds(other) == (kinds != nullptr) && loss_of(other) == plan.loss) return other;
+    }
+    return kind;
   }
 
   // The bare kind without a KL; kAny if there is none.
   WalkKind bare_kind(const TermCoefficients<T>& coefficients) const {
-    if (coefficients.has_limits() || !has_plain_inputs()) return WalkKind::kAny;
+    if (coefficients.has_limits() || !has_plain_inputs() || kinds != nullptr) return WalkKind::kAny;
     if (plan.ratio == Ratio::kToken && !plan.couples_tokens()) {
       if (plan.loss == Loss::kClip) return WalkKind::kBareClip;
       if (plan.loss == Loss::kCispo) return WalkKind::kBareCispo;
@@ -172,63 +221,128 @@ GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int6
   return tokens;
 }
 
-// Sums over a row's tokens with a policy term that its terms depend on.
-template <typename T>
-struct RowStatistics {
-  double log_ratio = 0;
-  double vespo_log_ratio = 0;  // each token's clamped to [-20, 20]
-  double gmpo_log_ratio = 0;   // each token's as gmpo_clip leaves it
-  double advantage = 0;
-  double sampling_to_policy = 0;  // log ratio of the sampler to the policy, for off_policy_threshold
-  double old_to_sampling = 0;     // log ratio of the old policy to the sampler, for sequence corrections
-  double log_is_weights = 0;      // logs of the tokens' importance weights, for VESPO and GMPO
+// Sums over a row's tokens with a policy term that its terms depend on: of log ratios, as they are, each clamped to
+// [-20, 20] for VESPO, and each as gmpo_clip leaves it; of the advantages, for GMPO; of the log ratio of the sampler to
+// the policy, for off_policy_threshold, and of the old policy to the sampler, for sequence corrections; and of the logs
+// of the tokens' importance weights, for VESPO and GMPO.
+#define GRPO_ROW_STATISTICS(SUM)                                                                       \
+  SUM(log_ratio)                                                                                       \
+  SUM(vespo_log_ratio) SUM(gmpo_log_ratio) SUM(advantage) SUM(sampling_to_policy) SUM(old_to_sampling) \
+      SUM(log_is_weights)
 
-  // GMPO clamps a token's log ratio only where that lowers the objective.
-  GRPO_HD static double gmpo_clip(const PolicyPlan& plan, double log_ratio, double advantage) {
-    if (advantage == 0) return 0;
-    if (advantage < 0) return log_ratio < -plan.low ? -plan.low : log_ratio;
-    return log_ratio > plan.high ? plan.high : log_ratio;
+GRPO_HD double limited(double value, double low, double high) {
+  return value < low ? low : (value > high ? high : value);
+}
+
+// GMPO clamps a token's log ratio only where that lowers the objective.
+template <typename Math>
+GRPO_HD typename Math::Value gmpo_clip(const PolicyPlan& plan, const typename Math::Value& log_ratio,
+                                       const typename Math::Value& advantage) {
+  const auto zero = Math::all(0);
+  const auto above = Math::at_most(Math::all(plan.high), log_ratio);
+  const auto below = Math::at_least(Math::all(-plan.low), log_ratio);
+  return Math::select(advantage == zero, zero, Math::select(advantage < zero, below, above));
+}
+
+// 0 where it is NaN: a token that the sampler could not score counts as ratio 1.
+template <typename Math>
+GRPO_HD typename Math::Value known(const typename Math::Value& log_ratio) {
+  return Math::select(log_ratio == log_ratio, log_ratio, Math::all(0));
+}
+
+// The sums over the steps of a walk. A step is one token for a CUDA thread and eight for a CPU core; Math is over
+// doubles, so that a sum of many log ratios may be exponentiated.
+template <typename Math>
+struct RowStatisticsWalk {
+  using V = typename Math::Value;
+  using Flag = typename Math::Flag;
+#define GRPO_SUM(name) V name{};
+  GRPO_ROW_STATISTICS(GRPO_SUM)
+#undef GRPO_SUM
+
+  // Those of the step's tokens that have a policy term, and those of them that are kept for their entropy.
+  template <typename T>
+  GRPO_HD static Flag policy_flags(const PolicyBatch<T>& in, int64_t t, int64_t left) {
+    Flag flags = Math::load_flags(offset_or_null(in.mask, t), left);
+    if (in.segments != nullptr) flags = flags & Math::not_negative(in.segments + t, left);
+    if (in.kinds != nullptr) flags = flags & Math::of_kinds(kPolicyKinds, in.kinds + t, left);
+    return flags;
+  }
+  template <typename T>
+  GRPO_HD static Flag kept_flags(const PolicyBatch<T>& in, const Flag& has_policy, int64_t t, int64_t left) {
+    if (in.entropy == nullptr) return has_policy;
+    return has_policy & (Math::load(in.entropy + t, left) >= Math::all(in.entropy_floor));
   }
 
-  GRPO_HD static double clamp(double value, double low, double high) {
-    return value < low ? low : (value > high ? high : value);
+  // 0 where the flag is not set, whatever is there.
+  template <typename T>
+  GRPO_HD static V load(const T* from, int64_t left, const Flag& flag) {
+    return Math::select(flag, Math::load(from, left), Math::all(0));
+  }
+  template <typename T>
+  GRPO_HD static V advantage_of(const PolicyBatch<T>& in, int64_t row, int64_t t, int64_t left, const Flag& flag) {
+    if (in.advantages_by_row) return Math::select(flag, Math::all(in.advantages[row]), Math::all(0));
+    return load(in.advantages + t, left, flag);
+  }
+  template <typename T>
+  GRPO_HD static V log_ratio_of(const PolicyBatch<T>& in, int64_t t, int64_t left, const Flag& flag) {
+    if (in.old_logprobs == nullptr) return Math::all(0);
+    return load(in.logprobs + t, left, flag) - load(in.old_logprobs + t, left, flag);
   }
 
-  // A token that the sampler could not score (NaN) counts as ratio 1.
-  GRPO_HD static double known_log_ratio(double numerator, double denominator) {
-    const double difference = numerator - denominator;
-    return isnan(difference) ? 0 : difference;
-  }
-
-  GRPO_HD void add(const PolicyBatch<T>& in, int64_t row, int64_t t) {
-    if (!in.has_policy_term(t)) return;
+  template <typename T>
+  GRPO_HD void add(const PolicyBatch<T>& in, int64_t row, int64_t t, int64_t left) {
     const PolicyPlan& plan = in.plan;
-    const double token_log_ratio = in.log_ratio(t), token_advantage = in.advantage(row, t);
+    const Flag has_policy = policy_flags(in, t, left);
+    const V token_log_ratio = log_ratio_of(in, t, left, has_policy);
     log_ratio += token_log_ratio;
-    vespo_log_ratio += clamp(token_log_ratio, -20, 20);
-    advantage += token_advantage;
-    if (plan.loss == Loss::kGeoMean && in.is_kept(t)) {
-      gmpo_log_ratio += gmpo_clip(plan, token_log_ratio, token_advantage);
+    if (plan.loss == Loss::kVespo) vespo_log_ratio += clamp_to<Math>(token_log_ratio, -20, 20);
+    if (plan.loss == Loss::kGeoMean) {
+      const V token_advantage = advantage_of(in, row, t, left, has_policy);
+      advantage += token_advantage;
+      const V clipped = gmpo_clip<Math>(plan, token_log_ratio, token_advantage);
+      gmpo_log_ratio += Math::select(kept_flags(in, has_policy, t, left), clipped, Math::all(0));
     }
-    const double logprob = static_cast<double>(in.logprobs[t]);
-    const double old = in.old_logprobs == nullptr ? logprob : static_cast<double>(in.old_logprobs[t]);
-    const double sampling = in.sampling_logprobs == nullptr ? old : static_cast<double>(in.sampling_logprobs[t]);
-    if (plan.off_policy_threshold < INFINITY) sampling_to_policy += known_log_ratio(sampling, logprob);
-    if (plan.correction != Correction::kNone) old_to_sampling += known_log_ratio(old, sampling);
-    if (plan.loss != Loss::kVespo && plan.loss != Loss::kGeoMean) return;
-    double weight = 1;
+    if (in.sampling_logprobs != nullptr || plan.off_policy_threshold < INFINITY) add_sampling(in, t, left, has_policy);
     if (in.is_weights != nullptr && !in.is_weights_by_row) {
-      weight = static_cast<double>(in.is_weights[t]);
-    } else if (plan.correction != Correction::kNone && !plan.corrects_sequences()) {
-      weight = correction_weight<ScalarTermMath<double>>(plan, known_log_ratio(old, sampling),
-                                                         TermCoefficients<double>(plan));
-    } else {
-      return;
+      add_weight(plan, load(in.is_weights + t, left, has_policy), has_policy);
     }
-    log_is_weights += plan.loss == Loss::kVespo ? clamp(log(weight), log(1e-8), 20) : log(weight + 1e-10);
   }
+
+ private:
+  template <typename T>
+  GRPO_HD void add_sampling(const PolicyBatch<T>& in, int64_t t, int64_t left, const Flag& has_policy) {
+    const PolicyPlan& plan = in.plan;
+    const V logprob = load(in.logprobs + t, left, has_policy);
+    const V old = in.old_logprobs == nullptr ? logprob : load(in.old_logprobs + t, left, has_policy);
+    const V sampling = in.sampling_logprobs == nullptr ? old : load(in.sampling_logprobs + t, left, has_policy);
+    if (plan.off_policy_threshold < INFINITY) sampling_to_policy += known<Math>(sampling - logprob);
+    if (plan.correction == Correction::kNone) return;
+    const V gap = known<Math>(old - sampling);
+    old_to_sampling += gap;
+    if (plan.corrects_sequences() || (plan.loss != Loss::kVespo && plan.loss != Loss::kGeoMean)) return;
+    add_weight(plan, correction_weight<Math>(plan, gap, TermCoefficients<double>(plan)), has_policy);
+  }
+
+  GRPO_HD void add_weight(const PolicyPlan& plan, const V& weight, const Flag& has_policy) {
+    if (plan.loss != Loss::kVespo && plan.loss != Loss::kGeoMean) return;
+    V log_weight;
+    if (plan.loss == Loss::kVespo) {
+      log_weight = clamp_to<Math>(Math::log(weight), log(1e-8), 20);
+    } else {
+      log_weight = Math::log(weight + Math::all(1e-10));
+    }
+    log_is_weights += Math::select(has_policy, log_weight, Math::all(0));
+  }
+};
+
+struct RowStatistics {
+#define GRPO_SUM(name) double name = 0;
+  GRPO_ROW_STATISTICS(GRPO_SUM)
+#undef GRPO_SUM
 
   // Sets the values of the row in `tokens`, and adds the row's importance weight, if it has one, to the sums.
+  template <typename T>
   GRPO_HD void finish(const PolicyBatch<T>& in, int64_t row, const Counts& counts, PolicyTokens<T>& tokens,
                       PolicySums& sums) const {
     const PolicyPlan& plan = in.plan;
@@ -244,7 +358,7 @@ struct RowStatistics {
       sums.add_is_weight(static_cast<double>(in.is_weights[row]));
     }
     if (plan.loss == Loss::kVespo) {
-      const double log_weight = clamp(vespo_log_ratio + log_is_weights, log(1e-8), 20);
+      const double log_weight = limited(vespo_log_ratio + log_is_weights, log(1e-8), 20);
       tokens.phi_positive = static_cast<T>(phi(plan.k_pos, plan.lambda_pos, log_weight));
       tokens.phi_other = static_cast<T>(phi(plan.k_neg, plan.lambda_neg, log_weight));
     }
@@ -265,14 +379,37 @@ struct RowStatistics {
   }
 };
 
-// The gradient of a token through its row's log ratio: `share`, or 0 where GMPO has clamped the token.
-template <typename T>
-GRPO_HD T row_ratio_gradient(const PolicyBatch<T>& in, int64_t row, int64_t t, T share) {
-  if (in.plan.loss != Loss::kGeoMean) return in.has_policy_term(t) ? share : T{0};
-  const double log_ratio = in.log_ratio(t), advantage = in.advantage(row, t);
-  const bool has_gradient = in.is_kept(t) && advantage != 0;
-  const bool is_clamped = RowStatistics<T>::gmpo_clip(in.plan, log_ratio, advantage) != log_ratio;
-  return has_gradient && !is_clamped ? share : T{0};
+// Adds the gradient of a step's tokens through their row's log ratio: `share`, or 0 where GMPO has clamped the token.
+template <typename Math, typename T>
+GRPO_HD void add_row_gradient(const PolicyBatch<T>& in, int64_t row, int64_t t, int64_t left, T share, T* gradient) {
+  using Walk = RowStatisticsWalk<Math>;
+  auto has_gradient = Walk::policy_flags(in, t, left);
+  if (in.plan.loss == Loss::kGeoMean) {
+    has_gradient = Walk::kept_flags(in, has_gradient, t, left);
+    const auto log_ratio = Walk::log_ratio_of(in, t, left, has_gradient);
+    const auto advantage = Walk::advantage_of(in, row, t, left, has_gradient);
+    const auto is_clamped = Math::negate(gmpo_clip<Math>(in.plan, log_ratio, advantage) == log_ratio);
+    has_gradient = has_gradient & Math::negate(is_clamped | (advantage == Math::all(0)));
+  }
+  const auto added = Math::select(has_gradient, Math::all(share), Math::all(0));
+  Math::store(gradient + t, left, Math::load(gradient + t, left) + added);
 }
+
+// Sums over a row's tokens of kind kPolicy, whose means center the covariances of Clip-Cov and KL-Cov.
+struct CovarianceSums {
+  double tokens = 0, advantage = 0, logprob = 0;
+};
+
+// Tokens whose covariance is between two bounds, or of those that are not bounded, above the lower one or NaN.
+struct CovarianceQuery {
+  double advantage, logprob;  // means
+  double low, high;
+  bool is_bounded;
+};
+
+struct CovarianceMatch {
+  double covariance;
+  int64_t token, place;  // in the batch, and among the row's tokens of kind kPolicy, from 1 on
+};
 
 }  // namespace grpo_kernels

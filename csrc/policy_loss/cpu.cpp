@@ -4,13 +4,16 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <mutex>
 #include <vector>
 
 #include "common/allocate.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
+#include "policy_loss/flags.h"
 #include "policy_loss/row_steps_cpu.h"
+#include "policy_loss/selection.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
 
@@ -23,57 +26,26 @@ constexpr const char* kOp = PolicyInputs::kOp;
 constexpr int64_t kTokensPerTask = 4096;  // a multiple of the tokens that the kernel sums before it turns to double
 // Nanoseconds a token on one thread with AVX2: counting, terms of PPO's clip and of any loss, terms that need their
 // row, the gradient of the entropy.
-constexpr double kCountCost = 0.2, kClipCost = 2, kTermCost = 4, kRowTermCost = 9, kEntropyCost = 1;
-
-// Writes the indices of the true flags and returns their number. Free of branches that depend on the flags, which are
-// unpredictable: for eight flags it writes eight indices, the true ones first, and the next eight overwrite the rest.
-// `indices` has room for 7 more.
-int64_t find_true(const bool* flags, int64_t first, int64_t last, int32_t* indices) {
-  struct Table {
-    uint8_t indices[256][8] = {}, count[256] = {};
-    constexpr Table() {
-      for (int byte = 0; byte < 256; ++byte) {
-        for (uint8_t bit = 0; bit < 8; ++bit) {
-          if (byte >> bit & 1) indices[byte][count[byte]++] = bit;
-        }
-      }
-    }
-  };
-  static constexpr Table kTable;
-  int64_t total = 0;
-  for (int64_t k = first; k < last; k += 8) {
-    uint64_t eight = 0;
-    std::memcpy(&eight, flags + k, std::min<int64_t>(8, last - k));
-    // gathers the lowest bits of the eight bytes
-    const auto byte = static_cast<uint8_t>((eight * 0x0102040810204080ull) >> 56);
-    for (int i = 0; i < 8; ++i) indices[total + i] = static_cast<int32_t>(k) + kTable.indices[byte][i];
-    total += kTable.count[byte];
-  }
-  return total;
-}
+constexpr double kCountCost = 0.2, kClipCost = 2, kTermCost = 4, kRowTermCost = 4, kEntropyCost = 1;
 
 template <typename T>
 Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   const int64_t first = in.start(row), last = first + in.length(row);
   Counts counts;
-  int64_t tokens = 0, kept = 0;
+  int64_t tokens = 0;
   if (in.segments == nullptr) {
     tokens = last - first;
     if (in.mask != nullptr) tokens = count_true(in.mask + first, last - first);
   } else {
     for (int64_t t = first; t < last; ++t) tokens += in.is_valid(t);
   }
-  kept = tokens;
-  int64_t policy_tokens = tokens;
   if (in.entropy_floor > -INFINITY || in.kinds != nullptr) {
-    kept = policy_tokens = 0;
-    for (int64_t t = first; t < last; ++t) {
-      kept += in.is_kept(t);
-      policy_tokens += in.has_policy_term(t);
-    }
+    GRPO_SIMD_CALL(count_policy, in, row, counts.policy_tokens, counts.kept_tokens);
+  } else {
+    counts.policy_tokens = counts.kept_tokens = static_cast<double>(tokens);
   }
   int64_t terms = tokens;
-  if (in.plan.loss == Loss::kGeoMean) terms = kept > 0;
+  if (in.plan.loss == Loss::kGeoMean) terms = counts.kept_tokens > 0;
   if (in.plan.by_segment()) {
     terms = 0;
     int32_t previous = -1;
@@ -90,120 +62,11 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   counts.rows = 1;
   counts.active_rows = tokens > 0;
   counts.tokens = static_cast<double>(tokens);
-  counts.kept_tokens = static_cast<double>(kept);
   counts.terms = static_cast<double>(terms);
-  counts.policy_tokens = static_cast<double>(policy_tokens);
   return counts;
 }
 
-// Working memory for a row, which each thread keeps.
-template <typename T>
-struct RowScratch {
-  std::vector<char> terms;
-  std::vector<T> log_ratios, scores, term_gradient;
-};
-
-// A row whose terms depend on the whole row.
-template <typename T>
-class WholeRow {
- public:
-  WholeRow(const PolicyBatch<T>& in, int64_t row, const Counts& counts, const Shares& shares, T* gradient)
-      : in_(in),
-        plan_(in.plan),
-        row_(row),
-        first_(in.start(row)),
-        last_(first_ + in.length(row)),
-        counts_(counts),
-        tokens_(tokens_of(in, row, first_, shares, gradient)) {}
-
-  void run(PolicySums& sums) {
-    static thread_local RowScratch<T> scratch;
-    RowStatistics<T> statistics;
-    for (int64_t t = first_; t < last_; ++t) statistics.add(in_, row_, t);
-    statistics.finish(in_, row_, counts_, tokens_, sums);
-    if (plan_.by_segment() || plan_.loss == Loss::kGeoMean) {
-      scratch.terms.assign(last_ - first_, 0);
-      tokens_.terms = reinterpret_cast<const bool*>(scratch.terms.data());
-    }
-    if (plan_.by_segment()) gather_segments(scratch);
-    if (plan_.loss == Loss::kGeoMean) mark_last_kept_token(scratch);
-    PolicySums row_sums;
-    GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, in_.walk_kind(), last_ - first_, row_sums);
-    if (plan_.by_segment()) spread_over_segments(scratch);
-    if (plan_.spreads_over_row()) {
-      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.policy_tokens;
-      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
-      for (int64_t t = first_; t < last_; ++t) tokens_.gradient[t - first_] += row_ratio_gradient(in_, row_, t, share);
-    }
-    sums.merge(row_sums);
-  }
-
- private:
-  // GMPO has one term per row, held by the last kept token.
-  void mark_last_kept_token(RowScratch<T>& scratch) const {
-    for (int64_t t = last_ - 1; t >= first_; --t) {
-      if (!in_.is_kept(t)) continue;
-      scratch.terms[t - first_] = 1;
-      return;
-    }
-  }
-
-  // Calls visit(first, last, divisor) with the first and last token of every segment, and its size where the ratio is a
-  // mean, else 1.
-  template <typename Visit>
-  void for_each_segment(Visit visit) const {
-    int64_t first = -1, last = -1, size = 0;
-    const auto close = [&] {
-      if (size > 0) visit(first, last, plan_.ratio == Ratio::kSegmentMean ? size : 1);
-      size = 0;
-    };
-    for (int64_t t = first_; t < last_; ++t) {
-      if (!in_.is_valid(t)) continue;
-      if (size > 0 && in_.segments[t] != in_.segments[last]) close();
-      if (size == 0) first = t;
-      last = t;
-      ++size;
-    }
-    close();
-  }
-
-  // Writes the joint log ratio and log-prob of every segment at its last token, which holds the term.
-  void gather_segments(RowScratch<T>& scratch) {
-    for (auto* values : {&scratch.log_ratios, &scratch.scores, &scratch.term_gradient}) values->resize(last_ - first_);
-    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
-      double log_ratio = 0, score = 0;
-      for (int64_t t = first; t <= last; ++t) {
-        if (!in_.is_valid(t)) continue;
-        log_ratio += in_.log_ratio(t);
-        score += static_cast<double>(in_.logprobs[t]);
-      }
-      scratch.log_ratios[last - first_] = static_cast<T>(log_ratio / static_cast<double>(divisor));
-      scratch.scores[last - first_] = static_cast<T>(score / static_cast<double>(divisor));
-      scratch.terms[last - first_] = 1;
-    });
-    tokens_.log_ratios = scratch.log_ratios.data();
-    tokens_.scores = scratch.scores.data();
-    tokens_.term_gradient = scratch.term_gradient.data();
-  }
-
-  // Adds the gradient of a segment's term, computed at its last token, to all of its tokens.
-  void spread_over_segments(const RowScratch<T>& scratch) {
-    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
-      const T share = scratch.term_gradient[last - first_] / static_cast<T>(divisor);
-      for (int64_t t = first; t <= last; ++t) {
-        if (in_.is_valid(t)) tokens_.gradient[t - first_] += share;
-      }
-    });
-  }
-
-  const PolicyBatch<T>& in_;
-  const PolicyPlan plan_;
-  const int64_t row_, first_, last_;
-  const Counts counts_;
-  PolicyTokens<T> tokens_;
-};
-
-// Tokens whose terms do not depend on other tokens. Skips the masked tokens before the first and behind the last valid
+// Tokens whose terms do not depend on a neighbour's. Skips the masked tokens before the first and behind the last valid
 // one, so that padding costs next to nothing and changes no bit; where few of the others are valid, packs those.
 template <typename T>
 class SparseTokens {
@@ -288,6 +151,119 @@ void run_tokens(const PolicyTokens<T>& tokens, const PolicyPlan& plan, WalkKind 
   }
 }
 
+// Working memory for a row, which each thread keeps.
+template <typename T>
+struct RowScratch {
+  std::vector<char> terms;
+  std::vector<T> log_ratios, scores, term_gradient;
+};
+
+// A row whose terms depend on the whole row.
+template <typename T>
+class WholeRow {
+ public:
+  WholeRow(const PolicyBatch<T>& in, int64_t row, const Counts& counts, const Shares& shares, T* gradient)
+      : in_(in),
+        plan_(in.plan),
+        row_(row),
+        first_(in.start(row)),
+        last_(first_ + in.length(row)),
+        counts_(counts),
+        tokens_(tokens_of(in, row, first_, shares, gradient)) {}
+
+  void run(PolicySums& sums) {
+    static thread_local RowScratch<T> scratch;
+    PolicyBatch<T> in = in_;  // without a mask where it says nothing
+    if (counts_.tokens == static_cast<double>(last_ - first_)) in.mask = tokens_.mask = nullptr;
+    const RowStatistics statistics = GRPO_SIMD_CALL(row_statistics, in, row_);
+    statistics.finish(in_, row_, counts_, tokens_, sums);
+    if (plan_.by_segment() || plan_.loss == Loss::kGeoMean) {
+      scratch.terms.assign(last_ - first_, 0);
+      tokens_.terms = reinterpret_cast<const bool*>(scratch.terms.data());
+    }
+    if (plan_.by_segment()) gather_segments(scratch);
+    if (plan_.loss == Loss::kGeoMean) mark_last_kept_token(scratch);
+    PolicySums row_sums;
+    const WalkKind kind = in_.lane_kind();
+    if (tokens_.terms == nullptr && tokens_.segments == nullptr) {
+      run_tokens(tokens_, plan_, kind, last_ - first_, row_sums);
+    } else {
+      GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, kind, last_ - first_, row_sums);
+    }
+    if (plan_.by_segment()) spread_over_segments(scratch);
+    if (plan_.spreads_over_row()) {
+      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.policy_tokens;
+      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
+      GRPO_SIMD_CALL(add_row_share, in, row_, share, tokens_.gradient - first_);
+    }
+    sums.merge(row_sums);
+  }
+
+ private:
+  // GMPO has one term per row, held by the last kept token.
+  void mark_last_kept_token(RowScratch<T>& scratch) const {
+    for (int64_t t = last_ - 1; t >= first_; --t) {
+      if (!in_.is_kept(t)) continue;
+      scratch.terms[t - first_] = 1;
+      return;
+    }
+  }
+
+  // Calls visit(first, last, divisor) with the first and last token of every segment, and its size where the ratio is a
+  // mean, else 1.
+  template <typename Visit>
+  void for_each_segment(Visit visit) const {
+    int64_t first = -1, last = -1, size = 0;
+    const auto close = [&] {
+      if (size > 0) visit(first, last, plan_.ratio == Ratio::kSegmentMean ? size : 1);
+      size = 0;
+    };
+    for (int64_t t = first_; t < last_; ++t) {
+      if (!in_.is_valid(t)) continue;
+      if (size > 0 && in_.segments[t] != in_.segments[last]) close();
+      if (size == 0) first = t;
+      last = t;
+      ++size;
+    }
+    close();
+  }
+
+  // Writes the joint log ratio and log-prob of every segment at its last token, which holds the term.
+  void gather_segments(RowScratch<T>& scratch) {
+    for (auto* values : {&scratch.log_ratios, &scratch.scores, &scratch.term_gradient}) values->resize(last_ - first_);
+    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
+      double log_ratio = 0, score = 0;
+      for (int64_t t = first; t <= last; ++t) {
+        if (!in_.is_valid(t)) continue;
+        log_ratio += in_.log_ratio(t);
+        score += static_cast<double>(in_.logprobs[t]);
+      }
+      scratch.log_ratios[last - first_] = static_cast<T>(log_ratio / static_cast<double>(divisor));
+      scratch.scores[last - first_] = static_cast<T>(score / static_cast<double>(divisor));
+      scratch.terms[last - first_] = 1;
+    });
+    tokens_.log_ratios = scratch.log_ratios.data();
+    tokens_.scores = scratch.scores.data();
+    tokens_.term_gradient = scratch.term_gradient.data();
+  }
+
+  // Adds the gradient of a segment's term, computed at its last token, to all of its tokens.
+  void spread_over_segments(const RowScratch<T>& scratch) {
+    for_each_segment([&](int64_t first, int64_t last, int64_t divisor) {
+      const T share = scratch.term_gradient[last - first_] / static_cast<T>(divisor);
+      for (int64_t t = first; t <= last; ++t) {
+        if (in_.is_valid(t)) tokens_.gradient[t - first_] += share;
+      }
+    });
+  }
+
+  const PolicyBatch<T>& in_;
+  const PolicyPlan plan_;
+  const int64_t row_, first_, last_;
+  const Counts counts_;
+  PolicyTokens<T> tokens_;
+};
+
 // Calls visit(row) for every row, on several threads.
 template <typename T, typename Visit>
 void for_each_row(const PolicyBatch<T>& in, double nanoseconds_per_token, Visit visit) {
@@ -321,11 +297,12 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     }
     std::vector<PolicySums> parts(tasks.size());
     const int64_t count = static_cast<int64_t>(tasks.size());
+    const WalkKind kind = in.lane_kind();
     const double cost = (in.plan.loss == Loss::kClip ? kClipCost : kTermCost) * (sizeof(T) / sizeof(float));
     divide(count, threads_for(cost * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
-        run_tokens(tokens, in.plan, in.host_kind(), tasks[i].count, parts[i]);
+        run_tokens(tokens, in.plan, kind, tasks[i].count, parts[i]);
       }
     });
     for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);
@@ -348,6 +325,64 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     row_metrics.add(counts[row], sums[row], in.plan);
   }
   write_metrics(in.plan, batch, all, row_metrics, metrics);
+}
+
+// The tokens of a row that Clip-Cov (where the query is bounded) or KL-Cov may choose. `place` is that of the last
+// token before the row.
+template <typename T>
+void add_candidates(const PolicyBatch<T>& in, int64_t row, CovarianceQuery query, int64_t place, Selection& selection) {
+  static thread_local std::vector<CovarianceMatch> matches(kTokensPerTask);
+  const T low = static_cast<T>(in.plan.low), high = static_cast<T>(in.plan.high);
+  const int64_t last = in.start(row) + in.length(row);
+  for (int64_t first = in.start(row); first < last; first += kTokensPerTask) {
+    if (!query.is_bounded) query.low = std::max(query.low, selection.least());
+    const int64_t count = std::min(kTokensPerTask, last - first);
+    const int64_t found = GRPO_SIMD_CALL(find_covariances, in, row, first, count, query, place, matches.data());
+    for (int64_t i = 0; i < found; ++i) {
+      const CovarianceMatch& match = matches[i];
+      if (!query.is_bounded) {
+        selection.add({match.covariance, match.token});
+        continue;
+      }
+      const T logprob = in.logprobs[match.token];
+      const double key = -static_cast<double>(selection_hash(static_cast<float>(logprob), match.place));
+      if (!selection.takes(key)) continue;  // before an exponential
+      const auto advantage = static_cast<T>(in.advantage(row, match.token));
+      if (in.old_logprobs != nullptr && is_clipped(logprob, in.old_logprobs[match.token], advantage, low, high))
+        continue;
+      selection.add({key, match.token});
+    }
+  }
+}
+
+// Writes kSelected to `kinds` for the chosen tokens.
+template <typename T>
+void select_tokens(const PolicyBatch<T>& in, CovarianceQuery query, double ratio, int8_t* kinds) {
+  const double cost = kEntropyCost * static_cast<double>(in.tokens);
+  std::vector<CovarianceSums> rows(in.rows);
+  for_each_row(in, kEntropyCost, [&](int64_t row) { rows[row] = GRPO_SIMD_CALL(covariance_sums, in, row); });
+  CovarianceSums batch;
+  std::vector<int64_t> places(in.rows);
+  for (int64_t row = 0; row < in.rows; ++row) {
+    places[row] = static_cast<int64_t>(batch.tokens);
+    batch.tokens += rows[row].tokens;
+    batch.advantage += rows[row].advantage;
+    batch.logprob += rows[row].logprob;
+  }
+  query.advantage = batch.advantage / std::max(batch.tokens, 1.0);
+  query.logprob = batch.logprob / std::max(batch.tokens, 1.0);
+  const int64_t count = std::max<int64_t>(static_cast<int64_t>(batch.tokens * ratio), 1);
+  Selection chosen(count);
+  std::mutex mutex;  // the choice does not depend on the order of the threads
+  divide(in.rows, threads_for(cost), [&](int64_t begin, int64_t end) {
+    Selection selection(count);
+    for (int64_t row = begin; row < end; ++row) add_candidates(in, row, query, places[row], selection);
+    const std::lock_guard<std::mutex> lock(mutex);
+    chosen.add(selection);
+  });
+  for (const SelectionCandidate& candidate : chosen.prune()) {
+    kinds[candidate.token] = static_cast<int8_t>(Kind::kSelected);
+  }
 }
 
 }  // namespace
@@ -391,10 +426,36 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
   return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
 }
 
+// The kinds with the tokens that Clip-Cov or KL-Cov chooses; see select_tokens in ops/policy_loss/covariance.py. The
+// bounds are those of the covariance, for Clip-Cov alone, and of the ratio.
+Tensor select_tokens_cpu(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
+                         std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> kinds,
+                         bool is_bounded, double ratio, std::vector<double> bounds) {
+  STD_TORCH_CHECK(bounds.size() == 4, kOp, ": bounds must have 4 numbers, got ", bounds.size());
+  PolicyPlan plan{};
+  plan.low = bounds[2], plan.high = bounds[3];
+  const int64_t tokens = logprobs.numel(), rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0);
+  const PolicyInputs inputs{logprobs, old_logprobs, advantages, mask, cu_seqlens,      {},   kinds, {},    {}, {},
+                            {},       {},           {},         {},   {NAN, NAN, NAN}, plan, rows,  tokens};
+  check_inputs(inputs);
+  const int64_t* const starts = optional_data<int64_t>(cu_seqlens);
+  if (starts != nullptr) check_packed_bounds(kOp, starts, rows, tokens);
+  std::array<int64_t, 2> sizes{};
+  for (int64_t d = 0; d < logprobs.dim(); ++d) sizes[d] = logprobs.size(d);
+  const Tensor result = empty_tensor(logprobs, sizes.data(), logprobs.dim(), aoti_torch_dtype_int8());
+  int8_t* const codes = data_of<int8_t>(result);
+  kinds ? std::copy_n(optional_data<int8_t>(kinds), tokens, codes) : std::fill_n(codes, tokens, int8_t{0});
+  const CovarianceQuery query{0, 0, is_bounded ? bounds[0] : -INFINITY, bounds[1], is_bounded};
+  inputs.is_double() ? select_tokens(inputs.batch<double>(), query, ratio, codes)
+                     : select_tokens(inputs.batch<float>(), query, ratio, codes);
+  return result;
+}
+
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
   library.impl("policy_row_sums_cpu", TORCH_BOX(&grpo_kernels::policy_row_sums_cpu));
   library.impl("policy_future_kl_cpu", TORCH_BOX(&grpo_kernels::policy_future_kl_cpu));
+  library.impl("select_tokens_cpu", TORCH_BOX(&grpo_kernels::select_tokens_cpu));
 }

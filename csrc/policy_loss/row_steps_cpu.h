@@ -11,29 +11,12 @@
 #include "common/scratch.h"
 #include "common/simd/levels.h"
 #include "common/tensors.h"
+#include "policy_loss/flags.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
 
 // The CPU's passes over the rows before the terms of losses that look beyond a token.
 namespace grpo_kernels {
-
-// Counts eight flags at a time: of words whose bytes are 0 or 1, 255 can be added before a byte overflows.
-inline int64_t count_true(const bool* flags, int64_t count) {
-  constexpr uint64_t kEven = 0x00FF00FF00FF00FFull;
-  int64_t total = 0, k = 0;
-  while (k + 8 <= count) {
-    uint64_t bytes = 0;
-    for (int word = 0; word < 255 && k + 8 <= count; ++word, k += 8) {
-      uint64_t eight;
-      std::memcpy(&eight, flags + k, 8);
-      bytes += eight;
-    }
-    const uint64_t pairs = (bytes & kEven) + ((bytes >> 8) & kEven);
-    total += static_cast<int64_t>((pairs * 0x0001000100010001ull) >> 48);
-  }
-  for (; k < count; ++k) total += flags[k];
-  return total;
-}
 
 // Rows of tokens for the passes before the terms, checked like the inputs of the loss.
 struct PolicyRows {

@@ -7,18 +7,17 @@
 namespace grpo_kernels {
 namespace {
 
+using WideTermMath = ScalarTermMath<double>;
+
 template <typename T>
-__device__ RowStatistics<T> row_statistics(const PolicyBatch<T>& in, int64_t row, const Team& team, double* shared) {
+__device__ RowStatistics row_statistics(const PolicyBatch<T>& in, int64_t row, const Team& team, double* shared) {
   const int64_t first = in.start(row), last = first + in.length(row);
-  RowStatistics<T> statistics;
-  for (int64_t t = first + team.rank; t < last; t += team.size) statistics.add(in, row, t);
-  statistics.log_ratio = team_sum(team, statistics.log_ratio, shared);
-  statistics.vespo_log_ratio = team_sum(team, statistics.vespo_log_ratio, shared);
-  statistics.gmpo_log_ratio = team_sum(team, statistics.gmpo_log_ratio, shared);
-  statistics.advantage = team_sum(team, statistics.advantage, shared);
-  statistics.sampling_to_policy = team_sum(team, statistics.sampling_to_policy, shared);
-  statistics.old_to_sampling = team_sum(team, statistics.old_to_sampling, shared);
-  statistics.log_is_weights = team_sum(team, statistics.log_is_weights, shared);
+  RowStatisticsWalk<WideTermMath> walk;
+  for (int64_t t = first + team.rank; t < last; t += team.size) walk.add(in, row, t, 1);
+  RowStatistics statistics;
+#define GRPO_SUM(name) statistics.name = team_sum(team, walk.name, shared);
+  GRPO_ROW_STATISTICS(GRPO_SUM)
+#undef GRPO_SUM
   return statistics;
 }
 
@@ -119,7 +118,7 @@ __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ Policy
       const double members = in.plan.loss == Loss::kGeoMean ? part.counts.kept_tokens : part.counts.policy_tokens;
       const T share = static_cast<T>(sums.ratio_gradient / (members > 1 ? members : 1));
       for (int64_t k = team.rank; k < count; k += team.size) {
-        arrays.gradient[first + k] += row_ratio_gradient(in, row, first + k, share);
+        add_row_gradient<WideTermMath>(in, row, first + k, 1, share, arrays.gradient);
       }
     }
     if (arrays.entropy_gradient != nullptr) {

@@ -52,6 +52,7 @@ struct TermInput {
   V log_ratio;                      // of the token, the row or the segment
   V score;                          // log-prob of the token or segment
   V phi_positive, phi_other;        // VESPO's weight of the row, for advantages >= 0 and < 0
+  V ratio;                          // of the term where it is a mean of ratios, else from log_ratio
   typename Math::Flag is_selected;  // by Clip-Cov or KL-Cov
 };
 
@@ -90,11 +91,36 @@ GRPO_HD MixedRatio<Math> mixed_ratio(Ratio kind, const typename Math::Value& of_
   return {log_ratio, Math::select(is_below, decay, one) / (one + decay)};
 }
 
-// Clamps the log ratio and exponentiates it.
 template <typename Math>
-GRPO_HD void set_ratio(const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n, Term<Math>& term) {
+GRPO_HD typename Math::Value half_ratio(const typename Math::Value& log_ratio,
+                                        const TermCoefficients<typename Math::Scalar>& n) {
+  using T = typename Math::Scalar;
+  constexpr T kLn2 = T(0.693147180559945309);
+  return Math::all(T(0.5)) * Math::exp(Math::at_most(Math::all(n.log_limit + kLn2), log_ratio));
+}
+
+// The arithmetic mean of the token's ratio and its row's, of which `row_half` is a half. Without a logarithm, which
+// takes longer than the rest of a term; the largest ratio is that of log_limit.
+template <typename Math>
+GRPO_HD typename Math::Value average_ratio(const typename Math::Value& of_token, const typename Math::Value& row_half,
+                                           const TermCoefficients<typename Math::Scalar>& n,
+                                           typename Math::Value& own_share) {
+  using T = typename Math::Scalar;
+  const auto token_half = half_ratio<Math>(of_token, n), ratio = token_half + row_half;
+  own_share = Math::select(ratio > Math::all(0), token_half / ratio, Math::all(0));
+  return Math::at_most(Math::all(sizeof(T) == 4 ? T(1.6516362549940018e38) : T(8.2184074615549724e307)), ratio);
+}
+
+// Clamps the log ratio and exponentiates it, unless the ratio is given.
+template <typename Math>
+GRPO_HD void set_ratio(const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n, bool has_ratio,
+                       Term<Math>& term) {
   term.log_ratio = in.log_ratio;
   term.is_unclamped = Math::negate(Math::none());
+  if (has_ratio) {
+    term.ratio = in.ratio;
+    return;
+  }
   if (n.clamps_ratio) {
     term.log_ratio = clamp_to<Math>(in.log_ratio, n.clamp_low, n.clamp_high);
     term.is_unclamped = (in.log_ratio >= Math::all(n.clamp_low)) & (in.log_ratio <= Math::all(n.clamp_high));
@@ -243,11 +269,12 @@ GRPO_HD void score_term(Loss loss, const TermInput<Math>& in, const TermCoeffici
 }
 
 template <typename Math>
-GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n) {
+GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n,
+                               bool has_ratio) {
   Term<Math> term;
   term.by_score = term.by_ratio = term.weight = Math::all(0);
   term.low_clipped = term.high_clipped = term.clipped = term.dual_clipped = Math::none();
-  set_ratio<Math>(in, n, term);
+  set_ratio<Math>(in, n, has_ratio, term);
   switch (loss) {
     case Loss::kClip:
       clip_term<Math>(in, n, term);

@@ -37,17 +37,22 @@ struct PolicyWalk {
   using T = typename Math::Scalar;
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
-  static constexpr bool kIsCispo = is_bare_cispo(kKind), kIsSequence = is_bare_sequence(kKind);
-  static constexpr bool kIsReinforce = kKind == WalkKind::kPlainReinforce;
-  static constexpr bool kIsClip = kKind != WalkKind::kAny && !kIsCispo && !kIsReinforce;
-  static constexpr bool kIsBare = is_bare(kKind);
+  static constexpr bool kIsAny = kKind == WalkKind::kAny, kIsSequence = is_bare_sequence(kKind);
+  static constexpr bool kIsClip = !kIsAny && loss_of(kKind) == Loss::kClip;
+  static constexpr bool kIsCispo = !kIsAny && loss_of(kKind) == Loss::kCispo;
+  static constexpr bool kIsBare = is_bare(kKind), kHasKinds = is_of_kinds(kKind);
+  static constexpr bool kHasPlainInputs = kKind >= WalkKind::kPlainClip;
+  static constexpr bool kIsReinforce = !kIsAny && loss_of(kKind) == Loss::kReinforce;
   static constexpr bool kIsWeighted = kKind == WalkKind::kWeightedClip;
-  static constexpr bool kIsPlain = kIsBare || kKind == WalkKind::kPlainClip || kIsReinforce || kIsWeighted;
+  static constexpr bool kIsSampled = kKind == WalkKind::kSampledClip;
+  static constexpr bool kIsRow = kKind == WalkKind::kRowClip || kIsSampled;
+  static constexpr bool kIsPlain = kHasPlainInputs && !kIsRow;  // and token ratios
 
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
   const PolicyPlan plan;
   const TermCoefficients<T> coefficients;
   const T policy_share, kl_share, cross_entropy_slope;
+  V row_half;  // half of the row's ratio, where ratios are averaged
   StepSums<Math> sums;
   StepExtremes<Math> extremes;
 
@@ -61,17 +66,18 @@ struct PolicyWalk {
         coefficients(kIsBare ? term_coefficients.without_limits() : term_coefficients),
         policy_share(static_cast<T>(tokens.shares.policy)),
         kl_share(static_cast<T>(policy_plan.kl_coef * tokens.shares.kl)),
-        cross_entropy_slope(static_cast<T>(-policy_plan.cross_entropy_coef * tokens.shares.cross_entropy)) {}
+        cross_entropy_slope(static_cast<T>(-policy_plan.cross_entropy_coef * tokens.shares.cross_entropy)) {
+    if (averages_ratios()) row_half = half_ratio<M>(M::all(tokens.row_log_ratio), coefficients);
+  }
 
   // Repeat what kKind implies, so that the compiler drops the other branches.
-  GRPO_HD bool has(const void* optional) const { return !kIsPlain && optional != nullptr; }
-  GRPO_HD bool has_kinds() const { return kKind == WalkKind::kAny && in.kinds != nullptr; }
-  GRPO_HD Loss loss() const {
-    if (kIsReinforce) return Loss::kReinforce;
-    return kIsClip ? Loss::kClip : kIsCispo ? Loss::kCispo : plan.loss;
-  }
-  GRPO_HD Kl kl_kind() const { return kIsPlain ? Kl::kK3 : plan.kl; }
-  GRPO_HD bool is_local_kl() const { return !kIsPlain && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
+  GRPO_HD bool has(const void* optional) const { return !kHasPlainInputs && optional != nullptr; }
+  GRPO_HD bool has_kinds() const { return kHasKinds || (kIsAny && in.kinds != nullptr); }
+  GRPO_HD Loss loss() const { return kIsAny ? plan.loss : loss_of(kKind); }
+  GRPO_HD Kl kl_kind() const { return kHasPlainInputs ? Kl::kK3 : plan.kl; }
+  GRPO_HD bool is_local_kl() const { return !kHasPlainInputs && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
+  // Whether no limit asks for the logarithm of the mean. Only where that is fast: elsewhere it would take registers.
+  GRPO_HD bool averages_ratios() const { return kIsRow && plan.ratio == Ratio::kAverage && !coefficients.clamps_ratio; }
   GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
 
   // Fills in the sums that follow from others.
@@ -88,14 +94,14 @@ struct PolicyWalk {
   // The importance weight of the policy term for rollout mismatch, and its metrics.
   GRPO_HD V importance_weight(int64_t k, int64_t left, const Flag& is_valid, const V& old_logprob) {
     V weight = M::all(in.row_is_weight);
-    if (has(in.sampling_logprobs)) {
+    if (kIsSampled || has(in.sampling_logprobs)) {
       const V gap = old_logprob - load(in.sampling_logprobs, k, left, is_valid);
       const Flag is_scored = is_valid & (gap == gap);  // the sampler may report NaN
       const V scored_gap = M::select(is_scored, gap, M::all(0));
-      const V size = M::select(scored_gap < M::all(0), -scored_gap, scored_gap);
+      const V size = M::higher(scored_gap, -scored_gap);
       sums.gap_sum += size;
       M::count(sums.gap_count, is_scored);
-      extremes.gap_max = M::select(is_scored & (size > extremes.gap_max), size, extremes.gap_max);
+      extremes.gap_max = M::higher(size, extremes.gap_max);  // 0 where not scored, which is no more than any gap
       if (plan.correction == Correction::kTokenTruncate || plan.correction == Correction::kTokenMask) {
         weight = correction_weight<M>(plan, scored_gap, coefficients);
         add_is_weight(weight, is_valid);
@@ -115,8 +121,8 @@ struct PolicyWalk {
     sums.is_sum += valid_weight;
     sums.is_square_sum += valid_weight * valid_weight;
     M::count(sums.is_count, is_valid);
-    extremes.is_min = M::select(is_valid & (weight < extremes.is_min), weight, extremes.is_min);
-    extremes.is_max = M::select(is_valid & (weight > extremes.is_max), weight, extremes.is_max);
+    extremes.is_min = M::lower(M::select(is_valid, weight, M::all(INFINITY)), extremes.is_min);
+    extremes.is_max = M::higher(M::select(is_valid, weight, M::all(-INFINITY)), extremes.is_max);
   }
 
   // Adds the entropy term; returns which tokens are kept for their entropy.
@@ -155,7 +161,7 @@ struct PolicyWalk {
     const TokenKinds<Math> kinds = kinds_of(k, left, is_valid);
     TermInput<M> input;
     input.logprob = load(in.logprobs, k, left, kinds.has_term);
-    const bool is_on_policy = !kIsPlain && in.old_logprobs == nullptr;
+    const bool is_on_policy = !kHasPlainInputs && in.old_logprobs == nullptr;
     input.old_logprob = is_on_policy ? input.logprob : load(in.old_logprobs, k, left, kinds.is_regularized);
     const V row_advantage = M::all(in.row_advantage);
     const V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, kinds.has_policy);
@@ -170,7 +176,9 @@ struct PolicyWalk {
       input.log_ratio = M::all(in.row_log_ratio);
     }
     V own_share = zero;
-    if (!kIsPlain && plan.mixes_ratios()) {
+    if (averages_ratios()) {
+      input.ratio = average_ratio<M>(token_log_ratio, row_half, coefficients, own_share);
+    } else if (!kIsPlain && plan.mixes_ratios()) {
       const MixedRatio<M> mixed = mixed_ratio<M>(plan.ratio, token_log_ratio, M::all(in.row_log_ratio));
       input.log_ratio = mixed.log_ratio;
       own_share = mixed.own_share;
@@ -185,7 +193,7 @@ struct PolicyWalk {
     }
     const V weight = has(in.weights) ? load(in.weights, k, left, kinds.has_term) : M::all(1);
     const Flag is_kept = add_entropy(k, left, kinds, weight);
-    const Term<M> term = policy_term<M>(loss(), input, coefficients);
+    const Term<M> term = policy_term<M>(loss(), input, coefficients, averages_ratios());
 
     V factor = weight;
     if (!kIsPlain || kIsWeighted) factor = importance_weight(k, left, kinds.has_policy, input.old_logprob) * weight;
@@ -221,9 +229,9 @@ struct PolicyWalk {
     if ((kIsBare && !is_bare_k3(kKind)) || in.ref_logprobs == nullptr) return M::all(0);
     const V log_ratio = logprob - load(in.ref_logprobs, k, left, is_valid);
     KlTerm<M> kl = kl_term<M>(kl_kind(), log_ratio, coefficients);
-    if (!kIsPlain && plan.kl_straight) kl.slope = log_ratio;
+    if (!kHasPlainInputs && plan.kl_straight) kl.slope = log_ratio;
     const V scale = M::select(is_valid, weight * M::all(kl_share), M::all(0));
-    if (!kIsPlain && plan.kl_unbiased) {
+    if (!kHasPlainInputs && plan.kl_unbiased) {
       kl.value *= term.ratio;
       kl.slope *= term.ratio;
       if (coefficients.has_kl) ratio_gradient += M::select(term.is_unclamped & is_valid, kl.value, M::all(0)) * scale;

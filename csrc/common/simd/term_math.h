@@ -133,6 +133,22 @@ struct VectorMath {
 #endif
   }
 
+  // Doubles of an array of floats.
+  GRPO_HD static Value load_widened(const float* from, int64_t left) {
+    if (left >= kCount) return load_quad(from);
+    Value value{};
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) value[l] = from[l];
+    }
+    return value;
+  }
+  GRPO_HD static void store_narrowed(float* to, int64_t left, const Value& value) {
+    if (left >= kCount) return store_quad(to, value);
+    for (int l = 0; l < kCount; ++l) {
+      if (l < left) to[l] = static_cast<float>(value[l]);
+    }
+  }
+
   // Those of the first `left` lanes whose byte is not 0, all of them where `from` is null.
   GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
     if (left >= kCount) {
@@ -164,15 +180,43 @@ struct VectorMath {
     memcpy(to, &bytes, left >= kCount ? kCount : left < 0 ? 0 : left);
   }
 
+  // A bit for each lane.
+  GRPO_HD static uint32_t bits(const Flag& flags) {
+#ifdef __AVX__
+    if constexpr (sizeof(T) == 4) {
+      return static_cast<uint32_t>(__builtin_ia32_movmskps256((Value)flags));
+    } else {
+      return static_cast<uint32_t>(__builtin_ia32_movmskpd256((Value)flags));
+    }
+#else
+    uint32_t bits = 0;
+    for (int l = 0; l < kCount; ++l) bits |= flags[l] != 0 ? 1u << l : 0;
+    return bits;
+#endif
+  }
+
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     Flag flags{};
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
     return flags;
   }
   GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
+#ifdef __AVX2__
+    int64_t codes = 0;
+    memcpy(&codes, from, left >= kCount ? kCount : left < 0 ? 0 : left);
+    const __m128i bytes = _mm_and_si128(_mm_cvtsi64_si128(codes), _mm_set1_epi8(31));
+    Flag bits;  // the bit of each lane's kind
+    if constexpr (sizeof(T) == 4) {
+      bits = (Flag)_mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_cvtepi8_epi32(bytes));
+    } else {
+      bits = (Flag)_mm256_sllv_epi64(_mm256_set1_epi64x(1), _mm256_cvtepi8_epi64(bytes));
+    }
+    return ((bits & static_cast<typename VectorOf<T>::Integer>(kinds)) != 0) & first(left);
+#else
     Flag flags{};
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && is_kind_of(kinds, from[l]) ? -1 : 0;
     return flags;
+#endif
   }
 };
 
@@ -213,6 +257,15 @@ struct TwinMath {
     One::store(to, left, value.a);
     One::store(to + kHalf, left - kHalf, value.b);
   }
+  template <typename From>  // float, of doubles
+  GRPO_HD static Value load(const From* from, int64_t left) {
+    return {One::load_widened(from, left), One::load_widened(from + kHalf, left - kHalf)};
+  }
+  template <typename To>
+  GRPO_HD static void store(To* to, int64_t left, const Value& value) {
+    One::store_narrowed(to, left, value.a);
+    One::store_narrowed(to + kHalf, left - kHalf, value.b);
+  }
   GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
     return {One::load_flags(from, left), One::load_flags(offset_or_null(from, kHalf), left - kHalf)};
   }
@@ -220,6 +273,7 @@ struct TwinMath {
     One::store_flags(to, left, flags.a);
     One::store_flags(to + kHalf, left - kHalf, flags.b);
   }
+  GRPO_HD static uint32_t bits(const Flag& flags) { return One::bits(flags.a) | One::bits(flags.b) << kHalf; }
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
   }

@@ -15,7 +15,6 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_entropy,
     check_policy,
     check_rows,
-    counted_tokens,
     find_entropy_floor,
     needs_entropy_gradient,
 )
@@ -125,10 +124,10 @@ def compute(
     """The loss of checked arguments."""
     if entropy is not None and entropy_floor is None and config.top_entropy_quantile < 1:
         entropy_floor = find_entropy_floor(entropy, policy, config.top_entropy_quantile)
-    if config.selects_tokens:
-        policy = select_tokens(logprobs, policy, counted_tokens(policy, logprobs), config)
     device = layout.device
     chosen = backends.select(layout.op, backend, device.type, logprobs.dtype, op.SUPPORTS, device.index)
+    if config.selects_tokens:
+        policy = select_tokens(logprobs, policy, config, chosen)
     objective = None
     if config.is_of_sequences:
         policy, objective = as_policy_gradient(logprobs, policy, rows, config, chosen)

@@ -221,13 +221,21 @@ def _with_cross_entropy(policy: Policy, counted: Tensor) -> Tensor:
 
 def _check_kinds(layout: Layout, kinds: Tensor, counted: Tensor) -> None:
     """Checks the codes of the tokens that count: at once on the CPU, and by an assertion without a wait on a GPU."""
+    is_eager = layout.device.type == "cpu" and not torch.compiler.is_compiling()
+    if is_eager and (kinds.numel() == 0 or _are_within(kinds, 0, SELECTED - 1)):
+        return  # in one pass over the codes alone, an eighth of the loss itself instead of all of it
     is_wrong = counted & ((kinds < 0) | (kinds >= SELECTED))
     rule = f"{layout.op}: kinds must be 0 to {SELECTED - 1} ({', '.join(KINDS[:SELECTED])})"
-    if layout.device.type != "cpu" or torch.compiler.is_compiling():
+    if not is_eager:
         torch._assert_async(~is_wrong.any(), rule)
     elif bool(is_wrong.any()):
         token = int(is_wrong.reshape(-1).int().argmax())
         raise ValueError(f"{rule}, got {int(kinds.reshape(-1)[token])} at token {token}")
+
+
+def _are_within(values: Tensor, low: int, high: int) -> bool:
+    least, largest = values.aminmax()
+    return low <= int(least) and int(largest) <= high
 
 
 def counted_tokens(policy: Policy, like: Tensor) -> Tensor:

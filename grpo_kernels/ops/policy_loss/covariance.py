@@ -5,18 +5,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.policy_loss.arguments import spread_rows
+from grpo_kernels import registry
+from grpo_kernels.ops.policy_loss.arguments import counted_tokens, spread_rows
 from grpo_kernels.ops.policy_loss.config import POLICY, SELECTED, LossConfig
 from grpo_kernels.ops.policy_loss.registration import Policy
 
+# The CPU has a kernel, which needs no sort of all tokens; other backends have torch's.
+_SELECT = registry.define(
+    "select_tokens",
+    "(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? kinds, "
+    "bool is_bounded, float ratio, float[] bounds) -> Tensor",
+    {"cpu": (torch.float32, torch.float64)},
+    lambda logprobs, *_: torch.empty_like(logprobs, dtype=torch.int8),
+)
 
-def select_tokens(logprobs: Tensor, policy: Policy, counted: Tensor, config: LossConfig) -> Policy:
+
+def select_tokens(logprobs: Tensor, policy: Policy, config: LossConfig, backend: str) -> Policy:
     """The policy with the chosen ones of the counted tokens as a kind of their own, found without a wait.
 
     KL-Cov takes the tokens of highest covariance, Clip-Cov as many at random among those within cov_bounds that are not
     clipped. The random order is that of a hash of a token's place among the counted ones and of its log-prob, so that a
     repetition chooses the same tokens and no generator changes its state.
     """
+    if backend in _SELECT:
+        mask = policy.mask if policy.segments is None else counted_tokens(policy, logprobs)
+        batch = (logprobs.detach(), policy.old_logprobs, policy.advantages, mask, policy.cu_seqlens, policy.kinds)
+        bounds = [*config.cov_bounds, *_ratio_bounds(config)]
+        chosen = _SELECT[backend](*batch, config.loss == "clip_cov", config.cov_ratio, bounds)
+        return policy._replace(kinds=chosen)
+    counted = counted_tokens(policy, logprobs)
     kinds = torch.zeros_like(counted, dtype=torch.int8) if policy.kinds is None else policy.kinds
     valid = (counted & (kinds == POLICY)).reshape(-1)
     lp, advantages = logprobs.detach().reshape(-1), spread_rows(policy.advantages, policy, logprobs).reshape(-1)
@@ -46,9 +63,13 @@ def _is_clipped(lp: Tensor, advantages: Tensor, policy: Policy, config: LossConf
     if policy.old_logprobs is None:
         return torch.zeros_like(lp, dtype=torch.bool)
     ratio = (lp - policy.old_logprobs.reshape(-1)).exp()
-    low = 0.0 if config.clip_low is None else 1 - config.clip_low
-    high = torch.inf if config.clip_high is None else 1 + config.clip_high
+    low, high = _ratio_bounds(config)
     return -advantages * ratio.clamp(low, high) > -advantages * ratio
+
+
+def _ratio_bounds(config: LossConfig) -> tuple[float, float]:
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    return low, torch.inf if config.clip_high is None else 1 + config.clip_high
 
 
 def _hash(lp: Tensor, valid: Tensor) -> Tensor:

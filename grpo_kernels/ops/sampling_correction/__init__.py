@@ -66,7 +66,7 @@ def sampling_correction(
     batch = op.Batch(old, sampling, valid, bounds, None)
     chosen = backends.select(_OP, backend, layout.device.type, old.dtype, op.SUPPORTS, layout.device.index)
     if config.m2_threshold is not None:
-        batch = batch._replace(m2_ceiling=_m2_ceiling(batch, config.m2_threshold, group))
+        batch = batch._replace(m2_ceiling=_m2_ceiling(batch, config.m2_threshold, group, chosen))
     weights, kept, table = op.FORWARD[chosen](
         *batch, config.statistics, config.bounds, config.modes, config.coefficients
     )
@@ -84,14 +84,13 @@ def _checked_config(config: CorrectionConfig | None) -> CorrectionConfig:
     return config
 
 
-def _m2_ceiling(batch: op.Batch, threshold: float, group: Any) -> Tensor:
+def _m2_ceiling(batch: op.Batch, threshold: float, group: Any, backend: str) -> Tensor:
     log_ratio = batch.old_logprobs - batch.sampling_logprobs
-    scored = ~log_ratio.isnan()
-    if batch.mask is not None:
-        scored = scored & batch.mask
+    scored = batch.mask
     if batch.cu_seqlens is not None:
-        scored = scored & (torch.arange(len(scored), device=scored.device) < batch.cu_seqlens[-1])
-    return find_m2_ceiling(log_ratio, scored, threshold, group)
+        is_of_row = torch.arange(log_ratio.numel(), device=log_ratio.device) < batch.cu_seqlens[-1]
+        scored = is_of_row if scored is None else scored & is_of_row
+    return find_m2_ceiling(log_ratio, scored, threshold, group, backend)
 
 
 def _reduce(table: Tensor, config: CorrectionConfig) -> Tensor:

@@ -7,67 +7,97 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A nonnegative float32 orders as its bits: 8 bits of the exponent, 23 of the mantissa, which the second pass halves.
-_MANTISSA, _FIRST_HALF, _SECOND_HALF = 23, 12, 11
-_EXPONENTS = 256
+from grpo_kernels import registry
+
+# A nonnegative float32 orders as its bits: 8 bits of the exponent, 23 of the mantissa.
+_MANTISSA, _EXPONENTS = 23, 256
 _INFINITY = 0x7F800000
+# Bits to the right of a pass's digit, and width of the digit. With some bits of the mantissa in the first digit few
+# tokens are left for the others. csrc/sampling_correction/histogram.h repeats them.
+PASSES = ((19, 12), (9, 10), (0, 9))
+
+# The CPU has a kernel; GPUs have torch's scatter, whose sums of integers do not depend on the order.
+HISTOGRAM = registry.define(
+    "bits_histogram",
+    "(Tensor bits, Tensor prefix, int level) -> Tensor",
+    {"cpu": (torch.int32,)},
+    lambda bits, prefix, level: bits.new_empty((2, 1 << PASSES[level][1]), dtype=torch.int64),
+)
 
 
-def find_m2_ceiling(log_ratio: Tensor, scored: Tensor, threshold: float, group: Any) -> Tensor:
+def find_m2_ceiling(
+    log_ratio: Tensor, scored: Tensor | None, threshold: float, group: Any, backend: str = ""
+) -> Tensor:
     """The largest squared log ratio that is kept, a float32 scalar.
 
     Tokens are dropped from the largest square down until the mean of the others is below `threshold`; tokens of equal
     squares are dropped together, except that those of the smallest square stay.
 
-    Three passes count the tokens per exponent, then per half of the mantissa. Within an exponent the sum of the
-    mantissas is an integer, so the result is exact, and the same in any order of the tokens and on any number of ranks.
+    Three passes count the tokens per digit of their bits, of which the first begins with the exponent. Within an
+    exponent the sum of the mantissas is an integer, so the result is exact, and the same in any order of the tokens and
+    on any number of ranks.
 
     Args:
-        log_ratio: [N], any value where not scored
-        scored: [N], the tokens that take part
+        log_ratio: [N], any value where not scored; NaN takes no part
+        scored: [N], the tokens that take part; None means all
         group: a process group whose batches are one, with one all-reduce for each pass; None means this batch alone
+        backend: "cpu" counts with the CPU kernel, others with torch
     """
-    scored = scored.reshape(-1)
-    squares = torch.where(scored, log_ratio.reshape(-1).square(), 0).float()
-    bits = squares.view(torch.int32).long()
-    exponent = bits >> _MANTISSA
-    mantissa = (bits & ((1 << _MANTISSA) - 1)) | (exponent > 0).long() << _MANTISSA
-    counts, sums = _histogram(exponent, mantissa, scored, _EXPONENTS, group)
-    exponents = torch.arange(_EXPONENTS, device=bits.device)
+    squares = log_ratio.reshape(-1).square().float()
+    if scored is not None:
+        squares = torch.where(scored.reshape(-1), squares, torch.nan)
+    bits = squares.view(torch.int32)
+    prefix = torch.zeros((), dtype=torch.int64, device=bits.device)
+
+    count = HISTOGRAM.get(backend, _histogram)
+
+    def histogram(level: int) -> tuple[Tensor, Tensor]:
+        totals = count(bits, prefix.int(), level)
+        if group is not None:
+            torch.distributed.all_reduce(totals, torch.distributed.ReduceOp.SUM, group)
+        return totals[0], totals[1]
+
+    digits = [values.view(_EXPONENTS, -1) for values in histogram(0)]
+    counts, sums = (values.sum(1) for values in digits)
+    exponents = torch.arange(len(counts), device=bits.device)
     # 2 to the power of max(exponent, 1) - 150, from its bits
     units = (exponents.clamp(min=1) - 150 + 1023 << 52).view(torch.float64)
     below = exponents[:, None] > exponents  # a sum over a triangle: a cumulative sum of floats may vary
     totals, before = sums.double() * units, torch.where(below, sums.double() * units, 0).sum(1)
-    chosen, fails = _first_above(counts, counts.cumsum(0), before + totals, threshold)
-    kept, total, unit = _below(chosen, counts.cumsum(0), counts), before.take(chosen), units.take(chosen)
+    prefix, fails = _first_above(counts, counts.cumsum(0), before + totals, threshold)
+    kept, total, unit = _below(prefix, counts.cumsum(0), counts), before.take(prefix), units.take(prefix)
+    whole = torch.zeros_like(kept)  # the mantissas of the exponent that are kept
+    digits = [values.index_select(0, prefix.view(1))[0] for values in digits]
 
-    first = (bits >> _SECOND_HALF) & ((1 << _FIRST_HALF) - 1)
-    inside = scored & (exponent == chosen)
-    counts, sums = _histogram(first, mantissa, inside, 1 << _FIRST_HALF, group)
-    until_counts, until_sums = counts.cumsum(0), sums.cumsum(0)
-    high, _ = _first_above(counts, kept + until_counts, total + until_sums * unit, threshold)
-    kept, whole = kept + _below(high, until_counts, counts), _below(high, until_sums, sums)
+    for level, (shift, width) in enumerate(PASSES):
+        counts, sums = histogram(level) if level > 0 else digits
+        until_counts, until_sums = counts.cumsum(0), sums.cumsum(0)
+        means = total + (whole + until_sums) * unit
+        digit, _ = _first_above(counts, kept + until_counts, means, threshold)
+        kept, whole = kept + _below(digit, until_counts, counts), whole + _below(digit, until_sums, sums)
+        prefix = (prefix << (width if level > 0 else _MANTISSA - shift)) | digit
 
-    second = bits & ((1 << _SECOND_HALF) - 1)
-    counts, sums = _histogram(second, mantissa, inside & (first == high), 1 << _SECOND_HALF, group)
-    until_counts, until_sums = kept + counts.cumsum(0), whole + sums.cumsum(0)
-    low, _ = _first_above(counts, until_counts, total + until_sums * unit, threshold)
-
-    under = (chosen << _MANTISSA | high << _SECOND_HALF | low) - 1
-    least = torch.where(scored, bits, _INFINITY).amin() if bits.numel() else torch.full_like(under, _INFINITY)
-    if group is not None:
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group)
-    ceiling = torch.where(fails, torch.maximum(under, least), _INFINITY)
-    return ceiling.int().view(torch.float32)
+    under = torch.where(kept > 0, prefix - 1, prefix)  # the smallest square stays
+    return torch.where(fails, under, _INFINITY).int().view(torch.float32)
 
 
-def _histogram(index: Tensor, mantissa: Tensor, where: Tensor, bins: int, group: Any) -> tuple[Tensor, Tensor]:
-    """Number of tokens and sum of mantissas per bin, as integers."""
-    both = torch.stack((where.long(), torch.where(where, mantissa, 0)))
-    totals = both.new_zeros(2, bins).scatter_add(1, index.expand(2, -1), both)
-    if group is not None:
-        torch.distributed.all_reduce(totals, torch.distributed.ReduceOp.SUM, group)
-    return totals[0], totals[1]
+def _histogram(bits: Tensor, prefix: Tensor, level: int) -> Tensor:
+    """Number of tokens and sum of mantissas per digit, as integers, of the tokens whose bits begin with `prefix`.
+
+    Args:
+        bits: int32 [N], of squares; of NaN where a token takes no part
+        prefix: int32 scalar, the digits before this one; not read at level 0
+        level: which of PASSES
+    """
+    shift, width = PASSES[level]
+    where = (bits >= 0) & (bits <= _INFINITY)
+    if level > 0:
+        where = where & (bits >> shift + width == prefix)
+    exponent = bits >> _MANTISSA
+    mantissa = (bits & ((1 << _MANTISSA) - 1)) | (exponent > 0).int() << _MANTISSA
+    digit = (bits >> shift) & ((1 << width) - 1)
+    both = torch.stack((where.long(), torch.where(where, mantissa, 0).long()))
+    return both.new_zeros(2, 1 << width).scatter_add(1, digit.long().expand(2, -1), both)
 
 
 def _first_above(counts: Tensor, until_counts: Tensor, until_sums: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
