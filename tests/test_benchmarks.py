@@ -20,7 +20,7 @@ import grpo_kernels as gk
 from benchmarks import items, machine, measure, plot, run, scaling, tables
 from benchmarks.case import Bar, Case, Floor, Provider, Same, Sweep
 from benchmarks.cases import OPS, cases, sweeps
-from benchmarks.paired import Ratio
+from benchmarks.paired import Ratio, least
 from tests.test_layout import OPS as PACKAGE_OPS
 
 CPU = torch.device("cpu")
@@ -81,6 +81,10 @@ HEADS = ("N=1024 H=256 V=32000", "N=2048 H=512 V=50304")
 HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
 CLIPPED = [f"{head}, PPO with {share}% clipped" for head in HEADS for share in (0, 5, 30, 50)]
 SIZES = (8, 16, 32, 64)
+VARIANTS = (
+    *("the same again", "ipo", "icepop", "topr", "clip_cov", "kl_cov", "kinds", "average", "geometric_average"),
+    *("gspo", "token_truncate", "sequence_mask", "geometric_mask", "is_weights"),
+)
 BARS = {
     ("group_advantages", "groups of 8", "ratio at least", "verl-grpo", 300),
     ("group_advantages", "groups of 8", "ratio at least", "trl", 5),
@@ -106,6 +110,7 @@ BARS = {
     ("policy_loss", "one small call", "microseconds at most", "", 60),
     ("policy_loss", "half the tokens, packed", "ratio at least", "all tokens", 1.6),
     ("policy_loss", "one token in 16 of many, packed", "ratio at least", "all tokens", 8),
+    *(("policy_loss", "clip, and other losses", "ratio at most", variant, 1.5) for variant in VARIANTS),
     *(("linear_policy_loss", head, "cost at most", "three bare products", 1.15) for head in HEADS),
     *(("linear_policy_loss", head, "ratio at least", peer, 1) for head in HEADS for peer in HEAD_PEERS),
     *(("linear_policy_loss", head, "memory below", "naive autograd", 0.15) for head in HEADS),
@@ -248,6 +253,21 @@ def test_smaller_inputs_count_by_their_share(monkeypatch: pytest.MonkeyPatch) ->
     few = Provider("few", lambda x: x.sum(), few=lambda device, seed: torch.arange(5.0), share=0.5)
     result = measure.measure(small_case(providers=(few,), bars=()), CPU, LIMITS)["providers"]["few"]
     assert [result[name] for name in ("us", "ratio", "low", "high")] == [6, 6, 4, 8]
+
+
+def test_processor_times_are_compared_on_one_thread() -> None:
+    threads: list[int] = []
+
+    def busy(rounds: int) -> None:
+        threads.append(torch.get_num_threads())
+        sum(range(rounds))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    ratio = least(lambda: busy(40_000), lambda: busy(120_000), pairs=15)
+    assert torch.get_num_threads() == 2 and set(threads) == {1}
+    torch.set_num_threads(before)
+    assert 2 < ratio.ratio < 4.5 and ratio.ratio == pytest.approx(ratio.theirs / ratio.ours)
 
 
 def test_inputs_take_turns() -> None:

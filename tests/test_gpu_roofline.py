@@ -364,6 +364,7 @@ BUDGETS = {
     "group_advantages, 16M rewards, unsorted ids": Budget(0.054, 445, 92, 0, 0),
     "endpoint_segments, 512 x 8,192, critic, batch norm": Budget(0.32, 203, 64, 0.5, 128),
     "token_advantages, 512 x 8,192, critic, whitened": Budget(0.75, 75.8, 72, 0.37, 32),
+    "sampling_correction, 4M tokens, token weights": Budget(0.066, 250, 168, 0.12, 32),
     "similarity_groups, cosines of 1,024 x 16 x 384, bf16": Budget(0.60, 4.4, 91, 0.12, 128),
     "similarity_groups, cosines of 1,024 x 16 x 1,024, bf16": Budget(0.79, 4.4, 91, 0.12, 128),
     "similarity_groups, cosines of 1,024 x 16 x 4,096, bf16": Budget(0.93, 4.4, 91, 0.12, 128),

@@ -242,6 +242,20 @@ def token_advantages() -> list[Case]:
     return [Case("token_advantages", "512 x 8,192, critic, whitened", 26 * tokens, cuda, triton)]
 
 
+def sampling_correction() -> list[Case]:
+    rows, width = 2048, 2048
+    tokens = rows * width
+    # a block measures its row, and reads it again from a cache to write its weights; neither the divergence of two
+    # outcomes nor a rejection of tokens, the longer ways, is asked for
+    row: dict[str, Any] = {"kernel": "rows_kernel<float>", "elements": tokens, "blocks": rows, "per_thread": 1}
+    row |= {"is_longest": False, "through": "LDG|STG|MUFU.EX2"}
+    cuda = (
+        Launch(bytes=9, loop=r"sums\.k3 \+= ", **row),
+        Launch(bytes=5, loop=r"M::store\(in\.weights", is_launch=False, **row),
+    )
+    return [Case("sampling_correction", "4M tokens, token weights", 14 * tokens, cuda)]
+
+
 def similarity_groups() -> list[Case]:
     return [
         *(cosines(responses, width, "bf16") for responses in (16, 64, 256) for width in (384, 1024, 4096)),
@@ -341,5 +355,6 @@ CASES = [
     *group_advantages(),
     *endpoint_segments(),
     *token_advantages(),
+    *sampling_correction(),
     *similarity_groups(),
 ]

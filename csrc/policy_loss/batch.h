@@ -225,10 +225,11 @@ GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int6
 // [-20, 20] for VESPO, and each as gmpo_clip leaves it; of the advantages, for GMPO; of the log ratio of the sampler to
 // the policy, for off_policy_threshold, and of the old policy to the sampler, for sequence corrections; and of the logs
 // of the tokens' importance weights, for VESPO and GMPO.
-#define GRPO_ROW_STATISTICS(SUM)                                                                       \
-  SUM(log_ratio)                                                                                       \
-  SUM(vespo_log_ratio) SUM(gmpo_log_ratio) SUM(advantage) SUM(sampling_to_policy) SUM(old_to_sampling) \
-      SUM(log_is_weights)
+// clang-format off: it would nest the entries
+#define GRPO_ROW_STATISTICS(SUM)                                                                 \
+  SUM(log_ratio) SUM(vespo_log_ratio) SUM(gmpo_log_ratio) SUM(advantage) SUM(sampling_to_policy) \
+  SUM(old_to_sampling) SUM(log_is_weights)
+// clang-format on
 
 GRPO_HD double limited(double value, double low, double high) {
   return value < low ? low : (value > high ? high : value);

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.config import COUNTED, CROSS_ENTROPY, POLICY
+from grpo_kernels.ops.policy_loss.arguments import Layout, check_policy
+from grpo_kernels.ops.policy_loss.config import COUNTED, CROSS_ENTROPY, POLICY, SELECTED
+from grpo_kernels.ops.policy_loss.covariance import select_tokens
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
-from tests.harness import device_of, runnable_backends
+from tests.harness import device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.policy_loss.test_spec import assert_near, graded
 
 F64 = torch.float64
@@ -123,6 +125,25 @@ def test_the_choice_depends_on_the_tokens_alone(backend: str, name: str) -> None
     got, gradient = run(backend, packed, cu_seqlens=lengths, config=config)
     assert_near(got.loss, want.loss)
     assert_near(gradient[:-1], expected[mask])
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_kernel_chooses_as_a_sort_does(name: str) -> None:
+    """Over more tokens than the kernel keeps at once, of which many have equal log-probs."""
+    random = torch.Generator().manual_seed(0)
+    for share in (0.0002, 0.01, 1.0):
+        logprobs = -torch.randint(1, 40, (3, 3001), generator=random) / 16
+        old = logprobs + 0.1 * torch.randn(3, 3001, generator=random)
+        advantages = torch.randint(-3, 4, (3, 3001), generator=random).float()
+        mask = torch.rand(3, 3001, generator=random) < 0.9
+        config = dataclasses.replace(CONFIGS[name], cov_ratio=share)
+        layout = Layout.of("policy_loss", logprobs, None)
+        inputs = dict.fromkeys(("cu_seqlens", "segments", "kinds", "ref_logprobs", "sampling_logprobs", "is_weights"))
+        inputs |= {"old_logprobs": old, "advantages": advantages, "mask": mask, "weights": None, "normalizer": None}
+        policy = check_policy(layout, config, **inputs)
+        want, got = (select_tokens(logprobs, policy, config, backend).kinds for backend in ("reference", "cpu"))
+        assert want is not None and got is not None and (want == SELECTED).any() and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.sampling_correction.config import STATISTICS
 from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
 from grpo_kernels.ops.sampling_correction.registration import SUPPORTS
-from tests.harness import device_of, runnable_backends
+from tests.harness import device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.sampling_correction.batches import NAN, Batch, make_batch
 
 F64 = torch.float64
@@ -175,15 +175,16 @@ def test_m2po_drops_the_largest_squares(backend: str, threshold: float) -> None:
     assert metrics["m2_sum"] == pytest.approx(float(squares.sum()), rel=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu_kernels)])
 @pytest.mark.parametrize("seed", range(30))
-def test_the_ceiling_is_exact_with_ties(seed: int) -> None:
+def test_the_ceiling_is_exact_with_ties(seed: int, backend: str) -> None:
     random = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 200, (), generator=random))
     ratios = torch.randint(-4, 5, (count,), generator=random) * 2.0 ** torch.randint(-3, 2, (count,), generator=random)
     scored = torch.rand(count, generator=random) < 0.7
     scored[0] = True
     threshold = float(ratios[scored].square().double().mean()) * 0.3 + 1e-3
-    ceiling = find_m2_ceiling(torch.where(scored, ratios, NAN), scored, threshold, None)
+    ceiling = find_m2_ceiling(torch.where(scored, ratios, NAN), scored, threshold, None, backend)
     kept = ratios[scored].square() <= ceiling
     assert torch.equal(kept, m2po(ratios[scored].double().square(), threshold))
 
