@@ -129,6 +129,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "is_weights": (torch.linspace(0.5, 1, ROWS, dtype=F64), {}),
     "weights": (torch.full((ROWS, WIDTH), 0.5, dtype=F64), {}),
     "normalizer": (11.0, {}),
+    "groups": (torch.arange(ROWS) // 2, {"config": gk.LossConfig(loss="gvpo")}),
+    "log_z": (
+        torch.ones(ROWS, dtype=F64),
+        {"config": gk.LossConfig(loss="flowrl"), "ref_logprobs": torch.full((ROWS, WIDTH), -1.0, dtype=F64)},
+    ),
     "config": ("dr_grpo", {}),
 }
 
@@ -157,6 +162,8 @@ def test_an_option_changes_the_result(name: str, memory: str) -> None:
         "segments": (torch.arange(WIDTH) // 3).repeat(ROWS, 1),
         "ref_logprobs": arguments["old_logprobs"],
         "sampling_logprobs": arguments["old_logprobs"],
+        "groups": torch.zeros(ROWS).long(),
+        "log_z": torch.zeros(ROWS, dtype=F64),
     }
     if name == "config":  # TRL's name for it, and max_length must follow
         value = gk.LossConfig.trl(loss_type="dr_grpo", max_completion_length=9)

@@ -247,6 +247,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "is_weights": (torch.linspace(0.5, 1, 4, dtype=F64), {}),
     "weights": (torch.full((4, 7), 0.5, dtype=F64), {}),
     "normalizer": (11.0, {}),
+    "groups": (torch.arange(4) // 2, {"config": gk.LossConfig(loss="gvpo")}),
+    "log_z": (
+        torch.ones(4, dtype=F64),
+        {"config": gk.LossConfig(loss="flowrl"), "ref_logprobs": torch.full((4, 7), -1.0, dtype=F64)},
+    ),
     "config": (gk.LossConfig.trl(loss_type="dr_grpo", max_completion_length=9), {}),
 }
 
@@ -271,6 +276,8 @@ def test_an_option_changes_the_result(name: str) -> None:
         "segments": (torch.arange(7) // 3).repeat(4, 1),
         "ref_logprobs": arguments["old_logprobs"],
         "sampling_logprobs": arguments["old_logprobs"],
+        "groups": torch.zeros(4).long(),
+        "log_z": torch.zeros(4, dtype=F64),
     }
     before, after = (run(arguments | {name: each}, "cpu") for each in (neutral.get(name), value))
     assert after["loss"].isfinite() and after["loss"] != before["loss"]

@@ -147,7 +147,7 @@ def test_only_tokens_with_a_policy_term_are_summed(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_policy_and_nothing_at_all(backend: str) -> None:
     """On the policy nothing has moved, and every weight is 1."""
-    batch, config = draw(), gk.LossConfig(**CONFIGS["published"])
+    batch, config = draw(), gk.LossConfig(**CONFIGS["both sides"])
     old = {"old_logprobs": batch["logprobs"]}
     got, gradient = run(backend, batch | old, config)
     want, wanted = run(backend, batch | old, gk.LossConfig())
