@@ -2,7 +2,7 @@
 
 #include "common/tensors.h"
 
-// Tensors of the ops over a support, checked alike for the CPU and the CUDA op.
+// Checks of the tensors of the ops over a support.
 namespace grpo_kernels {
 
 constexpr const char* kSupportOp = "sampled_support";

@@ -125,6 +125,7 @@ class Batch:
     tokens: Tensor  # [N, T] token ids of the responses, end included
     mask: Tensor  # [N, T] bool
     prompt_of: Tensor  # [N] row of `prompts` that each response answers
+    kept: Tensor | None = None  # [N, T, K] token ids that sampling kept, filled up with -1; None: all
 
     def rows(self, rows: Tensor) -> Batch:
         """Selects responses and the prompts they answer, without columns that hold only padding."""
@@ -132,10 +133,21 @@ class Batch:
         width = max(1, int(self.mask[rows].sum(1).max()))
         start = int(self.prompt_mask[used].int().argmax(1).min())
         prompts, prompt_mask = self.prompts[used][:, start:], self.prompt_mask[used][:, start:]
-        return Batch(prompts, prompt_mask, self.tokens[rows][:, :width], self.mask[rows][:, :width], prompt_of)
+        kept = None if self.kept is None else self.kept[rows][:, :width]
+        return Batch(prompts, prompt_mask, self.tokens[rows][:, :width], self.mask[rows][:, :width], prompt_of, kept)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(getattr(self, field.name).to(device) for field in dataclasses.fields(self)))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in fields.items() if value is not None}
+        return Batch(**moved)
+
+    @property
+    def support(self) -> tuple[Tensor, Tensor] | None:
+        """The kept token ids of all tokens, one after the other, and where those of each token begin."""
+        if self.kept is None:
+            return None
+        is_id = self.kept >= 0
+        return self.kept[is_id], torch.nn.functional.pad(is_id.sum(-1).flatten().cumsum(0), (1, 0))
 
 
 def pad(rows: Sequence[Sequence[int]], value: int, left: bool) -> tuple[Tensor, Tensor]:
@@ -148,6 +160,16 @@ def pad(rows: Sequence[Sequence[int]], value: int, left: bool) -> tuple[Tensor, 
         ids[i, columns] = torch.tensor(list(row), dtype=torch.int64)
         mask[i, columns] = True
     return ids, mask
+
+
+def pad_kept(rows: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Kept ids [N, longest, most], filled up with -1, of rows that hold a tensor of ids for each token."""
+    counts = [ids.numel() for row in rows for ids in row]
+    padded = torch.full((len(rows), max((len(row) for row in rows), default=0), max(counts, default=0)), -1)
+    for i, row in enumerate(rows):
+        for t, ids in enumerate(row):
+            padded[i, t, : len(ids)] = ids
+    return padded
 
 
 def positions_of(mask: Tensor) -> Tensor:

@@ -118,10 +118,18 @@ class Policy(nn.Module):
         states, _ = self._states(batch, share)
         targets = torch.where(batch.mask, batch.tokens, -100)
         if not self.has_plain_head:
-            return gk.token_logprobs(states, targets, temperature=self.temperature, backend=self.backend).logprobs
+            return gk.token_logprobs(
+                states, targets, temperature=self.temperature, support=batch.support, backend=self.backend
+            ).logprobs
         weight, bias = self._head()
         return gk.linear_logprobs(
-            states.to(weight.dtype), weight, targets, bias=bias, temperature=self.temperature, backend=self.backend
+            states.to(weight.dtype),
+            weight,
+            targets,
+            bias=bias,
+            temperature=self.temperature,
+            support=batch.support,
+            backend=self.backend,
         ).logprobs
 
     def _values(self, batch: Batch, share: bool = True) -> Tensor:
@@ -170,6 +178,7 @@ class Policy(nn.Module):
                 advantages,
                 bias=bias,
                 temperature=self.temperature,
+                support=batch.support,
                 mask=mask,
                 config=config,
                 backend=self.backend,
@@ -178,8 +187,9 @@ class Policy(nn.Module):
         else:
             logprobs, entropy = gk.token_logprobs(
                 states,
-                batch.tokens,
+                torch.where(batch.mask, batch.tokens, -100),
                 temperature=self.temperature,
+                support=batch.support,
                 return_entropy=kwargs.pop("return_entropy", False),
                 backend=self.backend,
             )

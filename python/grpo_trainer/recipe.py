@@ -95,6 +95,7 @@ class Rollout:
     temperature: float = key(1.0, "sampling temperature; log-probs are those of the tempered policy everywhere")
     top_p: float = key(1.0, "sample from the most probable tokens with this total probability")
     top_k: int = key(0, "sample from this many most probable tokens; 0: from all")
+    keep_support: bool = key(False, "take log-probs and the update over the tokens that top_p and top_k kept")
     max_new_tokens: int = key(32, "longer responses are cut off and count as truncated")
     min_new_tokens: int = key(0, "number of tokens before the end may be sampled")
     batch: int = key(512, "responses sampled together; prompts are sorted by length")

@@ -102,6 +102,8 @@ def _rl(at: str, rl: Any) -> Iterator[Rule]:
     yield from _not_negative(f"{at}.rollout.", rollout, "top_k", "min_new_tokens")
     yield f"{at}.rollout", rows, rows > 1, "must have more than one response"
     yield f"{at}.rollout.top_p", rollout.top_p, 0 < rollout.top_p <= 1, "must be in (0, 1]"
+    keeps, is_filtered = rollout.keep_support, rollout.top_p < 1 or rollout.top_k > 0
+    yield f"{at}.rollout.keep_support", keeps, is_filtered or not keeps, "must be false without top_p or top_k"
     shortest, is_shorter = rollout.min_new_tokens, rollout.min_new_tokens <= rollout.max_new_tokens
     yield f"{at}.rollout.min_new_tokens", shortest, is_shorter, "must not exceed max_new_tokens"
     minibatches = rl.minibatches

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_trainer import distributed
-from grpo_trainer.data import Batch, encode_prompt, pad, positions_of
+from grpo_trainer.data import Batch, encode_prompt, pad, pad_kept, positions_of
 from grpo_trainer.policy import Policy, evaluating
 from grpo_trainer.recipe import Rollout as Sampling
 
@@ -22,7 +22,7 @@ class Rollout:
 
     items: list[dict[str, Any]]  # one line of data per prompt
     batch: Batch
-    logprobs: Tensor  # [N, T] of the tempered policy when it sampled
+    logprobs: Tensor  # [N, T] of the tempered policy when it sampled, over the support if the batch has one
     truncated: Tensor  # [N] bool: cut off by max_new_tokens
     texts: list[str]
 
@@ -62,6 +62,7 @@ def roll_out(
     prompts_at_once = max(1, sampling.batch // group_size)
     tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
     logprobs: list[list[float]] = [[] for _ in tokens]
+    kept: list[list[Tensor]] = [[] for _ in tokens]
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     with evaluating(policy), policy.autocast():
         for start in range(0, len(ids), prompts_at_once):
@@ -69,7 +70,7 @@ def roll_out(
             responses = _sample(policy, [ids[i] for i in chosen], sampling, generator)
             rows = [prompt * group_size + copy for prompt in chosen for copy in range(group_size)]
             for row, response in zip(rows, responses, strict=True):
-                tokens[row], logprobs[row] = response
+                tokens[row], logprobs[row], kept[row] = response
     prompts, prompt_mask = pad(ids, policy.pad_id, left=not policy.is_seq2seq)
     padded, mask = pad(tokens, policy.pad_id, left=False)
     padded_logprobs = torch.zeros(padded.shape)
@@ -78,14 +79,15 @@ def roll_out(
     prompt_of = torch.arange(len(tokens)) // group_size
     texts = [policy.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
     truncated = torch.tensor([row[-1] not in policy.stop_ids for row in tokens], dtype=torch.bool)
-    whole = Batch(prompts, prompt_mask, padded, mask, prompt_of).to(policy.device)
+    kept_ids = pad_kept(kept) if sampling.keep_support else None
+    whole = Batch(prompts, prompt_mask, padded, mask, prompt_of, kept_ids).to(policy.device)
     return Rollout(items, whole, padded_logprobs.to(policy.device), truncated.to(policy.device), texts)
 
 
 def _sample(
     policy: Policy, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator | None
-) -> list[tuple[list[int], list[float]]]:
-    """Samples a group of responses to each prompt: token ids and log-probs."""
+) -> list[tuple[list[int], list[float], list[Tensor]]]:
+    """Samples a group of responses to each prompt: token ids, log-probs, and kept ids of each token if wanted."""
     device, longest, copies = policy.device, sampling.max_new_tokens, sampling.group_size
     ids, mask = pad(prompts, policy.pad_id, left=not policy.is_seq2seq)
     rows = torch.arange(len(prompts) * copies, device=device)  # rows that are still decoded
@@ -97,23 +99,32 @@ def _sample(
     logprobs = torch.zeros((len(rows), longest), device=device)
     lengths = torch.zeros(len(rows), dtype=torch.int64, device=device)
     stop_ids = torch.tensor(policy.stop_ids, device=device)
+    supports: list[list[Tensor]] = [[] for _ in range(len(rows))]
     for t in range(longest):
         logits = decoder.logits.float()
-        # tokens that may not be sampled are still scored, as in the update
+        # without keep_support, tokens that may not be sampled are still scored, as in the update
         open_logits = logits
         if t < sampling.min_new_tokens:
             open_logits = logits.index_fill(1, stop_ids, float("-inf"))
         if sampling.temperature == 0:
             chosen = local.all_gather(open_logits.argmax(-1))
         else:
-            probs = _filtered(open_logits / sampling.temperature, sampling.top_p, sampling.top_k).softmax(-1)
+            filtered = _filtered(open_logits / sampling.temperature, sampling.top_p, sampling.top_k)
+            probs = filtered.softmax(-1)
             # every process draws for all rows, so that a row gets the random numbers it would get in a single process
             chosen = torch.multinomial(local.embed(probs), 1, generator=generator).squeeze(1)
             chosen = local.all_gather(local.select(chosen))
-            scored = gk.token_logprobs(
-                logits, local.select(chosen), temperature=sampling.temperature, backend=policy.backend
-            )
+            support = _support_of(filtered) if sampling.keep_support else None
+            if sampling.keep_support:
+                _append_kept(supports, rows, local.all_gather(filtered.isfinite().to(torch.uint8)))
             if local.counts:
+                scored = gk.token_logprobs(
+                    logits,
+                    local.select(chosen),
+                    temperature=sampling.temperature,
+                    support=support,
+                    backend=policy.backend,
+                )
                 logprobs[local.select(rows), t] = scored.logprobs
         tokens[rows, t] = chosen
         lengths[rows] += 1
@@ -132,9 +143,22 @@ def _sample(
     is_end = torch.isin(tokens, stop_ids)
     lengths = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, lengths)
     return [
-        (row[:length], values[:length])
-        for row, values, length in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+        (row[:length], values[:length], ids[:length])
+        for row, values, ids, length in zip(tokens.tolist(), logprobs.tolist(), supports, lengths.tolist(), strict=True)
     ]
+
+
+def _support_of(filtered: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of each row of filtered logits that may be sampled."""
+    is_kept = filtered.isfinite()
+    return is_kept.nonzero()[:, 1], torch.nn.functional.pad(is_kept.sum(1).cumsum(0), (1, 0))
+
+
+def _append_kept(kept: list[list[Tensor]], rows: Tensor, is_kept: Tensor) -> None:
+    """Adds the kept ids of one token of these rows."""
+    ids = is_kept.nonzero()[:, 1].cpu().split(is_kept.sum(1, dtype=torch.int64).tolist())
+    for row, row_ids in zip(rows.tolist(), ids, strict=True):
+        kept[row].append(row_ids)
 
 
 class _LocalRows:

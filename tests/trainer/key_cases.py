@@ -376,6 +376,7 @@ CASES: dict[str, Case] = {
     ROLLOUT + "temperature": ran(0.3, weights),
     ROLLOUT + "top_p": ran(0.3, lambda run: run.lines(file="samples")),
     ROLLOUT + "top_k": ran(1, lambda run: run.lines(file="samples")),
+    ROLLOUT + "keep_support": ran(True, weights, "phases.0.rl.rollout.top_k=3"),
     ROLLOUT + "max_new_tokens": ran(3, metric("rollout/length_max")),
     ROLLOUT + "min_new_tokens": ran(6, metric("rollout/length_mean")),
     ROLLOUT + "batch": ran(4, calls("_sample")),

@@ -51,6 +51,7 @@ SHARDED = "distributed=fsdp2"
 ONE = ("phases.0.sft.batch=1", "data.options.test=1")  # too few rows for the second process to have one
 RUNS = {
     "grpo": (*ODD, *SAMPLES),
+    "kept_tokens": (*ODD, *SAMPLES, "phases.1.rl.rollout.keep_support=true", "phases.1.rl.rollout.top_k=5"),
     "group_ppo": (*ODD, SEGMENTS),
     "clusters": (*ODD, CLUSTERS),
     "critic": (*ODD, CRITIC),

@@ -209,6 +209,31 @@ def test_samples_pass_the_filters_at_the_temperature(top_k: int, top_p: float) -
     assert was_left > 0
 
 
+@pytest.mark.parametrize(("kind", "batch"), [("causal", 512), ("causal", 6), ("seq2seq", 512)])
+def test_log_probs_over_the_kept_tokens(kind: str, batch: int) -> None:
+    policy = policy_of(kind)
+    settings: dict[str, Any] = {"top_k": 6, "top_p": 0.8, "temperature": 0.5, "min_new_tokens": 2, "batch": batch}
+    policy.temperature = 0.5
+    rollout, whole = sampled(policy, keep_support=True, **settings), sampled(policy, **settings)
+    assert torch.equal(rollout.batch.tokens, whole.batch.tokens) and whole.batch.kept is None
+    kept, mask = rollout.batch.kept, rollout.batch.mask
+    assert kept is not None and ((kept >= 0).any(-1) == mask).all()
+    assert (kept == rollout.batch.tokens[..., None]).any(-1)[mask].all()
+    # the whole softmax lowers the log-prob by that of the kept tokens together
+    assert (rollout.logprobs >= whole.logprobs - 1e-6).all() and (rollout.logprobs > whole.logprobs + 0.01).any()
+    rows = torch.tensor([4, 0])
+    part = rollout.batch.rows(rows)
+    with torch.no_grad(), evaluating(policy):
+        again = policy("logprobs", part)
+        plain = policy("logprobs", dataclasses.replace(part, kept=None))
+    expected = rollout.logprobs[rows][:, : again.shape[1]]
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-5)  # sums of a hundred float32 terms in another order
+    assert (plain - expected).abs().max() > 0.01
+    loss, _ = policy("loss", part, old_logprobs=expected, advantages=torch.ones(2), config="grpo", return_entropy=True)
+    # all ratios are 1, and all advantages
+    assert abs(float(loss.loss.detach()) + 1) < 1e-4
+
+
 def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.similarity={embedder: hashed}"))
     items = trainer.items("train")[:6]

@@ -37,7 +37,7 @@ def batch(rows: int = 12, hidden: int = 6, columns: int = 31, dtype: torch.dtype
     torch.manual_seed(3)
     targets = torch.randint(columns, (rows,))
     sizes = [1 if row % 4 == 3 else int(torch.randint(2, columns + 1, ())) for row in range(rows)]
-    sizes[0] = columns
+    sizes[0], sizes[1] = columns, min(9, columns)  # 9: the last entry of a row alone in its tile
     targets[2:7:4] = -100
     sizes[2] = 0
     return {

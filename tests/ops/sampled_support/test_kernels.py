@@ -86,6 +86,17 @@ def test_the_order_of_ids_does_not_matter(backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize("backend", KERNELS)
+def test_many_rows_that_keep_the_same_ids(backend: str) -> None:
+    """As frequent tokens do: their entries take several steps of the sum over rows."""
+    given = rounded(batch(40, columns=9), torch.float32)
+    given["targets"] = torch.arange(40) % 3
+    given["support"] = torch.arange(3).repeat(40), 3 * torch.arange(41)
+    got, working, gold = run(given, backend, torch.float32), run(given, "reference", torch.float32), oracle(given)
+    for what in gold:
+        assert_within_budget(got[what], working[what], gold[what], what)
+
+
 # Rows without work
 
 
@@ -267,7 +278,8 @@ def test_from_a_slice_of_logits(backend: str) -> None:
 def test_logits_that_are_not_kept_may_hold_anything(backend: str) -> None:
     given = batch()
     logits = torch.randn(12, 31)
-    outside = ~kept_mask(given, 12, 31) | is_certain(given)[:, None]
+    given["targets"][0] = -100  # a row that is not read, although it keeps all ids
+    outside = ~kept_mask(given, 12, 31) | is_certain(given)[:, None] | (given["targets"] == -100)[:, None]
     spoiled = logits.masked_fill(outside, float("nan"))
     got, expected = run_logits(given, spoiled, backend), run_logits(given, logits, backend)
     assert all(torch.equal(got[name], expected[name]) for name in expected)

@@ -15,6 +15,7 @@ from grpo_kernels.ops.sampled_support import registration as op
 from tests.harness import assert_raises, device_of, needs_cpu_kernels
 from tests.ops.sampled_support.batches import BACKENDS, F64, HEAD, KERNELS, Batch, batch, cast, run
 from tests.ops.sampled_support.test_policy_loss import CONFIGS, arguments_of
+from tests.ops.sampled_support.test_policy_loss import run as run_loss
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("cpu", "reference")])
@@ -117,6 +118,8 @@ def test_the_gradient_of_the_weight_is_added(backend: str, dtype: torch.dtype) -
         alone = torch.zeros(31, 6, device=device)
         others = accumulated(given, backend, dtype, alone)
         assert others.keys() == {"by hidden", "by bias"} and alone.any()
+        returned = run_loss(given, backend, config=CONFIGS["dapo"])
+        assert all(torch.equal(others[name], returned[name]) for name in others)
         # one rounding to the dtype of the sum; Triton's interpreter truncates instead
         rtol = torch.finfo(of_total).eps if backend == "triton" else 0.0
         torch.testing.assert_close(into, (start.float() + alone).to(of_total), rtol=rtol, atol=0)
