@@ -84,6 +84,7 @@ SIZES = (8, 16, 32, 64)
 VARIANTS = (
     *("the same again", "ipo", "icepop", "topr", "clip_cov", "kl_cov", "kinds", "average", "geometric_average"),
     *("gspo", "token_truncate", "sequence_mask", "geometric_mask", "is_weights"),
+    *("GVPO", "REAL", "FlowRL", "FIPO"),
 )
 BARS = {
     ("group_advantages", "groups of 8", "ratio at least", "verl-grpo", 300),
@@ -96,7 +97,6 @@ BARS = {
     ("group_advantages", "unsorted ids", "ratio at least", "torch, index_add, ids known dense", 1),
     ("group_advantages", "groups of 8", "exponent below", "", 1.25),
     ("group_advantages", "unsorted ids", "exponent below", "", 1.25),
-    *(("policy_loss", name, "cost at most", "clip", 1.5) for name in ("GVPO", "REAL", "FlowRL", "FIPO")),
     ("token_logprobs", "forward and backward", "ratio at least", "trl", 2),
     ("token_logprobs", "forward and backward", "ratio at least", "torch, log_softmax", 2),
     ("token_logprobs", "forward and backward", "ratio at least", "torch.compile", 1),

@@ -132,7 +132,7 @@ def policy_loss() -> list[Case]:
     whole: dict[str, Any] = {"is_longest": False, "through": "LDG.E.128", "per_thread": 4, "loop": "const float4"}
     cuda = (
         Launch("count_kernel<float>", tokens, 1, rows // 8, loop="__popc"),
-        Launch(r"tokens_kernel<float, \(WalkKind\)6>", tokens, 17, tasks // 8, **whole),
+        Launch(r"tokens_kernel<float, \(WalkKind\)4>", tokens, 17, tasks // 8, **whole),
         Launch("reduce_kernel<float>", tasks, record, 64, loop="records"),
     )
     triton = (
@@ -143,9 +143,9 @@ def policy_loss() -> list[Case]:
         Launch("finish_kernel[clip]", 512, record, 1, per_thread=1 / 4),
     )
     count, _, reduce = cuda
-    cispo = (count, Launch(r"tokens_kernel<float, \(WalkKind\)8>", tokens, 17, tasks // 8, **whole), reduce)
+    cispo = (count, Launch(r"tokens_kernel<float, \(WalkKind\)6>", tokens, 17, tasks // 8, **whole), reduce)
     # log-probs, old log-probs and the mask are read again while they are in a cache
-    row: dict[str, Any] = {"kernel": r"sequences_kernel<\(WalkKind\)10>", "elements": tokens, "blocks": rows}
+    row: dict[str, Any] = {"kernel": r"sequences_kernel<\(WalkKind\)8>", "elements": tokens, "blocks": rows}
     gspo = (
         count,
         Launch(bytes=9, **(row | whole | {"loop": r"sum \+= is_valid"})),

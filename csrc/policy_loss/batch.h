@@ -10,8 +10,8 @@ namespace grpo_kernels {
 // old log-probs, advantages, a mask and the reference log-probs of a k3 KL. CUDA has bare kinds for the same inputs and
 // no limits on ratios and KL estimates beyond the clipping itself: PPO's loss, CISPO, and PPO's loss with the ratios of
 // sequences (GSPO), each without and with a KL. CPUs have plain kinds of other losses, of PPO's loss with values of the
-// row (RowClip), with the sampler's log-probs (SampledClip) and with importance weights of tokens (WeightedClip), and of
-// losses on tokens of several kinds.
+// row (RowClip), the sampler's log-probs (SampledClip) or weights of tokens (WeightedClip), and of losses on tokens of
+// several kinds.
 enum class WalkKind {
   kAny,
   kClip,

@@ -16,9 +16,9 @@ void run(const T* a, T* b, void* sum, int64_t count, double* result) {
 
 }  // namespace
 
-#define GRPO_RUN(name, T)                                                                           \
-  extern "C" void run_##name(const void* a, void* b, void* sum, int64_t count, double* result) {    \
-    run(static_cast<const T*>(a), static_cast<T*>(b), sum, count, result);                          \
+#define GRPO_RUN(name, T)                                                                        \
+  extern "C" void run_##name(const void* a, void* b, void* sum, int64_t count, double* result) { \
+    run(static_cast<const T*>(a), static_cast<T*>(b), sum, count, result);                       \
   }
 GRPO_RUN(float32, float)
 GRPO_RUN(float64, double)

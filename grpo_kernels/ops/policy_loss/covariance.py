@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels import registry
 from grpo_kernels.ops.policy_loss.arguments import counted_tokens, spread_rows
 from grpo_kernels.ops.policy_loss.config import POLICY, SELECTED, LossConfig
-from grpo_kernels.ops.policy_loss.registration import Policy
-
-# The CPU has a kernel, which needs no sort of all tokens; other backends have torch's.
-_SELECT = registry.define(
-    "select_tokens",
-    "(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? kinds, "
-    "bool is_bounded, float ratio, float[] bounds) -> Tensor",
-    {"cpu": (torch.float32, torch.float64)},
-    lambda logprobs, *_: torch.empty_like(logprobs, dtype=torch.int8),
-)
+from grpo_kernels.ops.policy_loss.registration import SELECT, Policy
 
 
 def select_tokens(logprobs: Tensor, policy: Policy, config: LossConfig, backend: str) -> Policy:
@@ -27,11 +17,11 @@ def select_tokens(logprobs: Tensor, policy: Policy, config: LossConfig, backend:
     clipped. The random order is that of a hash of a token's place among the counted ones and of its log-prob, so that a
     repetition chooses the same tokens and no generator changes its state.
     """
-    if backend in _SELECT:
+    if backend in SELECT:
         mask = policy.mask if policy.segments is None else counted_tokens(policy, logprobs)
         batch = (logprobs.detach(), policy.old_logprobs, policy.advantages, mask, policy.cu_seqlens, policy.kinds)
         bounds = [*config.cov_bounds, *_ratio_bounds(config)]
-        chosen = _SELECT[backend](*batch, config.loss == "clip_cov", config.cov_ratio, bounds)
+        chosen = SELECT[backend](*batch, config.loss == "clip_cov", config.cov_ratio, bounds)
         return policy._replace(kinds=chosen)
     counted = counted_tokens(policy, logprobs)
     kinds = torch.zeros_like(counted, dtype=torch.int8) if policy.kinds is None else policy.kinds

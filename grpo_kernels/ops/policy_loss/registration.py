@@ -152,6 +152,14 @@ FUTURE_KL = registry.define(
     lambda logprobs, *_: torch.empty_like(logprobs),
     folder=__package__,
 )
+# A CPU has a kernel, which needs no sort of all tokens.
+SELECT = registry.define(
+    "select_tokens",
+    "(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? kinds, "
+    "bool is_bounded, float ratio, float[] bounds) -> Tensor",
+    {"cpu": _WIDE},
+    lambda logprobs, *_: torch.empty_like(logprobs, dtype=torch.int8),
+)
 SCALE = registry.define(
     "scale_gradient",
     "(Tensor(a!) gradient, Tensor upstream) -> ()",

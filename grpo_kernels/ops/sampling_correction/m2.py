@@ -7,22 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels import registry
+from grpo_kernels.ops.sampling_correction.config import PASSES
+from grpo_kernels.ops.sampling_correction.registration import HISTOGRAM
 
 # A nonnegative float32 orders as its bits: 8 bits of the exponent, 23 of the mantissa.
 _MANTISSA, _EXPONENTS = 23, 256
 _INFINITY = 0x7F800000
-# Bits to the right of a pass's digit, and width of the digit. With some bits of the mantissa in the first digit few
-# tokens are left for the others. csrc/sampling_correction/histogram.h repeats them.
-PASSES = ((19, 12), (9, 10), (0, 9))
-
-# The CPU has a kernel; GPUs have torch's scatter, whose sums of integers do not depend on the order.
-HISTOGRAM = registry.define(
-    "bits_histogram",
-    "(Tensor bits, Tensor prefix, int level) -> Tensor",
-    {"cpu": (torch.int32,)},
-    lambda bits, prefix, level: bits.new_empty((2, 1 << PASSES[level][1]), dtype=torch.int64),
-)
 
 
 def find_m2_ceiling(

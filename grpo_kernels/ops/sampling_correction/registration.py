@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.groups import packed_bounds
-from grpo_kernels.ops.sampling_correction.config import table_widths
+from grpo_kernels.ops.sampling_correction.config import PASSES, table_widths
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
@@ -52,3 +52,10 @@ def _cuda(old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor | None, 
 
 
 FORWARD = registry.define("sampling_correction", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda)
+# The CPU has a kernel; GPUs have torch's scatter, whose sums of integers do not depend on the order.
+HISTOGRAM = registry.define(
+    "bits_histogram",
+    "(Tensor bits, Tensor prefix, int level) -> Tensor",
+    {"cpu": (torch.int32,)},
+    lambda bits, prefix, level: bits.new_empty((2, 1 << PASSES[level][1]), dtype=torch.int64),
+)
