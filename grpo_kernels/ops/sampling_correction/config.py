@@ -13,8 +13,8 @@ from grpo_kernels.plans import PlannedConfig
 # Names, and the codes that kernels know them by: their positions. csrc/sampling_correction/plan.h repeats them for C++.
 WEIGHT_LEVELS = ("none", "token", "sequence", "geometric")
 WEIGHT_NONE, WEIGHT_TOKEN, WEIGHT_SEQUENCE, WEIGHT_GEOMETRIC = range(len(WEIGHT_LEVELS))
-# The passes that find M2PO's ceiling: bits to the right of a pass's digit, and width of the digit. With some bits of the
-# mantissa in the first digit few tokens are left for the others. csrc/sampling_correction/histogram.h repeats them.
+# The passes that find M2PO's ceiling: bits to the right of a pass's digit, and width of the digit. With some bits of
+# the mantissa in the first digit few tokens are left for the others. csrc/sampling_correction/histogram.h repeats them.
 PASSES = ((19, 12), (9, 10), (0, 9))
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 LEVEL_TOKEN, LEVEL_SUM, LEVEL_MEAN, LEVEL_MAX = range(len(LEVELS))
