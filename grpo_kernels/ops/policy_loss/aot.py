@@ -25,22 +25,44 @@ from grpo_kernels.ops.policy_loss.triton import rows as of_rows
 from grpo_kernels.ops.policy_loss.triton import sums as sums
 from grpo_kernels.ops.policy_loss.triton import tokens as of_tokens
 
+_POINTERS = {
+    "logprobs_ptr": "*fp32",
+    "old_ptr": "*fp32",
+    "advantages_ptr": "*fp32",
+    "mask_ptr": "*i1",
+    "stats_ptr": "*fp64",
+    "totals_ptr": "*fp64",
+    "records_ptr": "*fp64",
+    "blocks_ptr": "*fp64",
+    "metrics_ptr": "*fp64",
+    "gradient_ptr": "*fp32",
+    "loss_ptr": "*fp32",
+}
+_SHAPES = {
+    "PART": kernels._PART,
+    "BLOCK": kernels._BLOCK,
+    "ROW_BLOCK": kernels._ROW_BLOCK,
+    "TILE": kernels._TILE,
+    "ROWS": kernels._ROWS_PER_BLOCK,
+    "BLOCKS": kernels._BLOCKS,
+}
+
+
+def case_of(kernel: Any, label: str, modes: dict[str, int], pointers: dict[str, str]) -> AotCase:
+    """A kernel for padded rows with a mask and an advantage per row, unless the modes and pointers say otherwise."""
+    others = ("OFF_POLICY", "ADVANTAGE_BY_ROW", "IS_WEIGHTS_BY_ROW", "HAS_ROW_WEIGHT")
+    settings = dict.fromkeys((*kernels._MODES, *others), 0) | {"ADVANTAGE_BY_ROW": 1} | _SHAPES | modes
+    numbers = ("known_tokens", "known_rows", "known_segments", *kernels._NUMBERS)
+    present = dict.fromkeys(numbers, "fp64") | {"steps": "i32"}
+    present |= dict.fromkeys(("rows", "width", "tokens", "chunks", "parts", "rows_per_block", "blocks"), "i64")
+    present |= _POINTERS | pointers
+    signature = {name: present[name] for name in kernel.arg_names if name in present}
+    constant = {name: settings.get(name) for name in kernel.arg_names if name not in signature}
+    return AotCase(kernel, signature, constant, kernels._warps(kernel, modes.get("RATIO", 0)), label=label)
+
 
 def _aot_cases() -> tuple[AotCase, ...]:
     """TRL's default with a KL term; GSPO with the weights of sequences; segments of packed rows; GMPO; VESPO."""
-    pointers = {
-        "logprobs_ptr": "*fp32",
-        "old_ptr": "*fp32",
-        "advantages_ptr": "*fp32",
-        "mask_ptr": "*i1",
-        "stats_ptr": "*fp64",
-        "totals_ptr": "*fp64",
-        "records_ptr": "*fp64",
-        "blocks_ptr": "*fp64",
-        "metrics_ptr": "*fp64",
-        "gradient_ptr": "*fp32",
-        "loss_ptr": "*fp32",
-    }
     packed = {"cu_seqlens_ptr": "*i64"}
     slots = {"joint_ptr": "*fp64", "size_ptr": "*fp64", "last_ptr": "*i32"}
     slots |= {"slot_gradient_ptr": "*fp32", "segments_ptr": "*i32"}
@@ -58,28 +80,10 @@ def _aot_cases() -> tuple[AotCase, ...]:
         "geo_mean": ({"LOSS": GEO_MEAN, "AGGREGATION": ROW_TOKEN_SUM}, {"through_ptr": "*fp64"}),
         "vespo": ({"LOSS": VESPO, "CORRECTION": TOKEN_TRUNCATE, "OFF_POLICY": 1}, {"sampling_ptr": "*fp32"}),
     }
-    shapes = {
-        "PART": kernels._PART,
-        "BLOCK": kernels._BLOCK,
-        "ROW_BLOCK": kernels._ROW_BLOCK,
-        "TILE": kernels._TILE,
-        "ROWS": kernels._ROWS_PER_BLOCK,
-        "BLOCKS": kernels._BLOCKS,
-    }
-    others = ("OFF_POLICY", "ADVANTAGE_BY_ROW", "IS_WEIGHTS_BY_ROW", "HAS_ROW_WEIGHT")
-    settings = dict.fromkeys((*kernels._MODES, *others), 0) | {"ADVANTAGE_BY_ROW": 1} | shapes
-    numbers = ("known_tokens", "known_rows", "known_segments", *kernels._NUMBERS)
-    scalars = dict.fromkeys(numbers, "fp64") | {"steps": "i32"}
-    scalars |= dict.fromkeys(("rows", "width", "tokens", "chunks", "parts", "rows_per_block", "blocks"), "i64")
     common = (of_rows.rows_kernel, sums.totals_kernel, of_tokens.tokens_kernel, sums.gather_kernel)
 
     def case(kernel: Any, label: str) -> AotCase:
-        modes, more = variants[label]
-        present = scalars | pointers | more
-        signature = {name: present[name] for name in kernel.arg_names if name in present}
-        constant = {name: (settings | modes).get(name) for name in kernel.arg_names if name not in signature}
-        warps = kernels._warps(kernel, modes.get("RATIO", 0))
-        return AotCase(kernel, signature, constant, warps, label=label)
+        return case_of(kernel, label, *variants[label])
 
     cases = [case(kernel, label) for label in variants for kernel in common]
     cases += [case(ratio_gradients.ratio_gradients_kernel, label) for label in ("sequence", "segment", "geo_mean")]

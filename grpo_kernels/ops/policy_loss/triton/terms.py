@@ -188,8 +188,9 @@ def mixed_ratio(of_token, of_row, RATIO: tl.constexpr):
         log_ratio = 0.5 * (of_token + of_row)
         own_share = of_token * 0.0 + 0.5
     else:
-        # in the larger one's terms, so that nothing overflows
-        decay = exp(-tl.abs(of_token - of_row))
+        # In the larger one's terms, so that nothing overflows. The digits that exp2 loses of a small decay are lost to
+        # the sum anyway.
+        decay = tl.exp(-tl.abs(of_token - of_row))
         log_ratio = tl.maximum(of_token, of_row) + tl.log(0.5 * (1.0 + decay))
         own_share = tl.where(of_token < of_row, decay, 1.0) / (1.0 + decay)
     return log_ratio, own_share
