@@ -24,7 +24,7 @@ LAYERS = {
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
     "registration": {"registration", "reference", "config", "chunks", "live_rows"},
-    "chunks": {"registration", "live_rows"},
+    "chunks": {"registration", "live_rows", "config"},
     "live_rows": set(),
     "public": {"public", "registration", "config", "chunks"},
 }

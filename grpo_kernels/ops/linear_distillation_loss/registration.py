@@ -104,7 +104,6 @@ def _measure(products: Products, rows: slice | Tensor, teacher: Teacher) -> tupl
     is_absent = ids == ABSENT
     at = torch.where(is_absent, products.columns, ids)
     hidden, logits = products.logits(rows)
-    logits[:, products.columns] = -torch.inf  # the gradient of the last chunk is there
     raw = logits.gather(1, at).double()
     logits.scatter_(1, at, -torch.inf)
     row_temperature = None if head.row_temperature is None else head.row_temperature[rows]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.chunks import Head, ReferenceHead
-from grpo_kernels.ops.token_logprobs import check_scaling
+from grpo_kernels.ops.linear_head.chunks import Head, ReferenceHead, Shard
+from grpo_kernels.ops.token_logprobs import check_scaling, check_targets
 
 
 def check_head(
@@ -119,6 +121,18 @@ def check_chunk_size(op: str, chunk_size: object) -> int | None:
     if size < 1:
         raise ValueError(f"{op}: chunk_size must be at least 1, got {size}")
     return size
+
+
+def check_shard(op: str, start: int | None, group: Any, head: Head, backend: str) -> Shard | None:
+    """This rank's columns, or None if it holds all of them; then targets must be among them."""
+    if start is None:
+        if group is not None:
+            raise ValueError(f"{op}: vocab_start must be given with process_group, got None")
+        check_targets(op, head.targets, len(head.weight), backend)
+        return None
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{op}: vocab_start must be None under torch.compile, got {start}")
+    return Shard(group, checks.integer(op, "vocab_start", start), len(head.weight))
 
 
 def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.ops.linear_head import live_rows
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -22,6 +24,7 @@ HALVES = (torch.float16, torch.bfloat16)
 # flops in the time of a byte.
 TILE_ROWS, TILE_COLUMNS, _FLOPS_PER_BYTE = 128, 256, 230
 _PRODUCT_MEMORY = 2**31  # bytes for the logits of a chunk and gradients by logits
+_NOT_HERE = 1.0  # marks a target of another rank; a log-prob is at most 0
 _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
@@ -64,6 +67,63 @@ class ReferenceHead(NamedTuple):
     hidden: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+
+
+_LARGEST_PARTS: dict[tuple[Any, ...], int] = {}
+
+
+class Shard(NamedTuple):
+    """The columns `start`, `start` + 1, ... of the vocabulary, `columns` many, that this rank of a group holds."""
+
+    group: Any
+    start: int
+    columns: int
+
+    def local(self, targets: Tensor) -> Tensor:
+        """Targets as columns here; that of another rank is the padding column behind the last."""
+        column = targets - self.start
+        is_here = (column >= 0) & (column < self.columns)
+        return torch.where(targets == IGNORED, IGNORED, torch.where(is_here, column, self.columns))
+
+    def rows_per_chunk(self, rows: int, like: Tensor) -> int:
+        """By the largest part of any rank, as all take part in the same all-reduces: one more, and a wait, at first."""
+        key = (self.group, dist.get_world_size(self.group), self.start, self.columns)
+        if key not in _LARGEST_PARTS:
+            largest = torch.tensor(self.columns, device=like.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+            _LARGEST_PARTS[key] = int(largest)
+        return rows_per_chunk(rows, _LARGEST_PARTS[key], like.device.type, like.dtype)
+
+    def combine(self, op: str, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs, entropies and log-sum-exps over the columns of all ranks, in one all-reduce.
+
+        The reduced tensor has a slot per rank, so that all ranks get the same bits.
+        """
+        logprobs, entropy, normalizer = results
+        is_ignored = local == IGNORED
+        is_here = ~is_ignored & (local < self.columns)
+        slots = normalizer.new_zeros(dist.get_world_size(self.group), 3, len(normalizer))
+        slot = slots[dist.get_rank(self.group)]
+        slot[0], slot[1], slot[2] = normalizer, torch.where(is_here, logprobs, _NOT_HERE), entropy
+        dist.all_reduce(slots, group=self.group)
+        normalizers, candidates, entropies = slots.unbind(1)
+        is_owner = candidates != _NOT_HERE
+        owners = is_owner.sum(0)
+        if logprobs.device.type == "cpu" and not bool(((owners == 1) | is_ignored).all()):
+            raise RuntimeError(f"{op}: targets must be columns of exactly one rank each, or -100")
+        total = normalizers.logsumexp(0)
+        of_owner = torch.where(is_owner, normalizers, 0).sum(0)
+        # not the difference of two large numbers: exact where the target is nearly certain
+        others = torch.where(is_owner, 0, torch.exp(normalizers - of_owner)).sum(0)
+        of_target = torch.where(is_owner, candidates, 0).sum(0) - torch.log1p(others)
+        of_target = torch.where(owners == 1, of_target, torch.nan)
+        share = torch.exp(normalizers - total)
+        of_row = torch.where(share == 0, 0, share * (entropies + (total - normalizers))).sum(0)
+
+        def finish(value: Tensor) -> Tensor:
+            return torch.where(is_ignored, 0, value).to(logprobs.dtype)
+
+        return finish(of_target), finish(of_row), torch.where(is_ignored, 0, total)
 
 
 HEAD_SCHEMA = (
@@ -194,8 +254,6 @@ class Products:
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
         self.logit_columns = self.columns + pad_column
         self.tile = self.matrix(size, head.wide) if tile is None else tile
-        if pad_column:
-            self.tile[:, self.columns] = -torch.inf
 
     def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Memory for [rows, logit_columns]; on a GPU its rows are aligned, so that products and kernels are fast."""
@@ -257,6 +315,8 @@ class Products:
     def logits(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.head.hidden[rows]
         logits = self.tile[: len(hidden)]
+        if self.logit_columns > self.columns:
+            logits[:, self.columns] = -torch.inf  # the gradient of the last chunk may be there
         out = logits[:, : self.columns]
         multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
         if self.head.bias is not None:

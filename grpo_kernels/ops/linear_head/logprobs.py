@@ -9,12 +9,18 @@ from torch import Tensor
 
 from grpo_kernels import backends
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_positions, check_whole
+from grpo_kernels.ops.linear_head.arguments import (
+    check_chunk_size,
+    check_head,
+    check_positions,
+    check_shard,
+    check_whole,
+)
 from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
 from grpo_kernels.ops.sampled_support import check_support
 from grpo_kernels.ops.sampled_support import registration as sampled_support
-from grpo_kernels.ops.token_logprobs import TokenLogprobs, check_targets
+from grpo_kernels.ops.token_logprobs import TokenLogprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 if TYPE_CHECKING:
@@ -71,21 +77,17 @@ def linear_logprobs(
         check_whole(_OP, chunk_size=chunk_size, vocab_start=vocab_start, process_group=process_group)
         return _over_support(head, support, targets.shape, positions, places, return_entropy, backend)
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index)
-    if process_group is not None and vocab_start is None:
-        raise ValueError(f"{_OP}: vocab_start must be given with process_group, got None")
     if places is not None:
         # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, as a mask causes.
         temperatures = None if head.row_temperature is None else head.row_temperature[places]
         head = Head(head.hidden[places], head.weight, head.bias, head.targets[places], temperatures, *head.scaling)
+    shard = check_shard(_OP, vocab_start, process_group, head, chosen)
     product_rows = size or 0
     size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type, head.weight.dtype)
-    if vocab_start is None:
-        check_targets(_OP, head.targets, len(head.weight), chosen)
+    if shard is None:
         logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size, product_rows)
-    elif torch.compiler.is_compiling():
-        raise RuntimeError(f"{_OP}: vocab_start must be None under torch.compile, got {vocab_start}")
     else:
-        logprobs, entropy = apply_sharded(chosen, process_group, vocab_start, head, return_entropy, size, product_rows)
+        logprobs, entropy = apply_sharded(chosen, shard, head, return_entropy, size, product_rows)
     is_mask = positions is not None and positions.dtype == torch.bool
 
     def shaped(result: Tensor) -> Tensor:

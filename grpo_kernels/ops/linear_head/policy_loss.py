@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_head,
     check_positions,
     check_reference,
+    check_shard,
     check_weight_grad,
     check_whole,
 )
-from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, rows_per_chunk
+from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, Shard, rows_per_chunk
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import (
@@ -35,8 +37,10 @@ from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.sampled_support import check_support
 from grpo_kernels.ops.sampled_support import registration as sampled_support
-from grpo_kernels.ops.token_logprobs import check_targets
 from grpo_kernels.ops.token_logprobs.config import IGNORED
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _OP = "linear_policy_loss"
 
@@ -74,6 +78,8 @@ def linear_policy_loss(
     compact: bool | str | None = None,
     chunk_size: int | None = None,
     weight_grad: Tensor | None = None,
+    vocab_start: int | None = None,
+    process_group: ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
     """Computes policy_loss(linear_logprobs(hidden, weight, targets).logprobs, ...) in three matrix products, not four.
@@ -101,6 +107,10 @@ def linear_policy_loss(
             of the two products in blocks of 64 rows, without a wait, by products of Triton's instead of cuBLAS's
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
+        vocab_start: first column held by this rank, if the rows of weight, bias, ref_weight and ref_bias are split over
+            process_group, as in linear_logprobs. All ranks give the same arguments otherwise, and get the same loss.
+            One all-reduce per chunk forward, and one of the gradient of the hidden states
+        process_group: ranks that hold the other columns
     """
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
@@ -135,10 +145,10 @@ def linear_policy_loss(
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
     if support is not None:
-        check_whole(_OP, chunk_size=chunk_size, compact=compact, memory=None if memory == "fast" else memory)
+        _check_whole(chunk_size, compact, memory, vocab_start, process_group)
         return _over_support(layout, config, head, reference, policy, rows, want_entropy, support, weight_grad, backend)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
-    check_targets(_OP, head.targets, len(head.weight), chosen)
+    shard = check_shard(_OP, vocab_start, process_group, head, chosen)
     skips_idle = _skips_idle(compact, head, weight_grad, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
@@ -148,15 +158,17 @@ def linear_policy_loss(
     chunking = None
     if is_fast:
         without_grad, with_grad = _split_rows(layout, policy, config) if is_compact else (None, chosen_rows)
-        chunking = _chunk(layout, head, policy, config, want_entropy, without_grad, with_grad, skips_idle, size)
+        chunking = _chunk(layout, head, policy, config, want_entropy, without_grad, with_grad, skips_idle, size, shard)
     if is_fast and skips_idle and chunking is None:
         raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
     otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
     check_weight_grad(_OP, weight_grad, head, chunking is not None, otherwise)
     if chunking is None:
         measured = takes_part.reshape(-1) if is_compact else chosen_rows
-        return _with_low_memory(layout, config, head, reference, policy, rows, want_entropy, measured, size, chosen)
-    loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad)
+        return _with_low_memory(
+            layout, config, head, reference, policy, rows, want_entropy, measured, size, shard, chosen
+        )
+    loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad, shard)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
 
@@ -171,6 +183,7 @@ def _with_low_memory(
     want_entropy: bool,
     measured: Tensor | None,
     chunk_size: int | None,
+    shard: Shard | None,
     backend: str,
 ) -> PolicyLoss:
     """The loss of log-probs that the backward computes again, for tokens of a mask, at positions, or for all."""
@@ -187,6 +200,8 @@ def _with_low_memory(
             positions=measured,
             return_entropy=return_entropy,
             chunk_size=chunk_size,
+            vocab_start=None if shard is None else shard.start,
+            process_group=None if shard is None else shard.group,
             backend=backend,
         )
         return shaped(result.logprobs), None if result.entropy is None else shaped(result.entropy)
@@ -201,6 +216,12 @@ def _with_low_memory(
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
     return compute(layout, config, logprobs, entropy, None, policy, rows, backend)
+
+
+def _check_whole(chunk_size: object, compact: object, memory: str, vocab_start: object, group: object) -> None:
+    """Refuses with support what divides rows or columns."""
+    check_whole(_OP, chunk_size=chunk_size, compact=compact, memory=None if memory == "fast" else memory)
+    check_whole(_OP, vocab_start=vocab_start, process_group=group)
 
 
 def _over_support(
@@ -300,12 +321,17 @@ def _chunk(
     with_grad: Tensor | None,
     skips_idle: bool,
     chunk_size: int | None,
+    shard: Shard | None,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
     if config.ranks_tokens:
         return None
     rows = len(head.targets) if with_grad is None else len(with_grad)
-    size = chunk_size or _rows_per_chunk(rows, 0 if without_grad is None else len(without_grad), head)
+    others = 0 if without_grad is None else len(without_grad)
+    if shard is not None:
+        size = chunk_size or shard.rows_per_chunk(rows + others, head.weight)
+    else:
+        size = chunk_size or _rows_per_chunk(rows, others, head)
     ends = None
     if config.couples_tokens and rows > size:
         if with_grad is None and policy.cu_seqlens is None:

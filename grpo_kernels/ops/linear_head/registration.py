@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import registry
@@ -28,6 +29,7 @@ from grpo_kernels.ops.linear_head.chunks import (
     Head,
     Products,
     ReferenceHead,
+    Shard,
     chunks,
     rows_with_grad,
 )
@@ -265,26 +267,38 @@ LOSS_SCHEMA = (
 class _Batch:
     """The log-probs of the chunks so far, and the policy loss that they give."""
 
-    def __init__(self, products: Products, reference: ReferenceHead, policy: Policy, chunking: Chunking) -> None:
+    def __init__(
+        self, products: Products, reference: ReferenceHead, policy: Policy, chunking: Chunking, shard: Shard | None
+    ) -> None:
         head, self.products, self.policy, self.chunking = products.head, products, policy, chunking
+        self.shard = shard
         self.logprobs = head.hidden.new_zeros(len(head.hidden), dtype=head.wide)
         self.entropy = torch.zeros_like(self.logprobs) if chunking.want_entropy else None
         self.reference: Products | None = None
         if reference.hidden is not None and reference.weight is not None:
             other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
-            self.reference = Products(products.backend, other, len(products.tile), tile=products.tile)
+            is_padded = shard is not None
+            self.reference = Products(products.backend, other, len(products.tile), is_padded, products.tile)
             self.ref_logprobs = torch.zeros_like(self.logprobs)
             self.policy = policy._replace(ref_logprobs=self.ref_logprobs.view(chunking.shape))
 
     def measure(self, rows: slice | Tensor) -> Chunk:
         """The chunk of the policy; the reference model's logits are overwritten by it."""
         if self.reference is not None:
-            self.ref_logprobs[rows] = self.reference.measure(rows, False).logprobs[0]
-        chunk = self.products.measure(rows, self.entropy is not None)
+            self.ref_logprobs[rows] = self._measure(self.reference, rows, False).logprobs[0]
+        chunk = self._measure(self.products, rows, self.entropy is not None)
         self.logprobs[rows] = chunk.logprobs[0]
         if self.entropy is not None:
             self.entropy[rows] = chunk.entropy[0]
         return chunk
+
+    def _measure(self, products: Products, rows: slice | Tensor, want_entropy: bool) -> Chunk:
+        if self.shard is None:
+            return products.measure(rows, want_entropy)
+        chunk = products.measure(rows, True)
+        own = chunk.logprobs[0], chunk.entropy[0], chunk.normalizer[0]
+        logprobs, entropy, normalizer = self.shard.combine("linear_policy_loss", own, chunk.targets[0])
+        return chunk._replace(logprobs=logprobs[None], entropy=entropy[None], normalizer=normalizer[None])
 
     def loss(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Loss, metrics, and the gradients by log-prob and entropy of every token."""
@@ -304,15 +318,18 @@ def loss_forward(
     chunking: Chunking,
     needs: list[bool],
     into: Tensor | None = None,
+    shard: Shard | None = None,
 ) -> tuple[Tensor, ...]:
     """Loss, metrics, and the gradients of hidden states, weight and bias."""
+    if shard is not None:
+        head = head._replace(targets=shard.local(head.targets))
     with_grad, size = chunking.with_grad, chunking.chunk_rows
     total = len(head.hidden) if with_grad is None else len(with_grad)
     before = 0 if chunking.without_grad is None else len(chunking.without_grad)
     if with_grad is None and policy.mask is not None:
         head = head.without(~policy.mask.reshape(-1))
-    products = Products(backend, head, min(size, max(total, before)))
-    batch = _Batch(products, reference, policy, chunking)
+    products = Products(backend, head, min(size, max(total, before)), pad_column=shard is not None)
+    batch = _Batch(products, reference, policy, chunking, shard)
     on_cpu = head.hidden.device.type == "cpu"
     is_sparse = on_cpu or with_grad is not None
     gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse, chunking.skips_idle)
@@ -333,7 +350,10 @@ def loss_forward(
                 rows = selected + part.start if with_grad is None else with_grad[selected + part.start]
             gradients.add(chunk, by_logprob, by_entropy, rows)
         loss, metrics = (batch.loss() if results is None else results)[:2]
-        return loss, metrics, *gradients.finish()
+        by_hidden, *others = gradients.finish()
+        if shard is not None and needs[0]:
+            dist.all_reduce(by_hidden, group=shard.group)  # all ranks have a part of every row's
+        return loss, metrics, by_hidden, *others
 
 
 def _unpack_loss(args: tuple[Any, ...]) -> tuple[Head, ReferenceHead, Policy, Chunking, list[bool]]:
@@ -433,7 +453,13 @@ class PrecomputedGradient(torch.autograd.Function):
 
 
 def apply_loss(
-    backend: str, head: Head, reference: ReferenceHead, policy: Policy, chunking: Chunking, into: Tensor | None
+    backend: str,
+    head: Head,
+    reference: ReferenceHead,
+    policy: Policy,
+    chunking: Chunking,
+    into: Tensor | None,
+    shard: Shard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and metrics. The loss has a gradient by hidden states, weight and bias."""
     if torch.compiler.is_compiling():
@@ -441,7 +467,7 @@ def apply_loss(
         return cast(tuple[Tensor, Tensor], results[:2])
 
     def compute(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
-        return loss_forward(backend, head, reference, policy, chunking, needs, into)
+        return loss_forward(backend, head, reference, policy, chunking, needs, into, shard)
 
     differentiable = (head.hidden, head.weight, head.bias)
     only = (" with memory='fast'", ". memory='low' computes them each time")
