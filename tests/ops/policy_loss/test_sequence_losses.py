@@ -77,7 +77,7 @@ def real(lp: Tensor, batch: Batch, tau: float = 0.5) -> Tensor:
     return total / len(groups)
 
 
-def flowrl(lp: Tensor, batch: Batch, clip: str = "product", cap: float = math.inf) -> Tensor:
+def flowrl(lp: Tensor, batch: Batch, clip: str = "product", cap: float = math.inf, beta: float = 15) -> Tensor:
     """The forms of verl's recipe: a clipped product or geometric mean of ratios, or a clipped mean log-prob."""
     rows = batch["mask"].any(1).nonzero()[:, 0]
     mask = batch["mask"][rows]
@@ -90,7 +90,7 @@ def flowrl(lp: Tensor, batch: Batch, clip: str = "product", cap: float = math.in
     else:
         weight = weight.clamp(0.9, 1.1)
     weight = weight.clamp(max=cap) * batch["is_weights"][rows]
-    residual = batch["log_z"][rows] + now - 15 * batch["advantages"][rows] - ref
+    residual = batch["log_z"][rows] + now - beta * batch["advantages"][rows] - ref
     return (weight * residual.square()).mean()
 
 
@@ -110,9 +110,9 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...], Formula]] = {
         lambda lp, batch: flowrl(lp, batch, "geometric"),
     ),
     "flowrl of clipped log-probs": (
-        {"loss": "flowrl", "flowrl_clip": "logprob", "ratio_cap": 1.3},
+        {"loss": "flowrl", "flowrl_clip": "logprob", "ratio_cap": 1.3, "flowrl_beta": 4.0},
         ("ref_logprobs", "log_z", "is_weights"),
-        lambda lp, batch: flowrl(lp, batch, "logprob", 1.3),
+        lambda lp, batch: flowrl(lp, batch, "logprob", 1.3, 4.0),
     ),
 }
 

@@ -142,7 +142,7 @@ def test_weight_grad_is_checked() -> None:
 
     refused("weight_grad must be contiguous with support", "[1, 31]", weight_grad=strided)
     refused("weight_grad must have the shape of weight", "[30, 6]", weight_grad=torch.zeros(30, 6))
-    refused("weight_grad must be None where", weight_grad=torch.zeros(31, 6), backend="reference")
+    refused("weight_grad must be None with the reference backend", weight_grad=torch.zeros(31, 6), backend="reference")
 
 
 @pytest.mark.parametrize("backend", KERNELS)
