@@ -1,4 +1,4 @@
-"""What the cases for CUDA graphs are made of."""
+"""The type of the cases for CUDA graphs, and what they share."""
 
 from __future__ import annotations
 

@@ -30,9 +30,7 @@ from tools.sass import read_cubin  # noqa: E402
 
 LIMIT = 1.5
 SCRATCH = tempfile.gettempdir()  # compiling a kernel changes what this returns
-SAMPLING, WEIGHTS, KINDS = ({f"{name}_ptr": kind} for name, kind in (
-    ("sampling", "*fp32"), ("is_weights", "*fp32"), ("kinds", "*i8")
-))  # fmt: skip
+SAMPLING, WEIGHTS, KINDS = {"sampling_ptr": "*fp32"}, {"is_weights_ptr": "*fp32"}, {"kinds_ptr": "*i8"}
 THROUGH = {"through_ptr": "*fp64"}
 
 

@@ -169,7 +169,7 @@ def _check_teacher(ids: Tensor, logprobs: Tensor, counts: Tensor, head: Head) ->
 def _shares(
     counts: Tensor, weights: Tensor | None, normalizer: float | Tensor | None, tokens: torch.Size, head: Head
 ) -> Tensor:
-    """What each row's divergence is multiplied by, in float64."""
+    """The factor of each row's divergence in the loss, in float64."""
     if weights is not None:
         share = _per_token("weights", weights, (*checks.FLOATS, *checks.INTEGERS), tokens, head).detach().double()
     else:

@@ -7,5 +7,5 @@ FORWARD_KL, REVERSE_KL, JSD = range(len(KINDS))
 TAILS = ("bucket", "ignore", "renormalise")
 BUCKET, IGNORE, RENORMALISE = range(len(TAILS))
 ABSENT = -1  # an unused slot of teacher_ids
-# What is left of the teacher's probability is known to the rounding of 1 in float32.
+# The rest of a teacher's probability is known to the rounding of 1 in float32.
 LEAST_REST = 2.0**-24

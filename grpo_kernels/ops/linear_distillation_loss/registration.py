@@ -35,7 +35,7 @@ _HEAD = len(Head._fields)
 
 
 class Teacher(NamedTuple):
-    """What the student learns: ids and their log-probs [N, k], and the share of each row in the loss [N]."""
+    """The lesson for the student: ids and their log-probs [N, k], and the share of each row in the loss [N]."""
 
     ids: Tensor
     logprobs: Tensor

@@ -375,7 +375,7 @@ def _fake_loss(*args: Any) -> tuple[Tensor, ...]:
 
 
 def set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Of an op whose last three outputs are the gradients of its first three inputs by its first output."""
+    """For an op whose last three outputs are the gradients of its first three inputs by its first output."""
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*output[-3:])

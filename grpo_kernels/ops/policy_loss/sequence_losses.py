@@ -20,7 +20,7 @@ from grpo_kernels.ops.policy_loss.registration import ROW_SUMS, Policy
 
 
 class Objective(NamedTuple):
-    """What replaces the policy term: its value, with a gradient by log_z alone, and weights of the rows, NaN: none."""
+    """The replacement of the policy term: value, with a gradient by log_z alone, and the rows' weights, NaN: none."""
 
     value: Tensor
     weights: Tensor | None
