@@ -23,10 +23,12 @@ LAYERS = {
     "reference": {"reference", "config"},
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
-    "registration": {"registration", "reference", "config", "chunks", "live_rows"},
-    "chunks": {"registration", "live_rows", "config"},
+    "registration": {"registration", "reference", "config", "chunks", "head", "sizes", "live_rows"},
+    "chunks": {"registration", "head", "sizes", "live_rows"},
+    "head": {"sizes", "config"},
+    "sizes": set(),
     "live_rows": set(),
-    "public": {"public", "registration", "config", "chunks"},
+    "public": {"public", "registration", "config", "head", "sizes"},
 }
 # Top-level modules of the package that each layer may import.
 SHARED = {
@@ -36,7 +38,9 @@ SHARED = {
     "triton": {"aot", "groups"},
     "aot": {"aot"},
     "registration": {"registry", "groups"},
-    "chunks": {"registry"},
+    "chunks": set(),
+    "head": set(),
+    "sizes": set(),
     "live_rows": {"registry"},
     "public": {"backends", "checks", "groups"},
 }

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from grpo_kernels.ops.linear_head import chunks
+from grpo_kernels.ops.linear_head import chunks, sizes
 from tools.gpu_model import GPUS, LAUNCH_SECONDS, Gpu
 from tools.gpu_roofline import replaced
 
@@ -44,8 +44,8 @@ class Head:
     @staticmethod
     def planned(rows: int, width: int, vocabulary: int, processors: int) -> Head:
         """The sizes that the op chooses."""
-        chunk_rows = min(rows, chunks.rows_per_chunk(rows, vocabulary, "cuda", torch.bfloat16))
-        product_rows = chunks.rows_per_product(rows, chunk_rows, (vocabulary, width), True, processors)
+        chunk_rows = min(rows, sizes.rows_per_chunk(rows, vocabulary, "cuda", torch.bfloat16))
+        product_rows = sizes.rows_per_product(rows, chunk_rows, (vocabulary, width), True, processors)
         return Head(rows, width, vocabulary, chunk_rows, max(product_rows, chunk_rows))
 
 
@@ -80,7 +80,7 @@ def steps_of(head: Head, processors: int, ref_width: int | None = None) -> list[
     count = math.ceil(rows / head.chunk_rows)
     products = math.ceil(rows / head.product_rows)
     flops = 2 * logits * width
-    tiles = math.ceil(head.product_rows / chunks.TILE_ROWS) * math.ceil(width / chunks.TILE_COLUMNS)
+    tiles = math.ceil(head.product_rows / sizes.TILE_ROWS) * math.ceil(width / sizes.TILE_COLUMNS)
     is_direct = products == 1 and weight >= chunks.UNSPLIT
     item = 2 if is_direct else 4  # bytes of an element of the weight's gradient
     steps = [
@@ -150,11 +150,11 @@ def head_table(gpus: Sequence[Gpu]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("rows x width x vocabulary", "rows of a chunk / product", "bare products", *names, "memory", "measured")
     ]
-    for sizes in HEADS:
-        head = Head.planned(*sizes, gpus[0].sms)
+    for shape in HEADS:
+        head = Head.planned(*shape, gpus[0].sms)
         bare = bare_products(head)
         ratios = (f"{sum(step.seconds(gpu) for step in steps_of(head, gpu.sms)) / bare:.2f}" for gpu in gpus)
-        cells = (" x ".join(f"{size:,}" for size in sizes), f"{head.chunk_rows:,} / {head.product_rows:,}")
+        cells = (" x ".join(f"{size:,}" for size in shape), f"{head.chunk_rows:,} / {head.product_rows:,}")
         rows.append((*cells, f"{bare * 1e3:.1f} ms", *ratios, gigabytes(memory(head)), ""))
     return rows
 
@@ -167,17 +167,17 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def document_text() -> str:
     gpus = GPUS["H100"], GPUS["H200"]
-    sizes = HEADS[0]
+    shape = HEADS[0]
     copies = ", ".join(f"{gpu.name}: {gpu.copy / 1e12:.1f} TB/s" for gpu in gpus)
     text = (
         f"Predicted from counted bytes, not measured (`python tools/head_model.py`). Products run at "
         f"{FLOPS / 1e12:.0f} Tflop/s in bf16 or as fast as their bytes move, whichever takes longer, that for the "
-        f"hidden states in whole waves of tiles of {chunks.TILE_ROWS} x {chunks.TILE_COLUMNS}. Kernels run at the "
-        f"speed of a copy ({copies}) and take {LAUNCH_SECONDS * 1e6:.0f} us a launch. A call of {sizes[0]:,} rows, a "
-        f"width of {sizes[1]:,} and a vocabulary of {sizes[2]:,} on {gpus[0].name}:"
+        f"hidden states in whole waves of tiles of {sizes.TILE_ROWS} x {sizes.TILE_COLUMNS}. Kernels run at the "
+        f"speed of a copy ({copies}) and take {LAUNCH_SECONDS * 1e6:.0f} us a launch. A call of {shape[0]:,} rows, a "
+        f"width of {shape[1]:,} and a vocabulary of {shape[2]:,} on {gpus[0].name}:"
     )
     wrapped = textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
-    head = Head.planned(*sizes, gpus[0].sms)
+    head = Head.planned(*shape, gpus[0].sms)
     return f"{wrapped}\n\n{markdown(step_table(head, gpus[0]))}\n\n{markdown(head_table(gpus))}"
 
 

@@ -12,8 +12,9 @@ from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_distillation_loss import registration as op
 from grpo_kernels.ops.linear_distillation_loss.config import ABSENT, KINDS, TAILS
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
-from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
+from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
+from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 
 _OP = "linear_distillation_loss"
 _FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_distillation_loss.config import ABSENT, FORWARD_KL, RENORMALISE, REVERSE_KL
-from grpo_kernels.ops.linear_head.chunks import HEAD_SCHEMA, Chunk, Gradients, Head, Products, chunks
+from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products
+from grpo_kernels.ops.linear_head.head import HEAD_SCHEMA, Head
 from grpo_kernels.ops.linear_head.registration import (
     KERNELS,
     PrecomputedGradient,
@@ -24,6 +25,7 @@ from grpo_kernels.ops.linear_head.registration import (
     fake_gradients,
     set_up_loss,
 )
+from grpo_kernels.ops.linear_head.sizes import chunks
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Scaling

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.chunks import Head, ReferenceHead, Shard
+from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
 from grpo_kernels.ops.token_logprobs import check_scaling, check_targets
 
 

@@ -7,197 +7,20 @@ gradient, and everything else is matrix products, which BLAS does best.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels.ops.linear_head import live_rows
+from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
-from grpo_kernels.ops.token_logprobs.config import IGNORED
 
-HALVES = (torch.float16, torch.bfloat16)
-
-# Products on a GPU. The tile is that of cuBLAS for large products in half precision on an H100, which computes 230
-# flops in the time of a byte.
-TILE_ROWS, TILE_COLUMNS, _FLOPS_PER_BYTE = 128, 256, 230
-_PRODUCT_MEMORY = 2**31  # bytes for the logits of a chunk and gradients by logits
-_NOT_HERE = 1.0  # marks a target of another rank; a log-prob is at most 0
 _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
 UNSPLIT = 2**24
-
-
-class Head(NamedTuple):
-    """Arguments of the LM head: hidden [N, H], weight [V, H], bias [V], targets and row_temperature [N]."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    row_temperature: Tensor | None
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-
-    @property
-    def wide(self) -> torch.dtype:
-        """dtype of logits, log-probs and accumulated gradients."""
-        return torch.promote_types(self.hidden.dtype, torch.float32)
-
-    @property
-    def scaling(self) -> tuple[float, float | None, float]:
-        return self.temperature, self.softcap, self.logit_scale
-
-    @property
-    def needs_grad(self) -> list[bool]:
-        return [value is not None and value.requires_grad for value in (self.hidden, self.weight, self.bias)]
-
-    def without(self, is_ignored: Tensor) -> Head:
-        """Sets hidden states of ignored rows to 0, because NaN there times a gradient of 0 would be NaN."""
-        return self._replace(hidden=torch.where(is_ignored[:, None], 0, self.hidden))
-
-
-class ReferenceHead(NamedTuple):
-    """The head of the reference model, [N, H'], [V, H'] and [V], or nothing. The rest is as in the policy's head."""
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-
-_LARGEST_PARTS: dict[tuple[Any, ...], int] = {}
-
-
-class Shard(NamedTuple):
-    """The columns `start`, `start` + 1, ... of the vocabulary, `columns` many, that this rank of a group holds."""
-
-    group: Any
-    start: int
-    columns: int
-
-    def local(self, targets: Tensor) -> Tensor:
-        """Targets as columns here; that of another rank is the padding column behind the last."""
-        column = targets - self.start
-        is_here = (column >= 0) & (column < self.columns)
-        return torch.where(targets == IGNORED, IGNORED, torch.where(is_here, column, self.columns))
-
-    def rows_per_chunk(self, rows: int, like: Tensor) -> int:
-        """By the largest part of any rank, as all take part in the same all-reduces: one more, and a wait, at first."""
-        key = (self.group, dist.get_world_size(self.group), self.start, self.columns)
-        if key not in _LARGEST_PARTS:
-            largest = torch.tensor(self.columns, device=like.device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-            _LARGEST_PARTS[key] = int(largest)
-        return rows_per_chunk(rows, _LARGEST_PARTS[key], like.device.type, like.dtype)
-
-    def combine(self, op: str, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, entropies and log-sum-exps over the columns of all ranks, in one all-reduce.
-
-        The reduced tensor has a slot per rank, so that all ranks get the same bits.
-        """
-        logprobs, entropy, normalizer = results
-        is_ignored = local == IGNORED
-        is_here = ~is_ignored & (local < self.columns)
-        slots = normalizer.new_zeros(dist.get_world_size(self.group), 3, len(normalizer))
-        slot = slots[dist.get_rank(self.group)]
-        slot[0], slot[1], slot[2] = normalizer, torch.where(is_here, logprobs, _NOT_HERE), entropy
-        dist.all_reduce(slots, group=self.group)
-        normalizers, candidates, entropies = slots.unbind(1)
-        is_owner = candidates != _NOT_HERE
-        owners = is_owner.sum(0)
-        if logprobs.device.type == "cpu" and not bool(((owners == 1) | is_ignored).all()):
-            raise RuntimeError(f"{op}: targets must be columns of exactly one rank each, or -100")
-        total = normalizers.logsumexp(0)
-        of_owner = torch.where(is_owner, normalizers, 0).sum(0)
-        # not the difference of two large numbers: exact where the target is nearly certain
-        others = torch.where(is_owner, 0, torch.exp(normalizers - of_owner)).sum(0)
-        of_target = torch.where(is_owner, candidates, 0).sum(0) - torch.log1p(others)
-        of_target = torch.where(owners == 1, of_target, torch.nan)
-        share = torch.exp(normalizers - total)
-        of_row = torch.where(share == 0, 0, share * (entropies + (total - normalizers))).sum(0)
-
-        def finish(value: Tensor) -> Tensor:
-            return torch.where(is_ignored, 0, value).to(logprobs.dtype)
-
-        return finish(of_target), finish(of_row), torch.where(is_ignored, 0, total)
-
-
-HEAD_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_temperature, float temperature, "
-    "float? softcap, float logit_scale"
-)
-
-
-REFERENCE_SCHEMA = "Tensor? ref_hidden, Tensor? ref_weight, Tensor? ref_bias"
-
-
-def rows_per_chunk(rows: int, vocabulary: int, device_type: str, dtype: torch.dtype) -> int:
-    """A third of the rows if there are many, as long as their logits are not too large.
-
-    A chunk reads the weight twice, and reads and writes its gradient: 16 bytes an element for 6 flops a row. From 256
-    rows on, arithmetic dominates; a few hundred more make the products another few percent faster. The naive
-    computation peaks at three or more times the logits of all rows, so a third of the rows is a ninth of its memory.
-    Beyond 192 MiB of logits (1 GiB on a GPU) larger chunks gain nothing. In half precision the gradient has memory and
-    products of its own (rows_per_product), so that 512 MiB suffice.
-    """
-    on_gpu = 2**27 if dtype in HALVES else 2**28
-    limit = max(64, (3 * 2**24 if device_type == "cpu" else on_gpu) // vocabulary)
-    count = max(-(-rows // limit), min(3, -(-rows // 256)), 1)
-    return max(1, -(-rows // count // 16) * 16)  # chunks of one size, in whole blocks of the products
-
-
-def rows_per_product(rows: int, chunk_rows: int, shape: tuple[int, ...], needs_weight: bool, processors: int) -> int:
-    """Rows whose gradient by the logits is kept in half precision until two products read it.
-
-    One product over all rows writes the gradient of the weight once, in its own dtype. Several must accumulate in
-    float32, each reading and writing 4 bytes an element of the weight. So one is chosen if the gradients by the logits
-    take no more memory than that accumulator and 2 GiB. Otherwise it is the size within 2 GiB that costs least:
-    tiles of the product for the hidden states should fill all multiprocessors in every wave.
-
-    Args:
-        shape: of the weight, [V, H]
-        processors: multiprocessors of the device
-    """
-    if not needs_weight:
-        return min(rows, chunk_rows)
-    columns, width = shape
-    accumulator = 4 * columns * width
-    if 2 * rows * columns <= accumulator + _PRODUCT_MEMORY - 4 * chunk_rows * columns:
-        return rows
-    most = max(1, (_PRODUCT_MEMORY - 4 * chunk_rows * columns) // (2 * columns * TILE_ROWS))
-    tiles = -(-width // TILE_COLUMNS)
-
-    def flops(size: int) -> int:
-        """Flops of the product for the hidden states in whole waves, and those that the accumulation displaces."""
-        count = -(-rows // size)
-        waves = count * -(-(size // TILE_ROWS * tiles) // processors)
-        wave = processors * TILE_ROWS * TILE_COLUMNS * 2 * columns
-        return waves * wave + (2 * count - 1) * accumulator * _FLOPS_PER_BYTE
-
-    sizes = [blocks * TILE_ROWS for blocks in range(1, most + 1)]
-    return min(sizes, key=flops)
-
-
-def chunks(rows: int, size: int, ends: list[int] | None = None) -> Iterator[slice]:
-    """Slices of at most `size` rows; with the `ends` of sequences, of as many whole sequences as fit."""
-    first = 0
-    if ends is None:
-        while first < rows:
-            yield slice(first, min(first + size, rows))
-            first += size
-        return
-    last = 0
-    for end in ends:
-        if end - first > size and last > first:
-            yield slice(first, last)
-            first = last
-        last = end
-    if last > first:
-        yield slice(first, last)
 
 
 class Chunk(NamedTuple):

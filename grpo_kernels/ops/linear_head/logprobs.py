@@ -16,8 +16,9 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_shard,
     check_whole,
 )
-from grpo_kernels.ops.linear_head.chunks import Head, rows_per_chunk
+from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
+from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 from grpo_kernels.ops.sampled_support import check_support
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.token_logprobs import TokenLogprobs

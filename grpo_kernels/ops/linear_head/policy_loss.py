@@ -20,8 +20,9 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_weight_grad,
     check_whole,
 )
-from grpo_kernels.ops.linear_head.chunks import HALVES, Head, ReferenceHead, Shard, rows_per_chunk
+from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
+from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_chunk
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,

@@ -21,18 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import registry
-from grpo_kernels.ops.linear_head.chunks import (
-    HEAD_SCHEMA,
-    REFERENCE_SCHEMA,
-    Chunk,
-    Gradients,
-    Head,
-    Products,
-    ReferenceHead,
-    Shard,
-    chunks,
-    rows_with_grad,
-)
+from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, rows_with_grad
+from grpo_kernels.ops.linear_head.head import HEAD_SCHEMA, REFERENCE_SCHEMA, Head, ReferenceHead, Shard
+from grpo_kernels.ops.linear_head.sizes import chunks
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.config import METRICS
 from grpo_kernels.ops.policy_loss.registration import POLICY_SCHEMA, Policy

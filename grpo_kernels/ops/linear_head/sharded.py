@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.chunks import Head, Shard
+from grpo_kernels.ops.linear_head.head import Head, Shard
 from grpo_kernels.ops.linear_head.registration import logprobs_backward, logprobs_forward
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import chunks, live_rows
+from grpo_kernels.ops.linear_head import chunks, live_rows, sizes
+from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 
@@ -206,7 +207,7 @@ def test_rows_are_aligned(backend: str, pad: bool) -> None:
     """Products and kernels read 16 bytes at a time; with the column for targets of other ranks, too."""
     leaves = moved(head(torch.bfloat16), backend, torch.bfloat16)
     targets = leaves["targets"].reshape(-1)
-    flat = chunks.Head(leaves["hidden"].reshape(-1, HIDDEN), leaves["weight"], None, targets, None, 1.0, None, 1.0)
+    flat = Head(leaves["hidden"].reshape(-1, HIDDEN), leaves["weight"], None, targets, None, 1.0, None, 1.0)
     products = chunks.Products(backend, flat, 8, pad_column=pad)
     gradients = chunks.Gradients(products, [True, True, False], len(targets), 0)
     for matrix in (products.tile, gradients.staged):
@@ -332,15 +333,15 @@ H100 = 132  # multiprocessors
 
 
 def test_one_product_if_its_rows_take_no_more_than_the_accumulator() -> None:
-    assert chunks.rows_per_product(8192, 752, (151_936, 4096), True, H100) == 8192
+    assert sizes.rows_per_product(8192, 752, (151_936, 4096), True, H100) == 8192
     assert 2 * 8192 * 151_936 + 4 * 752 * 151_936 <= 4 * 151_936 * 4096 + 2**31
 
 
 @pytest.mark.parametrize("rows", [16_384, 65_536, 262_144])
 @pytest.mark.parametrize("shape", [(151_936, 4096), (128_256, 2048), (1_000_000, 512)])
 def test_several_products_stay_within_the_memory(rows: int, shape: tuple[int, int]) -> None:
-    chunk = chunks.rows_per_chunk(rows, shape[0], "cuda", torch.bfloat16)
-    size = chunks.rows_per_product(rows, chunk, shape, True, H100)
+    chunk = sizes.rows_per_chunk(rows, shape[0], "cuda", torch.bfloat16)
+    size = sizes.rows_per_product(rows, chunk, shape, True, H100)
     assert size < rows
     assert size % 128 == 0
     assert 2 * size * shape[0] + 4 * chunk * shape[0] <= 2**31
@@ -348,9 +349,9 @@ def test_several_products_stay_within_the_memory(rows: int, shape: tuple[int, in
 
 def test_tiles_of_several_products_fill_their_waves() -> None:
     """Tiles of 128 x 256: 16 tiles a block of 128 rows, so 33 blocks would fill 4 waves."""
-    waves = chunks.rows_per_product(65_536, 752, (151_936, 4096), True, H100) // 128 * 16 / H100
+    waves = sizes.rows_per_product(65_536, 752, (151_936, 4096), True, H100) // 128 * 16 / H100
     assert waves / math.ceil(waves) > 0.9
 
 
 def test_a_product_for_each_chunk_without_a_gradient_of_the_weight() -> None:
-    assert chunks.rows_per_product(8192, 752, (151_936, 4096), False, H100) == 752
+    assert sizes.rows_per_product(8192, 752, (151_936, 4096), False, H100) == 752

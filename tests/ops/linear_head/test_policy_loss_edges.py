@@ -11,7 +11,8 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_head import registration as op
-from grpo_kernels.ops.linear_head.chunks import Products, chunks
+from grpo_kernels.ops.linear_head.chunks import Products
+from grpo_kernels.ops.linear_head.sizes import chunks
 from grpo_kernels.ops.policy_loss.config import METRICS
 from tests.harness import device_of, needs_cpu_kernels, runnable_backends
 

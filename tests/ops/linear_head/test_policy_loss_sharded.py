@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head.chunks import Shard, rows_per_chunk
+from grpo_kernels.ops.linear_head.head import Shard
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
+from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 from tests.harness import assert_raises, runnable_backends
 from tests.ops.linear_head import test_policy_loss_edges as edges
 
