@@ -118,6 +118,10 @@ BARS = {
     *(("linear_policy_loss", f"{head}, half the advantages 0", "ratio at least", "all rows", 1.4) for head in HEADS),
     *(("linear_policy_loss", clip, "memory below", "the logits", 0.4) for clip in CLIPPED),
     *(
+        ("linear_policy_loss", f"{head}, an adapter of rank 16", "ratio at least", "merged weight", 1.2)
+        for head in HEADS
+    ),
+    *(
         ("linear_policy_loss", clip, "ratio at least", "nothing clipped", 1.3 if "50%" in clip else 0.9)
         for clip in CLIPPED
     ),

@@ -44,6 +44,35 @@ def clip_nothing(i: ClippedInputs) -> tuple[Tensor, ...]:
     return ours(i, config=CLIP, old_logprobs=i.logprobs)
 
 
+class AdaptedInputs(Inputs):
+    """A frozen head with an adapter of rank 16, whose gradients take the place of the weight's."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        super().__init__(shape, device, seed)
+        generator = torch.Generator(device).manual_seed(seed + 1)
+        for name, size in (("a", (16, shape.hidden)), ("b", (shape.vocabulary, 16))):
+            factor = torch.randn(*size, generator=generator, device=device) / 16
+            setattr(self, name, factor.to(shape.dtype).requires_grad_())
+        self.weight.requires_grad_(False)
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, (self.hidden, self.a, self.b))
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.hidden.element_size() * (self.hidden.numel() + self.a.numel() + self.b.numel())
+
+
+def adapter(i: AdaptedInputs) -> tuple[Tensor, ...]:
+    return ours(i, lora=(i.a, i.b, 0.5))
+
+
+def merged(i: AdaptedInputs) -> tuple[Tensor, ...]:
+    weight = i.weight + 0.5 * i.b @ i.a
+    arguments = {"old_logprobs": None, "advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG}
+    return i.gradients(gk.linear_policy_loss(i.hidden, weight, i.targets, **arguments).loss)
+
+
 ALL_ROWS = Provider("all rows", ours, agrees=False)
 
 
@@ -96,7 +125,24 @@ def cases(shape: Shape) -> list[Case]:
         (Bar("ratio at least", 1.4, "all rows"),),
         **common,
     )
-    return [whole, sparse, half, *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu")]
+    adapted = Case(
+        OP,
+        f"{shape}, an adapter of rank 16",
+        shape.model,
+        Floor(flops=2 * shape.products),
+        lambda device, seed: AdaptedInputs(shape, device, seed),
+        adapter,
+        (Provider("merged weight", merged),),
+        (Bar("ratio at least", 1.2, "merged weight"),),
+        **common,
+    )
+    return [
+        whole,
+        sparse,
+        half,
+        adapted,
+        *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu"),
+    ]
 
 
 CLIP_RATES = (0.0, 0.05, 0.3, 0.5)

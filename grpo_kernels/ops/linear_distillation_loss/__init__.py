@@ -42,6 +42,7 @@ def linear_distillation_loss(
     teacher_logprobs: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -62,8 +63,8 @@ def linear_distillation_loss(
 
     Args:
         hidden: [..., H], one row per token (shift first); bfloat16, float16, float32, float64 on the CPU
-        weight, bias, temperature, softcap, logit_scale: the student's head, as in linear_logprobs. Both distributions
-            should be of the same temperature
+        weight, bias, lora, temperature, softcap, logit_scale: the student's head, as in linear_logprobs. Both
+            distributions should be of the same temperature
         teacher_ids: integers [..., k], different from each other in a row; -1 for unused slots
         teacher_logprobs: [..., k], of the whole vocabulary, finite where an id is
         mask: [...], tokens that take part; None means all. What belongs to the others may hold anything
@@ -96,7 +97,7 @@ def linear_distillation_loss(
             f"got {list(teacher_logprobs.shape)}"
         )
     targets = torch.zeros(tokens, dtype=torch.long, device=hidden.device)
-    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
+    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     for name, value, allowed in (("kind", kind, KINDS), ("tail", tail, TAILS)):
         if value not in allowed:
             raise checks.unknown(_OP, name, value, allowed)

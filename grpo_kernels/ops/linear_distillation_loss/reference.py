@@ -22,11 +22,14 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
     targets: Tensor,
     row_temperature: Tensor | None,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    lora_scale: float,
     teacher_ids: Tensor,
     teacher_logprobs: Tensor,
     shares: Tensor,
@@ -38,7 +41,10 @@ def forward(
     counts = shares != 0
     with torch.autocast(hidden.device.type, enabled=False):
         # rows that do not count must not give NaN times 0 for a gradient
-        logits = wide(torch.where(counts[:, None], hidden, 0)) @ wide(weight).T
+        hidden = wide(torch.where(counts[:, None], hidden, 0))
+        logits = hidden @ wide(weight).T
+        if lora_a is not None and lora_b is not None:
+            logits = logits + lora_scale * (hidden @ wide(lora_a).T) @ wide(lora_b).T
     if bias is not None:
         logits = logits + wide(bias)
     z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(logits)

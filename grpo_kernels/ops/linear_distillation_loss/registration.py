@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_distillation_loss.config import ABSENT, FORWARD_KL, RENORMALISE, REVERSE_KL
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products
-from grpo_kernels.ops.linear_head.head import HEAD_SCHEMA, Head
+from grpo_kernels.ops.linear_head.head import FACTORS, HEAD_SCHEMA, Head
 from grpo_kernels.ops.linear_head.registration import (
     KERNELS,
     PrecomputedGradient,
@@ -57,7 +57,8 @@ class Chunking(NamedTuple):
 
 SCHEMA = (
     f"({HEAD_SCHEMA}, Tensor teacher_ids, Tensor teacher_logprobs, Tensor shares, int kind, int tail, float beta, "
-    "Tensor? rows, int chunk_rows, int product_rows, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "Tensor? rows, int chunk_rows, int product_rows, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _TEACHER = len(Teacher._fields)
 
@@ -74,7 +75,7 @@ class _Explicit(NamedTuple):
 def forward(
     backend: str, head: Head, teacher: Teacher, chunking: Chunking, needs: list[bool], into: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The loss, divergence and mass of every row, and the gradients of hidden states, weight and bias."""
+    """The loss, divergence and mass of every row, and the gradients of the head's factors."""
     selected, size = chunking.rows, chunking.chunk_rows
     total = len(head.hidden) if selected is None else len(selected)
     if selected is None:
@@ -95,7 +96,7 @@ def forward(
                 by_rest, by_id = by_rest.to(head.wide), by_id.to(head.wide)
                 gradients.add(chunk, by_rest, None, rows, (explicit.at, by_id))
         loss = (teacher.shares * values).sum().to(head.wide)
-        results = gradients.finish() if gradients is not None else _no_gradients(head)
+        results = fake_gradients(head, [False] * FACTORS) if gradients is None else gradients.finish()
     return loss, values.to(head.wide), mass.to(head.wide), *results
 
 
@@ -156,10 +157,6 @@ def _slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     return torch.where(exists, slopes, 0)
 
 
-def _no_gradients(head: Head) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(head, [False, False, False])
-
-
 def _unpack(args: tuple[Any, ...]) -> tuple[Head, Teacher, Chunking, list[bool]]:
     *rest, needs = args
     head, rest = Head(*rest[:_HEAD]), rest[_HEAD:]
@@ -189,7 +186,7 @@ LOSS = registry.define(
 def apply(
     backend: str, head: Head, teacher: Teacher, chunking: Chunking, into: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, which has a gradient by hidden states, weight and bias; divergence and mass of every row."""
+    """The loss, which has a gradient by the head's factors; divergence and mass of every row."""
     if backend == "reference":
         return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, *teacher))
     if torch.compiler.is_compiling():
@@ -199,7 +196,6 @@ def apply(
     def compute(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
         return forward(backend, head, teacher, chunking, needs, into)
 
-    differentiable = (head.hidden, head.weight, head.bias)
     arguments = ("linear_distillation_loss", ("", ""), backend, head, compute, into is not None)
-    results = PrecomputedGradient.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
+    results = PrecomputedGradient.apply(*head.factors, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor, Tensor], results)

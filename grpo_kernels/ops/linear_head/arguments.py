@@ -21,6 +21,7 @@ def check_head(
     temperature: float | Tensor,
     softcap: float | None,
     logit_scale: float,
+    lora: tuple[Tensor, Tensor, float] | None,
 ) -> Head:
     """The head with its rows flattened to [N]."""
     checks.tensor(op, "hidden", hidden, checks.FLOATS)
@@ -46,18 +47,46 @@ def check_head(
         checks.same_device(op, name, value, hidden.device)
         if name != "targets" and value.dtype != hidden.dtype:
             raise TypeError(f"{op}: {name} must be of dtype {hidden.dtype} like hidden, got {value.dtype}")
+    lora_a, lora_b, lora_scale = _check_lora(op, lora, hidden, weight)
     scaling = check_scaling(op, temperature, softcap, logit_scale, targets, hidden.dtype)
     row_temperature = scaling.row_temperature
     return Head(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         bias,
+        lora_a,
+        lora_b,
         targets.long().reshape(-1).contiguous(),
         None if row_temperature is None else row_temperature.reshape(-1).contiguous(),
         scaling.temperature,
         scaling.softcap,
         scaling.logit_scale,
+        lora_scale,
     )
+
+
+def _check_lora(
+    op: str, lora: object, hidden: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, float] | tuple[None, None, float]:
+    """A [r, H] and B [V, r] of a low-rank adapter, of hidden's dtype or float32, and its scale."""
+    if lora is None:
+        return None, None, 1.0
+    if not isinstance(lora, (tuple, list)) or len(lora) != 3:
+        raise TypeError(f"{op}: lora must be a tuple of A [r, H], B [V, r] and a scale, got {type(lora).__name__}")
+    a, b, scale = lora
+    checks.finite(op, "the scale of lora", scale)
+    dtypes = (hidden.dtype, torch.promote_types(hidden.dtype, torch.float32))
+    for name, value in (("A of lora", a), ("B of lora", b)):
+        checks.tensor(op, name, value, dtypes)
+        checks.same_device(op, name, value, hidden.device)
+    columns, width = weight.shape
+    if a.dim() != 2 or a.shape[1] != width or len(a) == 0:
+        raise ValueError(f"{op}: A of lora must have shape [r, {width}] with r > 0, got {list(a.shape)}")
+    if b.shape != (columns, len(a)):
+        raise ValueError(f"{op}: B of lora must have shape {[columns, len(a)]}, got {list(b.shape)}")
+    if a.dtype != b.dtype:
+        raise TypeError(f"{op}: B of lora must be of dtype {a.dtype} like A, got {b.dtype}")
+    return a, b, float(scale)
 
 
 def check_reference(
@@ -183,4 +212,5 @@ def check_whole(op: str, **arguments: object) -> None:
     """Refuses arguments that divide the work of a head, which computes all rows at once over a support."""
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{op}: {name} must be None with support, got {value!r}; only kept columns are computed")
+            got = type(value).__name__ if isinstance(value, tuple) else repr(value)  # not all elements of an adapter
+            raise ValueError(f"{op}: {name} must be None with support, got {got}; only kept columns are computed")

@@ -58,6 +58,29 @@ class Chunk(NamedTuple):
         )
 
 
+class Adapter:
+    """A low-rank term of the logits, scale (x A^T) B^T, in float32. Nothing of the weight's size is formed."""
+
+    def __init__(self, dtype: torch.dtype, a: Tensor, b: Tensor, scale: float) -> None:
+        self.a, self.b, self.scale = a.to(dtype), b.to(dtype), scale
+
+    def reduce(self, hidden: Tensor) -> Tensor:
+        """The factor of B^T, [rows, r]."""
+        return torch.mm(hidden.to(self.a.dtype), self.a.t()).mul_(self.scale)
+
+    def add_to_logits(self, hidden: Tensor, logits: Tensor) -> None:
+        multiply(self.reduce(hidden), self.b.t(), logits, add=True)
+
+    def to_reduced(self, by_logits: Tensor) -> Tensor:
+        """The gradient by x A^T, [rows, r]."""
+        result = self.b.new_empty(len(by_logits), self.b.shape[1])
+        multiply(by_logits, self.b.to(by_logits.dtype), result)
+        return result.mul_(self.scale)
+
+    def add_to_b(self, by_logits: Tensor, hidden: Tensor, total: Tensor) -> None:
+        multiply(by_logits.t(), self.reduce(hidden).to(by_logits.dtype), total, add=True)
+
+
 class Products:
     """The three matrix products of a chunk, accumulated in float32, with logits that were never rounded to half.
 
@@ -72,6 +95,7 @@ class Products:
     ) -> None:
         self.backend, self.head = backend, head
         self.columns = head.weight.shape[0]
+        self.adapter = None if head.lora is None else Adapter(head.wide, *head.lora)
         # The CPU's half products would round their results.
         self.in_halves = backend != "cpu" and head.weight.dtype in HALVES
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
@@ -142,18 +166,22 @@ class Products:
             logits[:, self.columns] = -torch.inf  # the gradient of the last chunk may be there
         out = logits[:, : self.columns]
         multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
+        if self.adapter is not None:
+            self.adapter.add_to_logits(hidden, out)
         if self.head.bias is not None:
             out += self.head.bias
         return hidden, logits
 
-    def to_hidden(self, by_logits: Tensor, is_live: Tensor | None) -> Tensor:
+    def to_hidden(self, by_logits: Tensor, is_live: Tensor | None, by_reduced: Tensor | None) -> Tensor:
         shape, dtype = (len(by_logits), self.weight.shape[1]), self.head.hidden.dtype
+        is_final = is_live is not None and by_reduced is None
+        result = by_logits.new_empty(shape, dtype=dtype if is_final else self.head.wide)
         if is_live is not None:
-            result = by_logits.new_empty(shape, dtype=dtype)
             live_rows.to_hidden(by_logits, self.weight, is_live, result)
-            return result
-        result = by_logits.new_empty(shape, dtype=self.head.wide)
-        multiply(by_logits, self.weight, result)
+        else:
+            multiply(by_logits, self.weight, result)
+        if self.adapter is not None and by_reduced is not None:
+            result.addmm_(by_reduced, self.adapter.a)
         return result.to(dtype)
 
     def to_weight(self, by_logits: Tensor, hidden: Tensor, is_live: Tensor | None, total: Tensor, add: bool) -> None:
@@ -184,12 +212,12 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
 
 class Gradients:
-    """Gradients of hidden states, weight and bias as far as they are needed, complete after the last chunk.
+    """Gradients of the head's factors as far as they are needed, complete after the last chunk.
 
     In half precision on a GPU, gradients by the logits of several chunks wait for one pair of products.
 
     Args:
-        needs: whether hidden states, weight and bias need a gradient
+        needs: whether hidden states, weight, bias and the adapter's A and B need a gradient
         rows: rows with a gradient
         product_rows: rows of one pair of products; 0 means chosen from the shapes
         into: tensor that the weight's gradient is added to, instead of a new one
@@ -208,7 +236,7 @@ class Gradients:
         skips_idle: bool = False,
     ) -> None:
         head, self.products = products.head, products
-        self.needs_hidden, self.needs_weight, self.needs_bias = needs
+        self.needs_hidden, self.needs_weight, self.needs_bias, self.needs_lora_a, self.needs_lora_b = needs
         self.hidden = head.hidden.new_empty(head.hidden.shape if self.needs_hidden else (0,))
         if sparse:
             self.hidden.zero_()
@@ -232,6 +260,10 @@ class Gradients:
             )
         self.weight = into
         self.bias = head.weight.new_zeros(products.columns if self.needs_bias else 0, dtype=head.wide)
+        self.lora_a, self.lora_b = (
+            head.weight.new_zeros((0, 0) if factor is None or not is_needed else factor.shape, dtype=head.wide)
+            for factor, is_needed in ((head.lora_a, self.needs_lora_a), (head.lora_b, self.needs_lora_b))
+        )
 
     def add(
         self,
@@ -258,15 +290,16 @@ class Gradients:
         self.waiting.append(rows)
         self.count += count
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(self) -> tuple[Tensor, ...]:
         """The gradients in the dtypes of their tensors; the weight's is empty if it was added to `into`."""
         self._multiply_waiting()
         head = self.products.head
         if not self.is_written:
             self.weight.zero_()
         weight = self.weight if self.into is None else self.weight.new_empty(0)
-        bias = self.bias if head.bias is None else self.bias.to(head.bias.dtype)
-        return self.hidden, weight.to(head.weight.dtype), bias
+        totals = (self.bias, head.bias), (self.lora_a, head.lora_a), (self.lora_b, head.lora_b)
+        others = (total if factor is None else total.to(factor.dtype) for total, factor in totals)
+        return self.hidden, weight.to(head.weight.dtype), *others
 
     def _multiply_waiting(self) -> None:
         if self.staged is None or self.count == 0:
@@ -279,8 +312,15 @@ class Gradients:
         self.count = 0
 
     def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor, is_live: Tensor | None) -> None:
+        adapter, by_reduced = self.products.adapter, None
+        if adapter is not None and (self.needs_hidden or self.needs_lora_a):
+            by_reduced = adapter.to_reduced(by_logits)
         if self.needs_hidden:
-            self.hidden[rows] = self.products.to_hidden(by_logits, is_live)
+            self.hidden[rows] = self.products.to_hidden(by_logits, is_live, by_reduced)
+        if self.needs_lora_a and by_reduced is not None:
+            self.lora_a.addmm_(by_reduced.t(), hidden.to(by_reduced.dtype))
+        if self.needs_lora_b and adapter is not None:
+            adapter.add_to_b(by_logits, hidden, self.lora_b)
         if self.needs_weight:
             self.products.to_weight(by_logits, hidden, is_live, self.weight, add=self.is_written)
             self.is_written = True

@@ -15,16 +15,22 @@ _NOT_HERE = 1.0  # marks a target of another rank; a log-prob is at most 0
 
 
 class Head(NamedTuple):
-    """Arguments of the LM head: hidden [N, H], weight [V, H], bias [V], targets and row_temperature [N]."""
+    """Arguments of the LM head: hidden [N, H], weight [V, H], bias [V], targets and row_temperature [N].
+
+    An adapter A = lora_a [r, H], B = lora_b [V, r] adds lora_scale (x A^T) B^T to the logits.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    lora_a: Tensor | None
+    lora_b: Tensor | None
     targets: Tensor
     row_temperature: Tensor | None
     temperature: float
     softcap: float | None
     logit_scale: float
+    lora_scale: float
 
     @property
     def wide(self) -> torch.dtype:
@@ -36,12 +42,32 @@ class Head(NamedTuple):
         return self.temperature, self.softcap, self.logit_scale
 
     @property
+    def numbers(self) -> tuple[float, float | None, float, float]:
+        """The fields behind the tensors."""
+        return *self.scaling, self.lora_scale
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The fields with a gradient, which come first."""
+        return self.hidden, self.weight, self.bias, self.lora_a, self.lora_b
+
+    @property
+    def lora(self) -> tuple[Tensor, Tensor, float] | None:
+        return None if self.lora_a is None or self.lora_b is None else (self.lora_a, self.lora_b, self.lora_scale)
+
+    @property
     def needs_grad(self) -> list[bool]:
-        return [value is not None and value.requires_grad for value in (self.hidden, self.weight, self.bias)]
+        return [value is not None and value.requires_grad for value in self.factors]
 
     def without(self, is_ignored: Tensor) -> Head:
         """Sets hidden states of ignored rows to 0, because NaN there times a gradient of 0 would be NaN."""
         return self._replace(hidden=torch.where(is_ignored[:, None], 0, self.hidden))
+
+    def of(self, reference: ReferenceHead) -> Head:
+        """The same head of the reference model, which has no adapter."""
+        assert reference.hidden is not None and reference.weight is not None
+        without = self._replace(lora_a=None, lora_b=None)
+        return without._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
 
 
 class ReferenceHead(NamedTuple):
@@ -108,10 +134,23 @@ class Shard(NamedTuple):
 
         return finish(of_target), finish(of_row), torch.where(is_ignored, 0, total)
 
+    def complete(self, gradients: tuple[Tensor, ...], needs: list[bool]) -> None:
+        """Adds up the gradients of factors that are whole on every rank, of which each rank has a part.
 
+        All ranks must agree on which of them need a gradient, or they would wait for each other.
+        """
+        by_hidden, _, _, by_lora_a, _ = gradients
+        needs_hidden, _, _, needs_lora_a, _ = needs
+        if needs_hidden:
+            dist.all_reduce(by_hidden, group=self.group)
+        if needs_lora_a:
+            dist.all_reduce(by_lora_a, group=self.group)
+
+
+FACTORS = 5  # fields of the head with a gradient
 HEAD_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_temperature, float temperature, "
-    "float? softcap, float logit_scale"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor targets, "
+    "Tensor? row_temperature, float temperature, float? softcap, float logit_scale, float lora_scale"
 )
 
 

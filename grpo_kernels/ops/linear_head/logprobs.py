@@ -36,6 +36,7 @@ def linear_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -57,6 +58,8 @@ def linear_logprobs(
         weight: [V, H] of the same dtype; no gradient is computed for it unless it requires one
         targets: integers [...]; -100 gives log-prob and entropy 0 and no gradient
         bias: [V]
+        lora: (A [r, H], B [V, r], scale) of an adapter of the head. It adds scale * (hidden @ A.T) @ B.T to the logits
+            and is never merged into the weight. A and B are float32 or of the dtype of hidden. Excludes support
         temperature, softcap, logit_scale, return_entropy: as in token_logprobs
         positions: rows to compute. A mask in the shape of targets gives results of that shape, 0 elsewhere, and waits
             for a GPU; integers [P] into the flattened targets give results [P]
@@ -70,18 +73,18 @@ def linear_logprobs(
         process_group: ranks that hold the other columns
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
-    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
+    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     size = check_chunk_size(_OP, chunk_size)
     places = check_positions(_OP, positions, targets)
     device = hidden.device
     if support is not None:
-        check_whole(_OP, chunk_size=chunk_size, vocab_start=vocab_start, process_group=process_group)
+        check_whole(_OP, lora=lora, chunk_size=chunk_size, vocab_start=vocab_start, process_group=process_group)
         return _over_support(head, support, targets.shape, positions, places, return_entropy, backend)
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index)
     if places is not None:
         # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, as a mask causes.
         temperatures = None if head.row_temperature is None else head.row_temperature[places]
-        head = Head(head.hidden[places], head.weight, head.bias, head.targets[places], temperatures, *head.scaling)
+        head = Head(head.hidden[places], *head.factors[1:], head.targets[places], temperatures, *head.numbers)
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
     product_rows = size or 0
     size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type, head.weight.dtype)
@@ -112,7 +115,7 @@ def _over_support(
     if places is not None:
         others = torch.ones_like(head.targets, dtype=torch.bool).index_fill(0, places, False)
         ignored = torch.where(others, IGNORED, head.targets)
-        head = Head(head.hidden, head.weight, head.bias, ignored, head.row_temperature, *head.scaling)
+        head = Head(*head.factors, ignored, head.row_temperature, *head.numbers)
     entries = check_support(_OP, support, head.targets, len(head.weight))
     supports, device = sampled_support.SUPPORTS, head.hidden.device
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index)

@@ -54,6 +54,7 @@ def linear_policy_loss(
     advantages: Tensor,
     *,
     bias: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
@@ -88,15 +89,16 @@ def linear_policy_loss(
     Args:
         hidden: [B, T, H] with targets [B, T], or packed [M, H] with targets [M] and cu_seqlens
         targets: -100 excludes a token, whatever the mask says
-        weight, bias, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
+        weight, bias, lora, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
         old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
             weights, normalizer, groups, log_z, config: as in policy_loss
         ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
-            Without ref_weight its weight and bias are those of the policy
+            Without ref_weight its weight and bias are those of the policy, without the adapter
         positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
         support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
-            then computed by the backward, also into weight_grad; chunk_size and compact must be None, memory "fast"
+            then computed by the backward, also into weight_grad; lora, chunk_size and compact must be None, memory
+            "fast"
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
@@ -114,7 +116,7 @@ def linear_policy_loss(
         process_group: ranks that hold the other columns
     """
     config = LossConfig.of(config, _OP)
-    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale)
+    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, memory, compact)
     layout = Layout(_OP, targets.shape, head.wide, head.hidden.device, cu_seqlens)
@@ -146,6 +148,7 @@ def linear_policy_loss(
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
     if support is not None:
+        check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
         return _over_support(layout, config, head, reference, policy, rows, want_entropy, support, weight_grad, backend)
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
@@ -195,6 +198,7 @@ def _with_low_memory(
             head.weight,
             head.targets,
             bias=head.bias,
+            lora=head.lora,
             temperature=head.temperature if head.row_temperature is None else head.row_temperature,
             softcap=head.softcap,
             logit_scale=head.logit_scale,
@@ -213,7 +217,7 @@ def _with_low_memory(
         return result.view(layout.shape)
 
     if reference.hidden is not None and reference.weight is not None:
-        other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+        other = head.of(reference)
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
     return compute(layout, config, logprobs, entropy, None, policy, rows, backend)
@@ -248,7 +252,7 @@ def _over_support(
             f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
         )
     if reference.hidden is not None and reference.weight is not None:
-        other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+        other = head.of(reference)
         ref_logprobs, _ = op.apply_support(chosen, other, entries, False)
         policy = policy._replace(ref_logprobs=ref_logprobs.view(layout.shape))
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)

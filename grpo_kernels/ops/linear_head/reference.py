@@ -16,11 +16,14 @@ def forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    lora_a: Tensor | None,
+    lora_b: Tensor | None,
     targets: Tensor,
     row_temperature: Tensor | None,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    lora_scale: float,
     want_entropy: bool,
     entries: Entries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +32,8 @@ def forward(
         hidden = torch.where(sampled_support.takes_part(entries)[:, None], hidden, 0)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = wide(hidden) @ wide(weight).T
+        if lora_a is not None and lora_b is not None:
+            logits = logits + lora_scale * (wide(hidden) @ wide(lora_a).T) @ wide(lora_b).T
     if bias is not None:
         logits = logits + wide(bias)
     if entries is not None:

@@ -17,12 +17,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, rows_with_grad
-from grpo_kernels.ops.linear_head.head import HEAD_SCHEMA, REFERENCE_SCHEMA, Head, ReferenceHead, Shard
+from grpo_kernels.ops.linear_head.head import FACTORS, HEAD_SCHEMA, REFERENCE_SCHEMA, Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.sizes import chunks
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.config import METRICS
@@ -72,8 +71,8 @@ def logprobs_backward(
     chunk_rows: int,
     product_rows: int,
     pad_column: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden states, weight and bias, from logits that are computed again for rows with a gradient."""
+) -> tuple[Tensor, ...]:
+    """Gradients of the head's factors, from logits that are computed again for rows with a gradient."""
     is_ignored = head.targets == IGNORED
     grad_logprobs = None if grad_logprobs is None else torch.where(is_ignored, 0, grad_logprobs)
     grad_entropy = None if grad_entropy is None else torch.where(is_ignored, 0, grad_entropy)
@@ -96,7 +95,7 @@ def logprobs_backward(
 LOGPROBS_SCHEMA = f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor)"
 BACKWARD_SCHEMA = (
     f"(Tensor? grad_logprobs, Tensor? grad_entropy, {HEAD_SCHEMA}, Tensor normalizer, Tensor? entropy, bool[] needs, "
-    "int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor)"
+    "int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -107,7 +106,7 @@ def _logprobs_op(backend: str, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _logprobs_backward_op(
     backend: str, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *args: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     return logprobs_backward(backend, grad_logprobs, grad_entropy, Head(*args[:_HEAD]), *args[_HEAD:])
 
 
@@ -118,18 +117,20 @@ def _fake_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, entropy, logprobs.new_empty(logprobs.shape, dtype=torch.float64)
 
 
-def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     return fake_gradients(Head(*args[:_HEAD]), args[-3])
 
 
-def fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    needs_hidden, needs_weight, needs_bias = needs
-    hidden, weight = head.hidden, head.weight
-    return (
-        hidden.new_empty(hidden.shape if needs_hidden else (0,)),
-        weight.new_empty(weight.shape if needs_weight else (0, 0)),
-        hidden.new_empty(weight.shape[0] if needs_bias else 0, dtype=head.wide if head.bias is None else weight.dtype),
-    )
+def fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
+    """The layout of Gradients.finish: empty where no gradient is needed."""
+
+    def gradient(factor: Tensor | None, is_needed: bool, dimensions: int) -> Tensor:
+        if factor is None:
+            return head.hidden.new_empty((0,) * dimensions, dtype=head.wide)
+        return factor.new_empty(factor.shape if is_needed else (0,) * dimensions)
+
+    dimensions = 1, 2, 1, 2, 2
+    return tuple(map(gradient, head.factors, needs, dimensions))
 
 
 def _set_up_logprobs(backend: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -138,25 +139,23 @@ def _set_up_logprobs(backend: str, ctx: Any, inputs: tuple[Any, ...], output: tu
     ctx.mark_non_differentiable(*((normalizer,) if want_entropy else (entropy, normalizer)))
     ctx.set_materialize_grads(False)
     saved_entropy = entropy if want_entropy else None
-    ctx.save_for_backward(
-        head.hidden, head.weight, head.bias, head.targets, head.row_temperature, normalizer, saved_entropy
-    )
-    ctx.scaling = head.scaling
+    ctx.save_for_backward(*head.factors, head.targets, head.row_temperature, normalizer, saved_entropy)
+    ctx.numbers = head.numbers
 
 
 def _differentiate_logprobs(
     backend: str, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
 ) -> tuple[Tensor | None, ...]:
-    others = (None,) * (_HEAD - 3 + 3)
+    others = (None,) * (len(ctx.needs_input_grad) - FACTORS)
     if grad_logprobs is None and grad_entropy is None:
-        return None, None, None, *others
+        return *(None,) * FACTORS, *others
     *tensors, normalizer, entropy = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
+    needs = list(ctx.needs_input_grad[:FACTORS])
     gradients = LOGPROBS_BACKWARD[backend](
         None if grad_logprobs is None else grad_logprobs.contiguous(),
         None if grad_entropy is None else grad_entropy.contiguous(),
         *tensors,
-        *ctx.scaling,
+        *ctx.numbers,
         normalizer,
         entropy,
         needs,
@@ -251,7 +250,7 @@ _CHUNKING_SCHEMA = (
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -267,7 +266,7 @@ class _Batch:
         self.entropy = torch.zeros_like(self.logprobs) if chunking.want_entropy else None
         self.reference: Products | None = None
         if reference.hidden is not None and reference.weight is not None:
-            other = head._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+            other = head.of(reference)
             is_padded = shard is not None
             self.reference = Products(products.backend, other, len(products.tile), is_padded, products.tile)
             self.ref_logprobs = torch.zeros_like(self.logprobs)
@@ -311,7 +310,7 @@ def loss_forward(
     into: Tensor | None = None,
     shard: Shard | None = None,
 ) -> tuple[Tensor, ...]:
-    """Loss, metrics, and the gradients of hidden states, weight and bias."""
+    """Loss, metrics, and the gradients of the head's factors."""
     if shard is not None:
         head = head._replace(targets=shard.local(head.targets))
     with_grad, size = chunking.with_grad, chunking.chunk_rows
@@ -341,10 +340,10 @@ def loss_forward(
                 rows = selected + part.start if with_grad is None else with_grad[selected + part.start]
             gradients.add(chunk, by_logprob, by_entropy, rows)
         loss, metrics = (batch.loss() if results is None else results)[:2]
-        by_hidden, *others = gradients.finish()
-        if shard is not None and needs[0]:
-            dist.all_reduce(by_hidden, group=shard.group)  # all ranks have a part of every row's
-        return loss, metrics, by_hidden, *others
+        by_factors = gradients.finish()
+        if shard is not None:
+            shard.complete(by_factors, needs)
+        return loss, metrics, *by_factors
 
 
 def _unpack_loss(args: tuple[Any, ...]) -> tuple[Head, ReferenceHead, Policy, Chunking, list[bool]]:
@@ -366,18 +365,18 @@ def _fake_loss(*args: Any) -> tuple[Tensor, ...]:
 
 
 def set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """For an op whose last three outputs are the gradients of its first three inputs by its first output."""
+    """For an op whose last outputs are the gradients of its first inputs, the head's factors, by its first output."""
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[-3:])
-    ctx.others = len(inputs) - 3
+    ctx.save_for_backward(*output[-FACTORS:])
+    ctx.others = len(inputs) - FACTORS
 
 
 def differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     others = (None,) * ctx.others
     if upstream is None:
-        return None, None, None, *others
-    gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:3], strict=True)
+        return *(None,) * FACTORS, *others
+    gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:FACTORS], strict=True)
     scale = policy_loss.scaled
     scaled = (scale(backend, gradient, upstream, False) if need else None for gradient, need in gradients)
     return *scaled, *others
@@ -396,8 +395,8 @@ LOSS = registry.define(
 class PrecomputedGradient(torch.autograd.Function):
     """Hands over the gradients of the forward pass in the backward, once, without a copy.
 
-    `compute` returns the loss, results without a gradient, and the three gradients. `only` completes the error of a
-    second backward: when there is one, and what to do instead.
+    `compute` returns the loss, results without a gradient, and the gradients of the head's factors. `only` completes
+    the error of a second backward: when there is one, and what to do instead.
     """
 
     @staticmethod
@@ -406,6 +405,8 @@ class PrecomputedGradient(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         op: str,
         only: tuple[str, str],
         backend: str,
@@ -413,13 +414,13 @@ class PrecomputedGradient(torch.autograd.Function):
         compute: Callable[[Head, list[bool]], tuple[Tensor, ...]],
         has_added: bool,
     ) -> tuple[Tensor, ...]:
-        head = head._replace(hidden=hidden, weight=weight, bias=bias)
-        *results, by_hidden, by_weight, by_bias = compute(head, list(ctx.needs_input_grad[:3]))
-        ctx.gradients = [by_hidden, by_weight, by_bias]
+        head = head._replace(hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
+        outputs = compute(head, list(ctx.needs_input_grad[:FACTORS]))
+        results, ctx.gradients = outputs[:-FACTORS], outputs[-FACTORS:]
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.has_added, ctx.backend, ctx.op, ctx.only = has_added, backend, op, only
-        return tuple(results)
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -452,7 +453,7 @@ def apply_loss(
     into: Tensor | None,
     shard: Shard | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss and metrics. The loss has a gradient by hidden states, weight and bias."""
+    """Loss and metrics. The loss has a gradient by the head's factors."""
     if torch.compiler.is_compiling():
         results = LOSS[backend](*head, *reference, *policy, *chunking, head.needs_grad)
         return cast(tuple[Tensor, Tensor], results[:2])
@@ -460,8 +461,7 @@ def apply_loss(
     def compute(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
         return loss_forward(backend, head, reference, policy, chunking, needs, into, shard)
 
-    differentiable = (head.hidden, head.weight, head.bias)
     only = (" with memory='fast'", ". memory='low' computes them each time")
     arguments = ("linear_policy_loss", only, backend, head, compute, into is not None)
-    results = PrecomputedGradient.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
+    results = PrecomputedGradient.apply(*head.factors, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)

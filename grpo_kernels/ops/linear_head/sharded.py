@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.head import Head, Shard
+from grpo_kernels.ops.linear_head.head import FACTORS, Head, Shard
 from grpo_kernels.ops.linear_head.registration import logprobs_backward, logprobs_forward
 
 
@@ -16,9 +15,8 @@ def apply_sharded(
     backend: str, shard: Shard, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of whole rows, from this rank's columns."""
-    differentiable = (head.hidden, head.weight, head.bias)
     arguments = (backend, shard, head, want_entropy, chunk_rows, product_rows)
-    results = _Sharded.apply(*differentiable, *arguments)  # type: ignore[no-untyped-call]
+    results = _Sharded.apply(*head.factors, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)
 
 
@@ -35,6 +33,8 @@ class _Sharded(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
         backend: str,
         shard: Shard,
         head: Head,
@@ -43,28 +43,28 @@ class _Sharded(torch.autograd.Function):
         product_rows: int,
     ) -> tuple[Tensor, Tensor]:
         targets = shard.local(head.targets)
-        head = head._replace(hidden=hidden, weight=weight, bias=bias, targets=targets)
+        head = head._replace(hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b, targets=targets)
         results = logprobs_forward(backend, head, True, chunk_rows, pad_column=True)
         logprobs, entropy, normalizer = shard.combine("linear_logprobs", results, targets)
-        ctx.save_for_backward(hidden, weight, bias, targets, head.row_temperature, normalizer, entropy)
-        ctx.scaling = head.scaling
-        ctx.call = (backend, shard.group, chunk_rows, product_rows)
+        ctx.save_for_backward(*head.factors, targets, head.row_temperature, normalizer, entropy)
+        ctx.numbers = head.numbers
+        ctx.call = (backend, shard, chunk_rows, product_rows)
         ctx.set_materialize_grads(False)
         return logprobs, entropy if want_entropy else logprobs.new_empty(0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        backend, group, chunk_rows, product_rows = ctx.call
+        backend, shard, chunk_rows, product_rows = ctx.call
         *tensors, normalizer, entropy = ctx.saved_tensors
         if grad_entropy is not None and grad_entropy.numel() == 0:
             grad_entropy = None
-        needs = list(ctx.needs_input_grad[:3])
-        hidden, weight, bias = logprobs_backward(
+        needs = list(ctx.needs_input_grad[:FACTORS])
+        gradients = logprobs_backward(
             backend,
             None if grad_logprobs is None else grad_logprobs.contiguous(),
             None if grad_entropy is None else grad_entropy.contiguous(),
-            Head(*tensors, *ctx.scaling),
+            Head(*tensors, *ctx.numbers),
             normalizer,
             entropy,
             needs,
@@ -72,8 +72,6 @@ class _Sharded(torch.autograd.Function):
             product_rows,
             pad_column=True,
         )
-        # all ranks must agree on whether hidden states need a gradient, or they would wait for each other
-        if needs[0]:
-            dist.all_reduce(hidden, group=group)
-        gradients = (g if need else None for g, need in zip((hidden, weight, bias), needs, strict=True))
-        return *gradients, *(None,) * 6
+        shard.complete(gradients, needs)
+        needed = (gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
+        return *needed, *(None,) * 6

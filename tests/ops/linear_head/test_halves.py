@@ -207,7 +207,7 @@ def test_rows_are_aligned(backend: str, pad: bool) -> None:
     """Products and kernels read 16 bytes at a time; with the column for targets of other ranks, too."""
     leaves = moved(head(torch.bfloat16), backend, torch.bfloat16)
     targets = leaves["targets"].reshape(-1)
-    flat = Head(leaves["hidden"].reshape(-1, HIDDEN), leaves["weight"], None, targets, None, 1.0, None, 1.0)
+    flat = Head(leaves["hidden"].reshape(-1, HIDDEN), leaves["weight"], *[None] * 3, targets, None, 1.0, None, 1.0, 1.0)
     products = chunks.Products(backend, flat, 8, pad_column=pad)
     gradients = chunks.Gradients(products, [True, True, False], len(targets), 0)
     for matrix in (products.tile, gradients.staged):

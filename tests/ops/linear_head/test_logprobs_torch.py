@@ -32,7 +32,13 @@ def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[tup
     leaves = [arguments[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     leaves[2] = leaves[2] if full else None
     temperature = torch.rand(5, device=arguments["hidden"].device) + 0.5 if full else None
-    return (*leaves, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5), full, 3, 3
+    lora = adapter(arguments["weight"]) if full else (None, None)
+    return (*leaves, *lora, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5, 0.3), full, 3, 3
+
+
+def adapter(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of rank 2."""
+    return torch.randn_like(weight[:2]).requires_grad_(), torch.randn_like(weight[:, :2]).requires_grad_()
 
 
 @pytest.mark.parametrize(
@@ -43,15 +49,15 @@ def test_opcheck(backend: str, full: bool) -> None:
     torch.library.opcheck(registry.overload("linear_logprobs", backend), (*head, *rest))
 
 
-EVERYTHING = [True, True, True]
+EVERYTHING = [True] * 5
 
 
 @pytest.mark.parametrize(
     ("backend", "needs"),
     [
         *((name, EVERYTHING) for name in KERNELS),
-        pytest.param("cpu", [True, False, False], marks=needs_cpu_kernels),
-        pytest.param("cpu", [False, True, False], marks=needs_cpu_kernels),
+        pytest.param("cpu", [True, False, False, False, True], marks=needs_cpu_kernels),
+        pytest.param("cpu", [False, True, False, True, False], marks=needs_cpu_kernels),
     ],
 )
 def test_opcheck_of_the_backward(backend: str, needs: list[bool]) -> None:

@@ -38,6 +38,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "reference backend": ("dapo", {"backend": "reference"}),
     "reference head": ("reference head", {"chunk_size": 4}),
     "weight_grad": ("dapo", {"chunk_size": 4}),
+    "adapter": ("dapo", {"chunk_size": 4}),
+    "adapter, low memory": ("dapo", {"chunk_size": 4, "memory": "low"}),
 }
 
 
@@ -53,6 +55,9 @@ def batch(case: str) -> dict[str, Any]:
         del arguments["ref_logprobs"]
         arguments["ref_hidden"] = torch.randn(*arguments["targets"].shape, 3, dtype=F64)
         arguments["ref_weight"] = torch.randn(edges.VOCABULARY, 3, dtype=F64)
+    if "adapter" in case:
+        arguments["lora_a"] = torch.randn(2, edges.HIDDEN, dtype=F64)
+        arguments["lora_b"] = torch.randn(edges.VOCABULARY, 2, dtype=F64)
     return arguments | {key: value for key, value in options.items() if key in ("temperature", "softcap")}
 
 
@@ -62,15 +67,19 @@ def run(case: str, shard: tuple[int, int] | None, counts: list[int]) -> dict[str
     options = {"backend": "cpu"} | options
     if shard is not None:
         first, last = shard
-        own = {key: arguments[key][first:last].clone() for key in ("weight", "bias", "ref_weight") if key in arguments}
+        own = {key: arguments.get(key) for key in ("weight", "bias", "ref_weight", "lora_b")}
+        own = {key: value[first:last].clone() for key, value in own.items() if value is not None}
         arguments |= own
         options |= {"vocab_start": first, "process_group": dist.group.WORLD}
+    adapter = {key: arguments.pop(key).requires_grad_() for key in ("lora_a", "lora_b") if key in arguments}
+    if adapter:
+        options["lora"] = (adapter["lora_a"], adapter["lora_b"], 0.7)
     leaves = edges.leaves_of(arguments)
     into = torch.zeros_like(leaves["weight"]) if case == "weight_grad" else None
     counts.clear()
     result = gk.linear_policy_loss(**arguments | leaves | options, config=config_of(name), weight_grad=into)
     result.loss.backward()
-    gradients = {f"by {key}": leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+    gradients = {f"by {key}": leaf.grad for key, leaf in (leaves | adapter).items() if leaf.grad is not None}
     if into is not None:
         gradients["by weight"] = into
     return {"loss": result.loss.detach(), "metrics": result.metrics.tensor, "bytes": list(counts)} | gradients
@@ -119,6 +128,10 @@ def test_what_one_process_gets(ranks: list[dict[str, Any]], case: str) -> None:
         assert all(torch.equal(one[name].nan_to_num(7e7), found[0][name].nan_to_num(7e7)) for one in found), name
     got = {name: found[0][name] for name in ("loss", "metrics", "by hidden")}
     got |= {name: torch.cat([one[name] for one in found]) for name in ("by weight", "by bias")}
+    if "adapter" in case:
+        assert all(torch.equal(one["by lora_a"], found[0]["by lora_a"]) for one in found)
+        got["by lora_a"] = found[0]["by lora_a"]
+        got["by lora_b"] = torch.cat([one["by lora_b"] for one in found])
     want = run(case, None, [])
     del want["bytes"]
     assert all(want[name].any() for name in want)

@@ -17,6 +17,7 @@ from tests.harness import assert_within_budget, device_of, needs_cpu_kernels
 from tests.ops.linear_head.test_policy_loss_edges import (
     CONFIGS,
     F64,
+    HIDDEN,
     KERNELS,
     ROWS,
     VOCABULARY,
@@ -117,6 +118,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "old_logprobs": (torch.full((ROWS, WIDTH), -3.0, dtype=F64), {}),
     "advantages": (torch.ones(ROWS, dtype=F64), {}),
     "bias": (torch.arange(VOCABULARY, dtype=F64), {}),
+    "lora": ((torch.ones(2, HIDDEN, dtype=F64), torch.eye(VOCABULARY, 2, dtype=F64), 0.5), {}),
     "temperature": (torch.full((ROWS, 1), 1.5, dtype=F64), {}),
     "softcap": (1.5, {}),
     "logit_scale": (0.5, {}),
