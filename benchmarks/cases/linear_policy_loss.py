@@ -125,7 +125,17 @@ def cases(shape: Shape) -> list[Case]:
         (Bar("ratio at least", 1.4, "all rows"),),
         **common,
     )
-    adapted = Case(
+    return [
+        whole,
+        sparse,
+        half,
+        adapted(shape, common),
+        *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu"),
+    ]
+
+
+def adapted(shape: Shape, common: dict[str, Any]) -> Case:
+    return Case(
         OP,
         f"{shape}, an adapter of rank 16",
         shape.model,
@@ -136,13 +146,6 @@ def cases(shape: Shape) -> list[Case]:
         (Bar("ratio at least", 1.2, "merged weight"),),
         **common,
     )
-    return [
-        whole,
-        sparse,
-        half,
-        adapted,
-        *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu"),
-    ]
 
 
 CLIP_RATES = (0.0, 0.05, 0.3, 0.5)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.trl import adapters
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _HEAD, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
@@ -24,7 +25,8 @@ def patch_trl(head: bool = True, logprobs: bool = True) -> None:
     Values that only TRL computes (the sums for DPO's weighting and SFT's accuracy) still come from TRL.
 
     Args:
-        head: log-probs and entropies from hidden states, as used by the GRPO, RLOO, SFT, DPO and KTO trainers
+        head: log-probs and entropies from hidden states, as used by the GRPO, RLOO, SFT, DPO and KTO trainers. These
+            then accept LoRA on the LM head, which TRL by itself does not compute
         logprobs: log-probs and entropies from logits, as used by the other trainers
     """
     refuse_other_trl("patch_trl")
@@ -38,6 +40,8 @@ def patch_trl(head: bool = True, logprobs: bool = True) -> None:
         if wanted and name not in _originals:
             _originals[name] = getattr(host, name)
             _replace(_originals[name], ours, name)
+    if head:
+        adapters.patch()
 
 
 def unpatch_trl() -> None:
@@ -45,6 +49,7 @@ def unpatch_trl() -> None:
     while _originals:
         name, original = _originals.popitem()
         _replace(getattr(host, name), original, name)
+    adapters.unpatch()
 
 
 def _replace(old: Any, new: Any, name: str) -> None:
@@ -70,8 +75,14 @@ class _Head:
         logit_scale: float,
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
+        lora, is_sharded = adapters.current(), is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+        if lora is not None and is_sharded:
+            raise RuntimeError(
+                "patch_trl: the LM head must have no adapter under ZeRO-3, got one; only its weight is here"
+            )
         # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
-        if not set(outputs) <= {"log_probs", "entropy"} or len(targets) == 0 or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+        if not set(outputs) <= {"log_probs", "entropy"} or len(targets) == 0 or is_sharded:
+            weight = weight if lora is None else adapters.merged(weight, lora)
             results: tuple[Tensor | None, ...] = _originals[_HEAD].apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
@@ -84,6 +95,7 @@ class _Head:
             weight,
             targets,
             bias=bias,
+            lora=None if lora is None else adapters.of_dtype(lora, hidden.dtype),
             temperature=temperature,
             softcap=softcap,
             logit_scale=logit_scale,

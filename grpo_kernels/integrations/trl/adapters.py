@@ -1,0 +1,147 @@
+"""PEFT's adapters on the LM head, which TRL's trainers refuse because they read the weight of the head alone."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import trl.trainer.utils as host
+from torch import Tensor, nn
+from transformers.utils.import_utils import is_peft_available
+
+if is_peft_available():
+    from peft.tuners.lora import Linear as LoraLinear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+# A [r, H], B [V, r], and the scale of their product
+Adapter = tuple[Tensor, Tensor, float]
+
+_ADD, _TUNER = "add_fused_lm_head", "BaseTunerLayer"
+_originals: dict[str, Any] = {}
+_current: ContextVar[Adapter | None] = ContextVar("adapter", default=None)  # of the forward pass that is under way
+
+
+def patch() -> None:
+    """Lets the trainers with a fused head accept an adapter that `current` can hand to it."""
+    if not is_peft_available() or _originals:
+        return
+    _originals.update({_ADD: getattr(host, _ADD), _TUNER: BaseTunerLayer})
+    _replace(_originals[_ADD], _add_fused_lm_head, _Refused)
+
+
+def unpatch() -> None:
+    """Restores TRL; models that were prepared in the meantime refuse their adapters from now on."""
+    if _originals:
+        add = _originals[_ADD]
+        _replace(_add_fused_lm_head, add, BaseTunerLayer)
+        _originals.clear()
+
+
+def _replace(old: Any, new: Any, tuner: type) -> None:
+    """In every module of TRL that prepares a fused head."""
+    for path in [path for path in sys.modules if path.split(".")[0] == "trl"]:
+        module = sys.modules[path]
+        if vars(module).get(_ADD) is old:
+            setattr(module, _ADD, new)
+            if _TUNER in vars(module):
+                setattr(module, _TUNER, tuner)
+
+
+def current() -> Adapter | None:
+    """A, B and scale of the adapter on the head that TRL multiplies by, or None if its weight is all there is."""
+    return _current.get()
+
+
+def merged(weight: Tensor, adapter: Adapter) -> Tensor:
+    """The weight that the head multiplies by."""
+    a, b, scale = adapter
+    return weight + (scale * b @ a).to(weight.dtype)
+
+
+def of_dtype(adapter: Adapter, dtype: torch.dtype) -> Adapter:
+    """The adapter for hidden states of this dtype: the same, or float32."""
+    a, b, scale = adapter
+    wanted = dtype if a.dtype == b.dtype == dtype else torch.promote_types(dtype, torch.float32)
+    return a.to(wanted), b.to(wanted), scale
+
+
+def _adapter_of(head: nn.Module) -> Adapter | None:
+    reason = _refusal(head)
+    if reason:
+        raise ValueError(f"patch_trl: {reason}, which the fused head does not compute; got {type(head).__name__}")
+    if not isinstance(head, LoraLinear) or head.disable_adapters or head.merged:
+        return None
+    names = _active(head)
+    if not names:
+        return None
+    (name,) = names
+    a: Any = head.lora_A[name]
+    b: Any = head.lora_B[name]
+    return a.weight, b.weight, float(head.scaling[name])
+
+
+def _active(head: Any) -> list[str]:
+    return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def _refusal(head: Any) -> str:
+    """Why this head is not a matrix product with at most one adapter of LoRA; empty if it is."""
+    if isinstance(head, AuxiliaryTrainingWrapper) and not isinstance(head, ModulesToSaveWrapper):
+        return "the LM head must not train single tokens"
+    if not isinstance(head, BaseTunerLayer):
+        return ""
+    if not isinstance(head, LoraLinear):
+        return "an adapter on the LM head must be LoRA's"
+    if head.disable_adapters or head.merged:
+        return ""
+    names = _active(head)
+    if len(names) > 1:
+        return f"one adapter may be active on the LM head, not {names}"
+    for name in names:
+        if name in head.lora_variant:
+            return f"the adapter {name!r} of the LM head must be plain LoRA, without DoRA or another variant"
+        if head.lora_B[name].bias is not None or head.fan_in_fan_out:
+            return f"the adapter {name!r} of the LM head must have no bias and no transposed weight"
+        if head.training and getattr(head.lora_dropout[name], "p", 0) > 0:
+            return f"the adapter {name!r} of the LM head must have lora_dropout=0"
+    return ""
+
+
+class _RefusedType(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, BaseTunerLayer) and bool(_refusal(instance))
+
+
+class _Refused(metaclass=_RefusedType):
+    """Stands for BaseTunerLayer in TRL's trainers, which refuse heads of that type."""
+
+
+def _add_fused_lm_head(
+    model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Sequence[str] = ("log_probs",)
+) -> None:
+    head = model.get_output_embeddings()
+    if cast_lm_head_to_fp32 and isinstance(head, BaseTunerLayer):
+        raise ValueError("patch_trl: cast_lm_head_to_fp32 must be False with an adapter on the LM head, got True")
+    _originals[_ADD](model, temperature, cast_lm_head_to_fp32, outputs)
+    fused = model.forward.__func__
+
+    @functools.wraps(fused)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return fused(self, *args, **kwargs)
+        head = self.get_output_embeddings()
+        if not _originals and isinstance(head, BaseTunerLayer):
+            raise RuntimeError("unpatch_trl: the LM head must have no adapter after it, as TRL would ignore it")
+        token = _current.set(_adapter_of(head))
+        try:
+            return fused(self, *args, fused_lm_head=True, **kwargs)
+        finally:
+            _current.reset(token)
+
+    model.forward = types.MethodType(forward, model)
