@@ -37,12 +37,12 @@ SHARED = {
     "reference": {"groups"},
     "triton": {"aot", "groups"},
     "aot": {"aot"},
-    "registration": {"registry", "groups"},
+    "registration": {"registry", "groups", "shared_positions"},
     "chunks": set(),
     "head": set(),
     "sizes": set(),
     "live_rows": {"registry"},
-    "public": {"backends", "checks", "groups"},
+    "public": {"backends", "checks", "groups", "shared_positions"},
 }
 TOP = {
     "__init__": {"backends", "ops"},
@@ -52,6 +52,7 @@ TOP = {
     "checks": set(),
     "groups": {"checks"},
     "plans": set(),
+    "shared_positions": {"checks"},
     "registry": {"backends"},
 }
 # Third-party packages that modules may import at the top.

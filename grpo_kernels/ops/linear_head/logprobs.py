@@ -23,6 +23,7 @@ from grpo_kernels.ops.sampled_support import check_support
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.token_logprobs import TokenLogprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
+from grpo_kernels.shared_positions import check_term_index, gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,6 +42,7 @@ def linear_logprobs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     positions: Tensor | None = None,
+    term_index: Tensor | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     return_entropy: bool = False,
     chunk_size: int | None = None,
@@ -63,6 +65,9 @@ def linear_logprobs(
         temperature, softcap, logit_scale, return_entropy: as in token_logprobs
         positions: rows to compute. A mask in the shape of targets gives results of that shape, 0 elsewhere, and waits
             for a GPU; integers [P] into the flattened targets give results [P]
+        term_index: integers of any shape, the flattened position in targets of each result. Several may share one,
+            which is computed once and gets the sum of their gradients, in a fixed order; -1 gives 0. positions must be
+            None
         support: token ids that sampling kept, as in token_logprobs. Only their columns are multiplied, and only their
             rows of the weight get a gradient; chunk_size, vocab_start and process_group must be None
         chunk_size: rows whose logits are in memory at a time, and of a product for the gradients; None means chosen
@@ -75,11 +80,14 @@ def linear_logprobs(
     """
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     size = check_chunk_size(_OP, chunk_size)
+    index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
+    if index is not None and positions is not None:
+        raise ValueError(f"{_OP}: positions must be None with term_index, which picks the results, got a tensor")
     places = check_positions(_OP, positions, targets)
     device = hidden.device
     if support is not None:
         check_whole(_OP, lora=lora, chunk_size=chunk_size, vocab_start=vocab_start, process_group=process_group)
-        return _over_support(head, support, targets.shape, positions, places, return_entropy, backend)
+        return _over_support(head, support, targets.shape, positions, places, index, return_entropy, backend)
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index)
     if places is not None:
         # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, as a mask causes.
@@ -96,7 +104,7 @@ def linear_logprobs(
 
     def shaped(result: Tensor) -> Tensor:
         if places is None:
-            return result.view(targets.shape)
+            return result.view(targets.shape) if index is None else gather(result, index)
         return result.new_zeros(targets.numel()).index_put((places,), result).view(targets.shape) if is_mask else result
 
     return TokenLogprobs(shaped(logprobs), shaped(entropy) if return_entropy else None)
@@ -108,6 +116,7 @@ def _over_support(
     shape: torch.Size,
     positions: Tensor | None,
     places: Tensor | None,
+    index: Tensor | None,
     return_entropy: bool,
     backend: str | None,
 ) -> TokenLogprobs:
@@ -122,6 +131,8 @@ def _over_support(
     logprobs, entropy = op.apply_support(chosen, head, entries, return_entropy)
 
     def shaped(result: Tensor) -> Tensor:
+        if index is not None:
+            return gather(result, index)
         is_picked = positions is not None and positions.dtype != torch.bool
         return result[places] if is_picked else result.view(shape)
 

@@ -39,6 +39,7 @@ from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.sampled_support import check_support
 from grpo_kernels.ops.sampled_support import registration as sampled_support
 from grpo_kernels.ops.token_logprobs.config import IGNORED
+from grpo_kernels.shared_positions import add_up, check_term_index, gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +63,7 @@ def linear_policy_loss(
     support: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    term_index: Tensor | None = None,
     segments: Tensor | None = None,
     kinds: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
@@ -87,7 +89,7 @@ def linear_policy_loss(
     """Computes policy_loss(linear_logprobs(hidden, weight, targets).logprobs, ...) in three matrix products, not four.
 
     Args:
-        hidden: [B, T, H] with targets [B, T], or packed [M, H] with targets [M] and cu_seqlens
+        hidden: [B, T, H] with targets [B, T], packed [M, H] with targets [M] and cu_seqlens, [..., H] with term_index
         targets: -100 excludes a token, whatever the mask says
         weight, bias, lora, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
         old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
@@ -96,6 +98,9 @@ def linear_policy_loss(
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
             Without ref_weight its weight and bias are those of the policy, without the adapter
         positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
+        term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in targets of each token of the
+            loss. Several may share one, whose log-prob is computed once. All other arguments of policy_loss have the
+            shape of term_index; -1 is padding. positions must be None
         support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
             then computed by the backward, also into weight_grad; lora, chunk_size and compact must be None, memory
             "fast"
@@ -103,7 +108,7 @@ def linear_policy_loss(
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
             with top_entropy_quantile, clip_cov, kl_cov, gvpo, real, flowrl and future_kl_half_life, whose terms depend
-            on tokens of other chunks
+            on tokens of other chunks; and with term_index and a sequence ratio in more than one chunk
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that. "device" is for a GPU and half precision: tokens without a gradient are left out
@@ -118,14 +123,10 @@ def linear_policy_loss(
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     size = check_chunk_size(_OP, chunk_size)
-    _check_form(hidden, cu_seqlens, memory, compact)
-    layout = Layout(_OP, targets.shape, head.wide, head.hidden.device, cu_seqlens)
+    _check_form(hidden, cu_seqlens, term_index, memory, compact)
+    index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
     places = check_positions(_OP, positions, targets)
-    takes_part = participants(_OP, targets, mask, cu_seqlens, segments)
-    if places is not None:
-        selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
-        takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
-    head = head._replace(targets=torch.where(takes_part.reshape(-1), head.targets, IGNORED))
+    layout, takes_part, head = _participants(head, targets, mask, cu_seqlens, segments, places, index)
     reference = check_reference(_OP, head, targets.shape, ref_hidden, ref_weight, ref_bias)
     if reference.hidden is not None:
         ref_logprobs = _placeholder(layout, head, ref_logprobs)
@@ -150,31 +151,39 @@ def linear_policy_loss(
     if support is not None:
         check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
-        return _over_support(layout, config, head, reference, policy, rows, want_entropy, support, weight_grad, backend)
+        return _over_support(
+            layout, config, head, reference, policy, rows, want_entropy, support, index, weight_grad, backend
+        )
     chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
     skips_idle = _skips_idle(compact, head, weight_grad, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
     if places is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
-        chosen_rows, head = _at_positions(head, places, takes_part)
+        chosen_rows, head = _at_positions(head, places)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     chunking = None
     if is_fast:
-        without_grad, with_grad = _split_rows(layout, policy, config) if is_compact else (None, chosen_rows)
-        chunking = _chunk(layout, head, policy, config, want_entropy, without_grad, with_grad, skips_idle, size, shard)
-    if is_fast and skips_idle and chunking is None:
-        raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
-    otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
-    check_weight_grad(_OP, weight_grad, head, chunking is not None, otherwise)
+        split = _split_rows(layout, head, policy, config, index) if is_compact else (None, chosen_rows)
+        chunking = _chunk(layout, head, policy, config, want_entropy, split, skips_idle, size, shard, index)
     if chunking is None:
-        measured = takes_part.reshape(-1) if is_compact else chosen_rows
+        _check_low(is_fast and skips_idle, weight_grad, head)
+        measured = head.targets != IGNORED if is_compact else chosen_rows
         return _with_low_memory(
-            layout, config, head, reference, policy, rows, want_entropy, measured, size, shard, chosen
+            layout, config, head, reference, policy, rows, want_entropy, measured, index, size, shard, chosen
         )
+    check_weight_grad(_OP, weight_grad, head, True, "")
     loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad, shard)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
+
+
+def _check_low(skips_idle: bool, weight_grad: Tensor | None, head: Head) -> None:
+    """Refuses what is only possible with memory="fast"."""
+    if skips_idle:
+        raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
+    otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
+    check_weight_grad(_OP, weight_grad, head, False, otherwise)
 
 
 def _with_low_memory(
@@ -186,6 +195,7 @@ def _with_low_memory(
     rows: RowInputs,
     want_entropy: bool,
     measured: Tensor | None,
+    index: Tensor | None,
     chunk_size: int | None,
     shard: Shard | None,
     backend: str,
@@ -214,7 +224,7 @@ def _with_low_memory(
     def shaped(result: Tensor) -> Tensor:
         if measured is not None and measured.dtype != torch.bool:
             result = result.new_zeros(len(head.targets)).index_put((measured,), result)
-        return result.view(layout.shape)
+        return _by_term(result, layout, index)
 
     if reference.hidden is not None and reference.weight is not None:
         other = head.of(reference)
@@ -238,6 +248,7 @@ def _over_support(
     rows: RowInputs,
     want_entropy: bool,
     support: tuple[Tensor, Tensor],
+    index: Tensor | None,
     weight_grad: Tensor | None,
     backend: str | None,
 ) -> PolicyLoss:
@@ -254,10 +265,10 @@ def _over_support(
     if reference.hidden is not None and reference.weight is not None:
         other = head.of(reference)
         ref_logprobs, _ = op.apply_support(chosen, other, entries, False)
-        policy = policy._replace(ref_logprobs=ref_logprobs.view(layout.shape))
+        policy = policy._replace(ref_logprobs=_by_term(ref_logprobs, layout, index))
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
-    entropy_of_all = entropy.view(layout.shape) if want_entropy else None
-    return compute(layout, config, logprobs.view(layout.shape), entropy_of_all, None, policy, rows, backend)
+    entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
+    return compute(layout, config, _by_term(logprobs, layout, index), entropy_of_all, None, policy, rows, backend)
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:
@@ -267,8 +278,42 @@ def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Ten
     return torch.zeros(layout.shape, dtype=head.wide, device=layout.device)
 
 
-def _check_form(hidden: Tensor, cu_seqlens: Tensor | None, memory: str, compact: bool | str | None) -> None:
-    if hidden.dim() != (3 if cu_seqlens is None else 2):
+def _by_term(values: Tensor, layout: Layout, index: Tensor | None) -> Tensor:
+    """One value per token of the loss, from one per row."""
+    return values.view(layout.shape) if index is None else gather(values, index)
+
+
+def _participants(
+    head: Head,
+    targets: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segments: Tensor | None,
+    places: Tensor | None,
+    index: Tensor | None,
+) -> tuple[Layout, Tensor, Head]:
+    """The layout of the loss, which of its tokens take part, and the head whose other rows are ignored."""
+    device = head.hidden.device
+    if index is None:
+        layout = Layout(_OP, targets.shape, head.wide, device, cu_seqlens)
+        takes_part = participants(_OP, targets, mask, cu_seqlens, segments)
+        if places is not None:
+            selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
+            takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
+        is_row = takes_part.reshape(-1)
+    else:
+        if places is not None:
+            raise ValueError(f"{_OP}: positions must be None with term_index, which names the only ones, got a tensor")
+        layout = Layout(_OP, index.shape, head.wide, device, cu_seqlens, "term_index")
+        takes_part = participants(_OP, gather(targets, index, IGNORED), mask, cu_seqlens, segments, "term_index")
+        is_row = add_up(takes_part.long(), index, len(head.targets)) > 0
+    return layout, takes_part, head._replace(targets=torch.where(is_row, head.targets, IGNORED))
+
+
+def _check_form(
+    hidden: Tensor, cu_seqlens: Tensor | None, term_index: Tensor | None, memory: str, compact: bool | str | None
+) -> None:
+    if term_index is None and hidden.dim() != (3 if cu_seqlens is None else 2):
         raise ValueError(
             f"{_OP}: hidden must have shape [B, T, H], or [M, H] with cu_seqlens, got {list(hidden.shape)}"
         )
@@ -309,11 +354,11 @@ def _is_compact(compact: bool | str | None, layout: Layout) -> bool:
     return compact is True and not torch.compiler.is_compiling()
 
 
-def _at_positions(head: Head, places: Tensor, takes_part: Tensor) -> tuple[Tensor, Head]:
+def _at_positions(head: Head, places: Tensor) -> tuple[Tensor, Head]:
     """The only rows to compute, ascending, found without a wait; those that take no part may hold NaN."""
     rows = places.sort().values
     torch._assert_async((rows.diff() > 0).all(), f"{_OP}: positions must be different places")
-    return rows, head.without(~takes_part.reshape(-1))
+    return rows, head.without(head.targets == IGNORED)
 
 
 def _chunk(
@@ -322,15 +367,16 @@ def _chunk(
     policy: Policy,
     config: LossConfig,
     want_entropy: bool,
-    without_grad: Tensor | None,
-    with_grad: Tensor | None,
+    split: tuple[Tensor | None, Tensor | None],
     skips_idle: bool,
     chunk_size: int | None,
     shard: Shard | None,
+    index: Tensor | None,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
     if config.ranks_tokens:
         return None
+    without_grad, with_grad = split
     rows = len(head.targets) if with_grad is None else len(with_grad)
     others = 0 if without_grad is None else len(without_grad)
     if shard is not None:
@@ -339,6 +385,8 @@ def _chunk(
         size = chunk_size or _rows_per_chunk(rows, others, head)
     ends = None
     if config.couples_tokens and rows > size:
+        if index is not None:
+            return None
         if with_grad is None and policy.cu_seqlens is None:
             longest = layout.shape[1]
             size = size // max(longest, 1) * longest
@@ -358,6 +406,7 @@ def _chunk(
         size,
         product_rows=chunk_size or 0,
         skips_idle=skips_idle,
+        term_index=index,
     )
 
 
@@ -368,8 +417,10 @@ def _rows_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
     return size if count == 0 else min(size, -(-with_grad // count // 16) * 16)
 
 
-def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Tensor, Tensor]:
-    """Participating tokens without and with a gradient, as far as that is known before anything is computed."""
+def _split_rows(
+    layout: Layout, head: Head, policy: Policy, config: LossConfig, index: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Participating rows without and with a gradient, as far as that is known before anything is computed."""
     takes_part = policy.mask
     assert takes_part is not None
     has_grad = takes_part
@@ -382,7 +433,8 @@ def _split_rows(layout: Layout, policy: Policy, config: LossConfig) -> tuple[Ten
         if policy.kinds is not None:
             is_idle = is_idle & (policy.kinds == POLICY)
         has_grad = takes_part & ~is_idle
-    kind = torch.where(has_grad, 1, torch.where(takes_part, 0, 2)).reshape(-1)
+    is_live = has_grad.reshape(-1) if index is None else add_up(has_grad.long(), index, len(head.targets)) > 0
+    kind = torch.where(is_live, 1, torch.where(head.targets != IGNORED, 0, 2))
     order = kind.argsort(stable=True)
     without, with_, _ = torch.bincount(kind, minlength=3).tolist()
     return order[:without], order[without : without + with_]

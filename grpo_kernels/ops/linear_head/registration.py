@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from grpo_kernels import registry
+from grpo_kernels import registry, shared_positions
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, rows_with_grad
 from grpo_kernels.ops.linear_head.head import FACTORS, HEAD_SCHEMA, REFERENCE_SCHEMA, Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.sizes import chunks
@@ -231,6 +231,7 @@ class Chunking(NamedTuple):
         chunk_rows: rows of a chunk
         product_rows: rows of a product for the gradients in half precision; 0 means chosen from the shapes
         skips_idle: leave blocks of rows without a gradient out of these products, decided on the device
+        term_index: the row of every term of the loss, -1 for padding; None means that they are the rows
     """
 
     shape: list[int]
@@ -242,11 +243,12 @@ class Chunking(NamedTuple):
     chunk_rows: int
     product_rows: int
     skips_idle: bool
+    term_index: Tensor | None
 
 
 _CHUNKING_SCHEMA = (
     "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
-    "int[]? ends, int chunk_rows, int product_rows, bool skips_idle"
+    "int[]? ends, int chunk_rows, int product_rows, bool skips_idle, Tensor? term_index"
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
@@ -270,7 +272,6 @@ class _Batch:
             is_padded = shard is not None
             self.reference = Products(products.backend, other, len(products.tile), is_padded, products.tile)
             self.ref_logprobs = torch.zeros_like(self.logprobs)
-            self.policy = policy._replace(ref_logprobs=self.ref_logprobs.view(chunking.shape))
 
     def measure(self, rows: slice | Tensor) -> Chunk:
         """The chunk of the policy; the reference model's logits are overwritten by it."""
@@ -291,13 +292,26 @@ class _Batch:
         return chunk._replace(logprobs=logprobs[None], entropy=entropy[None], normalizer=normalizer[None])
 
     def loss(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Loss, metrics, and the gradients by log-prob and entropy of every token."""
-        shape = self.chunking.shape
-        entropy = None if self.entropy is None else self.entropy.view(shape)
-        results = policy_loss.FORWARD[self.products.backend](
-            self.logprobs.view(shape), entropy, None, *self.policy, self.chunking.needs_entropy_gradient
+        """Loss, metrics, and the gradients by log-prob and entropy of every row."""
+        policy = self.policy
+        if self.reference is not None:
+            policy = policy._replace(ref_logprobs=self._by_term(self.ref_logprobs))
+        entropy = None if self.entropy is None else self._by_term(self.entropy)
+        loss, metrics, *by_term = policy_loss.FORWARD[self.products.backend](
+            self._by_term(self.logprobs), entropy, None, *policy, self.chunking.needs_entropy_gradient
         )
-        return cast(tuple[Tensor, Tensor, Tensor, Tensor], results)
+        by_logprob, by_entropy = map(self._by_row, by_term)
+        return loss, metrics, by_logprob, by_entropy
+
+    def _by_term(self, values: Tensor) -> Tensor:
+        index, shape = self.chunking.term_index, self.chunking.shape
+        return (values if index is None else shared_positions.gather(values, index)).view(shape)
+
+    def _by_row(self, by_term: Tensor) -> Tensor:
+        index = self.chunking.term_index
+        if index is None or by_term.numel() == 0:
+            return by_term
+        return shared_positions.add_up(by_term, index, len(self.logprobs))
 
 
 def loss_forward(
@@ -317,7 +331,7 @@ def loss_forward(
     total = len(head.hidden) if with_grad is None else len(with_grad)
     before = 0 if chunking.without_grad is None else len(chunking.without_grad)
     if with_grad is None and policy.mask is not None:
-        head = head.without(~policy.mask.reshape(-1))
+        head = head.without(head.targets == IGNORED)
     products = Products(backend, head, min(size, max(total, before)), pad_column=shard is not None)
     batch = _Batch(products, reference, policy, chunking, shard)
     on_cpu = head.hidden.device.type == "cpu"

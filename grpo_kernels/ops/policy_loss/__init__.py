@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from grpo_kernels import backends
+from grpo_kernels import backends, checks, shared_positions
 from grpo_kernels.ops.policy_loss import registration as op
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,
@@ -17,12 +18,14 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_rows,
     find_entropy_floor,
     needs_entropy_gradient,
+    participants,
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.covariance import select_tokens
 from grpo_kernels.ops.policy_loss.future_kl import future_kl_weights
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.sequence_losses import as_policy_gradient, replace_policy_loss
+from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "policy_loss"
 
@@ -46,6 +49,7 @@ def policy_loss(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    term_index: Tensor | None = None,
     segments: Tensor | None = None,
     kinds: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
@@ -68,6 +72,8 @@ def policy_loss(
         advantages: one per row [B] or one per token
         mask: tokens that take part; None means all. Masked slots may hold NaN
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
+        term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in logprobs and entropy, then of any
+            shape, of each token; several may share one. All other arguments have the shape of term_index; -1 is padding
         segments: integers ascending from 0 along each row, -1 outside; for ratio="segment"
         kinds: integers, one per token: 0 policy term, 1 cross-entropy, 2 reference KL alone, 3 counted alone, 4
             policy term and cross-entropy; None means 0
@@ -89,7 +95,9 @@ def policy_loss(
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     config = LossConfig.of(config)
-    layout = Layout.of(_OP, logprobs, cu_seqlens)
+    if term_index is not None:
+        logprobs, entropy, mask = _at_terms(logprobs, entropy, mask, term_index)
+    layout = Layout.of(_OP, logprobs, cu_seqlens, "logprobs" if term_index is None else "term_index")
     policy = check_policy(
         layout,
         config,
@@ -109,6 +117,25 @@ def policy_loss(
     entropy = layout.floats("entropy", entropy, detach=False)
     entropy_floor = check_entropy(layout, config, entropy is not None, entropy_floor)
     return compute(layout, config, layout.number(logprobs), entropy, entropy_floor, policy, rows, backend)
+
+
+def _at_terms(
+    logprobs: Tensor, entropy: Tensor | None, mask: Tensor | None, term_index: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probs and entropies of the terms, and which terms there are."""
+    checks.tensor(_OP, "logprobs", logprobs, checks.FLOATS)
+    if entropy is not None:
+        checks.tensor(_OP, "entropy", entropy, checks.FLOATS)
+        checks.same_device(_OP, "entropy", entropy, logprobs.device)
+        if entropy.shape != logprobs.shape:
+            raise ValueError(
+                f"{_OP}: entropy must have the shape of logprobs, {list(logprobs.shape)}, got {list(entropy.shape)}"
+            )
+    index = shared_positions.check_term_index(_OP, term_index, logprobs.numel(), logprobs.device)
+    targets = torch.where(index == shared_positions.ABSENT, IGNORED, 0)
+    takes_part = participants(_OP, targets, mask, None, None, "term_index")
+    entropy = None if entropy is None else shared_positions.gather(entropy, index)
+    return shared_positions.gather(logprobs, index), entropy, takes_part
 
 
 def compute(

@@ -270,7 +270,12 @@ def spread_rows(values: Tensor, policy: Policy, like: Tensor) -> Tensor:
 
 
 def participants(
-    op: str, targets: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, segments: Tensor | None
+    op: str,
+    targets: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    segments: Tensor | None,
+    name: str = "targets",
 ) -> Tensor:
     """Tokens that every argument lets take part. `cu_seqlens` was checked by the layout."""
     takes_part = targets != IGNORED
@@ -285,9 +290,7 @@ def participants(
         checks.tensor(op, "mask", mask, (torch.bool, *_NUMBERS))
         checks.same_device(op, "mask", mask, targets.device)
         if mask.shape != targets.shape:
-            raise ValueError(
-                f"{op}: mask must have the shape of targets, {list(targets.shape)}, got {list(mask.shape)}"
-            )
+            raise ValueError(f"{op}: mask must have the shape of {name}, {list(targets.shape)}, got {list(mask.shape)}")
         takes_part = takes_part & (mask != 0)
     return takes_part
 
