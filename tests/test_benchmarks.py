@@ -126,6 +126,7 @@ BARS = {
         for clip in CLIPPED
     ),
     *(("linear_distillation_loss", f"{head} k=64", "cost at most", "three bare products", 1.25) for head in HEADS),
+    *(("linear_distillation_loss", f"{head} k=64", "cost at most", "linear_policy_loss", 1.2) for head in HEADS),
     *(("linear_distillation_loss", f"{head} k=64", "memory below", "naive autograd", 0.2) for head in HEADS),
     *(
         ("linear_distillation_loss", f"{head} k=64", "ratio at least", peer, 1)

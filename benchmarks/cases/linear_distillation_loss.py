@@ -11,6 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks.case import Bar, Case, Floor, Provider, Sweep
+from benchmarks.cases import linear_policy_loss
 from benchmarks.head_peers import SHAPES, Inputs, Shape, bare_products, same
 
 OP = "linear_distillation_loss"
@@ -63,9 +64,14 @@ def case(shape: Shape) -> Case:
         Floor(flops=3 * shape.products),
         lambda device, seed: TaughtInputs(shape, device, seed),
         ours,
-        (*PEERS, Provider("three bare products", bare_products, agrees=False)),
+        (
+            *PEERS,
+            Provider("three bare products", bare_products, agrees=False),
+            Provider("linear_policy_loss", linear_policy_loss.ours, agrees=False),
+        ),
         (
             Bar("cost at most", 1.25 if shape.device == "cpu" else 1.2, "three bare products"),
+            Bar("cost at most", 1.2, "linear_policy_loss"),
             *(Bar("ratio at least", 1, peer.name) for peer in PEERS),
             Bar("memory below", 0.2, "naive autograd"),
         ),

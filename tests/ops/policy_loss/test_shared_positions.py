@@ -26,6 +26,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "clip_cov": {"loss": "clip_cov", "cov_ratio": 0.2},
 }
 CONFIG = gk.LossConfig()
+# all positions in a chunk, chunks shorter than a sample, and longer ones
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"chunk_size": 3},
+    {"chunk_size": 3, "compact": False},
+    {"chunk_size": 7},
+    {"chunk_size": 7, "compact": False},
+    {"memory": "low", "chunk_size": 4},
+)
 
 
 def draw(packed: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,7 +100,7 @@ def test_linear_policy_loss(name: str, packed: bool) -> None:
     want = written_out(positions, terms, config)
     assert want["hidden"].any() and not want["hidden"][10].any()
     for backend in ("cpu", "reference"):
-        for options in ({}, {"chunk_size": 3}, {"chunk_size": 3, "compact": False}, {"memory": "low", "chunk_size": 4}):
+        for options in OPTIONS:
             leaves = {name: positions[name].clone().requires_grad_() for name in ("hidden", "weight")}
             arguments: dict[str, Any] = {"targets": positions["targets"], **terms, **options}
             result = gk.linear_policy_loss(**leaves, **arguments, config=config, backend=backend)
@@ -158,7 +167,7 @@ def test_positions_without_a_term_are_neither_read_nor_computed() -> None:
     positions, terms = draw(True)
     want = written_out(positions, terms, CONFIG)
     positions["hidden"][10] = torch.nan
-    for options in ({}, {"compact": False, "chunk_size": 4}, {"memory": "low"}):
+    for options in ({}, {"compact": False}, {"compact": False, "chunk_size": 4}, {"memory": "low"}):
         leaves = {name: positions[name].clone().requires_grad_() for name in ("hidden", "weight")}
         arguments: dict[str, Any] = {"targets": positions["targets"], **terms, **options}
         assert_close(finished(gk.linear_policy_loss(**leaves, **arguments, config=CONFIG), leaves), want)
