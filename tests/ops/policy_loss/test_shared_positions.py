@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.ops.linear_head import registration
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.harness import assert_raises, device_of, needs_cpu_kernels, runnable_backends
 
@@ -171,6 +172,19 @@ def test_positions_without_a_term_are_neither_read_nor_computed() -> None:
         leaves = {name: positions[name].clone().requires_grad_() for name in ("hidden", "weight")}
         arguments: dict[str, Any] = {"targets": positions["targets"], **terms, **options}
         assert_close(finished(gk.linear_policy_loss(**leaves, **arguments, config=CONFIG), leaves), want)
+
+
+@needs_cpu_kernels
+def test_positions_whose_terms_are_masked_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions, terms = draw(True)
+    terms["mask"] = terms["term_index"] != 9
+    heads: list[Any] = []
+    once = registration.apply_loss
+    monkeypatch.setattr(registration, "apply_loss", lambda *args: heads.append(args[1]) or once(*args))
+    leaves = {name: positions[name].clone().requires_grad_() for name in ("hidden", "weight")}
+    gk.linear_policy_loss(**leaves, targets=positions["targets"], **terms)
+    ignored = (heads[0].targets == -100).nonzero().squeeze(1)
+    assert ignored.tolist() == [9, 10]
 
 
 @needs_cpu_kernels
