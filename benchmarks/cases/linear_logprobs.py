@@ -2,6 +2,9 @@
 
 Floor: 2 N H V flops forward, and 6 N H V backward: the logits again, and two products for the gradients. Keeping the
 logits would save their second product.
+
+"verl's actor" is a step of verl's actor from hidden states to gradients, as its engine makes it: log-probs and the
+entropy of every token, with a temperature and an entropy bonus.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Case, Floor, Sweep
-from benchmarks.head_peers import PEERS, SHAPES, Inputs, Shape, same
+from benchmarks.case import Bar, Case, Floor, Provider, Sweep
+from benchmarks.head_peers import PEERS, SHAPES, SMALL, Inputs, Shape, same
 
 OP = "linear_logprobs"
 
@@ -37,7 +40,56 @@ def case(shape: Shape) -> Case:
     )
 
 
-CASES = [case(shape) for shape in SHAPES]
+TEMPERATURE, BONUS = 0.9, 0.01
+
+
+def bonus_loss(logprobs: Tensor, entropy: Tensor) -> Tensor:
+    return -logprobs.mean() - BONUS * entropy.float().mean()
+
+
+def ours_in_verl(i: Inputs) -> tuple[Tensor, ...]:
+    """What impl_backend: grpo_kernels calls."""
+    options = {"temperature": TEMPERATURE, "return_entropy": True}
+    logprobs, entropy = gk.linear_logprobs(i.hidden, i.weight, i.targets, **options)
+    return i.gradients(bonus_loss(logprobs, entropy))
+
+
+def verl_fused(i: Inputs) -> tuple[Tensor, ...]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return i.gradients(bonus_loss(*FusedLinearForPPO()(i.hidden, i.weight, i.targets, TEMPERATURE)))
+
+
+def verl_logits(i: Inputs) -> tuple[Tensor, ...]:
+    from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
+
+    logits = (i.hidden @ i.weight.T) / TEMPERATURE
+    logprobs = logprobs_from_logits(logits=logits, labels=i.targets, inplace_backward=False)
+    return i.gradients(bonus_loss(logprobs, entropy_from_logits(logits)))
+
+
+def verl_case(shape: Shape) -> Case:
+    return Case(
+        OP,
+        f"{shape}, verl's actor",
+        shape.model,
+        Floor(flops=4 * shape.products),
+        lambda device, seed: Inputs(shape, device, seed),
+        ours_in_verl,
+        (
+            Provider("verl, fused", verl_fused, package="verl"),
+            Provider("verl, logits", verl_logits, package="verl"),
+        ),
+        (Bar("memory below", 0.3, "verl, fused"), Bar("memory below", 0.3, "verl, logits")),
+        same=same(shape),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        devices=(shape.device,),
+        pairs=3,
+        returned=lambda i: i.gradient_bytes,
+    )
+
+
+CASES = [case(shape) for shape in SHAPES] + [verl_case(shape) for shape in (SMALL, SHAPES[4])]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

@@ -2,8 +2,10 @@
 
     algorithm.adv_estimator=fused_rloo                        # by name: verl finds them without an import
     actor_rollout_ref.actor.policy_loss.loss_mode=fused_gspo
+    actor_rollout_ref.model.use_fused_kernels=True
+    actor_rollout_ref.model.fused_kernel_options.impl_backend=grpo_kernels
 
-    patch_verl()                    # 'grpo', 'gdpo', 'gae', 'reinforce_plus_plus' and ppo_loss, by verl's own names
+    patch_verl()                    # 'grpo', 'gdpo', 'gae', 'reinforce_plus_plus', ppo_loss and fused heads
     worker.set_loss_fn(partial(fused_ppo_loss, config=actor_config))     # only the loss of an existing worker
 
 Estimators: fused_grpo, fused_dr_grpo, fused_rloo, fused_opo, fused_grpo_passk, fused_reinforce_plus_plus_baseline,
@@ -22,6 +24,7 @@ import verl
 from verl.trainer.ppo import core_algos
 
 from grpo_kernels.integrations.verl.advantages import ESTIMATORS, estimator
+from grpo_kernels.integrations.verl.head import register as register_head
 from grpo_kernels.integrations.verl.loss import LOSSES, fused_ppo_loss, policy_loss
 from grpo_kernels.integrations.verl.patch import patch_verl, unpatch_verl
 
@@ -56,3 +59,4 @@ for _name in ESTIMATORS:
     core_algos.register_adv_est(_name)(estimator(_name))
 for _name in LOSSES:
     core_algos.register_policy_loss(_name)(policy_loss(_name))
+register_head()

@@ -11,6 +11,7 @@ from typing import Any
 from verl.trainer.ppo import core_algos
 
 from grpo_kernels.integrations.verl import advantages, checkpoints, queue
+from grpo_kernels.integrations.verl import head as fused_head
 from grpo_kernels.integrations.verl import loss as loss_side
 from grpo_kernels.integrations.verl.correction import rollout_correction
 
@@ -34,8 +35,8 @@ _replaced: dict[str, tuple[Any, Any]] = {}
 _wrapped: dict[tuple[type, str], Any] = {}
 
 
-def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True) -> None:
-    """Replaces verl's estimators, loss and rollout correction.
+def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True, head: bool = True) -> None:
+    """Replaces verl's estimators, loss, rollout correction and fused LM head.
 
     Call it before the workers are created, in every process concerned: the trainer's for advantages, the actors' for
     losses.
@@ -46,6 +47,8 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True) ->
             save adaptive thresholds with verl's checkpoints
         loss: replace ppo_loss by fused_ppo_loss
         correction: compute the weights, rejections and metrics of algorithm.rollout_correction with our kernel
+        head: with use_fused_kernels, compute log-probs and entropies by linear_logprobs whatever impl_backend is; a
+            model keeps the head that it was built with
     """
     if grpo:
         from verl.trainer.ppo import ray_trainer
@@ -71,6 +74,8 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True) ->
         from verl.trainer.ppo import rollout_corr_helper
 
         _replace(rollout_corr_helper, _CORRECTION, rollout_correction)
+    if head:
+        fused_head.replaced["backends"] = True
 
 
 def unpatch_verl() -> None:
@@ -81,6 +86,7 @@ def unpatch_verl() -> None:
     while _wrapped:
         (kind, name), method = _wrapped.popitem()
         setattr(kind, name, method)
+    fused_head.replaced["backends"] = False
     loss_side.originals.clear()
     advantages.thresholds.clear()
 
