@@ -15,6 +15,8 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 import grpo_kernels as gk
+from grpo_kernels.checks import unknown
+from grpo_kernels.integrations.trl import head as fused_head
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
@@ -41,6 +43,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         loss: a LossConfig whose policy term replaces that of loss_type; the mean and the other terms are GRPOConfig's
         segments: group tokens into segments that share an advantage; scale_rewards must be "none", because the config's
             `norm` scales
+        head: "logprobs" computes log-probs and then the loss; "fused" computes the loss from hidden states within the
+            forward, in three matrix products instead of four, for the scored tokens alone
         backend: of grpo_kernels; None means the first that can
     """
 
@@ -54,6 +58,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         advantages: gk.AdvantageConfig | None = None,
         loss: gk.LossConfig | None = None,
         segments: gk.SegmentConfig | None = None,
+        head: str = "logprobs",
         backend: str | None = None,
         **options: Any,
     ) -> None:
@@ -77,6 +82,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             )
         if loss is not None and segments is not None:
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
+        if head not in fused_head.HEADS:
+            raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
         for field in dataclasses.fields(gk.LossConfig) if loss is not None else ():
             if field.init and field.name not in _POLICY_TERM and getattr(loss, field.name) != field.default:
                 raise ValueError(
@@ -86,6 +93,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.advantages, self.policy_term = advantages, loss
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
+        self.head = head
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
         self._entropy_window = torch.zeros(2, dtype=torch.float64)
         self._check_options()
@@ -200,47 +208,61 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         mode = "train" if self.model.training else "eval"
-        logprobs, entropy, aux_loss = self._forward(model, inputs, with_entropy=True)
-        mask = _mask(inputs)
         steps = self.current_gradient_accumulation_steps if mode == "train" else 1
         by_all = self.loss_type in _BY_ALL_TOKENS
         bonus = self._entropy_coefficient()
         # the bonus is a mean over the micro-batch's tokens, whatever the policy term's divisor
         config = self._loss_config(bonus / steps if by_all else bonus)
-        kwargs: dict[str, Any] = {}
+        normalizer = None
         if by_all:
             tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-            kwargs["normalizer"] = {
-                "tokens": tokens * (steps / self.args.steps_per_generation if mode == "train" else 1)
-            }
-        if self.beta != 0.0:
-            kwargs["ref_logprobs"] = inputs["ref_per_token_logps"]
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            kwargs["is_weights"] = inputs["importance_sampling_ratio"]
-        if self.off_policy_mask_threshold is not None and "sampling_per_token_logps" in inputs:
-            kwargs["sampling_logprobs"] = inputs["sampling_per_token_logps"]
-        if "segment_ids" in inputs:
-            kwargs["segments"] = inputs["segment_ids"]
-        if self.top_entropy_quantile < 1.0 and self.accelerator.num_processes > 1:
-            kwargs["entropy_floor"] = self._entropy_floor(entropy, mask)
-        result = gk.policy_loss(
-            logprobs,
-            inputs.get("old_per_token_logps"),
-            inputs["advantages"],
-            mask=mask,
-            entropy=entropy,
-            config=config,
-            backend=self.kernel_backend,
-            **kwargs,
-        )
+            normalizer = {"tokens": tokens * (steps / self.args.steps_per_generation if mode == "train" else 1)}
+        options = {"config": config, "normalizer": normalizer, "backend": self.kernel_backend}
+        result, aux_loss = self._policy_loss(model, inputs, options)
         loss = result.loss if by_all else result.loss / steps
         if self.aux_loss_enabled:
+            assert aux_loss is not None
             loss = loss + self.router_aux_loss_coef * aux_loss / steps
         self._log_loss(mode, result.metrics, aux_loss)
         return loss
 
+    def _policy_loss(
+        self, model: Any, inputs: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[gk.PolicyLoss, Tensor | None]:
+        """The loss of a micro-batch, and the load-balancing loss of a mixture of experts."""
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction
+        filters = self.off_policy_mask_threshold is not None
+        tokens = fused_head.TokenInputs(
+            old_logprobs=inputs.get("old_per_token_logps"),
+            advantages=inputs["advantages"],
+            mask=_mask(inputs),
+            ref_logprobs=inputs["ref_per_token_logps"] if self.beta != 0.0 else None,
+            is_weights=inputs["importance_sampling_ratio"] if corrected else None,
+            sampling_logprobs=inputs.get("sampling_per_token_logps") if filters else None,
+            segments=inputs.get("segment_ids"),
+        )
+        if self.head == "fused":
+            scored = inputs["completion_mask"] != 0
+            with fused_head.loss_in_head(
+                lambda head: fused_head.packed_policy_loss(head, tokens, scored, **options)
+            ) as results:
+                _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
+            (result,) = results
+            return result, aux_loss
+        logprobs, entropy, aux_loss = self._forward(
+            model, inputs, with_entropy=True, with_aux_loss=self.aux_loss_enabled
+        )
+        if self.top_entropy_quantile < 1.0 and self.accelerator.num_processes > 1:
+            options["entropy_floor"] = self._entropy_floor(entropy, tokens.mask)
+        return gk.policy_loss(logprobs, **tokens._asdict(), entropy=entropy, **options), aux_loss
+
     def _forward(
-        self, model: Any, inputs: dict[str, Any], with_entropy: bool = False, rows: int | None = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        with_entropy: bool = False,
+        with_aux_loss: bool = False,
+        rows: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         named = (
             "pixel_values",
@@ -261,7 +283,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             inputs["completion_ids"].shape[1],
             batch_size=rows,
             compute_entropy=with_entropy,
-            compute_aux_loss=with_entropy and self.aux_loss_enabled,
+            compute_aux_loss=with_aux_loss,
             **{name: inputs.get(name) for name in named},
         )
         return results
@@ -351,6 +373,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._entropy_window.zero_()
 
     def _check_options(self) -> None:
+        if self.head == "fused":
+            fused_head.check_fused(self)
         if self.segments is None:
             return
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation

@@ -1,0 +1,134 @@
+"""The policy loss inside TRL's model forward, in place of the log-probs of its LM head.
+
+TRL's forward ends in `_ChunkedLogProbFunction.apply`, which gets the hidden states of the scored tokens, the head's
+weight and bias, and all that the model does with its logits. Here that call computes the loss. It must run within the
+forward: DistributedDataParallel looks there for the parameters that a step uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+import trl.trainer.utils as host
+from torch import Tensor
+
+import grpo_kernels as gk
+
+HEADS = ("logprobs", "fused")
+_IGNORED = -100
+
+
+class HeadInputs(NamedTuple):
+    hidden: Tensor  # [P, H], the scored tokens of all rows, without padding
+    weight: Tensor  # [V, H]
+    bias: Tensor | None
+    targets: Tensor  # [P]
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+
+class TokenInputs(NamedTuple):
+    """What the loss takes beside the head, [B, T] unless it is said otherwise; None if there is none."""
+
+    old_logprobs: Tensor | None
+    advantages: Tensor  # [B] or [B, T]
+    mask: Tensor
+    ref_logprobs: Tensor | None
+    is_weights: Tensor | None  # [B, 1] or [B, T]
+    sampling_logprobs: Tensor | None
+    segments: Tensor | None
+
+
+@contextlib.contextmanager
+def loss_in_head(compute: Callable[[HeadInputs], gk.PolicyLoss]) -> Iterator[list[gk.PolicyLoss]]:
+    """Within this context a forward of TRL's computes a loss instead of log-probs; yields the list of its results."""
+    results: list[gk.PolicyLoss] = []
+
+    class _Loss:
+        @staticmethod
+        def apply(
+            hidden: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            targets: Tensor,
+            temperature: float,
+            chunk_size: int,
+            softcap: float | None,
+            logit_scale: float,
+            outputs: Sequence[str],
+        ) -> tuple[Tensor | None, ...]:
+            weight = weight.to(hidden.dtype)
+            bias = None if bias is None else bias.to(hidden.dtype)
+            results.append(compute(HeadInputs(hidden, weight, bias, targets, temperature, softcap, logit_scale)))
+            # the forward's outputs must depend on the head
+            return results[-1].loss.expand(len(targets)), None, None, None, None
+
+    names = {"_ChunkedLogProbFunction": _Loss, "_use_triton": lambda device: True}  # only the tokens that are scored
+    originals = {name: getattr(host, name) for name in names}
+    for name, ours in names.items():
+        setattr(host, name, ours)
+    try:
+        yield results
+    finally:
+        for name, original in originals.items():
+            setattr(host, name, original)
+
+
+def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **options: Any) -> gk.PolicyLoss:
+    """linear_policy_loss over the scored tokens of rows [B, T], whose number is that of the head's rows."""
+    rows, count = len(scored), len(head.targets)
+    lengths = scored.sum(1)
+    places = scored.reshape(-1).nonzero().squeeze(1)
+    if len(places) != count:
+        raise RuntimeError(
+            f"FusedGRPOTrainer: head='fused' needs the hidden states of {len(places)} tokens from TRL's forward, got "
+            f"{count}; use head='logprobs'"
+        )
+    # One more token behind the last row. Otherwise as many tokens as rows would make values of rows those of tokens.
+    extra = 1 if count == rows else 0
+
+    def packed(value: Tensor | None) -> Tensor | None:
+        if value is None or value.dim() == 1 or (value.shape[1] == 1 and scored.shape[1] != 1):
+            return value  # one per row
+        return F.pad(value.reshape(-1)[places], (0, extra))
+
+    return gk.linear_policy_loss(
+        F.pad(head.hidden, (0, 0, 0, extra)),
+        head.weight,
+        F.pad(head.targets, (0, extra), value=_IGNORED),
+        bias=head.bias,
+        temperature=head.temperature,
+        softcap=head.softcap,
+        logit_scale=head.logit_scale,
+        cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)),
+        return_entropy=True,
+        **{name: packed(value) for name, value in tokens._asdict().items()},  # type: ignore[arg-type]
+        **options,
+    )
+
+
+def check_fused(trainer: Any) -> None:
+    """Refuses what the fused head cannot honour."""
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    several = trainer.accelerator.num_processes > 1
+    sharded = "whose ranks hold a part of the head outside of the forward; use head='logprobs'"
+    rules = [
+        ("deepspeed", "must not be ZeRO-3", is_deepspeed_zero3_enabled(), sharded),  # type: ignore[no-untyped-call]
+        ("fsdp", "must be off", trainer.is_fsdp_enabled, sharded),
+        ("torch_compile", "must be False", trainer.args.torch_compile, "as the loss is computed within the forward"),
+        (
+            "top_entropy_quantile",
+            "must be 1 with several processes",
+            several and trainer.top_entropy_quantile < 1,
+            "as the threshold needs the entropies of all before the loss of any; use head='logprobs'",
+        ),
+    ]
+    for name, rule, is_broken, reason in rules:
+        if is_broken:
+            value = getattr(trainer.args, name, None)
+            raise ValueError(f"FusedGRPOTrainer: {name} {rule} for head='fused', {reason}, got {value!r}")
