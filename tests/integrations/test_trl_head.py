@@ -181,7 +181,7 @@ def small(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_models_do_with_their_logits(tmp_path: Path, name: str) -> None:
+def test_what_models_do_with_their_logits(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for head in ("fused", "logprobs"):
         trainer = of_model(small(name), tmp_path, head)
@@ -196,17 +196,13 @@ def test_what_models_do_with_their_logits(tmp_path: Path, name: str) -> None:
         assert any("gate" in each and float(gradient.abs().max()) > 0 for each, gradient in results[0][1].items())
         return
     # what the head would do without it
-    plain = of_model(small(name), tmp_path, "fused")
-    entered = _head.loss_in_head
+    plain, original = of_model(small(name), tmp_path, "fused"), _head.packed_policy_loss
 
-    def without(compute: Any) -> Any:
-        return entered(lambda inputs: compute(inputs._replace(softcap=None, logit_scale=1.0)))
+    def without(head: Any, *rest: Any, **options: Any) -> Any:
+        return original(head._replace(softcap=None, logit_scale=1.0), *rest, **options)
 
-    _head.loss_in_head = without  # type: ignore[assignment]
-    try:
-        other = step(plain, FusedGRPOTrainer._compute_loss, inputs)
-    finally:
-        _head.loss_in_head = entered
+    monkeypatch.setattr(_head, "packed_policy_loss", without)
+    other = step(plain, FusedGRPOTrainer._compute_loss, inputs)
     assert abs(other[2]["entropy"] - results[0][2]["entropy"]) > 0.05
 
 
@@ -335,10 +331,43 @@ def test_with_patched_log_probs_and_restored_afterwards(tmp_path: Path) -> None:
         unpatch_trl()
     assert_same(fused, theirs)
     before = trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
-    with pytest.raises(ZeroDivisionError), _head.loss_in_head(lambda inputs: 1 / 0):  # type: ignore[arg-type,return-value]
+    with pytest.raises(ZeroDivisionError), _head.head_calls(lambda head, outputs: 1 / 0):  # type: ignore[arg-type,return-value]
         assert trl_utils._ChunkedLogProbFunction is not before[0]
         trl_utils._ChunkedLogProbFunction.apply(torch.ones(1, 2), torch.ones(3, 2), *[None] * 7)
     assert (trl_utils._ChunkedLogProbFunction, trl_utils._use_triton) == before
+
+
+def test_adapters_on_the_head_after_patch_trl(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    patch_trl()
+    try:
+        results = []
+        for head in _head.HEADS:
+            torch.manual_seed(0)
+            adapter = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+            trainer = made(tmp_path, head=head, peft_config=adapter)
+            inputs = micro_batch(trainer, False)
+            results.append(step(trainer, FusedGRPOTrainer._compute_loss, inputs))
+    finally:
+        unpatch_trl()
+    assert_same_step(*results)
+    of_head = [gradient for name, gradient in results[0][1].items() if "lm_head" in name]
+    assert len(of_head) == 2 and all(float(gradient.abs().max()) > 1e-4 for gradient in of_head)
+
+
+def test_a_policy_that_has_not_changed_has_ratios_of_one(tmp_path: Path) -> None:
+    """In bfloat16: the old log-probs come from the head that the loss has."""
+    trainer = made(tmp_path, head="fused")
+    trainer.model.bfloat16()
+    inputs = micro_batch(trainer, False)
+    with torch.no_grad():
+        inputs["old_per_token_logps"], _, _ = trainer._forward(trainer.model, inputs)
+    seen: list[Any] = []
+    original = trainer._log_loss
+    trainer._log_loss = lambda mode, metrics, aux: (seen.append(metrics), original(mode, metrics, aux))
+    step(trainer, FusedGRPOTrainer._compute_loss, inputs)
+    # the sum over 15 tokens of (ratio - 1)**2, with log-probs of about 10 rounded to float32
+    assert 0 <= seen[0].to_dict()["ratio_spread_sum"] < 15 * (10 * 2**-22) ** 2
 
 
 @pytest.mark.slow
@@ -383,6 +412,6 @@ def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
         made(tmp_path, head="fused", peft_config=peft.LoraConfig(r=2, target_modules=["lm_head"]))
     with pytest.raises(RuntimeError, match="needs the hidden states of 3 tokens from TRL's forward, got 2"):
-        inputs = _head.HeadInputs(torch.ones(2, 4), torch.ones(3, 4), None, torch.ones(2).long(), 1.0, None, 1.0)
+        inputs = _head.HeadInputs(torch.ones(2, 4), torch.ones(3, 4), None, torch.ones(2).long(), 1.0, None, 1.0, None)
         tokens = _head.TokenInputs(None, torch.ones(1), torch.ones(1, 3).bool(), None, None, None, None)
         _head.packed_policy_loss(inputs, tokens, torch.ones(1, 3).bool())

@@ -2,7 +2,9 @@
 
 TRL's forward ends in `_ChunkedLogProbFunction.apply`, which gets the hidden states of the scored tokens, the head's
 weight and bias, and all that the model does with its logits. Here that call computes the loss. It must run within the
-forward: DistributedDataParallel looks there for the parameters that a step uses.
+forward: DistributedDataParallel looks there for the parameters that a step uses. Where TRL only scores tokens, for the
+old and the reference policy, it computes log-probs with the same products, so that a policy that has not changed has
+ratios of 1 up to rounding.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import trl.trainer.utils as host
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.trl import adapters
 
 HEADS = ("logprobs", "fused")
 _IGNORED = -100
@@ -29,6 +32,11 @@ class HeadInputs(NamedTuple):
     temperature: float
     softcap: float | None
     logit_scale: float
+    lora: adapters.Adapter | None
+
+
+# Log-probs and possibly entropies of the scored tokens, from the head's inputs and the names of TRL's outputs.
+HeadCall = Callable[[HeadInputs, Sequence[str]], tuple[Tensor, Tensor | None]]
 
 
 class TokenInputs(NamedTuple):
@@ -44,11 +52,10 @@ class TokenInputs(NamedTuple):
 
 
 @contextlib.contextmanager
-def loss_in_head(compute: Callable[[HeadInputs], gk.PolicyLoss]) -> Iterator[list[gk.PolicyLoss]]:
-    """Within this context a forward of TRL's computes a loss instead of log-probs; yields the list of its results."""
-    results: list[gk.PolicyLoss] = []
+def head_calls(compute: HeadCall) -> Iterator[None]:
+    """Within this context a forward of TRL's ends in a call of `compute`."""
 
-    class _Loss:
+    class _Call:
         @staticmethod
         def apply(
             hidden: Tensor,
@@ -63,19 +70,31 @@ def loss_in_head(compute: Callable[[HeadInputs], gk.PolicyLoss]) -> Iterator[lis
         ) -> tuple[Tensor | None, ...]:
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
-            results.append(compute(HeadInputs(hidden, weight, bias, targets, temperature, softcap, logit_scale)))
-            # the forward's outputs must depend on the head
-            return results[-1].loss.expand(len(targets)), None, None, None, None
+            lora = adapters.current()
+            lora = None if lora is None else adapters.of_dtype(lora, hidden.dtype)
+            head = HeadInputs(hidden, weight, bias, targets, temperature, softcap, logit_scale, lora)
+            return *compute(head, outputs), None, None, None
 
-    names = {"_ChunkedLogProbFunction": _Loss, "_use_triton": lambda device: True}  # only the tokens that are scored
+    names = {"_ChunkedLogProbFunction": _Call, "_use_triton": lambda device: True}  # only the tokens that are scored
     originals = {name: getattr(host, name) for name in names}
     for name, ours in names.items():
         setattr(host, name, ours)
     try:
-        yield results
+        yield
     finally:
         for name, original in originals.items():
             setattr(host, name, original)
+
+
+def logprobs(head: HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+    result = gk.linear_logprobs(
+        head.hidden, head.weight, head.targets, return_entropy="entropy" in outputs, **_options(head)
+    )
+    return result.logprobs, result.entropy
+
+
+def _options(head: HeadInputs) -> dict[str, Any]:
+    return {name: value for name, value in head._asdict().items() if name not in ("hidden", "weight", "targets")}
 
 
 def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **options: Any) -> gk.PolicyLoss:
@@ -100,13 +119,10 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
         F.pad(head.hidden, (0, 0, 0, extra)),
         head.weight,
         F.pad(head.targets, (0, extra), value=_IGNORED),
-        bias=head.bias,
-        temperature=head.temperature,
-        softcap=head.softcap,
-        logit_scale=head.logit_scale,
         cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)),
         return_entropy=True,
         **{name: packed(value) for name, value in tokens._asdict().items()},  # type: ignore[arg-type]
+        **_options(head),
         **options,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """
 
     entropy_coef: float
+    _head_call: fused_head.HeadCall  # what the forward ends in with head="fused"
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.advantages, self.policy_term = advantages, loss
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
-        self.head = head
+        self.head, self._head_call = head, fused_head.logprobs
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
         self._entropy_window = torch.zeros(2, dtype=torch.float64)
         self._check_options()
@@ -242,11 +244,18 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             segments=inputs.get("segment_ids"),
         )
         if self.head == "fused":
-            scored = inputs["completion_mask"] != 0
-            with fused_head.loss_in_head(
-                lambda head: fused_head.packed_policy_loss(head, tokens, scored, **options)
-            ) as results:
+            results: list[gk.PolicyLoss] = []
+
+            def compute(head: fused_head.HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, None]:
+                scored = inputs["completion_mask"] != 0
+                results.append(fused_head.packed_policy_loss(head, tokens, scored, **options))
+                return results[-1].loss.expand(len(head.targets)), None  # the outputs must depend on the head
+
+            self._head_call = compute
+            try:
                 _, _, aux_loss = self._forward(model, inputs, with_aux_loss=self.aux_loss_enabled)
+            finally:
+                self._head_call = fused_head.logprobs
             (result,) = results
             return result, aux_loss
         logprobs, entropy, aux_loss = self._forward(
@@ -286,6 +295,15 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             compute_aux_loss=with_aux_loss,
             **{name: inputs.get(name) for name in named},
         )
+        return results
+
+    def _get_per_token_logps_and_entropies(
+        self, *arguments: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As TRL's, with our head if it is the fused one."""
+        results: tuple[Tensor, Tensor | None, Tensor | None]
+        with fused_head.head_calls(self._head_call) if self.head == "fused" else contextlib.nullcontext():
+            results = super()._get_per_token_logps_and_entropies(*arguments, **options)
         return results
 
     def _loss_config(self, entropy_coef: float) -> gk.LossConfig:
