@@ -111,10 +111,7 @@ BARS = {
     ("policy_loss", "half the tokens, packed", "ratio at least", "all tokens", 1.6),
     ("policy_loss", "one token in 16 of many, packed", "ratio at least", "all tokens", 8),
     *(("policy_loss", "clip, and other losses", "ratio at most", variant, 1.5) for variant in VARIANTS),
-    *(
-        ("linear_logprobs", f"{HEADS[0]}, verl's actor", "memory below", peer, 0.3)
-        for peer in ("verl, fused", "verl, logits")
-    ),
+    *(("linear_logprobs", f"{HEADS[0]}, verl's actor", "memory below", f"verl, {x}", 0.3) for x in ("fused", "logits")),
     *(("linear_policy_loss", head, "cost at most", "three bare products", 1.15) for head in HEADS),
     *(("linear_policy_loss", head, "ratio at least", peer, 1) for head in HEADS for peer in HEAD_PEERS),
     *(("linear_policy_loss", head, "memory below", "naive autograd", 0.15) for head in HEADS),
