@@ -12,6 +12,7 @@ from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_distillation_loss import registration as op
 from grpo_kernels.ops.linear_distillation_loss.config import ABSENT, KINDS, TAILS
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
+from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
@@ -35,6 +36,7 @@ class DistillationLoss(NamedTuple):
     mass: Tensor
 
 
+@takes_dtensors(_OP, can_split=False)
 def linear_distillation_loss(
     hidden: Tensor,
     weight: Tensor,

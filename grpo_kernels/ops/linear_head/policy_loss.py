@@ -20,6 +20,7 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_weight_grad,
     check_whole,
 )
+from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_chunk
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _OP = "linear_policy_loss"
 
 
+@takes_dtensors(_OP)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
