@@ -15,7 +15,7 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import adapters
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
-_HEAD, _COMPACT = "_ChunkedLogProbFunction", "_use_triton"
+_HEAD, _COMPACT, _SHARDED = "_ChunkedLogProbFunction", "_use_triton", "DTensor"
 _originals: dict[str, Any] = {}
 
 
@@ -33,6 +33,7 @@ def patch_trl(head: bool = True, logprobs: bool = True) -> None:
     for name, wanted, ours in [
         (_HEAD, head, _Head),
         (_COMPACT, head, lambda device: True),  # compute only positions that count, on the CPU as well
+        (_SHARDED, head, _Never),
         ("selective_log_softmax", logprobs, selective_log_softmax),
         ("entropy_from_logits", logprobs, entropy_from_logits),
         ("selective_log_softmax_and_entropy", logprobs, selective_log_softmax_and_entropy),
@@ -53,11 +54,18 @@ def unpatch_trl() -> None:
 
 
 def _replace(old: Any, new: Any, name: str) -> None:
-    """Replaces it in every module of TRL; the switch of TRL's own kernels only in the module of its trainers."""
+    """Replaces it in every module of TRL; switches of its fused head only in the module of its trainers."""
     paths = [path for path in sys.modules if path.split(".")[0] == "trl"]
-    for module in [sys.modules[path] for path in paths if name != _COMPACT or path == host.__name__]:
+    for module in [sys.modules[path] for path in paths if name not in (_COMPACT, _SHARDED) or path == host.__name__]:
         if vars(module).get(name) is old:
             setattr(module, name, new)
+
+
+class _Never:
+    """Stands for DTensor, so that TRL hands over a sharded weight.
+
+    TRL's full_tensor() would keep each rank's part of its own gradient, and lose those of the other ranks.
+    """
 
 
 class _Head:
@@ -75,13 +83,18 @@ class _Head:
         logit_scale: float,
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
-        lora, is_sharded = adapters.current(), is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
-        if lora is not None and is_sharded:
+        lora, is_partitioned = adapters.current(), is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+        if lora is not None and is_partitioned:
             raise RuntimeError(
                 "patch_trl: the LM head must have no adapter under ZeRO-3, got one; only its weight is here"
             )
+        is_sharded = type(weight).__name__ == "DTensor"
+        # a rank without targets takes part in the others' collectives
+        has_nothing = len(targets) == 0 and not is_sharded
+        lora = None if lora is None else (_whole(lora[0]), _whole(lora[1]), lora[2])
         # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
-        if not set(outputs) <= {"log_probs", "entropy"} or len(targets) == 0 or is_sharded:
+        if not set(outputs) <= {"log_probs", "entropy"} or has_nothing or is_partitioned:
+            weight, bias = _whole(weight), _whole(bias)
             weight = weight if lora is None else adapters.merged(weight, lora)
             results: tuple[Tensor | None, ...] = _originals[_HEAD].apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
@@ -89,7 +102,8 @@ class _Head:
             return results
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        if not is_sharded:  # what is gathered takes the dtype of the hidden states
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         result = gk.linear_logprobs(
             hidden,
             weight,
@@ -102,6 +116,18 @@ class _Head:
             return_entropy="entropy" in outputs,
         )
         return result.logprobs, result.entropy, None, None, None
+
+
+def _whole(value: Any) -> Any:
+    """A sharded parameter, gathered. Its gradient is the mean over the ranks, as FSDP2's is."""
+    if type(value).__name__ != "DTensor":
+        return value
+    from torch.distributed.tensor import Partial
+
+    shards, ranks = value.view_as(value), value.device_mesh.size()
+    if shards.requires_grad:
+        shards.register_hook(lambda gradient: gradient / ranks)
+    return shards.full_tensor(grad_placements=[Partial()] * value.device_mesh.ndim)
 
 
 def selective_log_softmax(
