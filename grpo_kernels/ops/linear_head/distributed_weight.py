@@ -45,7 +45,7 @@ def takes_dtensors(op: str, can_split: bool = True) -> Callable[[Function], Func
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
         def localized(hidden: Tensor, weight: Tensor, *arguments: Any, **options: Any) -> Any:
-            tensors = (hidden, weight, *map(options.get, _OPTIONAL))
+            tensors = (hidden, weight, *map(options.get, _OPTIONAL), *_factors(options.get("lora")))
             if torch.compiler.is_compiling() or not any(map(is_dtensor, tensors)):
                 return function(hidden, weight, *arguments, **options)
             splits = can_split and options.get("support") is None
@@ -61,6 +61,11 @@ def is_dtensor(value: object) -> bool:
     return type(value).__name__ == "DTensor"  # compared by name because importing the class takes a second
 
 
+def _factors(lora: Any) -> tuple[Any, ...]:
+    """A and B of an adapter; anything else than a tuple is refused later."""
+    return tuple(lora[:2]) if isinstance(lora, (tuple, list)) else ()
+
+
 def _localize(op: str, arguments: dict[str, Any], can_split: bool) -> dict[str, Any]:
     """The same arguments with tensors of this rank, and with its columns where the vocabulary stays split."""
     local = dict(arguments)
@@ -72,19 +77,25 @@ def _localize(op: str, arguments: dict[str, Any], can_split: bool) -> dict[str, 
         _check_weight(op, arguments)
         dtype = _dtype(local["hidden"])
         manager = _fsdp_group(op, weight)
+        lora = arguments.get("lora")
         if manager is not None:
             if arguments.get("process_group") is not None:
                 raise ValueError(
                     f"{op}: process_group must be None for a sharded parameter of FSDP2, whose ranks have rows of "
                     "their own, got a group; where FSDP2 shards a split vocabulary, unshard() its module"
                 )
-            local |= {
-                name: _gather_for_own_rows(op, name, arguments.get(name), manager, dtype) for name in ("weight", "bias")
-            }
+            local |= {name: _gather_for_own_rows(op, name, arguments.get(name), dtype) for name in ("weight", "bias")}
+            factors = [_gather_for_own_rows(op, "lora", value, None) for value in _factors(lora)]
         else:
-            _check_same_rows(op, hidden, weight, arguments.get("bias"), arguments.get("process_group"))
+            adapter = [value for value in _factors(lora) if is_dtensor(value)]
+            _check_same_rows(op, hidden, weight, arguments.get("bias"), adapter, arguments.get("process_group"))
             split = _split(weight) if can_split else None
             local |= {name: _local_part(arguments.get(name), split, dtype) for name in ("weight", "bias")}
+            factors = [
+                _local_part(value, part, None) for value, part in zip(_factors(lora), (None, split), strict=False)
+            ]
+        if factors:
+            local["lora"] = (*factors, *arguments["lora"][2:])
         is_whole = split is None and any(not placement.is_replicate() for placement in _effective(weight))
         is_gathered = manager is not None or is_whole
         local["weight_grad"] = _local_gradient(op, arguments.get("weight_grad"), weight, is_gathered)
@@ -138,11 +149,14 @@ def _effective(value: Any) -> list[Any]:
     return [placement for size, placement in zip(value.device_mesh.shape, value.placements, strict=True) if size > 1]
 
 
-def _check_same_rows(op: str, hidden: Any, weight: Any, bias: Any, group: Any) -> None:
+def _check_same_rows(op: str, hidden: Any, weight: Any, bias: Any, adapter: list[Any], group: Any) -> None:
     """Requires all ranks of the weight's mesh to compute the same rows, unless that makes no difference."""
     mesh = weight.device_mesh
-    if bias is not None and bias.device_mesh != mesh:
-        raise ValueError(f"{op}: bias must be on the mesh of weight, {mesh}, got {bias.device_mesh}")
+    others = adapter if bias is None else [bias, *adapter]
+    for value in others:
+        if value.device_mesh != mesh:
+            name = "bias" if value is bias else "lora"
+            raise ValueError(f"{op}: {name} must be on the mesh of weight, {mesh}, got {value.device_mesh}")
     if group is not None:
         ranks = [mesh.get_group(dim) for dim, size in enumerate(mesh.shape) if size > 1]
         of_mesh = [dist.get_process_group_ranks(one) for one in ranks]
@@ -152,7 +166,7 @@ def _check_same_rows(op: str, hidden: Any, weight: Any, bias: Any, group: Any) -
                 f"{dist.get_process_group_ranks(group)}"
             )
         return
-    needs_grad = torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad))
+    needs_grad = torch.is_grad_enabled() and any(value.requires_grad for value in (weight, *others))
     if is_dtensor(hidden) and hidden.device_mesh != mesh:
         raise ValueError(f"{op}: hidden must be on the mesh of weight, {mesh}, got {hidden.device_mesh}")
     if not is_dtensor(hidden) and needs_grad and mesh.size() > 1:
@@ -184,8 +198,8 @@ def _local_part(value: Any, split: Split | None, dtype: torch.dtype | None) -> A
     """Whole on every rank, or this rank's columns. The gradient of what was gathered is equal on all ranks."""
     from torch.distributed.tensor import Replicate
 
-    if value is None:
-        return None
+    if not is_dtensor(value):
+        return value
     if split is not None and value.placements != split.placements:
         value = value.redistribute(placements=split.placements)
     if split is not None or all(placement.is_replicate() for placement in _effective(value)):
@@ -253,13 +267,14 @@ def _fsdp_group(op: str, parameter: Any) -> Any:
     return None
 
 
-def _gather_for_own_rows(op: str, name: str, value: Any, manager: Any, dtype: torch.dtype | None) -> Any:
+def _gather_for_own_rows(op: str, name: str, value: Any, dtype: torch.dtype | None) -> Any:
     """The whole parameter. Its gradient is summed over the ranks and divided as FSDP2 divides it."""
     from torch.distributed.tensor import Partial, Replicate
 
-    if value is None:
-        return None
-    if _fsdp_group(op, value) is None:
+    if not is_dtensor(value):
+        return value
+    manager = _fsdp_group(op, value)
+    if manager is None:
         raise ValueError(f"{op}: {name} must be sharded by FSDP2 like weight, got a DTensor that is not")
     ranks = value.device_mesh.size()
     divisor = ranks if manager.gradient_divide_factor is None else manager.gradient_divide_factor

@@ -37,7 +37,9 @@ PLACES: dict[str, tuple[str, str]] = {
     "split both ways": ("S0 S1", "S0 R"),
     "split twice": ("S0 S0", "S0 S0"),
 }
-CALLS = ("logprobs", "loss", "low memory", "reference head", "weight_grad", "support", "distillation")
+CALLS = ("logprobs", "loss", "low memory", "reference head", "weight_grad", "support", "distillation", "lora")
+OWN_CALLS = ("logprobs", "loss", "low memory", "lora")
+LEAVES = ("weight", "bias", "a", "b")  # parameters of the head, the last two of its adapter
 FORMS = ("hidden", "process_group")
 CASES = [
     *((place, call, "hidden") for place in PLACES for call in CALLS),
@@ -78,6 +80,9 @@ def batch(place: str, call: str, rank: int = 0) -> dict[str, Any]:
         arguments |= {name: value[:FEW] for name, value in weights.items()}
         targets = arguments["targets"]
         arguments["targets"] = torch.where(targets < 0, targets, targets % FEW)
+    if call == "lora":
+        torch.manual_seed(6)
+        arguments |= {"a": edges.noise(2, edges.HIDDEN), "b": edges.noise(edges.VOCABULARY, 2)}
     if call == "reference head":
         del arguments["ref_logprobs"]
         arguments["ref_hidden"] = edges.noise(*arguments["targets"].shape, 3)
@@ -91,6 +96,9 @@ def compute(call: str, arguments: dict[str, Any], communication: Communication |
     options = {name: arguments[name] for name in ("process_group",) if name in arguments}
     head = {name: arguments[name] for name in ("hidden", "weight", "targets", "bias")}
     results: dict[str, Any]
+    if "a" in arguments:
+        arguments = arguments | {"lora": (arguments["a"], arguments["b"], 0.5)}
+        arguments = {name: value for name, value in arguments.items() if name not in ("a", "b")}
     if communication is not None:
         communication.take()
     if call == "logprobs":
@@ -130,11 +138,14 @@ def in_one_process(place: str, call: str, ranks: range = range(1), divisor: floa
     for rank in ranks:
         arguments = batch(place, call, rank)
         leaves = edges.leaves_of(arguments)
+        leaves |= {name: arguments[name].clone().requires_grad_() for name in ("a", "b") if name in arguments}
         into = torch.zeros_like(leaves["weight"]) if call == "weight_grad" else None
         results = compute(call, arguments | leaves | ({} if into is None else {"weight_grad": into}))
         results |= {f"by {name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         by_rank.append(results | ({} if into is None else {"by weight": into}))
-    sums = {name: sum(one[name] for one in by_rank) / divisor for name in ("by weight", "by bias")}
+    sums = {
+        name: sum(one[name] for one in by_rank) / divisor for name in map("by {}".format, LEAVES) if name in by_rank[0]
+    }
     return {name: [one[name] for one in by_rank] for name in by_rank[0] if name not in sums} | sums
 
 
@@ -151,6 +162,9 @@ def distributed(place: str, call: str, form: str, size: int, communication: Comm
         name: distribute_tensor(arguments[name].clone(), mesh, of_name).requires_grad_()
         for name, of_name in zip(("weight", "bias"), placements, strict=True)
     }
+    if call == "lora":
+        leaves["a"] = distribute_tensor(arguments["a"].clone(), mesh, [Replicate()] * mesh.ndim).requires_grad_()
+        leaves["b"] = distribute_tensor(arguments["b"].clone(), mesh, placements[1]).requires_grad_()
     hidden = leaves["hidden"] = arguments["hidden"].clone().requires_grad_()
     options: dict[str, Any] = {}
     if form == "hidden":
@@ -166,7 +180,7 @@ def distributed(place: str, call: str, form: str, size: int, communication: Comm
     if call == "weight_grad":
         gradients["by weight"] = options["weight_grad"]
     results["places"] = [
-        gradients[f"by {name}"].placements == leaves[name].placements for name in ("weight", "bias") if name in leaves
+        gradients[f"by {name}"].placements == leaves[name].placements for name in LEAVES if name in leaves
     ]
     for name, gradient in gradients.items():
         results[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
@@ -181,6 +195,9 @@ def managed(kind: str, call: str, rank: int, size: int, communication: Communica
     arguments = batch("", call, rank)
     head = nn.Linear(edges.HIDDEN, edges.VOCABULARY, dtype=F64)
     head.weight.data, head.bias.data = arguments["weight"].clone(), arguments["bias"].clone()
+    for name in LEAVES[2:]:
+        if name in arguments:
+            head.register_parameter(name, nn.Parameter(arguments[name].clone()))
     head.requires_grad_(kind != "frozen")
     if kind == "bfloat16":
         head = head.float()
@@ -192,7 +209,7 @@ def managed(kind: str, call: str, rank: int, size: int, communication: Communica
         head.set_force_sum_reduction_for_comms(True)
     dtype = torch.bfloat16 if kind == "bfloat16" else F64
     hidden = arguments["hidden"].to(dtype, copy=True).requires_grad_()
-    results = compute(call, arguments | {"hidden": hidden, "weight": head.weight, "bias": head.bias}, communication)
+    results = compute(call, arguments | {"hidden": hidden} | dict(head.named_parameters()), communication)
     results["by hidden"] = hidden.grad
     if kind != "frozen":
         results["norm"] = nn.utils.clip_grad_norm_(head.parameters(), math.inf).full_tensor()
@@ -259,7 +276,7 @@ def worker(rank: int, size: int, folder: str) -> None:
             if is_of(case, size):
                 result[case] = distributed(*case, size, communication)
         for kind in MANAGED:
-            for call in ("logprobs", "loss", "low memory"):
+            for call in OWN_CALLS:
                 result[kind, call] = managed(kind, call, rank, size, communication)
     torch.save(result, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
@@ -299,7 +316,7 @@ def test_ranks_with_the_same_rows(ranks: list[dict[Any, Any]], case: tuple[str, 
     assert expected["by weight"].any() and expected["by hidden"].any()
     for rank in ranks:
         assert_close(rank[case], expected)
-        assert {"by hidden", "by weight", "by bias"} <= rank[case].keys() and all(rank[case]["places"])
+        assert {name for name in expected if name.startswith("by ")} <= rank[case].keys() and all(rank[case]["places"])
 
 
 def names_of(calls: list[tuple[str, int]]) -> list[str]:
@@ -344,7 +361,7 @@ def divisor_of(kind: str, size: int) -> float:
 
 
 @pytest.mark.parametrize("kind", MANAGED)
-@pytest.mark.parametrize("call", ["logprobs", "loss", "low memory"])
+@pytest.mark.parametrize("call", OWN_CALLS)
 def test_ranks_with_rows_of_their_own(ranks: list[dict[Any, Any]], kind: str, call: str) -> None:
     """The gradient is the mean over the ranks, as FSDP2's is, or the sum where it was told so."""
     size = len(ranks)
@@ -355,6 +372,7 @@ def test_ranks_with_rows_of_their_own(ranks: list[dict[Any, Any]], kind: str, ca
         own = number - of_rank.start
         expected = {name: value[own] if isinstance(value, list) else value for name, value in expected.items()}
         got = rank[kind, call]
+        assert kind == "frozen" or {name for name in expected if name.startswith("by ")} <= got.keys()
         if kind == "frozen":
             assert "by weight" not in got
         elif kind == "bfloat16":
@@ -365,7 +383,7 @@ def test_ranks_with_rows_of_their_own(ranks: list[dict[Any, Any]], kind: str, ca
             continue
         assert_close(got, expected, dtype)
         if kind != "frozen":
-            norm = math.hypot(float(expected["by weight"].norm()), float(expected["by bias"].norm()))
+            norm = math.hypot(*(float(expected[f"by {name}"].norm()) for name in LEAVES if f"by {name}" in expected))
             assert float(got["norm"]) == pytest.approx(norm)
             torch.testing.assert_close(got["step"], expected["by weight"], rtol=1e-9, atol=1e-9)
 
