@@ -1,6 +1,7 @@
 """Fused CPU, Triton and CUDA kernels for GRPO-style reinforcement learning of language models."""
 
 from grpo_kernels.backends import available_backends, use_backend
+from grpo_kernels.invariance import use_invariant
 from grpo_kernels.ops.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
 from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
 from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
@@ -87,4 +88,5 @@ __all__ = [
     "token_advantages",
     "token_logprobs",
     "use_backend",
+    "use_invariant",
 ]

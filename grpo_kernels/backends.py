@@ -101,7 +101,8 @@ def select(
     for name in candidates:
         if refusal(name, device_type, dtype, supports, device_index, limits) is None:
             return name
-    raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}")
+    reasons = "".join(f"; {name}: {limits[name]}" for name in candidates if name in limits)
+    raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}{reasons}")
 
 
 def refusal(

@@ -24,11 +24,12 @@ LAYERS = {
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
     "registration": {"registration", "reference", "config", "chunks", "head", "sizes", "live_rows"},
-    "chunks": {"registration", "head", "sizes", "live_rows"},
+    "chunks": {"registration", "head", "invariant", "sizes", "live_rows"},
     "head": {"sizes", "config"},
+    "invariant": set(),
     "sizes": set(),
     "live_rows": set(),
-    "public": {"public", "registration", "config", "head", "sizes"},
+    "public": {"public", "registration", "config", "head", "invariant", "sizes"},
 }
 # Top-level modules of the package that each layer may import.
 SHARED = {
@@ -40,17 +41,19 @@ SHARED = {
     "registration": {"registry", "groups", "shared_positions"},
     "chunks": set(),
     "head": set(),
+    "invariant": set(),
     "sizes": set(),
     "live_rows": {"registry"},
-    "public": {"backends", "checks", "groups", "shared_positions"},
+    "public": {"backends", "checks", "groups", "invariance", "shared_positions"},
 }
 TOP = {
-    "__init__": {"backends", "ops"},
+    "__init__": {"backends", "invariance", "ops"},
     "__main__": {"backends", "grpo_kernels"},
     "aot": set(),
     "backends": {"checks"},
     "checks": set(),
     "groups": {"checks"},
+    "invariance": set(),
     "plans": set(),
     "shared_positions": {"checks"},
     "registry": {"backends"},

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import backends, checks
+from grpo_kernels import backends, checks, invariance
 from grpo_kernels.ops.linear_distillation_loss import registration as op
 from grpo_kernels.ops.linear_distillation_loss.config import ABSENT, KINDS, TAILS
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
@@ -82,6 +82,7 @@ def linear_distillation_loss(
         weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
+    invariance.refuse(_OP, "torch's exp and log in float64 depend on a value's place")
     checks.tensor(_OP, "hidden", hidden, checks.FLOATS)
     checks.tensor(_OP, "teacher_ids", teacher_ids, checks.INTEGERS)
     checks.same_device(_OP, "teacher_ids", teacher_ids, hidden.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_kernels.ops.linear_head import live_rows
 from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.ops.linear_head.invariant import Blocks, whole_blocks
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 
@@ -88,12 +89,19 @@ class Products:
         size: rows of the largest chunk
         pad_column: append a column of logits that are -inf, for targets that belong to another rank's columns
         tile: memory of the logits, where another head of this vocabulary has some; None means its own
+        invariant: the bits of a row's logits and gradient do not depend on other rows
     """
 
     def __init__(
-        self, backend: str, head: Head, size: int, pad_column: bool = False, tile: Tensor | None = None
+        self,
+        backend: str,
+        head: Head,
+        size: int,
+        pad_column: bool = False,
+        tile: Tensor | None = None,
+        invariant: bool = False,
     ) -> None:
-        self.backend, self.head = backend, head
+        self.backend, self.head, self.invariant = backend, head, invariant
         self.columns = head.weight.shape[0]
         self.adapter = None if head.lora is None else Adapter(head.wide, *head.lora)
         # The CPU's half products would round their results.
@@ -101,10 +109,16 @@ class Products:
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
         self.logit_columns = self.columns + pad_column
         self.tile = self.matrix(size, head.wide) if tile is None else tile
+        self.blocks: Blocks | None = None
+        if invariant:
+            by_logits_dtype = self.weight.dtype if self.in_halves else head.wide
+            self.blocks = Blocks(multiply, self.weight, self.tile, by_logits_dtype, backend == "cpu")
 
     def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Memory for [rows, logit_columns]; on a GPU its rows are aligned, so that products and kernels are fast."""
-        alignment = 1 if self.backend == "cpu" else _ALIGNMENT
+        alignment = 1 if self.backend == "cpu" and not self.invariant else _ALIGNMENT
+        if self.invariant:
+            rows = whole_blocks(rows, self.columns, self.backend == "cpu")
         stride = -(-self.logit_columns // alignment) * alignment
         return token_logprobs.empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
 
@@ -165,7 +179,10 @@ class Products:
         if self.logit_columns > self.columns:
             logits[:, self.columns] = -torch.inf  # the gradient of the last chunk may be there
         out = logits[:, : self.columns]
-        multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
+        if self.blocks is None:
+            multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
+        else:
+            self.blocks.to_logits(hidden, self.tile[:, : self.columns])
         if self.adapter is not None:
             self.adapter.add_to_logits(hidden, out)
         if self.head.bias is not None:
@@ -178,6 +195,8 @@ class Products:
         result = by_logits.new_empty(shape, dtype=dtype if is_final else self.head.wide)
         if is_live is not None:
             live_rows.to_hidden(by_logits, self.weight, is_live, result)
+        elif self.blocks is not None:
+            result = self.blocks.to_hidden(by_logits, self.head.wide)
         else:
             multiply(by_logits, self.weight, result)
         if self.adapter is not None and by_reduced is not None:
@@ -249,6 +268,8 @@ class Gradients:
             shape, processors = tuple(head.weight.shape), _processors(head.weight.device)
             size = product_rows or rows_per_product(rows, chunk_rows, shape, self.needs_weight, processors)
             self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
+            if products.invariant:
+                self.staged.zero_()  # blocks are read whole
             if skips_idle:
                 self.is_live = self.staged.new_empty(len(self.staged), dtype=torch.bool)
         self.into, self.is_written = into, into is not None

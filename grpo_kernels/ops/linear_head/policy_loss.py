@@ -14,6 +14,7 @@ from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import (
     check_chunk_size,
     check_head,
+    check_invariant_loss,
     check_positions,
     check_reference,
     check_shard,
@@ -22,6 +23,7 @@ from grpo_kernels.ops.linear_head.arguments import (
 )
 from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
+from grpo_kernels.ops.linear_head.invariant import whole_blocks
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_chunk
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
@@ -86,6 +88,7 @@ def linear_policy_loss(
     weight_grad: Tensor | None = None,
     vocab_start: int | None = None,
     process_group: ProcessGroup | None = None,
+    invariant: bool | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
     """Computes policy_loss(linear_logprobs(hidden, weight, targets).logprobs, ...) in three matrix products, not four.
@@ -121,11 +124,17 @@ def linear_policy_loss(
             process_group, as in linear_logprobs. All ranks give the same arguments otherwise, and get the same loss.
             One all-reduce per chunk forward, and one of the gradient of the hidden states
         process_group: ranks that hold the other columns
+        invariant: compute a row's part of the loss and its gradient by hidden states bit for bit alike whatever the
+            other rows and their number are, given the normalizer, as in linear_logprobs; None means as in
+            use_invariant. Ratios of sequences run with memory="low" and on the CPU only. Not for losses that compare
+            rows, nor for compact="device"
     """
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
+    others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index}
+    is_invariant, limits = check_invariant_loss(_OP, invariant, config, compact, **others)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
     places = check_positions(_OP, positions, targets)
     layout, takes_part, head = _participants(head, targets, mask, cu_seqlens, segments, places, index)
@@ -153,11 +162,13 @@ def linear_policy_loss(
     if support is not None:
         check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
+        chosen = _select(layout, head, sampled_support.SUPPORTS, limits, backend)
         return _over_support(
-            layout, config, head, reference, policy, rows, want_entropy, support, index, weight_grad, backend
+            layout, config, head, reference, policy, rows, want_entropy, support, index, weight_grad, chosen
         )
-    chosen = backends.select(_OP, backend, layout.device.type, head.hidden.dtype, op.SUPPORTS, layout.device.index)
+    chosen = _select(layout, head, op.SUPPORTS, limits, backend)
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
+    sizes = index, size, shard, is_invariant, chosen
     skips_idle = _skips_idle(compact, head, weight_grad, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
@@ -167,13 +178,11 @@ def linear_policy_loss(
     chunking = None
     if is_fast:
         split = _split_rows(layout, head, policy, config, index) if is_compact else (None, chosen_rows)
-        chunking = _chunk(layout, head, policy, config, want_entropy, split, skips_idle, size, shard, index)
+        chunking = _chunk(layout, head, policy, config, want_entropy, split, skips_idle, *sizes)
     if chunking is None:
         _check_low(is_fast and skips_idle, weight_grad, head)
         measured = head.targets != IGNORED if is_compact else chosen_rows
-        return _with_low_memory(
-            layout, config, head, reference, policy, rows, want_entropy, measured, index, size, shard, chosen
-        )
+        return _with_low_memory(layout, config, head, reference, policy, rows, want_entropy, measured, *sizes)
     check_weight_grad(_OP, weight_grad, head, True, "")
     loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad, shard)
     by_row = policy.advantages.shape != layout.shape
@@ -200,6 +209,7 @@ def _with_low_memory(
     index: Tensor | None,
     chunk_size: int | None,
     shard: Shard | None,
+    invariant: bool,
     backend: str,
 ) -> PolicyLoss:
     """The loss of log-probs that the backward computes again, for tokens of a mask, at positions, or for all."""
@@ -219,6 +229,7 @@ def _with_low_memory(
             chunk_size=chunk_size,
             vocab_start=None if shard is None else shard.start,
             process_group=None if shard is None else shard.group,
+            invariant=invariant,
             backend=backend,
         )
         return shaped(result.logprobs), None if result.entropy is None else shaped(result.entropy)
@@ -252,12 +263,10 @@ def _over_support(
     support: tuple[Tensor, Tensor],
     index: Tensor | None,
     weight_grad: Tensor | None,
-    backend: str | None,
+    chosen: str,
 ) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
     entries = check_support(_OP, support, head.targets, len(head.weight))
-    supports, device = sampled_support.SUPPORTS, layout.device
-    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index)
     is_added = chosen != "reference" and torch.is_grad_enabled()
     check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
     if weight_grad is not None and not weight_grad.is_contiguous():
@@ -270,7 +279,7 @@ def _over_support(
         policy = policy._replace(ref_logprobs=_by_term(ref_logprobs, layout, index))
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
     entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
-    return compute(layout, config, _by_term(logprobs, layout, index), entropy_of_all, None, policy, rows, backend)
+    return compute(layout, config, _by_term(logprobs, layout, index), entropy_of_all, None, policy, rows, chosen)
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:
@@ -327,6 +336,12 @@ def _check_form(
         raise ValueError(f"{_OP}: compact must not be 'device' with memory='low', got 'device'")
 
 
+def _select(
+    layout: Layout, head: Head, supports: backends.Supports, limits: backends.Limits, backend: str | None
+) -> str:
+    return backends.select(_OP, backend, layout.device.type, head.hidden.dtype, supports, layout.device.index, limits)
+
+
 def _skips_idle(compact: bool | str | None, head: Head, weight_grad: Tensor | None, backend: str) -> bool:
     if compact != "device":
         return False
@@ -371,12 +386,15 @@ def _chunk(
     want_entropy: bool,
     split: tuple[Tensor | None, Tensor | None],
     skips_idle: bool,
+    index: Tensor | None,
     chunk_size: int | None,
     shard: Shard | None,
-    index: Tensor | None,
+    invariant: bool,
+    backend: str,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
-    if config.ranks_tokens:
+    # which sequences fit into a chunk depends on the longest
+    if config.ranks_tokens or (invariant and config.couples_tokens):
         return None
     without_grad, with_grad = split
     rows = len(head.targets) if with_grad is None else len(with_grad)
@@ -385,6 +403,8 @@ def _chunk(
         size = chunk_size or shard.rows_per_chunk(rows + others, head.weight)
     else:
         size = chunk_size or _rows_per_chunk(rows, others, head)
+    if invariant:
+        size = whole_blocks(size, len(head.weight), backend == "cpu")
     ends = None
     if config.couples_tokens and rows > size:
         if index is not None:
@@ -409,6 +429,7 @@ def _chunk(
         product_rows=chunk_size or 0,
         skips_idle=skips_idle,
         term_index=index,
+        invariant=invariant,
     )
 
 

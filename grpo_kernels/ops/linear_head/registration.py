@@ -43,11 +43,11 @@ _MAX_SHARE = 0.75  # above this share of rows with a gradient, leaving the other
 
 
 def logprobs_forward(
-    backend: str, head: Head, want_entropy: bool, chunk_rows: int, pad_column: bool = False
+    backend: str, head: Head, want_entropy: bool, chunk_rows: int, pad_column: bool = False, invariant: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies (empty unless wanted) and log-sum-exps of all rows."""
     total = len(head.hidden)
-    products = Products(backend, head, min(chunk_rows, total), pad_column)
+    products = Products(backend, head, min(chunk_rows, total), pad_column, invariant=invariant)
     logprobs = head.hidden.new_empty(total, dtype=head.wide)
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
     normalizer = logprobs.new_empty(total, dtype=torch.float64)
@@ -70,6 +70,7 @@ def logprobs_backward(
     needs: list[bool],
     chunk_rows: int,
     product_rows: int,
+    invariant: bool = False,
     pad_column: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of the head's factors, from logits that are computed again for rows with a gradient."""
@@ -80,7 +81,7 @@ def logprobs_backward(
     if selected is None:
         head = head.without(is_ignored)
     total = len(head.hidden) if selected is None else len(selected)
-    products = Products(backend, head, min(chunk_rows, total), pad_column)
+    products = Products(backend, head, min(chunk_rows, total), pad_column, invariant=invariant)
     gradients = Gradients(products, needs, total, product_rows, sparse=selected is not None)
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(total, chunk_rows):
@@ -92,16 +93,18 @@ def logprobs_backward(
         return gradients.finish()
 
 
-LOGPROBS_SCHEMA = f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor)"
+LOGPROBS_SCHEMA = (
+    f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows, int product_rows, bool invariant) -> (Tensor, Tensor, Tensor)"
+)
 BACKWARD_SCHEMA = (
     f"(Tensor? grad_logprobs, Tensor? grad_entropy, {HEAD_SCHEMA}, Tensor normalizer, Tensor? entropy, bool[] needs, "
-    "int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "int chunk_rows, int product_rows, bool invariant) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def _logprobs_op(backend: str, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    want_entropy, chunk_rows, _ = args[_HEAD:]  # products of the gradients are for the backward
-    return logprobs_forward(backend, Head(*args[:_HEAD]), want_entropy, chunk_rows)
+    want_entropy, chunk_rows, _, invariant = args[_HEAD:]  # products of the gradients are for the backward
+    return logprobs_forward(backend, Head(*args[:_HEAD]), want_entropy, chunk_rows, invariant=invariant)
 
 
 def _logprobs_backward_op(
@@ -111,14 +114,14 @@ def _logprobs_backward_op(
 
 
 def _fake_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    head, (want_entropy, _, _) = Head(*args[:_HEAD]), args[_HEAD:]
+    head, (want_entropy, *_) = Head(*args[:_HEAD]), args[_HEAD:]
     logprobs = head.hidden.new_empty(head.targets.shape, dtype=head.wide)
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
     return logprobs, entropy, logprobs.new_empty(logprobs.shape, dtype=torch.float64)
 
 
 def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(Head(*args[:_HEAD]), args[-3])
+    return fake_gradients(Head(*args[:_HEAD]), args[-4])
 
 
 def fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -192,12 +195,13 @@ LOGPROBS_BACKWARD = registry.define(
 
 
 def apply_logprobs(
-    backend: str, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int
+    backend: str, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int, invariant: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropies, both differentiable, and the log-sum-exp of every row."""
     if backend == "reference":
         return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, want_entropy))
-    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, chunk_rows, product_rows))
+    sizes = (chunk_rows, product_rows, invariant)
+    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, *sizes))
 
 
 def apply_support(
@@ -232,6 +236,7 @@ class Chunking(NamedTuple):
         product_rows: rows of a product for the gradients in half precision; 0 means chosen from the shapes
         skips_idle: leave blocks of rows without a gradient out of these products, decided on the device
         term_index: the row of every term of the loss, -1 for padding; None means that they are the rows
+        invariant: the bits of a row's results do not depend on other rows
     """
 
     shape: list[int]
@@ -244,11 +249,12 @@ class Chunking(NamedTuple):
     product_rows: int
     skips_idle: bool
     term_index: Tensor | None
+    invariant: bool
 
 
 _CHUNKING_SCHEMA = (
     "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
-    "int[]? ends, int chunk_rows, int product_rows, bool skips_idle, Tensor? term_index"
+    "int[]? ends, int chunk_rows, int product_rows, bool skips_idle, Tensor? term_index, bool invariant"
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
@@ -269,8 +275,8 @@ class _Batch:
         self.reference: Products | None = None
         if reference.hidden is not None and reference.weight is not None:
             other = head.of(reference)
-            is_padded = shard is not None
-            self.reference = Products(products.backend, other, len(products.tile), is_padded, products.tile)
+            like_policy = (shard is not None, products.tile, products.invariant)
+            self.reference = Products(products.backend, other, len(products.tile), *like_policy)
             self.ref_logprobs = torch.zeros_like(self.logprobs)
 
     def measure(self, rows: slice | Tensor) -> Chunk:
@@ -332,7 +338,8 @@ def loss_forward(
     before = 0 if chunking.without_grad is None else len(chunking.without_grad)
     if with_grad is None and policy.mask is not None:
         head = head.without(head.targets == IGNORED)
-    products = Products(backend, head, min(size, max(total, before)), pad_column=shard is not None)
+    largest, is_padded = min(size, max(total, before)), shard is not None
+    products = Products(backend, head, largest, is_padded, invariant=chunking.invariant)
     batch = _Batch(products, reference, policy, chunking, shard)
     on_cpu = head.hidden.device.type == "cpu"
     is_sparse = on_cpu or with_grad is not None
