@@ -144,7 +144,17 @@ def test_the_options_are_all_of_the_signature() -> None:
     required = {"hidden", "weight", "targets"}
     # these have tests of their own; the last four must not change the result
     others = {"ref_hidden", "ref_weight", "ref_bias", "cu_seqlens", "return_entropy", "weight_grad"}
-    others |= {"support", "term_index", "vocab_start", "process_group", "backend", "memory", "compact", "chunk_size"}
+    others |= {
+        "support",
+        "term_index",
+        "vocab_start",
+        "process_group",
+        "backend",
+        "memory",
+        "compact",
+        "chunk_size",
+        "invariant",
+    }
     assert set(inspect.signature(gk.linear_policy_loss).parameters) == required | others | set(OPTIONS)
 
 
