@@ -100,7 +100,7 @@ class Blocks:
         weight = self.weight
         place = (weight.device, weight.shape, weight.stride(), weight.dtype, weight.data_ptr() % 64)
         setting = (torch.get_num_threads(), torch.get_float32_matmul_precision())
-        key = (*place, tile.stride(), tile.dtype, by_logits_dtype, *setting)
+        key = (*place, tile.stride(), tile.dtype, by_logits_dtype, self.sizes, *setting)
         if key in _tried:
             return _tried[key]
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -221,7 +221,8 @@ class Sequences:
         total = sum(self.lengths)
         self.batch = Batch((205, 37), total, dtype, backend)
         random, device = torch.Generator().manual_seed(2), device_of(backend)
-        own = self.batch.logprobs(torch.arange(total), softcap=None)[0].cpu()
+        head = self.batch.hidden, self.batch.weight, self.batch.targets
+        own = gk.linear_logprobs(*head, bias=self.batch.bias, backend=backend).logprobs.cpu()
 
         def near() -> list[Tensor]:
             noise = torch.randn(total, generator=random, dtype=own.dtype)
@@ -300,19 +301,34 @@ def test_the_gradient_of_a_sequence_does_not_depend_on_its_batch(backend: str, n
     assert sum(bool(gradient.any()) for gradient in expected.values()) >= 2  # the others may be clipped
 
 
-@pytest.mark.parametrize(("backend", "name"), LOSSES)
-def test_the_loss_term_of_a_sequence_does_not_depend_on_its_batch(backend: str, name: str) -> None:
-    """Other sequences add nothing where their advantages are 0 and neither KL nor entropy counts."""
+# Others add nothing where their advantages are 0 and neither KL nor entropy counts, so that the loss is the term.
+TERMS = [(backend, name) for backend, name in LOSSES if name not in ("clip and k3", "bonus")]
+
+
+@pytest.mark.parametrize("name", [name for backend, name in TERMS if backend == "cpu"])
+def test_the_loss_term_of_a_sequence_does_not_depend_on_its_batch(name: str) -> None:
+    sequences = Sequences(name, "cpu")
+    every, advantages = list(range(len(sequences.lengths))), sequences.advantages
+    for i in every:
+        sequences.advantages = torch.where(torch.arange(len(every)) == i, advantages, 0)
+        alone, _ = sequences.run([i])
+        for options in ({}, {"width": max(sequences.lengths)}, {"width": 2 * max(sequences.lengths), "left": 5}):
+            assert torch.equal(sequences.run(every, **options)[0], alone)
+
+
+@pytest.mark.parametrize(("backend", "name"), [(b, name) for b, name in TERMS if name in TOKEN_CONFIGS])
+def test_the_loss_term_of_a_token_does_not_depend_on_its_batch(backend: str, name: str) -> None:
+    """On a GPU the terms of a sequence are added in an order that depends on its place."""
     sequences = Sequences(name, backend)
-    if sequences.config.kl_coef != 0 or sequences.config.entropy_coef != 0:
-        sequences.config = gk.LossConfig(**CONFIGS["clip"])
     every = list(range(len(sequences.lengths)))
-    advantages = sequences.advantages
-    for i in every[:2]:
-        sequences.advantages = torch.where(torch.arange(len(every), device=advantages.device) == i, advantages, 0)
-        alone, gradient = sequences.run([i])
-        among, gradients = sequences.run(every, width=2 * max(sequences.lengths))
-        assert torch.equal(alone, among) and torch.equal(gradient[i], gradients[i])
+    for i, token in ((0, 2), (1, 8)):
+        advantages = [torch.zeros(length, device=sequences.advantages.device) for length in sequences.lengths]
+        advantages[i][token] = 0.7
+        sequences.values["advantages"] = advantages
+        alone, _ = sequences.run([i])
+        assert float(alone) != 0
+        for options in ({}, {"width": 2 * max(sequences.lengths) + 1, "left": 3}):
+            assert torch.equal(sequences.run(every, **options)[0], alone)
 
 
 @needs_cpu_kernels
@@ -465,7 +481,7 @@ def test_trying_a_shape_leaves_the_random_numbers_of_the_caller(monkeypatch: pyt
 
 def test_the_option_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "_enabled", False)
-    assert invariance.resolve("op", None) is False
+    assert not invariance._enabled
     with gk.use_invariant():
         assert invariance.resolve("op", None) is True and invariance.resolve("op", False) is False
         with gk.use_invariant(False):
@@ -513,6 +529,10 @@ def test_what_cannot_be_invariant_is_refused() -> None:
         gk.linear_logprobs(hidden, weight, targets, **split)
     with pytest.raises(ValueError, match=f"linear_policy_loss: {rule}"):
         gk.linear_policy_loss(*loss, **split)
+    pair = torch.randn(2, 5), torch.randn(9, 2), 1.0
+    for name, value in (("lora", pair), ("term_index", torch.arange(4)[None])):
+        with pytest.raises(ValueError, match=f"linear_logprobs: invariant must be False with {name}, got True"):
+            gk.linear_logprobs(hidden, weight, targets, invariant=True, **{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="linear_policy_loss: compact must not be 'device' with invariant"):
         gk.linear_policy_loss(*loss, compact="device", invariant=True)
     for config in ({"loss": "gvpo"}, {"top_entropy_quantile": 0.5}, {"loss": "clip_cov"}, {"future_kl_half_life": 3.0}):
