@@ -114,7 +114,7 @@ def _cubin(case: Case, backend: str, launch: Launch, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class LoopReport:
-    """What one iteration of a loop costs and moves on one GPU; shares are of the speed of a copy.
+    """Cost and traffic of one iteration of a loop on one GPU; shares are of the speed of a copy.
 
     Attributes:
         warps: warps resident on an SM.
@@ -192,7 +192,7 @@ def _moved(kernel: Kernel, loop: Loop) -> int:
 
 @dataclass
 class LaunchPrediction:
-    """What is predicted of one launch; all counts are of the machine code.
+    """Prediction for one launch; all counts are of the machine code.
 
     Attributes:
         bound: ``memory``, ``latency``, or the pipe that the schedulers wait for.

@@ -1,4 +1,4 @@
-"""What a step costs, by formulas: the tables of docs/scale.md. Nothing here is measured.
+"""Cost of a step, by formulas: the tables of docs/scale.md. Nothing here is measured.
 
 A model of 7.6 billion weights on GPUs of 989 TFLOP/s (bfloat16), 4.8 TB/s and 450 GB/s to each other, of which 40, 70
 and 80 % are taken to be had; responses of 512 tokens, 8 to a prompt of 256.
@@ -27,7 +27,7 @@ class Setting:
 
     @property
     def rows(self) -> float:
-        """Of one GPU."""
+        """Responses of one GPU."""
         return self.rollouts / self.gpus
 
     @property

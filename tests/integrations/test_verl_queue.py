@@ -79,7 +79,7 @@ def compute(batch: Any, estimator: str, **options: Any) -> Any:
 
 
 def put(partition: str, scores: Tensor, extras: list[dict[str, Any]], outputs: int = 1, **columns: Any) -> Any:
-    """What verl's agent loop and actor have stored when advantages are due."""
+    """Columns that verl's agent loop and actor have stored when advantages are due."""
     random = torch.Generator().manual_seed(0)
     rewards = [torch.cat([torch.zeros(n - 1), score[None]]) for n, score in zip(LENGTHS, scores, strict=True)]
     fields = {
@@ -191,7 +191,7 @@ def test_segments_reach_the_actor(queue: Any, patched: None) -> None:
 
 
 def resuming(folder: Path, step: int, **settings: Any) -> Any:
-    """What a checkpoint reads of a trainer."""
+    """The parts of a trainer that a checkpoint reads."""
     fields = {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None, **settings}
     config = OmegaConf.create({"trainer": fields, "algorithm": {"adv_estimator": "group_ppo"}})
     return SimpleNamespace(config=config, global_steps=step)

@@ -40,7 +40,7 @@ HeadCall = Callable[[HeadInputs, Sequence[str]], tuple[Tensor, Tensor | None]]
 
 
 class TokenInputs(NamedTuple):
-    """What the loss takes beside the head, [B, T] unless it is said otherwise; None if there is none."""
+    """Inputs of the loss beside the head, [B, T] unless noted; None where there is none."""
 
     old_logprobs: Tensor | None
     advantages: Tensor  # [B] or [B, T]

@@ -37,7 +37,7 @@ replaced = {"backends": False}
 
 
 class HeadOptions(NamedTuple):
-    """What a model's head does beyond its product. verl's own backends leave all of it out."""
+    """Parts of a model's head beyond its product. verl's own backends leave all of them out."""
 
     bias: Tensor | None
     softcap: float | None

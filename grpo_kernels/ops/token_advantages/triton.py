@@ -74,7 +74,7 @@ def _load_steps(rewards_ptr, values_ptr, roles_ptr, token, inside):
 
 @triton.jit
 def _step_maps(role, reward, value, gamma, lam):
-    """What each token passes to the one before it, as a map of what it gets.
+    """The map from what a token receives to what it passes to the one before it.
 
     The first token of a step passes gamma * ((1 - lam) * value + lam * return), the others their return.
     """
@@ -139,7 +139,7 @@ def _maps_kernel(
 
 @triton.jit
 def _behind_chunk(chunks_ptr, row, records, CHUNKS: tl.constexpr):
-    """What the program's last token gets from the chunks behind, and whether its row is scored."""
+    """The value that the program's last token receives from later chunks, and whether its row is scored."""
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < tl.num_programs(1)
     behind = inside & (chunk > tl.program_id(1))

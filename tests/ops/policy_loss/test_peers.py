@@ -224,7 +224,7 @@ def of_future(b: Batch, half_life: float, cap: float = float("inf")) -> Tensor:
 
 
 def real(b: Batch, tau: float) -> Tensor:
-    """Of groups of four; a row without tokens takes no part, unlike in ms-swift."""
+    """REAL over groups of four. A row without tokens takes no part, unlike in ms-swift."""
     total = torch.zeros((), dtype=F64)
     for first in range(0, ROWS, 4):
         rows = [i for i in range(first, first + 4) if b.mask[i].any()]

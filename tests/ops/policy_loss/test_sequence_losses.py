@@ -317,7 +317,7 @@ def test_weights_of_flowrl_are_measured(backend: str) -> None:
 @pytest.mark.parametrize("name", ["gvpo", "real", "flowrl"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend: str, name: str) -> None:
-    """Of the value, whose weights in FlowRL are constants where they are clipped."""
+    """Central differences of the value, whose weights in FlowRL are constants where clipped."""
     batch = {key: value.to(device_of(backend)) for key, value in draw().items()}
     arguments = arguments_of(name, batch)
     if name == "flowrl":

@@ -54,7 +54,7 @@ class Filtered:
         return masked.log_softmax(-1).gather(-1, self.tokens[..., None])[..., 0]
 
     def exact_gradient(self, logits: Tensor) -> Tensor:
-        """Of the expected reward of responses that this support lets the policy sample."""
+        """Gradient of the expected reward of responses that this support lets the policy sample."""
         leaf = logits.clone().requires_grad_()
         (self.logprobs_over_support(leaf).sum(1).exp() * self.rewards).sum().backward()
         assert leaf.grad is not None
