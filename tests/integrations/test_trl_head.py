@@ -27,8 +27,6 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
@@ -38,7 +36,7 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import head as _head
 from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
-from tests.integrations import tiny_trl
+from tests.integrations import tiny_trl, tiny_vision
 from tests.integrations.test_trl import OPTIONS, Ours, Theirs, assert_same, trained
 from tests.integrations.test_trl_parts import TWO, made, micro_batch
 
@@ -206,43 +204,11 @@ def test_what_models_do_with_their_logits(tmp_path: Path, name: str, monkeypatch
     assert abs(other[2]["entropy"] - results[0][2]["entropy"]) > 0.05
 
 
-def vision_model() -> Any:
-    torch.manual_seed(8)
-    text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
-    vision |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1, "fullatt_block_indexes": [0]}
-    config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=3, video_token_id=4, vision_start_token_id=5
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def with_images(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Each of the four prompts gets an image of 4 x 4 patches of 2 x 2 pixels, merged to four tokens."""
-    rows = len(inputs["prompt_ids"])
-    image = torch.tensor([5, 3, 3, 3, 3]).expand(rows, 5)
-    for name, front in (("prompt_ids", image), ("prompt_mask", torch.ones_like(image))):
-        inputs[name] = torch.cat([front, inputs[name]], 1)
-    for name in ("prompt_ids", "completion_ids"):
-        ids = inputs[name].clone()
-        start = 5 if name == "prompt_ids" else 0
-        ids[:, start:] = torch.where(ids[:, start:] < 6, ids[:, start:] + 6, ids[:, start:])  # no image token
-        inputs[name] = ids
-    types = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1) == 3
-    torch.manual_seed(9)
-    return inputs | {
-        "pixel_values": torch.randn(rows * 16, 3 * 2 * 2),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
-        "num_images": [1] * rows,
-        "mm_token_type_ids": types.int(),
-    }
-
-
 def test_images(tmp_path: Path) -> None:
     results = []
     for head in ("fused", "logprobs"):
-        trainer = of_model(vision_model(), tmp_path, head)
-        inputs = with_images(micro_batch(of_model(small("granite"), tmp_path, "fused"), False))
+        trainer = of_model(tiny_vision.model(), tmp_path, head)
+        inputs = tiny_vision.with_images(micro_batch(of_model(small("granite"), tmp_path, "fused"), False))
         results.append(step(trainer, FusedGRPOTrainer._compute_loss, inputs))
         results.append(step(trainer, GRPOTrainer._compute_loss, inputs))
     for other in results[1:]:

@@ -30,11 +30,12 @@ from transformers import (
     LlamaForCausalLM,
     PhiConfig,
     PhiForCausalLM,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
 
-from tests.integrations import tiny_verl
+from tests.integrations import tiny_verl, tiny_vision
 from tests.integrations.test_verl import in_new_process
 
 with warnings.catch_warnings():
@@ -75,7 +76,7 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """verl takes the device for a GPU, and replaces the forward of a model's class, which later tests need."""
     monkeypatch.setattr(transformer_impl, "get_device_name", lambda: "cpu")
     monkeypatch.setattr(transformer_impl, "get_device_id", lambda: "cpu")
-    forwards = {kind: kind.forward for kind, _, _ in KINDS.values()}
+    forwards = {kind: kind.forward for kind in (*(of[0] for of in KINDS.values()), Qwen2_5_VLForConditionalGeneration)}
     yield
     unpatch_verl()
     for kind, forward in forwards.items():
@@ -289,6 +290,35 @@ def test_softcap_scale_and_bias(name: str) -> None:
     assert_near(stepped(with_backend(module, "grpo_kernels"), True), want)
     theirs = stepped(with_backend(module, "torch"), True)
     assert float((theirs.logprobs - want.logprobs).abs().max()) > 0.1  # verl's fused path leaves them out
+
+
+def test_images() -> None:
+    """verl's forward of Qwen2.5-VL, which takes the positions of text and of images, [4, B, T]."""
+    module = tiny_vision.model()
+    torch.manual_seed(0)
+    ids, ones = torch.randint(6, tiny_vision.VOCABULARY, (4, 6)), torch.ones(4, 3, dtype=torch.long)
+    prompts = {"prompt_ids": ids[:, :3], "prompt_mask": ones, "completion_ids": ids[:, 3:], "completion_mask": ones}
+    inputs = tiny_vision.with_images(prompts)
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask, grid = torch.ones_like(ids), inputs["image_grid_thw"]
+    positions, _ = module.model.get_rope_index(ids, inputs["mm_token_type_ids"], grid, attention_mask=mask)
+    options = {"attention_mask": mask, "pixel_values": inputs["pixel_values"], "image_grid_thw": grid}
+    options["position_ids"] = torch.cat([torch.arange(ids.shape[1]).expand(1, 4, -1), positions])
+    results = []
+    for fused in (False, True):
+        if fused:
+            output = with_backend(module, "grpo_kernels")(ids, return_dict=True, temperature=0.7, **options)
+            logprobs, entropy = output.log_probs, output.entropy
+            assert output.logits is None
+        else:
+            logits = (module(ids, **options).logits / 0.7).log_softmax(-1)
+            logprobs = logits.gather(-1, ids.roll(-1, 1)[..., None]).squeeze(-1)
+            entropy = -(logits.exp() * logits).sum(-1)
+        module.zero_grad()
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        results.append(Result(logprobs.detach(), entropy.detach(), gradients_of(module)))
+    assert_near(results[1], results[0])
+    assert any("patch_embed" in name for name in results[1].gradients)
 
 
 def test_hyperclovax_multiplies() -> None:
