@@ -115,8 +115,13 @@ class Products:
             self.blocks = Blocks(multiply, self.weight, self.tile, by_logits_dtype, backend == "cpu")
 
     def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Memory for [rows, logit_columns]; on a GPU its rows are aligned, so that products and kernels are fast."""
-        alignment = 1 if self.backend == "cpu" and not self.invariant else _ALIGNMENT
+        """Memory for [rows, logit_columns]; its rows are aligned except for whole rows on the CPU.
+
+        On a GPU products and kernels are slow otherwise. On a CPU the padding column would give rows an odd length, with
+        which a product took a third longer.
+        """
+        is_plain = self.backend == "cpu" and self.logit_columns == self.columns and not self.invariant
+        alignment = 1 if is_plain else _ALIGNMENT
         if self.invariant:
             rows = whole_blocks(rows, self.columns, self.backend == "cpu")
         stride = -(-self.logit_columns // alignment) * alignment
