@@ -115,10 +115,10 @@ class Products:
             self.blocks = Blocks(multiply, self.weight, self.tile, by_logits_dtype, backend == "cpu")
 
     def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Memory for [rows, logit_columns]; its rows are aligned except for whole rows on the CPU.
+        """Memory for [rows, logit_columns].
 
-        On a GPU products and kernels are slow otherwise. On a CPU the padding column would give rows an odd length, with
-        which a product took a third longer.
+        Rows are aligned on a GPU, for fast products and kernels; on a CPU with a padding column, as a product took a
+        third longer with rows of an odd length; and in invariant blocks.
         """
         is_plain = self.backend == "cpu" and self.logit_columns == self.columns and not self.invariant
         alignment = 1 if is_plain else _ALIGNMENT
