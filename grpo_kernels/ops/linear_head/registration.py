@@ -337,7 +337,8 @@ def loss_forward(
     total = len(head.hidden) if with_grad is None else len(with_grad)
     before = 0 if chunking.without_grad is None else len(chunking.without_grad)
     if with_grad is None and policy.mask is not None:
-        head = head.without(head.targets == IGNORED)
+        is_row = chunking.term_index is None  # then the mask is that of the rows, an eighth of the bytes
+        head = head.without(~policy.mask.reshape(-1) if is_row else head.targets == IGNORED)
     largest, is_padded = min(size, max(total, before)), shard is not None
     products = Products(backend, head, largest, is_padded, invariant=chunking.invariant)
     batch = _Batch(products, reference, policy, chunking, shard)

@@ -209,7 +209,7 @@ def test_rows_are_aligned(backend: str, pad: bool) -> None:
     targets = leaves["targets"].reshape(-1)
     flat = Head(leaves["hidden"].reshape(-1, HIDDEN), leaves["weight"], *[None] * 3, targets, None, 1.0, None, 1.0, 1.0)
     products = chunks.Products(backend, flat, 8, pad_column=pad)
-    gradients = chunks.Gradients(products, [True, True, False], len(targets), 0)
+    gradients = chunks.Gradients(products, [True, True, False, False, False], len(targets), 0)
     for matrix in (products.tile, gradients.staged):
         assert matrix is not None
         assert matrix.shape[1] == VOCABULARY + pad
