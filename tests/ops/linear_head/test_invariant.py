@@ -106,7 +106,7 @@ def test_every_place_gives_a_row_the_same_bits(shape: tuple[int, int], dtype: st
     with cpu_threads(threads), warnings.catch_warnings():
         warnings.simplefilter("error")  # a block size is left
         alone = batch.logprobs(torch.zeros(1).long())
-        for count in (16, 300):
+        for count in (16, 500):
             together = batch.logprobs(torch.zeros(count).long())
             assert all(torch.equal(all_, one.expand_as(all_)) for all_, one in zip(together, alone, strict=True))
 
@@ -413,7 +413,7 @@ def test_rows_of_a_block_on_a_gpu(columns: int, rows: int) -> None:
 def blocks_of(multiply: invariant.Multiply, monkeypatch: pytest.MonkeyPatch) -> invariant.Blocks:
     monkeypatch.setattr(invariant, "_tried", {})
     weight = torch.randn(33, 20, generator=torch.Generator().manual_seed(0))
-    tile = invariant.aligned(weight, 128, 33, torch.float32)
+    tile = invariant.aligned(weight, 256, 33, torch.float32)
     return invariant.Blocks(multiply, weight, tile, torch.float32, on_cpu=True)
 
 
@@ -431,11 +431,11 @@ def test_sizes_that_treat_places_differently_are_not_used(direction: str, monkey
         if out.shape == (32, columns):
             out.copy_(torch.nextafter(out, out.new_tensor(torch.inf)))
 
-    assert blocks_of(torch_mm, monkeypatch).sizes == (128, 64, 32, 16)
-    assert blocks_of(last_rows_of_64_differ, monkeypatch).sizes == (128, 32, 16)
+    assert blocks_of(torch_mm, monkeypatch).sizes == (256, 128, 64, 32, 16)
+    assert blocks_of(last_rows_of_64_differ, monkeypatch).sizes == (256, 128, 32, 16)
     blocks = blocks_of(sizes_of_32_differ, monkeypatch)
-    assert blocks.sizes == (128, 64, 16)
-    assert [*blocks.parts(145)] == [(0, 128, 128), (128, 17, 64)]
+    assert blocks.sizes == (256, 128, 64, 16)
+    assert [*blocks.parts(273)] == [(0, 256, 256), (256, 17, 64)]
 
 
 def torch_mm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -460,12 +460,12 @@ def test_a_weight_of_zeros_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
     """Every product with it has the same bits, which tells nothing about its next values."""
     monkeypatch.setattr(invariant, "_tried", {})
     weight = torch.zeros(33, 20)
-    tile = invariant.aligned(weight, 128, 33, torch.float32)
+    tile = invariant.aligned(weight, 256, 33, torch.float32)
     invariant.Blocks(torch_mm, weight, tile, torch.float32, on_cpu=True)
     assert not invariant._tried
     weight.normal_()
     invariant.Blocks(torch_mm, weight, tile, torch.float32, on_cpu=True)
-    assert [*invariant._tried.values()] == [(128, 64, 32, 16)]
+    assert [*invariant._tried.values()] == [(256, 128, 64, 32, 16)]
 
 
 def test_trying_a_shape_leaves_the_random_numbers_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
