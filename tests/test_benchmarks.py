@@ -123,10 +123,7 @@ BARS = {
         ("linear_policy_loss", f"{head}, an adapter of rank 16", "ratio at least", "merged weight", 1.2)
         for head in HEADS
     ),
-    *(
-        ("linear_policy_loss", clip, "ratio at least", "nothing clipped", 1.3 if "50%" in clip else 0.9)
-        for clip in CLIPPED
-    ),
+    *(("linear_policy_loss", c, "ratio at least", "nothing clipped", 1.3 if "50%" in c else 0.9) for c in CLIPPED),
     *(("linear_distillation_loss", f"{head} k=64", "cost at most", "three bare products", 1.25) for head in HEADS),
     *(("linear_distillation_loss", f"{head} k=64", "cost at most", "linear_policy_loss", 1.2) for head in HEADS),
     *(("linear_distillation_loss", f"{head} k=64", "memory below", "naive autograd", 0.2) for head in HEADS),
