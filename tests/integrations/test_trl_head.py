@@ -359,6 +359,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = SimpleNamespace(
         args=args, is_fsdp_enabled=False, top_entropy_quantile=0.5, accelerator=SimpleNamespace(num_processes=2)
     )
+    trainer.model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"top_entropy_quantile must be 1 with several processes for .*, got 0.5$"):
         _head.check_fused(trainer)
     trainer.accelerator.num_processes = 1
@@ -366,7 +367,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.is_fsdp_enabled = True
     with pytest.raises(ValueError, match=r"fsdp must be off for head='fused', whose ranks .*, got \['full_shard'\]$"):
         _head.check_fused(trainer)
-    trainer.is_fsdp_enabled = False
+    trainer.is_fsdp_enabled, whole = False, trainer.model
+    trainer.model = SimpleNamespace(parameters=lambda: [type("DTensor", (), {})()])
+    with pytest.raises(ValueError, match="fsdp must be off for head='fused'"):
+        _head.check_fused(trainer)
+    trainer.model = whole
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
     with pytest.raises(ValueError, match=r"deepspeed must not be ZeRO-3 for head='fused', .*, got 'zero3.json'$"):
         _head.check_fused(trainer)

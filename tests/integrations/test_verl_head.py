@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import contextlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,13 +36,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from tests.integrations import tiny_verl, tiny_vision
+from tests.integrations import fsdp_verl, tiny_verl, tiny_vision
 from tests.integrations.test_verl import in_new_process
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import verl.utils.torch_functional as verl_functions
-    from verl.models.transformers import monkey_patch
+    from verl.models.transformers import monkey_patch, qwen3_vl
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.workers.engine.fsdp import transformer_impl
 
@@ -68,6 +69,7 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 2.5}),
     "phi": (PhiForCausalLM, PhiConfig, {}),
 }
+FSDP = Path(fsdp_verl.__file__)
 LENGTHS = (120, 70, 4, 250)
 
 
@@ -419,23 +421,46 @@ def test_adapters_elsewhere_are_trained() -> None:
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=1e-4)
 
 
-@contextlib.contextmanager
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+def test_a_head_that_fsdp2_shards_by_itself(tmp_path: Path) -> None:
+    """verl makes an untied lm_head a unit of its own. Gradients are means over two ranks, as in one process."""
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = subprocess.run(
+        [*launch, str(FSDP), str(tmp_path)], timeout=300, cwd=FSDP.parents[2], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    whole = with_backend(fsdp_verl.model(), "grpo_kernels")
+    for rank in range(2):
+        (fsdp_verl.loss(whole, rank) / 2).backward()
+    for rank in ranks:
+        assert "mixed torch.Tensor and DTensor" in rank["theirs"]  # verl's own head does not run here
+        assert rank["ours"].keys() == gradients_of(whole).keys()
+        for name, gradient in gradients_of(whole).items():
+            # the two losses are added up in another order, in float32
+            torch.testing.assert_close(rank["ours"][name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+
+
+def test_verls_forwards_hand_over_a_sharded_weight() -> None:
+    """verl's full_tensor() in Qwen3-VL and Qwen3.5 loses the gradients of other ranks."""
+    seen = []
+
+    def forward(self: Any) -> None:
+        seen.append(isinstance(torch.ones(1), qwen3_vl.DTensor))
+        raise ZeroDivisionError
+
+    forward.__module__ = qwen3_vl.__name__
+    theirs, module = qwen3_vl.DTensor, model()
+    module._verl_fused_kernels_backend = "grpo_kernels"
+    wrapped = _head._with_options(forward)
+    qwen3_vl.DTensor = torch.Tensor
     try:
-        yield
+        with pytest.raises(ZeroDivisionError):
+            wrapped(module)
+        assert qwen3_vl.DTensor is torch.Tensor and seen == [False]
     finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_split_weight_is_refused() -> None:
-    tensor = pytest.importorskip("torch.distributed.tensor")
-    with one_process():
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        weights = tensor.distribute_tensor(torch.randn(8, 4), mesh, [tensor.Shard(0)])
-        with pytest.raises(ValueError, match=r"lm_head.weight must be whole on every rank, got a DTensor"):
-            FusedLinearForPPO(impl_backend="grpo_kernels")(torch.randn(1, 3, 4), weights, torch.ones(1, 3).long())
+        qwen3_vl.DTensor = theirs
 
 
 def test_shards_of_ulysses_make_up_the_whole() -> None:

@@ -131,11 +131,12 @@ def check_fused(trainer: Any) -> None:
     """Refuses what the fused head cannot honour."""
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+    is_split = any(type(weight).__name__ == "DTensor" for weight in trainer.model.parameters())
     several = trainer.accelerator.num_processes > 1
     sharded = "whose ranks hold a part of the head outside of the forward; use head='logprobs'"
     rules = [
         ("deepspeed", "must not be ZeRO-3", is_deepspeed_zero3_enabled(), sharded),  # type: ignore[no-untyped-call]
-        ("fsdp", "must be off", trainer.is_fsdp_enabled, sharded),
+        ("fsdp", "must be off", trainer.is_fsdp_enabled or is_split, sharded),
         ("torch_compile", "must be False", trainer.args.torch_compile, "as the loss is computed within the forward"),
         (
             "top_entropy_quantile",

@@ -7,13 +7,13 @@ the place of its last step, so that the handling of images, labels and sequence 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from verl.models.transformers import monkey_patch
 from verl.utils.experimental import torch_functional
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
@@ -64,11 +64,6 @@ class FusedLinearForPPO(_THEIR_HEAD):  # type: ignore[misc]
         if self.impl_backend != BACKEND:
             theirs: tuple[Tensor, Tensor] = super().forward(hidden_states, vocab_weights, input_ids, temperature)
             return theirs
-        if isinstance(vocab_weights, DTensor):
-            raise ValueError(
-                f"{_WHERE}: lm_head.weight must be whole on every rank, got a DTensor with placements "
-                f"{list(vocab_weights.placements)}; leave lm_head out of tensor parallelism and to FSDP's root"
-            )
         options = _OPTIONS.get() or HeadOptions(None, None, 1.0)
         logprobs, entropy = gk.linear_logprobs(
             hidden_states,
@@ -134,12 +129,25 @@ def _with_options(forward: Callable[..., Any]) -> Callable[..., Any]:
             )
         _check_head(self)
         token = _OPTIONS.set(head_options(self))
+        module = sys.modules[forward.__module__]
+        theirs = vars(module).get("DTensor")
+        if theirs is not None:
+            module.DTensor = _Never  # type: ignore[attr-defined]
         try:
             return forward(self, *arguments, **options)
         finally:
             _OPTIONS.reset(token)
+            if theirs is not None:
+                module.DTensor = theirs  # type: ignore[attr-defined]
 
     return with_options
+
+
+class _Never:
+    """Stands for DTensor in verl's forwards, so that they hand over a sharded weight, which the op gathers.
+
+    Their full_tensor() would keep each rank's part of its own gradient, and lose those of the other ranks.
+    """
 
 
 def _check_model(model: Any) -> None:
