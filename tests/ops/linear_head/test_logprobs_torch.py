@@ -26,14 +26,15 @@ from tests.ops.linear_head.test_logprobs_edges import (
 )
 
 
-def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[tuple[Any, ...], bool, int, int]:
+def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[Any, ...]:
     arguments = {k: v.to(device_of(backend)) for k, v in batch(5, dtype=dtype).items()}
     arguments["targets"][1] = -100
     leaves = [arguments[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     leaves[2] = leaves[2] if full else None
     temperature = torch.rand(5, device=arguments["hidden"].device) + 0.5 if full else None
     lora = adapter(arguments["weight"]) if full else (None, None)
-    return (*leaves, *lora, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5, 0.3), full, 3, 3
+    head = (*leaves, *lora, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5, 0.3)
+    return head, full, 3, 3, not full
 
 
 def adapter(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ def test_opcheck_of_the_backward(backend: str, needs: list[bool]) -> None:
     head, *rest = forward_arguments(backend, True, torch.bfloat16)
     head = tuple(value.detach() if isinstance(value, Tensor) else value for value in head)
     logprobs, entropy, normalizer = LOGPROBS[backend](*head, *rest)
-    upstream, saved = (torch.randn_like(logprobs), torch.randn_like(entropy)), (normalizer, entropy, needs, 3, 3)
+    upstream, saved = (torch.randn_like(logprobs), torch.randn_like(entropy)), (normalizer, entropy, needs, 3, 3, False)
     op = registry.overload("linear_logprobs_backward", backend)
     torch.library.opcheck(op, (*upstream, *head, *saved))
     torch.library.opcheck(op, (upstream[0], None, *head, *saved))
