@@ -49,6 +49,12 @@ def whole_blocks(rows: int, columns: int, on_cpu: bool) -> int:
     return -(-rows // largest) * largest
 
 
+def rows_within(rows: int, columns: int, on_cpu: bool) -> int:
+    """`rows` of a chunk, rounded down to whole blocks of the largest size, so that no memory holds rows of zeros."""
+    largest = sizes_of_blocks(columns, on_cpu)[0]
+    return max(largest, rows // largest * largest)
+
+
 class Blocks:
     """Blocks of rows for products with a weight.
 

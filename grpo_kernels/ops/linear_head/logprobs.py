@@ -19,7 +19,7 @@ from grpo_kernels.ops.linear_head.arguments import (
 )
 from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.invariant import whole_blocks
+from grpo_kernels.ops.linear_head.invariant import rows_within
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
 from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 from grpo_kernels.ops.sampled_support import check_support
@@ -109,7 +109,7 @@ def linear_logprobs(
     product_rows = size or 0
     size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type, head.weight.dtype)
     if is_invariant:
-        size = whole_blocks(size, len(head.weight), chosen == "cpu")
+        size = rows_within(size, len(head.weight), chosen == "cpu")
     if shard is None:
         logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size, product_rows, is_invariant)
     else:

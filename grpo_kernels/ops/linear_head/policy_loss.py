@@ -23,7 +23,7 @@ from grpo_kernels.ops.linear_head.arguments import (
 )
 from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
-from grpo_kernels.ops.linear_head.invariant import whole_blocks
+from grpo_kernels.ops.linear_head.invariant import rows_within
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_chunk
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
@@ -404,7 +404,7 @@ def _chunk(
     else:
         size = chunk_size or _rows_per_chunk(rows, others, head)
     if invariant:
-        size = whole_blocks(size, len(head.weight), backend == "cpu")
+        size = rows_within(size, len(head.weight), backend == "cpu")
     ends = None
     if config.couples_tokens and rows > size:
         if index is not None:

@@ -240,6 +240,8 @@ def test_products_and_launches_do_not_depend_on_the_number_of_rows(
 def test_rows_of_a_block_on_a_gpu(columns: int, rows: int) -> None:
     assert invariant.sizes_of_blocks(columns, on_cpu=False) == (rows,)
     assert invariant.whole_blocks(rows + 1, columns, on_cpu=False) == 2 * rows
+    sizes = {invariant.rows_within(count, columns, on_cpu=False) for count in (1, rows, 2 * rows - 1)}
+    assert sizes == {rows} and invariant.rows_within(2 * rows, columns, on_cpu=False) == 2 * rows
 
 
 # Products that depend on places
