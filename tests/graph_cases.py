@@ -271,6 +271,26 @@ def draw_with_reference() -> Inputs:
     return inputs | {"ref_hidden": torch.randn(ROWS, WIDTH, 3), "ref_weight": torch.randn(COLUMNS, 3)}
 
 
+def draw_adapted(dtype: torch.dtype = torch.float32) -> Inputs:
+    factors = {"lora_a": torch.randn(2, HIDDEN), "lora_b": torch.randn(COLUMNS, 2)}
+    return draw_head(dtype) | {name: factor.requires_grad_() for name, factor in factors.items()}
+
+
+def loss_with_adapter(inputs: Inputs, backend: str) -> list[Tensor]:
+    """Factors in float32, also of a head in half precision."""
+    lora = (inputs["lora_a"], inputs["lora_b"], 0.5)
+    return linear_loss(BONUS, lora=lora, chunk_size=8).call(inputs, backend)
+
+
+def draw_tree() -> Inputs:
+    """Tokens that share positions; some positions have no token, and some tokens are padding."""
+    return draw_head() | {"term_index": torch.randint(-1, TOKENS, (ROWS, WIDTH))}
+
+
+def loss_of_tree(inputs: Inputs, backend: str) -> list[Tensor]:
+    return linear_loss(CLIP, term_index=inputs["term_index"], chunk_size=8).call(inputs, backend)
+
+
 def draw_teacher(dtype: torch.dtype = torch.float32) -> Inputs:
     inputs = draw_head(dtype)
     logprobs, ids = torch.randn(ROWS, WIDTH, COLUMNS).log_softmax(-1).topk(3)
@@ -342,6 +362,9 @@ CASES: dict[str, Case] = {
     "linear_policy_loss at positions in little memory": linear_loss(CLIP, at_positions=True, memory="low"),
     "linear_policy_loss in little memory": linear_loss(CLIP, memory="low"),
     "linear_policy_loss over a support": Case(draw_kept, loss_over_support),
+    "linear_policy_loss with an adapter": Case(draw_adapted, loss_with_adapter),
+    "linear_policy_loss of halves with an adapter": Case(lambda: draw_adapted(torch.bfloat16), loss_with_adapter),
+    "linear_policy_loss of shared positions": Case(draw_tree, loss_of_tree),
     "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
     "linear_policy_loss of GVPO": linear_loss(GVPO, chunk_size=8),
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
