@@ -185,7 +185,11 @@ def head(*shape: int) -> dict[str, Any]:
     }
 
 
-def distilled(**more: torch.Tensor) -> dict[str, Any]:
+def adapter() -> tuple[torch.Tensor, torch.Tensor, float]:
+    return on_gpu(2, 4), on_gpu(7, 2), 1.0
+
+
+def distilled(**more: Any) -> dict[str, Any]:
     student = {name: value for name, value in head(2, 3).items() if name not in ("targets", "positions")}
     teacher = {"teacher_ids": numbers(2, 3, 4), "teacher_logprobs": on_gpu(2, 3, 4), "mask": flags(2, 3)}
     return student | teacher | {"weight_grad": on_gpu(7, 4)} | more
@@ -194,6 +198,9 @@ def distilled(**more: torch.Tensor) -> dict[str, Any]:
 def clustered() -> dict[str, Any]:
     return {"embeddings": on_gpu(6, 4), "groups": numbers(6), "valid": flags(6), "num_groups": 2, "max_size": 3}
 
+
+# Tensors of arguments that are tuples, by their names in messages
+PARTS = {"support": ("support.token_ids", "support.offsets"), "lora": ("A of lora", "B of lora")}
 
 # Arguments for each op, on one GPU. Together the calls of an op have all of its tensors.
 ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
@@ -205,8 +212,14 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
     gk.token_logprobs: lambda: [
         {"logits": on_gpu(2, 7), "targets": numbers(2), "temperature": on_gpu(2), "support": (numbers(5), numbers(3))}
     ],
-    gk.linear_logprobs: lambda: [head(2, 3) | {"support": (numbers(5), numbers(7))}],
-    gk.linear_distillation_loss: lambda: [distilled(weights=on_gpu(2, 3)), distilled(normalizer=on_gpu())],
+    gk.linear_logprobs: lambda: [
+        head(2, 3) | {"support": (numbers(5), numbers(7))},
+        head(2, 3) | {"lora": adapter(), "positions": None, "term_index": numbers(4)},
+    ],
+    gk.linear_distillation_loss: lambda: [
+        distilled(weights=on_gpu(2, 3)),
+        distilled(normalizer=on_gpu(), lora=adapter()),
+    ],
     gk.policy_loss: lambda: [
         *policies(lambda *shape: {"logprobs": on_gpu(*shape), "entropy": on_gpu(*shape)}),
         {
@@ -217,6 +230,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
             "entropy_floor": on_gpu(),
             "config": gk.LossConfig(top_entropy_quantile=0.5),
         },
+        {"logprobs": on_gpu(5), "term_index": numbers(2, 3)} | policy(2, 3),
     ],
     gk.logits_policy_loss: lambda: policies(
         lambda *shape: {"logits": on_gpu(*shape, 7), "targets": numbers(*shape), "temperature": on_gpu(*shape)}
@@ -228,6 +242,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         | {"ref_logprobs": None, "compact": False}
         | {"ref_hidden": on_gpu(2, 3, 5), "ref_weight": on_gpu(7, 5), "ref_bias": on_gpu(7)},
         head(2, 3) | policy(2, 3) | {"support": (numbers(5), numbers(7))},
+        head(5) | policy(2, 3) | {"lora": adapter(), "positions": None, "term_index": numbers(2, 3)},
     ],
     gk.token_advantages: lambda: [
         {
@@ -287,12 +302,12 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
             for name in others:
                 if name in refused or not isinstance(arguments.get(name), (torch.Tensor, tuple)):
                     continue
-                if name == "support":  # both of its tensors, the first below
-                    token_ids, offsets = arguments[name]
-                    moved = arguments | {name: (token_ids, torch.empty_like(offsets, device=elsewhere))}
-                    with pytest.raises(ValueError, match=rf"support\.offsets must be on cuda:0 .*got {elsewhere}"):
+                if name in PARTS:  # both of its tensors, the first below
+                    first_part, second_part, *rest = arguments[name]
+                    moved = arguments | {name: (first_part, torch.empty_like(second_part, device=elsewhere), *rest)}
+                    with pytest.raises(ValueError, match=rf"{PARTS[name][1]} must be on cuda:0 .*got {elsewhere}"):
                         op(**moved, backend="triton")
-                    moved = arguments | {name: (torch.empty_like(token_ids, device=elsewhere), offsets)}
+                    moved = arguments | {name: (torch.empty_like(first_part, device=elsewhere), second_part, *rest)}
                 else:
                     moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
                 if name == "weight" and "weight_grad" in arguments:
@@ -301,8 +316,8 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
                     op(**moved, backend="triton")
                 message = str(caught.value)
                 rule = f"must be on cuda:0 like the first argument, got {elsewhere}"
-                part = r"support\.token_ids" if name == "support" else name
-                assert re.fullmatch(rf"\w+: {part} {rule}", message), message
+                part = PARTS[name][0] if name in PARTS else name
+                assert re.fullmatch(rf"\w+: {re.escape(part)} {rule}", message), message
                 refused.add(name)
     assert refused == set(others), f"no call has {set(others) - refused}"
     assert first not in refused
