@@ -1,4 +1,4 @@
-"""What transformers' models do with their logits after the head, against what our head in verl knows of."""
+"""Changes of the logits after the head in transformers' models, against those that our head in verl knows of."""
 
 from __future__ import annotations
 

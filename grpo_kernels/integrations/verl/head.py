@@ -44,7 +44,7 @@ class HeadOptions(NamedTuple):
     logit_scale: float
 
 
-# Of the model whose forward is running; None in a direct call of FusedLinearForPPO.
+# Options of the model whose forward is running; None in a direct call of FusedLinearForPPO.
 _OPTIONS: ContextVar[HeadOptions | None] = ContextVar("grpo_kernels_verl_head", default=None)
 
 

@@ -165,9 +165,16 @@ def test_a_reference_model_in_the_same_chunks(reference: bool) -> None:
             kwargs = {"ref_hidden": ref_hidden[rows][None], "ref_weight": ref_weight}
         advantages = batch.upstream[rows][None]
         loss = gk.linear_policy_loss(
-            leaf, batch.weight, batch.targets[rows][None], None, advantages, **kwargs, config=config, normalizer=9.0,
+            leaf,
+            batch.weight,
+            batch.targets[rows][None],
+            None,
+            advantages,
+            **kwargs,
+            config=config,
+            normalizer=9.0,
             invariant=True,
-        ).loss  # fmt: skip
+        ).loss
         loss.backward()
         assert leaf.grad is not None
         return leaf.grad[0]
