@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +20,11 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_weight_grad,
     check_whole,
 )
+from grpo_kernels.ops.linear_head.chunking import chunking_of, split_rows
 from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
-from grpo_kernels.ops.linear_head.invariant import rows_within
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
-from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_chunk
+from grpo_kernels.ops.linear_head.sizes import HALVES
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,
@@ -36,7 +35,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_rows,
     participants,
 )
-from grpo_kernels.ops.policy_loss.config import POLICY, LossConfig
+from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
 from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.sampled_support import check_support
@@ -177,8 +176,8 @@ def linear_policy_loss(
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     chunking = None
     if is_fast:
-        split = _split_rows(layout, head, policy, config, index) if is_compact else (None, chosen_rows)
-        chunking = _chunk(layout, head, policy, config, want_entropy, split, skips_idle, *sizes)
+        split = split_rows(layout, head, policy, config, index) if is_compact else (None, chosen_rows)
+        chunking = chunking_of(layout, head, policy, config, want_entropy, split, skips_idle, *sizes)
     if chunking is None:
         _check_low(is_fast and skips_idle, weight_grad, head)
         measured = head.targets != IGNORED if is_compact else chosen_rows
@@ -376,114 +375,3 @@ def _at_positions(head: Head, places: Tensor) -> tuple[Tensor, Head]:
     rows = places.sort().values
     torch._assert_async((rows.diff() > 0).all(), f"{_OP}: positions must be different places")
     return rows, head.without(head.targets == IGNORED)
-
-
-def _chunk(
-    layout: Layout,
-    head: Head,
-    policy: Policy,
-    config: LossConfig,
-    want_entropy: bool,
-    split: tuple[Tensor | None, Tensor | None],
-    skips_idle: bool,
-    index: Tensor | None,
-    chunk_size: int | None,
-    shard: Shard | None,
-    invariant: bool,
-    backend: str,
-) -> op.Chunking | None:
-    """None if the gradient of a chunk cannot be known before the other chunks are."""
-    # which sequences fit into a chunk depends on the longest
-    if config.ranks_tokens or (invariant and config.couples_tokens):
-        return None
-    without_grad, with_grad = split
-    rows = len(head.targets) if with_grad is None else len(with_grad)
-    others = 0 if without_grad is None else len(without_grad)
-    if shard is not None:
-        size = chunk_size or shard.rows_per_chunk(rows + others, head.weight)
-    else:
-        size = chunk_size or _rows_per_chunk(rows, others, head)
-    if invariant:
-        size = rows_within(size, len(head.weight), backend == "cpu")
-    ends = None
-    if config.couples_tokens and rows > size:
-        if index is not None:
-            return None
-        if with_grad is None and policy.cu_seqlens is None:
-            longest = layout.shape[1]
-            size = size // max(longest, 1) * longest
-        else:
-            ends = _ends(layout, policy, with_grad)
-            longest = max(end - start for start, end in zip([0, *ends], ends, strict=False))
-        if longest > size or size == 0:
-            return None
-    needs_entropy_gradient = want_entropy and config.entropy_coef != 0
-    return op.Chunking(
-        list(layout.shape),
-        want_entropy,
-        needs_entropy_gradient,
-        without_grad,
-        with_grad,
-        ends,
-        size,
-        product_rows=chunk_size or 0,
-        skips_idle=skips_idle,
-        term_index=index,
-        invariant=invariant,
-    )
-
-
-def _rows_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
-    """Chunks of one size for the rows with a gradient, in memory that counts those without one, too."""
-    size = rows_per_chunk(with_grad + without_grad, len(head.weight), head.hidden.device.type, head.weight.dtype)
-    count = -(-with_grad // size)
-    return size if count == 0 else min(size, -(-with_grad // count // 16) * 16)
-
-
-def _split_rows(
-    layout: Layout, head: Head, policy: Policy, config: LossConfig, index: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Participating rows without and with a gradient, as far as that is known before anything is computed."""
-    takes_part = policy.mask
-    assert takes_part is not None
-    has_grad = takes_part
-    has_other_terms = config.kl_coef != 0 or config.entropy_coef != 0 or config.loss == "dro"
-    by_token = policy.advantages.shape == layout.shape
-    # through a sequence ratio every token gets a gradient from all terms of its sequence
-    if not has_other_terms and not (by_token and config.couples_tokens):
-        advantages = policy.advantages if by_token else _expand_rows(policy.advantages, layout, policy)
-        is_idle = advantages == 0
-        if policy.kinds is not None:
-            is_idle = is_idle & (policy.kinds == POLICY)
-        has_grad = takes_part & ~is_idle
-    is_live = has_grad.reshape(-1) if index is None else add_up(has_grad.long(), index, len(head.targets)) > 0
-    kind = torch.where(is_live, 1, torch.where(head.targets != IGNORED, 0, 2))
-    order = kind.argsort(stable=True)
-    without, with_, _ = torch.bincount(kind, minlength=3).tolist()
-    return order[:without], order[without : without + with_]
-
-
-def _expand_rows(values: Tensor, layout: Layout, policy: Policy) -> Tensor:
-    """One value per token from one per row."""
-    if len(values) == 0:
-        return values.new_zeros(layout.shape)
-    if policy.cu_seqlens is None:
-        return values[:, None].expand(layout.shape)
-    return values[_rows_of_tokens(layout, policy)]
-
-
-def _rows_of_tokens(layout: Layout, policy: Policy) -> Tensor:
-    """Row of every token; tokens behind the last row count as part of it."""
-    token = torch.arange(math.prod(layout.shape), device=layout.device)
-    if policy.cu_seqlens is None:
-        return token // max(layout.shape[1], 1)
-    rows = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
-    return rows.clamp(max=max(layout.rows - 1, 0))
-
-
-def _ends(layout: Layout, policy: Policy, selected: Tensor | None) -> list[int]:
-    """Ends of the sequences, counted in the selected tokens."""
-    rows = _rows_of_tokens(layout, policy)
-    rows = rows if selected is None else rows[selected]
-    ends = torch.bincount(rows, minlength=layout.rows).cumsum(0)
-    return [int(end) for end in ends.tolist()]
