@@ -9,7 +9,7 @@ from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages,
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
 from grpo_kernels.ops.group_advantages.gigpo import gigpo_advantages
 from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, ValueTracker
-from grpo_kernels.ops.linear_distillation_loss import DistillationLoss, linear_distillation_loss
+from grpo_kernels.ops.linear_distillation_loss import DistillationLoss, Teacher, linear_distillation_loss
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
 from grpo_kernels.ops.logits_policy_loss import logits_policy_loss
@@ -58,6 +58,7 @@ __all__ = [
     "SimilarityAdvantages",
     "SimilarityConfig",
     "SimilarityGroups",
+    "Teacher",
     "TokenAdvantageConfig",
     "TokenAdvantages",
     "TokenLogprobs",

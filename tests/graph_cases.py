@@ -291,11 +291,21 @@ def loss_of_tree(inputs: Inputs, backend: str) -> list[Tensor]:
     return linear_loss(CLIP, term_index=inputs["term_index"], chunk_size=8).call(inputs, backend)
 
 
-def draw_teacher(dtype: torch.dtype = torch.float32) -> Inputs:
+def draw_taught(dtype: torch.dtype = torch.float32) -> Inputs:
+    """A batch for the loss, and the most probable tokens of a teacher."""
     inputs = draw_head(dtype)
     logprobs, ids = torch.randn(ROWS, WIDTH, COLUMNS).log_softmax(-1).topk(3)
-    kept = {name: inputs[name] for name in ("hidden", "weight", "bias", "mask")}
-    return kept | {"teacher_ids": ids, "teacher_logprobs": logprobs}
+    return inputs | {"teacher_ids": ids, "teacher_logprobs": logprobs}
+
+
+def loss_with_teacher(inputs: Inputs, backend: str) -> list[Tensor]:
+    teacher = gk.Teacher(inputs["teacher_ids"], inputs["teacher_logprobs"], coef=0.5)
+    return linear_loss(BONUS, teacher=teacher, chunk_size=8).call(inputs, backend)
+
+
+def draw_teacher(dtype: torch.dtype = torch.float32) -> Inputs:
+    names = ("hidden", "weight", "bias", "mask", "teacher_ids", "teacher_logprobs")
+    return {name: value for name, value in draw_taught(dtype).items() if name in names}
 
 
 def distillation(dtype: torch.dtype = torch.float32, **options: Any) -> Case:
@@ -355,6 +365,7 @@ CASES: dict[str, Case] = {
     "linear_distillation_loss": distillation(),
     "linear_distillation_loss of halves": distillation(torch.bfloat16, kind="jsd", tail="renormalise"),
     "linear_policy_loss": linear_loss(CLIP, chunk_size=8),
+    "linear_policy_loss with a teacher": Case(draw_taught, loss_with_teacher),
     "linear_policy_loss of halves": linear_loss(BONUS, lambda: draw_head(torch.bfloat16)),
     "linear_policy_loss without idle rows": linear_loss(CLIP, lambda: draw_head(torch.bfloat16), compact="device"),
     "linear_policy_loss with a reference head": linear_loss(CLIP, draw_with_reference, chunk_size=8),

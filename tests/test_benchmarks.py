@@ -80,6 +80,7 @@ def test_names_of_cases_are_unique() -> None:
 HEADS = ("N=1024 H=256 V=32000", "N=2048 H=512 V=50304")
 HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
 CLIPPED = [f"{head}, PPO with {share}% clipped" for head in HEADS for share in (0, 5, 30, 50)]
+TAUGHT = (("ratio at least", "two losses", 1.6), ("cost at most", "linear_policy_loss", 1.2))
 SIZES = (8, 16, 32, 64)
 VARIANTS = (
     *("the same again", "ipo", "icepop", "topr", "clip_cov", "kl_cov", "kinds", "average", "geometric_average"),
@@ -127,10 +128,11 @@ BARS = {
     *(("linear_distillation_loss", f"{head} k=64", "cost at most", "three bare products", 1.25) for head in HEADS),
     *(("linear_distillation_loss", f"{head} k=64", "cost at most", "linear_policy_loss", 1.2) for head in HEADS),
     *(("linear_distillation_loss", f"{head} k=64", "memory below", "naive autograd", 0.2) for head in HEADS),
+    *(("linear_distillation_loss", f"{head} k=64, with the policy loss", *bar) for head in HEADS for bar in TAUGHT),
     *(
-        ("linear_distillation_loss", f"{head} k=64", "ratio at least", peer, 1)
-        for head in HEADS
-        for peer in ("naive autograd", "trl")
+        ("linear_distillation_loss", f"{h} k=64", "ratio at least", x, 1)
+        for h in HEADS
+        for x in ("naive autograd", "trl")
     ),
     ("logits_policy_loss", "clip", "ratio at least", "trl", 2),
     ("logits_policy_loss", "clip", "ratio at least", "torch, log_softmax", 2),

@@ -323,6 +323,18 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
     assert first not in refused
 
 
+@no_gpu
+@pytest.mark.parametrize("field", ["ids", "logprobs", "mask", "weights", "normalizer"])
+def test_a_teacher_on_another_device_is_refused(field: str) -> None:
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        fields = {"ids": numbers(2, 3, 4), "logprobs": on_gpu(2, 3, 4), "mask": flags(2, 3), "weights": on_gpu(2, 3)}
+        fields |= {"normalizer": on_gpu()}
+        fields[field] = torch.empty_like(fields[field], device="cuda:1")
+        with pytest.raises(ValueError, match=rf"^linear_policy_loss: teacher\.{field} must be on cuda:0 .*got cuda:1$"):
+            gk.linear_policy_loss(**head(2, 3), **policy(2, 3), teacher=gk.Teacher(**fields), backend="triton")
+
+
 def test_every_op_is_called_with_a_tensor_on_another_device() -> None:
     assert {of_name(op) for op in ON_ONE_GPU} == CALLS.keys() | {"similarity_advantages"}
 

@@ -82,7 +82,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, head: head_model.Head, ref_width: i
         reference["config"] = gk.LossConfig(kl="k3", kl_coef=0.1)
     counter = Bytes()
     monkeypatch.setattr(chunks, "multiply", counter.multiply)
-    monkeypatch.setattr("grpo_kernels.ops.linear_head.policy_loss.rows_per_chunk", lambda *_: head.chunk_rows)
+    monkeypatch.setattr("grpo_kernels.ops.linear_head.chunking.rows_per_chunk", lambda *_: head.chunk_rows)
     monkeypatch.setattr(chunks, "rows_per_product", lambda *_: head.product_rows)
     # without a GPU, rows without a gradient are looked for, which on a GPU would wait
     monkeypatch.setattr("grpo_kernels.ops.linear_head.registration.rows_with_grad", lambda *_: None)

@@ -23,6 +23,10 @@ def parameters(function: Any) -> str:
     return str(signature.replace(parameters=without_types, return_annotation=inspect.Signature.empty))
 
 
+def field(f: dataclasses.Field[Any]) -> str:
+    return f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default!r}"
+
+
 def members(name: str, value: Any) -> Iterator[str]:
     if inspect.ismodule(value):
         for public in sorted(value.__all__):
@@ -30,8 +34,7 @@ def members(name: str, value: Any) -> Iterator[str]:
     elif inspect.isfunction(value):
         yield f"{name}{parameters(value)}"
     elif dataclasses.is_dataclass(value):
-        fields = ", ".join(f"{f.name}={f.default!r}" for f in dataclasses.fields(value) if f.init)
-        yield f"{name}({fields})"
+        yield f"{name}({', '.join(map(field, filter(lambda f: f.init, dataclasses.fields(value))))})"
     elif hasattr(value, "_fields"):
         yield f"{name}({', '.join(value._fields)})"
     elif inspect.isclass(value) and hasattr(value, "__members__"):

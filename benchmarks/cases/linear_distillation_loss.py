@@ -53,6 +53,17 @@ def trl(i: TaughtInputs) -> tuple[Tensor, ...]:
     return i.gradients(divergence.mean())
 
 
+def with_policy_loss(i: TaughtInputs) -> tuple[Tensor, ...]:
+    return linear_policy_loss.ours(i, teacher=gk.Teacher(i.ids, i.logprobs))
+
+
+def two_losses(i: TaughtInputs) -> tuple[Tensor, ...]:
+    distilled = gk.linear_distillation_loss(i.hidden, i.weight, i.ids, i.logprobs).loss
+    arguments = {"advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": linear_policy_loss.CONFIG}
+    policy = gk.linear_policy_loss(i.hidden, i.weight, i.targets, None, **arguments).loss
+    return i.gradients(policy + distilled)
+
+
 PEERS = (Provider("naive autograd", naive), Provider("trl", trl, package="trl"))
 
 
@@ -83,7 +94,32 @@ def case(shape: Shape) -> Case:
     )
 
 
-CASES = [case(shape) for shape in SHAPES]
+def term(shape: Shape) -> Case:
+    """The divergence as a term of linear_policy_loss, beside the sum of two losses with products of their own."""
+    return Case(
+        OP,
+        f"{shape} k={IDS}, with the policy loss",
+        shape.model,
+        Floor(flops=3 * shape.products),
+        lambda device, seed: TaughtInputs(shape, device, seed),
+        with_policy_loss,
+        (
+            Provider("two losses", two_losses),
+            Provider("linear_policy_loss", linear_policy_loss.ours, agrees=False),
+        ),
+        (
+            Bar("ratio at least", 1.6, "two losses"),
+            Bar("cost at most", 1.2, "linear_policy_loss"),
+        ),
+        same=same(shape),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        devices=(shape.device,),
+        pairs=5,
+        returned=lambda i: i.gradient_bytes,
+    )
+
+
+CASES = [make(shape) for make in (case, term) for shape in SHAPES]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

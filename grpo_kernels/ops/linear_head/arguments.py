@@ -13,10 +13,11 @@ from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.token_logprobs import check_scaling, check_targets
 
 # Why a row's bits depend on other rows with these arguments.
-_DEPENDENT = {
+DEPENDENT = {
     "vocab_start": "an all-reduce sums in its own order",
     "lora": "the products of the pair have as many rows as a chunk",
     "term_index": "rows sum the gradients of several terms",
+    "teacher": "torch's exp and log in float64 depend on a value's place",
 }
 
 
@@ -223,7 +224,7 @@ def check_invariant(op: str, invariant: bool | None, **others: object) -> tuple[
         return False, {}
     for name, value in others.items():
         if value is not None:
-            raise ValueError(f"{op}: invariant must be False with {name}, got True; {_DEPENDENT[name]}")
+            raise ValueError(f"{op}: invariant must be False with {name}, got True; {DEPENDENT[name]}")
     return True, {"reference": "its products have as many rows as the call, so that a row depends on their number"}
 
 

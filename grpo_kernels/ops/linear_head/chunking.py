@@ -81,9 +81,17 @@ def _rows_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
 
 
 def split_rows(
-    layout: Layout, head: Head, policy: Policy, config: LossConfig, index: Tensor | None
+    layout: Layout,
+    head: Head,
+    policy: Policy,
+    config: LossConfig,
+    index: Tensor | None,
+    shares: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Participating rows without and with a gradient, as far as that is known before anything is computed."""
+    """Participating rows without and with a gradient, as far as that is known before anything is computed.
+
+    Rows with a share in another term of the loss have one.
+    """
     takes_part = policy.mask
     assert takes_part is not None
     has_grad = takes_part
@@ -97,6 +105,8 @@ def split_rows(
             is_idle = is_idle & (policy.kinds == POLICY)
         has_grad = takes_part & ~is_idle
     is_live = has_grad.reshape(-1) if index is None else add_up(has_grad.long(), index, len(head.targets)) > 0
+    if shares is not None:
+        is_live = is_live | (shares != 0)
     kind = torch.where(is_live, 1, torch.where(head.targets != IGNORED, 0, 2))
     order = kind.argsort(stable=True)
     without, with_, _ = torch.bincount(kind, minlength=3).tolist()

@@ -17,11 +17,30 @@ from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.invariant import Blocks, whole_blocks
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
+from grpo_kernels.ops.token_logprobs.config import IGNORED
+from grpo_kernels.ops.token_logprobs.reference import Scaling
 
 _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
 UNSPLIT = 2**24
+
+
+class Apart(NamedTuple):
+    """Columns of a chunk's rows that are kept from the kernels, [rows, k], in float64.
+
+    Their logits in the chunk are -inf. The kernels measure and differentiate the rest of the vocabulary alone, however
+    little is left of it, and no gradient of these columns is the difference of two large numbers.
+
+    Attributes:
+        columns: different from each other in a row; the padding column stands for none
+        scaled: logits as the distribution has them; -inf for none
+        slopes: derivatives of these by the logits
+    """
+
+    columns: Tensor
+    scaled: Tensor
+    slopes: Tensor
 
 
 class Chunk(NamedTuple):
@@ -37,6 +56,7 @@ class Chunk(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     normalizer: Tensor
+    apart: Apart | None = None
 
     def compact(self, rows: Tensor) -> Chunk:
         """The chunk of only these rows, ascending. Their logits move up in place, as a copy could take half a chunk."""
@@ -56,6 +76,7 @@ class Chunk(NamedTuple):
             logprobs=pick(self.logprobs),
             entropy=pick(self.entropy),
             normalizer=pick(self.normalizer),
+            apart=None if self.apart is None else Apart(*(value[rows] for value in self.apart)),
         )
 
 
@@ -127,16 +148,27 @@ class Products:
         stride = -(-self.logit_columns // alignment) * alignment
         return token_logprobs.empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
 
-    def measure(self, rows: slice | Tensor, want_entropy: bool) -> Chunk:
-        """Logits and log-probs of a chunk."""
+    def measure(self, rows: slice | Tensor, want_entropy: bool, columns: Tensor | None = None) -> Chunk:
+        """Logits and log-probs of a chunk; with columns to keep apart, the measurements are of the rest."""
         head = self.head
         hidden, logits = self.logits(rows)
-        targets = head.targets[rows][None]
-        row_temperature = None if head.row_temperature is None else head.row_temperature[rows][None]
-        measurements = token_logprobs.FORWARD[self.backend](
+        targets = head.targets[rows]
+        row_temperature = None if head.row_temperature is None else head.row_temperature[rows]
+        apart = None
+        if columns is not None:
+            apart = self._take_apart(logits, columns, row_temperature)
+            targets = torch.where(targets == IGNORED, IGNORED, columns[:, 0])  # any column that is not of the rest
+        targets, row_temperature = targets[None], None if row_temperature is None else row_temperature[None]
+        logprobs, entropy, normalizer = token_logprobs.FORWARD[self.backend](
             logits[None], targets, row_temperature, *head.scaling, want_entropy, False
         )
-        return Chunk(hidden, logits, targets, row_temperature, *measurements)
+        return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, apart)
+
+    def _take_apart(self, logits: Tensor, columns: Tensor, row_temperature: Tensor | None) -> Apart:
+        raw = logits.gather(1, columns).double()
+        logits.scatter_(1, columns, -torch.inf)
+        scaling = Scaling(None if row_temperature is None else row_temperature.double(), *self.head.scaling)
+        return Apart(columns, scaling.apply(raw), scaling.slope(torch.where(columns == self.columns, 0, raw)))
 
     def remeasure(self, rows: slice | Tensor, normalizer: Tensor, entropy: Tensor | None) -> Chunk:
         """A chunk of which everything but the logits is known."""
@@ -159,11 +191,11 @@ class Products:
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
         into: Tensor | None,
-        known: tuple[Tensor, Tensor] | None = None,
+        by_apart: Tensor | None = None,
     ) -> Tensor:
         """The gradient by the logits of a chunk, which overwrites them, or `into`, where it is rounded to half.
 
-        `known` are columns, [rows, k], and the gradients that these get instead.
+        `by_apart` is that of the columns that were kept apart.
         """
         upstream = None if by_logprob is None else by_logprob[None], None if by_entropy is None else by_entropy[None]
         entropy = chunk.entropy if by_entropy is not None else None
@@ -173,9 +205,8 @@ class Products:
             token_logprobs.INPLACE[self.backend](into[None], *upstream, *saved)
         else:
             token_logprobs.ROUNDED[self.backend](into[None], *upstream, chunk.logits[None], *saved)
-        if known is not None:
-            columns, values = known
-            into.scatter_(1, columns, values.to(into.dtype))
+        if by_apart is not None and chunk.apart is not None:
+            into.scatter_(1, chunk.apart.columns, by_apart.to(into.dtype))
         return into[:, : self.columns]
 
     def logits(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
@@ -297,22 +328,24 @@ class Gradients:
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
         rows: slice | Tensor,
-        known: tuple[Tensor, Tensor] | None = None,
+        by_apart: Tensor | None = None,
     ) -> None:
-        """Adds the gradient of a chunk, whose logits it may overwrite; `known` as in Products.differentiate."""
+        """Adds the gradient of a chunk, whose logits it may overwrite; `by_apart` as in Products.differentiate."""
         count = len(chunk.hidden)
         if count == 0:
             return
         if self.staged is None:
-            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, known)
+            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, by_apart)
             self._multiply(by_logits, chunk.hidden, rows, None)
             return
         if self.count + count > len(self.staged):
             self._multiply_waiting()
         place = slice(self.count, self.count + count)
-        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], known)
+        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], by_apart)
         if self.is_live is not None:
             self.is_live[place] = _has_grad(by_logprob, by_entropy)
+            if by_apart is not None:
+                self.is_live[place] |= (by_apart != 0).any(1)
         self.waiting.append(rows)
         self.count += count
 

@@ -39,7 +39,8 @@ def takes_dtensors(op: str, can_split: bool = True) -> Callable[[Function], Func
 
     Args:
         op: name of the op
-        can_split: the op has vocab_start and process_group, so that a split vocabulary stays split without a support
+        can_split: the op has vocab_start and process_group, so that a split vocabulary stays split, but not with a
+            support or a teacher
     """
 
     def decorate(function: Function) -> Function:
@@ -48,7 +49,7 @@ def takes_dtensors(op: str, can_split: bool = True) -> Callable[[Function], Func
             tensors = (hidden, weight, *map(options.get, _OPTIONAL), *_factors(options.get("lora")))
             if torch.compiler.is_compiling() or not any(map(is_dtensor, tensors)):
                 return function(hidden, weight, *arguments, **options)
-            splits = can_split and options.get("support") is None
+            splits = can_split and options.get("support") is None and options.get("teacher") is None
             local = _localize(op, {"hidden": hidden, "weight": weight} | options, splits)
             return function(local.pop("hidden"), local.pop("weight"), *arguments, **local)
 

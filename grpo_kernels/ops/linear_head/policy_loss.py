@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import backends
+
+# modules, because their package imports this one
+from grpo_kernels.ops.linear_distillation_loss import arguments as distillation
+from grpo_kernels.ops.linear_distillation_loss import registration as distillation_op
 from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import (
     check_chunk_size,
@@ -46,6 +51,8 @@ from grpo_kernels.shared_positions import add_up, check_term_index, gather
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from grpo_kernels.ops.linear_distillation_loss.arguments import Teacher
+
 _OP = "linear_policy_loss"
 
 
@@ -79,6 +86,7 @@ def linear_policy_loss(
     normalizer: Normalizer | None = None,
     groups: int | Tensor | None = None,
     log_z: Tensor | None = None,
+    teacher: Teacher | None = None,
     return_entropy: bool = False,
     config: LossConfig | str = "grpo",
     memory: str = "fast",
@@ -108,6 +116,9 @@ def linear_policy_loss(
         support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
             then computed by the backward, also into weight_grad; lora, chunk_size and compact must be None, memory
             "fast"
+        teacher: adds the divergence from a teacher's most probable tokens to the loss, for the tokens that take part,
+            over the whole vocabulary. With memory="fast" it needs no products of its own. metrics.distillation is
+            that part of the loss as a DistillationLoss. vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
@@ -132,7 +143,7 @@ def linear_policy_loss(
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
-    others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index}
+    others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index, "teacher": teacher}
     is_invariant, limits = check_invariant_loss(_OP, invariant, config, compact, **others)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
     places = check_positions(_OP, positions, targets)
@@ -158,34 +169,93 @@ def linear_policy_loss(
     rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
+    lesson = _check_teacher(teacher, targets, head, vocab_start)
+    inputs = _Inputs(layout, config, head, reference, policy, rows, want_entropy, index, weight_grad, lesson)
     if support is not None:
         check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
         chosen = _select(layout, head, sampled_support.SUPPORTS, limits, backend)
-        return _over_support(
-            layout, config, head, reference, policy, rows, want_entropy, support, index, weight_grad, chosen
-        )
+        return _over_support(inputs, support, targets.shape, chosen)
     chosen = _select(layout, head, op.SUPPORTS, limits, backend)
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
-    sizes = index, size, shard, is_invariant, chosen
     skips_idle = _skips_idle(compact, head, weight_grad, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
     if places is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
         chosen_rows, head = _at_positions(head, places)
+        inputs = inputs._replace(head=head)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     chunking = None
-    if is_fast:
-        split = split_rows(layout, head, policy, config, index) if is_compact else (None, chosen_rows)
+    if is_fast and not (lesson is not None and torch.compiler.is_compiling()):
+        shares = None if lesson is None else lesson.shares
+        split = split_rows(layout, head, policy, config, index, shares) if is_compact else (None, chosen_rows)
+        sizes = index, size, shard, is_invariant, chosen
         chunking = chunking_of(layout, head, policy, config, want_entropy, split, skips_idle, *sizes)
     if chunking is None:
         _check_low(is_fast and skips_idle, weight_grad, head)
         measured = head.targets != IGNORED if is_compact else chosen_rows
-        return _with_low_memory(layout, config, head, reference, policy, rows, want_entropy, measured, *sizes)
-    check_weight_grad(_OP, weight_grad, head, True, "")
-    loss, metrics = op.apply_loss(chosen, head, reference, policy, chunking, weight_grad, shard)
-    by_row = policy.advantages.shape != layout.shape
-    return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, want_entropy))
+        return _with_low_memory(inputs, measured, targets.shape, size, shard, is_invariant, chosen)
+    return _in_chunks(inputs, chunking, targets.shape, shard, chosen)
+
+
+class _Inputs(NamedTuple):
+    """Checked arguments; `term_index` is that of the op, `lesson` what the teacher says of every row."""
+
+    layout: Layout
+    config: LossConfig
+    head: Head
+    reference: ReferenceHead
+    policy: Policy
+    rows: RowInputs
+    want_entropy: bool
+    term_index: Tensor | None
+    weight_grad: Tensor | None
+    lesson: distillation_op.Lesson | None
+
+
+def _check_teacher(
+    teacher: Teacher | None, targets: Tensor, head: Head, vocab_start: int | None
+) -> distillation_op.Lesson | None:
+    if teacher is None:
+        return None
+    if not isinstance(teacher, distillation.Teacher):
+        raise TypeError(f"{_OP}: teacher must be a Teacher, got {type(teacher).__name__}")
+    if vocab_start is not None:
+        raise ValueError(f"{_OP}: vocab_start must be None with teacher, whose ids are of all ranks, got {vocab_start}")
+    fields = (field.name for field in dataclasses.fields(teacher))
+    names = distillation.Naming(_OP, **{field: f"teacher.{field}" for field in fields})
+    return distillation.check_lesson(names, teacher, targets.shape, head.targets != IGNORED, head)
+
+
+def _in_chunks(
+    inputs: _Inputs, chunking: op.Chunking, shape: torch.Size, shard: Shard | None, backend: str
+) -> PolicyLoss:
+    """The loss with its gradient, chunk by chunk; the divergence from a teacher comes of the same products."""
+    head, policy, lesson = inputs.head, inputs.policy, inputs.lesson
+    check_weight_grad(_OP, inputs.weight_grad, head, True, "")
+    term = None if lesson is None else distillation_op.Term(lesson, head.targets)
+    loss, metrics = op.apply_loss(backend, head, inputs.reference, policy, chunking, inputs.weight_grad, shard, term)
+    by_row = policy.advantages.shape != inputs.layout.shape
+    result = PolicyLoss(loss, PolicyLossMetrics(metrics, inputs.config, by_row, inputs.want_entropy))
+    if term is not None:
+        result.metrics.distillation = distillation.DistillationLoss(
+            term.loss.to(loss.dtype), term.divergence.view(shape).to(loss.dtype), term.mass.view(shape).to(loss.dtype)
+        )
+    return result
+
+
+def _add_divergence(
+    result: PolicyLoss, inputs: _Inputs, shape: torch.Size, chunk_size: int | None, backend: str
+) -> PolicyLoss:
+    """Adds the divergence from a teacher by products of its own."""
+    head, lesson = inputs.head, inputs.lesson
+    if lesson is None:
+        return result
+    chunking = distillation.chunking_of(lesson, head, chunk_size)
+    loss, divergence, mass = distillation_op.apply(backend, head, lesson, chunking, inputs.weight_grad)
+    measured = divergence.view(shape), mass.view(shape)
+    result.metrics.distillation = distillation.DistillationLoss(loss.detach(), *measured)
+    return result._replace(loss=result.loss + loss)
 
 
 def _check_low(skips_idle: bool, weight_grad: Tensor | None, head: Head) -> None:
@@ -197,15 +267,9 @@ def _check_low(skips_idle: bool, weight_grad: Tensor | None, head: Head) -> None
 
 
 def _with_low_memory(
-    layout: Layout,
-    config: LossConfig,
-    head: Head,
-    reference: ReferenceHead,
-    policy: Policy,
-    rows: RowInputs,
-    want_entropy: bool,
+    inputs: _Inputs,
     measured: Tensor | None,
-    index: Tensor | None,
+    shape: torch.Size,
     chunk_size: int | None,
     shard: Shard | None,
     invariant: bool,
@@ -236,13 +300,15 @@ def _with_low_memory(
     def shaped(result: Tensor) -> Tensor:
         if measured is not None and measured.dtype != torch.bool:
             result = result.new_zeros(len(head.targets)).index_put((measured,), result)
-        return _by_term(result, layout, index)
+        return _by_term(result, layout, inputs.term_index)
 
+    layout, config, head, reference, policy, rows, want_entropy, *_ = inputs
     if reference.hidden is not None and reference.weight is not None:
         other = head.of(reference)
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
-    return compute(layout, config, logprobs, entropy, None, policy, rows, backend)
+    result = compute(layout, config, logprobs, entropy, None, policy, rows, backend)
+    return _add_divergence(result, inputs, shape, chunk_size, backend)
 
 
 def _check_whole(chunk_size: object, compact: object, memory: str, vocab_start: object, group: object) -> None:
@@ -251,20 +317,9 @@ def _check_whole(chunk_size: object, compact: object, memory: str, vocab_start: 
     check_whole(_OP, vocab_start=vocab_start, process_group=group)
 
 
-def _over_support(
-    layout: Layout,
-    config: LossConfig,
-    head: Head,
-    reference: ReferenceHead,
-    policy: Policy,
-    rows: RowInputs,
-    want_entropy: bool,
-    support: tuple[Tensor, Tensor],
-    index: Tensor | None,
-    weight_grad: Tensor | None,
-    chosen: str,
-) -> PolicyLoss:
+def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.Size, chosen: str) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
+    layout, config, head, reference, policy, rows, want_entropy, index, weight_grad, _ = inputs
     entries = check_support(_OP, support, head.targets, len(head.weight))
     is_added = chosen != "reference" and torch.is_grad_enabled()
     check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
@@ -278,7 +333,8 @@ def _over_support(
         policy = policy._replace(ref_logprobs=_by_term(ref_logprobs, layout, index))
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
     entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
-    return compute(layout, config, _by_term(logprobs, layout, index), entropy_of_all, None, policy, rows, chosen)
+    result = compute(layout, config, _by_term(logprobs, layout, index), entropy_of_all, None, policy, rows, chosen)
+    return _add_divergence(result, inputs, shape, None, chosen)
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:

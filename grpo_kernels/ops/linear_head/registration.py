@@ -5,16 +5,12 @@ a token depends on its own log-prob, and on those of its sequence if the ratio d
 its logits are in memory: policy_loss is called for the whole batch, of which the log-probs of the chunks so far are
 known, and the part of its gradient that belongs to the chunk is final. That costs a thousandth of a product, and the
 last call gives the loss.
-
-The gradients take one of two routes. Traced, they are outputs of a torch op that its backward scales. In eager mode an
-autograd function keeps them and hands them over without a copy.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +18,7 @@ from torch import Tensor
 from grpo_kernels import registry, shared_positions
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, rows_with_grad
 from grpo_kernels.ops.linear_head.head import FACTORS, HEAD_SCHEMA, REFERENCE_SCHEMA, Head, ReferenceHead, Shard
+from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient, differentiate_loss, set_up_loss
 from grpo_kernels.ops.linear_head.sizes import chunks
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.config import METRICS
@@ -262,6 +259,26 @@ LOSS_SCHEMA = (
 )
 
 
+class Term(Protocol):
+    """Another term of the loss, by the logits, in the chunks and products of linear_policy_loss.
+
+    `shares` [N] is not 0 where a row has a part in it. `loss` is known when all chunks are differentiated.
+    """
+
+    shares: Tensor
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    def measure(self, products: Products, rows: slice | Tensor, want_entropy: bool) -> tuple[Chunk, Tensor, Tensor]:
+        """A chunk with columns kept apart, and log-probs and entropies of its whole rows."""
+
+    def differentiate(
+        self, chunk: Chunk, rows: slice | Tensor, by_logprob: Tensor, by_entropy: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """From the gradients of the policy loss those of the sum that Gradients.add takes."""
+
+
 class _Batch:
     """The log-probs of the chunks so far, and the policy loss that they give."""
 
@@ -275,18 +292,22 @@ class _Batch:
         self.reference: Products | None = None
         if reference.hidden is not None and reference.weight is not None:
             other = head.of(reference)
-            like_policy = (shard is not None, products.tile, products.invariant)
+            like_policy = (products.logit_columns > products.columns, products.tile, products.invariant)
             self.reference = Products(products.backend, other, len(products.tile), *like_policy)
             self.ref_logprobs = torch.zeros_like(self.logprobs)
 
-    def measure(self, rows: slice | Tensor) -> Chunk:
+    def measure(self, rows: slice | Tensor, term: Term | None = None) -> Chunk:
         """The chunk of the policy; the reference model's logits are overwritten by it."""
         if self.reference is not None:
             self.ref_logprobs[rows] = self._measure(self.reference, rows, False).logprobs[0]
-        chunk = self._measure(self.products, rows, self.entropy is not None)
-        self.logprobs[rows] = chunk.logprobs[0]
+        if term is None:
+            chunk = self._measure(self.products, rows, self.entropy is not None)
+            logprobs, entropy = chunk.logprobs[0], chunk.entropy
+        else:
+            chunk, logprobs, entropy = term.measure(self.products, rows, self.entropy is not None)
+        self.logprobs[rows] = logprobs.to(self.logprobs.dtype)
         if self.entropy is not None:
-            self.entropy[rows] = chunk.entropy[0]
+            self.entropy[rows] = entropy.view(-1).to(self.entropy.dtype)
         return chunk
 
     def _measure(self, products: Products, rows: slice | Tensor, want_entropy: bool) -> Chunk:
@@ -329,6 +350,7 @@ def loss_forward(
     needs: list[bool],
     into: Tensor | None = None,
     shard: Shard | None = None,
+    term: Term | None = None,
 ) -> tuple[Tensor, ...]:
     """Loss, metrics, and the gradients of the head's factors."""
     if shard is not None:
@@ -339,7 +361,7 @@ def loss_forward(
     if with_grad is None and policy.mask is not None:
         is_row = chunking.term_index is None  # then the mask is that of the rows, an eighth of the bytes
         head = head.without(~policy.mask.reshape(-1) if is_row else head.targets == IGNORED)
-    largest, is_padded = min(size, max(total, before)), shard is not None
+    largest, is_padded = min(size, max(total, before)), shard is not None or term is not None
     products = Products(backend, head, largest, is_padded, invariant=chunking.invariant)
     batch = _Batch(products, reference, policy, chunking, shard)
     on_cpu = head.hidden.device.type == "cpu"
@@ -351,17 +373,21 @@ def loss_forward(
             batch.measure(cast(Tensor, chunking.without_grad)[part])
         for part in chunks(total, size, chunking.ends):
             rows: slice | Tensor = part if with_grad is None else with_grad[part]
-            chunk = batch.measure(rows)
+            chunk = batch.measure(rows, term)
             results = batch.loss()
-            by_logprob = results[2][rows]
+            by_logprob, by_apart = results[2][rows], None
             by_entropy = results[3][rows] if chunking.needs_entropy_gradient else None
-            selected = rows_with_grad(by_logprob, by_entropy)
+            selected = rows_with_grad(by_logprob, by_entropy, None if term is None else term.shares[rows])
             if selected is not None and len(selected) <= _MAX_SHARE * len(by_logprob):
                 chunk, by_logprob = chunk.compact(selected), by_logprob[selected]
                 by_entropy = None if by_entropy is None else by_entropy[selected]
                 rows = selected + part.start if with_grad is None else with_grad[selected + part.start]
-            gradients.add(chunk, by_logprob, by_entropy, rows)
+            if term is not None:
+                by_logprob, by_entropy, by_apart = term.differentiate(chunk, rows, by_logprob, by_entropy)
+            gradients.add(chunk, by_logprob, by_entropy, rows, by_apart)
         loss, metrics = (batch.loss() if results is None else results)[:2]
+        if term is not None:
+            loss = loss + term.loss.to(loss.dtype)
         by_factors = gradients.finish()
         if shard is not None:
             shard.complete(by_factors, needs)
@@ -386,24 +412,6 @@ def _fake_loss(*args: Any) -> tuple[Tensor, ...]:
     return loss, metrics, *fake_gradients(head, needs)
 
 
-def set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """For an op whose last outputs are the gradients of its first inputs, the head's factors, by its first output."""
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[-FACTORS:])
-    ctx.others = len(inputs) - FACTORS
-
-
-def differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    others = (None,) * ctx.others
-    if upstream is None:
-        return *(None,) * FACTORS, *others
-    gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:FACTORS], strict=True)
-    scale = policy_loss.scaled
-    scaled = (scale(backend, gradient, upstream, False) if need else None for gradient, need in gradients)
-    return *scaled, *others
-
-
 LOSS = registry.define(
     "linear_policy_loss",
     LOSS_SCHEMA,
@@ -414,58 +422,6 @@ LOSS = registry.define(
 )
 
 
-class PrecomputedGradient(torch.autograd.Function):
-    """Hands over the gradients of the forward pass in the backward, once, without a copy.
-
-    `compute` returns the loss, results without a gradient, and the gradients of the head's factors. `only` completes
-    the error of a second backward: when there is one, and what to do instead.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        op: str,
-        only: tuple[str, str],
-        backend: str,
-        head: Head,
-        compute: Callable[[Head, list[bool]], tuple[Tensor, ...]],
-        has_added: bool,
-    ) -> tuple[Tensor, ...]:
-        head = head._replace(hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
-        outputs = compute(head, list(ctx.needs_input_grad[:FACTORS]))
-        results, ctx.gradients = outputs[:-FACTORS], outputs[-FACTORS:]
-        ctx.mark_non_differentiable(*results[1:])
-        ctx.set_materialize_grads(False)
-        ctx.has_added, ctx.backend, ctx.op, ctx.only = has_added, backend, op, only
-        return results
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if upstream is None:
-            return tuple(results)
-        if ctx.gradients is None:
-            with_, hint = ctx.only
-            raise RuntimeError(
-                f"{ctx.op}: backward must run once{with_}, got a second call; the first handed out the gradients{hint}"
-            )
-        gradients, ctx.gradients = ctx.gradients, None
-        if ctx.has_added:
-            rule = f"{ctx.op}: the loss must be given to backward unscaled with weight_grad"
-            torch._assert_async((upstream == 1).all(), rule)
-        for place, gradient in enumerate(gradients):
-            is_weight_added = place == 1 and ctx.has_added
-            if ctx.needs_input_grad[place] and not is_weight_added:
-                results[place] = policy_loss.scaled(ctx.backend, gradient, upstream, is_owned=True)
-        return tuple(results)
-
-
 def apply_loss(
     backend: str,
     head: Head,
@@ -474,6 +430,7 @@ def apply_loss(
     chunking: Chunking,
     into: Tensor | None,
     shard: Shard | None = None,
+    term: Term | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss and metrics. The loss has a gradient by the head's factors."""
     if torch.compiler.is_compiling():
@@ -481,7 +438,7 @@ def apply_loss(
         return cast(tuple[Tensor, Tensor], results[:2])
 
     def compute(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
-        return loss_forward(backend, head, reference, policy, chunking, needs, into, shard)
+        return loss_forward(backend, head, reference, policy, chunking, needs, into, shard, term)
 
     only = (" with memory='fast'", ". memory='low' computes them each time")
     arguments = ("linear_policy_loss", only, backend, head, compute, into is not None)

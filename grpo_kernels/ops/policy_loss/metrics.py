@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ class PolicyLossMetrics:
 
     `names` lists the elements. trl(), verl() and to_dict() return Python floats, and the first call of any of them
     waits for the device once. Sums and counts are those of this call: add them over micro-batches and ranks before
-    dividing, for example with merged().
+    dividing, for example with merged(). `distillation` is the DistillationLoss of a teacher, if there is one.
     """
 
     names = METRICS
@@ -24,6 +25,7 @@ class PolicyLossMetrics:
         self.tensor = tensor
         self._config, self._by_row, self._has_entropy = config, advantages_by_row, has_entropy
         self._on_host: dict[str, float] | None = None
+        self.distillation: Any = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in METRICS:

@@ -37,7 +37,17 @@ PLACES: dict[str, tuple[str, str]] = {
     "split both ways": ("S0 S1", "S0 R"),
     "split twice": ("S0 S0", "S0 S0"),
 }
-CALLS = ("logprobs", "loss", "low memory", "reference head", "weight_grad", "support", "distillation", "lora")
+CALLS = (
+    "logprobs",
+    "loss",
+    "low memory",
+    "reference head",
+    "weight_grad",
+    "support",
+    "teacher",
+    "distillation",
+    "lora",
+)
 OWN_CALLS = ("logprobs", "loss", "low memory", "lora")
 LEAVES = ("weight", "bias", "a", "b")  # parameters of the head, the last two of its adapter
 FORMS = ("hidden", "process_group")
@@ -91,6 +101,12 @@ def batch(place: str, call: str, rank: int = 0) -> dict[str, Any]:
     return arguments
 
 
+def taught(targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Two ids that a teacher gives for each token, and their log-probs."""
+    ids = torch.stack([targets.clamp(0, 29), torch.full_like(targets, 30)], -1)
+    return ids, torch.full(ids.shape, -1.0, dtype=F64)
+
+
 def compute(call: str, arguments: dict[str, Any], communication: Communication | None = None) -> dict[str, Any]:
     """Results, and what is communicated each way. The gradients are those of the leaves given."""
     options = {name: arguments[name] for name in ("process_group",) if name in arguments}
@@ -106,10 +122,9 @@ def compute(call: str, arguments: dict[str, Any], communication: Communication |
         results, total = {"logprobs": logprobs, "entropy": entropy}, (logprobs * logprobs + entropy).sum()
     elif call == "distillation":
         del head["targets"]
-        ids = torch.stack([arguments["targets"].clamp(min=0), torch.full_like(arguments["targets"], 30)], -1)
-        ids[..., 0] = ids[..., 0].clamp(max=29)
+        ids, logprobs = taught(arguments["targets"])
         loss, divergence, _ = gk.linear_distillation_loss(
-            **head, teacher_ids=ids, teacher_logprobs=torch.full(ids.shape, -1.0, dtype=F64), chunk_size=4
+            **head, teacher_ids=ids, teacher_logprobs=logprobs, chunk_size=4
         )
         results, total = {"loss": loss, "divergence": divergence}, loss
     else:
@@ -120,6 +135,8 @@ def compute(call: str, arguments: dict[str, Any], communication: Communication |
             options["support"] = torch.stack([targets, others], 1).flatten(), torch.arange(len(targets) + 1) * 2
         else:
             options["chunk_size"] = 4
+        if call == "teacher":
+            options["teacher"] = gk.Teacher(*taught(arguments["targets"]), coef=0.5)
         result = gk.linear_policy_loss(**arguments | options, config=CONFIG, backend="cpu")
         results, total = {"loss": result.loss, "metrics": result.metrics.tensor}, result.loss
     results = {name: value.detach() for name, value in results.items()}

@@ -107,7 +107,7 @@ def test_linear_policy_loss(
 ) -> None:
     chunk_size = chunk_rows
     if product_rows != chunk_rows:
-        monkeypatch.setattr("grpo_kernels.ops.linear_head.policy_loss.rows_per_chunk", lambda *_: chunk_rows)
+        monkeypatch.setattr("grpo_kernels.ops.linear_head.chunking.rows_per_chunk", lambda *_: chunk_rows)
         monkeypatch.setattr(chunks, "rows_per_product", lambda *_: product_rows)
         chunk_size = None
     arguments = head(dtype)
@@ -224,7 +224,7 @@ def test_idle_rows_are_left_out_on_the_device(
     backend: str, accumulates: bool, chunk_rows: int, product_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle row of three has no advantage, and single tokens have none."""
-    monkeypatch.setattr("grpo_kernels.ops.linear_head.policy_loss.rows_per_chunk", lambda *_: chunk_rows)
+    monkeypatch.setattr("grpo_kernels.ops.linear_head.chunking.rows_per_chunk", lambda *_: chunk_rows)
     monkeypatch.setattr(chunks, "rows_per_product", lambda *_: product_rows)
     # without a GPU, rows without a gradient are looked for, which on a GPU would wait
     monkeypatch.setattr("grpo_kernels.ops.linear_head.registration.rows_with_grad", lambda *_: None)

@@ -146,6 +146,7 @@ def test_the_options_are_all_of_the_signature() -> None:
     others = {"ref_hidden", "ref_weight", "ref_bias", "cu_seqlens", "return_entropy", "weight_grad"}
     others |= {
         "support",
+        "teacher",
         "term_index",
         "vocab_start",
         "process_group",
