@@ -297,7 +297,7 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
     refused = set()
     with FakeTensorMode():
         for arguments in ON_ONE_GPU[op]():
-            if op is gk.linear_policy_loss and "weight_grad" in arguments:
+            if "weight_grad" in arguments:
                 arguments["weight"].requires_grad_()
             for name in others:
                 if name in refused or not isinstance(arguments.get(name), (torch.Tensor, tuple)):

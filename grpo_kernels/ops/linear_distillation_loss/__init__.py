@@ -75,14 +75,14 @@ def linear_distillation_loss(
     tokens = hidden.shape[:-1]
     targets = torch.zeros(tokens, dtype=torch.long, device=hidden.device)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
-    teacher = Teacher(
-        teacher_ids, teacher_logprobs, 1.0, kind, tail, beta, mask=mask, weights=weights, normalizer=normalizer
-    )
-    lesson = check_lesson(_NAMES, teacher, tokens, None, head)
     size = check_chunk_size(_OP, chunk_size)
     device = head.hidden.device
     chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, SUPPORTS, device.index)
     is_added = chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
+    teacher = Teacher(
+        teacher_ids, teacher_logprobs, 1.0, kind, tail, beta, mask=mask, weights=weights, normalizer=normalizer
+    )
+    lesson = check_lesson(_NAMES, teacher, tokens, None, head)
     loss, divergence, mass = op.apply(chosen, head, lesson, chunking_of(lesson, head, size), weight_grad)
     return DistillationLoss(loss, divergence.view(tokens), mass.view(tokens))
