@@ -42,6 +42,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppo": ({}, {}),
     "group_ppo": ({}, {"ratio": "segment"}),
 }
+CORRECTION = {"weights": "token", "weight_max": 2.0}  # of the mismatch between an engine and the policy
 WITH_CRITIC = ("ppo", "group_ppo")
 WITH_CLUSTERS = ("similarity_group_grpo", "polychromic")
 
@@ -56,6 +57,7 @@ class Plan:
     similarity: Similarity | None
     segments: gk.SegmentConfig | None
     threshold: gk.SegmentThreshold | None
+    correction: gk.CorrectionConfig  # applies where an engine other than the policy samples
 
     @classmethod
     def of(cls, settings: Algorithm, max_new_tokens: int) -> Plan:
@@ -86,7 +88,14 @@ class Plan:
         config = None
         if not has_critic and settings.name != "polychromic":
             config = _config(gk.AdvantageConfig, advantage | settings.advantage, "advantage")
-        plan = cls(settings, config, _config(gk.LossConfig, loss, "loss"), similarity, segments, threshold)
+        correction = _config(gk.CorrectionConfig, settings.correction or CORRECTION, "correction")
+        resolved = _config(gk.LossConfig, loss, "loss")
+        if resolved.correction != "none":
+            raise ValueError(
+                f"algorithm.loss.correction: must be 'none', as algorithm.correction takes its place, got "
+                f"{resolved.correction!r}"
+            )
+        plan = cls(settings, config, resolved, similarity, segments, threshold, correction)
         if similarity is not None:
             _ = plan.clustering  # raises now rather than in the first step
         return plan
@@ -109,6 +118,7 @@ class Credit:
     mask: Tensor | None = None  # [N, T] tokens that enter the loss; None: all response tokens
     segments: Tensor | None = None  # [N, T] segment ids, -1 outside
     returns: Tensor | None = None  # [N, T] targets of the critic
+    is_weights: Tensor | None = None  # [N, T] importance weights of tokens that another engine sampled
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     clusters: gk.SimilarityGroups | None = None
 

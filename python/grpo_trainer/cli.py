@@ -187,11 +187,12 @@ def _run(command: Callable[[], None]) -> int:
     """Runs a command and returns its exit status; errors that a user can fix are reported in one line."""
     from grpo_trainer.checkpoint import CheckpointError
     from grpo_trainer.distributed import ProcessError
+    from grpo_trainer.engine import EngineError
     from grpo_trainer.rewards import RewardError
 
     try:
         command()
-    except (ValueError, TypeError, OSError, CheckpointError, RewardError, ProcessError) as error:
+    except (ValueError, TypeError, OSError, CheckpointError, RewardError, EngineError, ProcessError) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')

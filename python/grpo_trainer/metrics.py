@@ -41,6 +41,24 @@ def loss_metrics(
     return metrics
 
 
+def sampling_metrics(metrics: gk.CorrectionMetrics) -> dict[str, float]:
+    """Metrics of the mismatch between the engine that sampled and the policy, by token; gaps are those of log-probs."""
+    m = metrics.to_dict()
+    tokens, scored, nan = m["tokens"], m["scored_tokens"], math.nan
+    if not scored:
+        return {}
+    squares = m["weight_square_sum"]
+    return {
+        "sampling/gap_mean": m["gap_sum"] / scored,
+        "sampling/gap_max": max(abs(m["log_ratio_min"]), abs(m["log_ratio_max"])),
+        "sampling/kl": m["k3_sum"] / scored,
+        # of as many tokens with equal weights
+        "sampling/effective_sample_size": m["weight_sum"] ** 2 / (squares * tokens) if squares else nan,
+        "sampling/truncated": m["outside_tokens"] / tokens,
+        "sampling/rejected": 1 - m["kept_tokens"] / tokens,
+    }
+
+
 def rollout_metrics(
     rollout: Rollout,
     totals: Tensor,

@@ -89,6 +89,23 @@ class Sft:
 
 
 @dataclasses.dataclass(frozen=True)
+class Vllm:
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "auto", "dtype of the engine's weights; auto: that of model.mixed_precision, or else model.dtype"
+    )
+    max_model_len: int | None = key(
+        None, "longest prompt and response together; null: model.max_prompt_tokens and max_new_tokens"
+    )
+    gpu_memory_utilization: float = key(0.3, "fraction of a GPU's memory for the engine's weights and cache")
+    cache_gib: float | None = key(
+        None, "memory for keys and values, in GiB; null: what gpu_memory_utilization leaves, on the CPU 1"
+    )
+    tensor_parallel_size: int = key(1, "GPUs, or processes on the CPU, that share the engine's weights")
+    enforce_eager: bool | None = key(None, "run without CUDA graphs and compilation; null: on the CPU")
+    sleep: bool = key(True, "on a GPU, free the engine's memory during the update")
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     prompts: int = key(64, "prompts per step")
     group_size: int = key(8, "responses per prompt")
@@ -100,6 +117,8 @@ class Rollout:
     min_new_tokens: int = key(0, "number of tokens before the end may be sampled")
     batch: int = key(512, "responses sampled together; prompts are sorted by length")
     mask_truncated: bool = key(False, "exclude truncated responses from the loss")
+    engine: Literal["transformers", "vllm"] = key("transformers", "sample with the policy itself, or with vLLM")
+    vllm: Vllm = key(Vllm, "settings of engine: vllm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +173,12 @@ class Algorithm:
         True, "exclude groups without any advantage from the loss and its divisors; not with a critic"
     )
     set_size: int = key(0, "polychromic: responses per set; 0: half of the group")
+    correction: dict[str, Any] = key(
+        {},
+        "fields of CorrectionConfig, for the mismatch between the engine that sampled and the policy; empty: "
+        "{weights: token, weight_max: 2.0}; needs rollout.engine: vllm",
+        "CorrectionConfig",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -30,6 +31,7 @@ def _rules(recipe: Any) -> Iterator[Rule]:
             yield from _sft(f"phases.{i}.sft", phase.sft)
         if phase.rl is not None:
             yield from _rl(f"phases.{i}.rl", phase.rl)
+            yield from _engine(f"phases.{i}.rl", phase.rl, recipe.model)
     evaluation = recipe.evaluation
     yield from _positive("evaluation.", evaluation, "prompts", "test_prompts", "batch", "temperature")
     yield from _not_negative("evaluation.", evaluation, "every", "samples", "tracked")
@@ -109,6 +111,30 @@ def _rl(at: str, rl: Any) -> Iterator[Rule]:
     minibatches = rl.minibatches
     yield f"{at}.minibatches", minibatches, 0 < minibatches <= rollout.prompts, "must be in [1, rollout.prompts]"
     yield from _algorithm(f"{at}.algorithm", rl.algorithm, rollout.group_size)
+
+
+def _engine(at: str, rl: Any, model: Any) -> Iterator[Rule]:
+    rollout, settings, correction = rl.rollout, rl.rollout.vllm, rl.algorithm.correction
+    if rollout.engine != "vllm":
+        is_default = all(getattr(settings, field.name) == field.default for field in dataclasses.fields(settings))
+        yield f"{at}.rollout.vllm", settings, is_default, "requires rollout.engine: vllm"
+        yield f"{at}.algorithm.correction", correction, not correction, "requires rollout.engine: vllm"
+        return
+    is_seq2seq = model.path == "tiny" and model.tiny.architecture == "seq2seq"
+    rule = "must be causal with rollout.engine: vllm; change it, or use engine: transformers"
+    yield "model.tiny.architecture", model.tiny.architecture, not is_seq2seq, rule
+    rule = "must be false with rollout.engine: vllm; change it, or use engine: transformers"
+    yield "model.four_bit", model.four_bit, not model.four_bit, rule
+    rule = "must be false with rollout.engine: vllm, whose kept tokens are not read; use engine: transformers"
+    yield f"{at}.rollout.keep_support", rollout.keep_support, not rollout.keep_support, rule
+    rule = "must be at least 0.01 with rollout.engine: vllm, which raises lower ones; use engine: transformers"
+    yield f"{at}.rollout.temperature", rollout.temperature, rollout.temperature >= 0.01, rule
+    yield from _positive(f"{at}.rollout.vllm.", settings, "max_model_len", "cache_gib", "tensor_parallel_size")
+    share = settings.gpu_memory_utilization
+    yield f"{at}.rollout.vllm.gpu_memory_utilization", share, 0 < share <= 1, "must be in (0, 1]"
+    length, needed = settings.max_model_len, model.max_prompt_tokens + rollout.max_new_tokens
+    rule = f"must be at least model.max_prompt_tokens + rollout.max_new_tokens, {needed}; raise it or lower these"
+    yield f"{at}.rollout.vllm.max_model_len", length, length is None or length >= needed, rule
 
 
 def _algorithm(at: str, algorithm: Any, group_size: int) -> Iterator[Rule]:

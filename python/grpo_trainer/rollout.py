@@ -71,16 +71,36 @@ def roll_out(
             rows = [prompt * group_size + copy for prompt in chosen for copy in range(group_size)]
             for row, response in zip(rows, responses, strict=True):
                 tokens[row], logprobs[row], kept[row] = response
+    return assemble(policy, items, tokens, logprobs, kept if sampling.keep_support else None)
+
+
+def assemble(
+    policy: Policy,
+    items: list[dict[str, Any]],
+    tokens: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    kept: Sequence[Sequence[Tensor]] | None = None,
+) -> Rollout:
+    """Pads sampled responses, and decodes them for the rewards.
+
+    Args:
+        policy: the policy.
+        items: lines of data with "prompt_ids".
+        tokens: token ids of the responses, in the order of their prompts.
+        logprobs: log-probs of the tokens.
+        kept: kept ids of the tokens; None: all.
+    """
+    ids = [item["prompt_ids"] for item in items]
     prompts, prompt_mask = pad(ids, policy.pad_id, left=not policy.is_seq2seq)
     padded, mask = pad(tokens, policy.pad_id, left=False)
     padded_logprobs = torch.zeros(padded.shape)
     for i, values in enumerate(logprobs):
         padded_logprobs[i, : len(values)] = torch.tensor(values)
-    prompt_of = torch.arange(len(tokens)) // group_size
+    prompt_of = torch.arange(len(tokens)) * len(items) // max(len(tokens), 1)
     texts = [policy.tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
     truncated = torch.tensor([row[-1] not in policy.stop_ids for row in tokens], dtype=torch.bool)
-    kept_ids = pad_kept(kept) if sampling.keep_support else None
-    whole = Batch(prompts, prompt_mask, padded, mask, prompt_of, kept_ids).to(policy.device)
+    whole = Batch(prompts, prompt_mask, padded, mask, prompt_of, None if kept is None else pad_kept(kept))
+    whole = whole.to(policy.device)
     return Rollout(items, whole, padded_logprobs.to(policy.device), truncated.to(policy.device), texts)
 
 

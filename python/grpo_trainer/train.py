@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import grpo_kernels as gk
-from grpo_trainer import checkpoint, distributed, tasks
+from grpo_trainer import checkpoint, distributed, engine, tasks
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.data import encode_demonstration, prompt_text, read_jsonl
@@ -75,7 +75,7 @@ class Trainer:
             self.splits = load_splits(recipe.data, recipe.seed)
             self._check_phases()
             self.policy = load_policy(recipe.model, self._corpus(), self.backend, self.loading_device)
-            self._check_context()
+            self._check_policy()
         self.seconds: dict[str, float] = defaultdict(float)  # spent in the parts of the current step
         self._usable: dict[str, list[Item]] = {}
 
@@ -102,6 +102,9 @@ class Trainer:
                 plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"phases.{number}.rl.{error}") from error
+            if rl.rollout.engine == "vllm":
+                engine.check_installed(f"phases.{number}.rl.rollout", rl.rollout)
+                engine.check_loss(f"phases.{number}.rl", plan.loss, plan.correction)
             if plan.similarity is not None:
                 load_embedder(plan.similarity)
                 if plan.similarity.workers:
@@ -133,7 +136,7 @@ class Trainer:
                     names[f"{key}.{i}"] = embedder.name
         return {key: resolve(name) for key, name in names.items()}
 
-    def _check_context(self) -> None:
+    def _check_policy(self) -> None:
         limit = self.policy.context_length
         for number, phase in enumerate(self.recipe.phases):
             if phase.rl is not None and limit is not None and phase.rl.rollout.max_new_tokens >= limit:
@@ -141,6 +144,9 @@ class Trainer:
                     f"phases.{number}.rl.rollout.max_new_tokens: must be less than the model's context, {limit}, got "
                     f"{phase.rl.rollout.max_new_tokens}"
                 )
+            if phase.rl is not None and phase.rl.rollout.engine == "vllm":
+                key = f"phases.{number}.rl.rollout"
+                engine.check_policy(key, phase.rl.rollout, self.recipe.model, self.policy)
 
     def _load_rewards(self, rewards: list[Reward]) -> tuple[list[Reward], list[RewardFunction]]:
         settings = rewards or [Reward(name=name) for name in self.splits.rewards]

@@ -34,7 +34,7 @@ def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
 
 
 def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in entry.items() if not k.startswith("time")} for entry in entries]
+    return [{k: v for k, v in entry.items() if not k.startswith(("time", "speed/"))} for entry in entries]
 
 
 def weights(folder: Path, checkpoint: str | None = None) -> dict[str, torch.Tensor]:

@@ -24,7 +24,12 @@ from grpo_trainer.recipe import Optimizer, Recipe, Reward, Rl, Sft
 from grpo_trainer.rewards import RewardFunction
 from grpo_trainer.tasks.base import Item
 
-SHOWN = (("loss", "train/loss"), ("reward", "rewards/mean"), ("KL", "train/kl_mean"))  # in the progress bar
+SHOWN = (  # in the progress bar
+    ("loss", "train/loss"),
+    ("reward", "rewards/mean"),
+    ("KL", "train/kl_mean"),
+    ("tokens/s", "speed/tokens_per_second"),
+)
 
 
 class PhaseContext(Protocol):

@@ -13,7 +13,8 @@ from grpo_trainer import checkpoint, distributed
 from grpo_trainer.algorithm import Credit, Plan, assign_credit, total_rewards
 from grpo_trainer.data import Batch, prompt_text
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
-from grpo_trainer.metrics import loss_metrics, rollout_metrics
+from grpo_trainer.engine import Engine
+from grpo_trainer.metrics import loss_metrics, rollout_metrics, sampling_metrics
 from grpo_trainer.phases.base import PhaseRun, sum_losses
 from grpo_trainer.policy import Reference, evaluating, set_training
 from grpo_trainer.recipe import Critic, Reward, Rl
@@ -29,6 +30,7 @@ class RlRun(PhaseRun):
     plan: Plan
     reference: Reference | None = None
     embedder: Embedder | None = None
+    engine: Engine | None = None  # samples in place of the policy
     rewards: list[Reward]
     functions: list[RewardFunction]
 
@@ -55,6 +57,8 @@ class RlRun(PhaseRun):
         if self.plan.needs_reference:
             self.reference = checkpoint.load_reference(trainer.recipe, trainer.policy, self.number)
         self.embedder = None if self.plan.similarity is None else load_embedder(self.plan.similarity)
+        if rl.rollout.engine == "vllm":
+            self.engine = Engine(trainer.policy, trainer.recipe.model, rl, f"phases.{self.number}.rl.rollout")
         if self.start and self.plan.threshold is not None:
             assert trainer.resumed is not None
             self.plan.threshold.load_state_dict({"value": trainer.resumed.threshold})
@@ -72,6 +76,7 @@ class RlRun(PhaseRun):
         with self.timed("embed"):
             embeddings = None if self.embedder is None else self._embed(self.embedder, rollout).to(policy.device)
         with self.timed("model"):
+            correction = self._correct(rollout)
             reference = self._reference_logprobs(rollout, step)
             values = self._values(rollout) if self.plan.segments is not None else None
         with self.timed("advantage"):
@@ -82,8 +87,14 @@ class RlRun(PhaseRun):
             if settings.mask_truncated:
                 mask = rollout.batch.mask if credit.mask is None else credit.mask
                 credit.mask = mask & ~rollout.truncated[:, None]
+            if correction is not None:
+                credit.mask = correction.mask if credit.mask is None else credit.mask & correction.mask
+                credit.is_weights = None if self.plan.correction.weights == "none" else correction.weights
             totals = total_rewards(rewards, weights)
             metrics = rollout_metrics(rollout, totals, rewards, self.rewards, credit, reference)
+            metrics["speed/tokens_per_second"] = float(rollout.lengths.sum()) / trainer.seconds["generate"]
+            if correction is not None:
+                metrics |= sampling_metrics(correction.metrics)
             metrics["rewards/skipped"] = float(skipped)
             if self.embedder is not None and self.embedder.pool is not None:
                 metrics["embedder/restarts"] = float(self.embedder.pool.restarts)
@@ -121,6 +132,8 @@ class RlRun(PhaseRun):
             trainer.log.map(self.number, line)
 
     def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
         if self.embedder is not None:
             self.embedder.close()
 
@@ -131,7 +144,25 @@ class RlRun(PhaseRun):
         return embed_all(embedder, rollout.texts, rollout.group_size)
 
     def _roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
+        if self.engine is not None:
+            return self.engine.roll_out(items, generator)
         return roll_out(self.trainer.policy, items, self.settings.rollout, generator)
+
+    @torch.no_grad()
+    def _correct(self, rollout: Rollout) -> gk.SamplingCorrection | None:
+        """Scores the tokens of another engine again, and weighs the mismatch; None where the policy itself sampled."""
+        if self.engine is None:
+            return None
+        with evaluating(self.trainer.policy):
+            scored = self._by_token(rollout, lambda part: self.trainer.policy("logprobs", part))
+        by_engine, rollout.logprobs = rollout.logprobs, scored
+        return gk.sampling_correction(
+            scored,
+            by_engine,
+            mask=rollout.batch.mask,
+            config=self.plan.correction,
+            backend=self.trainer.policy.backend,
+        )
 
     def _by_token(self, rollout: Rollout, compute: Callable[[Batch], Tensor]) -> Tensor:
         """Values [N, T] of the response tokens, computed by micro-batch."""
@@ -193,6 +224,8 @@ class RlRun(PhaseRun):
                 with self.timed("model"):
                     metric_tensor, loss = self._minibatch(rollout, credit, reference, values, rows, step)
                     norms.append(self.optimizer_step())
+                if self.engine is not None:
+                    self.engine.is_current = False
                 metric_tensors.append(metric_tensor)
                 losses.append(loss)
         policy.eval()
@@ -237,6 +270,8 @@ class RlRun(PhaseRun):
             kwargs: dict[str, Any] = {}
             if credit.segments is not None:
                 kwargs["segments"] = credit.segments[micro_rows, width]
+            if credit.is_weights is not None:
+                kwargs["is_weights"] = credit.is_weights[micro_rows, width]
             if reference is not None:
                 kwargs["ref_logprobs"] = reference[micro_rows, width]
             loss, predicted = self.model(
