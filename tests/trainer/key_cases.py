@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grpo_trainer import cli, distributed, embed, rollout
+from grpo_trainer import cli, distributed, embed, engine, rollout
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy
@@ -154,7 +154,7 @@ def asked_of_transformers(recipe: Recipe) -> list[Any]:
 def construction_error(recipe: Recipe) -> str:
     try:
         Trainer(recipe)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
@@ -169,6 +169,19 @@ def similarity_of(recipe: Recipe) -> Similarity:
     rl = recipe.phases[0].rl
     assert rl is not None and rl.algorithm.similarity is not None
     return rl.algorithm.similarity
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    rl = recipe.phases[0].rl
+    assert rl is not None
+    return Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+
+
+def engine_options(recipe: Recipe) -> list[dict[str, Any]]:
+    """What an engine on the CPU and one on a GPU would be started with."""
+    rl = recipe.phases[0].rl
+    assert rl is not None
+    return [engine.options(recipe.model, rl.rollout, device, 4096) for device in ("cpu", "cuda")]
 
 
 RESPONSES = ("<think> a", "<think> b </think> the answer is 3", "<think> no end of a long thought", "of many words")
@@ -204,9 +217,7 @@ def embedder_name(name_of: Callable[[Recipe], str]) -> Seen:
 
 
 def clustering(recipe: Recipe) -> Any:
-    rl = recipe.phases[0].rl
-    assert rl is not None
-    return Plan.of(rl.algorithm, rl.rollout.max_new_tokens).clustering
+    return plan_of(recipe).clustering
 
 
 def reward_of_right(recipe: Recipe) -> Any:
@@ -276,6 +287,7 @@ SAVED = ("model.path={saved}",)
 LORA = ("model.lora={{rank: 2, dropout: 0.5}}",)
 RL, SFT, ROLLOUT, ALGORITHM = "phases[].rl.", "phases[].sft.", "phases[].rl.rollout.", "phases[].rl.algorithm."
 CLUSTERS = ("phases.0.rl.algorithm={{name: similarity_group_grpo, similarity: {{embedder: hashed}}}}",)
+VLLM = "phases.0.rl.rollout.engine=vllm"
 SEGMENTS = ("phases.0.rl.algorithm={{name: group_ppo}}",)
 CRITIC = ("phases.0.rl.algorithm={{name: group_ppo, critic: {{}}}}",)
 SAMPLED = ("evaluation={{every: 0, samples: 2, embedder: hashed}}",)
@@ -381,6 +393,15 @@ CASES: dict[str, Case] = {
     ROLLOUT + "min_new_tokens": ran(6, metric("rollout/length_mean")),
     ROLLOUT + "batch": ran(4, calls("_sample")),
     ROLLOUT + "mask_truncated": ran(True, metric("train/tokens")),
+    # an error of the engine: it is not installed, or has no code for heads of size 16
+    ROLLOUT + "engine": made("vllm", construction_error),
+    ROLLOUT + "vllm.dtype": made("bfloat16", engine_options, VLLM),
+    ROLLOUT + "vllm.max_model_len": made(600, engine_options, VLLM),
+    ROLLOUT + "vllm.gpu_memory_utilization": made(0.5, engine_options, VLLM),
+    ROLLOUT + "vllm.cache_gib": made(2.0, engine_options, VLLM),
+    ROLLOUT + "vllm.tensor_parallel_size": made(2, engine_options, VLLM),
+    ROLLOUT + "vllm.enforce_eager": made(False, engine_options, VLLM),
+    ROLLOUT + "vllm.sleep": made(False, engine_options, VLLM),
     ALGORITHM + "name": ran("dr_grpo", metric("train/advantages_std")),
     ALGORITHM + "advantage": ran({"std_floor": 1.0}, metric("train/advantages_std")),
     ALGORITHM + "loss": ran({"kl_coef": 5.0}, metric("train/kl_penalty")),
@@ -415,6 +436,7 @@ CASES: dict[str, Case] = {
         metric("train/advantages_std"),
         "phases.0.rl.algorithm={{name: polychromic, similarity: {{embedder: hashed}}}}",
     ),
+    ALGORITHM + "correction": made({"weights": "none"}, lambda recipe: plan_of(recipe).correction, VLLM),
     "evaluation.every": ran(1, lambda run: len(run.lines("eval")), "data.options.validation=1"),
     "evaluation.prompts": ran(
         1, metric("eval/validation_prompts", "eval"), "data.options.validation=2", "evaluation.every=1"

@@ -1,0 +1,287 @@
+"""Runs that sample with vLLM: recipes, resumed and killed runs, several processes, and errors before the first step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from grpo_trainer import cli, engine
+from grpo_trainer.engine import EngineError
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.train import Trainer, train
+
+from tests.trainer import small
+from tests.trainer.test_distributed import launched
+from tests.trainer.test_train import lines, stopped_after, timeless, weights
+
+ROLLOUT = "phases.1.rl.rollout"
+HEADS = "model.tiny.heads=1"  # of size 32, the smallest that vLLM has code for
+VLLM = (f"{ROLLOUT}.engine=vllm", HEADS, "evaluation.every=0")
+SHORT = (*VLLM, "phases.0.sft.steps=2", "phases.1.rl.steps=2")
+
+
+def rl_lines(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in lines(folder) if line["phase"] == "rl"]
+
+
+@pytest.mark.parametrize("name", ["similarity_group", "group_ppo", "gsm8k", "dialogue", "reply", "reply-polychromic"])
+def test_recipes_of_the_systems_take_two_steps(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where top_p is p, the engine's probabilities are those of the trainer divided by at least p."""
+    overrides = [f"output={tmp_path / 'run'}", "threads=1", f"{ROLLOUT}.engine=vllm"]
+    assert cli.train([name, "--smoke", *overrides]) == 0
+    kept = {"reply": 0.9, "reply-polychromic": 0.9}.get(name, 1.0)
+    entries = rl_lines(tmp_path / "run")
+    assert [entry["step"] for entry in entries] == [1, 2]
+    for entry in entries:
+        assert entry["sampling/gap_max"] < 1e-4 - math.log(kept) and entry["sampling/truncated"] == 0
+        assert kept**2 < entry["sampling/effective_sample_size"] < 1 + 1e-6 and entry["sampling/rejected"] == 0
+        assert (entry["sampling/gap_max"] > 1e-3) is (kept < 1) and entry["speed/tokens_per_second"] > 0
+    printed = capfd.readouterr()
+    assert "tokens/s" in printed.err and "report.html" in printed.out
+
+
+def test_a_coarser_engine_is_weighed_and_rejected(tmp_path: Path) -> None:
+    """A bfloat16 engine for a float32 policy: half a unit in the last place is 2^-9 of each weight and activation."""
+    coarse = (*SHORT, f"{ROLLOUT}.vllm.dtype=bfloat16", "phases.1.rl.steps=1")
+    some = "phases.1.rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
+    runs = {}
+    for name, more in {
+        "weighed": (),
+        "bare": ("phases.1.rl.algorithm.correction={weights: none}",),
+        "cut": (some,),
+    }.items():
+        train(small.recipe(tmp_path / name, *coarse, *more))
+        (runs[name],) = rl_lines(tmp_path / name)
+    weighed, bare, cut = runs["weighed"], runs["bare"], runs["cut"]
+    assert 1e-4 < weighed["sampling/gap_mean"] < weighed["sampling/gap_max"] < 0.1
+    assert 0.99 < weighed["sampling/effective_sample_size"] < 1 and weighed["sampling/truncated"] == 0
+    assert cut["sampling/truncated"] == pytest.approx(0.5, abs=0.25), "about half of the ratios exceed 1"
+    assert 0 < cut["sampling/rejected"] < 1
+    same = ("sampling/gap_mean", "rewards/mean", "rollout/length_mean")
+    assert all(weighed[name] == bare[name] == cut[name] for name in same), "equal samples"
+    assert len({run["train/policy_loss"] for run in runs.values()}) == 3, "weights and masks reach the loss"
+    assert cut["train/tokens"] < weighed["train/tokens"] == bare["train/tokens"]
+
+
+def test_the_correction_is_that_of_the_trainers_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as likely tokens: with log-probs of the engine that are too high by log 2, weights are a half."""
+    real = engine._response
+
+    def shifted(completion: Any) -> Any:
+        tokens, logprobs = real(completion)
+        return tokens, [value + 0.6931471805599453 for value in logprobs]
+
+    plain = (*SHORT, "phases.1.rl.steps=1", "phases.1.rl.epochs=1", "phases.1.rl.minibatches=1")
+    plain += ("phases.1.rl.algorithm={name: rloo, loss: {loss: reinforce}}",)
+    train(small.recipe(tmp_path / "as_it_is", *plain))
+    monkeypatch.setattr(engine, "_response", shifted)
+    train(small.recipe(tmp_path / "shifted", *plain))
+    (before,), (after,) = rl_lines(tmp_path / "as_it_is"), rl_lines(tmp_path / "shifted")
+    assert after["sampling/gap_mean"] == pytest.approx(0.6931472, abs=1e-5)
+    assert after["train/policy_loss"] == pytest.approx(before["train/policy_loss"] / 2, rel=1e-4)
+    assert after["train/ratio_mean"] == pytest.approx(1, abs=1e-6), "ratios are those of the trainer's own log-probs"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [(), ("phases.1.rl.algorithm={name: group_ppo}",), ("model.lora={rank: 4}",)],
+    ids=["grpo", "group_ppo", "adapters"],
+)
+def test_a_stopped_run_resumes_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    more = (*VLLM, *more, "checkpoints.every=1", "phases.1.rl.steps=3")
+    train(small.recipe(tmp_path / "whole", *more))
+    recipe = small.recipe(tmp_path / "parts", *more)
+    stopped_after(monkeypatch, recipe, 1, 1)
+    train(recipe, resume=True)
+    assert timeless(lines(tmp_path / "whole")) == timeless(lines(tmp_path / "parts"))
+    assert timeless(lines(tmp_path / "whole", "samples")) == timeless(lines(tmp_path / "parts", "samples"))
+    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+
+
+def assert_same_files(whole: Path, parts: Path) -> None:
+    newest = [sorted((folder / "checkpoints").iterdir())[-1] for folder in (whole, parts)]
+    names = sorted(path.relative_to(newest[0]) for path in newest[0].rglob("*.safetensors"))
+    assert names and all((newest[0] / name).read_bytes() == (newest[1] / name).read_bytes() for name in names)
+
+
+CODE = """
+import sys
+from pathlib import Path
+
+import torch
+from grpo_trainer.train import train
+from tests.trainer import small
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    train(small.recipe(folder, *sys.argv[2:]), resume=(folder / "recipe.json").exists())
+"""
+
+
+def started(script: Path, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    script.write_text(CODE)
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder), *overrides],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, limit: float = 150.0) -> None:
+    end = time.monotonic() + limit
+    while not (folder / "metrics.jsonl").exists() or len(rl_lines(folder)) < count:
+        assert process.poll() is None and time.monotonic() < end, process.stderr and process.stderr.read()[-2000:]
+        time.sleep(0.02)
+
+
+def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    """The engine lives in the trainer's process and is killed with it."""
+    more = (*VLLM, "checkpoints.every=1", "phases.1.rl.steps=12")
+    script = tmp_path / "run.py"
+    killed = started(script, tmp_path / "parts", *more)
+    wait_for_steps(killed, tmp_path / "parts", 2)
+    killed.kill()
+    killed.communicate()
+    assert len(rl_lines(tmp_path / "parts")) < 12
+    for name in ("parts", "whole"):
+        process = started(script, tmp_path / name, *more)
+        assert process.wait(150) == 0, process.communicate()
+    assert timeless(lines(tmp_path / "whole")) == timeless(lines(tmp_path / "parts"))
+    assert_same_files(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_killed_worker_is_an_error_within_a_minute_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    """With tensor parallelism parts of the engine are processes of their own."""
+    more = (*VLLM, f"{ROLLOUT}.vllm.tensor_parallel_size=2", "model.tiny={hidden: 64, heads: 2, layers: 1}")
+    more += ("checkpoints.every=1", "phases.1.rl.steps=200")
+    folder = tmp_path / "run"
+    process = started(tmp_path / "run.py", folder, *more)
+    wait_for_steps(process, folder, 2)
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if "VLLM" in child.name()]
+    assert len(workers) == 2, [child.name() for child in psutil.Process(process.pid).children(recursive=True)]
+    done = len(rl_lines(folder))
+    workers[0].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 60 and process.returncode not in (0, None)
+    assert "EngineError: phases.1.rl.rollout.engine: vLLM failed while " in errors and "--resume continues" in errors
+    assert not any(worker.is_running() for worker in workers)
+    assert 2 <= done <= len(rl_lines(folder)) < 200
+    saved = sorted((folder / "checkpoints").iterdir())[-1]
+    assert json.loads((saved / "state.json").read_text())["step"] == len(rl_lines(folder))
+
+
+def test_two_processes_sample_as_one(tmp_path: Path) -> None:
+    """Each has an engine and half of the prompts. The odd number of prompts is shared unevenly."""
+    more = (*SHORT, f"{ROLLOUT}={{prompts: 3, group_size: 4, max_new_tokens: 12, engine: vllm}}", "data.options.test=2")
+    one = "phases.1.rl.minibatches=1"
+    cases = {
+        "grpo": (*more, one),
+        "sharded": (*more, one, "distributed=fsdp2"),
+        "single": (*SHORT, one, f"{ROLLOUT}.prompts=1"),
+    }
+    planned = [{"folder": str(tmp_path / "two" / name), "overrides": overrides} for name, overrides in cases.items()]
+    (tmp_path / "two").mkdir()
+    (tmp_path / "cases.json").write_text(json.dumps(planned))
+    done = launched("-m", "tests.trainer.distributed_cases", str(tmp_path / "cases.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [path.read_text() for path in (tmp_path / "two").glob("*-error-*")] == []
+    for name, overrides in cases.items():
+        train(small.recipe(tmp_path / "one" / name, *overrides))
+        one_run, two_run = tmp_path / "one" / name, tmp_path / "two" / name
+        for a, b in zip(lines(one_run, "samples"), lines(two_run, "samples"), strict=True):
+            assert (a["prompt"], a["response"], a["rewards"]) == (b["prompt"], b["response"], b["rewards"])
+        for a, b in zip(rl_lines(one_run), rl_lines(two_run), strict=True):
+            assert a["rewards/mean"] == b["rewards/mean"] and a["rollout/length_mean"] == b["rollout/length_mean"]
+            assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
+            assert b["sampling/gap_max"] < 1e-4
+        ours, theirs = weights(one_run), weights(two_run)
+        assert all(torch.allclose(ours[key], theirs[key], rtol=1e-4, atol=2e-5) for key in ours)
+
+
+ERRORS = {
+    "model.tiny.architecture: must be causal": ("model.tiny.architecture=seq2seq",),
+    "model.tiny.heads: heads must have one of the sizes 32, .*, got 16": ("model.tiny.heads=2",),
+    "keep_support: must be false with rollout.engine: vllm": (f"{ROLLOUT}.keep_support=true", f"{ROLLOUT}.top_k=4"),
+    "temperature: must be at least 0.01": (f"{ROLLOUT}.temperature=0.005",),
+    "vllm.max_model_len: must be at least model.max_prompt_tokens .* 524": (f"{ROLLOUT}.vllm.max_model_len=60",),
+    "vllm.max_model_len: must not exceed the model's context, 4096, got 5000": (f"{ROLLOUT}.vllm.max_model_len=5000",),
+    "vllm.gpu_memory_utilization: must be in": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
+    "model.lora.rank: must be at most 512": ("model.lora={rank: 600}",),
+    "algorithm.correction: CorrectionConfig: weights must be": ("phases.1.rl.algorithm.correction={weights: tokens}",),
+    "correction: weights must be 'none' for loss: 'real'": ("phases.1.rl.algorithm={name: rloo, loss: {loss: real}}",),
+    "algorithm.loss.correction: must be 'none'": ("phases.1.rl.algorithm.loss={correction: token_truncate}",),
+    "vllm: requires rollout.engine: vllm": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
+    "correction: requires rollout.engine: vllm": (
+        f"{ROLLOUT}.engine=transformers",
+        "phases.1.rl.algorithm.correction={weights: none}",
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_what_does_not_go_together_is_an_error_at_the_start(tmp_path: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Trainer(small.recipe(tmp_path, *SHORT, *ERRORS[message]))
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "phases.1.rl.rollout.engine: vllm must be installed, and is not; pip install"),
+        (
+            "0.30.4",
+            "phases.1.rl.rollout.engine: vllm must be of a tested version, at least 0.31 and below 0.32, got 0.30.4",
+        ),
+        ("0.32.0", "tested version, .* got 0.32.0; install vllm 0.31.0"),
+        ("1.2rc1", "tested version"),
+    ],
+)
+def test_a_missing_or_untested_vllm_is_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, message: str
+) -> None:
+    monkeypatch.setattr(engine, "_installed_version", lambda: version)
+    with pytest.raises(EngineError, match=message):
+        Trainer(small.recipe(tmp_path, *SHORT))
+
+
+def saved_model(folder: Path, lm: Any) -> str:
+    tokenizer = Trainer(small.recipe(folder / "tokenizer", HEADS)).policy.tokenizer
+    lm.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return f"model={{path: '{folder / 'model'}', max_prompt_tokens: 40}}"
+
+
+def test_models_that_vllm_cannot_load_are_an_error_at_the_start(tmp_path: Path) -> None:
+    from transformers import CTRLConfig, CTRLLMHeadModel, T5Config, T5ForConditionalGeneration
+
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=120, d_model=32, d_ff=32, num_layers=1, num_heads=1))
+    ctrl = CTRLLMHeadModel(CTRLConfig(vocab_size=120, n_embd=32, dff=32, n_layer=1, n_head=1, n_positions=64))
+    for lm, message in (
+        (t5, "model.path: must be a decoder-only model"),
+        (ctrl, "architecture CTRLLMHeadModel; choose"),
+    ):
+        model = saved_model(tmp_path, lm)
+        with pytest.raises(ValueError, match=message):
+            Trainer(small.recipe(tmp_path / "run", *SHORT, model))
+
+
+def test_an_engine_that_cannot_start_names_the_key(tmp_path: Path) -> None:
+    recipe: Recipe = small.recipe(tmp_path, *SHORT, f"{ROLLOUT}.vllm.cache_gib=1e-6")
+    with pytest.raises(EngineError, match=r"phases.1.rl.rollout.engine: vLLM failed while starting \(ValueError: "):
+        train(recipe)
+    assert rl_lines(tmp_path) == []
