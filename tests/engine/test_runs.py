@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from grpo_trainer import cli, engine
+from grpo_trainer import cli, distributed, engine
 from grpo_trainer.engine import EngineError
-from grpo_trainer.recipe import Recipe
+from grpo_trainer.recipe import Recipe, Rollout, Vllm
 from grpo_trainer.train import Trainer, train
 
 from tests.trainer import small
@@ -257,6 +257,13 @@ def test_a_missing_or_untested_vllm_is_an_error_at_the_start(
     monkeypatch.setattr(engine, "_installed_version", lambda: version)
     with pytest.raises(EngineError, match=message):
         Trainer(small.recipe(tmp_path, *SHORT))
+
+
+def test_tensor_parallelism_with_several_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    sampling = Rollout(engine="vllm", vllm=Vllm(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match=r"rollout.vllm.tensor_parallel_size: must be 1 with several .* got 2 with 2"):
+        engine.check_installed("rollout", sampling)
 
 
 def saved_model(folder: Path, lm: Any) -> str:

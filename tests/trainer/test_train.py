@@ -73,6 +73,7 @@ def test_runs_write_their_logs(tmp_path: Path) -> None:
         "group_stats/num_groups",
         "group_stats/avg_group_size",
         "rollout/truncated",
+        "speed/tokens_per_second",
         *(f"time/{part}" for part in ("generate", "model", "advantage", "reward", "step")),
     ):
         assert name in names, name
