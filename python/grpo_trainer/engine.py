@@ -412,7 +412,8 @@ def _keeping_process_state() -> Iterator[None]:
     import numpy
 
     states = random.getstate(), numpy.random.get_state()
-    environment = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")}
+    environment = {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")}
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for processes that vLLM starts
     set_num_threads = torch.set_num_threads
     try:
         with torch.random.fork_rng():

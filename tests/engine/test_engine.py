@@ -215,10 +215,11 @@ def test_a_weight_that_is_left_out_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_the_process_keeps_its_threads_seeds_and_environment() -> None:
+def test_the_process_keeps_its_threads_seeds_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.manual_seed(5)
     random.seed(5)
-    names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+    names = ("LD_PRELOAD", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     before = torch.get_rng_state(), random.getstate(), [os.environ.get(name) for name in names], torch.set_num_threads
     policy = policy_of(Model(tiny=TINY))
     torch.set_rng_state(before[0])
