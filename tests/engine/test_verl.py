@@ -1,0 +1,186 @@
+"""verl's Ray trainer with rollouts by vLLM on the CPU: the commands of docs/integrations/verl.md, three steps each."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from grpo_trainer.recipe import Tiny
+from grpo_trainer.tiny import make_tiny, train_tokenizer
+
+import grpo_kernels as gk
+
+_missing = [name for name in ("vllm", "verl", "transfer_queue") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(_missing), reason=f"not installed: {', '.join(_missing)}")
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs/integrations/verl.md").read_text()
+STEPS, PROMPTS, GROUP, LENGTH = 3, 4, 4, 16
+# Means over a step's tokens, of terms near 1: a sum of n float32 terms is off by n / 2 ulps at most, times two runs.
+ROUNDING = PROMPTS * GROUP * LENGTH * torch.finfo(torch.float32).eps
+SECONDS = 900  # a run takes 70 with two cores to itself
+
+Run = SimpleNamespace  # metrics: one dict a step; responses: [(prompt, response, score)] a step, grouped by prompt
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT, re.DOTALL)
+
+
+def block(language: str, *words: str) -> str:
+    """The only block of the document with all of these words."""
+    matches = [text for text in blocks(language) if all(re.search(rf"\b{word}\b", text) for word in words)]
+    assert len(matches) == 1, f"{len(matches)} blocks with {words}"
+    return matches[0]
+
+
+REWARD = block("python", "compute_score")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the document asks for, and the entry point of pyproject.toml."""
+    import pandas
+
+    folder = tmp_path_factory.mktemp("verl")
+    questions = [f"What is {a} plus {b} ?" for a in range(STEPS) for b in range(PROMPTS)]
+    tokenizer = train_tokenizer(questions, 64, is_seq2seq=False)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    torch.manual_seed(0)
+    model = make_tiny(Tiny(hidden=64, layers=2, heads=2, intermediate=128), tokenizer)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    rows = [
+        {
+            "data_source": "digits",
+            "prompt": [{"role": "user", "content": question}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index},
+        }
+        for index, question in enumerate(questions)
+    ]
+    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    patches = "from grpo_kernels.integrations.verl import patch_verl\n\npatch_verl()\n"
+    (folder / "my_patches.py").write_text("import tests.engine.verl_on_cpu\n" + patches)
+    loops = [{"name": "seeded", "_target_": "tests.engine.verl_repeatable.SeededAgentLoop"}]
+    (folder / "loops.yaml").write_text(json.dumps(loops))
+    line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "verl_plugin" in line)
+    info = folder / "grpo_kernels_here-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: grpo-kernels-here\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[verl.plugins]\n" + line.replace('"', "") + "\n")
+    return folder
+
+
+@cache
+def train(folder: Path, *words: str, more: str = "") -> Run:
+    """Runs the document's command with these words, and returns what it logged."""
+    name = re.sub(r"[^\w=]+", "-", " ".join([*words, more]))
+    command = block("bash", "main_ppo", *words).rstrip()
+    script = "\n".join(
+        [
+            "set -e",
+            block("bash", "data.train_files"),
+            block("bash", "ray_kwargs.ray_init.num_cpus"),
+            f"{command} trainer.rollout_data_dir={folder / name} {more}",
+        ]
+    )
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'python'}",
+        "OMP_NUM_THREADS": "1",
+        "VERL_FILE_LOGGER_PATH": str(folder / f"{name}.jsonl"),
+    }
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment, stdout=output, stderr=output)
+        try:
+            status = process.wait(SECONDS)
+        finally:
+            process.terminate()  # Ray's processes end with verl's
+            process.wait()
+    assert status == 0, log.read_text()[-6000:]
+    metrics = [json.loads(line)["data"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    assert len(metrics) == STEPS
+    return Run(metrics=metrics, responses=[responses(folder / name / f"{step + 1}.jsonl") for step in range(STEPS)])
+
+
+def responses(path: Path) -> list[tuple[str, str, float]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == PROMPTS * GROUP
+    return sorted((row["input"], row["output"], row["score"]) for row in rows)
+
+
+def assert_same_steps(run: Run, other: Run, *names: str) -> None:
+    """Same tokens and rewards, and the same value of each metric but for rounding, in every step."""
+    assert run.responses == other.responses
+    for ours, theirs in zip(run.metrics, other.metrics, strict=True):
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=ROUNDING, abs=ROUNDING), name
+
+
+def assert_trained(run: Run) -> None:
+    """Updates clip some ratios, change later responses, and reach vLLM before the next step."""
+    for step in run.metrics:
+        assert all(math.isfinite(value) for value in step.values())
+        assert 0 < step["actor/pg_clipfrac"] < 1 and step["actor/grad_norm"] > 0
+        assert step["critic/score/min"] < step["critic/score/max"]
+        assert step["training/rollout_probs_diff_max"] < ROUNDING
+
+
+ACTOR = ("actor/pg_loss", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "critic/score/mean")
+
+
+def test_fused_grpo_trains_as_verls_grpo(folder: Path) -> None:
+    theirs = train(folder, "adv_estimator=grpo")
+    ours = train(folder, "adv_estimator=fused_grpo", "loss_mode=fused_vanilla")
+    assert_trained(theirs)
+    assert_same_steps(ours, theirs, *ACTOR, "critic/advantages/max", "critic/advantages/min")
+
+
+def test_clusters_by_a_reward_functions_embeddings(folder: Path) -> None:
+    run = train(folder, "adv_estimator=similarity_group_grpo")
+    assert_trained(run)
+    assert run.responses[0] == train(folder, "adv_estimator=grpo").responses[0]
+    rule: dict[str, Any] = {}
+    exec(REWARD, rule)
+    for step, rows in zip(run.metrics, run.responses, strict=True):
+        rewards = [rule["compute_score"]("digits", text, "") for _, text, _ in rows]
+        scores = torch.tensor([score for *_, score in rows])
+        assert scores.tolist() == [reward["score"] for reward in rewards]
+        prompts = gk.group_ids([prompt for prompt, *_ in rows])
+        embeddings = torch.tensor([reward["similarity_embeddings"] for reward in rewards])
+        labels = gk.similarity_groups(embeddings, prompts).labels
+        want = gk.group_advantages(scores, prompts, subgroups=labels, config="grpo").advantages
+        plain = gk.group_advantages(scores, prompts, config="grpo").advantages
+        got = [step["critic/advantages/max"], step["critic/advantages/min"]]
+        assert got == pytest.approx([want.max().item(), want.min().item()], abs=ROUNDING)
+        assert got != pytest.approx([plain.max().item(), plain.min().item()], abs=0.01)
+
+
+def test_group_ppo_with_its_segments_and_a_critic(folder: Path) -> None:
+    run = train(folder, "adv_estimator=group_ppo")
+    assert_trained(run)
+    assert all(step["critic/grad_norm"] > 0 for step in run.metrics)
+
+
+def test_group_ppo_with_segments_of_one_token_trains_as_verls_ppo(folder: Path) -> None:
+    one = "+algorithm.grpo_kernels.group_max_size=1"
+    ppo = "algorithm.adv_estimator=gae actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"
+    ours = train(folder, "adv_estimator=group_ppo", more=one)
+    theirs = train(folder, "adv_estimator=group_ppo", more=ppo)
+    critic = ("critic/vf_loss", "critic/grad_norm", "critic/advantages/max", "critic/returns/mean")
+    assert_same_steps(ours, theirs, *ACTOR, *critic)
+    segments = train(folder, "adv_estimator=group_ppo")
+    assert segments.responses[0] == ours.responses[0] and segments.responses[1] != ours.responses[1]
