@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import cache
@@ -30,7 +32,7 @@ STEPS, PROMPTS, GROUP, LENGTH = 3, 4, 4, 16
 ROUNDING = PROMPTS * GROUP * LENGTH * torch.finfo(torch.float32).eps
 SECONDS = 900  # a run takes 70 with two cores to itself
 
-Run = SimpleNamespace  # metrics: one dict a step; responses: [(prompt, response, score)] a step, grouped by prompt
+Run = SimpleNamespace  # log; of each step, metrics: a dict, responses: a list of (prompt, response, score)
 
 
 def blocks(language: str) -> list[str]:
@@ -86,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def train(folder: Path, *words: str, more: str = "") -> Run:
     """Runs the document's command with these words, and returns what it logged."""
-    name = re.sub(r"[^\w=]+", "-", " ".join([*words, more]))
+    name = re.sub(r"\W+", "-", " ".join([*words, more])).strip("-")
     command = block("bash", "main_ppo", *words).rstrip()
     script = "\n".join(
         [
@@ -96,7 +98,7 @@ def train(folder: Path, *words: str, more: str = "") -> Run:
             f"{command} trainer.rollout_data_dir={folder / name} {more}",
         ]
     )
-    environment = os.environ | {
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'python'}",
         "OMP_NUM_THREADS": "1",
@@ -104,16 +106,20 @@ def train(folder: Path, *words: str, more: str = "") -> Run:
     }
     log = folder / f"{name}.log"
     with log.open("w") as output:
-        process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            ["bash", "-c", script], cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             status = process.wait(SECONDS)
         finally:
-            process.terminate()  # Ray's processes end with verl's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)  # Ray's processes end with verl's
             process.wait()
     assert status == 0, log.read_text()[-6000:]
     metrics = [json.loads(line)["data"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert len(metrics) == STEPS
-    return Run(metrics=metrics, responses=[responses(folder / name / f"{step + 1}.jsonl") for step in range(STEPS)])
+    rows = [responses(folder / name / f"{step}.jsonl") for step in range(1, STEPS + 1)]
+    return Run(metrics=metrics, responses=rows, log=log.read_text())
 
 
 def responses(path: Path) -> list[tuple[str, str, float]]:
@@ -147,6 +153,15 @@ def test_fused_grpo_trains_as_verls_grpo(folder: Path) -> None:
     ours = train(folder, "adv_estimator=fused_grpo", "loss_mode=fused_vanilla")
     assert_trained(theirs)
     assert_same_steps(ours, theirs, *ACTOR, "critic/advantages/max", "critic/advantages/min")
+
+
+def test_our_head_trains_as_verls_logits(folder: Path) -> None:
+    theirs = train(folder, "adv_estimator=grpo")
+    lines = DOCUMENT.splitlines()
+    head = " ".join(line for line in lines if re.fullmatch(r" +actor_rollout_ref.model.\w*fused_kernel\S+", line))
+    ours = train(folder, "adv_estimator=fused_grpo", "loss_mode=fused_vanilla", more=head)
+    assert "Skipping monkey patch" in theirs.log and "Skipping monkey patch" not in ours.log
+    assert_same_steps(ours, theirs, *ACTOR, "actor/entropy")
 
 
 def test_clusters_by_a_reward_functions_embeddings(folder: Path) -> None:
