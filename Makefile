@@ -29,8 +29,8 @@ FLOOR_BIN := $(FLOOR)/bin
 FLOOR_PYTHON ?= $(firstword $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null) \
 	$(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12) $(PYTHON))
 
-# vLLM for the CPU. It requires the CPU build of torch: where pip does not find that, set ENGINE_PIP_FLAGS to
-# "--extra-index-url https://download.pytorch.org/whl/cpu".
+# vLLM for the CPU. It requires the CPU build of torch: where pip does not find that, ENGINE_PIP_FLAGS may name torch's
+# index of CPU builds with --extra-index-url.
 ENGINE := .venv-engine
 ENGINE_BIN := $(ENGINE)/bin
 ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check --quiet

@@ -50,5 +50,6 @@ def register(may_fail: bool = False) -> None:
 
 if _REGISTRIES in sys.modules:
     register()
-elif not any(type(finder).__name__ == _WhenImported.__name__ for finder in sys.meta_path):
+# compared by name, because this module may have been executed before
+elif not any(repr(type(finder)) == repr(_WhenImported) for finder in sys.meta_path):
     sys.meta_path.insert(0, _WhenImported())
