@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,22 +55,43 @@ def trained(kind: type, folder: Path, **changes: Any) -> Any:
 
 
 def figures(trainer: Any) -> list[dict[str, float]]:
+    # Trainer logs NaN, such as the deviation of rewards that are None, as None
     return [
-        {name: value for name, value in entry.items() if not any(part in name for part in TIMED)}
+        {
+            name: math.nan if value is None else value
+            for name, value in entry.items()
+            if not any(part in name for part in TIMED)
+        }
         for entry in trainer.state.log_history[:-1]
     ]
 
 
+class Record(NamedTuple):
+    """Losses of the micro-batches, the log of the steps, and the weights after them."""
+
+    losses: list[float]
+    figures: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def record(trainer: Any) -> Record:
+    return Record(trainer.losses, figures(trainer), trainer.model.state_dict())
+
+
 def assert_same(ours: Any, theirs: Any) -> None:
+    assert_same_records(record(ours), record(theirs))
+
+
+def assert_same_records(ours: Record, theirs: Record) -> None:
     assert len(ours.losses) == len(theirs.losses) > 0
     # float32 over twenty steps, with terms that cancel in the loss
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-4, abs=2e-5)
-    for got, expected in zip(figures(ours), figures(theirs), strict=True):
+    for got, expected in zip(ours.figures, theirs.figures, strict=True):
         assert got.keys() == expected.keys()
         for name, value in expected.items():
             assert got[name] == pytest.approx(value, rel=2e-4, abs=2e-5, nan_ok=True), name
-    for name, weight in theirs.model.state_dict().items():
-        torch.testing.assert_close(ours.model.state_dict()[name], weight, rtol=1e-3, atol=1e-4)
+    for name, weight in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], weight, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", TRL_LOSS_TYPES)

@@ -27,14 +27,14 @@ def tokenizer() -> Any:
 
 
 @functools.cache
-def model() -> str:
+def model(hidden_size: int = 16) -> str:
     """Path of the saved model; TRL loads the reference policy from the policy's path."""
     torch.manual_seed(0)
     lm = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(WORDS),
-            hidden_size=16,
-            intermediate_size=32,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
             num_hidden_layers=1,
             num_attention_heads=2,
             num_key_value_heads=2,
