@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
-from grpo_trainer import distributed
+from grpo_trainer import distributed, gguf
 from grpo_trainer.data import Batch, positions_of
 from grpo_trainer.recipe import Model
 from grpo_trainer.tiny import make_tiny, train_tokenizer
@@ -399,9 +399,7 @@ def load_policy(
             lm = make_tiny(settings.tiny, tokenizer, _attention(settings.attention))
         lm = lm.to(device, getattr(torch, settings.dtype))
     else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+        tokenizer = gguf.load_tokenizer(settings.path, settings.trust_remote_code)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"model.path: the tokenizer must have an end-of-sequence token, got none in {settings.path!r}"
@@ -422,7 +420,8 @@ def load_lm(settings: Model, device: torch.device | str) -> Any:
     """Loads the language model onto its device, as `Policy` runs it once and some attentions need a GPU."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    where = gguf.source(settings.path)
+    config = AutoConfig.from_pretrained(**where, trust_remote_code=settings.trust_remote_code)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     options: dict[str, Any] = {
         "dtype": getattr(torch, settings.dtype),
@@ -440,7 +439,7 @@ def load_lm(settings: Model, device: torch.device | str) -> Any:
         )
         options["device_map"] = {"": device}  # weights are quantized while they load and not moved afterwards
     with _explaining_attention(settings.attention):
-        lm: Any = kind.from_pretrained(settings.path, **options)
+        lm: Any = kind.from_pretrained(**where, **options)
     return lm if settings.four_bit else lm.to(device)
 
 

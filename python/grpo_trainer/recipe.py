@@ -32,7 +32,11 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    path: str = key("tiny", "folder or hub name; tiny: created locally without a download")
+    path: str = key(
+        "tiny",
+        "folder, hub name or GGUF file, which may be package:file.gguf of an installed package; tiny: created locally "
+        "without a download",
+    )
     tiny: Tiny = key(Tiny, "size of the model for path: tiny")
     dtype: Literal["float32", "bfloat16", "float16"] = key("float32", "dtype of the weights")
     mixed_precision: Literal["no", "bf16", "fp16"] = key("no", "dtype of the forward pass, with float32 weights")

@@ -46,6 +46,8 @@ def _model(model: Any) -> Iterator[Rule]:
     four_bit, is_tiny = model.four_bit, model.path == "tiny"
     yield "model.four_bit", four_bit, not four_bit or model.lora is not None, "requires lora"
     yield "model.four_bit", four_bit, not (four_bit and is_tiny), "cannot be combined with path: tiny"
+    is_gguf = model.path.endswith(".gguf")
+    yield "model.four_bit", four_bit, not (four_bit and is_gguf), "cannot be combined with a GGUF file"
     mixed = model.mixed_precision
     yield "model.mixed_precision", mixed, mixed == "no" or model.dtype == "float32", "requires dtype: float32"
     yield from _positive("model.", model, "max_prompt_tokens")

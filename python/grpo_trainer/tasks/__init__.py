@@ -10,7 +10,7 @@ from typing import Any
 from grpo_trainer.settings import unknown_key
 from grpo_trainer.tasks.base import Sizes, Splits
 
-TASKS = ("arithmetic", "strategies", "gsm8k", "dialogue", "reply")
+TASKS = ("arithmetic", "strategies", "gsm8k", "word_problems", "dialogue", "reply")
 
 
 def make(name: str, seed: int, options: dict[str, Any]) -> Splits:

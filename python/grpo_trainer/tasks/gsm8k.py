@@ -74,9 +74,13 @@ class Problem:
     numbers: tuple[int, ...]
 
     @property
-    def prompt(self) -> str:
+    def question(self) -> str:
         numbers = dict(zip("abcd", self.numbers, strict=False))
-        return f"Question: {self.story.text.format(name=self.name, things=self.things, **numbers)}\nAnswer:"
+        return self.story.text.format(name=self.name, things=self.things, **numbers)
+
+    @property
+    def prompt(self) -> str:
+        return f"Question: {self.question}\nAnswer:"
 
     @property
     def expression(self) -> Hashable:

@@ -1,0 +1,111 @@
+"""Word problems for a pretrained chat model, of one to three steps with numbers up to a limit.
+
+    Ann has 14 shells. Ann finds 5 more. Then Ann sells 6. How many shells does Ann have now?
+    14 + 5 = 19. 19 - 6 = 13. #### 13
+
+The model knows arithmetic from its pretraining, so that RL can start without demonstrations.
+"""
+
+from __future__ import annotations
+
+import random
+
+from grpo_trainer.tasks.arithmetic import NAMES
+from grpo_trainer.tasks.base import Item, Sizes, Splits, held_out, to_lines
+from grpo_trainer.tasks.gsm8k import Problem, Story
+
+THINGS = ("apples", "books", "cards", "coins", "cookies", "eggs", "marbles", "pens", "shells", "stamps")
+QUESTION = "How many {things} does {name} have now?"
+INSTRUCTION = "Show each step, then write #### and the answer."
+# Placeholders of a story are a, b, c, d in the order of its operators. A product comes first, so that steps stay steps.
+BEGINNINGS = {
+    "": ("{name} has {a} {things}", "There are {a} {things} in a box of {name}", "{name} collected {a} {things}"),
+    "*": ("{name} has {a} bags with {b} {things} each", "{name} buys {a} boxes of {b} {things}"),
+}
+CHANGES = {
+    "+": ("finds {} more", "buys {} more", "gets {} more from a friend", "wins {} in a game"),
+    "-": ("gives away {}", "sells {}", "loses {}", "gives {} to a friend"),
+}
+# Solved in the prompt; their names, things and expressions occur nowhere else.
+EXAMPLES = tuple(
+    Problem(Story(text + QUESTION, operators, ()), name, things, numbers)
+    for text, operators, name, things, numbers in (
+        ("{name} has {a} {things}. {name} sells {b}. Then {name} finds {c} more. ", "-+", "Kim", "toys", (9, 4, 7)),
+        (
+            "{name} collected {a} {things}. {name} buys {b} more. Then {name} loses {c}. ",
+            "+-",
+            "Leo",
+            "cups",
+            (6, 8, 3),
+        ),
+        ("{name} has {a} {things}. {name} gives {b} to a friend. ", "-", "Sam", "caps", (12, 7)),
+    )
+)
+DEFAULT_SIZES = Sizes(demonstrations=500, train=2000, validation=64, test=200)
+
+
+def draw_story(steps: int, products: float, rng: random.Random) -> Story:
+    """Draws the text and operators of a problem; a product, if there is one, is the first step."""
+    operators = "*" if rng.random() < products else ""
+    operators += "".join(rng.choices("+-", k=steps - len(operators)))
+    letters = iter("abcd"[1 + operators.count("*") :])
+    sentences = [rng.choice(BEGINNINGS["*" if "*" in operators else ""])]
+    for i, operator in enumerate(operators.lstrip("*")):
+        change = rng.choice(CHANGES[operator]).format("{" + next(letters) + "}")
+        sentences.append(f"Then {{name}} {change}" if i else f"{{name}} {change}")
+    return Story(". ".join([*sentences, QUESTION]), operators, ())
+
+
+def draw_problem(steps: int, largest: int, products: float, rng: random.Random) -> Problem:
+    while True:
+        story = draw_story(steps, products, rng)
+        factors = (rng.randint(2, 9), rng.randint(2, 9)) if "*" in story.operators else (rng.randint(2, largest),)
+        rest = [rng.randint(2, largest) for _ in range(len(story.operators) + 1 - len(factors))]
+        problem = Problem(story, rng.choice(NAMES), rng.choice(THINGS), (*factors, *rest))
+        values = problem.values()
+        is_shown = problem.expression in {example.expression for example in EXAMPLES}
+        if values is not None and max(values) <= largest and not is_shown:
+            return problem
+
+
+def make(
+    *,
+    seed: int,
+    sizes: Sizes = DEFAULT_SIZES,
+    steps: int = 2,
+    largest: int = 50,
+    products: float = 0.0,
+    examples: int = 2,
+) -> Splits:
+    """Generates the splits; no expression of validation or test occurs in another split.
+
+    Args:
+        seed: seed of the data.
+        sizes: number of lines in each split.
+        steps: calculations in each problem.
+        largest: largest number in a problem and its solution.
+        products: share of problems that begin with a product.
+        examples: solved problems before each one, as turns of the chat; 0: an instruction in their place.
+    """
+    for name, value, is_met, rule in (
+        ("steps", steps, 1 <= steps <= 3, "must be 1, 2 or 3"),
+        ("largest", largest, largest >= 10, "must be at least 10"),
+        ("examples", examples, 0 <= examples <= len(EXAMPLES), f"must be between 0 and {len(EXAMPLES)}"),
+        ("products", products, 0 <= products <= 1, "must be in [0, 1]"),
+    ):
+        if not is_met:
+            raise ValueError(f"data.options.{name}: {rule}, got {value!r}")
+    rng = random.Random(f"word_problems {seed}")
+    shown = [
+        {"role": role, "content": content}
+        for example in EXAMPLES[:examples]
+        for role, content in (("user", example.question), ("assistant", example.solution()))
+    ]
+
+    def item(problem: Problem) -> Item:
+        if not shown:
+            return {"prompt": f"{problem.question}\n{INSTRUCTION}", "answer": problem.solution()}
+        return {"prompt": [*shown, {"role": "user", "content": problem.question}], "answer": problem.solution()}
+
+    problems = held_out(lambda: draw_problem(steps, largest, products, rng), lambda problem: problem.expression, sizes)
+    return to_lines(problems, item, Problem.solution, rewards=("gsm8k",))
