@@ -123,7 +123,15 @@ def test_answers_of_word_problems_are_right() -> None:
 @pytest.mark.parametrize("products", [0.0, 1.0])
 def test_answers_for_a_pretrained_model_are_right(steps: int, products: float) -> None:
     splits = small(
-        "word_problems", steps=steps, products=products, examples=0, train=20, test=5, validation=5, demonstrations=5
+        "word_problems",
+        steps=steps,
+        products=products,
+        largest=50,
+        examples=0,
+        train=20,
+        test=5,
+        validation=5,
+        demonstrations=5,
     )
     for item in splits.train + splits.test:
         numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
@@ -136,13 +144,16 @@ def test_answers_for_a_pretrained_model_are_right(steps: int, products: float) -
 
 
 def test_solved_examples_are_turns_of_the_chat() -> None:
-    (item, *_) = small("word_problems", examples=2).test
+    (item, *_) = small("word_problems", steps=2).test
     assert [turn["role"] for turn in item["prompt"]] == ["user", "assistant"] * 2 + ["user"]
     assert item["prompt"][1]["content"] == "9 - 4 = 5. 5 + 7 = 12. #### 12"
     answers = {example.solution() for example in EXAMPLES}
-    splits = small("word_problems", largest=12, train=1000, test=50, demonstrations=0)
+    splits = small("word_problems", largest=14, train=1000, validation=10, test=10)
     assert answers.isdisjoint(item["answer"] for item in splits.train + splits.validation + splits.test)
-    assert small("word_problems", examples=0).test[0]["prompt"] == f"{item['prompt'][-1]['content']}\n{INSTRUCTION}"
+    assert (
+        small("word_problems", steps=2, examples=0).test[0]["prompt"]
+        == f"{item['prompt'][-1]['content']}\n{INSTRUCTION}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,9 +217,9 @@ def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
         ("dialogue", {"evasive": -0.1}, "data.options: shares must be 0 or more"),
         ("word_problems", {"steps": 4}, "data.options.steps: must be 1, 2 or 3, got 4"),
         ("word_problems", {"largest": 9}, "data.options.largest: must be at least 10, got 9"),
-        ("word_problems", {"examples": 4}, "data.options.examples: must be between 0 and 3, got 4"),
+        ("word_problems", {"examples": 3}, "data.options.examples: must be at most 2 with 1 steps, got 3"),
         ("word_problems", {"products": 1.5}, r"data.options.products: must be in \[0, 1\], got 1.5"),
-        ("word_problems", {"steps": 1, "largest": 10}, "data.options: there are too few different problems for 200"),
+        ("word_problems", {"largest": 10}, "data.options: there are too few different problems for 100"),
         ("reply", {"replies": 0}, "data.options.replies: must be positive, got 0"),
         ("reply", {"test": 5000}, "data.options: there are too few different problems for 5000 lines"),
     ],

@@ -1,7 +1,6 @@
 """Word problems for a pretrained chat model, of one to three steps with numbers up to a limit.
 
-    Ann has 14 shells. Ann finds 5 more. Then Ann sells 6. How many shells does Ann have now?
-    14 + 5 = 19. 19 - 6 = 13. #### 13
+    Ann has 14 shells. Ann finds 5 more. How many shells does Ann have now?      14 + 5 = 19. #### 19
 
 The model knows arithmetic from its pretraining, so that RL can start without demonstrations.
 """
@@ -30,18 +29,13 @@ CHANGES = {
 EXAMPLES = tuple(
     Problem(Story(text + QUESTION, operators, ()), name, things, numbers)
     for text, operators, name, things, numbers in (
-        ("{name} has {a} {things}. {name} sells {b}. Then {name} finds {c} more. ", "-+", "Kim", "toys", (9, 4, 7)),
-        (
-            "{name} collected {a} {things}. {name} buys {b} more. Then {name} loses {c}. ",
-            "+-",
-            "Leo",
-            "cups",
-            (6, 8, 3),
-        ),
         ("{name} has {a} {things}. {name} gives {b} to a friend. ", "-", "Sam", "caps", (12, 7)),
+        ("{name} collected {a} {things}. {name} buys {b} more. ", "+", "Leo", "cups", (6, 8)),
+        ("{name} has {a} {things}. {name} sells {b}. Then {name} finds {c} more. ", "-+", "Kim", "toys", (9, 4, 7)),
+        ("{name} has {a} {things}. {name} buys {b} more. Then {name} loses {c}. ", "+-", "Leo", "cups", (6, 8, 3)),
     )
 )
-DEFAULT_SIZES = Sizes(demonstrations=500, train=2000, validation=64, test=200)
+DEFAULT_SIZES = Sizes(demonstrations=500, train=2000, validation=32, test=100)
 
 
 def draw_story(steps: int, products: float, rng: random.Random) -> Story:
@@ -72,8 +66,8 @@ def make(
     *,
     seed: int,
     sizes: Sizes = DEFAULT_SIZES,
-    steps: int = 2,
-    largest: int = 50,
+    steps: int = 1,
+    largest: int = 20,
     products: float = 0.0,
     examples: int = 2,
 ) -> Splits:
@@ -85,12 +79,13 @@ def make(
         steps: calculations in each problem.
         largest: largest number in a problem and its solution.
         products: share of problems that begin with a product.
-        examples: solved problems before each one, as turns of the chat; 0: an instruction in their place.
+        examples: solved problems of as many steps before each one, as turns of the chat; 0: an instruction instead.
     """
+    alike = [example for example in EXAMPLES if len(example.story.operators) == steps]
     for name, value, is_met, rule in (
         ("steps", steps, 1 <= steps <= 3, "must be 1, 2 or 3"),
         ("largest", largest, largest >= 10, "must be at least 10"),
-        ("examples", examples, 0 <= examples <= len(EXAMPLES), f"must be between 0 and {len(EXAMPLES)}"),
+        ("examples", examples, 0 <= examples <= len(alike), f"must be at most {len(alike)} with {steps} steps"),
         ("products", products, 0 <= products <= 1, "must be in [0, 1]"),
     ):
         if not is_met:
@@ -98,7 +93,7 @@ def make(
     rng = random.Random(f"word_problems {seed}")
     shown = [
         {"role": role, "content": content}
-        for example in EXAMPLES[:examples]
+        for example in alike[:examples]
         for role, content in (("user", example.question), ("assistant", example.solution()))
     ]
 
