@@ -24,6 +24,7 @@ class Setting:
     minibatches: int
     embedders: int
     sharded: bool = False
+    vllm: bool = False  # an engine in each process samples
 
     @property
     def rows(self) -> float:
@@ -46,12 +47,16 @@ class Setting:
     def seconds(self) -> dict[str, float]:
         passes = self.rows / self.micro
         read = (2 * WEIGHTS + self.together * (PROMPT + TOKENS / 2) * KV) / MEMORY
-        of_token = max(read, 2 * WEIGHTS * self.together / FLOPS) + self.gather
+        of_token = max(read, 2 * WEIGHTS * self.together / FLOPS) + (0 if self.vllm else self.gather)
+        forward = 2 * WEIGHTS * self.tokens / FLOPS + passes * self.gather
+        random = 0 if self.vllm else 3 * 4 * self.rollouts * TOKENS * VOCABULARY / MEMORY
         return {
+            "hand-over of weights": 2 * 2 * WEIGHTS / MEMORY + self.gather if self.vllm else 0.0,
             "sampling": self.rows / self.together * TOKENS * of_token,
-            "random numbers of all rows, in every process": 3 * 4 * self.rollouts * TOKENS * VOCABULARY / MEMORY,
+            "random numbers of all rows, in every process": random,
+            "scores of the engine's tokens": forward if self.vllm else 0.0,
             "embedding": self.rollouts / self.embedders * EMBEDDING,
-            "reference": 2 * WEIGHTS * self.tokens / FLOPS + passes * self.gather,
+            "reference": forward,
             "update, transformer body": 6 * WEIGHTS * self.tokens / FLOPS + passes * 3 * self.gather,
             "update, head and loss": 6 * HIDDEN * VOCABULARY * self.tokens / FLOPS,
             "all-reduce of gradients": 0.0 if self.sharded else self.minibatches * 2 * self.others * 2 * WEIGHTS / LINK,
@@ -63,8 +68,11 @@ class Setting:
         return {
             "weights, gradients, moments": state * WEIGHTS / parts,
             "reference": 2 * WEIGHTS / parts,
+            "weights of the engine, while it samples": 2 * WEIGHTS if self.vllm else 0,
             "keys and values while sampling": self.together * (PROMPT + TOKENS) * KV,
-            "token probabilities of all rows, in every process": 4.0 * self.together * self.gpus * VOCABULARY,
+            "token probabilities of all rows, in every process": 0
+            if self.vllm
+            else 4.0 * self.together * self.gpus * VOCABULARY,
             "logits of a micro-batch, if materialised": 4.0 * self.micro * TOKENS * VOCABULARY,
             "embeddings": 4.0 * self.rollouts * WIDTH,
             "group_advantages reads and writes": 21.0 * self.rollouts,
@@ -76,8 +84,9 @@ class Setting:
         batches, passes = self.rows / self.together, self.rows / self.micro
         return {
             "forward passes while sampling": batches * TOKENS,
-            "all-reduces of the chosen tokens": batches * TOKENS if self.gpus > 1 else 0,
+            "exchanges of tokens": 0 if self.gpus == 1 else 1 if self.vllm else batches * TOKENS,
             "forward passes of the reference": passes,
+            "forward passes for the engine's tokens": passes if self.vllm else 0,
             "forward and backward passes": passes,
             "all-reduces of gradients": 0 if self.sharded or self.gpus == 1 else self.minibatches,
             "launches of policy_loss (2 a micro-batch, 1 more over 1,024 rows)": 2 * passes,
@@ -90,8 +99,8 @@ SETTINGS = {
     "8k, 1 GPU": Setting(8_192, 1, 512, 16, 2, 1),
     "8k, 8 GPUs": Setting(8_192, 8, 512, 16, 2, 8),
     "8k, 8 GPUs, fsdp2": Setting(8_192, 8, 512, 16, 2, 8, sharded=True),
-    "1M, 512 GPUs": Setting(2**20, 512, 512, 16, 16, 512),
-    "1M, 512 GPUs, fsdp2": Setting(2**20, 512, 512, 16, 16, 512, sharded=True),
+    "8k, 8 GPUs, vLLM": Setting(8_192, 8, 512, 16, 2, 8, vllm=True),
+    "8k, 8 GPUs, fsdp2, vLLM": Setting(8_192, 8, 512, 16, 2, 8, sharded=True, vllm=True),
 }
 
 
