@@ -6,6 +6,8 @@ teacher's k ids is small.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -65,52 +67,48 @@ def two_losses(i: TaughtInputs) -> tuple[Tensor, ...]:
 
 
 PEERS = (Provider("naive autograd", naive), Provider("trl", trl, package="trl"))
+POLICY_LOSS = Provider("linear_policy_loss", linear_policy_loss.ours, agrees=False)
 
 
 def case(shape: Shape) -> Case:
-    return Case(
-        OP,
-        f"{shape} k={IDS}",
-        shape.model,
-        Floor(flops=3 * shape.products),
-        lambda device, seed: TaughtInputs(shape, device, seed),
+    return of_shape(
+        shape,
+        "",
         ours,
-        (
-            *PEERS,
-            Provider("three bare products", bare_products, agrees=False),
-            Provider("linear_policy_loss", linear_policy_loss.ours, agrees=False),
-        ),
+        (*PEERS, Provider("three bare products", bare_products, agrees=False), POLICY_LOSS),
         (
             Bar("cost at most", 1.25 if shape.device == "cpu" else 1.2, "three bare products"),
             Bar("cost at most", 1.2, "linear_policy_loss"),
             *(Bar("ratio at least", 1, peer.name) for peer in PEERS),
             Bar("memory below", 0.2, "naive autograd"),
         ),
-        same=same(shape),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        devices=(shape.device,),
-        pairs=5,
-        returned=lambda i: i.gradient_bytes,
     )
 
 
 def term(shape: Shape) -> Case:
     """The divergence as a term of linear_policy_loss, beside the sum of two losses with products of their own."""
+    bars = Bar("ratio at least", 1.6, "two losses"), Bar("cost at most", 1.2, "linear_policy_loss")
+    return of_shape(
+        shape, ", with the policy loss", with_policy_loss, (Provider("two losses", two_losses), POLICY_LOSS), bars
+    )
+
+
+def of_shape(
+    shape: Shape,
+    suffix: str,
+    run: Callable[[TaughtInputs], tuple[Tensor, ...]],
+    providers: tuple[Provider, ...],
+    bars: tuple[Bar, ...],
+) -> Case:
     return Case(
         OP,
-        f"{shape} k={IDS}, with the policy loss",
+        f"{shape} k={IDS}{suffix}",
         shape.model,
         Floor(flops=3 * shape.products),
         lambda device, seed: TaughtInputs(shape, device, seed),
-        with_policy_loss,
-        (
-            Provider("two losses", two_losses),
-            Provider("linear_policy_loss", linear_policy_loss.ours, agrees=False),
-        ),
-        (
-            Bar("ratio at least", 1.6, "two losses"),
-            Bar("cost at most", 1.2, "linear_policy_loss"),
-        ),
+        run,
+        providers,
+        bars,
         same=same(shape),
         dtype=str(shape.dtype).removeprefix("torch."),
         devices=(shape.device,),

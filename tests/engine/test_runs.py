@@ -41,7 +41,7 @@ RECIPES = ("arithmetic", "similarity_group", "group_ppo", "gsm8k", "dialogue", "
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_take_two_steps(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where top_p is p, the engine's probabilities are those of the trainer divided by at least p."""
+    """With top_p of p, the engine's probabilities are those of the trainer divided by at least p."""
     overrides = [f"output={tmp_path / 'run'}", "threads=1", f"{ROLLOUT}.engine=vllm"]
     assert cli.train([name, "--smoke", *overrides]) == 0
     kept = {"reply": 0.9, "reply-polychromic": 0.9}.get(name, 1.0)

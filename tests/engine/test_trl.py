@@ -36,7 +36,7 @@ STEPS = 6  # three hand-overs, two optimizer steps after each
 SGD = {"optim": "sgd", "learning_rate": 0.3}
 COLOCATED = SGD | {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.05, "vllm_max_model_length": 64}
 # Engine and trainer each round a logit, a sum of 64 products, by at most 64 * 2^-24 of the sum of their magnitudes.
-# That is about 64 * 0.3, as hidden states are normed and 0.3 is the deviation of the head's weights.
+# Those add up to about 64 * 0.3, as hidden states are normed and the head's weights deviate by 0.3.
 FLOAT32_GAP = 2 * 64 * 2**-24 * 64 * 0.3
 
 

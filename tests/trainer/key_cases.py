@@ -178,7 +178,7 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def engine_options(recipe: Recipe) -> list[dict[str, Any]]:
-    """What an engine on the CPU and one on a GPU would be started with."""
+    """Arguments of an engine on the CPU and of one on a GPU."""
     rl = recipe.phases[0].rl
     assert rl is not None
     return [engine.options(recipe.model, rl.rollout, device, 4096) for device in ("cpu", "cuda")]

@@ -71,7 +71,7 @@ class Naming:
 def check_lesson(
     names: Naming, teacher: Teacher, tokens: torch.Size, takes_part: Tensor | None, head: Head
 ) -> op.Lesson:
-    """What the teacher says of the rows of the head, of which `takes_part` [N] may leave out some."""
+    """Checks a teacher, and returns its ids, log-probs and shares by row; `takes_part` [N] may leave out rows."""
     name, device = names.op, head.hidden.device
     ids, logprobs = teacher.ids, teacher.logprobs
     checks.tensor(name, names["ids"], ids, checks.INTEGERS)

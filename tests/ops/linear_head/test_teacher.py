@@ -117,7 +117,7 @@ def test_is_the_sum_of_two_losses(name: str, memory: str, compact: bool | None) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["dapo", "entropy"])
 def test_every_divergence(name: str, kind: str, tail: str) -> None:
-    """Of rows whose target is the first id, another, or none, with unused slots, and with no id at all."""
+    """Targets are the first id, another, or none; some slots are unused, and a row has no id."""
     lesson = teacher(kind=kind, tail=tail, beta=0.3)
     lesson.ids[1, 0, 2:], lesson.ids[2, 1] = -1, -1
     arguments = batch(name) | {"config": CONFIGS[name], "teacher": lesson, "chunk_size": 8}
