@@ -12,7 +12,6 @@ from grpo_kernels.ops.linear_distillation_loss.arguments import (
     Naming,
     Teacher,
     check_lesson,
-    chunking_of,
 )
 from grpo_kernels.ops.linear_head.arguments import DEPENDENT, check_chunk_size, check_head, check_weight_grad
 from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
@@ -84,5 +83,5 @@ def linear_distillation_loss(
         teacher_ids, teacher_logprobs, 1.0, kind, tail, beta, mask=mask, weights=weights, normalizer=normalizer
     )
     lesson = check_lesson(_NAMES, teacher, tokens, None, head)
-    loss, divergence, mass = op.apply(chosen, head, lesson, chunking_of(lesson, head, size), weight_grad)
+    loss, divergence, mass = op.apply(chosen, head, lesson, op.Chunking.of(lesson, head, size), weight_grad)
     return DistillationLoss(loss, divergence.view(tokens), mass.view(tokens))

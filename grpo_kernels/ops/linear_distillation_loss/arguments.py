@@ -13,7 +13,6 @@ from grpo_kernels import checks
 from grpo_kernels.ops.linear_distillation_loss import registration as op
 from grpo_kernels.ops.linear_distillation_loss.config import ABSENT, KINDS, TAILS
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 
 _FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 _MOST = 1e-3  # by which a teacher's probabilities may exceed 1 in half precision
@@ -26,7 +25,7 @@ class Teacher:
     Attributes:
         ids: teacher_ids, in the shape of the loss's targets and a last dimension k
         logprobs: teacher_logprobs, [..., k]
-        coef: factor of the divergence in the loss
+        coef: factor of the divergence in the loss; with 0 nothing is measured, either
         kind, tail, beta: which divergence
         mask: restricts the tokens further than the policy loss does
         weights: of the tokens; the term is the weighted sum instead of the mean
@@ -49,7 +48,7 @@ class DistillationLoss(NamedTuple):
 
     Attributes:
         loss: scalar to call backward() on
-        divergence: of every token, in the shape of the mask, without a gradient; 0 where the mask is
+        divergence: of every token, in the shape of the mask, without a gradient; 0 for tokens that do not count
         mass: the student's probability of all the teacher's ids, likewise
     """
 
@@ -106,17 +105,6 @@ def check_lesson(
     ids, logprobs = _check_values(names, ids, logprobs, counts, head)
     codes = KINDS.index(teacher.kind), TAILS.index(teacher.tail)
     return op.Lesson(ids, logprobs, shares, *codes, float(teacher.beta))
-
-
-def chunking_of(lesson: op.Lesson, head: Head, chunk_size: int | None) -> op.Chunking:
-    """Rows with a share, as far as looking does not wait for a GPU, in chunks."""
-    device, rows = head.hidden.device, None
-    if device.type == "cpu" and not torch.compiler.is_compiling():
-        rows = lesson.shares.nonzero().squeeze(1)
-        rows = None if len(rows) == len(lesson.shares) else rows
-    total = len(head.hidden) if rows is None else len(rows)
-    size = chunk_size or rows_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
-    return op.Chunking(rows, size, chunk_size or 0)
 
 
 def _per_token(

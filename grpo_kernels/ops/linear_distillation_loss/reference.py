@@ -57,7 +57,7 @@ def forward(
     log_p, log_q, log_mass, _ = categories(chosen, others, teacher_logprobs, is_absent, tail)
     values = torch.where(counts, divergence(log_p, log_q, kind, beta).sum(1), 0)
     mass = torch.where(counts, log_mass.exp(), 0)
-    return (shares * values).sum(), values.detach(), mass.detach()
+    return (shares * values).sum().to(values.dtype), values.detach(), mass.detach()
 
 
 def categories(
@@ -93,15 +93,22 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     """The part of each category."""
     exists = log_p > -math.inf
     log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
-    p, q = log_p.exp(), log_q.exp()
+    p, (q, finite) = log_p.exp(), student(log_q)
     if kind == FORWARD_KL:
         part = p * (log_p - log_q)
     elif kind == REVERSE_KL:
-        part = q * (log_q - log_p)
+        part = q * (finite - log_p)
     else:
         log_m = mixture(log_p, log_q, beta)
-        part = beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)
+        part = beta * p * (log_p - log_m) + (1 - beta) * q * (finite - log_m)
     return torch.where(exists, part, 0)
+
+
+def student(log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities, and their logarithms with 0 for that of 0, so that their product is 0 and not NaN."""
+    has_any = log_q > -math.inf
+    finite = torch.where(has_any, log_q, 0)
+    return torch.where(has_any, finite.exp(), 0), finite
 
 
 def mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:

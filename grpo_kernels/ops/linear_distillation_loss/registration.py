@@ -20,7 +20,7 @@ from grpo_kernels.ops.linear_head.chunks import Apart, Chunk, Gradients, Product
 from grpo_kernels.ops.linear_head.head import FACTORS, HEAD_SCHEMA, Head
 from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient, differentiate_loss, set_up_loss
 from grpo_kernels.ops.linear_head.registration import KERNELS, fake_gradients
-from grpo_kernels.ops.linear_head.sizes import chunks
+from grpo_kernels.ops.linear_head.sizes import chunks, rows_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 # Imported here and not at the first call, because torch.compile traces through it.
@@ -46,6 +46,17 @@ class Chunking(NamedTuple):
     rows: Tensor | None
     chunk_rows: int
     product_rows: int
+
+    @classmethod
+    def of(cls, lesson: Lesson, head: Head, chunk_size: int | None) -> Chunking:
+        """Leaves out rows without a share on the CPU; a GPU would have to be waited for."""
+        device, rows = head.hidden.device, None
+        if device.type == "cpu" and not torch.compiler.is_compiling():
+            rows = lesson.shares.nonzero().squeeze(1)
+            rows = None if len(rows) == len(lesson.shares) else rows
+        total = len(head.hidden) if rows is None else len(rows)
+        size = chunk_size or rows_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
+        return cls(rows, size, chunk_size or 0)
 
 
 SCHEMA = (
@@ -122,13 +133,13 @@ def _slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
     """The derivative of the divergence by the log-probability of each category of the student."""
     exists = log_p > -torch.inf
     log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
-    p, q = log_p.exp(), log_q.exp()
+    p, (q, finite) = log_p.exp(), _reference.student(log_q)
     if kind == FORWARD_KL:
         slopes = -p
     elif kind == REVERSE_KL:
-        slopes = q * (log_q - log_p + 1)
+        slopes = q * (finite - log_p + 1)
     else:
-        slopes = (1 - beta) * q * (log_q - _reference.mixture(log_p, log_q, beta))
+        slopes = (1 - beta) * q * (finite - _reference.mixture(log_p, log_q, beta))
     return torch.where(exists, slopes, 0)
 
 
@@ -153,12 +164,16 @@ class Term:
         """A chunk whose ids and targets are kept apart, and log-probs and entropies of its whole rows."""
         ids, targets = self.lesson.ids[rows], self.targets[rows]
         is_ignored = targets == IGNORED
-        has_column = is_ignored | (ids == targets[:, None]).any(1)
-        columns = torch.cat((_columns(ids, products), torch.where(has_column, products.columns, targets)[:, None]), 1)
+        is_wrong = ~is_ignored & ((targets < 0) | (targets >= products.columns))
+        needs_none = is_ignored | is_wrong | (ids == targets[:, None]).any(1)
+        columns = torch.cat((_columns(ids, products), torch.where(needs_none, products.columns, targets)[:, None]), 1)
         chunk = products.measure(rows, want_entropy, columns)
         whole = _whole(chunk, targets)
-        entropy = torch.where(is_ignored, 0, whole.entropy) if want_entropy else whole.entropy
-        return chunk, torch.where(is_ignored, 0, whole.logprobs), entropy
+
+        def finished(value: Tensor) -> Tensor:  # as the kernels do
+            return torch.where(is_wrong, torch.nan, torch.where(is_ignored, 0, value))
+
+        return chunk, finished(whole.logprobs), finished(whole.entropy) if want_entropy else whole.entropy
 
     def differentiate(
         self, chunk: Chunk, rows: slice | Tensor, by_logprob: Tensor, by_entropy: Tensor | None
@@ -256,18 +271,30 @@ LOSS = registry.define(
 
 
 def apply(
-    backend: str, head: Head, lesson: Lesson, chunking: Chunking, into: Tensor | None
+    backend: str,
+    head: Head,
+    lesson: Lesson,
+    chunking: Chunking,
+    into: Tensor | None,
+    op: str = "linear_distillation_loss",
+    only: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, which has a gradient by the head's factors; divergence and mass of every row."""
+    """The loss, which has a gradient by the head's factors; divergence and mass of every row.
+
+    `op` and `only` are for the error of a second backward, as in PrecomputedGradient.
+    """
     if backend == "reference":
         return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, *lesson))
+    needs = head.needs_grad if torch.is_grad_enabled() else [False] * FACTORS
     if torch.compiler.is_compiling():
-        results = LOSS[backend](*head, *lesson, *chunking, head.needs_grad)
+        results = LOSS[backend](*head, *lesson, *chunking, needs)
         return cast(tuple[Tensor, Tensor, Tensor], results[:3])
+    if not any(needs):
+        return cast(tuple[Tensor, Tensor, Tensor], forward(backend, head, lesson, chunking, needs)[:3])
 
     def compute(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
         return forward(backend, head, lesson, chunking, needs, into)
 
-    arguments = ("linear_distillation_loss", ("", ""), backend, head, compute, into is not None)
+    arguments = (op, (only, ""), backend, head, compute, into is not None)
     results = PrecomputedGradient.apply(*head.factors, *arguments)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor, Tensor], results)

@@ -117,8 +117,9 @@ def linear_policy_loss(
             then computed by the backward, also into weight_grad; lora, chunk_size and compact must be None, memory
             "fast"
         teacher: adds the divergence from a teacher's most probable tokens to the loss, for the tokens that take part,
-            over the whole vocabulary. With memory="fast" it needs no products of its own. metrics.distillation is
-            that part of the loss as a DistillationLoss. vocab_start must be None
+            over the whole vocabulary. It has products of its own only with support and where memory="low" runs;
+            then backward runs once, too. metrics.distillation is that part of the loss as a DistillationLoss.
+            vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
             backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
@@ -199,7 +200,7 @@ def linear_policy_loss(
 
 
 class _Inputs(NamedTuple):
-    """Checked arguments; `term_index` is that of the op, `lesson` what the teacher says of every row."""
+    """Checked arguments; `term_index` is that of the op, `lesson` the teacher's ids, log-probs and shares by row."""
 
     layout: Layout
     config: LossConfig
@@ -221,7 +222,9 @@ def _check_teacher(
     if not isinstance(teacher, distillation.Teacher):
         raise TypeError(f"{_OP}: teacher must be a Teacher, got {type(teacher).__name__}")
     if vocab_start is not None:
-        raise ValueError(f"{_OP}: vocab_start must be None with teacher, whose ids are of all ranks, got {vocab_start}")
+        raise ValueError(
+            f"{_OP}: vocab_start must be None with teacher, whose ids may be columns of any rank, got {vocab_start}"
+        )
     fields = (field.name for field in dataclasses.fields(teacher))
     names = distillation.Naming(_OP, **{field: f"teacher.{field}" for field in fields})
     return distillation.check_lesson(names, teacher, targets.shape, head.targets != IGNORED, head)
@@ -230,7 +233,7 @@ def _check_teacher(
 def _in_chunks(
     inputs: _Inputs, chunking: op.Chunking, shape: torch.Size, shard: Shard | None, backend: str
 ) -> PolicyLoss:
-    """The loss with its gradient, chunk by chunk; the divergence from a teacher comes of the same products."""
+    """The loss with its gradient, chunk by chunk; the divergence from a teacher shares its products."""
     head, policy, lesson = inputs.head, inputs.policy, inputs.lesson
     check_weight_grad(_OP, inputs.weight_grad, head, True, "")
     term = None if lesson is None else distillation_op.Term(lesson, head.targets)
@@ -251,8 +254,9 @@ def _add_divergence(
     head, lesson = inputs.head, inputs.lesson
     if lesson is None:
         return result
-    chunking = distillation.chunking_of(lesson, head, chunk_size)
-    loss, divergence, mass = distillation_op.apply(backend, head, lesson, chunking, inputs.weight_grad)
+    chunking = distillation_op.Chunking.of(lesson, head, chunk_size)
+    into, only = inputs.weight_grad, " with teacher"
+    loss, divergence, mass = distillation_op.apply(backend, head, lesson, chunking, into, _OP, only)
     measured = divergence.view(shape), mass.view(shape)
     result.metrics.distillation = distillation.DistillationLoss(loss.detach(), *measured)
     return result._replace(loss=result.loss + loss)

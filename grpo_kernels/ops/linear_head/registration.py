@@ -276,7 +276,7 @@ class Term(Protocol):
     def differentiate(
         self, chunk: Chunk, rows: slice | Tensor, by_logprob: Tensor, by_entropy: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """From the gradients of the policy loss those of the sum that Gradients.add takes."""
+        """Combines the gradients of the policy loss with those of the term, as Gradients.add takes them."""
 
 
 class _Batch:

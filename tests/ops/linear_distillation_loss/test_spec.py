@@ -138,6 +138,21 @@ def test_a_sure_teacher_leaves_a_rounding_to_the_rest(backend: str) -> None:
     torch.testing.assert_close(result.divergence[0], want, **NEAR)
 
 
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_id_that_the_student_cannot_choose(backend: str, kind: str, tail: str) -> None:
+    """A probability of 0 is what a very small one tends to."""
+    small, none = batch(), batch()
+    column = int(small["teacher_ids"][0, 0])
+    small["bias"][column], none["bias"][column] = -1e4, -math.inf
+    (want, gradients), (got, others) = (run(b, kind=kind, tail=tail, backend=backend) for b in (small, none))
+    torch.testing.assert_close(got.divergence, want.divergence, **NEAR)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, **NEAR)
+    assert got.loss.isfinite()
+
+
 def sparse(arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The student's log-probs of the teacher's ids, as peers take them, with the leaf that they depend on."""
     leaf = arguments["hidden"].clone().requires_grad_()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.ops.linear_distillation_loss import registration as distillation
 from grpo_kernels.ops.linear_head import chunks
 from tests.harness import assert_raises, assert_within_budget, device_of, needs_cpu_kernels
 from tests.ops.linear_head.test_policy_loss_edges import (
@@ -295,7 +296,8 @@ def test_float32(backend: str, name: str) -> None:
     got = taught(arguments, backend, teacher=lesson, **options)
     working = taught(arguments, "reference", teacher=lesson, **options)
     gold = taught(exact, "reference", teacher=lesson, **options)
-    for what in ("loss", "divergence", "by hidden", "by weight", "by bias"):
+    for what in ("loss", "part", "divergence", "mass", "by hidden", "by weight", "by bias"):
+        assert got[what].dtype == working[what].dtype == torch.float32
         assert_within_budget(got[what], working[what], gold[what], what)
 
 
@@ -310,6 +312,17 @@ def test_halves(backend: str) -> None:
         # two roundings, of terms whose largest is that of the result; Triton's interpreter truncates
         allowed = 4 * torch.finfo(torch.bfloat16).eps * float(gold[what].abs().max())
         assert float((got[what].cpu().double() - gold[what]).abs().max()) <= allowed, what
+
+
+@pytest.mark.parametrize("target", [VOCABULARY, VOCABULARY + 1, -1])
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name in ("cuda", "triton")])
+def test_a_wrong_target_is_nan_on_a_gpu(backend: str, target: int) -> None:
+    """As without a teacher: its values are not looked at before the kernels run."""
+    arguments = {k: v.float() if v.is_floating_point() else v for k, v in batch(rows=2).items()}
+    arguments["targets"][0, 1] = target
+    for options in ({}, {"teacher": teacher(shape=(2, WIDTH))}):
+        given = {name: on(device_of(backend), value) for name, value in (arguments | options).items()}
+        assert gk.linear_policy_loss(**given | leaves_of(given), backend=backend).loss.isnan()
 
 
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name in ("cuda", "triton")])
@@ -341,13 +354,23 @@ def test_compiles_into_one_graph() -> None:
     assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_without_gradients() -> None:
+def test_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = batch() | {"teacher": teacher()}
-    with torch.no_grad():
-        result = gk.linear_policy_loss(**arguments)
     want = apart(arguments)
+    monkeypatch.setattr(chunks, "Gradients", None)  # nothing is computed that no backward can ask for
+    monkeypatch.setattr(distillation, "Gradients", None)
+    with torch.no_grad():
+        result = gk.linear_policy_loss(**arguments | leaves_of(arguments))
     torch.testing.assert_close(result.loss, want["loss"])
     torch.testing.assert_close(result.metrics.distillation.divergence, want["divergence"])
+
+
+def test_backward_runs_once_with_products_of_its_own() -> None:
+    arguments = batch() | {"teacher": teacher(), "memory": "low"}
+    loss = gk.linear_policy_loss(**arguments | leaves_of(arguments)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"^linear_policy_loss: backward must run once with teacher, got a second"):
+        loss.backward()
 
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str, list[str]]] = {
