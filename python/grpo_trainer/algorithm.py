@@ -43,6 +43,7 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "group_ppo": ({}, {"ratio": "segment"}),
 }
 CORRECTION = {"weights": "token", "weight_max": 2.0}  # of the mismatch between an engine and the policy
+CORRECTION_OF_SEGMENTS = CORRECTION | {"weights": "sequence"}  # whose terms read the weight of one token
 WITH_CRITIC = ("ppo", "group_ppo")
 WITH_CLUSTERS = ("similarity_group_grpo", "polychromic")
 
@@ -88,13 +89,14 @@ class Plan:
         config = None
         if not has_critic and settings.name != "polychromic":
             config = _config(gk.AdvantageConfig, advantage | settings.advantage, "advantage")
-        correction = _config(gk.CorrectionConfig, settings.correction or CORRECTION, "correction")
         resolved = _config(gk.LossConfig, loss, "loss")
         if resolved.correction != "none":
             raise ValueError(
-                f"algorithm.loss.correction: must be 'none', as algorithm.correction takes its place, got "
-                f"{resolved.correction!r}"
+                f"algorithm.loss.correction: must be 'none', got {resolved.correction!r}; with rollout.engine: vllm "
+                "algorithm.correction takes its place, and otherwise the policy itself samples"
             )
+        by_default = CORRECTION_OF_SEGMENTS if resolved.ratio == "segment" else CORRECTION
+        correction = _config(gk.CorrectionConfig, settings.correction or by_default, "correction")
         plan = cls(settings, config, resolved, similarity, segments, threshold, correction)
         if similarity is not None:
             _ = plan.clustering  # raises now rather than in the first step

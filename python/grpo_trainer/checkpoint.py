@@ -7,6 +7,7 @@ moment. Its state.json holds a digest of every file and the recipe it belongs to
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import json
@@ -22,7 +23,7 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy, Reference, adapters_of, load_lm, make_policy
-from grpo_trainer.recipe import Model, Recipe
+from grpo_trainer.recipe import MEMORY_KEYS, Model, Recipe
 from grpo_trainer.settings import plain
 
 FORMAT = 2
@@ -281,7 +282,12 @@ def _refuse_other_recipe(folder: Path, stored: dict[str, Any], recipe: Recipe) -
 
 def _binding(recipe: dict[str, Any]) -> dict[str, Any]:
     """The part of a recipe that determines a run's results."""
-    return {name: value for name, value in recipe.items() if name not in _MAY_CHANGE}
+    binding = copy.deepcopy({name: value for name, value in recipe.items() if name not in _MAY_CHANGE})
+    for phase in binding.get("phases", []):
+        settings = ((phase.get("rl") or {}).get("rollout") or {}).get("vllm") or {}
+        for name in MEMORY_KEYS:
+            settings.pop(name, None)
+    return binding
 
 
 def _differences(a: Any, b: Any, where: str) -> list[str]:

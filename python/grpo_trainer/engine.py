@@ -26,7 +26,7 @@ from torch import Tensor
 
 from grpo_trainer import distributed, gguf
 from grpo_trainer.policy import Policy
-from grpo_trainer.recipe import Model, Rl
+from grpo_trainer.recipe import MEMORY_KEYS, Model, Rl
 from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, assemble
 
@@ -81,7 +81,12 @@ def check_policy(key: str, sampling: Sampling, model: Model, policy: Policy) -> 
             f"{model.path!r}; choose another model {_WAY_OUT}"
         )
     _set_environment()
-    from vllm import ModelRegistry
+    try:
+        from vllm import ModelRegistry
+    except ImportError as error:
+        raise EngineError(
+            f"{key}.engine: vllm must be importable, got {type(error).__name__}: {error}; reinstall it, {_WAY_OUT}"
+        ) from error
 
     architecture = type(policy.inner).__name__
     if architecture not in ModelRegistry.get_supported_archs():
@@ -126,6 +131,11 @@ def check_loss(key: str, loss: Any, correction: Any) -> None:
             f"{key}.algorithm.correction: weights must be 'none' for loss: {loss.loss!r}, whose terms are whole "
             f"responses, got {correction.weights!r}; set correction: {{weights: none}}, {_WAY_OUT}"
         )
+    if loss.ratio == "segment" and correction.weights == "token":
+        raise ValueError(
+            f"{key}.algorithm.correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment, whose "
+            f"terms read the weight of one token alone, got 'token'; change it, {_WAY_OUT}"
+        )
 
 
 def _installed_version() -> str | None:
@@ -155,7 +165,7 @@ def options(model: Model, sampling: Sampling, device: str, context_length: int |
         "trust_remote_code": model.trust_remote_code,
         "dtype": dtype,
         "max_model_len": length,
-        "max_num_seqs": max(1, sampling.batch // distributed.world_size()),
+        "max_num_seqs": max(1, min(sampling.batch, sampling.prompts * sampling.group_size) // distributed.world_size()),
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -196,7 +206,7 @@ class Engine:
         self._shares_group = torch.distributed.is_initialized()
         self._folder = tempfile.TemporaryDirectory(prefix="grpo-engine-")
         _set_environment()
-        with self._explaining("starting"), _keeping_process_state():
+        with self._explaining("starting"), _keeping_process_state(policy.device):
             import vllm
 
             self._vllm = vllm
@@ -222,7 +232,7 @@ class Engine:
             responses = self._generate(prompts, local.start, generator.initial_seed(), self.sampling)
         if self.sleeps:
             self.llm.sleep(level=1 if self.has_adapters else 2)
-            self.is_current = self.has_adapters  # level 2 discards the weights
+            self.is_current = False  # the next hand-over wakes it
         rows = range(local.start * copies, local.stop * copies)
         return assemble(self.policy, items, *_all_gather(responses, rows, len(items) * copies))
 
@@ -232,7 +242,7 @@ class Engine:
             if self.has_adapters:
                 if self.sleeps:
                     self.llm.wake_up()
-                self.policy.lm.save_pretrained(self._adapter_folder)
+                self.policy.lm.save_pretrained(self._adapter_folder, save_embedding_layers=False)
                 self.llm.llm_engine.add_lora(self._adapter_request(load_inplace=True))
             else:
                 if self.sleeps:
@@ -244,12 +254,16 @@ class Engine:
                 missing = sorted({name for names in self.llm.collective_rpc(_missing_weights) for name in names})
                 if missing:
                     raise EngineError(
-                        f"rollout.engine: vLLM must take over all weights, got none for {', '.join(missing)}; choose "
-                        f"another model, {_WAY_OUT}"
+                        f"{self.key}.engine: vLLM must take over all weights, got none for {', '.join(missing)}; "
+                        f"choose another model, {_WAY_OUT}"
                     )
                 if self.sleeps:
                     self.llm.wake_up(tags=["kv_cache"])
-            self.llm.reset_prefix_cache()
+            if not self.llm.reset_prefix_cache():
+                raise EngineError(
+                    f"{self.key}.engine: vLLM must forget the keys and values of earlier weights, and refused; "
+                    f"report this with vLLM's version, {_WAY_OUT}"
+                )
         self.is_current = True
 
     def close(self) -> None:
@@ -257,6 +271,7 @@ class Engine:
         core = self.llm.llm_engine.engine_core
         if self._shares_group:  # vLLM's shutdown, also that of its finalizer, would destroy the trainer's process group
             core._finalizer.detach()
+            core.engine_core.model_executor.shutdown()
         else:
             core.shutdown()
         del core, self.llm
@@ -265,12 +280,11 @@ class Engine:
 
     def _generate(self, prompts: Sequence[list[int]], first: int, seed: int, sampling: Sampling) -> list[Response]:
         """Responses to these prompts, whose first has the index `first` among those of all processes."""
-        is_greedy = sampling.temperature == 0
         if not prompts:
             return []
         parameters = [
             self._vllm.SamplingParams(
-                n=1 if is_greedy else sampling.group_size,
+                n=sampling.group_size,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
@@ -291,10 +305,7 @@ class Engine:
         )
         responses: list[Response] = []
         for output in outputs:
-            group = [_response(completion) for completion in sorted(output.outputs, key=lambda choice: choice.index)]
-            if is_greedy:  # log-probs are 0, as in the trainer's own loop
-                group = [(tokens, [0.0] * len(tokens)) for tokens, _ in group] * sampling.group_size
-            responses += group
+            responses += map(_response, sorted(output.outputs, key=lambda choice: choice.index))
         return responses
 
     @property
@@ -341,8 +352,8 @@ class Engine:
         except Exception as error:
             raise EngineError(
                 f"{self.key}.engine: vLLM failed while {activity} ({type(error).__name__}: {error}); "
-                "VLLM_LOGGING_LEVEL=INFO shows its messages, and --resume continues from the last checkpoint; change "
-                f"{self.key}.vllm, {_WAY_OUT}"
+                "VLLM_LOGGING_LEVEL=INFO shows its messages. --resume continues from the last checkpoint, also with "
+                f"other values of {', '.join(MEMORY_KEYS)} in {self.key}.vllm"
             ) from error
 
 
@@ -407,7 +418,7 @@ def _set_environment() -> None:
 
 
 @contextlib.contextmanager
-def _keeping_process_state() -> Iterator[None]:
+def _keeping_process_state(device: torch.device) -> Iterator[None]:
     """Restores what vLLM changes in the whole process when an engine starts."""
     import numpy
 
@@ -416,7 +427,7 @@ def _keeping_process_state() -> Iterator[None]:
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # for processes that vLLM starts
     set_num_threads = torch.set_num_threads
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         torch.set_num_threads = set_num_threads  # disabled by vLLM's CPU worker

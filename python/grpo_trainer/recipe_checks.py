@@ -129,8 +129,8 @@ def _engine(at: str, rl: Any, model: Any) -> Iterator[Rule]:
     yield "model.four_bit", model.four_bit, not model.four_bit, rule
     rule = "must be false with rollout.engine: vllm, whose kept tokens are not read; use engine: transformers"
     yield f"{at}.rollout.keep_support", rollout.keep_support, not rollout.keep_support, rule
-    rule = "must be at least 0.01 with rollout.engine: vllm, which raises lower ones; use engine: transformers"
-    yield f"{at}.rollout.temperature", rollout.temperature, rollout.temperature >= 0.01, rule
+    rule = "must be in [0.01, 2] with rollout.engine: vllm, which changes or refuses others; use engine: transformers"
+    yield f"{at}.rollout.temperature", rollout.temperature, 0.01 <= rollout.temperature <= 2, rule
     yield from _positive(f"{at}.rollout.vllm.", settings, "max_model_len", "cache_gib", "tensor_parallel_size")
     share = settings.gpu_memory_utilization
     yield f"{at}.rollout.vllm.gpu_memory_utilization", share, 0 < share <= 1, "must be in (0, 1]"

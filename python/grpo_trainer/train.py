@@ -24,7 +24,7 @@ from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.phases.sft import SftRun
 from grpo_trainer.policy import load_policy
 from grpo_trainer.ray_pool import check_ray
-from grpo_trainer.recipe import Data, Recipe, Reward, Rl, Similarity
+from grpo_trainer.recipe import Data, Recipe, Reward, Rl, Similarity, Vllm
 from grpo_trainer.rewards import RewardFunction, load_reward
 from grpo_trainer.rollout import select_usable
 from grpo_trainer.tasks.base import Item, Splits
@@ -329,6 +329,18 @@ def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:
     return Trainer(recipe).run(resume)
 
 
+def _without_engines(recipe: Recipe) -> Recipe:
+    """The recipe for an evaluation, which samples with the policy whatever the engine."""
+    phases = []
+    for phase in recipe.phases:
+        if phase.rl is not None and phase.rl.rollout.engine != "transformers":
+            rollout = dataclasses.replace(phase.rl.rollout, engine="transformers", vllm=Vllm())
+            algorithm = dataclasses.replace(phase.rl.algorithm, correction={})
+            phase = dataclasses.replace(phase, rl=dataclasses.replace(phase.rl, rollout=rollout, algorithm=algorithm))
+        phases.append(phase)
+    return dataclasses.replace(recipe, phases=phases)
+
+
 def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     """Evaluates another model, or adapters, on a split of the recipe's data.
 
@@ -339,7 +351,8 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     """
     is_adapter = (Path(path) / "adapter_config.json").exists()
     model = recipe.model if is_adapter else dataclasses.replace(recipe.model, path=path, lora=None, four_bit=False)
-    trainer = Trainer(dataclasses.replace(recipe, model=model, logging=dataclasses.replace(recipe.logging, to=[])))
+    logging = dataclasses.replace(recipe.logging, to=[])
+    trainer = Trainer(dataclasses.replace(_without_engines(recipe), model=model, logging=logging))
     trainer.log.is_main = False  # keeps the evaluation out of the run's logs
     if is_adapter:
         checkpoint.load_adapter(trainer.policy, recipe.model, Path(path))

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
-os.environ["HF_HUB_OFFLINE"] = "1"
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
+if HAS_VLLM:
+    os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -107,12 +107,12 @@ def test_filters_keep_the_tokens_that_the_trainers_own_keep(settings: dict[str, 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["weights", "adapters"])
 def test_greedy_tokens_are_those_of_transformers(lora: Lora | None) -> None:
-    with started(Model(tiny=TINY, lora=lora), temperature=0.0, max_new_tokens=24) as (policy, engine):
+    with started(Model(tiny=TINY, lora=lora), top_k=1, max_new_tokens=24) as (policy, engine):
         ours = sampled(policy, engine)
-        theirs = roll_out(policy, items_of(policy), engine.sampling, None)
+        theirs = roll_out(policy, items_of(policy), engine.sampling, torch.Generator())
         assert ours.batch.tokens.tolist() == theirs.batch.tokens.tolist()
         assert torch.equal(ours.batch.mask, theirs.batch.mask) and torch.equal(ours.truncated, theirs.truncated)
-        assert torch.equal(ours.logprobs, theirs.logprobs) and torch.equal(ours.batch.prompts, theirs.batch.prompts)
+        assert not ours.logprobs.any() and torch.equal(ours.batch.prompts, theirs.batch.prompts)
         assert torch.equal(ours.batch.prompt_of, theirs.batch.prompt_of) and ours.texts == theirs.texts
 
 

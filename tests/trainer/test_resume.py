@@ -14,9 +14,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer import embed
-from grpo_trainer.checkpoint import CheckpointError
+from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe
 from grpo_trainer.embed import load_embedder
 from grpo_trainer.recipe import Similarity
+from grpo_trainer.settings import plain
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -46,6 +47,17 @@ def test_without_a_checkpoint_the_recipe_binds_and_no_reference_is_kept(
     left.write_text("{}")
     train(small.recipe(tmp_path, rl_first, "logging.every=2"), resume=True)
     assert left.read_text() != "{}" and json.loads((tmp_path / "recipe.json").read_text())["logging"]["every"] == 2
+
+
+def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
+    """A run that ended for lack of memory can go on with more."""
+    engine = "phases.1.rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
+    stored = plain(small.recipe(tmp_path, engine % (1, "float32")))
+    same, other = (small.recipe(tmp_path, engine % (4, dtype)) for dtype in ("float32", "bfloat16"))
+    _refuse_other_recipe(tmp_path, _binding(stored), same)
+    with pytest.raises(CheckpointError, match=r"differs in phases\.1\.rl\.rollout\.vllm\.dtype$"):
+        _refuse_other_recipe(tmp_path, _binding(stored), other)
+    assert stored["phases"][1]["rl"]["rollout"]["vllm"]["cache_gib"] == 1
 
 
 def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

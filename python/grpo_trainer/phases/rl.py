@@ -257,8 +257,7 @@ class RlRun(PhaseRun):
         mask = rollout.batch.mask if credit.mask is None else credit.mask & rollout.batch.mask
         normalizer = {"tokens": float(mask[rows].sum()), "rows": float(len(rows))}
         if credit.segments is not None:
-            segments = torch.where(mask[rows], credit.segments[rows], -1)
-            normalizer["segments"] = float((segments.amax(1) + 1).sum())
+            normalizer["segments"] = float(_count_ids(torch.where(mask[rows], credit.segments[rows], -1)))
         critic = self.plan.settings.critic or Critic()
         is_warmup = values is not None and step <= critic.warmup
         metric_tensors, losses = [], []
@@ -298,6 +297,12 @@ class RlRun(PhaseRun):
                 losses.append(objective.detach())
         merged = gk.PolicyLossMetrics.merge(micro_batches.all_gather(metric_tensors))
         return merged, sum_losses(micro_batches.all_gather(losses))
+
+
+def _count_ids(ids: Tensor) -> int:
+    """Number of different ids from 0 on, added up over the rows."""
+    ordered = torch.nn.functional.pad(ids.sort(1).values, (1, 0), value=-1)
+    return int((ordered.diff(dim=1) != 0).sum())
 
 
 def _value_error(predicted: Tensor, old: Tensor, returns: Tensor, critic: Critic) -> Tensor:
