@@ -92,7 +92,8 @@ class RlRun(PhaseRun):
                 credit.is_weights = None if self.plan.correction.weights == "none" else correction.weights
             totals = total_rewards(rewards, weights)
             metrics = rollout_metrics(rollout, totals, rewards, self.rewards, credit, reference)
-            metrics["speed/tokens_per_second"] = float(rollout.lengths.sum()) / trainer.seconds["generate"]
+            if trainer.seconds["generate"] > 0:  # a benchmark times the parts by a clock of its own
+                metrics["speed/tokens_per_second"] = float(rollout.lengths.sum()) / trainer.seconds["generate"]
             if correction is not None:
                 metrics |= sampling_metrics(correction.metrics)
             metrics["rewards/skipped"] = float(skipped)
