@@ -4,7 +4,7 @@
 #   make lint              run ruff, mypy and clang-format
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
-#   make test-engine       test the trainer with vLLM on the CPU, in an environment of its own; ten minutes
+#   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
 #   make nightly           run everything slower than .ci/run: floor, grids, engine, GPU rehearsal, benchmarks, results
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
