@@ -16,7 +16,8 @@ class PolicyLossMetrics:
 
     `names` lists the elements. trl(), verl() and to_dict() return Python floats, and the first call of any of them
     waits for the device once. Sums and counts are those of this call: add them over micro-batches and ranks before
-    dividing, for example with merged(). `distillation` is the DistillationLoss of a teacher, if there is one.
+    dividing, for example with merged(). `distillation` is the DistillationLoss of a teacher, if there is one; it
+    is of this call alone, and merged() leaves it out.
     """
 
     names = METRICS
