@@ -235,6 +235,12 @@ def clusters(batch: of_advantages.VerlBatch) -> tuple[Tensor, Tensor]:
     return embeddings, gk.similarity_groups(embeddings, gk.group_ids(batch.uids), config="ward").labels
 
 
+def named_labels(batch: of_advantages.VerlBatch, labels: Tensor) -> Any:
+    """Labels as the published implementation writes them: uid and cluster."""
+    texts = [f"{uid}_{label}" for uid, label in zip(batch.uids, labels.tolist(), strict=True)]
+    return np.array(texts, dtype=object)
+
+
 @pytest.mark.parametrize("options", [{}, {"shrinkage": 2.0}, {"singleton": "parent", "clip": 0.5}])
 def test_similarity_labels_and_embeddings(patched: None, options: dict[str, Any]) -> None:
     batch = of_advantages.VerlBatch([8, 5, 1, 12], "normal")
@@ -246,6 +252,7 @@ def test_similarity_labels_and_embeddings(patched: None, options: dict[str, Any]
     columns = [
         ({}, {"similarity_labels": np.array(labels.tolist(), dtype=object)}),
         ({}, {"similarity_labels": labels}),
+        ({}, {"similarity_group_labels": named_labels(batch, labels)}),
         ({"linkage": "ward"}, {"similarity_embeddings": embeddings.numpy()}),
         ({"linkage": "ward"}, {"similarity_embeddings": np.array([*embeddings.tolist(), None], dtype=object)[:-1]}),
     ]
@@ -413,11 +420,31 @@ def test_unpatch_restores() -> None:
     unpatch_verl()
 
 
+def test_text_labels_need_one_entry_per_response_and_no_other_column(patched: None) -> None:
+    batch = of_advantages.VerlBatch([3, 2], "normal")
+    labels = torch.zeros(5, dtype=torch.int64)
+    texts = named_labels(batch, labels)
+    with pytest.raises(ValueError, match=r"got 'similarity_labels' and 'similarity_group_labels'"):
+        of_trainer("similarity_group_grpo", batch, similarity_labels=labels, similarity_group_labels=texts)
+    with pytest.raises(ValueError, match="must be left out with 'similarity_group_labels'"):
+        options = {"grpo_kernels": {"k_min": 3}}
+        of_trainer("similarity_group_grpo", batch, options, similarity_group_labels=texts)
+    with pytest.raises(ValueError, match=r"'similarity_group_labels' must hold a label for each of 5 .*, got 4"):
+        _verl_advantages._numbered("similarity_group_grpo", texts[:4], 5)
+
+
 @pytest.mark.parametrize(
     ("column", "values", "error", "message"),
     [
         ("similarity_labels", [0, None], TypeError, r"'similarity_labels' must hold integers, got \[0, None\]"),
         ("similarity_embeddings", [[1.0, 2.0], [1.0, 2.0, 3.0]], ValueError, r"one size, got sizes \[2, 3\]"),
+        (
+            "similarity_group_labels",
+            ["a_0", None],
+            TypeError,
+            r"_group_labels' must hold texts, got None for .* 1",
+        ),
+        ("similarity_group_labels", ["a_0", 1], TypeError, r"_group_labels' must hold texts, got 1 for response 1"),
     ],
 )
 def test_columns_that_are_no_labels_or_vectors(column: str, values: Any, error: type[Exception], message: str) -> None:

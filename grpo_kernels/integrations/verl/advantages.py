@@ -19,6 +19,7 @@ BATCH: ContextVar[Any] = ContextVar("grpo_kernels_verl_batch", default=None)
 # Key of our options in verl's `algorithm`.
 OPTIONS = "grpo_kernels"
 LABELS, EMBEDDINGS, SEGMENTS = "similarity_labels", "similarity_embeddings", "segment_ids"
+NAMES = "similarity_group_labels"  # of the published implementation: texts such as "uid_0"
 
 PRESETS = {
     "fused_grpo": "verl-grpo",
@@ -261,12 +262,19 @@ def _columns(name: str, config: Any, like: Tensor) -> tuple[Tensor, tuple[float,
 
 
 def _clusters(name: str, ids: Tensor, settings: gk.SimilarityConfig) -> Tensor:
-    labels, embeddings = _column(name, LABELS), _column(name, EMBEDDINGS)
-    if (labels is None) == (embeddings is None):
-        got = "neither" if labels is None else "both"
+    columns = {key: _column(name, key) for key in (LABELS, EMBEDDINGS, NAMES)}
+    held = [key for key, column in columns.items() if column is not None]
+    if len(held) != 1:
+        got = "neither" if not held else "both" if held == [LABELS, EMBEDDINGS] else " and ".join(map(repr, held))
         raise ValueError(
-            f"{name}: the batch must hold either {LABELS!r} or {EMBEDDINGS!r}, one per response, got {got}"
+            f"{name}: the batch must hold either {LABELS!r} or {EMBEDDINGS!r}, or {NAMES!r}, one per response, "
+            f"got {got}"
         )
+    if columns[NAMES] is not None:
+        if settings != gk.SimilarityConfig():
+            raise ValueError(f"{name}: options of the clustering must be left out with {NAMES!r}, got {settings}")
+        return _numbered(name, columns[NAMES], len(ids)).to(ids.device)
+    labels, embeddings = columns[LABELS], columns[EMBEDDINGS]
     if labels is not None:
         values = np.asarray(labels.tolist()) if _is_array(labels) else labels
         if _is_array(values) and values.dtype == object:
@@ -286,6 +294,18 @@ def _clusters(name: str, ids: Tensor, settings: gk.SimilarityConfig) -> Tensor:
             raise ValueError(f"{name}: {EMBEDDINGS!r} must hold vectors of one size, got sizes {sorted(sizes)}")
         vectors = torch.from_numpy(np.asarray(embeddings.tolist(), dtype=np.float32))
     return gk.similarity_groups(vectors.to(ids.device), ids, config=settings).labels
+
+
+def _numbered(name: str, labels: Any, count: int) -> Tensor:
+    """Numbers of text labels, by equality; a prompt's labels are compared with each other only."""
+    texts = list(labels)
+    if len(texts) != count:
+        raise ValueError(f"{name}: {NAMES!r} must hold a label for each of {count} responses, got {len(texts)}")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}: {NAMES!r} must hold texts, got {text!r} for response {i}")
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return torch.tensor([numbers[text] for text in texts], dtype=torch.int64)
 
 
 def _is_array(value: Any) -> bool:

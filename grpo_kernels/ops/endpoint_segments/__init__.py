@@ -11,7 +11,7 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.endpoint_segments import registration as op
-from grpo_kernels.ops.endpoint_segments.config import BAND, SegmentConfig
+from grpo_kernels.ops.endpoint_segments.config import BAND, SegmentConfig, check_threshold
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,9 +82,7 @@ class SegmentThreshold:
         value = state["value"]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"{where}: value must be a number, got {type(value).__name__} {value!r}")
-        if not self.config.min_threshold <= value <= self.config.max_threshold:
-            bounds = f"[{self.config.min_threshold}, {self.config.max_threshold}]"
-            raise ValueError(f"{where}: value must be within {bounds}, got {value!r}")
+        check_threshold(self.config, where, "value", value)
         self.value = float(value)
 
 
@@ -212,9 +210,5 @@ def _threshold(threshold: float | SegmentThreshold | None, settings: SegmentConf
         threshold = threshold.value
     if isinstance(threshold, bool) or not isinstance(threshold, int | float):
         raise TypeError(f"{_OP}: threshold must be a number or a SegmentThreshold, got {type(threshold).__name__}")
-    if not settings.min_threshold <= threshold <= settings.max_threshold:
-        raise ValueError(
-            f"{_OP}: threshold must be within min_threshold and max_threshold, "
-            f"[{settings.min_threshold}, {settings.max_threshold}], got {threshold!r}"
-        )
+    check_threshold(settings, _OP, "threshold", threshold)
     return float(threshold)

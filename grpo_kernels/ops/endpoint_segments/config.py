@@ -45,7 +45,7 @@ class SegmentConfig(PlannedConfig):
         group_epsilon: keeps divisors and comparisons away from 0
         adaptive_threshold: whether SegmentThreshold.update changes tau
         threshold_lr: largest relative change of tau in one update
-        min_threshold, max_threshold: bounds of tau
+        min_threshold, max_threshold: bounds of a tau that adapts; a fixed one may be any positive number
         gamma, lam: of the advantages, both of tokens and of segments
         rule: "bounded" starts a new segment where including the token would make the segment's ratio exceed tau;
             "literal" ends a segment at the token where its length reaches the ratio over tau
@@ -83,11 +83,7 @@ class SegmentConfig(PlannedConfig):
             finite(where, field, getattr(self, field), minimum=0.0)
             if getattr(self, field) > 1:
                 raise ValueError(f"{where}: {field} must be in [0, 1], got {getattr(self, field)!r}")
-        if not self.min_threshold <= self.group_variance_threshold <= self.max_threshold:
-            raise ValueError(
-                f"{where}: group_variance_threshold must be within min_threshold and max_threshold, "
-                f"[{self.min_threshold}, {self.max_threshold}], got {self.group_variance_threshold}"
-            )
+        check_threshold(self, where, "group_variance_threshold", self.group_variance_threshold)
         plan = Plan(
             rule=RULES.index(self.rule),
             proxy=PROXIES.index(self.proxy),
@@ -115,3 +111,14 @@ class SegmentConfig(PlannedConfig):
             if key not in cls.names():
                 raise unknown(where, "config's keys", key, cls.names())
         return cls(**config)
+
+
+def check_threshold(config: SegmentConfig, where: str, field: str, value: float) -> None:
+    """Raises unless a tau is within the bounds if it adapts, and positive if it is fixed."""
+    if not config.adaptive_threshold:
+        finite(where, field, value, minimum=0.0, open_end=True)
+    elif not config.min_threshold <= value <= config.max_threshold:
+        raise ValueError(
+            f"{where}: {field} must be within min_threshold and max_threshold, "
+            f"[{config.min_threshold}, {config.max_threshold}], got {value!r}; adaptive_threshold=False has no bounds"
+        )

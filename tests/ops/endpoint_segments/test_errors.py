@@ -273,6 +273,23 @@ def test_threshold_out_of_bounds(threshold: float) -> None:
     refused(ValueError, *parts, **arguments(threshold=threshold))
 
 
+def test_a_fixed_threshold_has_no_bounds_but_zero() -> None:
+    """With adaptive_threshold=False the bounds, which limit the adaptation, say nothing."""
+    fixed = {"adaptive_threshold": False, "min_threshold": 0.5, "max_threshold": 0.6}
+    for tau in (1e-3, 2.0, 50.0):
+        config = gk.SegmentConfig(group_variance_threshold=tau, **fixed)  # type: ignore[arg-type]
+        of_config = gk.endpoint_segments(**arguments(config=config))
+        given = gk.endpoint_segments(**arguments(config=gk.SegmentConfig(**fixed), threshold=tau))  # type: ignore[arg-type]
+        assert torch.equal(of_config.segment_ids, given.segment_ids)
+        kept = gk.SegmentThreshold(config)
+        kept.load_state_dict({"value": tau})
+        assert kept.value == tau == kept.update(of_config)
+    for tau in (0.0, -1.0, INF, NAN):
+        config_refused(ValueError, "group_variance_threshold must be", group_variance_threshold=tau, **fixed)
+        with pytest.raises(ValueError, match="threshold must be"):
+            gk.endpoint_segments(**arguments(config=gk.SegmentConfig(**fixed), threshold=tau))  # type: ignore[arg-type]
+
+
 def test_thresholds_update_takes_results_alone() -> None:
     for result in (0.3, None, torch.zeros(3)):
         with pytest.raises(
