@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from grpo_trainer import distributed
+from grpo_trainer.loading import load_lm
 from grpo_trainer.log import Log
-from grpo_trainer.policy import Policy, Reference, adapters_of, load_lm, make_policy
+from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy
 from grpo_trainer.recipe import MEMORY_KEYS, Model, Recipe
 from grpo_trainer.settings import plain
 
@@ -118,13 +119,21 @@ def load_last(recipe: Recipe) -> State | None:
     return None
 
 
-def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
-    """Loads the policy of a checkpoint; adapters are loaded onto `initial`, the recipe's own policy."""
+def restore_policy(recipe: Recipe, state: State, initial: Policy, is_given: bool = False) -> Policy:
+    """Loads the policy of a checkpoint.
+
+    Args:
+        recipe: the recipe.
+        state: the checkpoint.
+        initial: the recipe's own policy, which adapters are loaded onto.
+        is_given: whether its model was an object of the caller's, so that the recipe does not describe it.
+    """
     from safetensors.torch import load_file, load_model
 
     folder = state.folder / "model"
     if recipe.model.lora is None:
-        lm = load_lm(dataclasses.replace(recipe.model, path=str(folder)), initial.device)
+        like = initial.lm if is_given else None
+        lm = load_lm(dataclasses.replace(recipe.model, path=str(folder)), initial.device, like)
         policy = make_policy(lm, initial.tokenizer, recipe.model, initial.backend)
     else:
         load_adapter(initial, recipe.model, folder)
@@ -161,13 +170,20 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
         }
 
 
-def load_reference(recipe: Recipe, policy: Policy, phase: int) -> Reference:
-    """Reference of a phase: the policy at its start, kept in the run's folder for runs resumed within the phase."""
+def load_reference(recipe: Recipe, policy: Policy, phase: int, lm: Any = None) -> Reference:
+    """Reference of a phase: the policy at its start, kept in the run's folder for runs resumed within the phase.
+
+    Args:
+        recipe: the recipe, which may name another model.
+        policy: the policy.
+        phase: the phase.
+        lm: another model, of the caller's.
+    """
     from safetensors.torch import load_file
 
     settings = recipe.model
-    if settings.reference_model_path is not None:
-        return Reference(policy, settings)
+    if settings.reference_model_path is not None or lm is not None:
+        return Reference(policy, settings, lm=lm)
     folder = recipe.folder / f"reference-{phase}"
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
     exists = distributed.broadcast((folder / "state.json").exists())

@@ -23,6 +23,10 @@ def train(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--fresh", action="store_true", help="delete an earlier run in the output folder")
     parser.add_argument("--smoke", action="store_true", help="run for seconds only, to see that everything works")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what the run needs and what is missing, and start nothing"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="devices that --dry-run divides the memory among")
     parser.add_argument("--keys", action="store_true", help="explain every key of a recipe")
     parser.add_argument("--list", action="store_true", help="list the bundled recipes and the algorithms")
     options = parser.parse_intermixed_args(arguments)
@@ -42,7 +46,20 @@ def train(arguments: Sequence[str] | None = None) -> int:
         parser.error("a recipe is needed; --list names the bundled ones")
     if options.resume and options.fresh:
         parser.error("--resume continues the run that --fresh deletes")
-    return _run(lambda: _train(options))
+    return _run(lambda: _examine(options) if options.dry_run else _train(options))
+
+
+def _examine(options: argparse.Namespace) -> None:
+    from grpo_trainer import recipe as recipes
+    from grpo_trainer.dry_run import dry_run
+
+    if options.processes < 1:
+        raise ValueError(f"--processes: must be positive, got {options.processes}")
+    _import_from_current_folder()
+    lines, problems = dry_run(recipes.load(options.recipe, options.overrides, options.smoke), options.processes)
+    print("\n".join(lines))
+    if problems:
+        raise ValueError("\n  ".join(["this run cannot start:", *problems]))
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -126,43 +143,117 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
 def data(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("grpo-data", description="Prepare JSONL files.")
     commands = parser.add_subparsers(dest="command", required=True)
-    split = commands.add_parser("split", help="split a file into parts for SFT and RL, stratified by a column")
+    split = commands.add_parser("split", help="split a file into parts, such as for SFT and RL, stratified by a column")
     split.add_argument("file", type=Path)
     split.add_argument("--by", help="column to stratify by, or a quotient A/B of two (B at least 1); default: none")
-    split.add_argument("--ratio", type=float, default=0.5, help="share of the first part")
+    split.add_argument("--ratio", type=float, help="share of the first of two parts; default: 0.5")
     split.add_argument("--parts", type=int, default=4, help="number of strata; 4: quartiles")
     split.add_argument("--seed", type=int, default=42)
-    split.add_argument("--names", nargs=2, default=("phase1", "phase2"), help="names of the parts: FILE.NAME.jsonl")
+    split.add_argument("--names", nargs=2, help="names of two parts: FILE.NAME.jsonl; default: phase1 phase2")
+    split.add_argument("--into", nargs="+", metavar="NAME=SHARE", help="any number of parts, in place of the above two")
+    split.add_argument("--together", metavar="COLUMN", help="keep lines with the same value of this column in one part")
+    convert = commands.add_parser("convert", help="convert a published data set into files that recipes read")
+    convert.add_argument("format", choices=("gsm8k", "convai2", "tweets"), help="the data set")
+    convert.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL files; tweets: also CSV files")
+    convert.add_argument("--output", type=Path, help="files are OUTPUT-PART.jsonl; default: the format")
+    convert.add_argument(
+        "--into", nargs="+", metavar="PART=SHARE", default=["train=0.8", "validation=0.1", "test=0.1"], help="the parts"
+    )
+    convert.add_argument("--seed", type=int, default=42)
+    convert.add_argument("--annotations", choices=("strip", "keep"), help="gsm8k: calculator annotations <<48/2=24>>")
+    convert.add_argument(
+        "--columns", nargs="+", metavar="NAME=COLUMN", help="tweets: names of the columns in the files"
+    )
+    convert.add_argument("--leave-out", action="store_true", help="report and leave out lines with bad columns")
     options = parser.parse_args(arguments)
+    if options.command == "convert":
+        return _run(lambda: _convert(options))
+    if options.into is not None and (options.ratio is not None or options.names is not None):
+        parser.error("--into names the parts and their shares, so --ratio and --names cannot be given")
     return _run(lambda: _split(options))
 
 
 def _split(options: argparse.Namespace) -> None:
-    from grpo_trainer.data import column_values, read_jsonl, split_stratified, write_jsonl
+    from grpo_trainer.convert import named_shares, require_lines, split_together
+    from grpo_trainer.data import column_values, read_jsonl, write_jsonl
 
-    if not 0 < options.ratio < 1:
-        raise ValueError(f"--ratio: must be between 0 and 1, got {options.ratio}")
+    ratio = 0.5 if options.ratio is None else options.ratio
+    if not 0 < ratio < 1:
+        raise ValueError(f"--ratio: must be between 0 and 1, got {ratio}")
+    shares = dict(zip(options.names or ("phase1", "phase2"), (ratio, round(1 - ratio, 12)), strict=True))
+    if options.into is not None:
+        shares = named_shares(options.into)
     lines = read_jsonl(options.file)
     by = [0.0] * len(lines) if options.by is None else column_values(lines, options.by)
-    parts = split_stratified(lines, by, options.ratio, 1 if options.by is None else options.parts, options.seed)
-    for name, part in zip(options.names, parts, strict=True):
+    strata = 1 if options.by is None else options.parts
+    parts = split_together(lines, by, shares, strata, options.seed, options.together)
+    if options.into is not None:
+        require_lines(parts, shares)
+    elif not all(parts.values()):
+        count = len(parts[next(iter(parts))])
+        raise ValueError(
+            f"--ratio: must leave lines to both parts, got {ratio} of {len(lines)} lines, which is {count}"
+        )
+    for name, part in parts.items():
         path = options.file.with_suffix(f".{name}.jsonl")
         write_jsonl(path, part)
         print(f"{path}: {len(part)} lines")
 
 
+def _convert(options: argparse.Namespace) -> None:
+    from grpo_trainer import convert
+    from grpo_trainer.data import write_jsonl
+
+    shares = convert.named_shares(options.into)
+    lines, left_out = convert.read(
+        options.format, options.files, options.annotations, options.columns, options.leave_out
+    )
+    parts = convert.split(options.format, lines, shares, options.seed)
+    output = options.output or Path(options.format)
+    paths = {name: output.with_name(f"{output.name}-{name}.jsonl") for name in parts}
+    if read_too := {path.resolve() for path in paths.values()} & {path.resolve() for path in options.files}:
+        raise ValueError(f"--output: must not replace a file that is read, got {sorted(map(str, read_too))}")
+    for message in left_out:
+        print(f"left out: {message}", file=sys.stderr)
+    for name, part in parts.items():
+        paths[name].parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(paths[name], part)
+        print(f"{paths[name]}: {len(part)} lines")
+
+
 def report(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        "grpo-report", description="Write plots and a report page for a run, finished or not."
+        "grpo-report", description="Write plots and a report page for a run, finished or not, or for several runs."
     )
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="folder of a run")
     parser.add_argument("--beside", type=Path, nargs="+", default=[], help="other runs whose step times are compared")
+    parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="folders of runs to compare")
+    parser.add_argument(
+        "--adapters", type=Path, nargs="+", default=[], metavar="MODEL", help="folders of one or two LoRA adapters"
+    )
+    parser.add_argument("--output", type=Path, help="folder of the page of --compare or --adapters; default: ./report")
     options = parser.parse_args(arguments)
+    if sum(map(bool, (options.folder, options.compare, options.adapters))) != 1:
+        parser.error("one of a run's folder, --compare and --adapters is needed")
+    if options.folder and options.output:
+        parser.error("--output is that of --compare and --adapters; the page of a run is in its folder")
+    if options.beside and not options.folder:
+        parser.error("--beside needs a run's folder")
 
     def draw() -> None:
-        from grpo_trainer.report import write_report
+        output = options.output or Path("report")
+        if options.compare:
+            from grpo_trainer.report.comparison import write_comparison
 
-        print(write_report(options.folder, options.beside))
+            print(write_comparison(options.compare, output))
+        elif options.adapters:
+            from grpo_trainer.report.adapters import write_adapters
+
+            print(write_adapters(options.adapters, output))
+        else:
+            from grpo_trainer.report import write_report
+
+            print(write_report(options.folder, options.beside))
 
     return _run(draw)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,10 @@ Line = dict[str, Any]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
 
-def read_jsonl(path: str | Path, columns: Mapping[str, str] | None = None) -> list[Line]:
-    """Reads a file with one JSON object per line; errors name the file and the line.
-
-    Args:
-        path: the file.
-        columns: columns that every line must have, by the recipe keys that name them.
-    """
-    lines = []
-    for number, text in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+def numbered_jsonl(path: str | Path) -> Iterator[tuple[int, Line]]:
+    """Yields the objects of a file with one JSON object per line, and the numbers of their lines."""
+    # not splitlines(), which also splits at characters that JSON allows within texts, such as U+2028
+    for number, text in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not text.strip():
             continue
         try:
@@ -34,6 +30,18 @@ def read_jsonl(path: str | Path, columns: Mapping[str, str] | None = None) -> li
             raise ValueError(f"{path}, line {number}: must be JSON, got {text[:80]!r} ({error})") from None
         if not isinstance(line, dict):
             raise TypeError(f"{path}, line {number}: must be an object, got {type(line).__name__}")
+        yield number, line
+
+
+def read_jsonl(path: str | Path, columns: Mapping[str, str] | None = None) -> list[Line]:
+    """Reads a file with one JSON object per line; errors name the file and the line.
+
+    Args:
+        path: the file.
+        columns: columns that every line must have, by the recipe keys that name them.
+    """
+    lines = []
+    for number, line in numbered_jsonl(path):
         for key, column in (columns or {}).items():
             if column not in line:
                 raise ValueError(
@@ -49,34 +57,55 @@ def write_jsonl(path: str | Path, lines: Sequence[Line]) -> None:
 
 
 def split_stratified(
-    lines: Sequence[Line], by: Sequence[float], ratio: float, parts: int, seed: int
-) -> tuple[list[Line], list[Line]]:
-    """Splits lines into two parts with equal shares of each quantile of a column.
+    lines: Sequence[Line], by: Sequence[float], shares: Sequence[float], strata: int, seed: int
+) -> list[list[Line]]:
+    """Splits lines into parts, each with its share of every quantile of a column.
 
     Args:
         lines: the lines.
         by: [len(lines)] numbers to rank by.
-        ratio: share of the first part, met to within one line overall and in each quantile.
-        parts: number of quantiles.
+        shares: share of each part, with sum 1. Every part has its share to within one line, overall and, of two parts,
+            in each quantile; of more parts, to within two lines in each quantile.
+        strata: number of quantiles.
         seed: of the random choice within each quantile.
 
     Returns:
-        The two parts, each in the original order.
+        The parts, each in the original order.
     """
-    if parts < 1:
-        raise ValueError(f"--parts: must be at least 1, got {parts}")
+    if strata < 1:
+        raise ValueError(f"--parts: must be at least 1, got {strata}")
     order = sorted(range(len(lines)), key=lambda i: (by[i], i))
+    dealt = deal(len(order), shares)
     rng = random.Random(seed)
-    first: set[int] = set()
-    for part in range(parts):
-        start, end = part * len(order) // parts, (part + 1) * len(order) // parts
-        count = math.floor(ratio * end + 0.5) - math.floor(ratio * start + 0.5)  # so that rounding does not accumulate
-        first |= set(rng.sample(order[start:end], count))
-    if not 0 < len(first) < len(lines):
-        raise ValueError(
-            f"--ratio: must leave lines to both parts, got {ratio} of {len(lines)} lines, which is {len(first)}"
-        )
-    return [lines[i] for i in sorted(first)], [line for i, line in enumerate(lines) if i not in first]
+    part_of: dict[int, int] = {}
+    for stratum in range(strata):
+        start, end = stratum * len(order) // strata, (stratum + 1) * len(order) // strata
+        rest, counts = order[start:end], Counter(dealt[start:end])
+        for part in range(len(shares) - 1):
+            chosen = rng.sample(rest, counts[part])
+            part_of |= dict.fromkeys(chosen, part)
+            rest = [i for i in rest if i not in part_of]
+        part_of |= dict.fromkeys(rest, len(shares) - 1)
+    return [[line for i, line in enumerate(lines) if part_of[i] == part] for part in range(len(shares))]
+
+
+def deal(count: int, shares: Sequence[float]) -> list[int]:
+    """Deals places to parts so that after each place every part has its share to within one.
+
+    This is Tijdeman's rule for the chairman assignment problem: of the parts that lag by enough, the one that is due
+    first. Of two parts, the first has its share rounded to the nearest integer after each place.
+    """
+    exact = [Fraction(repr(share)) for share in shares]
+    exact = [share / sum(exact) for share in exact]
+    least = Fraction(1, 2 * len(shares) - 2) if len(shares) > 1 else Fraction(0)
+    counts, places = [0] * len(shares), []
+    for place in range(1, count + 1):
+        lags = [share * place - dealt for share, dealt in zip(exact, counts, strict=True)]
+        late = [part for part, lag in enumerate(lags) if lag >= least]
+        part = min(late, key=lambda part: (1 - least - lags[part]) / exact[part])
+        counts[part] += 1
+        places.append(part)
+    return places
 
 
 def column_values(lines: Sequence[Line], by: str) -> list[float]:
@@ -160,6 +189,23 @@ def pad(rows: Sequence[Sequence[int]], value: int, left: bool) -> tuple[Tensor, 
         ids[i, columns] = torch.tensor(list(row), dtype=torch.int64)
         mask[i, columns] = True
     return ids, mask
+
+
+def equal_length_batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Rows in batches of one length, which need no padding, shortest first.
+
+    Args:
+        lengths: length of each row.
+        tokens: largest number of tokens of a batch; a longer row is a batch of its own.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        by_length.setdefault(length, []).append(row)
+    batches = []
+    for length, rows in sorted(by_length.items()):
+        size = max(1, tokens // max(length, 1))
+        batches += [rows[start : start + size] for start in range(0, len(rows), size)]
+    return batches
 
 
 def pad_kept(rows: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -91,6 +91,15 @@ def all_gather_rows(part: Tensor, rows: Tensor | Sequence[int], count: int) -> T
     return all_reduce_sum(whole)
 
 
+def all_gather_objects(value: T) -> list[T]:
+    """Values of all processes; any picklable object."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def broadcast(value: T) -> T:
     """Value of the main process; any picklable object."""
     if world_size() == 1:

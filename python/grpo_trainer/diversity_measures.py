@@ -6,10 +6,11 @@ Undefined values, such as the similarity of a single text to others, are NaN and
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +60,94 @@ def distinct(texts: Sequence[str], order: int) -> float:
     return len(grams) / grams.total() if grams else math.nan
 
 
+def rouge_diversity(texts: Sequence[str]) -> float:
+    """1 minus the mean ROUGE-L F1 of all pairs of texts, from 0 (all equal) to 1 (no word in common).
+
+    NaN below two texts. Two texts without words count as equal.
+    """
+    tokenized = [words_of(text) for text in texts]
+    similarities = [rouge_l(a, b) for a, b in itertools.combinations(tokenized, 2)]
+    return 1 - sum(similarities) / len(similarities) if similarities else math.nan
+
+
+def rouge_l(a: Words, b: Words) -> float:
+    """F1 of the longest common subsequence: 2 L / (words of a + words of b)."""
+    return 2 * _common_length(a, b) / (len(a) + len(b)) if a or b else 1.0
+
+
+def _common_length(a: Words, b: Words) -> int:
+    """Length of the longest common subsequence; a column of the usual table is the bits of one integer."""
+    positions: Counter[str] = Counter()
+    for i, word in enumerate(a):
+        positions[word] |= 1 << i
+    every = (1 << len(a)) - 1
+    unmatched = every
+    for word in b:
+        matched = unmatched & positions[word]
+        unmatched = (unmatched + matched | unmatched - matched) & every
+    return len(a) - unmatched.bit_count()
+
+
+def diversity_efficiency(passes: Mapping[int, float]) -> dict[int, float]:
+    """DER@k = pass@k / (k pass@1) for every k above 1: 1 if each further sample adds as much as the first.
+
+    NaN if pass@1 is 0 or unknown; empty without pass@1.
+    """
+    first = passes.get(1)
+    if first is None:
+        return {}
+    return {k: value / (k * first) if first > 0 else math.nan for k, value in sorted(passes.items()) if k > 1}
+
+
+def collapse_point(steps: Sequence[float], values: Sequence[float], share: float = 0.5) -> float:
+    """First step from which a measure stays below `share` of its first value.
+
+    NaN if there is none, and if the first value is not positive. Steps without a value are left out.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"collapse_point: share must be in (0, 1), got {share!r}")
+    known = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+    if not known or known[0][1] <= 0:
+        return math.nan
+    limit = share * known[0][1]
+    below = list(itertools.takewhile(lambda pair: pair[1] < limit, reversed(known)))
+    return below[-1][0] if below else math.nan
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other point dominates, by ascending first coordinate.
+
+    A point dominates another if it is at least as large in both coordinates and larger in one, so equal points stay
+    together. Points with a coordinate that is not finite are on no front.
+    """
+    known = [i for i, point in enumerate(points) if all(map(math.isfinite, point))]
+
+    def dominates(a: tuple[float, float], b: tuple[float, float]) -> bool:
+        return a[0] >= b[0] and a[1] >= b[1] and a != b
+
+    front = [i for i in known if not any(dominates(points[j], points[i]) for j in known)]
+    return sorted(front, key=lambda i: points[i])
+
+
+def medoids(embeddings: Tensor, size: int) -> list[int | None]:
+    """Index of each prompt's response with the smallest mean cosine distance to the others; the first in a tie.
+
+    Args:
+        embeddings: [P * size, D]; rows that are not finite are left out.
+        size: responses per prompt.
+
+    Returns:
+        Indices within the prompts; None where every row is left out.
+    """
+    distances = gk.pairwise_cosine(embeddings, size).double()
+    present = distances.diagonal(dim1=1, dim2=2).isfinite()
+    sums = torch.where(present[:, None, :], distances, 0).sum(2)
+    # sums of equal distances in another order differ in their last bits
+    sums = torch.where(present, sums.round(decimals=9), math.inf)
+    chosen = sums.argmin(1).tolist()
+    return [index if known else None for index, known in zip(chosen, present.any(1).tolist(), strict=True)]
+
+
 def measure_embeddings(embeddings: Tensor, size: int) -> dict[str, Tensor]:
     """Measures the embeddings of each prompt's responses.
 
@@ -99,6 +188,7 @@ def measure_prompts(texts: Sequence[Sequence[str]], embeddings: Tensor) -> dict[
         "self_bleu": [self_bleu(responses) for responses in texts],
         "distinct_1": [distinct(responses, 1) for responses in texts],
         "distinct_2": [distinct(responses, 2) for responses in texts],
+        "rouge_diversity": [rouge_diversity(responses) for responses in texts],
     }
     if texts and texts[0]:
         size = min(len(texts[0]), MAX_EMBEDDED)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from grpo_trainer.algorithm import total_rewards
-from grpo_trainer.diversity_measures import MAX_EMBEDDED, measure_prompts
+from grpo_trainer.diversity_measures import MAX_EMBEDDED, diversity_efficiency, measure_prompts, medoids
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Evaluation, Reward, Similarity
 from grpo_trainer.recipe import Rollout as Sampling
-from grpo_trainer.rewards import RewardFunction, components, score
+from grpo_trainer.rewards import RewardFunction, component_means, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
 
@@ -29,22 +29,31 @@ class Result:
     metrics: dict[str, float]
     lines: list[dict[str, Any]]  # one per prompt: responses, rewards, correctness
     embedder: str | None = None  # name of the embedder behind the diversity measures
+    solved: float | None = None  # calibrated reward from which a response counts as correct
 
     @property
     def group_metrics(self) -> dict[str, float]:
         """Metrics over all sampled responses, or over the greedy ones, under the names common among GRPO trainers."""
         groups = [line.get("rewards", [line["reward"]]) for line in self.lines]
+        texts = [text for line in self.lines for text in line.get("samples", [line["greedy"]])]
         rewards = [reward for group in groups for reward in group if not math.isnan(reward)]
+        math_score = self.metrics.get("components/vocabulary")  # of gsm8k, if that part is on
         return {
             "avg_reward": _mean(rewards),
             "avg_reward_std": statistics.pstdev(rewards) if rewards else math.nan,
             "avg_group_reward": _mean([_mean(group) for group in groups]),
             "num_groups": float(len(groups)),
             "total_responses": float(sum(map(len, groups))),
-        }
+            "avg_response_length": _mean([float(len(text.split())) for text in texts]),  # in words
+        } | ({} if math_score is None else {"avg_math_score": math_score})
 
     def to_json(self) -> dict[str, Any]:
-        return {"metrics": self.metrics, "prompts": self.lines, "embedder": self.embedder}
+        return {
+            "metrics": self.metrics,
+            "prompts": self.lines,
+            "embedder": self.embedder,
+            "solved": self.solved,
+        }
 
 
 def evaluate(
@@ -69,7 +78,7 @@ def evaluate(
     """
     sampling = Sampling(group_size=1, temperature=0.0, max_new_tokens=max_new_tokens, batch=settings.batch)
     greedy = roll_out(policy, items, sampling, None)
-    totals, correct, skipped = _grade(greedy, rewards, functions, settings.solved)
+    totals, correct, skipped, components = _grade(greedy, rewards, functions, settings.solved)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": reward, "correct": is_correct}
         for item, text, reward, is_correct in zip(items, greedy.texts, totals, correct, strict=True)
@@ -81,24 +90,27 @@ def evaluate(
         "length": float(greedy.lengths.double().mean()),
         "prompts": float(len(items)),
         "skipped": float(skipped),
+        **{f"components/{name}": value for name, value in components.items()},
     }
     if not settings.samples:
         return Result(metrics, lines)
     n = settings.samples
     sampling = dataclasses.replace(sampling, group_size=n, temperature=settings.temperature)
     sampled = roll_out(policy, items, sampling, generator)
-    totals, correct, skipped = _grade(sampled, rewards, functions, settings.solved)
+    totals, correct, skipped, _ = _grade(sampled, rewards, functions, settings.solved)
     for i, line in enumerate(lines):
         rows = slice(i * n, (i + 1) * n)
         line |= {"samples": sampled.texts[rows], "rewards": totals[rows], "right": correct[rows]}
     metrics |= {"sampled_reward": _mean(totals), "sampled_exact": _mean(correct)}
     metrics["skipped"] += float(skipped)
-    for k in settings.pass_k:
-        if k <= n:
-            metrics[f"pass@{k}"] = _mean([estimate_pass_at_k(line["right"], k) for line in lines])
+    passes = {k: _mean([estimate_pass_at_k(line["right"], k) for line in lines]) for k in settings.pass_k if k <= n}
+    metrics |= {f"pass@{k}": value for k, value in passes.items()}
+    metrics |= {f"der@{k}": value for k, value in diversity_efficiency(passes).items()}
     embedder = _embedder(settings.embedder)
-    metrics |= _diversity([line["samples"] for line in lines], embedder)
-    return Result(metrics, lines, embedder.name)
+    measures = _measures([line["samples"] for line in lines], [line["rewards"] for line in lines], embedder)
+    for i, line in enumerate(lines):
+        line["measures"] = {name: values[i] for name, values in measures.items()}
+    return Result(metrics | {name: _mean(values) for name, values in measures.items()}, lines, embedder.name)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -112,9 +124,15 @@ def estimate_pass_at_k(correct: Sequence[float], k: int) -> float:
     return pass_at_k(len(graded), round(sum(graded)), k) if len(graded) >= k else math.nan
 
 
-def _diversity(samples: Sequence[Sequence[str]], embedder: Embedder) -> dict[str, float]:
+def _measures(
+    samples: Sequence[Sequence[str]], rewards: Sequence[Sequence[float]], embedder: Embedder
+) -> dict[str, list[float]]:
+    """Diversity of each prompt's samples, and under "usq" the reward of the one that represents them best."""
     embeddings = embed_all(embedder, [text for texts in samples for text in texts[:MAX_EMBEDDED]])
-    return {name: _mean(values) for name, values in measure_prompts(samples, embeddings).items()}
+    measures = measure_prompts(samples, embeddings)
+    chosen = medoids(embeddings, min(len(samples[0]), MAX_EMBEDDED)) if samples else []
+    selected = [math.nan if i is None else values[i] for i, values in zip(chosen, rewards, strict=True)]
+    return measures | {"usq": selected}
 
 
 @functools.cache
@@ -124,19 +142,18 @@ def _embedder(name: str) -> Embedder:
 
 def _grade(
     rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction], solved: float
-) -> tuple[list[float], list[float], int]:
-    """Total reward and correctness of each response, and the number of skipped scores.
+) -> tuple[list[float], list[float], int, dict[str, float]]:
+    """Total reward and correctness of each response, the number of skipped scores, and the means of the components.
 
     A reward with a component "correct" decides correctness; otherwise a total of at least `solved` counts as correct.
     """
-    values, skipped = score(rewards, functions, rollout)
+    values, skipped, components = score(rewards, functions, rollout)
+    means = component_means(rewards, components)
     totals = total_rewards(values, torch.tensor([reward.weight for reward in rewards], dtype=torch.float64))
-    for function in functions:
-        correct = components(function, rollout).get("correct")
-        if correct is not None:
-            return totals.tolist(), correct, skipped
-    by_total = torch.where(totals.isnan(), torch.nan, (totals >= solved).double())
-    return totals.tolist(), by_total.tolist(), skipped
+    correct = next((parts["correct"] for parts in components if "correct" in parts), None)
+    if correct is None:
+        correct = torch.where(totals.isnan(), torch.nan, (totals >= solved).double())
+    return totals.tolist(), correct.tolist(), skipped, means
 
 
 def _mean(values: Sequence[float]) -> float:

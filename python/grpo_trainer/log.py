@@ -6,10 +6,13 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.trackers import TRACKERS, Tracker
+from grpo_trainer.trackers import TRACKERS, Histogram, Tracker
 
 
 class Log:
@@ -46,8 +49,21 @@ class Log:
             tracker.log(known, self.steps_before[phase] + step)
 
     def samples(self, phase: int, step: int, samples: list[dict[str, Any]]) -> None:
-        for sample in samples[: self.settings.samples] if self.is_main else []:
+        shown = samples[: self.settings.samples] if self.is_main else []
+        for sample in shown:
             self._write("samples", {"number": phase, "step": step} | sample)
+        if shown and step % self.settings.every == 0:
+            rows = [[_as_text(value) for value in sample.values()] for sample in shown]
+            for tracker in self.trackers:
+                tracker.table("samples", list(shown[0]), rows, self.steps_before[phase] + step)
+
+    def histograms(self, phase: int, step: int, values: Mapping[str, Tensor]) -> None:
+        """Sends the distributions of tensors to the trackers."""
+        if not (self.is_main and self.trackers):
+            return
+        known = {name: of for name, tensor in values.items() if (of := Histogram.of(tensor)) is not None}
+        for tracker in self.trackers:
+            tracker.histograms(known, self.steps_before[phase] + step)
 
     def map(self, phase: int, line: dict[str, Any]) -> None:
         if self.is_main:
@@ -69,6 +85,15 @@ class Log:
             self.close_progress()
             self.bar = (title, *_bar(title, total))
         self.bar[1].update(self.bar[2], completed=done, text=text)
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the progress bar if there is one."""
+        if not (self.is_main and self.settings.progress):
+            return
+        if self.bar is not None:
+            self.bar[1].console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def close_progress(self) -> None:
         if self.bar is not None:
@@ -104,6 +129,11 @@ class Log:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
+
+
+def _as_text(value: Any) -> Any:
+    """A value for a cell of a table: lists, such as chat messages, as JSON."""
+    return value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)
 
 
 def _bar(title: str, total: int) -> tuple[Any, Any]:

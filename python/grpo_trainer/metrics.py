@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +60,47 @@ def sampling_metrics(metrics: gk.CorrectionMetrics) -> dict[str, float]:
     }
 
 
+def reward_names(settings: list[Reward]) -> list[str]:
+    """Name of each reward in the metrics; rewards of one name are numbered."""
+    names = [setting.name for setting in settings]
+    return [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def similarity_warnings(metrics: dict[str, float]) -> dict[str, str]:
+    """Warnings about `similarity_groups/*` metrics outside their healthy ranges, by kind.
+
+    The ranges are those published with similarity-group GRPO, for 8 responses per prompt. Prompts without a response in
+    use count nowhere.
+    """
+    prefix = "similarity_groups/"
+    groups = {
+        int(name.split("_into_")[1].split("_")[0]): count
+        for name, count in metrics.items()
+        if name.startswith(f"{prefix}n_prompts_split_into_")
+    }
+    prompts = sum(groups.values())
+    if not prompts:
+        return {}
+    single, mean = groups.get(1, 0.0) / prompts, metrics[f"{prefix}avg_groups_per_prompt"]
+    silhouette = metrics[f"{prefix}avg_silhouette_score"]
+    rules = {
+        "one group": (single >= 0.1, f"{single:.0%} of the prompts have one group, healthy: below 10%"),
+        "few groups": (mean < 3, f"{mean:.2f} groups per prompt, healthy: 3 to 5"),
+        "many groups": (mean > 5, f"{mean:.2f} groups per prompt, healthy: 3 to 5"),
+        "low silhouette": (silhouette <= 0.2, f"mean silhouette {silhouette:.3f}, healthy: above 0.2"),
+    }
+    return {kind: text for kind, (is_outside, text) in rules.items() if is_outside}
+
+
+def counter_metrics(settings: list[Reward], counters: list[dict[str, float]]) -> dict[str, float]:
+    """Counters of the rewards that have them, for example rewards/judge_failed."""
+    return {
+        f"rewards/{reward}_{name}": value
+        for reward, values in zip(reward_names(settings), counters, strict=True)
+        for name, value in values.items()
+    }
+
+
 def rollout_metrics(
     rollout: Rollout,
     totals: Tensor,
@@ -103,12 +145,27 @@ def rollout_metrics(
         "rollout/length_max": float(rollout.lengths.max()),
         "rollout/truncated": float(rollout.truncated.double().mean()),
     }
-    names = [setting.name for setting in settings]
-    for i, name in enumerate(names if len(names) > 1 else []):
-        number = f".{i}" if names.count(name) > 1 else ""
-        metrics[f"rewards/{name}{number}"] = float(rewards[:, i].nanmean())
+    for i, name in enumerate(reward_names(settings) if len(settings) > 1 else []):
+        metrics[f"rewards/{name}"] = float(rewards[:, i].nanmean())
     if reference is not None:
         log_ratio = (rollout.logprobs - reference)[rollout.batch.mask].double()
         k3 = torch.expm1(-log_ratio) + log_ratio  # estimate for the policy that sampled
         metrics |= {"train/kl_rollout": float(k3.mean()), "train/kl_std": float(k3.std())}
     return metrics | credit.metrics
+
+
+def segments_line(steps: Sequence[Mapping[str, float]]) -> str:
+    """The token groups of several steps in one line of text; their means weight each token alike."""
+
+    def total(name: str) -> float:
+        return math.fsum(step[name] for step in steps)
+
+    tokens, endpoints = total("group/total_tokens"), total("group/total_endpoints")
+    parts = (
+        f"{tokens / max(endpoints, 1):.2f} tokens per segment",
+        f"{endpoints / max(total('group/total_sequences'), 1):.1f} segments per response",
+        f"{100 * (1 - endpoints / max(tokens, 1)):.1f} % fewer terms than tokens",
+        f"threshold {steps[-1]['group/threshold']:.3f}",
+        f"reward {total('rewards/mean') / len(steps):.3f}",
+    )
+    return ", ".join(parts)

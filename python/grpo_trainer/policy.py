@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import grpo_kernels as gk
 from grpo_trainer import distributed, gguf
 from grpo_trainer.data import Batch, positions_of
-from grpo_trainer.recipe import Model
+from grpo_trainer.loading import attention_of, explaining_attention, load_lm, with_adapters
+from grpo_trainer.recipe import LOADING_KEYS, Model
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 
 AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -304,15 +305,19 @@ class Reference:
         policy: the policy that is trained.
         settings: the model settings; `reference_model_path` names another model.
         adapters: the adapters to freeze, for a resumed run; None: the policy's current ones.
+        lm: another model, already loaded.
     """
 
-    def __init__(self, policy: Policy, settings: Model, adapters: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self, policy: Policy, settings: Model, adapters: dict[str, Tensor] | None = None, lm: Any = None
+    ) -> None:
         self.policy = policy
         self.other: Policy | None = None
         self.adapters: dict[str, Tensor] = {}
-        if settings.reference_model_path is not None:
-            other = dataclasses.replace(settings, path=settings.reference_model_path, lora=None)
-            self.other = self._frozen(load_lm(other, "cpu" if policy.is_sharded else policy.device))
+        if settings.reference_model_path is not None or lm is not None:
+            path, device = settings.reference_model_path or "", "cpu" if policy.is_sharded else policy.device
+            other = dataclasses.replace(settings, path=path, lora=None)
+            self.other = self._frozen(load_lm(other, device) if lm is None else copy.deepcopy(lm).to(device))
             if policy.is_sharded:
                 distributed.shard(self.other, policy.device)
         elif settings.lora is None:
@@ -395,8 +400,8 @@ def load_policy(
     """
     if settings.path == "tiny":
         tokenizer = train_tokenizer(corpus, settings.tiny.vocabulary, settings.tiny.architecture == "seq2seq")
-        with _explaining_attention(settings.attention):
-            lm = make_tiny(settings.tiny, tokenizer, _attention(settings.attention))
+        with explaining_attention(settings.attention):
+            lm = make_tiny(settings.tiny, tokenizer, attention_of(settings.attention))
         lm = lm.to(device, getattr(torch, settings.dtype))
     else:
         tokenizer = gguf.load_tokenizer(settings.path, settings.trust_remote_code)
@@ -406,7 +411,7 @@ def load_policy(
             )
         lm = load_lm(settings, device)
     if settings.lora is not None:
-        lm = _with_adapters(lm, settings)
+        lm = with_adapters(lm, settings)
     return make_policy(lm, tokenizer, settings, backend)
 
 
@@ -416,56 +421,26 @@ def make_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None) -
     return Policy(lm, tokenizer, backend=backend, mixed_precision=settings.mixed_precision)
 
 
-def load_lm(settings: Model, device: torch.device | str) -> Any:
-    """Loads the language model onto its device, as `Policy` runs it once and some attentions need a GPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+def take_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None, device: torch.device | str) -> Policy:
+    """The policy of a model that the caller has loaded; the caller's own object is trained.
 
-    where = gguf.source(settings.path)
-    config = AutoConfig.from_pretrained(**where, trust_remote_code=settings.trust_remote_code)
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    options: dict[str, Any] = {
-        "dtype": getattr(torch, settings.dtype),
-        "attn_implementation": _attention(settings.attention),
-        "trust_remote_code": settings.trust_remote_code,
-    }
-    if settings.four_bit:
-        from transformers import BitsAndBytesConfig
-
-        if not torch.cuda.is_available():
-            raise ValueError("model.four_bit: needs a GPU, and there is none")
-        compute = torch.bfloat16 if settings.dtype == "float32" else getattr(torch, settings.dtype)
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
-        )
-        options["device_map"] = {"": device}  # weights are quantized while they load and not moved afterwards
-    with _explaining_attention(settings.attention):
-        lm: Any = kind.from_pretrained(**where, **options)
-    return lm if settings.four_bit else lm.to(device)
-
-
-@contextlib.contextmanager
-def _explaining_attention(attention: str) -> Iterator[None]:
-    """Names the key of the recipe in errors about the attention implementation."""
-    try:
-        yield
-    except (ImportError, ValueError) as error:
-        if attention == "auto" or "attention" not in str(error).lower():
-            raise
-        raise ValueError(f"model.attention: {attention!r} cannot be used here: {error}") from error
-
-
-def _attention(name: str) -> str | None:
-    return None if name == "auto" else name
-
-
-def _with_adapters(lm: Any, settings: Model) -> Any:
-    import peft
-
-    assert settings.lora is not None
-    lora = settings.lora
-    if settings.four_bit:
-        lm = peft.prepare_model_for_kbit_training(lm, use_gradient_checkpointing=settings.gradient_checkpointing)
-    config = peft.LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets or "all-linear"
-    )
-    return peft.get_peft_model(lm, config)
+    Args:
+        lm: a model of transformers, without adapters.
+        tokenizer: its tokenizer.
+        settings: the model settings; those that say how a model is loaded must have their defaults.
+        backend: backend of grpo_kernels; None: automatic.
+        device: device of the weights.
+    """
+    if tokenizer is None:
+        raise ValueError("Trainer: tokenizer must be given with a model, got None")
+    if not hasattr(lm, "get_output_embeddings") or hasattr(lm, "peft_config"):
+        rule = "must be a model of transformers without adapters, which model.lora adds"
+        raise TypeError(f"Trainer: model {rule}, got {type(lm).__name__}")
+    if tokenizer.eos_token_id is None:
+        raise ValueError("Trainer: tokenizer must have an end-of-sequence token, got none")
+    for name in LOADING_KEYS:
+        value, default = getattr(settings, name), getattr(Model(), name)
+        if value != default:
+            raise ValueError(f"model.{name}: must be unset with a model object, which is loaded already, got {value!r}")
+    lm = lm.to(device)
+    return make_policy(lm if settings.lora is None else with_adapters(lm, settings), tokenizer, settings, backend)

@@ -45,7 +45,7 @@ class Model:
     )
     trust_remote_code: bool = key(False, "allow code that comes with a model to run")
     lora: Lora | None = key(None, "train low-rank adapters instead of the weights")
-    four_bit: bool = key(False, "load the weights in 4 bits (bitsandbytes, needs a GPU and lora)")
+    four_bit: bool = key(False, "load the weights in 4 bits (bitsandbytes; needs lora)")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
     chat_template: bool = key(False, "apply the tokenizer's chat template to prompts")
     max_prompt_tokens: int = key(512, "longer prompts are dropped; their number is logged")
@@ -61,7 +61,11 @@ class Data:
     validation: str | None = key(None, "JSONL file evaluated during training")
     test: str | None = key(None, "JSONL file evaluated before and after RL")
     prompt: str = key("prompt", "column of the prompt")
-    demonstration: str = key("demonstration", "column of the demonstrated response")
+    template: str | None = key(None, "text of the prompt with columns in braces, such as 'Q: {question}'; null: prompt")
+    demonstration: str = key("demonstration", "column of the demonstrated response, or of a list of them")
+    demonstration_template: str | None = key(
+        None, "text of the demonstrated response with columns in braces; one with a list makes one response of each"
+    )
     limit: int | None = key(None, "largest number of lines to train on, of each of sft and train")
 
 
@@ -79,8 +83,11 @@ class Optimizer:
 
 @dataclasses.dataclass(frozen=True)
 class Polychromic:
-    weight: float = key(1.0, "0: all demonstrations of a prompt count equally; 1: similar ones share their weight")
+    weight: float = key(1.0, "0: all demonstrations count equally; 1: similar ones share their weight")
     embedder: str = key("auto", "embedder that measures similarity; names as in similarity")
+    among: Literal["prompt", "batch"] = key(
+        "prompt", "compare the demonstrations of a prompt, or of a step whatever their prompts"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Sft:
     batch: int = key(64, "demonstrations per step")
     micro_batch: int = key(64, "demonstrations per forward pass")
     optimizer: Optimizer = key(Optimizer, "optimizer of this phase")
-    polychromic: Polychromic | None = key(None, "give rare demonstrations of a prompt more weight")
+    polychromic: Polychromic | None = key(None, "give rare demonstrations more weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +116,7 @@ class Vllm:
     sleep: bool = key(True, "on a GPU, free the engine's memory during the update")
 
 
+LOADING_KEYS = ("path", "tiny", "dtype", "attention", "trust_remote_code", "four_bit")  # of model
 MEMORY_KEYS = ("gpu_memory_utilization", "cache_gib", "sleep")  # of vllm; they do not change what is sampled
 
 
@@ -226,7 +234,15 @@ class Evaluation:
     temperature: float = key(1.0, "sampling temperature")
     pass_k: list[int] = key([1, 4, 8], "values of k for pass@k; those above samples are skipped")
     embedder: str = key("auto", "embedder of the diversity measures; names as in similarity")
+    rewards: list[Reward] = key([], "rewards of evaluations; empty: those of the first RL phase, or of the task")
+    max_new_tokens: int | None = key(
+        None, "longest response; null: that of the first RL phase, or 64 tokens without such a phase"
+    )
     solved: float = key(1.0, "reward from which a response counts as correct, unless a reward reports correctness")
+    solved_quantile: float | None = key(
+        None,
+        "in place of solved, this quantile of the rewards of the validation split's demonstrations; computed once",
+    )
     tracked: int = key(4, "number of prompts whose responses the report shows before and after training")
 
 
@@ -235,8 +251,13 @@ class Logging:
     to: list[Literal["wandb", "tensorboard", "trackio"]] = key([], "trackers, in addition to metrics.jsonl")
     project: str = key("grpo-kernels", "project name for wandb and trackio")
     every: int = key(1, "steps between logged lines")
+    summary: int = key(10, "ppo, group_ppo: steps between lines about the token groups on the console; 0: none")
     progress: bool = key(True, "show a progress bar with reward, KL and remaining time")
-    samples: int = key(2, "responses per step written to samples.jsonl")
+    samples: int = key(2, "responses per step written to samples.jsonl, and to the trackers as a table")
+    watch: int = key(
+        0,
+        "steps between histograms of the trained weights and their gradients in the trackers; 0: none; not with fsdp2",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from grpo_kernels import SimilarityConfig
+
 Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the rule
 
 
@@ -32,14 +34,25 @@ def _rules(recipe: Any) -> Iterator[Rule]:
         if phase.rl is not None:
             yield from _rl(f"phases.{i}.rl", phase.rl)
             yield from _engine(f"phases.{i}.rl", phase.rl, recipe.model)
-    evaluation = recipe.evaluation
-    yield from _positive("evaluation.", evaluation, "prompts", "test_prompts", "batch", "temperature")
-    yield from _not_negative("evaluation.", evaluation, "every", "samples", "tracked")
-    yield "evaluation.pass_k", evaluation.pass_k, min(evaluation.pass_k, default=1) > 0, "must be positive"
+    yield from _evaluation(recipe.evaluation)
     yield from _positive("logging.", recipe.logging, "every")
-    yield from _not_negative("logging.", recipe.logging, "samples")
+    yield from _not_negative("logging.", recipe.logging, "samples", "watch", "summary")
+    watch, has_tracker = recipe.logging.watch, bool(recipe.logging.to)
+    yield "logging.watch", watch, watch == 0 or has_tracker, "requires a tracker in logging.to"
     yield from _positive("checkpoints.", recipe.checkpoints, "keep")
     yield from _not_negative("checkpoints.", recipe.checkpoints, "every")
+
+
+def _evaluation(evaluation: Any) -> Iterator[Rule]:
+    names = ("prompts", "test_prompts", "batch", "temperature", "max_new_tokens")
+    yield from _positive("evaluation.", evaluation, *names)
+    yield from _not_negative("evaluation.", evaluation, "every", "samples", "tracked")
+    yield "evaluation.pass_k", evaluation.pass_k, min(evaluation.pass_k, default=1) > 0, "must be positive"
+    quantile, solved = evaluation.solved_quantile, evaluation.solved
+    is_share = quantile is None or 0 <= quantile <= 1
+    yield "evaluation.solved_quantile", quantile, is_share, "must be in [0, 1]"
+    is_alone = quantile is None or solved == type(evaluation).solved
+    yield "evaluation.solved", solved, is_alone, "cannot be combined with solved_quantile; set one of them"
 
 
 def _model(model: Any) -> Iterator[Rule]:
@@ -63,6 +76,7 @@ def _sharding(recipe: Any) -> Iterator[Rule]:
     if recipe.distributed != "fsdp2":
         return
     rule = "cannot be combined with distributed: fsdp2"
+    yield "logging.watch", recipe.logging.watch, recipe.logging.watch == 0, rule
     yield "model.lora", recipe.model.lora, recipe.model.lora is None, rule
     yield "model.mixed_precision", recipe.model.mixed_precision, recipe.model.mixed_precision != "fp16", rule
     for i, phase in enumerate(recipe.phases):
@@ -79,6 +93,10 @@ def _data(data: Any) -> Iterator[Rule]:
         for name in ("train", "sft", "validation", "test"):
             path = getattr(data, name)
             yield f"data.{name}", path, path is None, f"requires task: null, which is {data.task!r}"
+    for name in ("prompt", "demonstration"):
+        template = "template" if name == "prompt" else "demonstration_template"
+        column, is_one = getattr(data, name), getattr(data, name) == name or getattr(data, template) is None
+        yield f"data.{name}", column, is_one, f"cannot be combined with {template}, which names its columns itself"
     yield from _positive("data.", data, "limit")
 
 
@@ -88,6 +106,9 @@ def _sft(at: str, sft: Any) -> Iterator[Rule]:
     if sft.polychromic is not None:
         weight = sft.polychromic.weight
         yield f"{at}.polychromic.weight", weight, 0 <= weight <= 1, "must be in [0, 1]"
+        is_small = sft.polychromic.among == "prompt" or 2 <= sft.batch <= SimilarityConfig.max_rows
+        rule = f"must be in [2, {SimilarityConfig.max_rows}] with polychromic.among: batch, which compares all of them"
+        yield f"{at}.batch", sft.batch, is_small, rule
 
 
 def _optimizer(at: str, optimizer: Any) -> Iterator[Rule]:

@@ -1,4 +1,4 @@
-"""Trackers that receive metrics in addition to metrics.jsonl.
+"""Trackers that receive metrics, tables of samples and histograms in addition to the run's own files.
 
 Steps are counted over all phases, as a tracker draws a single axis and wandb drops values of earlier steps. NaN is
 not passed on, so that a chart shows a gap.
@@ -8,11 +8,38 @@ from __future__ import annotations
 
 import importlib
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.settings import plain
+
+BINS = 64
+
+
+class Histogram(NamedTuple):
+    """Counts of the finite values in bins of equal width."""
+
+    counts: list[int]
+    edges: list[float]  # one more than counts
+    total: float
+    squares: float  # sum of the squared values
+
+    @classmethod
+    def of(cls, values: Tensor) -> Histogram | None:
+        """The histogram of a tensor; None if it has no finite value."""
+        known = values.detach().double().flatten().cpu()
+        known = known[known.isfinite()]
+        if not len(known):
+            return None
+        low, high = float(known.min()), float(known.max())
+        if low == high:  # one bin has no width
+            low, high = low - 0.5, high + 0.5
+        counts, edges = torch.histogram(known, BINS, range=(low, high))
+        return cls(counts.long().tolist(), edges.tolist(), float(known.sum()), float(known.square().sum()))
 
 
 class Tracker(Protocol):
@@ -21,6 +48,10 @@ class Tracker(Protocol):
     def open(self) -> None: ...
 
     def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
+
+    def histograms(self, values: Mapping[str, Histogram], step: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -36,6 +67,17 @@ class Tensorboard:
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+
+    def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
+        for name, of in values.items():
+            # a bucket is described by its upper limit
+            self.writer.add_histogram_raw(
+                name, of.edges[0], of.edges[-1], sum(of.counts), of.total, of.squares, of.edges[1:], of.counts, step
+            )
 
     def close(self) -> None:
         self.writer.close()
@@ -59,6 +101,17 @@ class Wandb:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self.module.log(dict(values), step=step)
 
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        texts = [[value if isinstance(value, int | float) else str(value) for value in row] for row in rows]
+        self.module.log({name: self.make_table(list(columns), texts)}, step=step)
+
+    def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self.module.Table(columns=columns, data=rows)
+
+    def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
+        kind = self.module.Histogram
+        self.module.log({name: kind(np_histogram=(of.counts, of.edges)) for name, of in values.items()}, step=step)
+
     def close(self) -> None:
         self.module.finish()
 
@@ -71,8 +124,19 @@ class Trackio(Wandb):
     def identity(self, run_id: str) -> dict[str, str]:
         return {"name": f"{self.recipe.name}-{run_id}"}
 
+    def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        import pandas  # a requirement of trackio, whose tables ignore the names of columns otherwise
+
+        return self.module.Table(dataframe=pandas.DataFrame(rows, columns=columns))
+
 
 TRACKERS: dict[str, Callable[[Recipe], Tracker]] = {"tensorboard": Tensorboard, "wandb": Wandb, "trackio": Trackio}
+
+
+def _cell(value: Any) -> str:
+    """A value in a cell of a Markdown table."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
 
 def _import(kind: str, module: str) -> Any:

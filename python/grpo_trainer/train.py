@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import hashlib
 from collections import defaultdict
 from pathlib import Path
@@ -13,45 +14,43 @@ from typing import Any
 import torch
 
 import grpo_kernels as gk
-from grpo_trainer import checkpoint, distributed, engine, tasks
+from grpo_trainer import calibration, checkpoint, distributed, engine
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.checkpoint import CheckpointError
-from grpo_trainer.data import encode_demonstration, prompt_text, read_jsonl
+from grpo_trainer.data import encode_demonstration
 from grpo_trainer.embed import Embedder, load_embedder, resolve
 from grpo_trainer.evaluate import Result, evaluate
 from grpo_trainer.log import Log
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.phases.sft import SftRun
-from grpo_trainer.policy import load_policy
+from grpo_trainer.policy import Policy, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
-from grpo_trainer.recipe import Data, Recipe, Reward, Rl, Similarity, Vllm
+from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
 from grpo_trainer.rewards import RewardFunction, load_reward
 from grpo_trainer.rollout import select_usable
-from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.splits import corpus_of, load_splits
+from grpo_trainer.tasks.base import Item
 
 
-def load_splits(data: Data, seed: int) -> Splits:
-    """Generates the splits of the bundled task, or reads them from files."""
-    if data.task is not None:
-        splits = tasks.make(data.task, seed, data.options)
-    else:
-        columns = {"data.prompt": data.prompt}
-        train, validation, test = (
-            [] if path is None else read_jsonl(path, columns) for path in (data.train, data.validation, data.test)
-        )
-        if data.sft is None:
-            demonstrations = [line for line in train if data.demonstration in line]
-        else:
-            demonstrations = read_jsonl(data.sft, columns | {"data.demonstration": data.demonstration})
-        splits = Splits(demonstrations, train, validation, test)
-    limit = slice(data.limit)
-    return dataclasses.replace(splits, sft=splits.sft[limit], train=splits.train[limit])
+def plan_of(phase: int, rl: Rl) -> Plan:
+    """The plan of a phase; errors name its keys."""
+    try:
+        return Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"phases.{phase}.rl.{error}") from error
 
 
 class Trainer:
-    """Prepares a run and trains it with `run`. The constructor raises on errors in any phase of the recipe."""
+    """Prepares a run and trains it with `run`. The constructor raises on errors in any phase of the recipe.
 
-    def __init__(self, recipe: Recipe) -> None:
+    Args:
+        recipe: the recipe.
+        model: a loaded model of transformers that is trained in place of `model.path`; a resumed run needs it again.
+        tokenizer: its tokenizer.
+        reference: a model that the KL term is measured from, of the same vocabulary; None: as in the recipe.
+    """
+
+    def __init__(self, recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: Any = None) -> None:
         from accelerate import Accelerator
 
         if recipe.model.mixed_precision == "fp16" and not torch.cuda.is_available():
@@ -74,10 +73,29 @@ class Trainer:
             self.log = Log(recipe, self.accelerator.is_main_process)
             self.splits = load_splits(recipe.data, recipe.seed)
             self._check_phases()
-            self.policy = load_policy(recipe.model, self._corpus(), self.backend, self.loading_device)
+            self.policy = self._make_policy(model, tokenizer, reference)
             self._check_policy()
+        self.is_given, self.reference = model is not None, reference
         self.seconds: dict[str, float] = defaultdict(float)  # spent in the parts of the current step
         self._usable: dict[str, list[Item]] = {}
+
+    def _make_policy(self, model: Any, tokenizer: Any, reference: Any) -> Policy:
+        settings = self.recipe.model
+        if reference is not None and settings.reference_model_path is not None:
+            raise ValueError(
+                "model.reference_model_path: must be null with a reference object, got "
+                f"{settings.reference_model_path!r}"
+            )
+        if model is None:
+            if tokenizer is not None:
+                raise ValueError("Trainer: tokenizer needs a model object, got model=None")
+            corpus = corpus_of(self.recipe.data, self.splits)
+            return load_policy(settings, corpus, self.backend, self.loading_device)
+        for number, phase in enumerate(self.recipe.phases):
+            if phase.rl is not None and phase.rl.rollout.engine != "transformers":
+                key = f"phases.{number}.rl.rollout.engine"
+                raise ValueError(f"{key}: must be transformers with a model object, as others read model.path")
+        return take_policy(model, tokenizer, settings, self.backend, self.loading_device)
 
     def shards(self, processes: int) -> bool:
         """Whether weights are sharded over this number of processes."""
@@ -98,10 +116,7 @@ class Trainer:
         """Raises on errors in any phase before the first one starts."""
         rl_phases = {number: phase.rl for number, phase in enumerate(self.recipe.phases) if phase.rl is not None}
         for number, rl in rl_phases.items():
-            try:
-                plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"phases.{number}.rl.{error}") from error
+            plan = plan_of(number, rl)
             if rl.rollout.engine == "vllm":
                 engine.check_installed(f"phases.{number}.rl.rollout", rl.rollout)
                 engine.check_loss(f"phases.{number}.rl", plan.loss, plan.correction)
@@ -113,7 +128,9 @@ class Trainer:
             load_embedder(Similarity(embedder=self.recipe.evaluation.embedder))
         self._rewards = {number: self._load_rewards(rl.rewards) for number, rl in rl_phases.items()}
         # the same rewards in every evaluation, so that evaluations compare
-        self.evaluation_rewards = next(iter(self._rewards.values())) if rl_phases else self._load_rewards([])
+        named = self.recipe.evaluation.rewards
+        own = [] if named or not rl_phases else [next(iter(self._rewards.values()))]
+        self.evaluation_rewards = own[0] if own else self._load_rewards(named)
         self.embedders = self._resolve_embedders(rl_phases)
 
     def _resolve_embedders(self, rl_phases: dict[int, Rl]) -> dict[str, str]:
@@ -129,6 +146,8 @@ class Trainer:
         if self.recipe.evaluation.samples:
             names["evaluation.embedder"] = self.recipe.evaluation.embedder
         functions_by_key = {f"phases.{number}.rl.rewards": pair[1] for number, pair in self._rewards.items()}
+        if self.recipe.evaluation.rewards:
+            functions_by_key["evaluation.rewards"] = self.evaluation_rewards[1]
         for key, functions in (functions_by_key or {"rewards": self.evaluation_rewards[1]}).items():
             for i, function in enumerate(functions):
                 embedder = getattr(function, "embedder", None)
@@ -137,7 +156,11 @@ class Trainer:
         return {key: resolve(name) for key, name in names.items()}
 
     def _check_policy(self) -> None:
-        limit = self.policy.context_length
+        limit, longest = self.policy.context_length, self.recipe.evaluation.max_new_tokens
+        if limit is not None and longest is not None and longest >= limit:
+            raise ValueError(
+                f"evaluation.max_new_tokens: must be less than the model's context, {limit}, got {longest}"
+            )
         for number, phase in enumerate(self.recipe.phases):
             if phase.rl is not None and limit is not None and phase.rl.rollout.max_new_tokens >= limit:
                 raise ValueError(
@@ -185,6 +208,7 @@ class Trainer:
                 checkpoint.refuse_used_folder(self.recipe.folder)
         with distributed.fail_together():
             self._start_logs(start_phase, start_step, resume)
+        self._store_calibration()
         self.distribute_weights()
         for number, phase in enumerate(self.recipe.phases):
             if number < start_phase:
@@ -241,20 +265,37 @@ class Trainer:
         if policy.context_length is None:
             return True
         if split == "sft":
-            response = len(encode_demonstration(policy.tokenizer, str(item[self.recipe.data.demonstration])))
+            response = len(encode_demonstration(policy.tokenizer, item["demonstration"]))
         else:
             response = max(self._max_new_tokens)
         prompt = len(item["prompt_ids"])
         return (max(prompt, response) if policy.is_seq2seq else prompt + response) <= policy.context_length
 
+    @functools.cached_property
+    def calibration(self) -> calibration.Calibration | None:
+        """Correctness by the rewards of demonstrations, if the recipe says so."""
+        quantile, recipe = self.recipe.evaluation.solved_quantile, self.recipe
+        if quantile is None:
+            return None
+        return calibration.calibrate(quantile, self.splits.validation, recipe.data, *self.evaluation_rewards)
+
+    def _store_calibration(self) -> None:
+        """Keeps the threshold in the run's folder, from which a resumed run reads it."""
+        quantile = self.recipe.evaluation.solved_quantile
+        if quantile is not None:
+            self.calibration = calibration.stored_or(self.recipe.folder, quantile, lambda: self.calibration)
+
     def evaluate_split(self, split: str) -> Result | None:
         """Evaluates the policy as it is; None if the split is empty."""
-        settings = self.recipe.evaluation
+        settings, calibrated = self.recipe.evaluation, self.calibration
         items = self.items(split)[: settings.test_prompts if split == "test" else settings.prompts]
         if not items:
             return None
+        if calibrated is not None:
+            settings = dataclasses.replace(settings, solved=calibrated.threshold)
         generator = torch.Generator(self.policy.device).manual_seed(self.seed_of("evaluation", split))
-        return evaluate(self.policy, items, settings, *self.evaluation_rewards, self.max_new_tokens, generator)
+        result = evaluate(self.policy, items, settings, *self.evaluation_rewards, self.max_new_tokens, generator)
+        return dataclasses.replace(result, solved=None if calibrated is None else calibrated.threshold)
 
     def evaluate(self, split: str, phase: int, step: int) -> dict[str, float]:
         """Evaluates a split, logs the metrics and writes the responses; returns {} if the split is empty."""
@@ -274,25 +315,21 @@ class Trainer:
 
     @property
     def max_new_tokens(self) -> int:
-        """Longest response in evaluations: that of the first RL phase."""
+        """Longest response in evaluations."""
         return self._max_new_tokens[0]
 
     @property
     def _max_new_tokens(self) -> list[int]:
-        limits = [phase.rl.rollout.max_new_tokens for phase in self.recipe.phases if phase.rl is not None]
-        return limits or [64]
-
-    def _corpus(self) -> list[str]:
-        data = self.recipe.data
-        texts = [prompt_text(item[data.prompt]) for item in self.splits.sft + self.splits.train]
-        return texts + [str(item[data.demonstration]) for item in self.splits.sft]
+        """Longest responses: in evaluations first, then in the RL phases."""
+        phases = [phase.rl.rollout.max_new_tokens for phase in self.recipe.phases if phase.rl is not None]
+        return [self.recipe.evaluation.max_new_tokens or (phases or [64])[0], *phases]
 
     def _resume(self) -> tuple[int, int]:
         state = checkpoint.load_last(self.recipe)
         if state is None:
             return 0, 0
         self._restore_environment(state)
-        self.policy = checkpoint.restore_policy(self.recipe, state, self.policy)
+        self.policy = checkpoint.restore_policy(self.recipe, state, self.policy, self.is_given)
         self.resumed = state
         return state.phase, state.step
 
@@ -350,7 +387,12 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
         split: "train", "validation" or "test".
     """
     is_adapter = (Path(path) / "adapter_config.json").exists()
-    model = recipe.model if is_adapter else dataclasses.replace(recipe.model, path=path, lora=None, four_bit=False)
+    if is_adapter:
+        model = recipe.model
+    elif recipe.model.four_bit:  # the precision that adapters are trained and evaluated in; new adapters add zero
+        model = dataclasses.replace(recipe.model, path=path)
+    else:
+        model = dataclasses.replace(recipe.model, path=path, lora=None)
     logging = dataclasses.replace(recipe.logging, to=[])
     trainer = Trainer(dataclasses.replace(_without_engines(recipe), model=model, logging=logging))
     trainer.log.is_main = False  # keeps the evaluation out of the run's logs

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
 import json
 import sys
 import types
@@ -14,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from grpo_trainer import cli, distributed, embed, engine, rollout
+from grpo_trainer import cli, distributed, embed, engine
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy
@@ -24,72 +21,7 @@ from grpo_trainer.report.run_folder import RunFolder
 from grpo_trainer.rewards import load_reward
 from grpo_trainer.train import Trainer
 
-from grpo_kernels import backends
-
-Seen = Callable[[Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    value: Any  # {saved} and {data} are replaced by a folder with a model and a JSONL file
-    seen: Seen  # observation of a Run or of a Recipe
-    given: tuple[str, ...] = ()  # overrides for both values
-    runs: bool = True
-
-
-@dataclasses.dataclass
-class Run:
-    """A recipe that was run, and observations of it."""
-
-    recipe: Recipe
-    error: str = ""
-    calls: Counter[str] = dataclasses.field(default_factory=Counter)
-    printed: str = ""
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Run:
-        run, printed = cls(recipe), io.StringIO()
-        with contextlib.ExitStack() as stack:
-            for where, name in ((Policy, "forward"), (Policy, "_run_after_shared_prompts"), (rollout, "_sample")):
-                stack.enter_context(mock.patch.object(where, name, run._counted(getattr(where, name), name)))
-            select = backends.select
-            stack.enter_context(mock.patch.object(backends, "select", lambda *a: run._chosen(select(*a))))
-            stack.enter_context(mock.patch("os.fsync"))
-            stack.enter_context(contextlib.redirect_stderr(printed))
-            try:
-                Trainer(recipe).run()
-            except Exception as error:
-                run.error = f"{type(error).__name__}: {error}"
-        run.printed = printed.getvalue()
-        return run
-
-    def _counted(self, function: Any, name: str) -> Any:
-        def counted(*arguments: Any, **more: Any) -> Any:
-            self.calls[name] += 1
-            return function(*arguments, **more)
-
-        return counted
-
-    def _chosen(self, backend: str) -> str:
-        self.calls[f"backend {backend}"] += 1
-        return backend
-
-    def lines(self, kind: str | None = None, file: str = "metrics") -> list[dict[str, Any]]:
-        path = self.recipe.folder / f"{file}.jsonl"
-        entries = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in entries if kind is None or line.get("phase") == kind]
-
-    def weights(self) -> dict[str, Any]:
-        """Digests of the weights of the last checkpoint."""
-        from safetensors.torch import load_file
-
-        assert not self.error, self.error
-        folder = sorted((self.recipe.folder / "checkpoints").iterdir())[-1] / "model"
-        return {
-            name: value.view(torch.uint8).sum(dtype=torch.int64).item()
-            for file in sorted(folder.glob("*.safetensors"))
-            for name, value in load_file(file).items()
-        }
+from tests.trainer.key_runs import Case, Run, Seen
 
 
 def weights(run: Run) -> Any:
@@ -220,6 +152,11 @@ def clustering(recipe: Recipe) -> Any:
     return plan_of(recipe).clustering
 
 
+def reward_of_evaluation(recipe: Recipe) -> Any:
+    function = Trainer(recipe).evaluation_rewards[1][0]
+    return function(prompts=["?"], completions=["#### 3"], answer=["3"])
+
+
 def reward_of_right(recipe: Recipe) -> Any:
     rl = recipe.phases[0].rl
     assert rl is not None
@@ -238,6 +175,10 @@ def fake_wandb(recipe: Recipe) -> list[Any]:
         log = Log(recipe)
         log.open()
     return [*asked, [type(tracker).__name__ for tracker in log.trackers]]
+
+
+def dtypes(policy: Policy) -> list[str]:
+    return sorted({str(weight.dtype) for weight in policy.lm.parameters()})
 
 
 def samples_of_evaluation(run: Run) -> list[Any]:
@@ -281,7 +222,12 @@ def equal(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
     return [1.0] * len(completions)
 
 
+def lengths(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [0.5 + len(text) for text in completions]
+
+
 HERE = "tests.trainer.key_cases"
+GRADED = (f"evaluation.rewards=[{{{{name: '{HERE}:lengths'}}}}]",)
 FILES = ("data={{task: null, train: '{data}', test: '{data}'}}",)
 SAVED = ("model.path={saved}",)
 LORA = ("model.lora={{rank: 2, dropout: 0.5}}",)
@@ -341,7 +287,7 @@ CASES: dict[str, Case] = {
     "model.lora.targets": made(
         ["q_proj"], policy(lambda policy: [n for n, p in policy.named_parameters() if p.requires_grad]), *LORA
     ),
-    "model.four_bit": made(True, construction_error, *SAVED, *LORA),
+    "model.four_bit": made(True, policy(dtypes), *SAVED, *LORA),
     "model.gradient_checkpointing": made(True, recomputed_layers, "phases.0.rl.share_prompts=false"),
     "model.chat_template": made(True, splits, *SAVED),
     "model.max_prompt_tokens": made(19, splits),
@@ -353,6 +299,8 @@ CASES: dict[str, Case] = {
     "data.validation": made("{other}", splits, *FILES),
     "data.test": made("{other}", splits, *FILES),
     "data.prompt": made("question", splits, *FILES),
+    "data.template": made("so {prompt}", splits, *FILES),
+    "data.demonstration_template": made("so {solution}", splits, *FILES),
     "data.demonstration": ran("solution", weights, *FILES, *ALONE),
     "data.limit": made(1, splits, *FILES),
     "phases[].sft": ran(None, weights),  # see CHANGES
@@ -364,6 +312,7 @@ CASES: dict[str, Case] = {
     SFT + "micro_batch": ran(4, calls("forward"), *ALONE),
     SFT + "polychromic": ran({"embedder": "hashed"}, weights, *FILES, *ALONE),
     SFT + "polychromic.weight": ran(0.3, weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"),
+    SFT + "polychromic.among": ran("batch", weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"),
     SFT + "polychromic.embedder": made(
         "minilm",
         embedder_name(lambda recipe: recipe.phases[0].sft.polychromic.embedder),  # type: ignore[union-attr]
@@ -448,11 +397,33 @@ CASES: dict[str, Case] = {
     "evaluation.pass_k": ran([2], metrics_are("eval/test_pass"), *SAMPLED),
     "evaluation.embedder": made("minilm", embedder_name(lambda recipe: recipe.evaluation.embedder), *SAMPLED),
     "evaluation.solved": ran(-1.0, metric("eval/test_exact", "eval")),
+    "evaluation.solved_quantile": ran(
+        1.0,
+        metric("eval/test_exact", "eval"),
+        *FILES,
+        "data.validation={data}",
+        f"evaluation.rewards=[{{{{name: '{HERE}:lengths'}}}}]",
+    ),
+    "evaluation.max_new_tokens": ran(3, metric("eval/test_length", "eval")),
+    "evaluation.rewards": ran([{"name": f"{HERE}:lengths"}], metric("eval/test_reward", "eval")),
+    "evaluation.rewards[].name": ran(f"{HERE}:equal", metric("eval/test_reward", "eval"), *GRADED),
+    "evaluation.rewards[].weight": ran(3.0, metric("eval/test_reward", "eval"), *GRADED),
+    "evaluation.rewards[].options": made({"format": 0.5}, reward_of_evaluation, "evaluation.rewards=[{{name: gsm8k}}]"),
+    "evaluation.rewards[].on_error": ran(
+        "skip", lambda run: run.error, f"evaluation.rewards=[{{{{name: '{HERE}:not_a_number'}}}}]"
+    ),
     "evaluation.tracked": ran(1, tracked),
     "logging.to": made(["wandb"], fake_wandb),
     "logging.project": made("mine", fake_wandb, "logging.to=[wandb]"),
     "logging.every": ran(2, lambda run: len(run.lines("rl"))),
     "logging.progress": ran(True, lambda run: "rl 0 2/2" in run.printed),
+    "logging.summary": ran(
+        1,
+        lambda run: run.printed.count("tokens per segment"),
+        "logging.progress=true",
+        "phases.0.rl.algorithm={{name: group_ppo}}",
+    ),
+    "logging.watch": ran(1, calls("_weights_and_gradients"), "logging.to=[tensorboard]"),
     "logging.samples": ran(1, lambda run: len(run.lines(file="samples"))),
     "checkpoints.every": ran(1, folders),
     "checkpoints.keep": ran(1, folders, "checkpoints.every=1"),

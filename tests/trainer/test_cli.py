@@ -198,7 +198,7 @@ def test_rounding_of_strata_does_not_accumulate() -> None:
     for count in range(2, 40):
         lines = [{"n": i} for i in range(count)]
         for parts in (1, 4, 10):
-            first, second = split_stratified(lines, [float(line["n"]) for line in lines], 0.5, parts, 0)
+            first, second = split_stratified(lines, [float(line["n"]) for line in lines], [0.5, 0.5], parts, 0)
             assert len(first) + len(second) == count and 0 <= len(first) - len(second) <= 1
 
 

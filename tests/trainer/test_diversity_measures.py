@@ -10,7 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_trainer.diversity_measures import distinct, measure_embeddings, measure_prompts, self_bleu, words_of
+from grpo_trainer.diversity_measures import (
+    collapse_point,
+    distinct,
+    diversity_efficiency,
+    measure_embeddings,
+    measure_prompts,
+    medoids,
+    pareto_front,
+    rouge_diversity,
+    rouge_l,
+    self_bleu,
+    words_of,
+)
 from grpo_trainer.embed import hashed
 from grpo_trainer.recipe import Evaluation, Reward, Rollout
 
@@ -140,7 +152,7 @@ def test_embedded_measures_agree_with_pairs_in_plain_python() -> None:
 def test_measures_of_a_prompt_do_not_depend_on_other_prompts_or_on_order() -> None:
     prompts = [some_texts(seed, 4, 6) for seed in range(3)]
     together = measure_prompts(prompts, hashed([text for texts in prompts for text in texts]))
-    assert set(together) == {"self_bleu", "distinct_1", "distinct_2", *EMBEDDED}
+    assert set(together) == {"self_bleu", "distinct_1", "distinct_2", "rouge_diversity", *EMBEDDED}
     for i, texts in enumerate(prompts):
         turned = texts[::-1]
         alone = measure_prompts([turned], hashed(turned))
@@ -211,7 +223,7 @@ def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch
         torch.Generator(),
     )
     assert result.metrics["exact"] == 1
-    measures = ("self_bleu", "distinct_1", "distinct_2", *EMBEDDED)
+    measures = ("self_bleu", "distinct_1", "distinct_2", "rouge_diversity", *EMBEDDED)
     if samples == 0:
         assert result.to_json()["embedder"] is None
         assert not set(measures) & set(result.metrics)
@@ -224,3 +236,66 @@ def test_evaluation_averages_the_measures_over_prompts(samples: int, monkeypatch
         assert result.metrics[name] == pytest.approx(sum(known) / len(known)), name
     # the second prompt's responses have one word each: no bigrams, which must not count as no distinct ones
     assert math.isnan(of_each["distinct_2"][1])
+    # rewards of p: 1, 1, 0, 1 and of q: 1 each; the response nearest to the others of p is right
+    assert result.metrics["usq"] == 1
+    assert [line["measures"]["usq"] for line in result.lines] == [1, 1]
+    assert result.lines[0]["measures"]["rouge_diversity"] == of_each["rouge_diversity"][0]
+    # pass@1 = (3/4 + 1) / 2 and pass@4 = 1
+    assert result.metrics["der@4"] == pytest.approx(1 / (4 * 7 / 8))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rouge_is_that_of_rouge_score(seed: int) -> None:
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
+    chosen = random.Random(seed)
+    words = ["so", "7", "ann", "has", "it"]
+    texts = [" ".join(chosen.choices(words, k=chosen.randint(1, 80))) for _ in range(2 + seed % 3)]
+    pairs = list(itertools.combinations(texts, 2))
+    expected = [scorer.score(a, b)["rougeL"].fmeasure for a, b in pairs]
+    assert [rouge_l(words_of(a), words_of(b)) for a, b in pairs] == pytest.approx(expected, abs=1e-12)
+    assert rouge_diversity(texts) == pytest.approx(1 - sum(expected) / len(expected), abs=1e-12)
+
+
+def test_rouge_diversity_by_hand() -> None:
+    # a c is common to the first two: 2 * 2 / (3 + 3); nothing is common with the third
+    assert rouge_diversity(["a b c", "a c b", "d"]) == pytest.approx(1 - (4 / 6 + 0 + 0) / 3)
+    assert rouge_diversity(["a b", "a b"]) == 0 and rouge_diversity(["a", "b"]) == 1
+    assert rouge_diversity(["", ""]) == 0 and rouge_diversity(["", "a"]) == 1
+    assert math.isnan(rouge_diversity(["a"])) and math.isnan(rouge_diversity([]))
+
+
+def test_diversity_efficiency_by_hand() -> None:
+    assert diversity_efficiency({1: 0.2, 5: 0.5, 10: 0.8}) == pytest.approx({5: 0.5, 10: 0.4})
+    assert diversity_efficiency({5: 0.5}) == {} and diversity_efficiency({1: 0.5}) == {}
+    assert math.isnan(diversity_efficiency({1: 0.0, 5: 0.0})[5])
+    assert math.isnan(diversity_efficiency({1: math.nan, 5: 0.5})[5])
+
+
+def test_collapse_is_the_first_step_after_which_nothing_recovers() -> None:
+    steps = [0, 20, 40, 60, 80]
+    assert collapse_point(steps, [1.0, 0.4, 0.6, 0.4, 0.3]) == 60
+    assert collapse_point(steps, [1.0, 0.4, 0.6, 0.4, 0.3], share=0.7) == 20
+    assert math.isnan(collapse_point(steps, [1.0, 0.4, 0.3, 0.2, 0.5]))  # recovered, exactly to the limit
+    assert collapse_point(steps, [math.nan, 1.0, 0.4, math.nan, 0.3]) == 40
+    for values in ([0.0] * 5, [math.nan] * 5, [-1.0] * 5):
+        assert math.isnan(collapse_point(steps, values))
+    assert math.isnan(collapse_point([], []))
+    with pytest.raises(ValueError, match=r"^collapse_point: share must be in \(0, 1\), got 1.0"):
+        collapse_point(steps, [1.0] * 5, share=1.0)
+
+
+def test_the_front_holds_what_nothing_dominates() -> None:
+    points = [(0.1, 0.9), (0.5, 0.5), (0.4, 0.4), (0.9, 0.1), (0.5, 0.5), (0.9, 0.05), (math.nan, 1.0)]
+    assert pareto_front(points) == [0, 1, 4, 3]
+    assert pareto_front([]) == [] and pareto_front([(math.nan, 1.0)]) == [] and pareto_front([(1.0, 1.0)]) == [0]
+
+
+def test_medoids_are_nearest_to_the_others() -> None:
+    # of the second prompt's three rows one is missing; the last has none
+    nan = math.nan
+    rows = [[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [nan, nan], [0.0, 1.0], [0.0, 1.0], *[[nan, nan]] * 3]
+    assert medoids(torch.tensor(rows), 3) == [1, 1, None]
+    assert medoids(torch.tensor([[0.0, 1.0]] * 2 + [[1.0, 0.0]]), 3) == [0]
+    # equal rows with unequal order of their distances tie, and the first is taken
+    equal = torch.nn.functional.normalize(torch.rand(1, 16), dim=1).repeat(5, 1)
+    assert medoids(torch.cat([torch.rand(3, 16), equal]), 8) in ([3], [0], [1], [2])

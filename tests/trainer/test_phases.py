@@ -167,6 +167,36 @@ def test_rare_demonstrations_of_a_prompt_count_for_more(tmp_path: Path) -> None:
     assert diversity_weights(prompts, texts, embedder, 0.0) == [1.0] * 6
 
 
+def test_demonstrations_of_a_batch_are_compared_whatever_their_prompts(tmp_path: Path) -> None:
+    """With one demonstration per prompt, comparing those of a prompt changes nothing, those of a batch do."""
+    lines = [
+        {"prompt": f"p{i}", "demonstration": "same words" if i % 4 else f"other {i} of {i * i}"} for i in range(16)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    computed = {}
+    for name, polychromic in (
+        ("plain", "null"),
+        ("prompt", "{embedder: hashed}"),
+        ("batch", "{embedder: hashed, among: batch}"),
+    ):
+        recipe = small.recipe(
+            tmp_path / name,
+            f"data={{task: null, train: {tmp_path / 'data.jsonl'}}}",
+            f"phases.0.sft.polychromic={polychromic}",
+        )
+        trainer = Trainer(recipe)
+        assert recipe.phases[0].sft is not None
+        run = SftRun(trainer, 0, recipe.phases[0].sft, 0)
+        computed[name] = (run._weights(trainer.items("sft")), run.step(trainer.items("sft"), 1)["train/loss"])
+    assert torch.equal(computed["plain"][0], computed["prompt"][0]) and computed["plain"][1] == computed["prompt"][1]
+    weights, loss = computed["batch"]
+    same = torch.tensor([i % 4 != 0 for i in range(16)])
+    assert weights.mean() == pytest.approx(1) and weights[same].max() < 1 < weights[~same].min()
+    assert loss != computed["plain"][1]
+    with pytest.raises(ValueError, match=r"^phases.0.sft.batch: must be in \[2, 256\] with polychromic.among: batch"):
+        small.recipe(tmp_path, "phases.0.sft.batch=257", "phases.0.sft.polychromic={among: batch}")
+
+
 def test_weights_of_demonstrations_have_a_gradient(tmp_path: Path) -> None:
     """The step is that of the weighted mean of the tokens' log-probs, irrespective of micro-batches."""
     recipe = small.recipe(tmp_path, "phases.0.sft.polychromic={embedder: hashed}", "phases.0.sft.micro_batch=5")
@@ -196,3 +226,28 @@ def test_weights_of_demonstrations_have_a_gradient(tmp_path: Path) -> None:
 def test_texts_of_prompts() -> None:
     assert prompt_text("a") == "a"
     assert prompt_text([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]) == "a\nb"
+
+
+def test_token_groups_are_summarised_every_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = small.recipe(
+        tmp_path / "run",
+        "phases.1.rl.steps=5",
+        "phases.1.rl.algorithm.name=group_ppo",
+        "logging.progress=true",
+        "logging.summary=2",
+        "evaluation.every=0",
+    )
+    train(recipe)
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("steps ")]
+    assert [line.split(":")[0] for line in printed] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 5"]
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = [line for line in steps if line["phase"] == "rl"][:2]
+    tokens, endpoints, rows = (
+        sum(line[f"group/total_{name}"] for line in first) for name in ("tokens", "endpoints", "sequences")
+    )
+    assert printed[0] == (
+        f"steps 1 to 2: {tokens / endpoints:.2f} tokens per segment, {endpoints / rows:.1f} segments per response, "
+        f"{100 - 100 * endpoints / tokens:.1f} % fewer terms than tokens, "
+        f"threshold {first[1]['group/threshold']:.3f}, reward {sum(line['rewards/mean'] for line in first) / 2:.3f}"
+    )
+    assert tokens > endpoints > rows == 2 * 6 * 4

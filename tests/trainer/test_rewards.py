@@ -28,7 +28,11 @@ REPLIES = ["", "ok", "Agreed!", GOOD, "My cat sleeps all day.", POST, "THIS IS S
 GOLD = "yes, i have two dogs."
 TURNS = [GOLD, "R: Yes, I have two dogs", "", "i do not know", "dogs", "two " * 40]
 SOLUTION = "4 * 300 = 1,200. 1,200 - 200 = 1,000. #### 1,000"
-OPTIONS: dict[str, dict[str, Any]] = {"reply": {"embedder": "hashed"}, "diversity": {"embedder": "hashed"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reply": {"embedder": "hashed"},
+    "diversity": {"embedder": "hashed"},
+    "judge": {"base_url": "http://127.0.0.1/v1", "model": "m", "rubric": "r"},
+}
 CASES: dict[str, tuple[list[str], dict[str, list[Any]]]] = {
     "gsm8k": (["#### 1,000", "1000", "so 7 #### 7", "no", ""], {"answer": [SOLUTION] * 5}),
     "reply": (REPLIES, {"post": [POST] * len(REPLIES)}),
@@ -73,7 +77,7 @@ def test_components_are_within_0_and_1_and_make_the_total(name: str) -> None:
 
 
 def test_every_bundled_reward_has_the_name_that_trl_logs_it_under() -> None:
-    for name in BUNDLED:
+    for name in set(BUNDLED) - {"reward_model"}:  # needs a model: test_reward_model.py
         assert getattr(load_reward(Reward(name=name, options=OPTIONS.get(name, {}))), "__name__", None) == name
 
 

@@ -57,7 +57,7 @@ def test_invalid_values_name_the_reward() -> None:
     with pytest.raises(RewardError, match=r"no_number' must be finite or None, got 'bad' for response 0"):
         score([setting], [no_number], rollout(["a"]))
     skipping = Reward(name=setting.name, on_error="skip")
-    values, skipped = score([skipping], [no_number], rollout(["a", "b"]))
+    values, skipped, _ = score([skipping], [no_number], rollout(["a", "b"]))
     assert skipped == 2 and bool(values.isnan().all())
 
 

@@ -156,7 +156,7 @@ def test_defaults_are_of_their_types() -> None:
 def test_bundled_recipes_are_valid(name: str) -> None:
     for smoke in (False, True):
         recipe = load(name, smoke=smoke)
-        assert recipe.phases
+        assert recipe.phases or name == "reply-base"
         for phase in recipe.phases:
             if phase.rl is not None:
                 Plan.of(phase.rl.algorithm, phase.rl.rollout.max_new_tokens)

@@ -61,7 +61,9 @@ def test_sizes_and_columns(name: str) -> None:
     assert [len(split) for split in (splits.sft, splits.train, splits.validation, splits.test)] == [601, 300, 40, 80]
     assert splits.rewards == ("gsm8k" if name == "word_problems" else name,)
     assert all("demonstration" in item for item in splits.sft)
-    assert not any("demonstration" in item for item in splits.train + splits.validation + splits.test)
+    assert not any("demonstration" in item for item in splits.train)
+    # those of reply calibrate correctness
+    assert all(("demonstration" in item) == (name == "reply") for item in splits.validation + splits.test)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -80,6 +80,9 @@ def test_runs_write_their_logs(tmp_path: Path) -> None:
     evals = [e for e in entries if e["phase"] == "eval"]
     for name in ("avg_reward", "avg_reward_std", "avg_group_reward", "num_groups", "total_responses"):
         assert f"eval/{name}" in evals[0], name
+    written = json.loads((tmp_path / "run" / "evaluations" / "validation-1-000004.json").read_text())["prompts"]
+    words = [len(line["greedy"].split()) for line in written]
+    assert evals[-2]["eval/avg_response_length"] == sum(words) / len(words) > 0
     assert evals[-2]["eval/avg_reward"] == evals[-2]["eval/validation_reward"]
     assert rl[-1]["train/ratio_std"] > 0
     assert rl[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6)

@@ -40,6 +40,7 @@ class PhaseContext(Protocol):
     accelerator: Any
     log: Log
     resumed: checkpoint.State | None
+    reference: Any  # model of the KL term that the caller gave
     embedders: dict[str, str]
     seconds: dict[str, float]
 
@@ -65,6 +66,7 @@ class PhaseRun:
     kind: str  # name in the logs
     split: str  # split of the data
     plan: Plan | None = None
+    watched: dict[str, Tensor] | None = None  # weights and gradients of a step whose histograms are logged
 
     def __init__(self, trainer: PhaseContext, number: int, settings: Sft | Rl, start: int) -> None:
         self.trainer, self.number, self.settings, self.start = trainer, number, settings, start
@@ -122,12 +124,17 @@ class PhaseRun:
             trainer.seconds.clear()
             start = time.perf_counter()
             items = self._items(data, step)
+            watch_every = trainer.recipe.logging.watch
+            is_watched = watch_every and step % watch_every == 0 and trainer.log.is_main
+            self.watched = {} if is_watched else None
             metrics = self.step(items, step)
             metrics["time/step"] = time.perf_counter() - start
             metrics |= {f"time/{name}": seconds for name, seconds in trainer.seconds.items()}
             shown = {name: metrics[key] for name, key in SHOWN if key in metrics}
             with distributed.fail_together():
                 trainer.log.metrics(self.kind, self.number, step, metrics)
+                if self.watched is not None:
+                    trainer.log.histograms(self.number, step, self.watched)
                 trainer.log.progress(f"{self.kind} {self.number}", step, self.settings.steps, shown)
             save_every = trainer.recipe.checkpoints.every
             if (save_every and step % save_every == 0) or step == self.settings.steps:
@@ -202,6 +209,8 @@ class PhaseRun:
         # fp16 gradients are expected to overflow now and then: the scaler skips the step and lowers the loss scale
         if not math.isfinite(norm) and self.trainer.accelerator.scaler is None:
             raise FloatingPointError(f"phase {self.number}: the gradient's norm must be finite, got {norm}")
+        if self.watched is not None:
+            self.watched = _weights_and_gradients(self.trainer.policy)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if not math.isfinite(norm):
@@ -234,6 +243,13 @@ def lr_factor(settings: Optimizer, step: int, steps: int) -> float:
         return 1.0
     decay = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return settings.final + (1 - settings.final) * decay
+
+
+def _weights_and_gradients(policy: Policy) -> dict[str, Tensor]:
+    """Trained weights, as they are before an optimizer step, and the gradients that it takes."""
+    trained = [(name, weight) for name, weight in policy.named_parameters() if weight.grad is not None]
+    weights = {f"weights/{name}": weight.detach().clone() for name, weight in trained}
+    return weights | {f"gradients/{name}": weight.grad.clone() for name, weight in trained if weight.grad is not None}
 
 
 def parameter_groups(policy: Policy, settings: Optimizer, critic_lr: float) -> list[dict[str, Any]]:

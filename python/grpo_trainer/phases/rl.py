@@ -14,12 +14,19 @@ from grpo_trainer.algorithm import Credit, Plan, assign_credit, total_rewards
 from grpo_trainer.data import Batch, prompt_text
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.engine import Engine
-from grpo_trainer.metrics import loss_metrics, rollout_metrics, sampling_metrics
+from grpo_trainer.metrics import (
+    counter_metrics,
+    loss_metrics,
+    rollout_metrics,
+    sampling_metrics,
+    segments_line,
+    similarity_warnings,
+)
 from grpo_trainer.phases.base import PhaseRun, sum_losses
 from grpo_trainer.policy import Reference, evaluating, set_training
 from grpo_trainer.recipe import Critic, Reward, Rl
 from grpo_trainer.report.projection import map_line
-from grpo_trainer.rewards import RewardFunction, score
+from grpo_trainer.rewards import RewardFunction, component_means, score, sum_counters
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.tasks.base import Item
 
@@ -48,14 +55,16 @@ class RlRun(PhaseRun):
 
     def set_up(self) -> None:
         trainer, rl = self.trainer, self.settings
+        self.warned: set[str] = set()
         self.plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
         self.rewards, self.functions = trainer.rewards_of(self.number)
+        self.unsummarised: list[dict[str, float]] = []
         trainer.policy.temperature = rl.rollout.temperature
         if self.plan.segments is not None and not trainer.policy.has_values:
             separate = (rl.algorithm.critic or Critic()).separate
             trainer.policy.add_critic() if separate else trainer.policy.add_value_head()
         if self.plan.needs_reference:
-            self.reference = checkpoint.load_reference(trainer.recipe, trainer.policy, self.number)
+            self.reference = checkpoint.load_reference(trainer.recipe, trainer.policy, self.number, trainer.reference)
         self.embedder = None if self.plan.similarity is None else load_embedder(self.plan.similarity)
         if rl.rollout.engine == "vllm":
             self.engine = Engine(trainer.policy, trainer.recipe.model, rl, f"phases.{self.number}.rl.rollout")
@@ -70,7 +79,7 @@ class RlRun(PhaseRun):
         with self.timed("generate"):
             rollout = self._roll_out(items, generator)
         with self.timed("reward"):
-            rewards, skipped = score(self.rewards, self.functions, rollout)
+            rewards, skipped, components = score(self.rewards, self.functions, rollout)
             rewards = rewards.to(policy.device, torch.float32)
             weights = self._reward_weights().to(policy.device)
         with self.timed("embed"):
@@ -97,11 +106,25 @@ class RlRun(PhaseRun):
             if correction is not None:
                 metrics |= sampling_metrics(correction.metrics)
             metrics["rewards/skipped"] = float(skipped)
+            means = component_means(self.rewards, components)
+            metrics |= {f"rewards/components/{name}": value for name, value in means.items()}
+            metrics |= counter_metrics(self.rewards, sum_counters(self.functions))
             if self.embedder is not None and self.embedder.pool is not None:
                 metrics["embedder/restarts"] = float(self.embedder.pool.restarts)
         metrics |= self._update(rollout, credit, reference, values, step)
         self._log_samples(step, rollout, rewards, credit)
+        self._log_histograms(step, rollout, totals, credit)
+        self._warn(step, metrics)
+        self._summarise(step, metrics)
         return metrics
+
+    def _warn(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs each kind of unhealthy similarity groups once."""
+        with distributed.fail_together():
+            for kind, text in similarity_warnings(metrics).items():
+                if kind not in self.warned:
+                    self.warned.add(kind)
+                    self.trainer.log.event("similarity groups outside the healthy range", of=kind, step=step, text=text)
 
     def _log_samples(self, step: int, rollout: Rollout, rewards: Tensor, credit: Credit) -> None:
         with distributed.fail_together():
@@ -116,6 +139,27 @@ class RlRun(PhaseRun):
             ]
             self.trainer.log.samples(self.number, step, samples)
 
+    def _summarise(self, step: int, metrics: dict[str, float]) -> None:
+        """Prints a line about the token groups of the steps since the last one."""
+        every = self.trainer.recipe.logging.summary
+        if not every or "group/total_tokens" not in metrics:  # only group_ppo groups tokens
+            return
+        self.unsummarised.append(metrics)
+        if step % every == 0 or step == self.settings.steps:
+            first = step - len(self.unsummarised) + 1
+            self.trainer.log.line(f"steps {first} to {step}: {segments_line(self.unsummarised)}")
+            self.unsummarised.clear()
+
+    def _log_histograms(self, step: int, rollout: Rollout, totals: Tensor, credit: Credit) -> None:
+        if step % self.trainer.recipe.logging.every:
+            return
+        advantages = credit.advantages
+        if advantages.dim() == 2:  # of tokens
+            advantages = advantages[rollout.batch.mask if credit.mask is None else credit.mask]
+        values = {"rewards": totals, "response_lengths": rollout.lengths, "advantages": advantages}
+        with distributed.fail_together():
+            self.trainer.log.histograms(self.number, step, {f"histograms/{name}": of for name, of in values.items()})
+
     def on_evaluation(self, step: int) -> None:
         """Logs a map of the responses to the first training prompt, sampled with the same random numbers each time."""
         if self.embedder is None or self.plan.similarity is None:
@@ -123,7 +167,7 @@ class RlRun(PhaseRun):
         trainer = self.trainer
         generator = torch.Generator(trainer.policy.device).manual_seed(trainer.seed_of("map", self.number))
         rollout = self._roll_out(trainer.items("train")[:1], generator)
-        rewards, _ = score(self.rewards, self.functions, rollout)
+        rewards = score(self.rewards, self.functions, rollout).values
         embeddings = self._embed(self.embedder, rollout)
         clusters = gk.similarity_groups(embeddings, rollout.group_size, config=self.plan.clustering)
         totals = total_rewards(rewards, self._reward_weights())
@@ -179,7 +223,8 @@ class RlRun(PhaseRun):
         reference = self.reference
         if reference is None:
             return None
-        must_be_policy = step == 1 and self.trainer.recipe.model.reference_model_path is None
+        is_own = self.trainer.reference is None and self.trainer.recipe.model.reference_model_path is None
+        must_be_policy = step == 1 and is_own
 
         def compute(part: Batch) -> Tensor:
             logprobs = reference.logprobs(part)

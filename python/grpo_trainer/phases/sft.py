@@ -18,6 +18,7 @@ from grpo_trainer.tasks.base import Item
 class SftRun(PhaseRun):
     kind, split = "sft", "sft"
     settings: Sft
+    embedder: Embedder  # of polychromic
 
     @property
     def items_per_step(self) -> int:
@@ -27,8 +28,11 @@ class SftRun(PhaseRun):
         polychromic = self.settings.polychromic
         if polychromic is None:
             return
-        column, items = self.trainer.recipe.data.demonstration, self.trainer.items("sft")
-        prompts, texts = [prompt_text(item["prompt"]) for item in items], [str(item[column]) for item in items]
+        items = self.trainer.items("sft")
+        self.embedder = load_embedder(Similarity(embedder=polychromic.embedder, text="whole", cache=len(items)))
+        if polychromic.among == "batch":
+            return
+        prompts, texts = [prompt_text(item["prompt"]) for item in items], [item["demonstration"] for item in items]
         limit = gk.SimilarityConfig.max_rows
         for prompt, count in Counter(prompts).most_common(1):
             if count > limit:
@@ -36,17 +40,16 @@ class SftRun(PhaseRun):
                     f"phases.{self.number}.sft.polychromic: must have at most {limit} demonstrations of a prompt to "
                     f"compare, got {count} of {prompt[:80]!r}"
                 )
-        embedder = load_embedder(Similarity(embedder=polychromic.embedder, text="whole", cache=len(texts)))
-        weights = diversity_weights(prompts, texts, embedder, polychromic.weight)
+        weights = diversity_weights(prompts, texts, self.embedder, polychromic.weight)
         for item, weight in zip(items, weights, strict=True):
             item["sft_weight"] = weight
 
     def step(self, items: list[Item], step: int) -> dict[str, float]:
-        policy, column = self.trainer.policy, self.trainer.recipe.data.demonstration
+        policy = self.trainer.policy
         with self.timed("model"):
             prompt_ids = [item["prompt_ids"] for item in items]
             prompts, prompt_mask = pad(prompt_ids, policy.pad_id, left=not policy.is_seq2seq)
-            ids = [encode_demonstration(policy.tokenizer, str(item[column])) for item in items]
+            ids = [encode_demonstration(policy.tokenizer, item["demonstration"]) for item in items]
             tokens, mask = pad(ids, policy.pad_id, left=False)
             batch = Batch(prompts, prompt_mask, tokens, mask, torch.arange(len(items))).to(policy.device)
             weights = self._weights(items).to(policy.device)
@@ -67,13 +70,20 @@ class SftRun(PhaseRun):
         return {"train/loss": loss_sum, "train/grad_norm": norm, "train/lr": lr}
 
     def _weights(self, items: list[Item]) -> Tensor:
-        if self.settings.polychromic is None:
+        polychromic = self.settings.polychromic
+        if polychromic is None:
             return torch.ones(len(items))
+        if polychromic.among == "batch":
+            texts = [item["demonstration"] for item in items]
+            return torch.tensor(diversity_weights([""] * len(texts), texts, self.embedder, polychromic.weight))
         return torch.tensor([item["sft_weight"] for item in items])
 
 
 def diversity_weights(prompts: list[str], texts: list[str], embedder: Embedder, weight: float) -> list[float]:
     """Weights of demonstrations with mean 1 per prompt, in which similar demonstrations share their weight.
+
+    With equal prompts the demonstrations of a whole batch are compared, which also takes weight from a reply that
+    answers every post and weighs single demonstrations per prompt.
 
     A demonstration's share is 1 / sum_j S_ij, with S the similarities among the demonstrations of its prompt, so a rare
     solution is learned as well as a common one. A diversity bonus on samples would have no gradient and change nothing.

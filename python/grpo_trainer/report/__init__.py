@@ -12,7 +12,16 @@ from grpo_trainer.report import page
 from grpo_trainer.report.evaluations import evaluations_section, examples_section, headline
 from grpo_trainer.report.map import map_section
 from grpo_trainer.report.page import shown
-from grpo_trainer.report.plots import Curve, Panel, banded, draw_panels, draw_stack, known_panels, window_of
+from grpo_trainer.report.plots import (
+    Curve,
+    Panel,
+    banded,
+    component_panels,
+    draw_panels,
+    draw_stack,
+    known_panels,
+    window_of,
+)
 from grpo_trainer.report.run_folder import INSIDE, Line, RunFolder, has_value, mean, number, series
 
 __all__ = ["write_report"]
@@ -228,6 +237,11 @@ def _rewards(run: RunFolder, rl: list[Line]) -> str:
         curves = [Curve(name, steps, values) for name, values in parts.items()]
         picture = draw_panels(folder, "reward_parts", [Panel("mean, before weights", curves)], "step")
         figures.append(page.figure("Rewards by name", picture, "Means over the responses that the reward scored."))
+    panels = component_panels(rl, "rewards/components/", steps)
+    if panels:
+        picture = draw_panels(folder, "reward_components", panels, "step")
+        caption = "Components that the rewards report, before weights: means over the responses that were scored."
+        figures.append(page.figure("Components of the reward", picture, caption))
     within = Curve("within prompts", steps, series(rl, "rewards/group_std"))
     flat = [f / n if n else math.nan for f, n in zip(series(rl, "group_stats/flat_groups"), prompts, strict=True)]
     panels = [

@@ -115,7 +115,7 @@ def compare(
 
     reward = compare_values(lambda line: _number(line["reward"]))
     counts = [len(line.get("rewards", ())) for pair in pairs for line in pair]
-    ks = sorted({2**i for i in range(20) if 2**i <= min(counts)} | {min(counts)} - {0}) if counts else []
+    ks = _ks(before, after, min(counts, default=0))
     return Comparison(
         reward,
         compare_values(correct),
@@ -124,6 +124,14 @@ def compare(
         seed,
         _notes(reward, len(pairs)),
     )
+
+
+def _ks(before: Result | Mapping[str, Any], after: Result | Mapping[str, Any], samples: int) -> list[int]:
+    """Values of k that both evaluations measured, or else powers of 2 and the number of samples."""
+    metrics = [r.metrics if isinstance(r, Result) else r.get("metrics") or {} for r in (before, after)]
+    measured = set.intersection(*({name for name in of_one if name.startswith("pass@")} for of_one in metrics))
+    ks = {int(name[5:]) for name in measured if name[5:].isdigit()}
+    return sorted(k for k in ks or {2**i for i in range(20)} | {samples} if 0 < k <= samples)
 
 
 def infer_correct(reward: float, solved: float) -> float:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from grpo_trainer.diversity_measures import collapse_point
 from grpo_trainer.report import page
 from grpo_trainer.report.compare import Comparison, Difference, compare, infer_correct, paired
 from grpo_trainer.report.page import shown
-from grpo_trainer.report.plots import Curve, Panel, banded, draw_panels, known_panels
+from grpo_trainer.report.plots import Curve, Panel, banded, component_panels, draw_panels, known_panels
 from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, mean, number
 
 _SHARES = {
@@ -17,6 +18,7 @@ _SHARES = {
     "distinct-1": "distinct_1",
     "distinct-2": "distinct_2",
     "semantic": "semantic_diversity",
+    "ROUGE": "rouge_diversity",
 }
 _COUNTS = {"Vendi": "vendi", "clusters": "clusters"}
 _VERDICTS = {
@@ -95,7 +97,19 @@ def evaluations_section(run: RunFolder) -> str:
     embedder = f" Embeddings by {', '.join(embedders)}." if embedders else ""
     caption = page.paragraph(f"Greedy responses; sampled ones for pass@k and diversity.{shown(embedder)}", "soft")
     table = page.table(["split", "phase", "step", "prompts", *names], rows)
-    return page.section("Evaluations", page.grid(_evaluation_plots(run)), caption, table)
+    return page.section("Evaluations", page.grid(_evaluation_plots(run)), caption, _calibration(run), table)
+
+
+def _calibration(run: RunFolder) -> str:
+    if not run.solved:
+        return ""
+    threshold, quantile = (number(run.solved.get(name)) for name in ("threshold", "quantile"))
+    text = (
+        f"A response counts as correct from a reward of {page.format_number(threshold, 6)} on: the quantile "
+        f"{page.format_number(quantile, 2)} of the rewards of {run.solved.get('demonstrations')} demonstrations of the "
+        "validation split, computed once at the start of the run."
+    )
+    return page.paragraph(shown(text), "soft")
 
 
 def _format_metric(evaluated: Evaluated, name: str) -> str:
@@ -127,7 +141,13 @@ def _evaluation_plots(run: RunFolder) -> list[str]:
         "the bands suggest."
     )
     picture = draw_panels(run.path / "plots", "validation", panels, "RL step")
-    return [page.figure("Validation", picture, caption), *_diversity_plot(run, evaluations, steps)]
+    figures = [page.figure("Validation", picture, caption), *_diversity_plot(run, evaluations, steps)]
+    components = component_panels([e.metrics for e in evaluations], "components/", steps)
+    if components:
+        picture = draw_panels(run.path / "plots", "validation_components", components, "RL step")
+        caption = "Components that the rewards report, before weights: means over greedy responses."
+        figures.append(page.figure("Components, validation", picture, caption))
+    return figures
 
 
 def _diversity_plot(run: RunFolder, evaluations: list[Evaluated], steps: list[float]) -> list[str]:
@@ -138,6 +158,10 @@ def _diversity_plot(run: RunFolder, evaluations: list[Evaluated], steps: list[fl
     if not panels:
         return []
     caption = "Diversity of a prompt's samples, mean over prompts: low self-BLEU and high values of the other measures."
+    name = "semantic_diversity"
+    step = collapse_point(steps, [number(e.metrics.get(name)) for e in evaluations])
+    if math.isfinite(step):
+        caption += f" From step {step:.0f} on, semantic diversity stays below half of its start."
     return [page.figure("Diversity", draw_panels(run.path / "plots", "diversity", panels, "RL step"), caption)]
 
 
@@ -194,7 +218,7 @@ def _is_correct(line: Line, solved: float) -> float:
 
 
 def _solved(run: RunFolder) -> float:
-    solved = number(run.setting("evaluation", "solved"))
+    solved = number(run.solved.get("threshold", run.setting("evaluation", "solved")))
     return 1.0 if math.isnan(solved) else solved
 
 

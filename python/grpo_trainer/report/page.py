@@ -191,6 +191,7 @@ th,td{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-bottom:1p
 th{color:var(--soft);font-weight:500;white-space:nowrap}
 .numbers td,.numbers th{overflow-wrap:normal;white-space:nowrap}
 .facts th{width:9em}
+.compared tr>:first-child{position:sticky;left:0;background:var(--paper)}
 pre,.said{font:.84rem/1.45 ui-monospace,monospace;white-space:pre-wrap;unicode-bidi:isolate}
 .said{display:block}
 pre{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:12px 14px;overflow-x:auto}

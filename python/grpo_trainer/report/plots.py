@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_trainer.report.page import DARK, LIGHT, Picture, Theme, visible
-from grpo_trainer.report.run_folder import has_value
+from grpo_trainer.report.run_folder import has_value, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _WIDTH, _BELOW, _DPI = 5.6, 0.48, 160  # width and bottom margin in inches, dots per inch
 _LINE_LENGTH = 58  # characters of a title and a legend that fit on one line
 _MAX_BARS = 40
-_MAX_LABEL = 16  # characters of a name in a legend
+_MAX_LABEL = 22  # characters of a name in a legend
 _MAX_MARKERS = 30  # curves with more points have no markers
 
 
@@ -34,6 +34,7 @@ class Panel(NamedTuple):
     title: str
     curves: Sequence[Curve]
     is_share: bool = False
+    colours: Sequence[int] = ()  # of the curves; empty: in order
 
 
 def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[float]) -> Curve:
@@ -49,6 +50,24 @@ def known_panels(
     """A panel with the curves that have a value, by label; no panel if none has."""
     curves = [Curve(label, x, y) for label, y in values.items() if has_value(y)]
     return [Panel(title, curves, is_share)] if curves else []
+
+
+def component_panels(lines: Sequence[Mapping[str, Any]], prefix: str, x: Sequence[float]) -> list[Panel]:
+    """Panels of at most four curves with the metrics that begin with `prefix`, one value per line."""
+    keys = list(dict.fromkeys(key for line in lines for key in line if key.startswith(prefix)))
+    panels = []
+    for i in range(0, len(keys), 4):
+        values = {key.removeprefix(prefix): series(lines, key) for key in keys[i : i + 4]}
+        panels += known_panels("mean, before weights", x, values)
+    return panels
+
+
+class Mark(NamedTuple):
+    """A labelled value in two dimensions, each with the limits of its interval or NaN."""
+
+    label: str
+    x: tuple[float, float, float]
+    y: tuple[float, float, float]
 
 
 class Point(NamedTuple):
@@ -83,12 +102,13 @@ def draw_panels(folder: Path, name: str, panels: Sequence[Panel], xlabel: str) -
     def paint(figure: Figure, theme: Theme) -> None:
         rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for axes, panel, names in zip(rows, panels, labels, strict=True):
-            for i, curve in enumerate(panel.curves):
-                _paint_curve(axes, curve, theme.colour(i))
+            colours = [theme.colour(i) for i in panel.colours or range(len(panel.curves))]
+            for curve, colour in zip(panel.curves, colours, strict=True):
+                _paint_curve(axes, curve, colour)
             axes.set_title(panel.title, loc="left", color=theme.ink, fontsize=10)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
             _style_axes(axes, theme, panel.is_share)
-            _add_legend(axes, theme, names, columns(panel.title, names))
+            _add_legend(axes, colours, theme.ink, names, columns(panel.title, names))
         rows[-1].set_xlabel(xlabel)
 
     above = max(_above(panel.title, names) for panel, names in zip(panels, labels, strict=True))
@@ -115,7 +135,7 @@ def draw_stack(folder: Path, name: str, steps: Sequence[float], parts: dict[str,
             axes.bar(x, heights, widths, bottom=bottom, color=theme.colour(number), linewidth=0)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         _style_axes(axes, theme, False)
-        _add_legend(axes, theme, labels, columns("", labels))
+        _add_legend(axes, [theme.colour(i) for i in range(len(labels))], theme.ink, labels, columns("", labels))
         axes.set_xlabel("step")
         axes.set_ylabel("seconds")
 
@@ -136,6 +156,33 @@ def draw_map(folder: Path, name: str, points: Sequence[Point], axis_titles: tupl
         _style_axes(axes, theme, False)
         axes.grid(axis="x", color=theme.grid, linewidth=0.7)
         axes.margins(0.15)
+        axes.set_xlabel(axis_titles[0])
+        axes.set_ylabel(axis_titles[1])
+
+    return _draw(folder, name, paint, 2.8, 0.1)
+
+
+def draw_scatter(
+    folder: Path, name: str, marks: Sequence[Mark], front: Sequence[tuple[float, float]], axis_titles: tuple[str, str]
+) -> Picture:
+    """Draws numbered marks with the bars of their intervals, and a dashed line of steps through a front."""
+
+    def paint(figure: Figure, theme: Theme) -> None:
+        axes = figure.subplots()
+        # from one point of the front to the next: nothing is known to be on the diagonal between them
+        if len(front) > 1:
+            x, y = zip(*front, strict=True)
+            axes.step(x, y, where="pre", color=theme.ink, linewidth=1, linestyle="--", alpha=0.7)
+        for mark in marks:
+            colour = theme.colour(int(mark.label) - 1)
+            (x0, *across), (y0, *along) = mark.x, mark.y
+            axes.plot(across, [y0, y0], color=colour, linewidth=1.2, alpha=0.7)
+            axes.plot([x0, x0], along, color=colour, linewidth=1.2, alpha=0.7)
+            axes.scatter([x0], [y0], s=150, color=colour, linewidths=0, zorder=3)
+            axes.text(x0, y0, mark.label, ha="center", va="center_baseline", fontsize=8, color=theme.paper, zorder=4)
+        _style_axes(axes, theme, False)
+        axes.grid(axis="x", color=theme.grid, linewidth=0.7)
+        axes.margins(0.12)
         axes.set_xlabel(axis_titles[0])
         axes.set_ylabel(axis_titles[1])
 
@@ -189,11 +236,11 @@ def _style_axes(axes: Axes, theme: Theme, is_share: bool) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
 
 
-def _add_legend(axes: Axes, theme: Theme, labels: Sequence[str], columns: int) -> None:
+def _add_legend(axes: Axes, colours: Sequence[str], ink: str, labels: Sequence[str], columns: int) -> None:
     from matplotlib.lines import Line2D
 
     if len(labels) > 1:
-        handles = [Line2D([], [], color=theme.colour(i), linewidth=3) for i in range(len(labels))]
+        handles = [Line2D([], [], color=colour, linewidth=3) for colour in colours]
         # matplotlib omits labels that start with an underscore
         axes.legend(
             handles,
@@ -203,7 +250,7 @@ def _add_legend(axes: Axes, theme: Theme, labels: Sequence[str], columns: int) -
             frameon=False,
             ncols=columns,
             fontsize=9.5,
-            labelcolor=theme.ink,
+            labelcolor=ink,
             handlelength=0.9,
             borderaxespad=0,
             columnspacing=1.1,

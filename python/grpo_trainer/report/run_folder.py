@@ -47,6 +47,7 @@ class RunFolder:
     maps: list[Line]
     evaluations: list[Evaluated]  # in chronological order
     unreadable: list[str]  # damaged files, with the number of their damaged lines
+    solved: Line = dataclasses.field(default_factory=dict)  # calibration of correctness; empty without one
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
@@ -62,7 +63,9 @@ class RunFolder:
                 evaluations.append(Evaluated(name[1], int(name[2]), int(name[3]), content))
         evaluations.sort(key=lambda evaluated: (evaluated.phase, evaluated.step))
         recipe = _content(path / "recipe.json", unreadable)
-        return cls(path, recipe, metrics, events, maps, evaluations, unreadable)
+        file = path / "solved.json"
+        solved = _content(file, unreadable) if file.exists() else {}
+        return cls(path, recipe, metrics, events, maps, evaluations, unreadable, solved)
 
     def setting(self, *names: str | int) -> Any:
         """A value of the recipe by its path; None if it does not exist."""

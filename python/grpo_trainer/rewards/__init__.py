@@ -10,7 +10,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.data import Prompt, prompt_text
 from grpo_trainer.recipe import Reward
+from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
 from grpo_trainer.settings import unknown_key
 
 RewardFunction = Callable[..., Sequence[float | None]]
-BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity")
+BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
 
 
 class RewardError(Exception):
@@ -55,37 +56,74 @@ def _import(path: str) -> Any:
         raise RewardError(f"rewards.name: cannot load {path!r}: {error}") from error
 
 
-def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> tuple[Tensor, int]:
-    """Scores a rollout; each process scores whole prompts, its part of them.
+class Scores(NamedTuple):
+    """Rewards of N responses."""
 
-    Returns:
-        Rewards [N, R] in float64, NaN where a response was not scored; and the number of scores that were skipped
-        because a function failed.
-    """
+    values: Tensor  # [N, R] in float64, NaN where a response was not scored
+    skipped: int  # number of scores that were skipped because a function failed, or counted as "failed" by it
+    components: list[dict[str, Tensor]]  # of each reward, [N] by name before weights; NaN where it was not scored
+
+
+def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> Scores:
+    """Scores a rollout; each process scores whole prompts, its part of them."""
     prompts, columns = _columns(rollout)
     local, size = distributed.local_range(len(rollout.items)), rollout.group_size
     rows = slice(local.start * size, local.stop * size)
     prompts, texts = prompts[rows], rollout.texts[rows]
     columns = {name: values[rows] for name, values in columns.items()}
-    rewards, skipped = [], 0
+    rewards, components, skipped = [], [], 0
     with distributed.fail_together():
         for setting, function in zip(settings, functions, strict=True):
-            values, failed = _values(setting, function, prompts, texts, columns) if prompts else ([], 0)
+            counters = _counters(function)
+            counters.update(dict.fromkeys(counters, 0))
+            values, parts, failed = _values(setting, function, prompts, texts, columns) if prompts else ([], {}, 0)
+            failed += _counters(function).get("failed", 0)  # read again: the call may have replaced the dict
             rewards.append(values)
+            components.append(parts)
             skipped += failed
-    scores = torch.tensor(rewards, dtype=torch.float64).T.contiguous()
-    gathered = distributed.all_gather_rows(scores, range(rows.start, rows.stop), len(rollout.texts))
-    return gathered, int(distributed.all_reduce_sum(torch.tensor(skipped)))
+
+    def gathered(local_rows: list[list[float]]) -> Tensor:
+        scores = torch.tensor(local_rows, dtype=torch.float64).T.contiguous()
+        return distributed.all_gather_rows(scores, range(rows.start, rows.stop), len(rollout.texts))
+
+    # a process without a prompt, or whose function failed, does not know the names
+    known = distributed.all_gather_objects([list(parts) for parts in components])
+    names = [list(dict.fromkeys(name for of in known for name in of[i])) for i in range(len(functions))]
+    flat = [
+        parts.get(name, [math.nan] * len(texts)) for parts, of in zip(components, names, strict=True) for name in of
+    ]
+    columns_of = iter(gathered(flat).unbind(1) if flat else [])
+    by_name = [{name: next(columns_of) for name in of} for of in names]
+    return Scores(gathered(rewards), int(distributed.all_reduce_sum(torch.tensor(skipped))), by_name)
 
 
-def components(function: RewardFunction, rollout: Rollout) -> dict[str, list[float]]:
-    """Components of a reward for each response, by name; empty if it does not report any."""
-    if not hasattr(function, "components"):
-        return {}
-    prompts, columns = _columns(rollout)
-    texts = [prompt_text(prompt) for prompt in prompts]
-    values: dict[str, list[float]] = function.components(prompts=texts, completions=rollout.texts, **columns)
-    return values
+def component_means(settings: Sequence[Reward], components: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Means of the components over the scored responses; named after their reward, too, if several report some."""
+    names = [setting.name for setting in settings]
+    is_one = sum(map(bool, components)) <= 1
+    means = {}
+    for i, parts in enumerate(components):
+        number = f".{i}" if names.count(names[i]) > 1 else ""
+        for name, values in parts.items():
+            means[name if is_one else f"{names[i]}{number}.{name}"] = float(values.nanmean())
+    return means
+
+
+def _counters(function: RewardFunction) -> dict[str, int]:
+    """Counters of the bundled rewards that keep some; a user's attribute of this name is the user's own."""
+    is_bundled = type(function).__module__.startswith("grpo_trainer.")
+    counters: dict[str, int] = getattr(function, "counters", {}) if is_bundled else {}
+    return counters
+
+
+def sum_counters(functions: Sequence[RewardFunction]) -> list[dict[str, float]]:
+    """Counters of the functions in the last call of `score`, over all processes; empty where a function has none."""
+    sums = []
+    for function in functions:
+        counters = _counters(function)
+        totals = distributed.all_reduce_sum(torch.tensor(list(counters.values()), dtype=torch.float64)).tolist()
+        sums.append(dict(zip(counters, totals, strict=True)))
+    return sums
 
 
 def _columns(rollout: Rollout) -> tuple[list[Prompt], dict[str, list[Any]]]:
@@ -111,17 +149,23 @@ def _as_trl(prompts: list[Prompt], texts: list[str]) -> dict[str, list[Any]]:
 
 def _values(
     setting: Reward, function: RewardFunction, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
-) -> tuple[list[float], int]:
-    """Values of one reward, NaN for None, and the number of skipped scores."""
+) -> tuple[list[float], dict[str, list[float]], int]:
+    """Values of one reward, NaN for None; its components; and the number of skipped scores."""
     where = f"reward {setting.name!r}"
     may_skip = setting.on_error == "skip"
-    arguments = _as_texts(prompts, texts) if setting.name in BUNDLED else _as_trl(prompts, texts)
     try:
-        values = list(function(**arguments, **columns))
+        values, components = _call(setting, function, prompts, texts, columns)
+    except RewardError:  # a reward's own limit on failures
+        raise
     except Exception as error:
         if not may_skip:
             raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
-        return [math.nan] * len(texts), len(texts)
+        return [math.nan] * len(texts), {}, len(texts)
+    for name, part in components.items():
+        if len(part) != len(texts):
+            raise RewardError(
+                f"{where}: component {name!r} must have one value for each of {len(texts)} responses, got {len(part)}"
+            )
     if len(values) != len(texts):
         raise RewardError(f"{where} must return one value for each of {len(texts)} responses, got {len(values)}")
     failed = 0
@@ -133,7 +177,20 @@ def _values(
                 raise RewardError(f"{where} must be finite or None, got {value!r} for response {i}, {texts[i][:80]!r}")
             failed, number = failed + 1, math.nan
         numbers.append(number)
-    return numbers, failed
+    return numbers, components, failed
+
+
+def _call(
+    setting: Reward, function: RewardFunction, prompts: list[Prompt], texts: list[str], columns: dict[str, list[Any]]
+) -> tuple[list[float | None], dict[str, list[float]]]:
+    """Values that a reward returns, and the components that it reports, if any."""
+    as_texts = _as_texts(prompts, texts)
+    if isinstance(function, WeightedReward):
+        return function.graded(**as_texts, **columns)
+    values = list(function(**(as_texts if setting.name in BUNDLED else _as_trl(prompts, texts)), **columns))
+    report = getattr(function, "components", None)
+    parts: dict[str, Sequence[Any]] = {} if report is None else report(**as_texts, **columns)
+    return values, {name: [math.nan if v is None else _number(v) for v in part] for name, part in parts.items()}
 
 
 def _number(value: object) -> float:

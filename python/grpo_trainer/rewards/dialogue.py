@@ -1,4 +1,4 @@
-"""Similarity of a reply to the demonstrated one: F1 of words, ROUGE-L and BLEU, each in [0, 1].
+"""Similarity of a reply to the demonstrated one: F1 of words, ROUGE-1, -2 and -L, and BLEU, each in [0, 1].
 
 The reference is in the column `answers`, a list of replies, or `answer`, a single one. F1 drops case, punctuation and
 articles, as SQuAD's evaluation does. BLEU is sentence BLEU in lower case, with at most as many orders as words.
@@ -13,7 +13,8 @@ from typing import Any
 from grpo_trainer.rewards.weighted import Parts, WeightedReward, checked_weights
 from grpo_trainer.rewards.words import f1
 
-WEIGHTS = {"f1": 1 / 3, "rouge_l": 1 / 3, "bleu": 1 / 3}
+WEIGHTS = {"f1": 1 / 3, "rouge_1": 0.0, "rouge_2": 0.0, "rouge_l": 1 / 3, "bleu": 1 / 3}
+ROUGES = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL"}
 
 
 def make(*, weights: Mapping[str, float] | None = None, length_penalty: float = 0.0) -> Dialogue:
@@ -37,7 +38,7 @@ class Dialogue(WeightedReward):
 
         super().__init__("dialogue", weights)
         self.length_penalty = length_penalty
-        self.rouge: Any = RougeScorer(["rougeL"], use_stemmer=False)
+        self.rouge: Any = RougeScorer(list(ROUGES.values()), use_stemmer=False)
         self.bleu: Any = BLEU(lowercase=True, effective_order=True)
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
@@ -45,9 +46,10 @@ class Dialogue(WeightedReward):
         if not references:
             return None
         reply = reply_of(response)
+        rouges = [self.rouge.score(reference, reply) for reference in references]
         return {
             "f1": max(f1(reply, reference) for reference in references),
-            "rouge_l": max(float(self.rouge.score(reference, reply)["rougeL"].fmeasure) for reference in references),
+            **{name: max(float(rouge[key].fmeasure) for rouge in rouges) for name, key in ROUGES.items()},
             # rounding can take BLEU above 100
             "bleu": min(1.0, float(self.bleu.sentence_score(reply, references).score) / 100) if reply else 0.0,
             "length": max(length_factor(reply, reference, self.length_penalty) for reference in references),

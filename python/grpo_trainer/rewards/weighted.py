@@ -27,15 +27,20 @@ class WeightedReward:
     def total(self, parts: Parts) -> float:
         return math.fsum(weight * parts[name] for name, weight in self.weights.items())
 
-    def components(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> dict[str, list[float]]:
-        """Unweighted components of each response; NaN where it cannot be scored."""
+    def graded(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Any
+    ) -> tuple[list[float | None], dict[str, list[float]]]:
+        """Total of each response, and its unweighted components; None and NaN where it cannot be scored."""
         rows = self._rows(prompts, completions, columns)
         names = next((list(parts) for parts in rows if parts is not None), list(self.weights))
-        return {name: [math.nan if parts is None else parts[name] for parts in rows] for name in names}
+        components = {name: [math.nan if parts is None else parts[name] for parts in rows] for name in names}
+        return [None if parts is None else self.total(parts) for parts in rows], components
+
+    def components(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> dict[str, list[float]]:
+        return self.graded(prompts, completions, **columns)[1]
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
-        rows = self._rows(prompts, completions, columns)
-        return [None if parts is None else self.total(parts) for parts in rows]
+        return self.graded(prompts, completions, **columns)[0]
 
     def _rows(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]

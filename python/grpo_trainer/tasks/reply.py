@@ -5,7 +5,8 @@
 
 Good replies ask about the subject in the mood of the post. The others are short, generic, off topic or shouted, and get
 fewer likes on average: `likes` / `post_likes` is meant for `grpo-data split --by`. The reward `reply` prefers the good
-replies, which are a minority of the demonstrations.
+replies, which are a minority of the demonstrations. Posts of validation and test have one reply each, with which
+`evaluation.solved_quantile` decides what counts as correct.
 """
 
 from __future__ import annotations
@@ -118,9 +119,9 @@ def make(
         reply_kinds = [kinds.draw(rng) for _ in range(replies)]
         return [item(post, kind, post_likes, rng) | {"demonstration": post.reply(kind, rng)} for kind in reply_kinds]
 
-    def items(posts: list[Post]) -> list[Item]:
-        return [item(post, kinds.draw(rng), rng.randint(20, 400), rng) for post in posts]
-
     sft = [line for post in sft_posts for line in demonstrate(post)][: sizes.demonstrations]
-    train, validation, test = map(items, other_posts)
+    train_posts, *evaluated_posts = other_posts
+    train = [item(post, kinds.draw(rng), rng.randint(20, 400), rng) for post in train_posts]
+    # one demonstration per post: evaluation.solved_quantile reads them
+    validation, test = ([demonstrate(post)[0] for post in posts] for posts in evaluated_posts)
     return Splits(sft, train, validation, test, rewards=("reply",))

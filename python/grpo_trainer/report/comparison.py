@@ -1,0 +1,241 @@
+"""The page that compares several runs: final evaluations, diversity against quality, and learning curves."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from grpo_trainer.diversity_measures import pareto_front
+from grpo_trainer.report import page
+from grpo_trainer.report.page import shown
+from grpo_trainer.report.paradigms import SHARES, Estimate, Row, differences, select, validation_series
+from grpo_trainer.report.plots import Curve, Mark, Panel, draw_panels, draw_scatter
+from grpo_trainer.report.run_folder import RunFolder, has_value, mean, number, series
+
+QUALITY = ("sampled_reward", "reward")  # the first that has a value is drawn
+DIVERSITY = ("semantic_diversity", "rouge_diversity", "distinct_2")
+COLLAPSE_SHARE = 0.5
+_FIRST = ("reward", "exact", "sampled_reward", "sampled_exact")
+_OMITTED = ("prompts", "skipped")
+
+
+class CurveKind(NamedTuple):
+    """A learning curve: its source is "rl" or "sft" for logged steps, "validation" for evaluations during RL."""
+
+    name: str
+    title: str
+    source: str
+    metric: str
+    unit: str
+    caption: str
+
+
+CURVES = (
+    CurveKind("reward", "Reward", "rl", "rewards/mean", "mean reward", "Sampled responses of a training step."),
+    CurveKind("validation", "Reward, validation", "validation", "reward", "mean reward", "Greedy responses."),
+    CurveKind("kl", "KL from the reference", "rl", "train/kl_mean", "nats per token", "Estimate in the loss."),
+    CurveKind("length", "Length of responses", "rl", "rollout/length_mean", "tokens", "Mean over responses."),
+    CurveKind("entropy", "Entropy", "rl", "train/entropy", "nats per token", "Entropy of the next token."),
+    CurveKind(
+        "semantic",
+        "Semantic diversity",
+        "validation",
+        "semantic_diversity",
+        "cosine distance",
+        "Mean distance of a validation prompt's samples.",
+    ),
+    CurveKind(
+        "distinct",
+        "Distinct-2",
+        "validation",
+        "distinct_2",
+        "share",
+        "Share of distinct bigrams in a prompt's samples.",
+    ),
+    CurveKind("sft", "Supervised phase", "sft", "train/loss", "nats per token", "Cross-entropy of the demonstrations."),
+)
+
+
+def write_comparison(folders: Sequence[Path], output: Path) -> Path:
+    """Writes comparison.html, comparison.json and plots/ of several runs.
+
+    Args:
+        folders: the runs' folders.
+        output: folder of the page, created if needed.
+
+    Returns:
+        Path of the page.
+    """
+    rows, left_out = select([Path(folder) for folder in folders])
+    if not rows:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out)
+        raise ValueError(f"compare: needs a run with a final evaluation, got none: {reasons}")
+    metrics = _metrics(rows)
+    estimates = [{name: row.estimate(name) for name in metrics} for row in rows]
+    output.mkdir(parents=True, exist_ok=True)
+    sections = [
+        _header(rows, left_out),
+        _table(rows, metrics, estimates),
+        _scatter(output / "plots", rows, metrics, estimates),
+        _curves(output / "plots", rows),
+    ]
+    content = {
+        "rows": [
+            {"name": row.name, "seeds": row.seeds, "runs": [str(run.path) for run in row.runs]}
+            | {"metrics": {name: value._asdict() for name, value in values.items()}}
+            for row, values in zip(rows, estimates, strict=True)
+        ],
+        "left_out": [{"run": str(path), "reason": reason} for path, reason in left_out],
+    }
+    (output / "comparison.json").write_text(json.dumps(content, indent=1) + "\n")
+    target = output / "comparison.html"
+    target.write_text(page.document("Comparison of runs", "\n".join(sections)), "utf-8")
+    return target
+
+
+def _metrics(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for e in row.evaluated for name in e.metrics if name not in _OMITTED)
+    return sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+
+
+def _header(rows: Sequence[Row], left_out: Sequence[tuple[Path, str]]) -> str:
+    first = rows[0]
+    split, prompts = first.evaluated[0].split, len(first.evaluated[0].prompts)
+    count = sum(len(row.runs) for row in rows)
+    data = first.runs[0].setting("data", "task") or first.runs[0].setting("data", split) or "unknown"
+    text = (
+        f"{count} run{'s' * (count > 1)} of {len(rows)} recipe{'s' * (len(rows) > 1)}, evaluated on {prompts} prompts "
+        f"of the {split} split of {data} after training."
+    )
+    parts = [page.element("h1", "Comparison of runs"), page.paragraph(shown(text))]
+    if left_out:
+        items = [[shown(path), shown(reason)] for path, reason in left_out]
+        parts.append(page.section("Left out", page.table(["run", "reason"], items, "events")))
+    return "".join(parts)
+
+
+def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict[str, Estimate]]) -> str:
+    """Measures as lines and recipes as columns, which fit a narrow screen better than the reverse."""
+    titles = ["measure", *(row.label for row in rows)]
+    lines = [["seeds", *(shown(", ".join(map(str, row.seeds))) for row in rows)]]
+    lines.append(["intervals", *(shown(_kinds(values)) for values in estimates)])
+    solved = [[number(e.content.get("solved")) for e in row.evaluated] for row in rows]
+    if any(map(has_value, solved)):
+        lines.append(["correct from a reward of", *(_range(values, page.format_number) for values in solved)])
+    lines += [[shown(name), *(_cell(name, values[name]) for values in estimates)] for name in metrics]
+    collapsed = [(name, [row.collapse(name, COLLAPSE_SHARE) for row in rows]) for name in DIVERSITY if name in metrics]
+    for name, points in collapsed:
+        lines.append([f"collapse of {shown(name)}, RL step", *(_range(values, "{:.0f}".format) for values in points)])
+    caption = (
+        "Mean and 95 % interval of the evaluation after training. With several seeds the interval is Student's t over "
+        "the seeds' means and covers other seeds. With a single seed it is a bootstrap over the prompts, which covers "
+        "other prompts of the kind but no other seed; it is usually too narrow for a comparison of recipes. A value "
+        "without an interval is not a mean over prompts, or the run did not write the values of each prompt. Collapse: "
+        f"first RL step from which the measure on the validation split stays below {COLLAPSE_SHARE:.0%} of its start."
+    )
+    notes = [page.paragraph(shown(note), "soft") for note in differences(rows)]
+    return page.section(
+        "After training", page.table(titles, lines, "numbers compared"), page.paragraph(shown(caption), "soft"), *notes
+    )
+
+
+def _kinds(values: dict[str, Estimate]) -> str:
+    kinds = [value.kind for value in values.values() if value.kind]
+    return max(set(kinds), key=kinds.count) if kinds else "none"
+
+
+def _cell(name: str, value: Estimate) -> str:
+    is_share = name in SHARES or name.startswith("pass@")
+    scale, digits = (100, 1) if is_share else (1, 3)
+    if math.isnan(value.mean):
+        return page.NO_VALUE
+    text = f"{scale * value.mean:.{digits}f}{' %' * is_share}"
+    if not value.kind:
+        return text
+    interval = f"{scale * value.low:.{digits}f} to {scale * value.high:.{digits}f}".replace("-", "\u2212")
+    return text + page.element("div", interval, "soft")
+
+
+def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
+    known = [value for value in values if math.isfinite(value)]
+    texts = list(dict.fromkeys([form(min(known)), form(max(known))])) if known else [page.NO_VALUE]
+    return " to ".join(texts)
+
+
+def _scatter(
+    folder: Path, rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict[str, Estimate]]
+) -> str:
+    title = "Diversity against quality"
+    x_name, y_name = (next((name for name in names if name in metrics), None) for names in (DIVERSITY, QUALITY))
+    if x_name is None or y_name is None:
+        text = "Not drawn, as no evaluation has samples: set evaluation.samples."
+        return page.section(title, page.paragraph(text, "soft"))
+    points = [(values[x_name].mean, values[y_name].mean) for values in estimates]
+    front = pareto_front(points)
+    marks = [
+        Mark(str(row.number), values[x_name][:3], values[y_name][:3])
+        for row, values in zip(rows, estimates, strict=True)
+        if all(math.isfinite(values[name].mean) for name in (x_name, y_name))
+    ]
+    if not marks:
+        return page.section(title, page.paragraph("Not drawn, as no run has both measures.", "soft"))
+    picture = draw_scatter(folder, "pareto", marks, [points[i] for i in front], (_words(x_name), _words(y_name)))
+    names = ", ".join(rows[i].label for i in front)
+    missing = [row.label for row, point in zip(rows, points, strict=True) if not all(map(math.isfinite, point))]
+    caption = (
+        f"Numbers are those of the table; bars are the 95 % intervals. Dashed: the Pareto front, the runs that no "
+        f"other surpasses in one measure without falling behind in the other: {names}. Intervals are not considered."
+    )
+    caption += f" Without a value: {', '.join(missing)}." if missing else ""
+    return page.section(
+        title, page.grid([page.figure(f"{_words(y_name)} and {_words(x_name)}", picture, shown(caption))])
+    )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _curves(folder: Path, rows: Sequence[Row]) -> str:
+    figures, missing = [], []
+    for kind in CURVES:
+        curves = [(row.number - 1, curve) for row in rows if has_value((curve := _curve(row, kind)).y)]
+        absent = [row.label for row in rows if row.number - 1 not in dict(curves)]
+        if not curves:
+            missing.append(f"{kind.title} ({kind.metric})")
+            continue
+        # a row has the same colour in every plot
+        panel = Panel(kind.unit, [curve for _, curve in curves], False, [i for i, _ in curves])
+        picture = draw_panels(folder, kind.name, [panel], "step" if kind.source == "sft" else "RL step")
+        caption = kind.caption + (f" Not logged by {', '.join(absent)}." if absent else "")
+        figures.append(page.figure(kind.title, picture, shown(caption)))
+    text = (
+        "A curve is the mean over the seeds of a recipe, with a band from the lowest to the highest seed, at the steps "
+        "that all of them have."
+    )
+    if missing:
+        text += f" Not drawn, as nothing was logged: {'; '.join(missing)}."
+    return page.section("Learning curves", page.paragraph(shown(text), "soft"), page.grid(figures))
+
+
+def _curve(row: Row, kind: CurveKind) -> Curve:
+    """Mean over the seeds at the steps that all of them have."""
+    by_run = [_points(run, kind) for run in row.runs]
+    steps = sorted(set.intersection(*(set(points) for points in by_run)))
+    values = [[points[step] for points in by_run] for step in steps]
+    means = [mean(at_step) for at_step in values]
+    if len(row.runs) == 1:
+        return Curve(row.label, steps, means)
+    return Curve(row.label, steps, means, [min(v) for v in values], [max(v) for v in values])
+
+
+def _points(run: RunFolder, kind: CurveKind) -> dict[float, float]:
+    if kind.source == "validation":
+        steps, values = validation_series(run, kind.metric)
+    else:
+        lines = run.lines(kind.source)
+        steps, values = run.steps(lines), series(lines, kind.metric)
+    return {step: value for step, value in zip(steps, values, strict=True) if math.isfinite(value)}

@@ -1,0 +1,137 @@
+"""LoRA adapters by layer: against the dense product in float64, and the page."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
+
+from grpo_trainer.report.adapters import Update, _labels, effective_rank, measure, read_adapter, write_adapters
+from safetensors.torch import save_file
+
+
+def drawn(seed: int, outputs: int, inputs: int, rank: int, scale: float = 0.5) -> Update:
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(rank, inputs, generator=generator, dtype=torch.float64)
+    return Update(a, torch.randn(outputs, rank, generator=generator, dtype=torch.float64), scale)
+
+
+def dense(update: Update) -> torch.Tensor:
+    return update.scale * update.b @ update.a
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "rank"), [(12, 20, 3), (20, 12, 1), (4, 30, 8), (30, 4, 8), (5, 5, 5)])
+def test_measures_are_those_of_the_dense_product(outputs: int, inputs: int, rank: int) -> None:
+    x, y = drawn(0, outputs, inputs, rank), drawn(1, outputs, inputs, rank + 1, scale=-2.0)
+    product, other = dense(x), dense(y)
+    measured = measure(x, y)
+    values = torch.linalg.svdvals(product)
+    shares = values[values > 1e-12] / values.sum()
+    assert measured.norm == pytest.approx(float(product.norm()), rel=1e-12)
+    assert measured.effective_rank == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-9)
+    expected = float((product * other).sum() / product.norm() / other.norm())
+    assert measured.cosine == pytest.approx(expected, abs=1e-12)
+    assert measure(y, x).cosine == pytest.approx(expected, abs=1e-12)
+
+
+def test_effective_rank_by_hand() -> None:
+    assert effective_rank(torch.tensor([3.0, 0.0, 0.0])) == 1
+    assert effective_rank(torch.tensor([2.0, 2.0, 2.0, 2.0])) == pytest.approx(4)
+    # shares 3/4 and 1/4
+    assert effective_rank(torch.tensor([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
+    assert math.isnan(effective_rank(torch.zeros(3)))
+
+
+def test_an_update_of_zero_has_neither_rank_nor_direction() -> None:
+    x = drawn(0, 6, 5, 2)
+    zero = Update(x.a, torch.zeros_like(x.b), x.scale)
+    assert measure(zero).norm == 0 and math.isnan(measure(zero).effective_rank)
+    assert math.isnan(measure(zero, x).cosine) and math.isnan(measure(x, zero).cosine)
+    assert math.isnan(measure(x).cosine)
+    assert measure(x, Update(2 * x.a, x.b, 3.0)).cosine == pytest.approx(1)
+    assert measure(x, Update(x.a, -x.b, x.scale)).cosine == pytest.approx(-1)
+    with pytest.raises(ValueError, match=r"^adapters: updates must have one shape, got \(6, 5\) and \(5, 6\)"):
+        measure(x, drawn(1, 5, 6, 2))
+
+
+def write(folder: Path, changes: dict[str, Any] | None = None, kinds: tuple[str, ...] = ("mlp.up", "attn.q")) -> Path:
+    weights = {}
+    for layer in (0, 2, 10):
+        for kind in kinds:
+            update = drawn(layer, 6, 5, 2)
+            for part, value in (("A", update.a), ("B", 0 * update.b if layer == 2 else update.b)):
+                weights[f"base_model.model.model.layers.{layer}.{kind}.lora_{part}.weight"] = value.float()
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 8} | (changes or {})))
+    return folder
+
+
+def test_scales_and_names_are_those_of_peft(tmp_path: Path) -> None:
+    plain = read_adapter(write(tmp_path / "plain"))
+    assert list(plain)[:3] == ["model.layers.0.attn.q", "model.layers.0.mlp.up", "model.layers.2.attn.q"]
+    assert list(plain)[-1] == "model.layers.10.mlp.up"
+    assert plain["model.layers.0.mlp.up"].scale == 4
+    stabilized = read_adapter(write(tmp_path / "stabilized", {"use_rslora": True}))
+    assert stabilized["model.layers.0.mlp.up"].scale == 8 / math.sqrt(2)
+
+
+def test_adapters_saved_by_peft_are_read(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = torch.nn.Sequential(torch.nn.Linear(5, 6, bias=False), torch.nn.ReLU(), torch.nn.Linear(6, 4, bias=False))
+    frozen = [model[i].weight.detach().double().clone() for i in (0, 2)]
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["0", "2"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "saved")
+    updates = read_adapter(tmp_path / "saved")
+    merged = adapted.merge_and_unload()
+    for name, index, before in (("0", 0, frozen[0]), ("2", 2, frozen[1])):
+        difference = merged[index].weight.detach().double() - before
+        assert torch.allclose(dense(updates[name]), difference, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, r"^adapters: use_dora of .* must be unset, got True"),
+        ({"alpha_pattern": {"q": 3}}, r"^adapters: alpha_pattern of .* must be unset"),
+        ({"rank_pattern": {"q": 3}}, r"^adapters: rank_pattern of .* must be unset"),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_adapter(write(tmp_path / "a", changes))
+
+
+def test_the_page_of_two_adapters(tmp_path: Path) -> None:
+    folders = [write(tmp_path / "a"), write(tmp_path / "b", {"lora_alpha": 2})]
+    target = write_adapters(folders, tmp_path / "out")
+    text, content = target.read_text(), json.loads((tmp_path / "out" / "adapters.json").read_text())
+    assert "model.layers.10.mlp.up" in text and "1.000" in text and "effective rank" in text
+    first, second = (one["modules"]["model.layers.0.mlp.up"] for one in content)
+    assert first["norm"] == pytest.approx(4 * second["norm"]) and first["cosine"] == pytest.approx(1)
+    assert len(list((tmp_path / "out" / "plots").glob("*.png"))) == 4
+    write_adapters(folders[:1], tmp_path / "one")
+    assert "cosine" not in (tmp_path / "one" / "adapters.html").read_text().partition("<body>")[2]
+
+
+def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    a, other = write(tmp_path / "a"), write(tmp_path / "b", kinds=("mlp.up",))
+    with pytest.raises(ValueError, match=r"^adapters: both must adapt the same modules.*attn.q"):
+        write_adapters([a, other], tmp_path / "out")
+    with pytest.raises(ValueError, match=r"^adapters: must be one or two folders, got 3"):
+        write_adapters([a, a, a], tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match=r"^adapters: .* must be a folder of adapters"):
+        write_adapters([tmp_path], tmp_path / "out")
+
+
+def test_modules_of_one_name_have_curves_of_their_own() -> None:
+    assert _labels(["m.*.mlp.up", "m.*.attn.q"]) == ["up", "q"]
+    assert len(set(_labels(["encoder.*.Self.q", "decoder.*.Self.q", "decoder.*.Cross.q", "decoder.*.Self.k"]))) == 4

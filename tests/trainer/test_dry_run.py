@@ -1,0 +1,205 @@
+"""Reports of --dry-run: memory against that of real runs, problems against what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from grpo_trainer import cli, memory
+from grpo_trainer.dry_run import dry_run
+from grpo_trainer.policy import Policy, load_policy
+from grpo_trainer.recipe import Lora, Model, Recipe, Tiny, load
+from grpo_trainer.tiny import make_tiny
+from grpo_trainer.train import Trainer
+from transformers import AutoConfig, DynamicCache
+
+from tests.trainer import small
+from tests.trainer.published_models import CONFIGS, qwen2_half_billion, qwen3_8_billion
+from tests.trainer.test_policy import CORPUS
+
+ON_GPU = sorted(path.stem for path in Path("recipes").glob("*-gpu.yaml"))
+
+
+def pair(settings: Model) -> tuple[Policy, memory.Skeleton]:
+    """A model with weights, and the one without."""
+    policy = load_policy(settings, CORPUS, None)
+    tiny, tokenizer = settings.tiny, policy.tokenizer
+    return policy, memory.make_skeleton(settings, lambda attention: make_tiny(tiny, tokenizer, attention))
+
+
+CAUSAL = Model(tiny=Tiny(hidden=32, layers=3, heads=2, intermediate=48, vocabulary=120), attention="eager")
+SEQ2SEQ = dataclasses.replace(CAUSAL, tiny=dataclasses.replace(CAUSAL.tiny, architecture="seq2seq"))
+ADAPTERS = dataclasses.replace(CAUSAL, lora=Lora(rank=4))
+
+
+@pytest.mark.parametrize("settings", [CAUSAL, SEQ2SEQ, ADAPTERS], ids=["causal", "seq2seq", "adapters"])
+def test_a_skeleton_has_the_weights_and_saves_the_activations_of_the_model(settings: Model) -> None:
+    policy, skeleton = pair(settings)
+    assert all(weight.is_meta for weight in skeleton.lm.parameters())
+    weights = list(policy.lm.parameters())
+    assert skeleton.count == sum(weight.numel() for weight in weights)
+    assert skeleton.trained_bytes() == sum(weight.nbytes for weight in weights if weight.requires_grad)
+    assert skeleton.weight_bytes() == sum(weight.nbytes for weight in weights)
+    real = memory.Skeleton(policy.lm, settings)
+    for length in (16, 32, 48):
+        assert memory.saved_bytes(skeleton, length) == memory.saved_bytes(real, length) > 0
+
+
+def test_activations_are_extrapolated_exactly() -> None:
+    _policy, skeleton = pair(CAUSAL)
+    linear, quadratic = skeleton.saved_per_token
+    for length in (48, 200):
+        assert linear * length + quadratic * length**2 == pytest.approx(memory.saved_bytes(skeleton, length), rel=2e-3)
+
+
+@pytest.mark.parametrize("overrides", [[], ["model.lora={rank: 4}"]], ids=["all weights", "adapters"])
+def test_gradients_and_optimizer_states_are_those_of_a_run(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small.recipe(tmp_path / "run", "phases.1.rl.steps=1", "evaluation.every=0", *overrides)
+    seen: dict[str, int] = {}
+    step = torch.optim.AdamW.step
+
+    def counting(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        seen["gradients"] = sum(weight.grad.nbytes for weight in weights if weight.grad is not None)
+        seen["AdamW"] = sum(
+            value.nbytes for state in self.state.values() for value in state.values() if value.dim() > 0
+        )
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counting)
+    trainer = Trainer(recipe)
+    trainer.run()
+    estimate = memory.estimate(recipe, memory.Skeleton(trainer.policy.lm, recipe.model))[1]
+    assert seen == {name: estimate.held[name] for name in ("gradients", "AdamW")}
+    assert ("reference model" in estimate.held) == (not overrides)  # adapters are copied alone
+
+
+@pytest.mark.parametrize("name", ["group_ppo-gpu", "similarity_group-gpu"])
+def test_keys_and_values_are_those_of_a_cache(name: str) -> None:
+    recipe = load(name)
+    short = CONFIGS[recipe.model.path](num_hidden_layers=2)
+    skeleton = memory.load_skeleton(dataclasses.replace(recipe.model, dtype="bfloat16", mixed_precision="no"), short)
+    cache, ids = DynamicCache(), torch.zeros(3, 7, dtype=torch.int64, device="meta")
+    mask = torch.ones(3, 1, 7, 7, dtype=torch.bool, device="meta")
+    skeleton.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=ids, past_key_values=cache, use_cache=True)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert held == 3 * 7 * memory._cache_bytes(skeleton.settings, skeleton)
+
+
+def test_published_sizes() -> None:
+    """The counts of weights that the model cards name: 0.49 and 8.2 billion."""
+    assert memory.load_skeleton(Model(), qwen2_half_billion()).count == 494_032_768
+    assert memory.load_skeleton(Model(), qwen3_8_billion()).count == 8_190_735_360
+
+
+def test_processes_share_rows_and_with_fsdp2_weights() -> None:
+    recipe = load("group_ppo-gpu")
+    skeleton = memory.load_skeleton(recipe.model, qwen2_half_billion())
+    alone, replicated = (memory.estimate(recipe, skeleton, processes)[0] for processes in (1, 8))
+    sharded = memory.estimate(dataclasses.replace(recipe, distributed="fsdp2"), skeleton, 8)[0]
+    assert replicated.held == alone.held == {name: 8 * size for name, size in sharded.held.items()}
+    assert replicated.sampling == sharded.sampling == {name: size / 8 for name, size in alone.sampling.items()}
+    assert alone.update == replicated.update  # a micro-batch of 16 is a process's share of a minibatch
+    assert replicated.total > sharded.total
+
+
+def test_the_total_is_that_of_the_larger_part() -> None:
+    estimate = memory.Estimate(0, "rl", {"weights": 3.0}, {"keys and values": 5.0}, {"activations": 2.0}, 7.0)
+    assert estimate.total == 8.0
+
+
+def test_checkpointed_layers_save_their_inputs() -> None:
+    tokens, (policy, skeleton) = 64, pair(CAUSAL)
+    plain, _ = memory._update(CAUSAL, skeleton, tokens, 0, 32, tokens)
+    checkpointing = dataclasses.replace(CAUSAL, gradient_checkpointing=True)
+    saved, _ = memory._update(checkpointing, skeleton, tokens, 0, 32, tokens)
+    inputs = tokens * policy.lm.config.hidden_size * 4 * 3
+    assert saved["activations"] == pytest.approx(plain["activations"] / 3 + inputs)
+
+
+def published(name: str, folder: Path) -> Recipe:
+    """A -gpu recipe whose model is a folder with nothing but the published configuration."""
+    model = load(name).model.path
+    CONFIGS[model]().save_pretrained(folder)
+    return load(name, [f"model.path={folder}", f"output={folder / 'run'}"])
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_recipes_of_published_systems_are_estimated_at_their_size(name: str, tmp_path: Path) -> None:
+    recipe = published(name, tmp_path)
+    printed, problems = dry_run(recipe)
+    text = "\n".join(printed)
+    assert "million weights" in text and text.count("memory per device") == len(recipe.phases)
+    sizes = [float(line.split()[-2].replace(",", "")) for line in printed if line.endswith("GiB")]
+    assert len(sizes) > 5 and all(math.isfinite(size) and size >= 0 for size in sizes)
+    assert not any("cannot be examined" in problem for problem in problems)
+    for key in ("train", "validation"):
+        path = getattr(recipe.data, key)
+        assert f"data.{key}: must be an existing file, got {path!r}" in problems
+    assert not (tmp_path / "run").exists()
+
+
+def test_each_missing_thing_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "1 + 1", "answer": "2"}) + "\n")
+    AutoConfig.for_model("qwen2", num_hidden_layers=1).save_pretrained(tmp_path)
+    recipe = load(
+        "gsm8k-gpu",
+        [
+            f"model.path={tmp_path}",
+            "model.attention=flash_attention_2",
+            f"data.train={tmp_path / 'train.jsonl'}",
+            "data.test=null",
+            "phases.0.rl.rewards=[{name: 'no_such_module:reward'}]",
+            "phases.0.rl.algorithm.loss.clip_hihg=0.2",
+            "logging.to=[trackio]",
+        ],
+    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1")
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    _printed, problems = dry_run(recipe)
+    starts = [problem.split(":")[0] for problem in problems]
+    assert starts == [
+        "data.validation",
+        "model.lora",
+        "model.attention",
+        "model.four_bit",
+        "model.attention",
+        "logging.to",
+        "phases.0.rl.algorithm.loss.clip_hihg",
+        "rewards.name",
+    ]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(json.dumps(small.values(tmp_path / "run")))
+    assert cli.train([str(recipe), "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "4 supervised steps" in printed and "phase 1 (rl)" in printed and not (tmp_path / "run").exists()
+    assert cli.train([str(recipe), "--dry-run", "data={task: null, train: /no/such.jsonl}"]) == 2
+    error = capsys.readouterr().err
+    assert "this run cannot start:" in error and "data.train: must be an existing file, got '/no/such.jsonl'" in error
+    assert cli.train([str(recipe), "--dry-run", "--processes", "0"]) == 2
+    assert "--processes: must be positive, got 0" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small.recipe(tmp_path / "run")
+    assert dry_run(recipe)[1] == []
+    monkeypatch.setattr("grpo_trainer.dry_run._available", lambda: (1000.0, "machine"))
+    assert [problem.split(":")[0] for problem in dry_run(recipe)[1]] == ["memory"]

@@ -1,0 +1,131 @@
+"""Trainers of models, tokenizers and references that the caller has loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from grpo_trainer import checkpoint
+from grpo_trainer.policy import load_policy
+from grpo_trainer.recipe import Lora, Model, Recipe
+from grpo_trainer.train import Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from tests.trainer import small
+from tests.trainer.test_train import lines, timeless, weights
+
+
+class MyModel(LlamaForCausalLM):
+    """A class that no automatic choice finds."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    policy = Trainer(small.recipe(folder / "run", "seed=5")).policy
+    policy.lm.save_pretrained(folder / "model")
+    policy.tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def loaded(folder: Path, kind: Any = AutoModelForCausalLM) -> dict[str, Any]:
+    return {"model": kind.from_pretrained(folder), "tokenizer": AutoTokenizer.from_pretrained(folder)}
+
+
+def object_recipe(folder: Path, *overrides: str) -> Recipe:
+    """The small recipe without the keys that say how a model is loaded."""
+    return small.recipe(folder, "model={}", *overrides)
+
+
+@pytest.mark.parametrize("adapters", [[], ["model.lora={rank: 4}"]], ids=["all weights", "adapters"])
+def test_an_object_trains_as_its_folder_does(saved: Path, tmp_path: Path, adapters: list[str]) -> None:
+    Trainer(small.recipe(tmp_path / "folder", f"model={{path: {saved}}}", *adapters)).run()
+    objects = loaded(saved)
+    trainer = Trainer(object_recipe(tmp_path / "object", *adapters), **objects)
+    trainer.run()
+    assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "folder"))
+    assert next(trainer.policy.inner.parameters()) is next(objects["model"].parameters())
+
+
+def test_a_resumed_run_keeps_the_class_of_the_object(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = (object_recipe(tmp_path / name, "checkpoints.every=1") for name in ("whole", "broken"))
+    Trainer(whole, **loaded(saved, MyModel)).run()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        stop(patch, broken)
+        Trainer(broken, **loaded(saved, MyModel)).run()
+    resumed = Trainer(broken, **loaded(saved, MyModel))
+    resumed.run(resume=True)
+    assert type(resumed.policy.lm) is MyModel and resumed.resumed is not None
+    expected = weights(whole.folder)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(broken.folder).items())
+
+
+def stop(patch: pytest.MonkeyPatch, recipe: Recipe) -> None:
+    """Interrupts a run after the second RL step's checkpoint."""
+    save = checkpoint.save
+
+    def saving(of: Recipe, policy: Any, optimizer: Any, state: checkpoint.State, log: Any) -> None:
+        save(of, policy, optimizer, state, log)
+        if (state.phase, state.step) == (1, 2):
+            raise KeyboardInterrupt
+
+    patch.setattr(checkpoint, "save", saving)
+
+
+def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
+    other = load_policy(Model(path=str(saved)), [], None).lm
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.1)
+    other.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(saved).save_pretrained(tmp_path / "other")
+    named = small.recipe(tmp_path / "named", f"model={{path: {saved}, reference_model_path: {tmp_path / 'other'}}}")
+    Trainer(named).run()
+    before = [weight.clone() for weight in other.parameters()]
+    Trainer(object_recipe(tmp_path / "object"), **loaded(saved), reference=other).run()
+    entries = lines(tmp_path / "object")
+    assert timeless(entries) == timeless(lines(tmp_path / "named"))
+    assert next(entry for entry in entries if entry["phase"] == "rl")["train/kl_mean"] > 1e-3
+    assert all(torch.equal(*pair) for pair in zip(before, other.parameters(), strict=True))
+    assert all(weight.requires_grad for weight in other.parameters())  # the caller's object is left as it was
+
+
+@pytest.mark.parametrize(
+    ("overrides", "without", "message"),
+    [
+        ([], ["tokenizer"], "Trainer: tokenizer must be given with a model, got None"),
+        ([], ["model"], "Trainer: tokenizer needs a model object"),
+        (["model.path=here"], [], "model.path: must be unset with a model object, which is loaded already, got 'here'"),
+        (["model.dtype=bfloat16"], [], "model.dtype: must be unset"),
+        (["model.tiny.hidden=64"], [], "model.tiny: must be unset"),
+        (["phases.1.rl.rollout.engine=vllm"], [], "phases.1.rl.rollout.engine: must be transformers with a model"),
+    ],
+)
+def test_objects_that_do_not_fit_are_refused(
+    saved: Path, tmp_path: Path, overrides: list[str], without: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_trainer.engine.check_installed", lambda key, sampling: None)
+    objects = {name: value for name, value in loaded(saved).items() if name not in without}
+    with pytest.raises(ValueError, match=message):
+        Trainer(object_recipe(tmp_path, *overrides), **objects)
+
+
+def test_a_reference_object_and_path_are_refused_together(saved: Path, tmp_path: Path) -> None:
+    objects = loaded(saved)
+    with pytest.raises(ValueError, match="must be null with a reference object"):
+        Trainer(object_recipe(tmp_path, "model.reference_model_path=x"), **objects, reference=objects["model"])
+
+
+def test_models_with_adapters_are_refused(saved: Path, tmp_path: Path) -> None:
+    adapted = load_policy(Model(path=str(saved), lora=Lora(rank=2)), [], None)
+    with pytest.raises(TypeError, match="must be a model of transformers without adapters"):
+        Trainer(object_recipe(tmp_path), adapted.lm, adapted.tokenizer)
