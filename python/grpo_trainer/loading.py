@@ -51,6 +51,16 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
     return lm if settings.four_bit else lm.to(device)
 
 
+def keep_layout_of_four_bits(lm: Any) -> None:
+    """Keeps bitsandbytes from packing 4-bit weights anew for products without gradients, on CPUs with AVX512-BF16.
+
+    Its product with packed weights has no gradient for the input, and packing rounds the scales.
+    """
+    for module in lm.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def check_four_bit() -> None:
     """Raises if 4-bit weights cannot be used here."""
     try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import grpo_kernels as gk
 from grpo_trainer import distributed, gguf
 from grpo_trainer.data import Batch, positions_of
-from grpo_trainer.loading import attention_of, explaining_attention, load_lm, with_adapters
+from grpo_trainer.loading import attention_of, explaining_attention, keep_layout_of_four_bits, load_lm, with_adapters
 from grpo_trainer.recipe import LOADING_KEYS, Model
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 
@@ -48,6 +48,7 @@ class Policy(nn.Module):
         mixed_precision: str = "no",
     ) -> None:
         super().__init__()
+        keep_layout_of_four_bits(lm)
         self.lm, self.tokenizer = lm, tokenizer
         self.mixed_precision, self.autocast_dtype = mixed_precision, AUTOCAST_DTYPES[mixed_precision]
         self.temperature, self.backend = temperature, backend
