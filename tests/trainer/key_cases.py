@@ -130,6 +130,11 @@ def times_embedded(recipe: Recipe) -> int:
     return embedder.misses
 
 
+def batch_of_embedder(recipe: Recipe) -> Any:
+    with mock.patch.object(embed, "sentence_encoder", lambda name, batch_tokens: mock.Mock(tokens=batch_tokens)):
+        return embed.load_embedder(similarity_of(recipe)).encode.tokens  # type: ignore[attr-defined]
+
+
 def type_of_embedder(recipe: Recipe) -> str:
     return type(embed.load_embedder(similarity_of(recipe)).encode).__name__
 
@@ -142,7 +147,7 @@ def asked_of_ray(recipe: Recipe) -> Any:
 
 def embedder_name(name_of: Callable[[Recipe], str]) -> Seen:
     def seen(recipe: Recipe) -> str:
-        with mock.patch.object(embed, "_sentence_transformer", lambda name: embed.hashed):
+        with mock.patch.object(embed, "sentence_encoder", lambda *_: embed.hashed):
             return embed.load_embedder(Similarity(embedder=name_of(recipe))).name
 
     return seen
@@ -360,6 +365,9 @@ CASES: dict[str, Case] = {
     ALGORITHM + "similarity.unfinished": made("whole", embedded, *CLUSTERS),
     ALGORITHM + "similarity.tail": made(4, embedded, *CLUSTERS, "phases.0.rl.algorithm.similarity.unfinished=tail"),
     ALGORITHM + "similarity.cache": made(1, times_embedded, *CLUSTERS),
+    ALGORITHM + "similarity.batch_tokens": made(
+        64, batch_of_embedder, *CLUSTERS, "phases.0.rl.algorithm.similarity.embedder=minilm"
+    ),
     ALGORITHM + "similarity.workers": made(2, type_of_embedder, *CLUSTERS),
     ALGORITHM + "similarity.gpus_per_worker": made(
         0.5, asked_of_ray, *CLUSTERS, "phases.0.rl.algorithm.similarity.workers=2"

