@@ -86,6 +86,8 @@ def checkpoint_folder(recipe: Recipe, phase: int, step: int) -> Path:
 def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
     """Writes a checkpoint from the main process and removes old ones; all processes must call it."""
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
+    has_critic = policy.is_sharded and policy.critic is not None
+    of_critic = distributed.full_state_dict(policy.critic.lm) if has_critic else None  # type: ignore[union-attr]
     moments, steps = _moments(optimizer)
     with distributed.fail_together():
         if not distributed.is_main_process():
@@ -93,7 +95,7 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
         from safetensors.torch import save_file
 
         with _atomic_folder(state.folder) as folder:
-            save_policy(policy, folder / "model", weights)
+            save_policy(policy, folder / "model", weights, of_critic)
             save_file(moments, folder / "optimizer.safetensors")
             content = {
                 "format": FORMAT,
@@ -212,13 +214,19 @@ def _save_reference(policy: Policy, folder: Path, weights: dict[str, Tensor] | N
 # Models
 
 
-def save_policy(policy: Policy, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+def save_policy(
+    policy: Policy,
+    folder: Path,
+    weights: dict[str, Tensor] | None = None,
+    of_critic: dict[str, Tensor] | None = None,
+) -> None:
     """Saves a model for transformers and peft, with value head and critic beside it.
 
     Args:
         policy: the policy.
         folder: folder for safetensors, config and tokenizer.
         weights: weights of the language model, where this process holds only part of them.
+        of_critic: weights of a separate critic, likewise.
     """
     from safetensors.torch import save_file, save_model
 
@@ -227,7 +235,9 @@ def save_policy(policy: Policy, folder: Path, weights: dict[str, Tensor] | None 
     head = (policy.critic or policy).value_head
     if head is not None:
         save_file(dict(head.state_dict()), folder / "value_head.safetensors")
-    if policy.critic is not None:
+    if of_critic is not None:
+        save_file({name: value.contiguous() for name, value in of_critic.items()}, folder / "critic.safetensors")
+    elif policy.critic is not None:
         save_model(policy.critic.lm, str(folder / "critic.safetensors"))
 
 

@@ -254,7 +254,8 @@ def is_sharded(value: Tensor) -> bool:
 def shard(policy: Any, device: torch.device) -> None:
     """Shards the policy's weights layer by layer; a layer's weights are gathered only while it runs.
 
-    The value head is small and may be added by a later phase, so it stays replicated.
+    The value head is small and may be added by a later phase, so it stays replicated. A separate critic, which may come
+    later too, is sharded by itself.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -262,9 +263,12 @@ def shard(policy: Any, device: torch.device) -> None:
 
     # warns against modifying a module's output in place, which this trainer never does
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if policy.critic is not None:
+        shard(policy.critic, device)
     mesh = init_device_mesh(device.type, (world_size(),))
     for layer in [module for module in policy.modules() if isinstance(module, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=mesh)
+        if not isinstance(layer, FSDPModule):
+            fully_shard(layer, mesh=mesh)
     head = policy.value_head
     replicated = set() if head is None else set(head.to(device).parameters())
     fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=replicated)
@@ -278,6 +282,15 @@ def shard(policy: Any, device: torch.device) -> None:
 def full_tensor(value: Tensor) -> Tensor:
     """Gathers a sharded tensor. All processes must call it."""
     return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+
+
+def unsharded_copy(lm: Any) -> Any:
+    """A copy of a sharded model with all weights, on the CPU. All processes must call it."""
+    weights = {name: full_tensor(value).cpu() for name, value in lm.state_dict().items()}
+    with torch.random.fork_rng():
+        copied = type(lm)(lm.config).to(lm.dtype)
+    copied.load_state_dict(weights)
+    return copied
 
 
 def full_state_dict(module: torch.nn.Module) -> dict[str, Tensor]:

@@ -72,8 +72,10 @@ class Policy(nn.Module):
 
     def add_critic(self) -> None:
         """Adds a separate critic: a copy of the policy with a value head, trained for values alone."""
-        self.critic = self.with_lm(copy.deepcopy(self.lm))
+        self.critic = self.with_lm(distributed.unsharded_copy(self.lm) if self.is_sharded else copy.deepcopy(self.lm))
         self.critic.add_value_head()
+        if self.is_sharded:
+            distributed.shard(self.critic, self.device)
 
     @property
     def has_values(self) -> bool:
@@ -136,7 +138,8 @@ class Policy(nn.Module):
 
     def _values(self, batch: Batch, share: bool = True) -> Tensor:
         if self.critic is not None:
-            return self.critic._values(batch, share)
+            values: Tensor = self.critic("values", batch, share=share)
+            return values
         return self._apply_value_head(self._states(batch, share)[1])
 
     def _apply_value_head(self, hidden: Tensor) -> Tensor:
@@ -164,7 +167,7 @@ class Policy(nn.Module):
         states, hidden = self._states(batch, share)
         predicted = None
         if values != "none" and self.critic is not None:
-            predicted = self.critic._values(batch, share)
+            predicted = self._values(batch, share)
         elif values != "none":
             predicted = self._apply_value_head(hidden if values == "all" else hidden.detach())
         old, advantages = kwargs.pop("old_logprobs"), kwargs.pop("advantages")

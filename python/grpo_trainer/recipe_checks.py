@@ -79,10 +79,6 @@ def _sharding(recipe: Any) -> Iterator[Rule]:
     yield "logging.watch", recipe.logging.watch, recipe.logging.watch == 0, rule
     yield "model.lora", recipe.model.lora, recipe.model.lora is None, rule
     yield "model.mixed_precision", recipe.model.mixed_precision, recipe.model.mixed_precision != "fp16", rule
-    for i, phase in enumerate(recipe.phases):
-        if phase.rl is not None and phase.rl.algorithm.critic is not None:
-            is_separate = phase.rl.algorithm.critic.separate
-            yield f"phases.{i}.rl.algorithm.critic.separate", is_separate, not is_separate, rule
 
 
 def _data(data: Any) -> Iterator[Rule]:

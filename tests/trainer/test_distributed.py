@@ -23,9 +23,10 @@ pytest.importorskip("accelerate")
 from grpo_trainer import distributed
 from grpo_trainer.report.run_folder import number
 from grpo_trainer.train import train
+from safetensors.torch import load_file
 
 from tests.trainer import small
-from tests.trainer.test_train import lines, stopped_after, timeless, weights
+from tests.trainer.test_train import lines, stopped_after, timeless
 
 HERE = "tests.trainer.distributed_cases"
 # 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
@@ -63,11 +64,13 @@ RUNS = {
     ),
     "sharded": (*ODD, SHARDED),
     "sharded_values": (*ODD, SEGMENTS, SHARDED),
+    "sharded_critic": (*ODD, CRITIC, SHARDED),
     "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", SHARDED),
 }
 # Stopped before this step of the RL phase, and resumed with the other number of processes.
 STOP = (1, 2)
-RESUMED = ("group_ppo", "sharded_values")
+VALUE_HEAD = 32 + 1  # weights and bias; in every process whole
+RESUMED = ("group_ppo", "sharded_values", "sharded_critic")
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +141,16 @@ def assert_same(one: Path, two: Path, rtol: float = 1e-4, atol: float = 2e-5) ->
     checkpoints = sorted(path.name for path in (one / "checkpoints").iterdir())
     assert checkpoints == sorted(path.name for path in (two / "checkpoints").iterdir())
     for checkpoint in checkpoints:
-        a_weights, b_weights = weights(one, checkpoint), weights(two, checkpoint)
+        a_weights, b_weights = (saved_weights(folder / "checkpoints" / checkpoint) for folder in (one, two))
         assert a_weights.keys() == b_weights.keys()
         for name, weight in a_weights.items():
             torch.testing.assert_close(b_weights[name], weight, rtol=rtol, atol=atol)
+
+
+def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Of the policy, a separate critic and a value head."""
+    files = sorted((checkpoint / "model").glob("*.safetensors"))
+    return {f"{path.stem}.{name}": value for path in files for name, value in load_file(path).items()}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -163,9 +172,12 @@ def test_each_process_has_its_part_of_the_weights(folder: Path) -> None:
         return [json.loads((folder / "two" / f"{name}-parts-{rank}").read_text()) for rank in range(2)]
 
     assert all(part["here"] == part["all"] for part in parts("grpo"))
-    shards = parts("sharded")
-    assert sum(part["here"] for part in shards) == shards[0]["all"]
-    assert max(part["here"] for part in shards) < 0.6 * shards[0]["all"]
+    for name in ("sharded", "sharded_critic"):
+        shards = parts(name)
+        replicated = 0 if name == "sharded" else VALUE_HEAD
+        assert sum(part["here"] for part in shards) == shards[0]["all"] + replicated
+        assert max(part["here"] for part in shards) < 0.6 * shards[0]["all"]
+    assert parts("sharded_critic")[0]["all"] == 2 * parts("sharded")[0]["all"] + VALUE_HEAD
 
 
 def test_the_threshold_of_segments_moves_alike(folder: Path) -> None:

@@ -84,7 +84,6 @@ def test_a_launch_with_a_plugin_of_its_own_is_refused(tmp_path: Path, monkeypatc
             "fp16",
             r"model.mixed_precision: cannot be combined with distributed: .*, got 'fp16'",
         ),
-        ("phases.1.rl.algorithm", "{name: ppo, critic: {separate: true}}", r"critic.separate: cannot be .* got True"),
     ],
 )
 def test_settings_that_cannot_be_sharded_are_refused(tmp_path: Path, key: str, value: str, said: str) -> None:

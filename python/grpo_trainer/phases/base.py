@@ -253,17 +253,27 @@ def _weights_and_gradients(policy: Policy) -> dict[str, Tensor]:
 
 
 def parameter_groups(policy: Policy, settings: Optimizer, critic_lr: float) -> list[dict[str, Any]]:
-    """Optimizer groups: matrices with weight decay, vectors without, and the critic at its own learning rate."""
-    groups: dict[str, list[Tensor]] = {"matrices": [], "vectors": [], "critic": []}
+    """Optimizer groups: matrices with weight decay, vectors without, and the critic at its own learning rate.
+
+    A value head, which is never sharded, has a group of its own: a fused step takes tensors of one kind.
+    """
+    groups: dict[str, list[Tensor]] = {"matrices": [], "vectors": [], "critic": [], "value_head": []}
     for name, parameter in policy.named_parameters():
         if not parameter.requires_grad:
             continue
         kind = "matrices" if parameter.dim() > 1 else "vectors"
-        groups["critic" if name.startswith(("value_head", "critic")) else kind].append(parameter)
-    lr = {"matrices": settings.lr, "vectors": settings.lr, "critic": critic_lr}
-    decay = {"matrices": settings.weight_decay, "vectors": 0.0, "critic": 0.0}
+        if name.startswith(("value_head", "critic")):
+            kind = "value_head" if "value_head" in name else "critic"
+        groups[kind].append(parameter)
+    lr = {"matrices": settings.lr, "vectors": settings.lr}
+    decay = {"matrices": settings.weight_decay}
     return [
-        {"params": parameters, "lr": lr[kind], "full_lr": lr[kind], "weight_decay": decay[kind]}
+        {
+            "params": parameters,
+            "lr": lr.get(kind, critic_lr),
+            "full_lr": lr.get(kind, critic_lr),
+            "weight_decay": decay.get(kind, 0.0),
+        }
         for kind, parameters in groups.items()
         if parameters
     ]
