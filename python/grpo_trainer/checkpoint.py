@@ -86,8 +86,7 @@ def checkpoint_folder(recipe: Recipe, phase: int, step: int) -> Path:
 def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
     """Writes a checkpoint from the main process and removes old ones; all processes must call it."""
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
-    has_critic = policy.is_sharded and policy.critic is not None
-    of_critic = distributed.full_state_dict(policy.critic.lm) if has_critic else None  # type: ignore[union-attr]
+    of_critic = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
     moments, steps = _moments(optimizer)
     with distributed.fail_together():
         if not distributed.is_main_process():
@@ -226,9 +225,9 @@ def save_policy(
         policy: the policy.
         folder: folder for safetensors, config and tokenizer.
         weights: weights of the language model, where this process holds only part of them.
-        of_critic: weights of a separate critic, likewise.
+        of_critic: weights of a separate critic, if there is one.
     """
-    from safetensors.torch import save_file, save_model
+    from safetensors.torch import save_file
 
     policy.lm.save_pretrained(folder, state_dict=weights)
     policy.tokenizer.save_pretrained(folder)
@@ -237,8 +236,6 @@ def save_policy(
         save_file(dict(head.state_dict()), folder / "value_head.safetensors")
     if of_critic is not None:
         save_file({name: value.contiguous() for name, value in of_critic.items()}, folder / "critic.safetensors")
-    elif policy.critic is not None:
-        save_model(policy.critic.lm, str(folder / "critic.safetensors"))
 
 
 def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
