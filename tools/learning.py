@@ -65,13 +65,19 @@ def segments_of(folder: Path, lines: list[dict[str, Any]]) -> Figures:
     return {"endpoints": mean(shares) if shares else 1.0}
 
 
+# advantages within clusters alone, as published
+PUBLISHED = {
+    "name": "similarity_group_grpo",
+    "advantage": {"shrinkage": 0.0, "singleton": "zero"},
+    "similarity": {"embedder": "hashed", "config": {"linkage": "average", "k_max": 7}},
+}
 # as in recipes/group_ppo.yaml, except for the segments
 PPO = {"name": "ppo", "critic": {"lr": 1e-3, "coef": 0.5, "warmup": 3}, "segments": {"lam": 0.95}}
 EXPERIMENTS = {
     "strategies": Experiment(
         "similarity_group",
         "plain GRPO",
-        {"plain GRPO": {"name": "grpo"}, "similarity groups": None},
+        {"plain GRPO": {"name": "grpo"}, "similarity groups": None, "published rule": PUBLISHED},
         strategies_of,
         (("entropy", SFT), ("two differ", SFT), ("sampled", "plain GRPO"), ("greedy", "plain GRPO")),
         prompts=256,
