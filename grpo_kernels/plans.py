@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
+
+from grpo_kernels.checks import unknown
+
+C = TypeVar("C", bound="PlannedConfig")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,6 +16,13 @@ class PlannedConfig:
 
     modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
     coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __new__(cls: type[C], *_: Any, **fields: Any) -> C:
+        """Refuses unknown keywords with the nearest one that exists, which the generated __init__ does not name."""
+        for name in fields:
+            if name not in cls.__match_args__:  # dataclasses.fields of a class cannot be traced
+                raise TypeError(str(unknown(cls.__name__, "keywords", name, cls.__match_args__)))
+        return super().__new__(cls)
 
     def _set_plan(self, plan: Any, first_coefficient: str) -> None:
         """Sets `modes` to the fields of a named tuple before this one, and `coefficients` to the others."""

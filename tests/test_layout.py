@@ -56,7 +56,7 @@ TOP = {
     "checks": set(),
     "groups": {"checks"},
     "invariance": set(),
-    "plans": set(),
+    "plans": {"checks"},
     "shared_positions": {"checks"},
     "registry": {"backends"},
 }

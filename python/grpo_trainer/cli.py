@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,24 +30,45 @@ def train(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="devices that --dry-run divides the memory among")
     parser.add_argument("--keys", action="store_true", help="explain every key of a recipe")
     parser.add_argument("--list", action="store_true", help="list the bundled recipes and the algorithms")
-    options = parser.parse_intermixed_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_intermixed_args(given)
     from grpo_trainer import recipe as recipes
     from grpo_trainer.settings import explain
 
     if options.keys:
         print("\n".join(explain(recipes.Recipe)))
         return 0
-    if options.list:
-        from grpo_trainer.algorithm import ALGORITHMS
-
-        print("recipes:   ", ", ".join(recipes.bundled()))
-        print("algorithms:", ", ".join(ALGORITHMS))
+    if options.list or not given:
+        if not given:
+            parser.print_usage()
+        print(_overview())
         return 0
     if options.recipe is None:
         parser.error("a recipe is needed; --list names the bundled ones")
     if options.resume and options.fresh:
         parser.error("--resume continues the run that --fresh deletes")
     return _run(lambda: _examine(options) if options.dry_run else _train(options))
+
+
+def _overview() -> str:
+    """What there is to train, and how to begin."""
+    from grpo_trainer import recipe as recipes
+    from grpo_trainer.algorithm import ALGORITHMS
+
+    found = {name: recipes.description(path) for name, path in sorted(recipes.bundled().items())}
+    width = max(map(len, found)) + 2
+    lines = [
+        "recipes:",
+        *(f"  {name:<{width}}{text}" for name, text in found.items()),
+        "",
+        *textwrap.wrap(", ".join(ALGORITHMS), 100, initial_indent="algorithms: ", subsequent_indent="  "),
+        "",
+        "grpo-train arithmetic           train the default recipe; minutes on a CPU",
+        "grpo-train NAME --smoke         see in seconds that a recipe works",
+        "grpo-train NAME --dry-run       what a recipe needs, and what is missing here",
+        "grpo-train --keys               every key of a recipe",
+    ]
+    return "\n".join(lines)
 
 
 def _examine(options: argparse.Namespace) -> None:

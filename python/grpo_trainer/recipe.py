@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -318,6 +319,12 @@ def bundled() -> dict[str, Path]:
     # in an installation, or in a checkout
     folders = [package / "recipes", package.parent.parent / "recipes"]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def description(path: Path) -> str:
+    """The first clause of the comment that a recipe begins with."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return re.split(r"[.;:]?$|[.;] ", " ".join(line.lstrip("# ") for line in comment), maxsplit=1)[0]
 
 
 def _find(path: str | Path) -> Path:

@@ -124,8 +124,17 @@ def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     names = capsys.readouterr().out
     assert all(name in names for name in (*bundled(), *ALGORITHMS))
     with pytest.raises(SystemExit, match="2"):
-        cli.train([])
+        cli.train(["--resume"])
     assert "a recipe is needed" in capsys.readouterr().err
+
+
+def test_without_arguments_the_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.train([]) == 0
+    usage, *printed = capsys.readouterr().out.split("recipes:\n")
+    assert usage.startswith("usage: grpo-train")
+    described = dict(line.split(maxsplit=1) for line in printed[0].split("\n\n")[0].splitlines())
+    assert described.keys() == bundled().keys() and described["reply-sft"] == "The supervised phase of reply alone"
+    assert described["dialogue"] == "Replies that use the facts of the persona"
 
 
 def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +252,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(
         with monkeypatch.context() as patch:
             if (state.phase, state.step) == (1, 2):
                 if where == "weights":
-                    patch.setattr(checkpoint, "save_policy", lambda policy, folder, whole: (folder.mkdir(), full()))
+                    patch.setattr(checkpoint, "save_policy", lambda policy, folder, *_: (folder.mkdir(), full()))
                 elif where == "optimizer":
                     error = SafetensorError("I/O error: No space left on device (os error 28)")
                     patch.setattr("safetensors.torch.save_file", lambda *a, **k: (_ for _ in ()).throw(error))
