@@ -28,6 +28,7 @@ from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import Algorithm, Recipe
 from grpo_trainer.report.compare import compare_files
 from grpo_trainer.settings import build
+from grpo_trainer.tasks.dialogue import EVASIONS
 from grpo_trainer.tasks.strategies import strategy
 from grpo_trainer.train import Trainer
 from seeds import cells  # beside this script
@@ -72,10 +73,11 @@ def segments_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
 
 
 def similarities_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
-    """Components of the reward of greedy replies, and the share of them that equal the reference."""
+    """Components of the reward of greedy replies, and the shares that equal the reference and that evade."""
     metrics = evaluation["metrics"]
     components = {name.replace("_", "-"): metrics[f"components/{name}"] for name in ("f1", "rouge_l", "bleu")}
-    return components | {"exact": metrics["exact"]}
+    is_evasive = [float(line["greedy"].strip() in EVASIONS) for line in evaluation["prompts"]]
+    return components | {"exact": metrics["exact"], "evasive": mean(is_evasive)}
 
 
 # as in recipes/group_ppo.yaml, except for the segments
@@ -105,7 +107,7 @@ EXPERIMENTS = {
         quality="reward",
     ),
     "dialogue-seq2seq": Experiment(
-        "dialogue-seq2seq", "GRPO", {"GRPO": None}, similarities_of, samples=4, quality="reward"
+        "dialogue-seq2seq", "GRPO", {"GRPO": None}, similarities_of, prompts=256, samples=4, quality="reward"
     ),
 }
 
@@ -184,7 +186,7 @@ def table(experiment: Experiment, by_variant: dict[str, list[Figures]], seeds: S
 
 def gains(experiment: Experiment, seeds: Sequence[int], folder: Path) -> str:
     """Markdown table of each variant's gain over SFT and over the baseline, for greedy responses."""
-    rows = [["gain", "over", "seed", "before", "after", "gain", "95 % interval", "p"], ["---"] * 8]
+    rows = [["", "over", "seed", "before", "after", "gain", "95 % interval", "p"], ["---"] * 8]
     for variant in experiment.variants:
         for start in (SFT,) if variant == experiment.baseline else (SFT, experiment.baseline):
             for seed in seeds:
