@@ -2,9 +2,11 @@
 
     python tools/learning.py strategies --seeds 0 1 2     # similarity groups against plain GRPO
     python tools/learning.py segments --seeds 0 1 2       # GROUP-PPO against PPO
+    python tools/learning.py dialogue --seeds 0 1 2       # REINFORCE against GRPO
 
-For each seed SFT is trained once, and every variant continues from its checkpoint with the same data and number of
-steps. Figures are for the test split, after the last step. Existing runs are read, not repeated.
+For each seed SFT is trained once, and every variant continues from its checkpoint with the same data and numbers of
+steps and responses. Figures are for the test split, after the last step. The intervals of gains are paired bootstraps
+over the prompts. Existing runs are read, not repeated.
 """
 
 from __future__ import annotations
@@ -17,37 +19,42 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported, as in grpo_trainer.cli
 
 import torch
 from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import Algorithm, Recipe
+from grpo_trainer.report.compare import compare_files
 from grpo_trainer.settings import build
+from grpo_trainer.tasks.dialogue import EVASIONS
 from grpo_trainer.tasks.strategies import strategy
 from grpo_trainer.train import Trainer
+from seeds import cells  # beside this script
 
 SFT = "SFT"
-SAMPLES = 16
 Figures = dict[str, float]
-Measure = Callable[[Path, list[dict[str, Any]]], Figures]  # from a run's folder and the lines of its evaluation
+Measure = Callable[[Path, dict[str, Any]], Figures]  # from a run's folder and its evaluation
+Variant = Mapping[str, Any] | str | None  # keys of Algorithm, a recipe with the phase, or None for the recipe's own
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     recipe: str
     baseline: str  # the variant that the others are compared with
-    variants: Mapping[str, Mapping[str, Any] | None]  # keys of Algorithm; None for the recipe's own
+    variants: Mapping[str, Variant]
     measure: Measure
-    shares: tuple[tuple[str, str], ...]  # a figure, and the variant to divide it by
+    shares: tuple[tuple[str, str], ...] = ()  # a figure, and the variant to divide it by
     prompts: int | None = None  # of the test split; None for all
+    samples: int = 16  # per prompt
+    quality: Literal["exact", "reward"] = "exact"  # what `greedy`, `sampled` and their gains are in terms of
 
 
-def strategies_of(folder: Path, lines: list[dict[str, Any]]) -> Figures:
+def strategies_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
     """Diversity of strategies among the correct responses to a prompt, averaged over prompts with enough of them."""
     entropies, differences = [], []
-    for line in lines:
+    for line in evaluation["prompts"]:
         correct = [text for text, is_right in zip(line["samples"], line["right"], strict=True) if is_right == 1]
         counts = list(Counter(map(strategy, correct)).values())
         n = len(correct)
@@ -58,11 +65,19 @@ def strategies_of(folder: Path, lines: list[dict[str, Any]]) -> Figures:
     return {"entropy": mean(entropies), "two differ": mean(differences)}
 
 
-def segments_of(folder: Path, lines: list[dict[str, Any]]) -> Figures:
+def segments_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
     """Share of tokens that are endpoints, over all steps."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     shares = [1 - step["group/compression_ratio"] for step in steps if "group/compression_ratio" in step]
     return {"endpoints": mean(shares) if shares else 1.0}
+
+
+def similarities_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
+    """Components of the reward of greedy replies, and the shares that equal the reference and that evade."""
+    metrics = evaluation["metrics"]
+    components = {name.replace("_", "-"): metrics[f"components/{name}"] for name in ("f1", "rouge_l", "bleu")}
+    is_evasive = [float(line["greedy"].strip() in EVASIONS) for line in evaluation["prompts"]]
+    return components | {"exact": metrics["exact"], "evasive": mean(is_evasive)}
 
 
 # advantages within clusters alone, as published
@@ -89,6 +104,17 @@ EXPERIMENTS = {
         segments_of,
         (("sampled", "PPO"), ("greedy", "PPO")),
     ),
+    "dialogue": Experiment(
+        "dialogue",
+        "GRPO",
+        {"GRPO": None, "REINFORCE": "dialogue-reinforce", "one response": "dialogue-reinforce-single"},
+        similarities_of,
+        samples=4,
+        quality="reward",
+    ),
+    "dialogue-seq2seq": Experiment(
+        "dialogue-seq2seq", "GRPO", {"GRPO": None}, similarities_of, prompts=256, samples=4, quality="reward"
+    ),
 }
 
 
@@ -99,25 +125,32 @@ def run_all(
     by_variant: dict[str, list[Figures]] = {name: [] for name in (SFT, *experiment.variants)}
     for seed in seeds:
         whole = recipes.load(experiment.recipe, [f"seed={seed}", "evaluation.every=0", *overrides])
-        evaluation = dataclasses.replace(whole.evaluation, samples=SAMPLES, test_prompts=experiment.prompts)
+        evaluation = dataclasses.replace(whole.evaluation, samples=experiment.samples, test_prompts=experiment.prompts)
         whole = dataclasses.replace(whole, evaluation=evaluation)
         torch.set_num_threads(whole.threads or 1)
-        start = folder / experiment.recipe / f"sft-{seed}"
+        start = folder_of(experiment, folder, SFT, seed)
         run_unless_done(dataclasses.replace(whole, output=str(start), phases=whole.phases[:1]))
         by_variant[SFT].append(figures(experiment, start))
         model = dataclasses.replace(whole.model, path=str(next(start.glob("checkpoints/*/model"))))
-        for name, algorithm in experiment.variants.items():
-            place = folder / experiment.recipe / f"{name.replace(' ', '_')}-{seed}"
-            phase = with_algorithm(whole.phases[1], algorithm)
+        for name, variant in experiment.variants.items():
+            place = folder_of(experiment, folder, name, seed)
+            phase = phase_of(variant, whole.phases[1], overrides)
             run_unless_done(dataclasses.replace(whole, output=str(place), model=model, phases=[phase]))
             by_variant[name].append(figures(experiment, place))
     return by_variant
 
 
-def with_algorithm(phase: recipes.Phase, algorithm: Mapping[str, Any] | None) -> recipes.Phase:
-    if algorithm is None or phase.rl is None:
+def folder_of(experiment: Experiment, folder: Path, variant: str, seed: int) -> Path:
+    name = "sft" if variant == SFT else variant.replace(" ", "_")
+    return folder / experiment.recipe / f"{name}-{seed}"
+
+
+def phase_of(variant: Variant, phase: recipes.Phase, overrides: list[str]) -> recipes.Phase:
+    if isinstance(variant, str):
+        return recipes.load(variant, overrides).phases[1]
+    if variant is None or phase.rl is None:
         return phase
-    return recipes.Phase(rl=dataclasses.replace(phase.rl, algorithm=build(Algorithm, algorithm)))
+    return recipes.Phase(rl=dataclasses.replace(phase.rl, algorithm=build(Algorithm, variant)))
 
 
 def run_unless_done(recipe: Recipe) -> None:
@@ -134,9 +167,10 @@ def last_evaluation(folder: Path) -> Path:
 
 
 def figures(experiment: Experiment, folder: Path) -> Figures:
-    result = json.loads(last_evaluation(folder).read_text())
-    overall = {"greedy": result["metrics"]["exact"], "sampled": result["metrics"]["sampled_exact"]}
-    return overall | experiment.measure(folder, result["prompts"])
+    evaluation = json.loads(last_evaluation(folder).read_text())
+    metrics, quality = evaluation["metrics"], experiment.quality
+    overall = {"greedy": metrics[quality], "sampled": metrics[f"sampled_{quality}"]}
+    return overall | experiment.measure(folder, evaluation)
 
 
 def table(experiment: Experiment, by_variant: dict[str, list[Figures]], seeds: Sequence[int]) -> str:
@@ -153,11 +187,27 @@ def table(experiment: Experiment, by_variant: dict[str, list[Figures]], seeds: S
             own = line[variant]
             shares = [f"{ratio(own[figure], line[over][figure]):.0%}" for figure, over in experiment.shares]
             rows.append([variant, label, *(f"{own[name]:.3f}" for name in names), *shares])
+    return as_markdown(rows)
+
+
+def gains(experiment: Experiment, seeds: Sequence[int], folder: Path) -> str:
+    """Markdown table of each variant's gain over SFT and over the baseline, for greedy responses."""
+    rows = [["", "over", "seed", "before", "after", "gain", "95 % interval", "p"], ["---"] * 8]
+    for variant in experiment.variants:
+        for start in (SFT,) if variant == experiment.baseline else (SFT, experiment.baseline):
+            for seed in seeds:
+                pair = [last_evaluation(folder_of(experiment, folder, name, seed)) for name in (start, variant)]
+                change = getattr(compare_files(*pair), experiment.quality)
+                rows.append([variant, start, str(seed), *cells(change)])
+    return as_markdown(rows)
+
+
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def differences(experiment: Experiment, by_variant: dict[str, list[Figures]]) -> str:
-    """Difference of sampled reward to the baseline, paired by seed, as a seed has one start."""
+    """Difference of `sampled` to the baseline, paired by seed, as a seed has one start."""
     lines = []
     for variant in experiment.variants:
         if variant == experiment.baseline:
@@ -198,6 +248,7 @@ def main() -> None:
     path.write_text(json.dumps({"seeds": options.seeds, "figures": by_variant}, indent=1) + "\n")
     print(table(experiment, by_variant, options.seeds))
     print(differences(experiment, by_variant))
+    print(gains(experiment, options.seeds, options.folder))
 
 
 if __name__ == "__main__":

