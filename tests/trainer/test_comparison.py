@@ -81,6 +81,28 @@ def test_seeds_of_a_recipe_are_one_row(tmp_path: Path) -> None:
     assert rows[1].estimate("length").kind == "" and rows[1].estimate("length").mean == 7
 
 
+def test_differences_are_paired(tmp_path: Path) -> None:
+    """Seeds differ by more than the recipes do, which pairing removes."""
+    for seed, quality in enumerate((0.2, 0.5, 0.8)):
+        run(tmp_path / f"a{seed}", "a", seed, quality)
+        run(tmp_path / f"b{seed}", "b", seed, quality + 0.02 + 0.001 * seed, diversity=0.5 + 0.1 * (seed - 1))
+    run(tmp_path / "c0", "c", 0, 0.3)
+    run(tmp_path / "d9", "d", 9)
+    a, b, c, d = select(sorted(tmp_path.glob("*[0-9]")))[0]
+    better, unclear = b.minus(a, "sampled_reward"), b.minus(a, "semantic_diversity")
+    assert better.mean == pytest.approx(0.021) and better[1:3] == pytest.approx(t_interval([0.02, 0.021, 0.022]))
+    assert better.kind == "t, 3 seeds" and better.excludes_0 and not a.estimate("sampled_reward").excludes_0
+    assert a.minus(b, "sampled_reward").high == pytest.approx(-better.low) and a.minus(b, "sampled_reward").excludes_0
+    assert unclear.mean == pytest.approx(0) and unclear.low < 0 < unclear.high and not unclear.excludes_0
+    # one seed in common: every prompt differs by as much
+    single = c.minus(a, "sampled_reward")
+    assert single[:3] == pytest.approx((0.1, 0.1, 0.1)) and single.kind == "bootstrap, 20 prompts" and single.excludes_0
+    assert math.isnan(d.minus(a, "sampled_reward").mean) and not d.minus(a, "sampled_reward").excludes_0
+    text = read(write_comparison(sorted(tmp_path.glob("[ab][0-9]")), tmp_path / "out")).text
+    assert "Differences semantic diversity sampled reward not told apart by 2 b \u2212 1 a " in text
+    assert "+0.021 +0.019 to +0.023 semantic diversity " in text
+
+
 def test_values_of_prompts() -> None:
     line = {"reward": 0.5, "correct": 1.0, "rewards": [0.0, 1.0, None], "right": [1.0, 0, 0], "measures": {"vendi": 2}}
     names = ("reward", "exact", "sampled_reward", "sampled_exact", "pass@1", "pass@3", "vendi", "other", "length")
@@ -158,6 +180,7 @@ def test_page_and_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     # 0.9 at the start of RL, then 0.4 at step 6 and 0.3 at step 20
     assert "collapse of semantic_diversity, RL step none none 6 none" in text
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert content["front"] == ["1 best", "3 wide"]
     assert content["rows"][0]["metrics"]["sampled_reward"]["mean"] == 0.9
     assert len(list((tmp_path / "out" / "plots").glob("*.png"))) >= 2 * 7
 
