@@ -41,7 +41,8 @@ def run(
                 value = quality + (i - 9.5) / 100
                 line |= {"rewards": [value] * 10, "right": [1.0] + [0.0] * 9, "correct": 1.0, "reward": value}
                 line["measures"] = {"semantic_diversity": diversity + (i - 9.5) / 200}
-            names = {"sampled_reward": quality, "reward": quality, "semantic_diversity": diversity, "pass@5": 0.5}
+            names = {"sampled_reward": quality, "reward": quality, "semantic_diversity": diversity}
+            names |= {"pass@10": 1.0, "pass@5": 0.5}
             content["metrics"] = {"prompts": 20.0, "length": 7.0} | names
 
         change(file, edit)
@@ -172,7 +173,8 @@ def test_page_and_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     text = read(target).text
     assert drawn["front"] == [(0.2, 0.9), (0.8, 0.3)] and drawn["titles"] == ("semantic diversity", "sampled reward")
     assert [mark.label for mark in drawn["marks"]] == ["1", "2", "3", "4"]
-    assert "in the other: 1 best, 3 wide." in text
+    assert "in the other: 1 best, 3 wide." in text and "on the Pareto front yes no yes no" in text
+    assert text.index("pass@5") < text.index("pass@10") < text.index("semantic_diversity")
     for title in ("KL from the reference", "Reward", "Length of responses", "Entropy", "Semantic diversity"):
         assert title in text
     assert "4 runs of 4 recipes, evaluated on 20 prompts of the test split of arithmetic" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,9 @@ def test_shared_phases_are_found() -> None:
     }
     for change in ("seed=1", "evaluation.samples=2", "phases.0.sft.steps=2"):
         assert seeds.longest_start(load("reply", change), finished) is None
+    whole = load("reply")
+    third = dataclasses.replace(whole, name="third", phases=[*whole.phases, whole.phases[1]])
+    assert seeds.longest_start(third, [whole, *finished]) is whole
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -101,7 +101,13 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
 
 def _metrics(rows: Sequence[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for e in row.evaluated for name in e.metrics if name not in _OMITTED)
-    return sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    return sorted(names, key=_place)
+
+
+def _place(name: str) -> tuple[int, str, int]:
+    """Place of a measure in the table: those of _FIRST, then by name, and pass@5 before pass@10."""
+    stem, _, k = name.partition("@")
+    return _FIRST.index(name) if name in _FIRST else len(_FIRST), stem, int(k) if k.isdigit() else 0
 
 
 def _header(rows: Sequence[Row], left_out: Sequence[tuple[Path, str]]) -> str:
@@ -125,6 +131,9 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
     titles = ["measure", *(row.label for row in rows)]
     lines = [["seeds", *(shown(", ".join(map(str, row.seeds))) for row in rows)]]
     lines.append(["intervals", *(shown(_kinds(values)) for values in estimates)])
+    if all(name is not None for name in _axes(metrics)):
+        front = _front(metrics, estimates)
+        lines.append(["on the Pareto front", *("yes" if i in front else "no" for i in range(len(rows)))])
     solved = [[number(e.content.get("solved")) for e in row.evaluated] for row in rows]
     if any(map(has_value, solved)):
         lines.append(["correct from a reward of", *(_range(values, page.format_number) for values in solved)])
@@ -160,7 +169,7 @@ def _differences(rows: Sequence[Row], metrics: Sequence[str]) -> str:
         "Mean and 95 % interval of the difference after training. With several seeds in common it is Student's t over "
         "the differences of the seeds, which share data and initial weights; with one, a bootstrap over the prompts. "
         "Where the interval contains 0, or is missing, the two recipes cannot be told apart by the measure. Of twenty "
-        "such intervals one is expected to exclude 0 by chance."
+        "intervals of a difference that is 0 one is expected to exclude it by chance."
     )
     titles = ["", *map(_words, names), "not told apart by"]
     return page.section(
