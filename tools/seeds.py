@@ -27,7 +27,7 @@ from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.report.compare import Difference, compare, difference, paired
 from grpo_trainer.report.comparison import write_comparison
-from grpo_trainer.report.paradigms import Estimate, Row, select, value_of
+from grpo_trainer.report.paradigms import Row, select, value_of
 from grpo_trainer.report.run_folder import Evaluated, RunFolder, series
 from grpo_trainer.train import Trainer
 
@@ -93,25 +93,38 @@ def cells(difference: Difference) -> tuple[str, ...]:
 
 
 def side_by_side(paradigms: Sequence[Row], names: Sequence[str]) -> str:
-    """Table of measures after training, with a line per recipe."""
-    lines = [[row.name, *(plus_minus(row.estimate(name)) for name in names)] for row in paradigms]
-    return markdown([["", *names], *lines])
-
-
-def plus_minus(estimate: Estimate) -> str:
-    """A mean with half the length of its interval."""
-    return f"{estimate.mean:.3f}" + (f" ± {(estimate.high - estimate.low) / 2:.3f}" if estimate.kind else "")
+    """Table of measures after training, with a line per recipe and seed, and one for the mean over several seeds."""
+    lines = []
+    for row in paradigms:
+        for one in by_seed(row):
+            lines.append([row.name, str(one.seeds[0]), *(f"{one.estimate(name).mean:.3f}" for name in names)])
+        if len(row.seeds) > 1:
+            lines.append([row.name, "mean", *(f"{row.estimate(name).mean:.3f}" for name in names)])
+    return markdown([["", "seed", *names], *lines])
 
 
 def differences(paradigms: Sequence[Row], names: Sequence[str]) -> str:
-    """Table of the differences of all pairs of recipes; those whose interval excludes 0 are bold."""
+    """Table of the differences of all pairs of recipes on each seed.
+
+    Bold ones have the same sign on all seeds, with a bootstrap interval over the prompts that excludes 0.
+    """
     lines = []
     for row, other in itertools.combinations(paradigms, 2):
-        gaps = [other.minus(row, name) for name in names]
-        texts = [f"{gap.mean:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})" for gap in gaps]
-        bold = [f"**{text}**" if gap.excludes_0 else text for text, gap in zip(texts, gaps, strict=True)]
-        lines.append([f"{other.name} - {row.name}", *bold])
-    return markdown([["", *names], *lines])
+        others = {one.seeds[0]: one for one in by_seed(other)}
+        pairs = [(one, others[one.seeds[0]]) for one in by_seed(row) if one.seeds[0] in others]
+        cells = []
+        for name in names:
+            gaps = [theirs.minus(ours, name) for ours, theirs in pairs]
+            text = ", ".join(f"{gap.mean:+.3f}" for gap in gaps)
+            is_clear = all(gap.low > 0 for gap in gaps) or all(gap.high < 0 for gap in gaps)
+            cells.append(f"**{text}**" if gaps and is_clear else text)
+        seeds = ", ".join(str(ours.seeds[0]) for ours, _ in pairs)
+        lines.append([f"{other.name} - {row.name}", seeds, *cells])
+    return markdown([["", "seeds", *names], *lines])
+
+
+def by_seed(row: Row) -> list[Row]:
+    return [Row(row.number, [run], [e]) for run, e in zip(row.runs, row.evaluated, strict=True)]
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:
