@@ -80,6 +80,8 @@ results: $(VENV)/built
 	$(BIN)/python tools/learning.py segments --seeds 0 1 2
 	$(BIN)/python tools/learning.py dialogue --seeds 0 1 2
 	$(BIN)/python tools/learning.py dialogue-seq2seq --seeds 0 1 2
+	$(BIN)/python tools/seeds.py reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply \
+		reply-grpo-polychromic reply-polychromic --seeds 0 1 2 --folder runs/replies
 	$(BIN)/python -m benchmarks.trainer_step arithmetic --steps 5
 	$(BIN)/python -m benchmarks.trainer_step similarity_group --steps 5
 	$(BIN)/python -m benchmarks.step --steps 9

@@ -79,6 +79,52 @@ def refuse_used_folder(folder: Path) -> None:
         )
 
 
+def branch(source: Path, recipe: Recipe) -> None:
+    """Starts a run at the end of another one whose phases are this recipe's first ones.
+
+    Resumed from there, the run has the bits of one that trained those phases itself. Logs and evaluations of the other
+    run are copied.
+
+    Args:
+        source: folder of the finished run.
+        recipe: the recipe, equal to the other one except for its name, its output and its further phases.
+    """
+    refuse_used_folder(recipe.folder)
+    stored = _read_json(source / "recipe.json")
+    count = len(stored.get("phases", []))
+    if not 0 < count < len(recipe.phases):
+        raise CheckpointError(
+            f"{source}: to branch, the run must have 1 to {len(recipe.phases) - 1} phases, fewer than the recipe, "
+            f"got {count}"
+        )
+    _refuse_keys(source, _differences(stored.get("evaluation"), plain(recipe)["evaluation"], "evaluation"))
+    if all(phase.rl is None for phase in recipe.phases[:count]):
+        for name in ("rewards", "max_new_tokens"):
+            if not (value := getattr(recipe.evaluation, name)):
+                raise CheckpointError(
+                    f"{source}: to branch, evaluation.{name} must be set, as its default follows the RL phase, which "
+                    f"the run has not, got {value!r}"
+                )
+    phase = recipe.phases[count - 1]
+    state = load_last(dataclasses.replace(recipe, output=str(source), phases=recipe.phases[:count]))
+    last = (count - 1, phase.sft.steps if phase.sft is not None else phase.rl.steps if phase.rl is not None else 0)
+    if state is None or (state.phase, state.step) != last:
+        raise CheckpointError(
+            f"{source}: to branch, the run must have the checkpoint after its last step, phase {last[0]}, step "
+            f"{last[1]}; finish it with --resume"
+        )
+    folder = recipe.folder
+    final = shutil.ignore_patterns(f"*-{count}-*")  # evaluations after the last phase, which a resumed run repeats
+    shutil.copytree(source / "evaluations", folder / "evaluations", ignore=final, dirs_exist_ok=True)
+    for file in (*source.glob("*.jsonl"), *source.glob("solved.json")):
+        shutil.copy(file, folder / file.name)
+    with _atomic_folder(checkpoint_folder(recipe, *last)) as temporary:
+        shutil.copytree(state.folder, temporary, dirs_exist_ok=True)
+        content = _read_json(temporary / "state.json") | {"recipe": _binding(plain(recipe))}
+        (temporary / "state.json").write_text(to_json(content))
+    write_text(folder / "recipe.json", to_json(plain(recipe)))
+
+
 def checkpoint_folder(recipe: Recipe, phase: int, step: int) -> Path:
     return recipe.folder / "checkpoints" / f"{phase}-{step:06d}"
 
@@ -298,9 +344,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_recipe(folder: Path, stored: dict[str, Any], recipe: Recipe) -> None:
-    keys = sorted(_differences(stored, _binding(plain(recipe)), ""))
+    _refuse_keys(folder, _differences(stored, _binding(plain(recipe)), ""))
+
+
+def _refuse_keys(folder: Path, keys: list[str]) -> None:
     if keys:
-        raise CheckpointError(f"{folder}: belongs to another recipe, which differs in {', '.join(keys)}")
+        raise CheckpointError(f"{folder}: belongs to another recipe, which differs in {', '.join(sorted(keys))}")
 
 
 def _binding(recipe: dict[str, Any]) -> dict[str, Any]:

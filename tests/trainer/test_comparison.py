@@ -41,7 +41,8 @@ def run(
                 value = quality + (i - 9.5) / 100
                 line |= {"rewards": [value] * 10, "right": [1.0] + [0.0] * 9, "correct": 1.0, "reward": value}
                 line["measures"] = {"semantic_diversity": diversity + (i - 9.5) / 200}
-            names = {"sampled_reward": quality, "reward": quality, "semantic_diversity": diversity, "pass@5": 0.5}
+            names = {"sampled_reward": quality, "reward": quality, "semantic_diversity": diversity}
+            names |= {"pass@10": 1.0, "pass@5": 0.5}
             content["metrics"] = {"prompts": 20.0, "length": 7.0} | names
 
         change(file, edit)
@@ -79,6 +80,28 @@ def test_seeds_of_a_recipe_are_one_row(tmp_path: Path) -> None:
     assert single.high - single.low == pytest.approx(2 * 1.96 * deviation / math.sqrt(20), rel=0.1)
     # not a mean over prompts of what was written
     assert rows[1].estimate("length").kind == "" and rows[1].estimate("length").mean == 7
+
+
+def test_differences_are_paired(tmp_path: Path) -> None:
+    """Seeds differ by more than the recipes do, which pairing removes."""
+    for seed, quality in enumerate((0.2, 0.5, 0.8)):
+        run(tmp_path / f"a{seed}", "a", seed, quality)
+        run(tmp_path / f"b{seed}", "b", seed, quality + 0.02 + 0.001 * seed, diversity=0.5 + 0.1 * (seed - 1))
+    run(tmp_path / "c0", "c", 0, 0.3)
+    run(tmp_path / "d9", "d", 9)
+    a, b, c, d = select(sorted(tmp_path.glob("*[0-9]")))[0]
+    better, unclear = b.minus(a, "sampled_reward"), b.minus(a, "semantic_diversity")
+    assert better.mean == pytest.approx(0.021) and better[1:3] == pytest.approx(t_interval([0.02, 0.021, 0.022]))
+    assert better.kind == "t, 3 seeds" and better.excludes_0 and not a.estimate("sampled_reward").excludes_0
+    assert a.minus(b, "sampled_reward").high == pytest.approx(-better.low) and a.minus(b, "sampled_reward").excludes_0
+    assert unclear.mean == pytest.approx(0) and unclear.low < 0 < unclear.high and not unclear.excludes_0
+    # one seed in common: every prompt differs by as much
+    single = c.minus(a, "sampled_reward")
+    assert single[:3] == pytest.approx((0.1, 0.1, 0.1)) and single.kind == "bootstrap, 20 prompts" and single.excludes_0
+    assert math.isnan(d.minus(a, "sampled_reward").mean) and not d.minus(a, "sampled_reward").excludes_0
+    text = read(write_comparison(sorted(tmp_path.glob("[ab][0-9]")), tmp_path / "out")).text
+    assert "Differences semantic diversity sampled reward not told apart by 2 b \u2212 1 a " in text
+    assert "+0.021 +0.019 to +0.023 semantic diversity " in text
 
 
 def test_values_of_prompts() -> None:
@@ -150,7 +173,8 @@ def test_page_and_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     text = read(target).text
     assert drawn["front"] == [(0.2, 0.9), (0.8, 0.3)] and drawn["titles"] == ("semantic diversity", "sampled reward")
     assert [mark.label for mark in drawn["marks"]] == ["1", "2", "3", "4"]
-    assert "in the other: 1 best, 3 wide." in text
+    assert "in the other: 1 best, 3 wide." in text and "on the Pareto front yes no yes no" in text
+    assert text.index("pass@5") < text.index("pass@10") < text.index("semantic_diversity")
     for title in ("KL from the reference", "Reward", "Length of responses", "Entropy", "Semantic diversity"):
         assert title in text
     assert "4 runs of 4 recipes, evaluated on 20 prompts of the test split of arithmetic" in text
@@ -158,6 +182,7 @@ def test_page_and_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     # 0.9 at the start of RL, then 0.4 at step 6 and 0.3 at step 20
     assert "collapse of semantic_diversity, RL step none none 6 none" in text
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert content["front"] == ["1 best", "3 wide"]
     assert content["rows"][0]["metrics"]["sampled_reward"]["mean"] == 0.9
     assert len(list((tmp_path / "out" / "plots").glob("*.png"))) >= 2 * 7
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,13 +12,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from grpo_trainer import embed
-from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe
+from grpo_trainer import checkpoint, embed
+from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, branch
+from grpo_trainer.recipe import Recipe
 from grpo_trainer.settings import plain
 from grpo_trainer.train import train
 
 from tests.trainer import small
-from tests.trainer.test_train import lines, stopped_after
+from tests.trainer.test_train import lines, stopped_after, timeless, weights
 
 SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=1", "evaluation.every=0")
 CLUSTERS = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: auto}}"
@@ -43,6 +45,60 @@ def test_without_a_checkpoint_the_recipe_binds_and_no_reference_is_kept(
     left.write_text("{}")
     train(small.recipe(tmp_path, rl_first, "logging.every=2"), resume=True)
     assert left.read_text() != "{}" and json.loads((tmp_path / "recipe.json").read_text())["logging"]["every"] == 2
+
+
+def first_phase(folder: Path, *overrides: str) -> Recipe:
+    recipe = small.recipe(folder, *SHORT, *overrides)
+    return dataclasses.replace(recipe, name="first", phases=recipe.phases[:1])
+
+
+EVALUATION = "evaluation={every: 1, batch: 8, samples: 3, max_new_tokens: 12, rewards: [{name: exact}]}"
+
+
+def test_a_branch_has_the_bits_of_the_whole_run(tmp_path: Path) -> None:
+    train(first_phase(tmp_path / "first", EVALUATION))
+    recipe = small.recipe(tmp_path / "branch", *SHORT, EVALUATION)
+    branch(tmp_path / "first", recipe)
+    assert not (tmp_path / "branch" / "evaluations" / "test-1-000000.json").exists()
+    with pytest.raises(FileExistsError, match="contains a run already"):
+        branch(tmp_path / "first", recipe)
+    branched = train(recipe, resume=True)
+    assert branched == train(small.recipe(tmp_path / "whole", *SHORT, EVALUATION))
+    folders = [tmp_path / name for name in ("branch", "whole")]
+    logs, tensors, evaluations = (
+        [read(folder) for folder in folders]
+        for read in (
+            lambda folder: timeless(lines(folder)),
+            weights,
+            lambda folder: {file.name: file.read_text() for file in (folder / "evaluations").iterdir()},
+        )
+    )
+    assert logs[0] == logs[1] and evaluations[0] == evaluations[1] and len(evaluations[0]) == 6
+    assert all(torch.equal(tensors[0][name], value) for name, value in tensors[1].items())
+    assert [event["event"] for event in lines(tmp_path / "branch", "events")][-3:-1] == ["resumed", "started"]
+
+
+def test_a_branch_of_another_recipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(first_phase(tmp_path / "first", EVALUATION))
+    differing = r"first\S*: belongs to another recipe, which differs in "
+    for change, keys in (
+        (("seed=7", "phases.0.sft.optimizer.lr=0.5"), r"phases\.0\.sft\.optimizer\.lr, seed$"),
+        (("evaluation.batch=4",), r"evaluation\.batch$"),
+    ):
+        with pytest.raises(CheckpointError, match=differing + keys):
+            branch(tmp_path / "first", small.recipe(tmp_path / "branch", *SHORT, EVALUATION, *change))
+    for name, value, shown in (("rewards", "[]", r"\[\]"), ("max_new_tokens", "null", "None")):
+        unset = (EVALUATION, f"evaluation.{name}={value}")
+        checkpoint.start_run(first_phase(tmp_path / name, *unset))
+        with pytest.raises(CheckpointError, match=rf"to branch, evaluation\.{name} must be set, .* got {shown}$"):
+            branch(tmp_path / name, small.recipe(tmp_path / "branch", *SHORT, *unset))
+    with pytest.raises(CheckpointError, match=r"whole: to branch, the run must have 1 to 1 phases, .* got 2$"):
+        checkpoint.start_run(small.recipe(tmp_path / "whole", *SHORT))
+        branch(tmp_path / "whole", small.recipe(tmp_path / "branch", *SHORT, EVALUATION))
+    stopped_after(monkeypatch, first_phase(tmp_path / "half", EVALUATION, "checkpoints.every=1"), 0, 1)
+    with pytest.raises(CheckpointError, match=r"half: to branch, the run must have .* phase 0, step 2; finish it"):
+        branch(tmp_path / "half", small.recipe(tmp_path / "branch", *SHORT, EVALUATION))
+    assert not (tmp_path / "branch").exists()
 
 
 def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:

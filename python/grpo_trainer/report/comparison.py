@@ -1,7 +1,8 @@
-"""The page that compares several runs: final evaluations, diversity against quality, and learning curves."""
+"""The page that compares several runs: evaluations, differences, diversity against quality, and learning curves."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     sections = [
         _header(rows, left_out),
         _table(rows, metrics, estimates),
+        _differences(rows, metrics),
         _scatter(output / "plots", rows, metrics, estimates),
         _curves(output / "plots", rows),
     ]
@@ -88,6 +90,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
             | {"metrics": {name: value._asdict() for name, value in values.items()}}
             for row, values in zip(rows, estimates, strict=True)
         ],
+        "front": [rows[i].label for i in _front(metrics, estimates)],
         "left_out": [{"run": str(path), "reason": reason} for path, reason in left_out],
     }
     (output / "comparison.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -98,7 +101,13 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
 
 def _metrics(rows: Sequence[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for e in row.evaluated for name in e.metrics if name not in _OMITTED)
-    return sorted(names, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    return sorted(names, key=_place)
+
+
+def _place(name: str) -> tuple[int, str, int]:
+    """Place of a measure in the table: those of _FIRST, then by name, and pass@5 before pass@10."""
+    stem, _, k = name.partition("@")
+    return _FIRST.index(name) if name in _FIRST else len(_FIRST), stem, int(k) if k.isdigit() else 0
 
 
 def _header(rows: Sequence[Row], left_out: Sequence[tuple[Path, str]]) -> str:
@@ -122,6 +131,9 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
     titles = ["measure", *(row.label for row in rows)]
     lines = [["seeds", *(shown(", ".join(map(str, row.seeds))) for row in rows)]]
     lines.append(["intervals", *(shown(_kinds(values)) for values in estimates)])
+    if all(name is not None for name in _axes(metrics)):
+        front = _front(metrics, estimates)
+        lines.append(["on the Pareto front", *("yes" if i in front else "no" for i in range(len(rows)))])
     solved = [[number(e.content.get("solved")) for e in row.evaluated] for row in rows]
     if any(map(has_value, solved)):
         lines.append(["correct from a reward of", *(_range(values, page.format_number) for values in solved)])
@@ -142,21 +154,42 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
     )
 
 
+def _differences(rows: Sequence[Row], metrics: Sequence[str]) -> str:
+    """Each pair of recipes, with the differences in the two measures of the scatter plot."""
+    names = [name for name in _axes(metrics) if name is not None]
+    lines = []
+    for row, other in itertools.combinations(rows, 2):
+        gaps = [other.minus(row, name) for name in names]
+        cells = [_cell(name, gap, "+") for name, gap in zip(names, gaps, strict=True)]
+        unclear = [_words(name) for name, gap in zip(names, gaps, strict=True) if not gap.excludes_0]
+        lines.append([shown(f"{other.label} \u2212 {row.label}"), *cells, shown(", ".join(unclear))])
+    if not names or not lines:
+        return ""
+    caption = (
+        "Mean and 95 % interval of the difference after training. With several seeds in common it is Student's t over "
+        "the differences of the seeds, which share data and initial weights; with one, a bootstrap over the prompts. "
+        "Where the interval contains 0, or is missing, the two recipes cannot be told apart by the measure. Of twenty "
+        "intervals of a difference that is 0 one is expected to exclude it by chance."
+    )
+    titles = ["", *map(_words, names), "not told apart by"]
+    return page.section(
+        "Differences", page.table(titles, lines, "numbers compared"), page.paragraph(shown(caption), "soft")
+    )
+
+
 def _kinds(values: dict[str, Estimate]) -> str:
     kinds = [value.kind for value in values.values() if value.kind]
     return max(set(kinds), key=kinds.count) if kinds else "none"
 
 
-def _cell(name: str, value: Estimate) -> str:
+def _cell(name: str, value: Estimate, sign: str = "") -> str:
     is_share = name in SHARES or name.startswith("pass@")
     scale, digits = (100, 1) if is_share else (1, 3)
     if math.isnan(value.mean):
         return page.NO_VALUE
-    text = f"{scale * value.mean:.{digits}f}{' %' * is_share}"
-    if not value.kind:
-        return text
-    interval = f"{scale * value.low:.{digits}f} to {scale * value.high:.{digits}f}".replace("-", "\u2212")
-    return text + page.element("div", interval, "soft")
+    centre, low, high = (f"{scale * v:{sign}.{digits}f}".replace("-", "\u2212") for v in value[:3])
+    text = f"{centre}{' %' * is_share}"
+    return text + page.element("div", f"{low} to {high}", "soft") if value.kind else text
 
 
 def _range(values: Sequence[float], form: Callable[[float], str]) -> str:
@@ -169,12 +202,12 @@ def _scatter(
     folder: Path, rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict[str, Estimate]]
 ) -> str:
     title = "Diversity against quality"
-    x_name, y_name = (next((name for name in names if name in metrics), None) for names in (DIVERSITY, QUALITY))
+    x_name, y_name = _axes(metrics)
     if x_name is None or y_name is None:
         text = "Not drawn, as no evaluation has samples: set evaluation.samples."
         return page.section(title, page.paragraph(text, "soft"))
     points = [(values[x_name].mean, values[y_name].mean) for values in estimates]
-    front = pareto_front(points)
+    front = _front(metrics, estimates)
     marks = [
         Mark(str(row.number), values[x_name][:3], values[y_name][:3])
         for row, values in zip(rows, estimates, strict=True)
@@ -193,6 +226,19 @@ def _scatter(
     return page.section(
         title, page.grid([page.figure(f"{_words(y_name)} and {_words(x_name)}", picture, shown(caption))])
     )
+
+
+def _axes(metrics: Sequence[str]) -> tuple[str | None, str | None]:
+    """Measures of diversity and of quality that the scatter plot shows; None where no run has one."""
+    x_name, y_name = (next((name for name in names if name in metrics), None) for names in (DIVERSITY, QUALITY))
+    return x_name, y_name
+
+
+def _front(metrics: Sequence[str], estimates: Sequence[dict[str, Estimate]]) -> list[int]:
+    x_name, y_name = _axes(metrics)
+    if x_name is None or y_name is None:
+        return []
+    return pareto_front([(values[x_name].mean, values[y_name].mean) for values in estimates])
 
 
 def _words(name: str) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from grpo_trainer.diversity_measures import collapse_point
-from grpo_trainer.report.compare import bootstrap_interval
-from grpo_trainer.report.run_folder import Evaluated, Line, RunFolder, mean, number
+from grpo_trainer.report.compare import bootstrap_interval, paired
+from grpo_trainer.report.run_folder import Evaluated, RunFolder, mean, number
 
 # keys that may differ between runs of one row
 _PER_RUN = ("seed", "output", "threads", "backend", "distributed", "logging", "checkpoints")
@@ -30,6 +30,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
     kind: str
+
+    @property
+    def excludes_0(self) -> bool:
+        return self.low > 0 or self.high < 0
 
 
 @dataclasses.dataclass
@@ -61,6 +65,21 @@ class Row:
         by_prompt = [value for line in self.evaluated[0].prompts if math.isfinite(value := value_of(line, name))]
         low, high = bootstrap_interval(torch.tensor(by_prompt, dtype=torch.float64), _RESAMPLES, 0)
         return Estimate(values[0], low, high, "" if math.isnan(low) else f"bootstrap, {len(by_prompt)} prompts")
+
+    def minus(self, other: Row, name: str) -> Estimate:
+        """Difference of a metric to another row's, paired: by seeds if both have several, or else by prompts."""
+        theirs = dict(zip(other.seeds, other.evaluated, strict=True))
+        pairs = [(e, theirs[seed]) for seed, e in zip(self.seeds, self.evaluated, strict=True) if seed in theirs]
+        gaps = [number(a.metrics.get(name)) - number(b.metrics.get(name)) for a, b in pairs]
+        if len(gaps) > 1:
+            low, high = t_interval(gaps)
+            return Estimate(mean(gaps), low, high, "" if math.isnan(low) else f"t, {_known(gaps)} seeds")
+        if not pairs:
+            return Estimate(math.nan, math.nan, math.nan, "")
+        lines = paired(pairs[0][1].prompts, pairs[0][0].prompts)
+        by_prompt = [gap for b, a in lines if math.isfinite(gap := value_of(a, name) - value_of(b, name))]
+        low, high = bootstrap_interval(torch.tensor(by_prompt, dtype=torch.float64), _RESAMPLES, 0)
+        return Estimate(gaps[0], low, high, "" if math.isnan(low) else f"bootstrap, {len(by_prompt)} prompts")
 
     def collapse(self, name: str, share: float) -> list[float]:
         """Collapse point of each run by its evaluations of the validation split during RL; NaN if there is none."""
@@ -135,7 +154,7 @@ def differences(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def value_of(line: Line, name: str) -> float:
+def value_of(line: Mapping[str, Any], name: str) -> float:
     """A metric of one prompt's line in an evaluation; NaN if it is not a mean over prompts, or was not written."""
     if name in ("reward", "exact"):
         return number(line.get("correct" if name == "exact" else name))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _WIDTH, _BELOW, _DPI = 5.6, 0.48, 160  # width and bottom margin in inches, dots per inch
 _LINE_LENGTH = 58  # characters of a title and a legend that fit on one line
 _MAX_BARS = 40
-_MAX_LABEL = 22  # characters of a name in a legend
+_MAX_LABEL = 26  # characters of a name in a legend
 _MAX_MARKERS = 30  # curves with more points have no markers
 
 
