@@ -22,6 +22,9 @@ SCHEMAS = {
     "github-workflows": WORKFLOWS,
     "github-actions": sorted(GITHUB.glob("actions/*/action.yml")),
     "dependabot": [GITHUB / "dependabot.yml"],
+    "github-issue-config": [GITHUB / "ISSUE_TEMPLATE" / "config.yml"],
+    "github-issue-forms": sorted(GITHUB.glob("ISSUE_TEMPLATE/*_*.yml")),
+    "citation-file-format": [ROOT / "CITATION.cff"],
 }
 pytestmark = pytest.mark.skipif(not GITHUB.exists(), reason="tests are run from outside the checkout")
 
@@ -51,6 +54,18 @@ def test_the_schema_sees_a_fault(tmp_path: Path) -> None:
     text = (GITHUB / "workflows" / "ci.yml").read_text()
     faulty.write_text(text.replace("runs-on: ubuntu-latest", "run-on: ubuntu-latest", 1))
     assert "run-on" in schema_errors("github-workflows", faulty)
+
+
+def test_the_citation_has_the_version_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'\nversion = "{citation["version"]}"\n' in project and f'license = "{citation["license"]}"' in project
+
+
+def test_a_bug_report_asks_for_the_output_of_the_module() -> None:
+    form = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / "bug_report.yml").read_text())
+    asked = next(part for part in form["body"] if part.get("id") == "environment")
+    assert "python -m grpo_kernels" in asked["attributes"]["label"] and asked["validations"]["required"]
 
 
 def commands(workflow: dict[str, Any]) -> list[str]:
