@@ -103,6 +103,7 @@ def test_links_are_rewritten_for_the_site() -> None:
     assert relinked("[a](docs/ops/policy_loss.md#formula)", "README.md") == "[a](ops/policy_loss.md#formula)"
     assert relinked("[a](../../README.md)", "docs/ops/policy_loss.md", "ops") == "[a](../README.md)"
     assert relinked("[`a`](examples/grpo.py)", "README.md") == "`a`"
+    assert relinked("[a](tutorial.ipynb)", "docs/README.md") == "[a](tutorial.md)"
     assert relinked("[a](absent.md)", "README.md") == "[a](absent.md)"
     picture = re.search(r"<picture>.*?</picture>", (ROOT / "README.md").read_text(), re.DOTALL)
     assert picture is not None

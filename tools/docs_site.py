@@ -7,6 +7,8 @@ Links between documents and sources are rewritten: the sources are no part of th
 from __future__ import annotations
 
 import ast
+import base64
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")  # pages with the same name
 HOME = "README.md"  # that of the project; docs/README.md lists the pages for readers on GitHub
+NOTEBOOK = "tutorial.ipynb"
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 PICTURE = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
@@ -76,25 +79,44 @@ def relinked(text: str, place: str, folder: str) -> str:
     def relink(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
-        page = path.removeprefix("docs/") if path.startswith("docs/") else path if path in (*DOCUMENTS, HOME) else None
-        if page is None:
+        is_page = path.startswith("docs/") or path in (*DOCUMENTS, HOME)
+        page = path.removeprefix("docs/").replace(NOTEBOOK, "tutorial.md")
+        if not is_page:
             return label if (ROOT / path).exists() else match[0]  # strict mode reports what leads nowhere
         return f"[{label}]({posixpath.relpath(page, folder or '.')}{anchor})"
 
     return LINK.sub(relink, text)
 
 
+def tutorial() -> tuple[str, dict[str, bytes]]:
+    """The notebook as a page, and its images by name."""
+    parts: list[str] = []
+    images: dict[str, bytes] = {}
+    for cell in json.loads((ROOT / "docs" / NOTEBOOK).read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text'])}```")
+            else:
+                name = f"images/tutorial_{len(images) + 1}.png"
+                images[name] = base64.b64decode(output["data"]["image/png"])
+                parts.append(f"![Plot of the cell above]({name})")
+    return "\n\n".join(parts) + "\n", images
+
+
 def generated_pages() -> dict[str, str]:
     """Pages that are not files of docs/, by their names."""
-    return {"api.md": api_page()} | {name: (ROOT / name).read_text() for name in DOCUMENTS}
+    documents = {name: (ROOT / name).read_text() for name in DOCUMENTS}
+    return {"api.md": api_page(), "tutorial.md": tutorial()[0]} | documents
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the generated pages."""
+    """Adds the generated pages and the images of the tutorial."""
     from mkdocs.structure.files import File
 
-    for name, text in generated_pages().items():
-        files.append(File.generated(config, name, content=text))
+    for name, content in (generated_pages() | tutorial()[1]).items():
+        files.append(File.generated(config, name, content=content))
     return files
 
 
