@@ -101,9 +101,9 @@ bench-quick: $(VENV)/built
 wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
-# Reads the sources without importing them, so it needs no torch.
+# Reads the sources without importing them, so it needs no torch. With --quiet, --strict would not see any warning.
 docs: $(DOCS)/packages
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # What a release publishes, for the Python of PYTHON. TAG=vX.Y.Z must match the version.
 TAG ?=
