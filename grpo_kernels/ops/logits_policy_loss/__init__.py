@@ -65,8 +65,8 @@ def logits_policy_loss(
         logits: [B, T, V] with targets [B, T], or packed [M, V] with targets [M] and cu_seqlens
         targets: -100 excludes a token, whatever the mask says
         temperature, softcap, logit_scale, backend: as in token_logprobs
-        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights,
-            weights, normalizer, groups, log_z, config: as in policy_loss
+        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs: as in policy_loss
+        is_weights, weights, normalizer, groups, log_z, config: as in policy_loss
         return_entropy: measure the entropy even if the config does not need it
         inplace: overwrite the logits with their gradient, which saves their size in memory. Nothing else may read
             them, and torch.compile is not supported

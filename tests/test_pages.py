@@ -1,0 +1,171 @@
+"""The pages for newcomers: every config of which_loss.md is made, and the code of moving.md runs and agrees."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import grpo_kernels as gk
+
+DOCS = Path(__file__).parent.parent / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="tests are run from outside the checkout")
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text() if DOCS.exists() else ""
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """Cells of the rows of tables, without their heads."""
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        for line in table.splitlines()[2:]:
+            yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def settings() -> list[str]:
+    return re.findall(r"`(gk\.[^`]+\))`", read("which_loss.md"))
+
+
+@pytest.mark.parametrize("setting", sorted(set(settings())))
+def test_every_setting_is_made(setting: str) -> None:
+    config = eval(setting, {"gk": gk})
+    assert isinstance(config, gk.LossConfig | gk.AdvantageConfig | gk.TokenAdvantageConfig)
+
+
+def test_every_system_and_method_has_its_settings() -> None:
+    named = [cells for cells in rows(read("which_loss.md")) if any(cell.startswith("`gk.") for cell in cells)]
+    assert len(named) > 30
+    for name, *advantages, loss in named:
+        assert all(re.match(r"`gk\.(Token)?AdvantageConfig\(", cell) for cell in advantages), name
+        assert re.match(r"`gk\.LossConfig[.(]", loss), name
+
+
+def test_names_beside_settings_are_names() -> None:
+    text = read("which_loss.md")
+    for name in re.findall(r"`(trl-[\w-]+)`", text):
+        gk.AdvantageConfig(name)
+    fields = [re.findall(r"`(\w+)`", cells[1]) for cells in rows(text.partition("## From a formula")[2])]
+    assert len(fields) == 5 and all(hasattr(gk.LossConfig(), name) for names in fields for name in names)
+
+
+def test_a_row_as_one_segment_is_trls_rloo() -> None:
+    """RLOOTrainer.compute_loss: the ratio of whole completions, clipped, and the mean over them."""
+    assert '`gk.LossConfig(ratio="segment")`, with a whole row as one segment' in read("which_loss.md")
+    torch.manual_seed(0)
+    logprobs, old, advantages = -torch.rand(8, 5), -torch.rand(8, 5), torch.randn(8)
+    mask = torch.arange(5) < torch.tensor([5, 3, 4, 5, 1, 2, 5, 5])[:, None]
+    ratio = torch.exp(((logprobs - old) * mask).sum(1))
+    expected = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    segments = torch.zeros(8, 5, dtype=torch.int32)
+    config = gk.LossConfig(ratio="segment")
+    loss = gk.policy_loss(logprobs, old, advantages, mask=mask, segments=segments, config=config).loss
+    torch.testing.assert_close(loss, expected)
+
+
+def test_the_stated_defaults_of_the_peers() -> None:
+    """Sentences of the page on what may surprise."""
+    assert gk.LossConfig.trl() == gk.LossConfig.trl(loss_type="dapo", epsilon_high=0.2)
+    assert gk.LossConfig.verl().dual_clip == 3.0
+    assert gk.AdvantageConfig("trl-group").eps == 1e-4 and gk.AdvantageConfig("verl-grpo").eps == 1e-6
+
+
+def examples(section: str) -> list[str]:
+    text = read("moving.md").split(f"## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def scope() -> dict[str, Any]:
+    """What the examples take from their surroundings: two prompts with four completions each."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 32, bias=False)
+    mask = torch.arange(5) < torch.tensor([5, 3, 4, 5, 1, 2, 5, 5])[:, None]
+    hidden, tokens = torch.randn(8, 5, 8, requires_grad=True), torch.randint(32, (8, 5))
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.2, 1.0, 0.0, 0.3])
+    logprobs = gk.linear_logprobs(hidden, head.weight, tokens).logprobs.detach()
+    return {
+        "head": head,
+        "mask": mask,
+        "hidden": hidden,
+        "tokens": tokens,
+        "rewards": rewards,
+        "old_logprobs": logprobs + 0.3 * torch.randn(8, 5),  # far enough for some ratios to be clipped
+        "advantages": torch.randn(8),
+        "token_rewards": rewards[:, None] * torch.eye(5)[mask.sum(1) - 1],
+        "uids": np.array(list("abababba"), dtype=object),
+    }
+
+
+def loss_and_gradients(code: str, scope: dict[str, Any]) -> list[torch.Tensor]:
+    names = dict(scope)
+    exec(code, names)
+    return [names["loss"].detach(), *torch.autograd.grad(names["loss"], (scope["hidden"], scope["head"].weight))]
+
+
+@pytest.mark.parametrize("section", ["Liger", "A loop of your own"])
+def test_losses_before_and_after_agree(section: str, scope: dict[str, Any]) -> None:
+    if section == "Liger":
+        pytest.importorskip("liger_kernel")
+    before, after = (loss_and_gradients(code, scope) for code in examples(section))
+    assert before[1].abs().max() > 0.01
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+
+
+def test_calls_without_a_peer_run(scope: dict[str, Any]) -> None:
+    assert all(value.isfinite().all() for value in loss_and_gradients(examples("Liger")[1], scope))
+
+
+def test_advantages_of_verl_before_and_after_agree(scope: dict[str, Any]) -> None:
+    pytest.importorskip("verl")
+    from tests.integrations import tiny_verl  # replace servers that verl imports
+
+    assert tiny_verl
+    results = []
+    for code in examples("verl"):
+        names = dict(scope, mask=scope["mask"].float())
+        exec(code, names)
+        results.append(names["advantages"])
+    assert results[0].abs().max() > 0.5
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_names_of_verl_are_registered() -> None:
+    pytest.importorskip("verl")
+    from tests.integrations import tiny_verl
+
+    assert tiny_verl
+    from verl.trainer.ppo import core_algos
+
+    import grpo_kernels.integrations.verl
+
+    assert grpo_kernels.integrations.verl  # registers
+    for key, registry in (
+        ("adv_estimator", core_algos.ADV_ESTIMATOR_REGISTRY),
+        ("loss_mode", core_algos.POLICY_LOSS_REGISTRY),
+    ):
+        names = re.findall(rf"{key}=(\w+)", read("moving.md"))
+        assert len(names) == 2 and all(name in registry for name in names), names
+
+
+def test_names_of_the_trainers_exist() -> None:
+    pytest.importorskip("trl")
+    for code in examples("TRL's trainer"):
+        imported: dict[str, Any] = {}
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(str(node.module))
+                imported |= {alias.name: getattr(module, alias.name) for alias in node.names}
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.Call):
+                called = imported[ast.unparse(node.func)]
+                accepted = {name for kind in called.__mro__[:2] for name in inspect.signature(kind).parameters}
+                assert {keyword.arg for keyword in node.keywords} <= accepted, ast.unparse(node)

@@ -1,0 +1,73 @@
+"""The claims of SECURITY.md that can be checked on the sources and the defaults."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted([*(ROOT / "grpo_kernels").rglob("*.py"), *(ROOT / "python").rglob("*.py")])
+pytestmark = pytest.mark.skipif(not (ROOT / "SECURITY.md").exists(), reason="tests are run from outside the checkout")
+
+# Modules that unpickle, and calls that unpickle or run text.
+MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "pandas.read_pickle", "eval", "exec", "yaml.unsafe_load"}
+
+
+def unsafe_places(text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [str(node.module)]
+        elif isinstance(node, ast.Call) and (called := ast.unparse(node.func)) in CALLS:
+            yield f"line {node.lineno}: {called}"
+        yield from (f"line {node.lineno}: import {name}" for name in names if name.split(".")[0] in MODULES)
+
+
+def test_no_file_is_unpickled_and_no_text_is_run() -> None:
+    assert len(SOURCES) > 100
+    for path in SOURCES:
+        assert not list(unsafe_places(path.read_text())), path
+
+
+@pytest.mark.parametrize(
+    "planted", ["import pickle", "from joblib import load", "x = torch.load(path)", "def f():\n    eval(text)"]
+)
+def test_the_search_sees_a_planted_call(planted: str) -> None:
+    assert list(unsafe_places(planted))
+    assert not list(unsafe_places("model.eval()"))
+
+
+def test_code_of_models_runs_only_on_request() -> None:
+    pytest.importorskip("transformers")
+    from grpo_trainer.recipe import Model
+    from grpo_trainer.rewards.reward_model import make
+
+    assert Model().trust_remote_code is False
+    assert inspect.signature(make).parameters["trust_remote_code"].default is False
+
+
+def test_yaml_makes_no_objects() -> None:
+    yaml = pytest.importorskip("yaml")
+    from grpo_trainer.settings import read_yaml
+
+    with pytest.raises(yaml.YAMLError, match="python/object"):
+        read_yaml("!!python/object/apply:os.getcwd []")
+
+
+def test_a_recipe_imports_only_functions_that_it_names() -> None:
+    from grpo_trainer import tasks
+    from grpo_trainer.recipe import Reward
+    from grpo_trainer.rewards import load_reward
+
+    assert load_reward(Reward(name="posixpath:basename")) is __import__("posixpath").basename
+    with pytest.raises(ValueError, match=r"rewards\.name"):
+        load_reward(Reward(name="posixpath"))
+    with pytest.raises(ValueError, match=r"data\.task"):
+        tasks.make("base", 0, {})
