@@ -32,11 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-grid", action="store_true", help="run all cases of large grids")
+    parser.addoption("--whole-grid", action="store_true", help="run all cases of large grids, and nightly tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Thins grids: keeps every pair of values, but at most a tenth of the slow Triton cases."""
+    """Leaves out nightly tests, and thins grids: to every pair of values, but at most a tenth of slow Triton cases."""
     if config.getoption("--whole-grid"):
         return
     grids: dict[tuple[str, bool, int], dict[str, thinning.Case]] = defaultdict(dict)
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case = thinning.values_of(item.callspec.params)
             strength = grid.kwargs.get("strength", 2)
             grids[item.nodeid.partition("[")[0], is_triton, strength][item.nodeid] = case
-    left_out: set[str] = set()
+    left_out = {item.nodeid for item in items if item.get_closest_marker("nightly") is not None}
     for (_, is_triton, strength), cases in grids.items():
         left_out |= cases.keys() - thinning.thinned(cases, strength, is_slow=is_triton)
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])

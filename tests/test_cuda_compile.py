@@ -50,7 +50,7 @@ def resources(source: Path, architecture: str, folder: Path) -> list[tuple[str, 
     return [(k, int(r), int(s[0]) + int(s[1])) for k, r, s in zip(kernels, registers, spills, strict=True)]
 
 
-@pytest.mark.grid(strength=1)  # each case takes seconds
+@pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: name_of(p))
 def test_compiles_without_spills(source: Path, architecture: str, tmp_path: Path) -> None:

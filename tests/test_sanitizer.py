@@ -58,6 +58,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @needs_no_gpu
+@pytest.mark.nightly
 def test_kernels_stay_inside_their_arrays() -> None:
     done = run_address_sanitizer()
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
@@ -70,6 +71,7 @@ def test_an_access_outside_is_reported() -> None:
 
 
 @needs_no_gpu
+@pytest.mark.nightly
 def test_kernels_have_no_races() -> None:
     """No kernel has a race; tests/test_races.py tests the detector itself on planted ones."""
     done = run("races")

@@ -92,3 +92,24 @@ def test_a_grid_is_thinned_unless_asked_for_whole(pytester: pytest.Pytester) -> 
     # 30 outside the grid, 4 of Triton's 40, and elsewhere at least every pair of kind and size
     assert 30 + 4 + 20 <= outcome["passed"] <= 30 + 4 + 30
     assert pytester.runpytest_inprocess("-p", "no:cacheprovider", "--whole-grid").parseoutcomes() == {"passed": 110}
+
+
+def test_nightly_tests_run_with_the_whole_grid_alone(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
+    pytester.makeini("[pytest]\nmarkers =\n    grid\n    nightly")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.nightly
+        @pytest.mark.parametrize("size", range(3))
+        def test_long(size):
+            pass
+
+        def test_short():
+            pass
+        """
+    )
+    quick = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
+    assert quick == {"passed": 1, "deselected": 3}
+    assert pytester.runpytest_inprocess("-p", "no:cacheprovider", "--whole-grid").parseoutcomes() == {"passed": 4}

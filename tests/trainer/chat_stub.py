@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,6 +35,17 @@ class Stub:
         self.running = self.most_running = 0
         self.url = ""
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with self.lock:
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.running -= 1
+
     def answer(self, body: dict[str, Any], headers: dict[str, str], path: str) -> Reply:
         shown = json.loads(body["messages"][-1]["content"])
         with self.lock:
@@ -54,21 +65,15 @@ def serve(reply: Callable[[dict[str, Any], int], Reply | float | str]) -> Iterat
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            with stub.lock:
-                stub.running += 1
-                stub.most_running = max(stub.most_running, stub.running)
-            try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up
                 self._reply()
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # the client gave up
-            finally:
-                with stub.lock:
-                    stub.running -= 1
 
         def _reply(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            sent = stub.answer(body, dict(self.headers), self.path)
-            stopped.wait(sent.wait)
+            # until the reply is sent: its reader may make the next request before this thread goes on
+            with stub.counted():
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                sent = stub.answer(body, dict(self.headers), self.path)
+                stopped.wait(sent.wait)
             choice = {"choices": [{"message": {"role": "assistant", "content": sent.text}}]}
             payload = json.dumps(choice).encode() if sent.payload is None else sent.payload
             self.send_response(sent.status)
