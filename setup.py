@@ -1,4 +1,4 @@
-"""Builds the compiled modules; everything else is in pyproject.toml.
+"""Builds the compiled libraries; everything else is in pyproject.toml.
 
 GRPO_KERNELS_BUILD   result
   none               a pure-Python wheel with the Triton and reference backends
@@ -6,7 +6,8 @@ GRPO_KERNELS_BUILD   result
   cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
   auto (default)     cuda with nvcc and a CUDA build of torch, else cpu with a C++ compiler, else none; torch is the
                      installed one with pip's --no-build-isolation, else the one that pip fetches for the build
-A failed compilation is an error in every mode.
+A failed compilation is an error in every mode. The libraries use no header of Python's, so a wheel serves every version
+of Python on its platform.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -56,11 +58,24 @@ def build_mode() -> str:
 
 
 class CMakeBuild(build_ext):
-    """Builds all modules in one CMake run, into the folder where setuptools expects them."""
+    """Builds all libraries in one CMake run, into the folder where setuptools expects them."""
+
+    def finalize_options(self) -> None:
+        if self.inplace and self.distribution.ext_modules:  # a checkout, where the tests read it
+            self.distribution.ext_modules.append(Extension("grpo_kernels._codes", sources=[]))
+        super().finalize_options()
+
+    def get_ext_filename(self, fullname: str) -> str:
+        package, _, name = fullname.rpartition(".")
+        if not name.startswith("libgrpo_kernels_"):
+            return str(super().get_ext_filename(fullname))
+        return os.path.join(*package.split("."), f"{name}.so") if package else f"{name}.so"
 
     def run(self) -> None:
         if not self.extensions:
             return
+        names = {extension.name.rpartition(".")[2] for extension in self.extensions}
+        has_cuda = "libgrpo_kernels_cuda" in names
         output = Path(self.get_ext_fullpath(self.extensions[0].name)).parent.resolve()
         build = Path(self.build_temp).resolve()
         build.mkdir(parents=True, exist_ok=True)
@@ -74,13 +89,14 @@ class CMakeBuild(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DGRPO_OUTPUT_DIR={output}",
-            f"-DGRPO_WITH_CUDA={'ON' if len(self.extensions) > 1 else 'OFF'}",
+            f"-DGRPO_WITH_CUDA={'ON' if has_cuda else 'OFF'}",
+            f"-DGRPO_WITH_CODES={'ON' if '_codes' in names else 'OFF'}",
         ]
         ninja = program("ninja", "BIN_DIR")
         if ninja:
             # passed each time, because the cache may name the ninja of a build environment that pip has removed
             configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
-        if len(self.extensions) > 1:
+        if has_cuda:
             compiler = nvcc()
             if compiler is None:
                 raise SystemExit("GRPO_KERNELS_BUILD=cuda needs nvcc, on PATH or in $CUDA_HOME/bin; found none")
@@ -92,12 +108,19 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--build", str(build), "--parallel", jobs], check=True)
 
 
-modules = {"none": [], "cpu": ["_C"], "cuda": ["_C", "_C_cuda"]}[build_mode()]
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and every version of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+backends = {"none": [], "cpu": ["cpu"], "cuda": ["cpu", "cuda"]}[build_mode()]
 
 setup(
     packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes"],
     package_dir={"grpo_trainer": "python/grpo_trainer", "grpo_trainer.recipes": "recipes"},
     package_data={"grpo_kernels": ["py.typed"], "grpo_trainer.recipes": ["*.yaml"]},
-    ext_modules=[Extension(f"grpo_kernels.{name}", sources=[]) for name in modules],
-    cmdclass={"build_ext": CMakeBuild},
+    ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

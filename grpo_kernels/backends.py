@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 
 import torch
 
 from grpo_kernels.checks import dtype_names
+from grpo_kernels.compiled import CudaLibrary, load_cpu, load_cuda
 
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
@@ -43,27 +42,18 @@ _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _emulated: set[str] = set()
 
 
-def _import_compiled(name: str) -> tuple[ModuleType | None, str | None]:
-    """Imports a compiled module, which registers its kernels; without it their ops are defined but not implemented."""
-    try:
-        return importlib.import_module(f"grpo_kernels.{name}"), None
-    except ModuleNotFoundError:
-        return None, "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
-    except ImportError as error:  # built for another torch or another system
-        return None, f"built, but cannot be loaded: {error}"
-
-
-cpu_module, cpu_error = _import_compiled("_C")
-cuda_module: ModuleType | None = None
+# Loading a library registers its kernels; without it their ops are defined but not implemented.
+cpu_library, cpu_error = load_cpu()
+cuda_library: CudaLibrary | None = None
 cuda_error: str | None = "this torch is not a CUDA build"
 if torch.version.cuda:
-    cuda_module, cuda_error = _import_compiled("_C_cuda")
+    cuda_library, cuda_error = load_cuda()
 
 
 def build_facts() -> dict[str, dict[str, str]]:
-    """Compiler, flags and targets of each compiled module."""
-    modules = {"cpu": cpu_module, "cuda": cuda_module}
-    return {name: module.build_facts() for name, module in modules.items() if module is not None}
+    """Compiler, flags and targets of each compiled library."""
+    libraries = {"cpu": cpu_library, "cuda": cuda_library}
+    return {name: library.build_facts() for name, library in libraries.items() if library is not None}
 
 
 def _checked(name: str | None, where: str) -> str | None:
@@ -170,8 +160,8 @@ cuda_refusal._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def _cuda_refusal(device_index: int) -> str | None:
-    assert cuda_module is not None
-    facts, driver = cuda_module.build_facts(), cuda_module.driver_version()
+    assert cuda_library is not None
+    facts, driver = cuda_library.build_facts(), cuda_library.driver_version()
     if driver // 1000 < int(facts["cuda"].partition(".")[0]):
         newest = f"{driver // 1000}.{driver % 1000 // 10}"
         return f"the kernels were built with CUDA {facts['cuda']}, the driver runs CUDA {newest} and older; update it"

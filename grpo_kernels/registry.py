@@ -18,7 +18,9 @@ import torch
 
 from grpo_kernels.backends import Supports  # also imports the compiled implementations
 
-NAMESPACE = "grpo_kernels"
+# The name of the package, which differs in a copy loaded from the kernels hub; so does that of its ops.
+NAMESPACE = __name__.partition(".")[0]
+ops = getattr(torch.ops, NAMESPACE)
 _Function = Callable[..., Any]
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -67,7 +69,7 @@ def define(
 
 def overload(op: str, backend: str) -> Callable[..., Any]:
     """The torch op itself."""
-    return cast(Callable[..., Any], getattr(getattr(torch.ops, NAMESPACE), f"{op}_{backend}").default)
+    return cast(Callable[..., Any], getattr(ops, f"{op}_{backend}").default)
 
 
 def _eager(op: _Function, setup_context: _Function, backward: _Function) -> _Function:

@@ -59,7 +59,7 @@ def poisoned_memory() -> None:
     """Fills uninitialized memory with NaN, in torch's allocations and in those of the compiled ops."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
-    for module in (backends.cpu_module, backends.cuda_module):
+    for module in (backends.cpu_library, backends.cuda_library):
         if module is not None:
             module.poison_allocations(True)
 

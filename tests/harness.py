@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import BACKENDS, Supports, cpu_module, refusal
+from grpo_kernels.backends import BACKENDS, Supports, cpu_library, refusal
 
-needs_cpu_kernels = pytest.mark.skipif(cpu_module is None, reason="the CPU kernels are not built")
+needs_cpu_kernels = pytest.mark.skipif(cpu_library is None, reason="the CPU kernels are not built")
 
 
 @contextlib.contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
     """Divides all work of the CPU kernels among `count` threads, also work that is too short for that otherwise."""
-    assert cpu_module is not None
+    assert cpu_library is not None
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    least = cpu_module.set_fork_nanoseconds(0)
+    least = cpu_library.set_fork_nanoseconds(0)
     try:
         yield
     finally:
-        cpu_module.set_fork_nanoseconds(least)
+        cpu_library.set_fork_nanoseconds(least)
         torch.set_num_threads(before)
 
 

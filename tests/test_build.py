@@ -47,6 +47,6 @@ def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
     subprocess.run([*command, "-G", "Ninja"], check=True, capture_output=True, timeout=300, env=environment)
     listed = subprocess.run(["nvcc", "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout.split()
     known = [number for number in (80, 86, 89, 90, 100, 120) if f"compute_{number}" in listed]
-    facts = (tmp_path / "_C_cuda" / "build_facts.h").read_text()
+    facts = (tmp_path / "grpo_kernels_cuda" / "build_facts.h").read_text()
     wanted = ";".join([*(f"{number}-real" for number in known[:-1]), str(known[-1])])
     assert f'#define GRPO_CUDA_ARCHITECTURES "{wanted}"' in facts

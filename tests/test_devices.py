@@ -365,7 +365,7 @@ def test_architectures(architectures: str, runs: list[tuple[int, int]], refused:
     assert not any(backends.runs_machine_code(architectures, *device) for device in refused)
 
 
-def cuda_module_of(facts: dict[str, str]) -> Any:
+def cuda_library_of(facts: dict[str, str]) -> Any:
     return SimpleNamespace(build_facts=lambda: facts, driver_version=lambda: 13020)
 
 
@@ -377,7 +377,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "DEVICES", backends.DEVICES | {"cuda": {"cuda"}})
     monkeypatch.setattr(backends, "_emulated", set())
     monkeypatch.setattr(backends, "cuda_error", None)
-    monkeypatch.setattr(backends, "cuda_module", cuda_module_of(facts))
+    monkeypatch.setattr(backends, "cuda_library", cuda_library_of(facts))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     # get_device_capability is not patched, as torch.compile handles it itself
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: capabilities[index])
@@ -424,7 +424,7 @@ def test_the_reason_is_shown_for_the_current_device(
 @no_gpu
 def test_a_driver_older_than_the_build_is_the_reason(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(backends.cuda_module, "driver_version", lambda: 12080)
+    monkeypatch.setattr(backends.cuda_library, "driver_version", lambda: 12080)
     assert chosen(0) == "triton"
     with pytest.raises(RuntimeError, match=r"built with CUDA 13.0.88, the driver runs CUDA 12.8 and older"):
         chosen(0, "cuda")
@@ -436,9 +436,9 @@ def test_torch_compile_traces_the_choice(gpus: None, monkeypatch: pytest.MonkeyP
     pytest.importorskip("triton")
     torch.compiler.reset()
     # torch.compile cannot trace into a compiled module
-    assert backends.cpu_module is not None and backends.cuda_module is not None
-    compiled_facts, facts = backends.cpu_module.build_facts, backends.cuda_module.build_facts()
-    monkeypatch.setattr(backends.cuda_module, "build_facts", lambda: compiled_facts() | facts)
+    assert backends.cpu_library is not None and backends.cuda_library is not None
+    compiled_facts, facts = backends.cpu_library.build_facts, backends.cuda_library.build_facts()
+    monkeypatch.setattr(backends.cuda_library, "build_facts", lambda: compiled_facts() | facts)
     numbers = {"cuda": 1, "triton": 2}
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.backends import cpu_module
+from grpo_kernels.backends import cpu_library
 from tests.harness import cpu_threads, needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
@@ -27,10 +27,10 @@ def two_threads() -> Iterator[None]:
 
 
 def forks_of(call: Call) -> int:
-    assert cpu_module is not None
-    before = cpu_module.forks()
+    assert cpu_library is not None
+    before = cpu_library.forks()
     call()
-    return int(cpu_module.forks() - before)
+    return int(cpu_library.forks() - before)
 
 
 def group_advantages(rows: int, groups: int | torch.Tensor = 8, config: str = "grpo") -> Call:

@@ -50,26 +50,29 @@ for mode in $modes; do
 import sys, zipfile
 names = zipfile.ZipFile(sys.argv[1]).namelist()
 mode = sys.argv[2]
-compiled = sorted(name.split("/")[1].split(".")[0] for name in names if name.endswith(".so"))
-assert compiled == {"none": [], "cpu": ["_C"], "cuda": ["_C", "_C_cuda"]}[mode], compiled
+compiled = sorted(name for name in names if name.endswith(".so"))
+backends = {"none": [], "cpu": ["cpu"], "cuda": ["cpu", "cuda"]}[mode]
+assert compiled == [f"grpo_kernels/libgrpo_kernels_{backend}.so" for backend in backends], compiled
 assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} == {"grpo_kernels", "grpo_trainer"}, names
 assert "grpo_kernels/py.typed" in names
-assert (mode == "none") == sys.argv[1].endswith("py3-none-any.whl"), sys.argv[1]
+assert "-py3-none-" in sys.argv[1] and (mode == "none") == sys.argv[1].endswith("-any.whl"), sys.argv[1]
 PY
   # torch provides all of CUDA except the runtime, which is linked statically (see CMakeLists.txt) and must not leak.
   mkdir "$work/content-$mode" && "$oldest" -m zipfile -e "$wheel" "$work/content-$mode"
-  for module in "$work/content-$mode"/grpo_kernels/_C_cuda*.so; do
-    [ -e "$module" ] || continue
-    needed=$(readelf -d "$module" | grep NEEDED)
-    grep -q "\[libtorch_cuda.so\]" <<<"$needed" || { echo "$module does not need libtorch_cuda.so" >&2; exit 1; }
-    if grep cudart <<<"$needed" >&2; then echo "$module needs a CUDA runtime" >&2; exit 1; fi
-    if readelf -d "$module" | grep -E "R(UN)?PATH" >&2; then echo "$module has a path of this machine" >&2; exit 1; fi
-    if nm -D --defined-only "$module" | grep -E " _*cuda" >&2; then echo "$module exports CUDA's runtime" >&2; exit 1; fi
+  for library in "$work/content-$mode"/grpo_kernels/*.so; do
+    [ -e "$library" ] || continue
+    needed=$(readelf -d "$library" | grep NEEDED)
+    if grep -E "python|cudart" <<<"$needed" >&2; then echo "$library needs Python or a CUDA runtime" >&2; exit 1; fi
+    if readelf -d "$library" | grep -E "R(UN)?PATH" >&2; then echo "$library has a path of this machine" >&2; exit 1; fi
+    if nm -D "$library" | grep -E " _?Py[A-Z_]" >&2; then echo "$library uses Python" >&2; exit 1; fi
+    [[ $library == *_cuda.so ]] || continue
+    grep -q "\[libtorch_cuda.so\]" <<<"$needed" || { echo "$library does not need libtorch_cuda.so" >&2; exit 1; }
+    if nm -D --defined-only "$library" | grep -E " _*cuda" >&2; then echo "$library exports CUDA's runtime" >&2; exit 1; fi
   done
   "$oldest" -m pip uninstall -q -y grpo-kernels 2>/dev/null
   "$oldest" -m pip install -q --no-deps "$wheel"
-  # A symbol missing from torch or from a module shows when the module is loaded. The module of the CUDA kernels loads
-  # with every CUDA build of torch, with or without a GPU.
+  # A symbol missing from torch or from a library shows when the library is loaded. That of the CUDA kernels loads with
+  # every CUDA build of torch, with or without a GPU.
   (cd "$work" && "$oldest" -m grpo_kernels && "$oldest" - "$mode" "$root" <<'PY'
 import sys, torch, grpo_kernels
 from grpo_kernels import backends
@@ -82,7 +85,7 @@ if mode == "cuda" and not torch.cuda.is_available():
     assert grpo_kernels.available_backends()["cuda"] == "no CUDA device", grpo_kernels.available_backends()
 PY
   )
-  # The compiled modules and the registration with torch and torch.compile are the most sensitive to versions.
+  # The compiled libraries and the registration with torch and torch.compile are the most sensitive to versions.
   case "$mode-$quick" in
     none-quick) tests=(tests/ops -k opcheck) ;;
     cpu-quick) tests=(tests/ops -m "not grid" -k "opcheck or compile or graph or float32") ;;
@@ -93,6 +96,13 @@ PY
     cuda-) tests=(tests/ops/group_advantages/test_kernels.py) && rm -rf "$work/csrc" ;;
   esac
   run_tests "$oldest"
+  if [ "$mode" = cpu ]; then
+    # Folders on PYTHONPATH come before the editable install of the checkout.
+    echo "== the same file under $("$newest" -V) and torch $("$newest" -c 'import torch; print(torch.__version__)')"
+    rm -rf "$work/csrc"
+    tests=(tests/ops -m "not grid" -k "opcheck and cpu")
+    run_tests env PYTHONPATH="$work/content-$mode" "$newest"
+  fi
 done
 
 if [ -z "$quick" ]; then
@@ -103,6 +113,5 @@ if [ -z "$quick" ]; then
   mkdir "$work/content" && "$newest" -m zipfile -e "$work"/older/*.whl "$work/content"
   rm -rf "$work/csrc"
   tests=(tests/ops -m "not slow and not grid")
-  # Folders on PYTHONPATH come before the editable install of the checkout.
   run_tests env PYTHONPATH="$work/content" "$newest"
 fi

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/op_namespace.h"
 #include "common/parallel.h"
 #include "common/row_groups.h"
 #include "common/scratch.h"
@@ -269,6 +270,6 @@ SegmentTensors endpoint_segments_cpu(Tensor rewards, Tensor logprobs, Tensor old
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("endpoint_segments_cpu", TORCH_BOX(&grpo_kernels::endpoint_segments_cpu));
 }

@@ -8,6 +8,7 @@
 
 #include "common/allocate.h"
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "common/tensors.h"
 #include "endpoint_segments/cuda.h"
 
@@ -86,6 +87,6 @@ SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor ol
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_endpoint_segments_cuda", TORCH_BOX(&grpo_kernels::endpoint_segments_cuda));
 }

@@ -5,6 +5,7 @@
 #include <limits>
 #include <vector>
 
+#include "common/op_namespace.h"
 #include "common/parallel.h"
 #include "common/row_groups.h"
 #include "common/simd/levels.h"
@@ -262,6 +263,6 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("group_advantages_cpu", TORCH_BOX(&grpo_kernels::group_advantages_cpu));
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "group_advantages/cuda.h"
 #include "group_advantages/tensors.h"
 
@@ -58,6 +59,6 @@ AdvantageTensors group_advantages_cuda(Tensor rewards, std::optional<Tensor> ord
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_group_advantages_cuda", TORCH_BOX(&grpo_kernels::group_advantages_cuda));
 }

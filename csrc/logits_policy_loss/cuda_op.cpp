@@ -7,6 +7,7 @@
 
 #include "common/allocate.h"
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "logits_policy_loss/cuda.h"
 #include "policy_loss/tensors.h"
 #include "token_logprobs/tensors.h"
@@ -72,6 +73,6 @@ std::tuple<Tensor, Tensor> logits_policy_gradient_cuda(
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_logits_policy_gradient_cuda", TORCH_BOX(&grpo_kernels::logits_policy_gradient_cuda));
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/op_namespace.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
@@ -453,7 +454,7 @@ Tensor select_tokens_cpu(Tensor logprobs, std::optional<Tensor> old_logprobs, Te
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
   library.impl("policy_row_sums_cpu", TORCH_BOX(&grpo_kernels::policy_row_sums_cpu));
   library.impl("policy_future_kl_cpu", TORCH_BOX(&grpo_kernels::policy_future_kl_cpu));

@@ -9,6 +9,7 @@
 
 #include "common/allocate.h"
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "policy_loss/cuda.h"
 #include "policy_loss/tensors.h"
 
@@ -91,7 +92,7 @@ void scale_gradient_cuda(Tensor gradient, Tensor upstream) {
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_policy_loss_cuda", TORCH_BOX(&grpo_kernels::policy_loss_cuda));
   library.impl("scale_gradient_cuda", TORCH_BOX(&grpo_kernels::scale_gradient_cuda));
 }

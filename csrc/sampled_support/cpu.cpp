@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "common/allocate.h"
+#include "common/op_namespace.h"
 #include "common/scratch.h"
 #include "sampled_support/simd.h"
 #include "sampled_support/tensors.h"
@@ -241,7 +242,7 @@ Tensor sampled_support_logprobs_backward_cpu(std::optional<Tensor> grad_logprobs
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("sampled_support_logits_cpu", TORCH_BOX(&grpo_kernels::sampled_support_logits_cpu));
   library.impl("sampled_support_to_hidden_cpu", TORCH_BOX(&grpo_kernels::sampled_support_to_hidden_cpu));
   library.impl("sampled_support_add_weight_cpu", TORCH_BOX(&grpo_kernels::sampled_support_add_weight_cpu));

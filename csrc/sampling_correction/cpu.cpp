@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "common/op_namespace.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
@@ -75,7 +76,7 @@ Tensor bits_histogram_cpu(Tensor bits, Tensor prefix, int64_t level) {
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("sampling_correction_cpu", TORCH_BOX(&grpo_kernels::sampling_correction_cpu));
   library.impl("bits_histogram_cpu", TORCH_BOX(&grpo_kernels::bits_histogram_cpu));
 }

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "sampling_correction/cuda.h"
 #include "sampling_correction/tensors.h"
 
@@ -25,6 +26,6 @@ CorrectionTensors sampling_correction_cuda(Tensor old_logprobs, Tensor sampling_
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_sampling_correction_cuda", TORCH_BOX(&grpo_kernels::sampling_correction_cuda));
 }

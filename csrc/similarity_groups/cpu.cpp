@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/op_namespace.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
@@ -333,7 +334,7 @@ std::tuple<Tensor, Tensor> silhouette_cpu(Tensor distances, Tensor labels) {
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("similarity_groups_cpu", TORCH_BOX(&grpo_kernels::similarity_groups_cpu));
   library.impl("pairwise_cosine_cpu", TORCH_BOX(&grpo_kernels::pairwise_cosine_cpu));
   library.impl("cluster_distances_cpu", TORCH_BOX(&grpo_kernels::cluster_distances_cpu));

@@ -7,6 +7,7 @@
 
 #include "common/allocate.h"
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "common/tensors.h"
 #include "similarity_groups/cuda.h"
 #include "similarity_groups/prompts.h"
@@ -117,7 +118,7 @@ std::tuple<Tensor, Tensor> silhouette_cuda(Tensor distances, Tensor labels) {
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("pairwise_cosine_cuda", TORCH_BOX(&grpo_kernels::pairwise_cosine_cuda));
   library.impl("_cluster_distances_cuda", TORCH_BOX(&grpo_kernels::cluster_distances_cuda));
   library.impl("agglomerate_cuda", TORCH_BOX(&grpo_kernels::agglomerate_cuda));

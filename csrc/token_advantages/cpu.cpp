@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/op_namespace.h"
 #include "common/parallel.h"
 #include "common/scratch.h"
 #include "common/simd/levels.h"
@@ -172,6 +173,6 @@ TokenAdvantageTensors token_advantages_cpu(Tensor rewards, std::optional<Tensor>
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("token_advantages_cpu", TORCH_BOX(&grpo_kernels::token_advantages_cpu));
 }

@@ -7,6 +7,7 @@
 
 #include "common/allocate.h"
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "common/tensors.h"
 #include "token_advantages/cuda.h"
 
@@ -67,6 +68,6 @@ TokenAdvantageTensors token_advantages_cuda(Tensor rewards, std::optional<Tensor
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_token_advantages_cuda", TORCH_BOX(&grpo_kernels::token_advantages_cuda));
 }

@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/library.h>
 
+#include "common/op_namespace.h"
 #include "common/scratch.h"
 #include "token_logprobs/rows.h"
 
@@ -75,7 +76,7 @@ void token_logprobs_backward_inplace_cpu(Tensor logits, std::optional<Tensor> gr
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("token_logprobs_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_cpu));
   library.impl("token_logprobs_backward_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cpu));
   library.impl("token_logprobs_backward_inplace_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_inplace_cpu));

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "common/cuda/torch_stream.h"
+#include "common/op_namespace.h"
 #include "token_logprobs/cuda.h"
 #include "token_logprobs/tensors.h"
 
@@ -72,7 +73,7 @@ void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_lo
 
 }  // namespace grpo_kernels
 
-STABLE_TORCH_LIBRARY_IMPL(grpo_kernels, GRPO_CUDA_DEVICE, library) {
+STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_token_logprobs_cuda", TORCH_BOX(&grpo_kernels::token_logprobs_cuda));
   library.impl("_token_logprobs_backward_cuda", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cuda));
 }

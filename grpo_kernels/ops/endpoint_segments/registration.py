@@ -56,7 +56,7 @@ def _cuda(
         sorted_rows = sort_rows(rows, groups, 0, None)
         assert sorted_rows is not None
         order, starts = sorted_rows.order, sorted_rows.starts
-    results = torch.ops.grpo_kernels._endpoint_segments_cuda(
+    results = registry.ops._endpoint_segments_cuda(
         rewards, logprobs, old_logprobs, mask, values, bounds, order, starts, threshold, modes, coefficients
     )
     if len(results[-1]) == 0:  # tokens without a row

@@ -38,7 +38,7 @@ def _cuda(
 ) -> tuple[Tensor, ...]:
     """Sorts the rows into groups with torch; the rest is one compiled op."""
     order = sort_rows(rewards.shape[0], groups, group_size, subgroups) or (None, None, None, None)
-    results = torch.ops.grpo_kernels._group_advantages_cuda(rewards, *order, group_size, subgroups, *rest)
+    results = registry.ops._group_advantages_cuda(rewards, *order, group_size, subgroups, *rest)
     return cast(tuple[Tensor, ...], results)
 
 

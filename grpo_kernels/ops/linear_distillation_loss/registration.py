@@ -24,7 +24,7 @@ from grpo_kernels.ops.linear_head.sizes import chunks, rows_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 # Imported here and not at the first call, because torch.compile traces through it.
-_reference = importlib.import_module("grpo_kernels.ops.linear_distillation_loss.reference")
+_reference = importlib.import_module(f"{__package__}.reference")
 
 _HEAD = len(Head._fields)
 

@@ -29,7 +29,7 @@ from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 # Imported here and not at the first call, because torch.compile traces through it.
-_reference = importlib.import_module("grpo_kernels.ops.linear_head.reference")
+_reference = importlib.import_module(f"{__package__}.reference")
 
 SUPPORTS = token_logprobs.SUPPORTS
 KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}

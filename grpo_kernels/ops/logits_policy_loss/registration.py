@@ -45,7 +45,7 @@ def forward(
     want_entropy, needs_entropy_gradient, one_pass = settings
     if one_pass:
         gradient = rows.logits if inplace else rows.logits.new_empty(rows.logits.shape)
-        logprobs, entropy = torch.ops.grpo_kernels._logits_policy_gradient_cuda(gradient, *rows, *policy, *settings[:2])
+        logprobs, entropy = registry.ops._logits_policy_gradient_cuda(gradient, *rows, *policy, *settings[:2])
         measured = entropy if want_entropy else None
         loss, metrics, *_ = policy_loss.FORWARD[backend](logprobs, measured, None, *policy, False)
         return loss, metrics, gradient

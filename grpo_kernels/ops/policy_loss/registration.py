@@ -17,7 +17,7 @@ from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.policy_loss.config import METRICS
 
 # Imported here and not at the first call, because torch.compile traces through it.
-_reference = importlib.import_module("grpo_kernels.ops.policy_loss.reference")
+_reference = importlib.import_module(f"{__package__}.reference")
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
@@ -117,7 +117,7 @@ def _cuda(logprobs: Tensor, entropy: Tensor | None, entropy_floor: Tensor | None
     policy, needs_entropy_gradient = Policy(*args[:-1]), args[-1]
     if policy.cu_seqlens is not None:
         policy = policy._replace(cu_seqlens=packed_bounds("policy_loss", policy.cu_seqlens, logprobs.numel()))
-    op = torch.ops.grpo_kernels._policy_loss_cuda
+    op = registry.ops._policy_loss_cuda
     *results, ascends = op(logprobs, entropy, entropy_floor, *policy, needs_entropy_gradient)
     if ascends.numel() > 0:
         torch._assert_async(ascends.all(), "policy_loss: segments must ascend from 0 along each row")

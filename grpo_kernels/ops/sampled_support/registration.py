@@ -19,7 +19,7 @@ from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.registration import Rows
 
 # Imported here and not at the first call, because torch.compile traces through it.
-_reference = importlib.import_module("grpo_kernels.ops.sampled_support.reference")
+_reference = importlib.import_module(f"{__package__}.reference")
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)

@@ -47,7 +47,7 @@ def _cuda(old_logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor | None, 
     cu_seqlens, *rest = args
     if cu_seqlens is not None:
         cu_seqlens = packed_bounds("sampling_correction", cu_seqlens, old_logprobs.numel())
-    op = torch.ops.grpo_kernels._sampling_correction_cuda
+    op = registry.ops._sampling_correction_cuda
     return tuple(op(old_logprobs, sampling_logprobs, mask, cu_seqlens, *rest))
 
 

@@ -88,15 +88,13 @@ def _cuda_groups(
 ) -> tuple[Tensor, ...]:
     """Launches twice: for the distances, and for the groups."""
     distances, status = COSINE["cuda"](embeddings, order, offsets, num_groups, size, valid)
-    results = torch.ops.grpo_kernels._cluster_distances_cuda(
-        distances, order, offsets, embeddings.shape[0], modes, coefficients
-    )
+    results = registry.ops._cluster_distances_cuda(distances, order, offsets, embeddings.shape[0], modes, coefficients)
     return (*results, status)
 
 
 def _cuda_clusters(distances: Tensor, modes: list[int], coefficients: list[float]) -> tuple[Tensor, ...]:
     prompts, size = distances.shape[:2]
-    labels, _, *results = torch.ops.grpo_kernels._cluster_distances_cuda(
+    labels, _, *results = registry.ops._cluster_distances_cuda(
         distances, None, None, prompts * size, modes, coefficients
     )
     return (labels.view(prompts, size), *results)

@@ -29,7 +29,7 @@ def _cuda(
 ) -> tuple[Tensor, Tensor]:
     """Checks the bounds of packed rows with torch; the rest is one compiled op."""
     bounds = None if cu_seqlens is None else packed_bounds("token_advantages", cu_seqlens, rewards.numel())
-    results = torch.ops.grpo_kernels._token_advantages_cuda(rewards, values, mask, bounds, *settings)
+    results = registry.ops._token_advantages_cuda(rewards, values, mask, bounds, *settings)
     if bounds is not None and len(bounds) == 1:  # tokens without a row
         for result in results:
             result.zero_()

@@ -52,7 +52,7 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: str
     """Uninitialised memory; on the CPU in huge pages where it is large."""
     memory = like.new_empty(shape, dtype=dtype)
     if backend == "cpu" and memory.numel() * memory.element_size() >= _LARGE:
-        torch.ops.grpo_kernels._expect_large_tensor_cpu(memory)
+        registry.ops._expect_large_tensor_cpu(memory)
     return memory
 
 
@@ -125,23 +125,23 @@ def _no_second_derivative(backend: str, ctx: Any, *grads: Any) -> Any:
 
 def _cuda(*args: Any) -> tuple[Tensor, ...]:
     *inputs, _ = args  # where the backward writes does not matter to the forward
-    return cast(tuple[Tensor, ...], torch.ops.grpo_kernels._token_logprobs_cuda(*inputs))
+    return cast(tuple[Tensor, ...], registry.ops._token_logprobs_cuda(*inputs))
 
 
 def _cuda_backward(grad_logprobs: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *saved: Any) -> Tensor:
     gradient = logits.new_empty(logits.shape)
-    torch.ops.grpo_kernels._token_logprobs_backward_cuda(gradient, grad_logprobs, grad_entropy, logits, *saved)
+    registry.ops._token_logprobs_backward_cuda(gradient, grad_logprobs, grad_entropy, logits, *saved)
     return gradient
 
 
 def _cuda_backward_inplace(
     logits: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *saved: Any
 ) -> None:
-    torch.ops.grpo_kernels._token_logprobs_backward_cuda(logits, grad_logprobs, grad_entropy, logits, *saved)
+    registry.ops._token_logprobs_backward_cuda(logits, grad_logprobs, grad_entropy, logits, *saved)
 
 
 def _cuda_backward_rounded(*args: Any) -> None:
-    torch.ops.grpo_kernels._token_logprobs_backward_cuda(*args)
+    registry.ops._token_logprobs_backward_cuda(*args)
 
 
 FORWARD = registry.define(

@@ -1,15 +1,5 @@
 #include <pybind11/pybind11.h>
 
-#include <utility>
-
-#ifdef USE_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
-#include "build_facts.h"
-#include "common/allocate.h"
-#include "common/parallel.h"
-#include "common/simd/levels.h"
 #include "endpoint_segments/scan.h"
 #include "group_advantages/statistics.h"
 #include "policy_loss/plan.h"
@@ -30,7 +20,7 @@ pybind11::dict settings_names() {
   return names;
 }
 
-// Names of modes, coefficients, metrics and enumerators in the kernels' order, and limits, by op: a test compares them
+// Names of modes, coefficients, metrics and enumerators in the kernels' order, and limits, by op. A test compares them
 // with the Python configs.
 pybind11::dict kernel_codes() {
   pybind11::dict advantages = settings_names<AdvantagePlan>(), loss = settings_names<PolicyPlan>();
@@ -79,36 +69,7 @@ pybind11::dict kernel_codes() {
   return codes;
 }
 
-pybind11::dict build_facts() {
-  pybind11::dict facts;
-  facts["compiler"] = GRPO_COMPILER;
-  facts["flags"] = GRPO_FLAGS;
-  facts["torch_target"] = GRPO_TORCH_TARGET;
-  facts["built_with_torch"] = GRPO_BUILT_WITH_TORCH;
-  facts["simd_compiled"] = GRPO_SIMD_LEVELS;
-  facts["simd_here"] = simd_name(simd_level());
-  facts["cuda"] = GRPO_CUDA_VERSION;
-  facts["cuda_architectures"] = GRPO_CUDA_ARCHITECTURES;
-  return facts;
-}
-
 }  // namespace
 
-// Importing the module runs the op registrations that are linked into it.
-PYBIND11_MODULE(GRPO_MODULE_NAME, module) {
-  module.def("poison_allocations", [](bool on) { poison_allocations = on; });
-#ifndef USE_CUDA
-  // For tests: sets the least work that is divided among threads and returns the last setting; how often work was.
-  module.def("set_fork_nanoseconds", [](double nanoseconds) { return std::exchange(fork_nanoseconds, nanoseconds); });
-  module.def("forks", [] { return forks.load(); });
-#else
-  // The newest CUDA that the driver supports, 13020 for 13.2; 0 without a driver.
-  module.def("driver_version", [] {
-    int version = 0;
-    cudaDriverGetVersion(&version);
-    return version;
-  });
-#endif
-  module.def("build_facts", build_facts);
-  module.def("kernel_codes", kernel_codes);
-}
+// Built in a checkout alone: a wheel without it serves every version of Python.
+PYBIND11_MODULE(_codes, module) { module.def("kernel_codes", kernel_codes); }
