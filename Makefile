@@ -127,12 +127,14 @@ size:
 clean:
 	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
-# Everything except this package. torch is installed first and alone, so that no other package chooses its version.
+# Everything except this package. torch is installed first and alone, so that no other package chooses its version; the
+# loader of the kernels hub in a folder of its own, as transformers behaves differently where it is installed.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
 	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' TransferQueue==0.1.11 \
 		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer)
+	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
 	touch $@
 
 $(VENV)/built: $(VENV)/packages $(SOURCES)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import grpo_kernels
 from tools import nightly
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +60,7 @@ def test_the_schema_sees_a_fault(tmp_path: Path) -> None:
 def test_the_citation_has_the_version_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = (ROOT / "pyproject.toml").read_text()
-    assert f'\nversion = "{citation["version"]}"\n' in project and f'license = "{citation["license"]}"' in project
+    assert citation["version"] == grpo_kernels.__version__ and f'license = "{citation["license"]}"' in project
 
 
 def test_a_bug_report_asks_for_the_output_of_the_module() -> None:

@@ -21,7 +21,7 @@ GRPO_KERNELS_BUILD=none python -m build --sdist --no-isolation --outdir dist . >
 sdist=$(ls dist/*.tar.gz)
 version=$(basename "$sdist" .tar.gz | sed 's/.*-//')
 if [ "${1:-}" ] && [ "$1" != "v$version" ]; then
-  echo "build_wheels: the tag must be v$version, the version of pyproject.toml, got $1" >&2
+  echo "build_wheels: the tag must be v$version, the version of the package, got $1" >&2
   exit 1
 fi
 
