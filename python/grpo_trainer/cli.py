@@ -77,6 +77,11 @@ def _examine(options: argparse.Namespace) -> None:
 
     if options.processes < 1:
         raise ValueError(f"--processes: must be positive, got {options.processes}")
+    from huggingface_hub.utils.logging import set_verbosity_error
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    set_verbosity_error()  # retries without a network; the report says what could not be read
     _import_from_current_folder()
     lines, problems = dry_run(recipes.load(options.recipe, options.overrides, options.smoke), options.processes)
     print("\n".join(lines))

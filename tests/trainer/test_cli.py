@@ -160,7 +160,9 @@ def test_one_model_is_evaluated_and_two_are_compared(
     printed = capsys.readouterr().out
     assert before in printed and after in printed and f"page: {page / 'evaluation.html'}" in printed
     html = (page / "evaluation.html").read_text()
-    assert "8 prompts of the validation split of arithmetic" in html and "Learning curves" not in html
+    assert "8 prompts of the validation split of arithmetic" in html and not any(
+        title in html for title in ("Learning curves", "collapse")
+    )
     shown = json.loads((page / "evaluation.json").read_text())
     assert [row["name"] for row in shown["rows"]] == [before, after]
     results = json.loads(out.read_text())

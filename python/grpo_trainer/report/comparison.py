@@ -173,16 +173,21 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
     if any(map(has_value, solved)):
         lines.append(["correct from a reward of", *(_range(values, page.format_number) for values in solved)])
     lines += [[shown(name), *(_cell(name, values[name]) for values in estimates)] for name in metrics]
-    collapsed = [(name, [row.collapse(name, COLLAPSE_SHARE) for row in rows]) for name in DIVERSITY if name in metrics]
-    for name, points in collapsed:
-        lines.append([f"collapse of {shown(name)}, RL step", *(_range(values, "{:.0f}".format) for values in points)])
+    has_runs = any(run.evaluations for row in rows for run in row.runs)
+    for name in DIVERSITY if has_runs else ():
+        if name in metrics:
+            points = [row.collapse(name, COLLAPSE_SHARE) for row in rows]
+            cells = [_range(values, "{:.0f}".format) for values in points]
+            lines.append([f"collapse of {shown(name)}, RL step", *cells])
     caption = (
         "Mean and 95 % interval. With several seeds the interval is Student's t over "
         "the seeds' means and covers other seeds. With a single seed it is a bootstrap over the prompts, which covers "
         "other prompts of the kind but no other seed; it is usually too narrow for a comparison of recipes. A value "
-        "without an interval is not a mean over prompts, or the run did not write the values of each prompt. Collapse: "
-        f"first RL step from which the measure on the validation split stays below {COLLAPSE_SHARE:.0%} of its start."
+        "without an interval is not a mean over prompts, or the run did not write the values of each prompt."
     )
+    if has_runs:
+        start = f"{COLLAPSE_SHARE:.0%} of its start"
+        caption += f" Collapse: first RL step from which the measure on the validation split stays below {start}."
     notes = [page.paragraph(shown(note), "soft") for note in differences(rows)]
     return page.section(
         "Measures", page.table(titles, lines, "numbers compared"), page.paragraph(shown(caption), "soft"), *notes
