@@ -161,7 +161,7 @@ def test_one_model_is_evaluated_and_two_are_compared(
     assert before in printed and after in printed and f"page: {page / 'evaluation.html'}" in printed
     html = (page / "evaluation.html").read_text()
     assert "8 prompts of the validation split of arithmetic" in html and not any(
-        title in html for title in ("Learning curves", "collapse")
+        title in html for title in ("Learning curves", "collapse of")
     )
     shown = json.loads((page / "evaluation.json").read_text())
     assert [row["name"] for row in shown["rows"]] == [before, after]
