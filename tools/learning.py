@@ -3,6 +3,7 @@
     python tools/learning.py strategies --seeds 0 1 2     # similarity groups against plain GRPO
     python tools/learning.py segments --seeds 0 1 2       # GROUP-PPO against PPO
     python tools/learning.py dialogue --seeds 0 1 2       # REINFORCE against GRPO
+    python tools/learning.py dialogue-experiments --seeds 0 1 2   # published settings of GRPO
 
 For each seed SFT is trained once, and every variant continues from its checkpoint with the same data and numbers of
 steps and responses. Figures are for the test split, after the last step. The intervals of gains are paired bootstraps
@@ -108,6 +109,20 @@ EXPERIMENTS = {
         "dialogue",
         "GRPO",
         {"GRPO": None, "REINFORCE": "dialogue-reinforce", "one response": "dialogue-reinforce-single"},
+        similarities_of,
+        samples=4,
+        quality="reward",
+    ),
+    # shares its runs of SFT and GRPO with the experiment above
+    "dialogue-experiments": Experiment(
+        "dialogue",
+        "GRPO",
+        {
+            "GRPO": None,
+            "conservative": "dialogue-conservative",
+            "exploratory": "dialogue-exploratory",
+            "reference": "dialogue-reference",
+        },
         similarities_of,
         samples=4,
         quality="reward",

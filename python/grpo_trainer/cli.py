@@ -77,6 +77,11 @@ def _examine(options: argparse.Namespace) -> None:
 
     if options.processes < 1:
         raise ValueError(f"--processes: must be positive, got {options.processes}")
+    from huggingface_hub.utils.logging import set_verbosity_error
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    set_verbosity_error()  # retries without a network; the report says what could not be read
     _import_from_current_folder()
     lines, problems = dry_run(recipes.load(options.recipe, options.overrides, options.smoke), options.processes)
     print("\n".join(lines))
@@ -127,15 +132,20 @@ def evaluate(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("models", nargs="+", help="folder or hub name of one model, or of two to compare")
     parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
     parser.add_argument("--json", type=Path, help="file for the results, including every response")
+    parser.add_argument("--report", type=Path, help="folder for a page with intervals and plots")
     options = parser.parse_intermixed_args(arguments)
     models = [argument for argument in options.models if "=" not in argument]
     overrides = [argument for argument in options.models if "=" in argument]
     if not 1 <= len(models) <= 2:
         parser.error(f"one or two models, got {len(models)}")
-    return _run(lambda: _evaluate(options.recipe, overrides, models, options.split, options.json))
+    if len(set(models)) < len(models):
+        parser.error(f"two different models, got {models[0]} twice")
+    return _run(lambda: _evaluate(options.recipe, overrides, models, options.split, options.json, options.report))
 
 
-def _evaluate(name: str, overrides: list[str], models: list[str], split: str, output: Path | None) -> None:
+def _evaluate(
+    name: str, overrides: list[str], models: list[str], split: str, output: Path | None, report: Path | None
+) -> None:
     from grpo_trainer import recipe as recipes
 
     recipe = recipes.load(name, overrides)
@@ -160,6 +170,10 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
         content["comparison"] = comparison.to_json()
     if output is not None:
         output.write_text(json.dumps(content, indent=1))
+    if report is not None:
+        from grpo_trainer.report.comparison import write_evaluation
+
+        print(f"page: {write_evaluation(dict(zip(models, results, strict=True)), recipe, split, report)}")
 
 
 def data(arguments: Sequence[str] | None = None) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 Line = dict[str, Any]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
+TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tokenize")  # of a chat template, which are ours
 
 
 def numbered_jsonl(path: str | Path) -> Iterator[tuple[int, Line]]:
@@ -128,15 +131,33 @@ def prompt_text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> list[int]:
-    """Token ids of a prompt; `chat` applies the tokenizer's chat template to texts, as it always is to messages."""
+def encode_prompt(
+    tokenizer: Any, prompt: Prompt, chat: bool, options: Mapping[str, Any] = MappingProxyType({})
+) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        tokenizer: the tokenizer.
+        prompt: a text or the messages of a chat.
+        chat: apply the tokenizer's chat template to texts, as it always is to messages.
+        options: variables of the template.
+    """
     if isinstance(prompt, list) or chat:
         if tokenizer.chat_template is None:
             where = "data.prompt: a list of messages" if isinstance(prompt, list) else "model.chat_template: true"
             raise ValueError(f"{where} needs a tokenizer with a chat template, and that of model.path has none")
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for name in options:
+            # a template ignores variables that it does not name
+            if name in TEMPLATE_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ValueError(
+                    f"model.chat_template_options: must be variables of the tokenizer's chat template, got {name!r}"
+                )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if options:
+        rule = "need model.chat_template: true for prompts that are texts"
+        raise ValueError(f"model.chat_template_options: {rule}, got {dict(options)}")
     return list(tokenizer(prompt)["input_ids"])
 
 

@@ -49,6 +49,9 @@ class Model:
     four_bit: bool = key(False, "load the weights in 4 bits (bitsandbytes; needs lora)")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass")
     chat_template: bool = key(False, "apply the tokenizer's chat template to prompts")
+    chat_template_options: dict[str, Any] = key(
+        {}, "variables of the chat template, such as {enable_thinking: false} for Qwen3"
+    )
     max_prompt_tokens: int = key(512, "longer prompts are dropped; their number is logged")
     reference_model_path: str | None = key(None, "reference of the KL term; null: the policy at the start of the phase")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,11 +37,17 @@ class Rollout:
 
 
 def select_usable(
-    policy: Policy, items: Sequence[dict[str, Any]], column: str, max_prompt_tokens: int, chat: bool
+    policy: Policy,
+    items: Sequence[dict[str, Any]],
+    column: str,
+    max_prompt_tokens: int,
+    chat: bool,
+    chat_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Adds "prompt" and "prompt_ids" to the items, and drops those whose prompt is empty or too long."""
+    tokenizer = policy.tokenizer
     encoded = [
-        item | {"prompt": item[column], "prompt_ids": encode_prompt(policy.tokenizer, item[column], chat)}
+        item | {"prompt": item[column], "prompt_ids": encode_prompt(tokenizer, item[column], chat, chat_options)}
         for item in items
     ]
     return [item for item in encoded if 0 < len(item["prompt_ids"]) <= max_prompt_tokens]

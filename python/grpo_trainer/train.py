@@ -248,7 +248,8 @@ class Trainer:
         if split in self._usable:
             return self._usable[split]
         lines, data, model = getattr(self.splits, split), self.recipe.data, self.recipe.model
-        usable = select_usable(self.policy, lines, data.prompt, model.max_prompt_tokens, model.chat_template)
+        chat = (model.chat_template, model.chat_template_options)
+        usable = select_usable(self.policy, lines, data.prompt, model.max_prompt_tokens, *chat)
         fitting = [item for item in usable if self._fits_context(split, item)]
         for of, limit, dropped in (
             ("model.max_prompt_tokens", model.max_prompt_tokens, len(lines) - len(usable)),

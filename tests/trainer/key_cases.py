@@ -295,6 +295,7 @@ CASES: dict[str, Case] = {
     "model.four_bit": made(True, policy(dtypes), *SAVED, *LORA),
     "model.gradient_checkpointing": made(True, recomputed_layers, "phases.0.rl.share_prompts=false"),
     "model.chat_template": made(True, splits, *SAVED),
+    "model.chat_template_options": made({"tone": "calmly"}, splits, *SAVED, "model.chat_template=true"),
     "model.max_prompt_tokens": made(19, splits),
     "model.reference_model_path": ran("{saved}", metric("train/kl_rollout")),
     "data.task": made("strategies", splits, "data.options={{test: 4}}"),

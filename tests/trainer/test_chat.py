@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.trainer.test_train import lines
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %} and so{% endif %}"
 )
 TEXTS = [f"How many is {i} and {i + 1}?" for i in range(6)]
 seen: list[dict[str, Any]] = []
@@ -68,6 +70,26 @@ def test_messages_and_templated_texts_are_the_same_prompts(tmp_path: Path, model
         items = Trainer(recipe(tmp_path, model, as_messages)).items("train")
         assert items[0]["prompt_ids"] == expected
     assert Trainer(recipe(tmp_path, model, False, chat=False)).items("train")[0]["prompt_ids"] != expected
+
+
+def test_variables_of_the_template(tmp_path: Path, model: Path) -> None:
+    def with_options(options: dict[str, Any], chat: bool = True) -> Trainer:
+        values = recipe(tmp_path, model, False, chat=chat)
+        return Trainer(
+            dataclasses.replace(values, model=dataclasses.replace(values.model, chat_template_options=options))
+        )
+
+    trainer = with_options({"enable_thinking": False})
+    expected = trainer.policy.tokenizer(f"user: {TEXTS[0]}\nassistant: and so", add_special_tokens=False)["input_ids"]
+    assert trainer.items("train")[0]["prompt_ids"] == trainer.items("validation")[0]["prompt_ids"] == expected
+    for options, rule in (
+        ({"enable_thinkng": False}, "must be variables of the tokenizer's chat template, got 'enable_thinkng'"),
+        ({"messages": []}, "must be variables of the tokenizer's chat template, got 'messages'"),
+    ):
+        with pytest.raises(ValueError, match=f"^model.chat_template_options: {rule}"):
+            with_options(options).items("train")
+    with pytest.raises(ValueError, match=r"^model.chat_template_options: need model.chat_template: true"):
+        with_options({"enable_thinking": False}, chat=False).items("train")
 
 
 def test_a_chat_from_the_data_to_the_report(tmp_path: Path, model: Path) -> None:

@@ -154,15 +154,26 @@ def test_one_model_is_evaluated_and_two_are_compared(
     assert cli.evaluate([recipe, after, "evaluation.test_prompts=5", "phases.1.rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
     assert after in printed and "reward" in printed and "p =" not in printed
-    assert cli.evaluate([recipe, before, after, "--json", str(out), "--split", "validation"]) == 0
+    page = tmp_path / "page"
+    reported = ["--json", str(out), "--report", str(page), "evaluation.samples=3", "evaluation.embedder=hashed"]
+    assert cli.evaluate([recipe, before, after, *reported, "--split", "validation"]) == 0
     printed = capsys.readouterr().out
-    assert before in printed and after in printed
+    assert before in printed and after in printed and f"page: {page / 'evaluation.html'}" in printed
+    html = (page / "evaluation.html").read_text()
+    assert "8 prompts of the validation split of arithmetic" in html and not any(
+        title in html for title in ("Learning curves", "collapse of")
+    )
+    shown = json.loads((page / "evaluation.json").read_text())
+    assert [row["name"] for row in shown["rows"]] == [before, after]
     results = json.loads(out.read_text())
     assert set(results) == {before, after, "comparison"} and len(results[before]["prompts"]) == 8
     logged = [e for e in lines(finished / "run") if "eval/validation_reward" in e]
     assert results[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
+    assert shown["rows"][1]["metrics"]["pass@1"]["mean"] == results[after]["metrics"]["pass@1"]
     with pytest.raises(SystemExit, match="2"):
         cli.evaluate([recipe, before, after, after])
+    with pytest.raises(SystemExit, match="2"):
+        cli.evaluate([recipe, after, after])
     assert cli.evaluate([recipe, "/no/such/model"]) == 2
 
 

@@ -187,6 +187,37 @@ def test_page_and_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(list((tmp_path / "out" / "plots").glob("*.png"))) >= 2 * 7
 
 
+def test_more_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, Any] = {}
+    real = plots.draw_panels
+
+    def noted(folder: Path, name: str, panels: Any, xlabel: str) -> Any:
+        drawn[name] = panels
+        return real(folder, name, panels, xlabel)
+
+    monkeypatch.setattr("grpo_trainer.report.comparison.draw_panels", noted)
+    folders = [run(tmp_path / name, name) for name in "abc"]
+    # one of ten samples is correct, a fifth of the prompts has five, and none in the last run
+    for folder, marks in ((folders[1], [1.0] * 5 + [0.0] * 5), (folders[2], [0.0] * 10)):
+
+        def edit(content: Any, marks: list[float] = marks) -> None:
+            for line in content["prompts"][:4] if marks[0] else content["prompts"]:
+                line["right"] = marks
+
+        change(folder / "evaluations" / "test-2-000000.json", edit)
+    text = read(write_comparison(folders, tmp_path / "out")).text
+    passed, efficiency = drawn["samples"]
+    ks = list(range(1, 11))
+    assert [list(curve.x) for curve in passed.curves] == [ks] * 3
+    assert list(passed.curves[0].y) == pytest.approx([k / 10 for k in ks])
+    several = [0.8 * k / 10 + 0.2 * (1 - math.comb(5, k) / math.comb(10, k)) for k in ks]
+    assert list(passed.curves[1].y) == pytest.approx(several) and set(passed.curves[2].y) == {0.0}
+    assert list(efficiency.curves[0].y) == pytest.approx([math.nan] + [1.0] * 9, nan_ok=True)
+    expected = [math.nan, *(value / (k * several[0]) for k, value in zip(ks[1:], several[1:], strict=True))]
+    assert list(efficiency.curves[1].y) == pytest.approx(expected, nan_ok=True)
+    assert all(map(math.isnan, efficiency.curves[2].y)) and "pass@k and DER@k" in text
+
+
 def test_settings_that_differ_between_evaluations_are_named(tmp_path: Path) -> None:
     folders = [run(tmp_path / name, name) for name in "ab"]
     change(folders[1] / "recipe.json", lambda recipe: recipe["evaluation"].update(temperature=0.7))

@@ -107,7 +107,8 @@ def test_published_sizes() -> None:
 
 
 def test_processes_share_rows_and_with_fsdp2_weights() -> None:
-    recipe = load("group_ppo-gpu")
+    sizes = "rollout={prompts: 128, group_size: 4, max_new_tokens: 1024}", "minibatches=4", "micro_batch=16"
+    recipe = load("group_ppo-gpu", [f"phases.0.rl.{size}" for size in sizes])
     skeleton = memory.load_skeleton(recipe.model, qwen2_half_billion())
     alone, replicated = (memory.estimate(recipe, skeleton, processes)[0] for processes in (1, 8))
     sharded = memory.estimate(dataclasses.replace(recipe, distributed="fsdp2"), skeleton, 8)[0]

@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from grpo_trainer.recipe import Recipe, load
+from grpo_trainer.settings import plain
 from grpo_trainer.tiny import train_tokenizer
 from grpo_trainer.train import train
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -34,7 +35,7 @@ SMALL: dict[str, dict[str, int]] = {
     },
     "t5": {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
 }
-TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+TEMPLATE = "{% for message in messages %}{{ message.content }} {{ enable_thinking }}{% endfor %}"
 LINES = [
     {"prompt": f"{i} + {i}", "answer": f"{i} + {i} = {2 * i} #### {2 * i}", "answers": ["hi", "hello"], "reply": "yes"}
     | {"post": f"{i} + {i}", "likes": i, "question": f"{i} + {i}"}
@@ -50,6 +51,9 @@ INSTEAD: dict[str, list[str]] = {
         "phases.0.rl.algorithm.similarity.workers=0",
         "phases.0.rl.algorithm.similarity.gpus_per_worker=0.0",
     ],
+    # sizes of --smoke are for groups
+    "group_ppo-gpu": ["phases.0.rl.rollout.group_size=1"],
+    "group_ppo-paper-gpu": ["phases.0.rl.rollout.group_size=1"],
     "reply-polychromic-gpu": ["phases.1.rl.algorithm.set_size=2"],
 }
 
@@ -76,6 +80,54 @@ def stand_in(name: str, folder: Path) -> Recipe:
     samples = ["evaluation.embedder=hashed"] if published.evaluation.samples else []
     run = [f"output={folder / 'run'}", "logging.progress=false", "threads=1"]
     return load(name, [*model, *used, *samples, *run, *INSTEAD.get(name, [])], smoke=True)
+
+
+# Values on which a published document, script or configuration is definite.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "similarity_group-gpu": {
+        "phases.0.rl.rollout.prompts": 256,
+        "phases.0.rl.rollout.group_size": 8,
+        "phases.0.rl.rollout.max_new_tokens": 15000,
+        "phases.0.rl.minibatches": 2,
+        "phases.0.rl.algorithm.similarity.workers": 8,
+        "model.max_prompt_tokens": 1024,
+    },
+    "group_ppo-gpu": {
+        "phases.0.rl.rollout.prompts": 8,
+        "phases.0.rl.rollout.group_size": 1,
+        "phases.0.rl.algorithm.critic.separate": True,
+        "phases.0.rl.algorithm.segments.group_variance_threshold": 2.0,
+        "phases.0.rl.algorithm.segments.group_max_size": 8,
+        "phases.0.rl.algorithm.segments.adaptive_threshold": False,
+    },
+    "group_ppo-paper-gpu": {
+        "phases.0.rl.algorithm.segments.group_variance_threshold": 1.0,
+        "phases.0.rl.algorithm.segments.group_max_size": 16,
+        "phases.0.rl.algorithm.segments.adaptive_threshold": True,
+    },
+    "gsm8k-gpu": {"model.four_bit": True, "phases.0.rl.rollout.group_size": 4, "phases.0.rl.optimizer.lr": 5e-5},
+    "dialogue-gpu": {"phases.1.rl.rollout.group_size": 4, "phases.1.rl.algorithm.loss.kl_coef": 0.1},
+    "reply-gpu": {
+        "model.path": "Qwen/Qwen3-8B",
+        "model.chat_template_options.enable_thinking": False,
+        "model.lora.rank": 16,
+        "model.lora.alpha": 16,
+        "phases.0.sft.optimizer.lr": 2e-4,
+        "phases.1.rl.optimizer.lr": 1e-5,
+        "phases.1.rl.algorithm.advantage.clip": 10.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name: str) -> None:
+    def value(path: str) -> Any:
+        found: Any = plain(load(name))
+        for part in path.split("."):
+            found = found[int(part) if part.isdigit() else part]
+        return found
+
+    assert {path: value(path) for path in PUBLISHED[name]} == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", ON_GPU)

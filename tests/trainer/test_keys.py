@@ -65,7 +65,7 @@ def place(key: str) -> str:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
     policy = Trainer(small.recipe(folder / "run", "seed=5")).policy
-    policy.tokenizer.chat_template = "{% for message in messages %}said: {{ message.content }}{% endfor %}"
+    policy.tokenizer.chat_template = "{% for message in messages %}said {{ tone }}: {{ message.content }}{% endfor %}"
     save_policy(policy, folder / "saved")
     for name, lines in (("data", LINES), ("other", LINES[::-2])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

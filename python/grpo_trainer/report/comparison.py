@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from grpo_trainer.diversity_measures import pareto_front
+from grpo_trainer.diversity_measures import diversity_efficiency, pareto_front
 from grpo_trainer.report import page
 from grpo_trainer.report.page import shown
 from grpo_trainer.report.paradigms import SHARES, Estimate, Row, differences, select, validation_series
 from grpo_trainer.report.plots import Curve, Mark, Panel, draw_panels, draw_scatter
-from grpo_trainer.report.run_folder import RunFolder, has_value, mean, number, series
+from grpo_trainer.report.run_folder import Evaluated, RunFolder, has_value, mean, number, series
+from grpo_trainer.settings import plain
+
+if TYPE_CHECKING:
+    from grpo_trainer.evaluate import Result
+    from grpo_trainer.recipe import Recipe
 
 QUALITY = ("sampled_reward", "reward")  # the first that has a value is drawn
 DIVERSITY = ("semantic_diversity", "rouge_diversity", "distinct_2")
@@ -74,15 +79,41 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     if not rows:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out)
         raise ValueError(f"compare: needs a run with a final evaluation, got none: {reasons}")
+    return _write(output, "comparison", _header(rows, left_out), rows, left_out)
+
+
+def write_evaluation(results: Mapping[str, Result], recipe: Recipe, split: str, output: Path) -> Path:
+    """Writes evaluation.html, evaluation.json and plots/ of models that were evaluated on the same prompts.
+
+    Args:
+        results: results of `evaluate_model` by the models' names.
+        recipe: the recipe that they were evaluated with.
+        split: the split.
+        output: folder of the page, created if needed.
+
+    Returns:
+        Path of the page.
+    """
+    rows = []
+    for i, (name, result) in enumerate(results.items(), 1):
+        run = RunFolder(Path(name), plain(recipe) | {"name": name}, [], [], [], [], [])
+        rows.append(Row(i, [run], [Evaluated(split, 0, 0, result.to_json())]))
+    text = f"{_data_of(rows[0])}, evaluated with the recipe {recipe.name}."
+    header = page.element("h1", "Evaluation") + page.paragraph(shown(text))
+    return _write(output, "evaluation", header, rows, [])
+
+
+def _write(output: Path, name: str, header: str, rows: Sequence[Row], left_out: Sequence[tuple[Path, str]]) -> Path:
     metrics = _metrics(rows)
     estimates = [{name: row.estimate(name) for name in metrics} for row in rows]
     output.mkdir(parents=True, exist_ok=True)
     sections = [
-        _header(rows, left_out),
+        header,
         _table(rows, metrics, estimates),
         _differences(rows, metrics),
         _scatter(output / "plots", rows, metrics, estimates),
-        _curves(output / "plots", rows),
+        _samples(output / "plots", rows),
+        _curves(output / "plots", rows) if any(run.metrics for row in rows for run in row.runs) else "",
     ]
     content = {
         "rows": [
@@ -93,9 +124,10 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
         "front": [rows[i].label for i in _front(metrics, estimates)],
         "left_out": [{"run": str(path), "reason": reason} for path, reason in left_out],
     }
-    (output / "comparison.json").write_text(json.dumps(content, indent=1) + "\n")
-    target = output / "comparison.html"
-    target.write_text(page.document("Comparison of runs", "\n".join(sections)), "utf-8")
+    (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    target = output / f"{name}.html"
+    title = "Comparison of runs" if name == "comparison" else "Evaluation"
+    target.write_text(page.document(title, "\n".join(filter(None, sections))), "utf-8")
     return target
 
 
@@ -111,19 +143,22 @@ def _place(name: str) -> tuple[int, str, int]:
 
 
 def _header(rows: Sequence[Row], left_out: Sequence[tuple[Path, str]]) -> str:
-    first = rows[0]
-    split, prompts = first.evaluated[0].split, len(first.evaluated[0].prompts)
     count = sum(len(row.runs) for row in rows)
-    data = first.runs[0].setting("data", "task") or first.runs[0].setting("data", split) or "unknown"
     text = (
-        f"{count} run{'s' * (count > 1)} of {len(rows)} recipe{'s' * (len(rows) > 1)}, evaluated on {prompts} prompts "
-        f"of the {split} split of {data} after training."
+        f"{count} run{'s' * (count > 1)} of {len(rows)} recipe{'s' * (len(rows) > 1)}, evaluated on "
+        f"{_data_of(rows[0])} after training."
     )
     parts = [page.element("h1", "Comparison of runs"), page.paragraph(shown(text))]
     if left_out:
         items = [[shown(path), shown(reason)] for path, reason in left_out]
         parts.append(page.section("Left out", page.table(["run", "reason"], items, "events")))
     return "".join(parts)
+
+
+def _data_of(row: Row) -> str:
+    evaluated, run = row.evaluated[0], row.runs[0]
+    data = run.setting("data", "task") or run.setting("data", evaluated.split) or "unknown"
+    return f"{len(evaluated.prompts)} prompts of the {evaluated.split} split of {data}"
 
 
 def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict[str, Estimate]]) -> str:
@@ -138,19 +173,24 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
     if any(map(has_value, solved)):
         lines.append(["correct from a reward of", *(_range(values, page.format_number) for values in solved)])
     lines += [[shown(name), *(_cell(name, values[name]) for values in estimates)] for name in metrics]
-    collapsed = [(name, [row.collapse(name, COLLAPSE_SHARE) for row in rows]) for name in DIVERSITY if name in metrics]
-    for name, points in collapsed:
-        lines.append([f"collapse of {shown(name)}, RL step", *(_range(values, "{:.0f}".format) for values in points)])
+    has_runs = any(run.evaluations for row in rows for run in row.runs)
+    for name in DIVERSITY if has_runs else ():
+        if name in metrics:
+            points = [row.collapse(name, COLLAPSE_SHARE) for row in rows]
+            cells = [_range(values, "{:.0f}".format) for values in points]
+            lines.append([f"collapse of {shown(name)}, RL step", *cells])
     caption = (
-        "Mean and 95 % interval of the evaluation after training. With several seeds the interval is Student's t over "
+        "Mean and 95 % interval. With several seeds the interval is Student's t over "
         "the seeds' means and covers other seeds. With a single seed it is a bootstrap over the prompts, which covers "
         "other prompts of the kind but no other seed; it is usually too narrow for a comparison of recipes. A value "
-        "without an interval is not a mean over prompts, or the run did not write the values of each prompt. Collapse: "
-        f"first RL step from which the measure on the validation split stays below {COLLAPSE_SHARE:.0%} of its start."
+        "without an interval is not a mean over prompts, or the run did not write the values of each prompt."
     )
+    if has_runs:
+        start = f"{COLLAPSE_SHARE:.0%} of its start"
+        caption += f" Collapse: first RL step from which the measure on the validation split stays below {start}."
     notes = [page.paragraph(shown(note), "soft") for note in differences(rows)]
     return page.section(
-        "After training", page.table(titles, lines, "numbers compared"), page.paragraph(shown(caption), "soft"), *notes
+        "Measures", page.table(titles, lines, "numbers compared"), page.paragraph(shown(caption), "soft"), *notes
     )
 
 
@@ -166,7 +206,7 @@ def _differences(rows: Sequence[Row], metrics: Sequence[str]) -> str:
     if not names or not lines:
         return ""
     caption = (
-        "Mean and 95 % interval of the difference after training. With several seeds in common it is Student's t over "
+        "Mean and 95 % interval of the difference. With several seeds in common it is Student's t over "
         "the differences of the seeds, which share data and initial weights; with one, a bootstrap over the prompts. "
         "Where the interval contains 0, or is missing, the two recipes cannot be told apart by the measure. Of twenty "
         "intervals of a difference that is 0 one is expected to exclude it by chance."
@@ -243,6 +283,44 @@ def _front(metrics: Sequence[str], estimates: Sequence[dict[str, Estimate]]) -> 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def _samples(folder: Path, rows: Sequence[Row]) -> str:
+    """pass@k and DER@k for each number of samples, also for those that evaluation.pass_k does not name."""
+    passed, efficiency = [], []
+    for row in rows:
+        passes = [_passes(evaluated) for evaluated in row.evaluated]
+        ks = sorted(set.intersection(*map(set, passes)))
+        means = {k: mean([of[k] for of in passes]) for k in ks}
+        if not has_value(list(means.values())):
+            continue
+        by_seed = [diversity_efficiency(of) for of in passes]
+        efficiencies = [mean([of.get(k, math.nan) for of in by_seed]) for k in ks]
+        passed.append((row.number - 1, Curve(row.label, ks, list(means.values()))))
+        efficiency.append((row.number - 1, Curve(row.label, ks, efficiencies)))
+    if not passed:
+        return ""
+    panels = [
+        Panel(title, [curve for _, curve in curves], is_share, [i for i, _ in curves])
+        for title, curves, is_share in (("pass@k", passed, True), ("DER@k", efficiency, False))
+        if any(has_value(curve.y) for _, curve in curves)
+    ]
+    caption = (
+        "pass@k: probability that one of k samples is correct. DER@k, the diversity-efficiency ratio: pass@k divided "
+        "by k times pass@1, which is 1 if each further sample adds as much as the first, and 1 / k if it adds nothing; "
+        "undefined where pass@1 is 0. Means over the seeds of a recipe."
+    )
+    picture = draw_panels(folder, "samples", panels, "samples k")
+    return page.section("More samples", page.grid([page.figure("pass@k and DER@k", picture, shown(caption))]))
+
+
+def _passes(evaluated: Evaluated) -> dict[int, float]:
+    """pass@k by k, up to the number of samples."""
+    from grpo_trainer.evaluate import estimate_pass_at_k
+
+    marked = [[number(v) for v in line["right"]] for line in evaluated.prompts if isinstance(line.get("right"), list)]
+    most = max(map(len, marked), default=0)
+    return {k: mean([estimate_pass_at_k(marks, k) for marks in marked]) for k in range(1, most + 1)}
 
 
 def _curves(folder: Path, rows: Sequence[Row]) -> str:

@@ -17,7 +17,14 @@ from grpo_trainer.report.run_folder import Evaluated, RunFolder, mean, number
 
 # keys that may differ between runs of one row
 _PER_RUN = ("seed", "output", "threads", "backend", "distributed", "logging", "checkpoints")
-_DATA = ("task", "options", "validation", "test", "prompt")  # keys that determine the prompts of an evaluation
+_DATA = (
+    "task",
+    "options",
+    "validation",
+    "test",
+    "prompt",
+    "template",
+)  # keys that determine the prompts of an evaluation
 _EVALUATION = ("samples", "temperature", "pass_k", "rewards", "max_new_tokens", "solved", "solved_quantile")
 SHARES = ("exact", "sampled_exact", "truncated")  # and pass@k
 _RESAMPLES = 10_000
