@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_trainer.recipe import Recipe
 
 # Waiting threads must sleep: spinning keeps a core from processes that need it. OpenMP reads this when torch loads it,
 # so it precedes everything that imports torch.
@@ -33,9 +38,10 @@ def train(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_intermixed_args(given)
     from grpo_trainer import recipe as recipes
-    from grpo_trainer.settings import explain
 
     if options.keys:
+        from grpo_trainer.keys import explain
+
         print("\n".join(explain(recipes.Recipe)))
         return 0
     if options.list or not given:
@@ -84,7 +90,7 @@ def _examine(options: argparse.Namespace) -> None:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
     from grpo_trainer import recipe as recipes
 
     recipe = recipes.load(options.recipe, options.overrides, options.smoke)
@@ -94,7 +100,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo_trainer import distributed
+    from grpo_trainer import distributed, interruption
     from grpo_trainer.report import write_report
     from grpo_trainer.report.compare import compare
     from grpo_trainer.report.run_folder import RunFolder
@@ -105,7 +111,17 @@ def _train(options: argparse.Namespace) -> None:
     with distributed.fail_together():
         if options.fresh and trainer.accelerator.is_main_process and (recipe.folder / "recipe.json").exists():
             shutil.rmtree(recipe.folder)
-    metrics = trainer.run(options.resume)
+    with interruption.handled():
+        try:
+            metrics = trainer.run(options.resume)
+        except BaseException as error:
+            if not (isinstance(error, interruption.Stopped) or interruption.is_immediate()):
+                raise
+            if trainer.accelerator.is_main_process:
+                print(_how_to_continue(recipe, options.fresh), file=sys.stderr)
+            if not interruption.is_immediate():  # otherwise other processes may be gone already
+                distributed.destroy_process_group()
+            return 128 + (interruption.signal_number() or 0)
     distributed.destroy_process_group()
     if trainer.accelerator.is_main_process:
         page = write_report(recipe.folder)
@@ -117,6 +133,17 @@ def _train(options: argparse.Namespace) -> None:
             print(f"\nThe {before.split} split, before and after {trained}:")
             print(compare(before.content, after.content, solved=recipe.evaluation.solved).table())
         print(f"report: {page}")
+    return 0
+
+
+def _how_to_continue(recipe: Recipe, is_fresh: bool) -> str:
+    """Last line of a run that was asked to stop."""
+    from grpo_trainer.checkpoint import last_folder
+
+    folder = last_folder(recipe)
+    last = "before the first checkpoint" if folder is None else f"the last checkpoint is {folder}"
+    option = "--resume in place of --fresh" if is_fresh else "--resume"
+    return f"stopped: {last}; continue with the same command and {option}"
 
 
 def evaluate(arguments: Sequence[str] | None = None) -> int:
@@ -296,7 +323,7 @@ def _import_from_current_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _run(command: Callable[[], None]) -> int:
+def _run(command: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit status; errors that a user can fix are reported in one line."""
     from grpo_trainer.checkpoint import CheckpointError
     from grpo_trainer.distributed import ProcessError
@@ -304,12 +331,14 @@ def _run(command: Callable[[], None]) -> int:
     from grpo_trainer.rewards import RewardError
 
     try:
-        command()
+        return command() or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ValueError, TypeError, OSError, CheckpointError, RewardError, EngineError, ProcessError) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')
-    return 0
 
 
 def _fail(error: Exception, line: str) -> int:

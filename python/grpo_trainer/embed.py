@@ -17,6 +17,7 @@ from grpo_trainer.recipe import Similarity
 from grpo_trainer.sentence_encoder import sentence_encoder
 
 Encode = Callable[[Sequence[str]], Tensor]
+NAMES = ("auto", "hashed", "minilm", "name or folder of sentence-transformers")
 
 
 def load_embedder(settings: Similarity) -> Embedder:

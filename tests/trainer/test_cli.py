@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import grpo_kernels as gk
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
@@ -19,8 +22,10 @@ pytest.importorskip("matplotlib")
 from grpo_trainer import checkpoint, cli, log
 from grpo_trainer.algorithm import ALGORITHMS
 from grpo_trainer.data import split_stratified
+from grpo_trainer.keys import explain
 from grpo_trainer.recipe import Recipe, bundled, load
-from grpo_trainer.settings import explain
+from grpo_trainer.rewards import BUNDLED
+from grpo_trainer.tasks import TASKS
 
 from tests.trainer import small
 from tests.trainer.test_keys import keys
@@ -114,7 +119,8 @@ def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     explained = {line.split(":")[0].split(" (")[0] for line in printed if line.split(": ", 1)[1].strip()}
     assert set(keys(Recipe)) <= explained
     at = "phases[].rl.algorithm."
-    assert f"{at}loss.clip_high (float | None, default 0.2): of LossConfig" in printed
+    clip = "of LossConfig; the ratio is clipped to [1 - clip_low, 1 + clip_high]; geo_mean clips"
+    assert any(line.startswith(f"{at}loss.clip_high (float | None, default 0.2): {clip}") for line in printed)
     of_configs = {"advantage.std_floor", "loss.kl", "similarity.config.linkage", "segments.gamma"}
     assert {f"{at}{key}" for key in of_configs} <= explained and not any("modes" in key for key in explained)
     with pytest.raises(SystemExit, match="0"):
@@ -126,6 +132,25 @@ def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.train(["--resume"])
     assert "a recipe is needed" in capsys.readouterr().err
+
+
+def test_keys_show_their_choices() -> None:
+    shown = {
+        line.split(" (")[0]: line.split(" (", 1)[1].split(", default")[0] for line in explain(Recipe) if " (" in line
+    }
+    at = "phases[].rl.algorithm."
+    assert shown["model.dtype"] == "float32 | bfloat16 | float16"
+    assert shown["data.task"].split(" | ") == [*TASKS, "null"]
+    assert shown[f"{at}name"].split(" | ") == [*ALGORITHMS]
+    assert shown["phases[].rl.rewards[].name"].split(" | ") == [*BUNDLED, "module:function"]
+    assert {"auto", "hashed", "minilm"} < {*shown[f"{at}similarity.embedder"].split(" | ")}
+    for key, config in (("loss", gk.LossConfig), ("advantage", gk.AdvantageConfig), ("segments", gk.SegmentConfig)):
+        for field in dataclasses.fields(config):
+            if field.type == "str":
+                names = shown[f"{at}{key}.{field.name}"].split(" | ")
+                assert getattr(config(), field.name) in names and len(names) > 1, field.name
+    free = {"model.path", "name", "output", "logging.project", "data.prompt", "data.demonstration"}
+    assert {key for key, kind in shown.items() if kind == "str"} == free
 
 
 def test_without_arguments_the_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

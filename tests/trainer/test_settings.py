@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 from grpo_trainer.algorithm import Plan
+from grpo_trainer.keys import explain
 from grpo_trainer.recipe import Recipe, bundled, load
-from grpo_trainer.settings import build, explain, fields_of, override, plain, read_yaml
+from grpo_trainer.settings import build, fields_of, override, plain, read_yaml
 
 from tests.trainer import small
 
