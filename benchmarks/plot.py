@@ -172,8 +172,8 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks.run, scaling and step")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the plots")
     options = parser.parse_args(arguments)
     for path in write_all([json.loads(path.read_text()) for path in options.results], options.out):
         print(path)
