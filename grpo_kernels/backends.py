@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from grpo_kernels.checks import dtype_names
+from grpo_kernels.checks import dtype_names, nearest
 
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
@@ -43,11 +45,23 @@ _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _emulated: set[str] = set()
 
 
+def _hidden_installation() -> Path | None:
+    """Folder of the installed package, if Python found the sources of a checkout in the current folder instead."""
+    try:
+        folder = Path(str(importlib.metadata.distribution("grpo-kernels").locate_file("grpo_kernels")))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    is_other = folder.is_dir() and folder.resolve() != Path(__file__).resolve().parent
+    return folder if is_other else None
+
+
 def _import_compiled(name: str) -> tuple[ModuleType | None, str | None]:
     """Imports a compiled module, which registers its kernels; without it their ops are defined but not implemented."""
     try:
         return importlib.import_module(f"grpo_kernels.{name}"), None
     except ModuleNotFoundError:
+        if (other := _hidden_installation()) is not None:
+            return None, f"not built in {Path(__file__).parent}, which hides the package in {other}; leave this folder"
         return None, "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
     except ImportError as error:  # built for another torch or another system
         return None, f"built, but cannot be loaded: {error}"
@@ -68,7 +82,7 @@ def build_facts() -> dict[str, dict[str, str]]:
 
 def _checked(name: str | None, where: str) -> str | None:
     if name is not None and name not in BACKENDS:
-        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}{nearest(name, BACKENDS)}")
     return name
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -185,11 +186,10 @@ def is_installed(package: str, *_: object, **__: object) -> bool:
 
 
 def add_missing_checks() -> None:
-    import trl.import_utils
-
-    for name, function in missing_checks(Path("tests"), trl.import_utils).items():
-        print(f"peer_tests: this TRL has no {name}, which its tests import; added")
-        setattr(trl.import_utils, name, function)
+    module = importlib.import_module("trl.import_utils")  # TRL's package has it as an attribute only now and then
+    for name, function in missing_checks(Path("tests"), module).items():
+        print(f"peer_tests: this TRL has no {name}, which its tests import; added", file=sys.stderr)
+        setattr(module, name, function)
 
 
 def replace_in_trl() -> None:
