@@ -96,7 +96,14 @@ def write_scaling(results: list[Result], theme: str, path: Path) -> None:
         sizes = [point["size"] for point in sweep["points"]]
         times = [point["us"] for point in sweep["points"]]
         floors = [point["us"] / point["floor_us"] for point in sweep["points"]]
-        look = {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 4, "linewidth": 1.4}
+        again = i // len(COLOURS)  # colours repeat with other markers, and dashed
+        look: dict[str, Any] = {
+            "color": COLOURS[i % 8],
+            "marker": MARKERS[(i + again) % 8],
+            "markersize": 4,
+            "linewidth": 1.4,
+        }
+        look["linestyle"] = "--" if again else "-"
         label = f"{sweep['op']}, {sweep['name']}: n = {sweep['unit']}, time ~ n^{sweep['exponent']:.2f}"
         panels[0].loglog(sizes, times, label=label, **look)
         panels[1].loglog(sizes, floors, **look)

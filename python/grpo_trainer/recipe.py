@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import re
 from collections.abc import Iterable
@@ -338,10 +339,14 @@ def description(path: Path) -> str:
 def _find(path: str | Path) -> Path:
     if Path(path).is_file():
         return Path(path)
-    file = bundled().get(str(path))
-    if file is None:
-        raise FileNotFoundError(f"recipe: no file {str(path)!r}, and the bundled ones are {', '.join(bundled())}")
-    return file
+    names = bundled()
+    if str(path) not in names:
+        files = [str(file) for file in Path(path).parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(str(path), [*names, *files], 1, 0.0)[0]
+        raise FileNotFoundError(
+            f"recipe: no file {str(path)!r}; the nearest is {near!r}, and the bundled ones are {', '.join(names)}"
+        )
+    return names[str(path)]
 
 
 def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:

