@@ -12,6 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
@@ -56,6 +57,13 @@ def unknown_name(where: str, name: str, known: Sequence[str]) -> str:
     """Error message for a value that is none of the known names, with the nearest one."""
     near = difflib.get_close_matches(name, known, 1, 0.0)
     return f"{where}: must be one of {', '.join(known)}, got {name!r}; the nearest is {near[0]!r}"
+
+
+def refuse_misspelt(where: str, name: str, known: Sequence[str]) -> None:
+    """Refuses what is neither known nor a folder, but close to a known name, before it is sought on the hub."""
+    is_own = name in known or "/" in name or Path(name).exists()
+    if not is_own and difflib.get_close_matches(name, known, 1, 0.75):
+        raise ValueError(unknown_name(where, name, known))
 
 
 class Field(typing.NamedTuple):

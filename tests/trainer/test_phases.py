@@ -91,7 +91,7 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
     [
         (
             "phases.1.rl.algorithm.name=grppo",
-            r"^phases.1.rl.algorithm.name: must .*, got 'grppo'; the nearest is 'grpo'$",
+            r"^phases.1.rl.algorithm.name: must .* 'grppo'; the nearest is 'grpo'$",
         ),
         ("phases.1.rl.algorithm.loss={clip: 1}", r"^phases.1.rl.algorithm.loss.clip: no such key"),
         ("model.mixed_precision=fp16", r"^model.mixed_precision: fp16 needs a GPU, and there is none"),
