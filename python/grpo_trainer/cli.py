@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 # so it precedes everything that imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_OVERRIDE = "sets a key of the recipe; dots separate nested keys; grpo-train --keys lists all"
+_OVERRIDE = "sets a key of the recipe; dots separate nested keys; grpo-train --keys lists all keys"
 _TRAIN_EXAMPLES = """
 examples:
   grpo-train arithmetic                               train the default recipe; minutes on a CPU
@@ -226,6 +228,8 @@ def _evaluate(name: str, overrides: list[str], models: list[str], split: str, ou
     from grpo_trainer.report.compare import compare
     from grpo_trainer.train import evaluate_model
 
+    for model in models:
+        _refuse_missing_model(model)
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -404,10 +408,30 @@ def _run(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except FileNotFoundError as error:
+        return _fail(error, f"{error}{_nearest_file(error.filename)}")
     except (ValueError, TypeError, OSError, CheckpointError, RewardError, EngineError, ProcessError) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')
+
+
+def _nearest_file(name: object) -> str:
+    """The name in the same folder that is most like one that is not there."""
+    path = Path(str(name))
+    if name is None or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], 1, 0.5)
+    return f"; the nearest is {str(path.with_name(near[0]))!r}" if near else ""
+
+
+def _refuse_missing_model(model: str) -> None:
+    """Refuses a path that is not there, which would be sought on the hub; names there have at most two parts."""
+    path = Path(model)
+    is_path = path.is_absolute() or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path and ":" not in model and not path.exists():
+        missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
+        raise FileNotFoundError(errno.ENOENT, f"no such model {model!r}, as there is no", str(missing))
 
 
 def _fail(error: Exception, line: str) -> int:

@@ -204,6 +204,19 @@ def test_one_model_is_evaluated_and_two_are_compared(
     with pytest.raises(SystemExit, match="2"):
         cli.evaluate([recipe, before, after, after])
     assert cli.evaluate([recipe, "/no/such/model"]) == 2
+    misspelt = before.replace("0-000002", "0-00002")
+    capsys.readouterr()
+    assert cli.evaluate([recipe, misspelt]) == 2
+    assert f"no such model {misspelt!r}" in (stderr := capsys.readouterr().err)
+    assert f"the nearest is {str(Path(before).parent)!r}" in stderr
+
+
+def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "replies.jsonl").write_text('{"likes": 1}\n')
+    assert cli.data(["split", str(tmp_path / "reples.jsonl")]) == 2
+    assert f"the nearest is {str(tmp_path / 'replies.jsonl')!r}" in capsys.readouterr().err
+    assert cli.data(["split", str(tmp_path / "replies.jsonl"), "--by", "like"]) == 2
+    assert "--by: like must be a column; the nearest is 'likes'" in capsys.readouterr().err
 
 
 def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
