@@ -137,7 +137,12 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each call beside the busy processes")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="seconds for each call beside the busy processes; default: %(default)s",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="busy processes; default: one a core")
     parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args(arguments)

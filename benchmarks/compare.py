@@ -98,8 +98,8 @@ def measure_quick(op: str, name: str) -> Result:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path, nargs="?")
+    parser.add_argument("before", type=Path, help="A: JSON file of the earlier result")
+    parser.add_argument("after", type=Path, nargs="?", help="B: JSON file of the later result; not with --tries")
     parser.add_argument("--tries", type=int, default=0, help="measure the quick cases of A now, instead of reading B")
     parser.add_argument("--json", type=Path, help="the file for the results of --tries")
     options = parser.parse_args(arguments)

@@ -101,9 +101,9 @@ def measured(i: Inputs) -> Iterator[tuple[str, Errors]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=896)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--rows", type=int, default=64, help="rows; default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=896, help="hidden size; default: %(default)s")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="vocabulary size; default: %(default)s")
     options = parser.parse_args()
     print(f"{'':38} {'largest error':>14} {'mean error':>12} {'ratio':>10} {'moved by 1%':>12}")
     for name, e in measured(inputs(options.rows, options.hidden, options.vocabulary)):

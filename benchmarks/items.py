@@ -20,7 +20,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     late = "seconds after which no further case starts; the first case of each op runs first, and omissions are listed"
     parser.add_argument("--budget", type=float, default=math.inf, help=late)
     parser.add_argument("--lines", type=Path, help="a file that gets a line per case; cases in it are not repeated")
-    parser.add_argument("--patience", type=float, default=90, help="seconds until a case counts as hung, with --lines")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=90,
+        help="seconds until a case counts as hung, with --lines; default: %(default)s",
+    )
 
 
 class Items:

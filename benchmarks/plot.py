@@ -96,7 +96,14 @@ def write_scaling(results: list[Result], theme: str, path: Path) -> None:
         sizes = [point["size"] for point in sweep["points"]]
         times = [point["us"] for point in sweep["points"]]
         floors = [point["us"] / point["floor_us"] for point in sweep["points"]]
-        look = {"color": COLOURS[i % 8], "marker": MARKERS[i % 8], "markersize": 4, "linewidth": 1.4}
+        again = i // len(COLOURS)  # colours repeat with other markers, and dashed
+        look: dict[str, Any] = {
+            "color": COLOURS[i % 8],
+            "marker": MARKERS[(i + again) % 8],
+            "markersize": 4,
+            "linewidth": 1.4,
+        }
+        look["linestyle"] = "--" if again else "-"
         label = f"{sweep['op']}, {sweep['name']}: n = {sweep['unit']}, time ~ n^{sweep['exponent']:.2f}"
         panels[0].loglog(sizes, times, label=label, **look)
         panels[1].loglog(sizes, floors, **look)
@@ -172,8 +179,8 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks.run, scaling and step")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the plots")
     options = parser.parse_args(arguments)
     for path in write_all([json.loads(path.read_text()) for path in options.results], options.out):
         print(path)

@@ -123,13 +123,15 @@ def round_robin(selected: list[Case]) -> Iterator[Case]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the cases, their providers and bars, and exit")
-    parser.add_argument("--op", choices=OPS, default="")
+    parser.add_argument("--op", choices=OPS, default="", help="only the cases of this op")
     parser.add_argument("--case", default="", help="only cases whose names contain this")
     parser.add_argument("--quick", action="store_true", help="measure only the steady ratios, within a minute")
     parser.add_argument(
         "--rounds", type=int, default=0, help="alternating pairs, in place of each case's own number; not with --quick"
     )
-    parser.add_argument("--device", choices=DEVICES, default=default_device())
+    parser.add_argument(
+        "--device", choices=DEVICES, default=default_device(), help="where to measure; default: %(default)s"
+    )
     add_options(parser)
     parser.add_argument("--json", type=Path, help="the result file, written after every case")
     parser.add_argument("--date", action="store_true", help="store today's date in the JSON")

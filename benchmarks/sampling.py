@@ -61,10 +61,17 @@ def compare(args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    texts = {
+        "hidden": "hidden size",
+        "layers": "layers of the model",
+        "prompts": "prompts sampled together",
+        "group-size": "responses per prompt",
+        "tokens": "mean length of a response",
+    }
     for name, default in (("hidden", 256), ("layers", 4), ("prompts", 32), ("group-size", 8), ("tokens", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--turns", type=int, default=3)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{texts[name]}; default: %(default)s")
+    parser.add_argument("--turns", type=int, default=3, help="timed turns of each; default: %(default)s")
     parser.add_argument("--json", type=Path, help="file for the speeds")
     args = parser.parse_args(argv)
     speeds = compare(args)

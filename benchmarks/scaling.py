@@ -32,8 +32,10 @@ def show(sweep: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=OPS, default="")
-    parser.add_argument("--device", choices=DEVICES, default=default_device())
+    parser.add_argument("--op", choices=OPS, default="", help="only this op")
+    parser.add_argument(
+        "--device", choices=DEVICES, default=default_device(), help="where to measure; default: %(default)s"
+    )
     parser.add_argument(
         "--budget",
         type=float,

@@ -63,10 +63,10 @@ def measure(rank: int, folder: str, rows: int, width: int, columns: int, repeats
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--columns", type=int, default=32000)
-    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--rows", type=int, default=1024, help="rows; default: %(default)s")
+    parser.add_argument("--width", type=int, default=256, help="hidden size; default: %(default)s")
+    parser.add_argument("--columns", type=int, default=32000, help="vocabulary size; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=12, help="timed calls of each; default: %(default)s")
     options = parser.parse_args(arguments)
     sizes = (options.rows, options.width, options.columns, options.repeats)
     with tempfile.TemporaryDirectory() as folder:

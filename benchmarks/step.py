@@ -406,10 +406,17 @@ def table(result: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help="steps of each; the first is not counted")
-    parser.add_argument("--device", choices=SIZES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of each, of which the first is not counted; default: %(default)s"
+    )
+    parser.add_argument(
+        "--device",
+        choices=SIZES,
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where to measure; default: %(default)s",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="the result file")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         raise SystemExit(f"step: --steps must be 2 or more, as the first is not counted, got {options.steps}")

@@ -68,9 +68,11 @@ def show(result: Result) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--op", choices=OPS, default="")
+    parser.add_argument("--op", choices=OPS, default="", help="only the cases of this op")
     parser.add_argument("--case", default="", help="only cases whose names contain this")
-    parser.add_argument("--device", choices=DEVICES, default=default_device())
+    parser.add_argument(
+        "--device", choices=DEVICES, default=default_device(), help="where to measure; default: %(default)s"
+    )
     parser.add_argument("--backend", nargs="+", choices=gk.available_backends(), help="default: those of the device")
     add_options(parser)
     parser.add_argument("--json", type=Path, help="the result file, written after every case")

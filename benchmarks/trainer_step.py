@@ -46,11 +46,13 @@ def variant(name: str, base: Recipe, folder: Path, start: Path) -> tuple[Trainer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", nargs="?", default="arithmetic")
-    parser.add_argument("--steps", type=int, default=6, help="steps of each; the first is not counted")
-    parser.add_argument("--sft", type=int, default=200, help="supervised steps before them")
-    parser.add_argument("--out", type=Path, default=Path("runs/step"))
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("recipe", nargs="?", default="arithmetic", help="recipe to measure; default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of each, of which the first is not counted; default: %(default)s"
+    )
+    parser.add_argument("--sft", type=int, default=200, help="supervised steps before them; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder of the runs; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     shutil.rmtree(options.out, ignore_errors=True)

@@ -115,9 +115,13 @@ def main() -> list[float]:
     """Train, and return the mean reward of every step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model on the hub, or a folder; without it, a tiny one with random weights")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, help="3e-3 for the tiny model, 1e-6 for a pretrained one")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=60, help="steps of GRPO; default: %(default)s")
+    parser.add_argument(
+        "--learning-rate", type=float, help="default: 3e-3 for the tiny model, 1e-6 for a pretrained one"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, prompts and sampling; default: %(default)s"
+    )
     options = parser.parse_args()
     torch.manual_seed(options.seed)
     random.seed(options.seed)

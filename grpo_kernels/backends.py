@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from grpo_kernels.checks import dtype_names
+from grpo_kernels.checks import dtype_names, nearest
 from grpo_kernels.compiled import CudaLibrary, load_cpu, load_cuda
 
 BACKENDS = ("cuda", "triton", "cpu", "reference")
@@ -58,7 +58,7 @@ def build_facts() -> dict[str, dict[str, str]]:
 
 def _checked(name: str | None, where: str) -> str | None:
     if name is not None and name not in BACKENDS:
-        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}")
+        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}{nearest(name, BACKENDS)}")
     return name
 
 

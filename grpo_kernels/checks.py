@@ -58,9 +58,15 @@ def integer(op: str, name: str, value: object, rule: str = "an int") -> int:
 
 def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:
     """The error for a name that is not allowed, with the nearest one that is."""
+    return ValueError(
+        f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{nearest(value, allowed)}"
+    )
+
+
+def nearest(value: object, allowed: Sequence[str] | dict[str, Any]) -> str:
+    """A question that names the nearest allowed name, for the end of an error; empty if none is near."""
     near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return ValueError(f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def choices(config: object, **allowed: Sequence[str]) -> None:

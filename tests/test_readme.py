@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from pathlib import Path
 
@@ -35,6 +36,28 @@ def test_links_lead_to_files() -> None:
     for path in [README, *README.parent.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_text_of_the_picture_has_the_numbers_of_the_results() -> None:
+    """The picture is drawn from these results, with three digits, and its text is for those who do not see it."""
+    text = re.search(r'images/summary_light\.png" width="\d+" alt="([^"]*)"', README.read_text())
+    cases = json.loads((README.parent / "benchmarks" / "results" / "cpu.json").read_text())["cases"]
+    ops = {
+        "Advantages": "group_advantages",
+        "Policy loss": "policy_loss",
+        "LM head to policy gradient": "linear_policy_loss",
+        "Similarity groups": "similarity_groups",
+    }
+    assert text is not None
+    for title, op in ops.items():
+        case = next(case for case in cases if case["op"] == op)
+        stated = re.search(rf"{title}: (.*?)\.(?: |$)", text[1])
+        assert stated is not None
+        for name, number in re.findall(r"([\w.\- ]+?) ([\d.,]+)(?:, |$)", stated[1]):
+            of_peer = [
+                p["ratio"] for peer, p in case["providers"].items() if peer.startswith(name.lower()) and "ratio" in p
+            ]
+            assert f"{float(number.replace(',', '')):.3g}" == f"{of_peer[0]:.3g}", (title, name)
 
 
 @pytest.mark.parametrize("page", variants.PAGES)

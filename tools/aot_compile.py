@@ -399,7 +399,7 @@ def compile_ops(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", action="extend", choices=list(TARGETS), help="default: all")
     parser.add_argument("--op", nargs="+", action="extend", help="module name or path of a .py file; default: all")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")

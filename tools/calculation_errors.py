@@ -38,7 +38,7 @@ def count(prompts: Iterable[Mapping[str, Any]]) -> Counter[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="+")
+    parser.add_argument("run", type=Path, nargs="+", help="folder of a run")
     print("| run | greedy answers | before | after |\n|---|---|---|---|")
     for folder in parser.parse_args().run:
         pair = RunFolder.read(folder).before_and_after()

@@ -305,9 +305,9 @@ class Check:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=530, help="time for all parts")
-    parser.add_argument("--python", default=sys.executable, help="the Python that has torch")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run; default: all")
+    parser.add_argument("--seconds", type=float, default=530, help="time for all parts; default: %(default)s")
+    parser.add_argument("--python", default=sys.executable, help="the Python that has torch; default: this one")
     parser.add_argument("--rehearsal", action="store_true", help="run without a GPU, with stand-ins for the kernels")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)

@@ -142,7 +142,9 @@ def killed(rehearsal: Rehearsal, kind: signal.Signals) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="the Python that replaces the GPU machine's")
-    parser.add_argument("--seconds", type=float, default=2400, help="for the run of all parts")
+    parser.add_argument(
+        "--seconds", type=float, default=2400, help="seconds for the run of all parts; default: %(default)s"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         rehearsal = Rehearsal(options.python, Path(name))

@@ -240,8 +240,13 @@ def show_calls(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", choices=list(ARCHITECTURES), default="sm_90")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--target",
+        choices=list(ARCHITECTURES),
+        default="sm_90",
+        help="architecture to compile for; default: %(default)s",
+    )
     calls = parser.add_argument_group("all calls")
     calls.add_argument("--op", default="", help="only this op")
     calls.add_argument("--backend", action="append", choices=["cuda", "triton"], help="default: both")
@@ -259,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     one.add_argument("--loop", default="", help="source line of the loop to show, or body; default: most bytes")
     one.add_argument("--through", default="", help="source lines that the path through a loop visits")
     one.add_argument("--avoid", default="", help="source lines that the path through a loop avoids")
-    one.add_argument("--trips", type=int, default=1, help="iterations of inner loops")
+    one.add_argument("--trips", type=int, default=1, help="iterations of inner loops; default: %(default)s")
     one.add_argument("--shortest", action="store_true", help="take the shortest path through a loop, not the longest")
     options = parser.parse_args(argv)
     gpu = GPUS[options.gpu or ARCHITECTURES[options.target]]

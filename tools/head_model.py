@@ -182,7 +182,7 @@ def document_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Predict linear_policy_loss on a GPU from the bytes that it moves.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, help="also write the tables between the marks of this document")
     options = parser.parse_args(argv)
     print(document_text())

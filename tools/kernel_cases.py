@@ -424,14 +424,28 @@ def report(items: dict[str, Callable[[], int]], path: Path, patience: float) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names of cases; default: all")
-    parser.add_argument("--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: emulator and interpreter")
+    parser.add_argument(
+        "--backend", nargs="+", choices=("cuda", "triton"), default=["cuda"], help="backends to check; default: cuda"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="where to run; cpu: emulator and interpreter; default: %(default)s",
+    )
     parser.add_argument("--smoke", action="store_true", help="run one small call of each op instead of the cases")
-    parser.add_argument("--share", default="1/1", help="I/N: every N-th item, starting with the I-th")
+    parser.add_argument(
+        "--share", default="1/1", help="I/N: every N-th item, starting with the I-th; default: %(default)s"
+    )
     parser.add_argument(
         "--results", type=Path, help="a file that gets a line per item; default: stop at the first failure"
     )
-    parser.add_argument("--patience", type=float, default=120, help="seconds until an item of --results counts as hung")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120,
+        help="seconds until an item of --results counts as hung; default: %(default)s",
+    )
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported

@@ -250,10 +250,12 @@ def ratio(value: float, over: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("experiment", choices=EXPERIMENTS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=EXPERIMENTS, help="the experiment")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds; default: 0 1 2")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/learning"), help="folder of the runs; default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, help="file for the figures; default: EXPERIMENT.json in the folder")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the recipe")
     options = parser.parse_intermixed_args()

@@ -133,10 +133,10 @@ def describe(loops: Sequence[Loop], size: Size, share: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=8192, help="rows of both products")
-    parser.add_argument("--columns", type=int, default=151936, help="vocabulary")
-    parser.add_argument("--width", type=int, default=4096, help="width of hidden states")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8192, help="rows of both products; default: %(default)s")
+    parser.add_argument("--columns", type=int, default=151936, help="vocabulary size; default: %(default)s")
+    parser.add_argument("--width", type=int, default=4096, help="width of hidden states; default: %(default)s")
     options = parser.parse_args()
     size = Size(options.rows, options.columns, options.width)
     with tempfile.TemporaryDirectory(prefix="live_rows_") as folder:

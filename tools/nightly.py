@@ -56,7 +56,7 @@ def nightly(parts: Mapping[str, str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), help="default: all")
     parser.add_argument("--list", action="store_true", help="print the parts and their commands")
     args = parser.parse_args(argv)

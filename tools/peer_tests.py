@@ -4,23 +4,29 @@
     python tools/peer_tests.py verl ~/verl             # of verl-project/verl: its tests of losses and advantages
     python tools/peer_tests.py trl ~/trl -k "train"    # further arguments go to pytest
 
-The models and data that TRL's tests download are generated instead, small and random, under the same names. A test that
+The models and data that TRL's tests download are generated instead, small and random, under the same names. Functions
+`is_PACKAGE_available` that the tests import and the installed TRL lacks are added. A test that
 passes with the peer's functions must pass with ours; the exit status is 1 otherwise. --json stores the lists.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import MagicMock
 from xml.etree import ElementTree
 
@@ -156,6 +162,36 @@ def run(peer: str, folder: Path, kind: str, arguments: list[str]) -> dict[str, s
     return results
 
 
+def missing_checks(tests: Path, module: ModuleType) -> dict[str, Callable[[], bool]]:
+    """Functions `is_PACKAGE_available` that TRL's tests import from a module of TRL, and that it lacks.
+
+    TRL drops such a function once it no longer uses the package, and the tests of another version then fail to import.
+
+    Args:
+        tests: folder of the tests.
+        module: the module, `trl.import_utils`.
+    """
+    imports = re.compile(rf"^from {re.escape(module.__name__)} import (\([^)]*\)|.*)$", re.MULTILINE)
+    text = "\n".join(path.read_text() for path in tests.rglob("*.py"))
+    wanted = {name for block in imports.findall(text) for name in re.findall(r"is_\w+_available", block)}
+    return {
+        name: functools.partial(is_installed, name.removeprefix("is_").removesuffix("_available"))
+        for name in sorted(wanted)
+        if not hasattr(module, name)
+    }
+
+
+def is_installed(package: str, *_: object, **__: object) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def add_missing_checks() -> None:
+    module = importlib.import_module("trl.import_utils")  # TRL's package has it as an attribute only now and then
+    for name, function in missing_checks(Path("tests"), module).items():
+        print(f"peer_tests: this TRL has no {name}, which its tests import; added", file=sys.stderr)
+        setattr(module, name, function)
+
+
 def replace_in_trl() -> None:
     import trl
 
@@ -199,10 +235,10 @@ def listed(theirs: dict[str, str], ours: dict[str, str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("peer", choices=FILES)
-    parser.add_argument("checkout", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=FILES, help="whose tests")
+    parser.add_argument("checkout", type=Path, help="folder of the peer's sources")
+    parser.add_argument("--json", type=Path, help="file for the outcome of each test")
     options, arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
@@ -226,6 +262,8 @@ if VARIABLE in os.environ and __name__ != "__main__":  # loaded by pytest as a p
         for _name in UNUSED_IMPORTS:
             if importlib.util.find_spec(_name) is None:
                 sys.modules[_name] = MagicMock(__path__=[], __spec__=ModuleSpec(_name, None))
+    else:
+        add_missing_checks()
     if _kind == "ours":
         replace_in_trl() if _peer == "trl" else replace_in_verl()
 

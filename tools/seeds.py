@@ -134,10 +134,14 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE | KEY=VALUE")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--folder", type=Path, default=Path("runs/seeds"))
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "recipes", nargs="+", metavar="RECIPE | KEY=VALUE", help="recipes, and keys that are set in all of them"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds; default: 0 1 2")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/seeds"), help="folder of the runs; default: %(default)s"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
     options = parser.parse_intermixed_args()
     names = [argument for argument in options.recipes if "=" not in argument]
     overrides = [argument for argument in options.recipes if "=" in argument]

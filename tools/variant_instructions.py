@@ -114,8 +114,13 @@ def table(results: dict[str, Cost]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--target", choices=list(ARCHITECTURES), default="sm_90")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--target",
+        choices=list(ARCHITECTURES),
+        default="sm_90",
+        help="architecture to compile for; default: %(default)s",
+    )
     parser.add_argument("--into", type=Path, help="also write the table between the marks of this document")
     options = parser.parse_args(argv)
     results = costs(options.target)

@@ -13,7 +13,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_trainer.recipe import Algorithm, Similarity
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import unknown_key
+from grpo_trainer.settings import unknown_key, unknown_name
 
 Config = TypeVar("Config")
 _CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
@@ -69,7 +69,7 @@ class Plan:
             max_new_tokens: longest response, the divisor of `dr_grpo`.
         """
         if settings.name not in ALGORITHMS:
-            raise ValueError(unknown_key("algorithm.name", settings.name, list(ALGORITHMS)))
+            raise ValueError(unknown_name("algorithm.name", settings.name, list(ALGORITHMS)))
         advantage, loss = ALGORITHMS[settings.name]
         loss = loss | settings.loss
         if loss.get("aggregation") == "seq-mean-token-sum-norm":

@@ -166,6 +166,11 @@ def load_last(recipe: Recipe) -> State | None:
     return None
 
 
+def last_folder(recipe: Recipe) -> Path | None:
+    """Folder of the newest checkpoint."""
+    return next(reversed(_checkpoints(recipe)), None)
+
+
 def restore_policy(recipe: Recipe, state: State, initial: Policy, is_given: bool = False) -> Policy:
     """Loads the policy of a checkpoint.
 

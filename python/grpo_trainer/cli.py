@@ -3,39 +3,93 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
 import json
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_trainer.recipe import Recipe
 
 # Waiting threads must sleep: spinning keeps a core from processes that need it. OpenMP reads this when torch loads it,
 # so it precedes everything that imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-_OVERRIDES = "KEY=VALUE sets a key; dots separate nested keys (phases.1.rl.steps=10). grpo-train --keys lists all keys."
+_OVERRIDE = "sets a key of the recipe; dots separate nested keys; grpo-train --keys lists all keys"
+_TRAIN_EXAMPLES = """
+examples:
+  grpo-train arithmetic                               train the default recipe; minutes on a CPU
+  grpo-train arithmetic seed=1 phases.1.rl.steps=40   change keys of the recipe
+  grpo-train my.yaml --dry-run                        see what a recipe of your own needs
+  grpo-train my.yaml --resume                         continue a run that was stopped or killed
+Ctrl-C ends a run after the present step, with a checkpoint.
+"""
+_EVAL_EXAMPLES = """
+examples:
+  grpo-eval arithmetic runs/arithmetic-0/checkpoints/1-000080/model
+  grpo-eval my.yaml BEFORE AFTER --split validation --json comparison.json
+  grpo-eval my.yaml MODEL evaluation.samples=8 evaluation.temperature=0.7
+"""
+_SPLIT_EXAMPLES = """
+examples:
+  grpo-data split replies.jsonl --by likes --ratio 0.3 --names sft rl
+  grpo-data split all.jsonl --into train=0.8 validation=0.1 test=0.1 --together prompt
+"""
+_CONVERT_EXAMPLES = """
+examples:
+  grpo-data convert gsm8k train.jsonl --output data/gsm8k
+  grpo-data convert tweets posts.csv --columns text=body likes=favorites
+"""
+_REPORT_EXAMPLES = """
+examples:
+  grpo-report runs/arithmetic-0                                 a page for a run, also while it trains
+  grpo-report --compare runs/a-0 runs/a-1 runs/b-0 runs/b-1     recipes side by side, over their seeds
+  grpo-report --adapters runs/a/checkpoints/1-000080/model      what LoRA adapters have learned
+"""
+
+
+def _parser(name: str, description: str, examples: str, commands: Any = None) -> argparse.ArgumentParser:
+    """A parser, or that of a command among others, whose help ends with examples."""
+    kwargs: dict[str, Any] = {"epilog": examples.strip(), "formatter_class": argparse.RawDescriptionHelpFormatter}
+    if commands is None:
+        return argparse.ArgumentParser(name, description=description, **kwargs)
+    sentence = f"{description[0].upper()}{description[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=sentence, **kwargs)
+    return parser
 
 
 def train(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("grpo-train", description="Train a recipe.", epilog=_OVERRIDES)
+    parser = _parser("grpo-train", "Train a recipe. Without arguments: show what there is.", _TRAIN_EXAMPLES)
     parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a bundled recipe (--list)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDE)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
     parser.add_argument("--fresh", action="store_true", help="delete an earlier run in the output folder")
     parser.add_argument("--smoke", action="store_true", help="run for seconds only, to see that everything works")
     parser.add_argument(
         "--dry-run", action="store_true", help="say what the run needs and what is missing, and start nothing"
     )
-    parser.add_argument("--processes", type=int, default=1, help="devices that --dry-run divides the memory among")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="COUNT",
+        help="devices that --dry-run divides the memory among; default: %(default)s",
+    )
     parser.add_argument("--keys", action="store_true", help="explain every key of a recipe")
     parser.add_argument("--list", action="store_true", help="list the bundled recipes and the algorithms")
     given = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_intermixed_args(given)
     from grpo_trainer import recipe as recipes
-    from grpo_trainer.settings import explain
 
     if options.keys:
+        from grpo_trainer.keys import explain
+
         print("\n".join(explain(recipes.Recipe)))
         return 0
     if options.list or not given:
@@ -89,7 +143,7 @@ def _examine(options: argparse.Namespace) -> None:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
     from grpo_trainer import recipe as recipes
 
     recipe = recipes.load(options.recipe, options.overrides, options.smoke)
@@ -99,7 +153,7 @@ def _train(options: argparse.Namespace) -> None:
 
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo_trainer import distributed
+    from grpo_trainer import distributed, interruption
     from grpo_trainer.report import write_report
     from grpo_trainer.report.compare import compare
     from grpo_trainer.report.run_folder import RunFolder
@@ -110,7 +164,17 @@ def _train(options: argparse.Namespace) -> None:
     with distributed.fail_together():
         if options.fresh and trainer.accelerator.is_main_process and (recipe.folder / "recipe.json").exists():
             shutil.rmtree(recipe.folder)
-    metrics = trainer.run(options.resume)
+    with interruption.handled():
+        try:
+            metrics = trainer.run(options.resume)
+        except BaseException as error:
+            if not (isinstance(error, interruption.Stopped) or interruption.is_immediate()):
+                raise
+            if trainer.accelerator.is_main_process:
+                print(_how_to_continue(recipe, options.fresh), file=sys.stderr)
+            if not interruption.is_immediate():  # otherwise other processes may be gone already
+                distributed.destroy_process_group()
+            return 128 + (interruption.signal_number() or 0)
     distributed.destroy_process_group()
     if trainer.accelerator.is_main_process:
         page = write_report(recipe.folder)
@@ -122,17 +186,36 @@ def _train(options: argparse.Namespace) -> None:
             print(f"\nThe {before.split} split, before and after {trained}:")
             print(compare(before.content, after.content, solved=recipe.evaluation.solved).table())
         print(f"report: {page}")
+    return 0
+
+
+def _how_to_continue(recipe: Recipe, is_fresh: bool) -> str:
+    """Last line of a run that was asked to stop."""
+    from grpo_trainer.checkpoint import last_folder
+
+    folder = last_folder(recipe)
+    last = "before the first checkpoint" if folder is None else f"the last checkpoint is {folder}"
+    option = "--resume in place of --fresh" if is_fresh else "--resume"
+    return f"stopped: {last}; continue with the same command and {option}"
 
 
 def evaluate(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "grpo-eval", description="Evaluate a checkpoint, or compare two on the same prompts.", epilog=_OVERRIDES
+    parser = _parser("grpo-eval", "Evaluate a checkpoint, or compare two on the same prompts.", _EVAL_EXAMPLES)
+    parser.add_argument("recipe", help="a YAML file or bundled recipe with the data, rewards and sampling to use")
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL | KEY=VALUE",
+        help=f"folder or hub name of one model, or of two to compare; KEY=VALUE {_OVERRIDE}",
     )
-    parser.add_argument("recipe", help="recipe with the data, rewards and sampling to use")
-    parser.add_argument("models", nargs="+", help="folder or hub name of one model, or of two to compare")
-    parser.add_argument("--split", choices=("train", "validation", "test"), default="test")
-    parser.add_argument("--json", type=Path, help="file for the results, including every response")
-    parser.add_argument("--report", type=Path, help="folder for a page with intervals and plots")
+    parser.add_argument(
+        "--split",
+        choices=("train", "validation", "test"),
+        default="test",
+        help="part of the data; default: %(default)s",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results, including every response")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="folder for a page with intervals and plots")
     options = parser.parse_intermixed_args(arguments)
     models = [argument for argument in options.models if "=" not in argument]
     overrides = [argument for argument in options.models if "=" in argument]
@@ -155,6 +238,8 @@ def _evaluate(
     from grpo_trainer.report.compare import compare
     from grpo_trainer.train import evaluate_model
 
+    for model in models:
+        _refuse_missing_model(model)
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -177,26 +262,38 @@ def _evaluate(
 
 
 def data(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("grpo-data", description="Prepare JSONL files.")
+    parser = _parser(
+        "grpo-data", "Prepare JSONL files.", f"{_SPLIT_EXAMPLES}{_CONVERT_EXAMPLES}".replace("\n\nexamples:", "")
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    split = commands.add_parser("split", help="split a file into parts, such as for SFT and RL, stratified by a column")
-    split.add_argument("file", type=Path)
-    split.add_argument("--by", help="column to stratify by, or a quotient A/B of two (B at least 1); default: none")
+    text = "split a file into parts, such as for SFT and RL, stratified by a column"
+    split = _parser("split", text, _SPLIT_EXAMPLES, commands)
+    split.add_argument("file", type=Path, metavar="FILE", help="JSONL file; its parts are written beside it")
+    split.add_argument(
+        "--by", metavar="COLUMN", help="column to stratify by, or a quotient A/B of two (B at least 1); default: none"
+    )
     split.add_argument("--ratio", type=float, help="share of the first of two parts; default: 0.5")
-    split.add_argument("--parts", type=int, default=4, help="number of strata; 4: quartiles")
-    split.add_argument("--seed", type=int, default=42)
-    split.add_argument("--names", nargs=2, help="names of two parts: FILE.NAME.jsonl; default: phase1 phase2")
-    split.add_argument("--into", nargs="+", metavar="NAME=SHARE", help="any number of parts, in place of the above two")
+    split.add_argument("--parts", type=int, default=4, help="number of strata; default: %(default)s, quartiles")
+    split.add_argument("--seed", type=int, default=42, help="seed of the random split; default: %(default)s")
+    split.add_argument(
+        "--names", nargs=2, metavar="NAME", help="names of two parts: FILE.NAME.jsonl; default: phase1 phase2"
+    )
+    split.add_argument("--into", nargs="+", metavar="NAME=SHARE", help="any number of parts, in place of two")
     split.add_argument("--together", metavar="COLUMN", help="keep lines with the same value of this column in one part")
-    convert = commands.add_parser("convert", help="convert a published data set into files that recipes read")
+    convert = _parser(
+        "convert", "convert a published data set into files that recipes read", _CONVERT_EXAMPLES, commands
+    )
     convert.add_argument("format", choices=("gsm8k", "convai2", "tweets"), help="the data set")
     convert.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL files; tweets: also CSV files")
     convert.add_argument("--output", type=Path, help="files are OUTPUT-PART.jsonl; default: the format")
+    parts = ["train=0.8", "validation=0.1", "test=0.1"]
     convert.add_argument(
-        "--into", nargs="+", metavar="PART=SHARE", default=["train=0.8", "validation=0.1", "test=0.1"], help="the parts"
+        "--into", nargs="+", metavar="PART=SHARE", default=parts, help=f"the parts; default: {' '.join(parts)}"
     )
-    convert.add_argument("--seed", type=int, default=42)
-    convert.add_argument("--annotations", choices=("strip", "keep"), help="gsm8k: calculator annotations <<48/2=24>>")
+    convert.add_argument("--seed", type=int, default=42, help="seed of the random split; default: %(default)s")
+    convert.add_argument(
+        "--annotations", choices=("strip", "keep"), help="gsm8k: calculator annotations <<48/2=24>>; default: strip"
+    )
     convert.add_argument(
         "--columns", nargs="+", metavar="NAME=COLUMN", help="tweets: names of the columns in the files"
     )
@@ -258,16 +355,19 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def report(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "grpo-report", description="Write plots and a report page for a run, finished or not, or for several runs."
+    text = "Write plots and a report page for a run, finished or not, or for several runs."
+    parser = _parser("grpo-report", text, _REPORT_EXAMPLES)
+    parser.add_argument("folder", type=Path, nargs="?", help="folder of a run; the page is written into it")
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], metavar="RUN", help="other runs whose step times are compared"
     )
-    parser.add_argument("folder", type=Path, nargs="?", help="folder of a run")
-    parser.add_argument("--beside", type=Path, nargs="+", default=[], help="other runs whose step times are compared")
     parser.add_argument("--compare", type=Path, nargs="+", default=[], metavar="RUN", help="folders of runs to compare")
     parser.add_argument(
         "--adapters", type=Path, nargs="+", default=[], metavar="MODEL", help="folders of one or two LoRA adapters"
     )
-    parser.add_argument("--output", type=Path, help="folder of the page of --compare or --adapters; default: ./report")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder of the page of --compare or --adapters; default: ./report"
+    )
     options = parser.parse_args(arguments)
     if sum(map(bool, (options.folder, options.compare, options.adapters))) != 1:
         parser.error("one of a run's folder, --compare and --adapters is needed")
@@ -310,7 +410,7 @@ def _import_from_current_folder() -> None:
         sys.path.insert(0, os.getcwd())
 
 
-def _run(command: Callable[[], None]) -> int:
+def _run(command: Callable[[], int | None]) -> int:
     """Runs a command and returns its exit status; errors that a user can fix are reported in one line."""
     from grpo_trainer.checkpoint import CheckpointError
     from grpo_trainer.distributed import ProcessError
@@ -318,12 +418,34 @@ def _run(command: Callable[[], None]) -> int:
     from grpo_trainer.rewards import RewardError
 
     try:
-        command()
+        return command() or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except FileNotFoundError as error:
+        return _fail(error, f"{error}{_nearest_file(error.filename)}")
     except (ValueError, TypeError, OSError, CheckpointError, RewardError, EngineError, ProcessError) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')
-    return 0
+
+
+def _nearest_file(name: object) -> str:
+    """The name in the same folder that is most like one that is not there."""
+    path = Path(str(name))
+    if name is None or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], 1, 0.5)
+    return f"; the nearest is {str(path.with_name(near[0]))!r}" if near else ""
+
+
+def _refuse_missing_model(model: str) -> None:
+    """Refuses a path that is not there, which would be sought on the hub; names there have at most two parts."""
+    path = Path(model)
+    is_path = path.is_absolute() or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path and ":" not in model and not path.exists():
+        missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
+        raise FileNotFoundError(errno.ENOENT, f"no such model {model!r}, as there is no", str(missing))
 
 
 def _fail(error: Exception, line: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import random
 import re
@@ -116,8 +117,11 @@ def column_values(lines: Sequence[Line], by: str) -> list[float]:
     names = by.split("/")
     if len(names) > 2:
         raise ValueError(f"--by: must be a column or A/B, got {by!r}")
-    columns = []
+    columns, known = [], sorted({name for line in lines for name in line})
     for name in names:
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise ValueError(f"--by: {name} must be a column; the nearest is {near!r}, all are {', '.join(known)}")
         for number, line in enumerate(lines, 1):
             value = line.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import re
 from collections.abc import Iterable
@@ -11,6 +12,8 @@ from typing import Any, Literal
 
 from grpo_trainer import recipe_checks
 from grpo_trainer.settings import build, key, override, read_yaml
+
+EMBEDDERS = "grpo_trainer.embed:NAMES"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,9 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    task: str | None = key("arithmetic", "bundled task that generates its own data; null: read files")
+    task: str | None = key(
+        "arithmetic", "bundled task that generates its own data; null: read files", names="grpo_trainer.tasks:TASKS"
+    )
     options: dict[str, Any] = key({}, "arguments of the bundled task")
     train: str | None = key(None, "JSONL file with one prompt per line for RL; its demonstrations are for SFT")
     sft: str | None = key(None, "JSONL file of demonstrations; null: those in train")
@@ -88,7 +93,7 @@ class Optimizer:
 @dataclasses.dataclass(frozen=True)
 class Polychromic:
     weight: float = key(1.0, "0: all demonstrations count equally; 1: similar ones share their weight")
-    embedder: str = key("auto", "embedder that measures similarity; names as in similarity")
+    embedder: str = key("auto", "embedder that measures similarity; names as in similarity", names=EMBEDDERS)
     among: Literal["prompt", "batch"] = key(
         "prompt", "compare the demonstrations of a prompt, or of a step whatever their prompts"
     )
@@ -142,7 +147,9 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-    name: str = key("exact", "a bundled reward, or module:function from importable code")
+    name: str = key(
+        "exact", "a bundled reward, or module:function from importable code", names="grpo_trainer.rewards:NAMES"
+    )
     weight: float = key(1.0, "weight in the sum of rewards")
     options: dict[str, Any] = key({}, "arguments of a bundled reward")
     on_error: Literal["raise", "skip"] = key("raise", "if the reward fails or is NaN: stop, or skip the response")
@@ -150,7 +157,9 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class Similarity:
-    embedder: str = key("auto", "hashed, minilm, or a sentence-transformers name or folder; auto: minilm if installed")
+    embedder: str = key(
+        "auto", "hashed, minilm, or a sentence-transformers name or folder; auto: minilm if installed", names=EMBEDDERS
+    )
     text: Literal["answer", "whole"] = key("answer", "text to embed: what follows the last </think>, or everything")
     unfinished: Literal["exclude", "whole", "tail"] = key(
         "exclude", "text to embed for text: answer if the response has an unclosed <think>"
@@ -181,7 +190,7 @@ class Critic:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    name: str = key("grpo", "defaults for the keys below; `grpo-train --list` lists the names")
+    name: str = key("grpo", "defaults for the keys below", names="grpo_trainer.algorithm:ALGORITHMS")
     advantage: dict[str, Any] = key({}, "fields of AdvantageConfig", "AdvantageConfig")
     loss: dict[str, Any] = key({}, "fields of LossConfig", "LossConfig")
     similarity: Similarity | None = key(None, "group similar responses to a prompt")
@@ -240,7 +249,7 @@ class Evaluation:
     samples: int = key(0, "sampled responses per prompt, for pass@k and diversity; 0: greedy responses only")
     temperature: float = key(1.0, "sampling temperature")
     pass_k: list[int] = key([1, 4, 8], "values of k for pass@k; those above samples are skipped")
-    embedder: str = key("auto", "embedder of the diversity measures; names as in similarity")
+    embedder: str = key("auto", "embedder of the diversity measures; names as in similarity", names=EMBEDDERS)
     rewards: list[Reward] = key([], "rewards of evaluations; empty: those of the first RL phase, or of the task")
     max_new_tokens: int | None = key(
         None, "longest response; null: that of the first RL phase, or 64 tokens without such a phase"
@@ -333,10 +342,14 @@ def description(path: Path) -> str:
 def _find(path: str | Path) -> Path:
     if Path(path).is_file():
         return Path(path)
-    file = bundled().get(str(path))
-    if file is None:
-        raise FileNotFoundError(f"recipe: no file {str(path)!r}, and the bundled ones are {', '.join(bundled())}")
-    return file
+    names = bundled()
+    if str(path) not in names:
+        files = [str(file) for file in Path(path).parent.glob("*.y*ml")]
+        near = difflib.get_close_matches(str(path), [*names, *files], 1, 0.0)[0]
+        raise FileNotFoundError(
+            f"recipe: no file {str(path)!r}; the nearest is {near!r}, and the bundled ones are {', '.join(names)}"
+        )
+    return names[str(path)]
 
 
 def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:

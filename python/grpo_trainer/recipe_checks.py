@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_kernels import SimilarityConfig
+from grpo_trainer.settings import refuse_misspelt
 
 Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the rule
 
 
 def check(recipe: Any) -> None:
     """Raises ValueError with the key, the rule and the value of the first rule that a recipe does not meet."""
+    refuse_misspelt("model.path", recipe.model.path, ("tiny",))
     for name, value, is_met, rule in _rules(recipe):
         if not is_met:
             raise ValueError(f"{name}: {rule}, got {value!r}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_trainer import distributed
+from grpo_trainer import distributed, interruption
 from grpo_trainer.data import Batch, encode_prompt, pad, pad_kept, positions_of
 from grpo_trainer.policy import Policy, evaluating
 from grpo_trainer.recipe import Rollout as Sampling
@@ -73,6 +73,7 @@ def roll_out(
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     with evaluating(policy), policy.autocast():
         for start in range(0, len(ids), prompts_at_once):
+            interruption.stop_if_asked()  # sampling leaves the weights as they are after the last step
             chosen = by_length[start : start + prompts_at_once]
             responses = _sample(policy, [ids[i] for i in chosen], sampling, generator)
             rows = [prompt * group_size + copy for prompt in chosen for copy in range(group_size)]

@@ -1,7 +1,7 @@
 """Conversion between nested mappings and dataclasses, with checked key names and types.
 
 Fields are declared as `key(default, "help text")`. Their types are those of YAML (bool, int, float, str, None, lists,
-mappings), Literal choices, and other such dataclasses. `grpo-train --keys` prints the help texts.
+mappings), Literal choices, and other such dataclasses. `grpo_trainer.keys` prints the help texts.
 """
 
 from __future__ import annotations
@@ -11,21 +11,23 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
 
-def key(default: Any, help: str, config: str | None = None) -> Any:
+def key(default: Any, help: str, config: str | None = None, names: str | None = None) -> Any:
     """Declares a field.
 
     Args:
         default: default value, or a dataclass that is instantiated without arguments.
         help: help text.
         config: for mappings, the config class of grpo_kernels whose fields are the keys.
+        names: for names, where the known ones are, as module:variable.
     """
-    metadata = {"help": help, "config": config}
+    metadata = {"help": help, "config": config, "names": names}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     if isinstance(default, type):
@@ -41,14 +43,27 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     for name in values:
         if name not in fields:
             raise ValueError(unknown_key(where, str(name), list(fields)))
-    kwargs = {name: _convert(fields[name].type, value, _join(where, name)) for name, value in values.items()}
+    kwargs = {name: _convert(fields[name].type, value, join(where, name)) for name, value in values.items()}
     return kind(**kwargs)
 
 
 def unknown_key(where: str, name: str, known: list[str]) -> str:
     """Error message for an unknown key or name, with the nearest known one."""
     near = difflib.get_close_matches(name, known, 1, 0.0)
-    return f"{_join(where, name)}: no such key; the nearest is {near[0]!r}, all are {', '.join(sorted(known))}"
+    return f"{join(where, name)}: no such key; the nearest is {near[0]!r}, all are {', '.join(sorted(known))}"
+
+
+def unknown_name(where: str, name: str, known: Sequence[str]) -> str:
+    """Error message for a value that is none of the known names, with the nearest one."""
+    near = difflib.get_close_matches(name, known, 1, 0.0)
+    return f"{where}: must be one of {', '.join(known)}, got {name!r}; the nearest is {near[0]!r}"
+
+
+def refuse_misspelt(where: str, name: str, known: Sequence[str]) -> None:
+    """Refuses what is neither known nor a folder, but close to a known name, before it is sought on the hub."""
+    is_own = name in known or "/" in name or Path(name).exists()
+    if not is_own and difflib.get_close_matches(name, known, 1, 0.75):
+        raise ValueError(unknown_name(where, name, known))
 
 
 class Field(typing.NamedTuple):
@@ -56,6 +71,7 @@ class Field(typing.NamedTuple):
     default: Any
     help: str
     config: str | None
+    names: str | None
 
 
 def fields_of(kind: type) -> dict[str, Field]:
@@ -65,27 +81,8 @@ def fields_of(kind: type) -> dict[str, Field]:
         default = field.default if field.default is not dataclasses.MISSING else None
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        fields[field.name] = Field(hints[field.name], default, field.metadata["help"], field.metadata["config"])
+        fields[field.name] = Field(hints[field.name], default, **field.metadata)
     return fields
-
-
-def explain(kind: type, where: str = "") -> Iterator[str]:
-    """Yields a line of help for every key, including those of nested dataclasses and of grpo_kernels' configs."""
-    for name, field in fields_of(kind).items():
-        path = _join(where, name)
-        nested = _dataclass_in(field.type)
-        if nested is not None:
-            is_list = typing.get_origin(field.type) is list
-            yield f"{path}: {field.help}"
-            yield from explain(nested, path + "[]" if is_list else path)
-        else:
-            yield f"{path} ({_describe(field.type)}, default {field.default!r}): {field.help}"
-        if field.config is not None:
-            import grpo_kernels
-
-            for option in dataclasses.fields(getattr(grpo_kernels, field.config)):
-                if option.init:
-                    yield f"{path}.{option.name} ({option.type}, default {option.default!r}): of {field.config}"
 
 
 def override(values: dict[str, Any], assignment: str) -> None:
@@ -164,7 +161,7 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _mismatch(kind, value, where)
-        return {str(name): _convert(arguments[1], item, _join(where, str(name))) for name, item in value.items()}
+        return {str(name): _convert(arguments[1], item, join(where, str(name))) for name, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
@@ -173,32 +170,32 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
 
 
 def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
-    return TypeError(f"{where}: must be {_describe(kind)}, got {type(value).__name__} {value!r}")
+    return TypeError(f"{where}: must be {describe(kind)}, got {type(value).__name__} {value!r}")
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if choice is type(None) else _describe(choice) for choice in arguments)
+        return " or ".join("null" if choice is type(None) else describe(choice) for choice in arguments)
     if origin is Literal:
         return " | ".join(map(str, arguments))
     if origin is list:
-        return f"list of {_describe(arguments[0])}"
+        return f"list of {describe(arguments[0])}"
     if origin is dict:
         return "mapping"
     return getattr(kind, "__name__", str(kind))
 
 
-def _dataclass_in(kind: Any) -> type | None:
+def dataclass_in(kind: Any) -> type | None:
     """Dataclass in a field's type: the type itself, a list's element or an optional."""
     if dataclasses.is_dataclass(kind):
         return typing.cast(type, kind)
     for argument in typing.get_args(kind):
-        nested = _dataclass_in(argument)
+        nested = dataclass_in(argument)
         if nested is not None:
             return nested
     return None
 
 
-def _join(where: str, name: str) -> str:
+def join(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name

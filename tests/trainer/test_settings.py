@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 from grpo_trainer.algorithm import Plan
+from grpo_trainer.keys import explain
 from grpo_trainer.recipe import Recipe, bundled, load
-from grpo_trainer.settings import build, explain, fields_of, override, plain, read_yaml
+from grpo_trainer.settings import build, fields_of, override, plain, read_yaml
 
 from tests.trainer import small
 
@@ -129,7 +130,7 @@ def test_a_base_is_read_first(tmp_path: Path) -> None:
     sft, rl = recipe.phases[0].sft, recipe.phases[1].rl
     assert sft is not None and rl is not None
     assert (recipe.seed, recipe.name, sft.steps, rl.steps, rl.epochs) == (3, "own", 1, 7, 3)
-    with pytest.raises(FileNotFoundError, match=r"recipe: no file 'arithmatic', and the bundled ones are .*arithmetic"):
+    with pytest.raises(FileNotFoundError, match=r"recipe: no file 'arithmatic'; the nearest is 'arithmetic', and"):
         load("arithmatic")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_trainer import checkpoint, distributed
+from grpo_trainer import checkpoint, distributed, interruption
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy
@@ -70,6 +70,7 @@ class PhaseRun:
 
     def __init__(self, trainer: PhaseContext, number: int, settings: Sft | Rl, start: int) -> None:
         self.trainer, self.number, self.settings, self.start = trainer, number, settings, start
+        self.done = self.saved = start  # last step that is done, and that has a checkpoint
         self.set_up()
         policy, optimizer = trainer.policy, settings.optimizer
         adamw = torch.optim.AdamW(
@@ -111,6 +112,16 @@ class PhaseRun:
         raise NotImplementedError
 
     def run(self) -> None:
+        """Takes all steps. If the run is asked to stop, the last step that is done gets a checkpoint."""
+        try:
+            self._run()
+        except interruption.Stopped:
+            self.trainer.log.close_progress()
+            if self.done > self.saved:
+                self._save(self.done)
+            raise
+
+    def _run(self) -> None:
         trainer = self.trainer
         data = trainer.items(self.split)
         if not data:
@@ -136,9 +147,11 @@ class PhaseRun:
                 if self.watched is not None:
                     trainer.log.histograms(self.number, step, self.watched)
                 trainer.log.progress(f"{self.kind} {self.number}", step, self.settings.steps, shown)
+            self.done = step
             save_every = trainer.recipe.checkpoints.every
             if (save_every and step % save_every == 0) or step == self.settings.steps:
                 self._save(step)
+            interruption.stop_if_asked()
             self._evaluate_if_due(step)
         trainer.log.close_progress()
 
@@ -153,6 +166,7 @@ class PhaseRun:
             embedders=trainer.embedders,
         )
         checkpoint.save(trainer.recipe, trainer.policy, self.optimizer, state, trainer.log)
+        self.saved = step
 
     def _evaluate_if_due(self, step: int) -> None:
         every = self.evaluates_every

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_trainer import checkpoint, distributed
+from grpo_trainer import checkpoint, distributed, interruption
 from grpo_trainer.algorithm import Credit, Plan, assign_credit, total_rewards
 from grpo_trainer.data import Batch, prompt_text
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
-from grpo_trainer.engine import Engine
+from grpo_trainer.engine import Engine, EngineError
 from grpo_trainer.metrics import (
     counter_metrics,
     loss_metrics,
@@ -190,7 +190,13 @@ class RlRun(PhaseRun):
 
     def _roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
         if self.engine is not None:
-            return self.engine.roll_out(items, generator)
+            interruption.stop_if_asked()
+            try:
+                return self.engine.roll_out(items, generator)
+            except (EngineError, distributed.ProcessError) as error:
+                if interruption.signal_number() is None:
+                    raise
+                raise interruption.Stopped from error  # Ctrl-C in a terminal reaches the engine's processes, too
         return roll_out(self.trainer.policy, items, self.settings.rollout, generator)
 
     @torch.no_grad()

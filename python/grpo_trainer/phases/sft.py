@@ -67,7 +67,10 @@ class SftRun(PhaseRun):
                     losses.append(loss.detach())
             norm = self.optimizer_step()
         loss_sum, lr = sum_losses(micro_batches.all_gather(losses)), self.optimizer.param_groups[0]["lr"]
-        return {"train/loss": loss_sum, "train/grad_norm": norm, "train/lr": lr}
+        metrics = {"train/loss": loss_sum, "train/grad_norm": norm, "train/lr": lr}
+        if self.trainer.seconds["model"] > 0:  # a benchmark times the parts by a clock of its own
+            metrics["speed/tokens_per_second"] = float(mask.sum()) / self.trainer.seconds["model"]
+        return metrics
 
     def _weights(self, items: list[Item]) -> Tensor:
         polychromic = self.settings.polychromic

@@ -20,10 +20,11 @@ from grpo_trainer.data import Prompt, prompt_text
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import unknown_key
+from grpo_trainer.settings import unknown_key, unknown_name
 
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
+NAMES = (*BUNDLED, "module:function")
 
 
 class RewardError(Exception):
@@ -42,7 +43,7 @@ def load_reward(settings: Reward) -> RewardFunction:
         function: RewardFunction = make(**settings.options)
         return function
     if ":" not in settings.name:
-        raise ValueError(unknown_key("rewards.name", settings.name, [*BUNDLED, "module:function"]))
+        raise ValueError(unknown_name("rewards.name", settings.name, NAMES))
     if settings.options:
         raise ValueError(f"rewards.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
     return _import(settings.name)

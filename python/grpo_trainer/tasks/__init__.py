@@ -7,7 +7,7 @@ import importlib
 import inspect
 from typing import Any
 
-from grpo_trainer.settings import unknown_key
+from grpo_trainer.settings import unknown_key, unknown_name
 from grpo_trainer.tasks.base import Sizes, Splits
 
 TASKS = ("arithmetic", "strategies", "gsm8k", "word_problems", "dialogue", "reply")
@@ -16,7 +16,7 @@ TASKS = ("arithmetic", "strategies", "gsm8k", "word_problems", "dialogue", "repl
 def make(name: str, seed: int, options: dict[str, Any]) -> Splits:
     """Generates the data of a task; `options` are its `Sizes` and arguments of its module's `make`."""
     if name not in TASKS:
-        raise ValueError(unknown_key("data.task", name, list(TASKS)))
+        raise ValueError(unknown_name("data.task", name, TASKS))
     make_splits = importlib.import_module(f"grpo_trainer.tasks.{name}").make
     parameters = inspect.signature(make_splits).parameters
     size_names = [field.name for field in dataclasses.fields(Sizes)]

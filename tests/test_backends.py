@@ -1,0 +1,42 @@
+"""Backends by name, and kernels that are not built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import grpo_kernels as gk
+from grpo_kernels import backends
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gk.group_advantages(torch.rand(4), 4, backend="tritn"),
+        lambda: gk.use_backend("tritn").__enter__(),
+        lambda: backends._checked("tritn", "GRPO_KERNELS_BACKEND"),
+    ],
+    ids=["argument", "use_backend", "environment"],
+)
+def test_the_nearest_backend_is_named(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match=r"must be one of cuda, triton, .* got 'tritn' \(did you mean 'triton'\?\)$"):
+        call()
+
+
+def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m grpo_kernels` in a checkout imports its sources, which have no compiled kernels."""
+
+    class Installed:
+        def locate_file(self, name: str) -> Path:
+            return tmp_path / name
+
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    _, error = backends._import_compiled("_no_such_module")
+    assert error == "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
+    (tmp_path / "grpo_kernels").mkdir()
+    _, error = backends._import_compiled("_no_such_module")
+    here = Path(gk.__file__).parent
+    assert error == f"not built in {here}, which hides the package in {tmp_path / 'grpo_kernels'}; leave this folder"
