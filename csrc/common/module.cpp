@@ -1,5 +1,7 @@
+#include <pthread.h>
 #include <pybind11/pybind11.h>
 
+#include <limits>
 #include <utility>
 
 #ifdef USE_CUDA
@@ -101,6 +103,8 @@ PYBIND11_MODULE(GRPO_MODULE_NAME, module) {
   // For tests: sets the least work that is divided among threads and returns the last setting; how often work was.
   module.def("set_fork_nanoseconds", [](double nanoseconds) { return std::exchange(fork_nanoseconds, nanoseconds); });
   module.def("forks", [] { return forks.load(); });
+  // The threads of the parent's pool do not exist in a forked child, where OpenMP would wait for them forever.
+  pthread_atfork(nullptr, nullptr, [] { fork_nanoseconds = std::numeric_limits<double>::infinity(); });
 #else
   // The newest CUDA that the driver supports, 13020 for 13.2; 0 without a driver.
   module.def("driver_version", [] {

@@ -301,11 +301,21 @@ def _run(command: Callable[[], None]) -> int:
     from grpo_trainer.checkpoint import CheckpointError
     from grpo_trainer.distributed import ProcessError
     from grpo_trainer.engine import EngineError
+    from grpo_trainer.ray_pool import EmbedderError
     from grpo_trainer.rewards import RewardError
 
     try:
         command()
-    except (ValueError, TypeError, OSError, CheckpointError, RewardError, EngineError, ProcessError) as error:
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        CheckpointError,
+        RewardError,
+        EmbedderError,
+        EngineError,
+        ProcessError,
+    ) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')

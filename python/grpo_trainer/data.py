@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer.settings import read_text
+
 Line = dict[str, Any]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
@@ -21,7 +23,7 @@ Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 def numbered_jsonl(path: str | Path) -> Iterator[tuple[int, Line]]:
     """Yields the objects of a file with one JSON object per line, and the numbers of their lines."""
     # not splitlines(), which also splits at characters that JSON allows within texts, such as U+2028
-    for number, text in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, text in enumerate(read_text(path, encoding="utf-8-sig").split("\n"), 1):
         if not text.strip():
             continue
         try:
