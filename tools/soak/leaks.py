@@ -61,7 +61,7 @@ class _Mallinfo(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]  # noqa: RUF012
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def usage() -> Usage:

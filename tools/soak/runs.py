@@ -161,6 +161,7 @@ def _run_and_exit(work: Callable[[], object], writer: int, environment: Mapping[
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
         torch.set_num_threads(1)
         work()
         distributed.destroy_process_group()
