@@ -20,13 +20,12 @@ def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
 
 
-# AddressSanitizer and UBSan; undefined behaviour ends the process, as an access outside does.
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
-
 # Flags that each variant of the library adds to the compiler's command.
 VARIANTS = {
     "plain": [],
-    "address": [*SANITIZERS],
+    "address": ["-fsanitize=address", "-fno-omit-frame-pointer"],
+    # for tools/soak, as it takes longer to compile; undefined behaviour ends the process, as an access outside does
+    "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
     # ThreadSanitizer's instrumentation without its runtime, which cuda_emulator_races.cpp replaces
     "races": [
         "-fsanitize=thread",

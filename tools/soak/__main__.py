@@ -67,11 +67,15 @@ def run_part(part: str, options: argparse.Namespace) -> outcome.PartResult:
     command = command_of(part, options)
     print(f"== {part}: {command}", flush=True)
     began = time.monotonic()
-    outcomes = []
-    for row in importlib.import_module(PARTS[part]).run(options):
-        outcomes.append(row)
-        print(row.text(), flush=True)
-    return outcome.PartResult(part, command, outcome.today(), time.monotonic() - began, outcomes)
+    result = outcome.PartResult(part, command, outcome.today(), 0.0, [])
+    try:
+        for row in importlib.import_module(PARTS[part]).run(options):
+            result.outcomes.append(row)
+            print(row.text(), flush=True)
+    finally:  # also when interrupted: the rows that are complete
+        result.seconds = time.monotonic() - began
+        outcome.add(options.results, result)
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,9 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     has_failed = False
     for part in PARTS:
         if part in options.parts and not options.table:
-            result = run_part(part, options)
-            outcome.add(options.results, result)
-            has_failed |= result.has_failed
+            has_failed |= run_part(part, options).has_failed
     stored = outcome.read(options.results)
     ordered = [stored[part] for part in PARTS if part in stored]
     if options.table:

@@ -321,18 +321,17 @@ def interrupted(top: Path, expected: dict[str, Any], chance: random.Random) -> O
 def hangs_with_a_limit(top: Path, chance: random.Random) -> Outcome:
     """The setting is part of the recipe, so the run is compared with an undisturbed one that has it, too."""
     row = Outcome("faults", "a reward that hangs, with `timeout: 2`", 0, f"an error that names reward and limit{EQUAL}")
-    limited = f"phases={runs.OVERRIDES[0].removeprefix('phases=')}".replace(
-        f"{{name: '{runs.REWARD}'}}", f"{{name: '{runs.REWARD}', timeout: 2}}"
-    )
-    child = runs.start(top / "limited", limited).wait()
+    reward = f"{{name: '{runs.REWARD}'}}"
+    limited = [change.replace(reward, f"{{name: '{runs.REWARD}', timeout: 2}}") for change in runs.OVERRIDES]
+    child = runs.start(top / "limited", *limited).wait()
     row.check(child.status == 0, child.error)
     expected = runs.contents(top / "limited")
     for _ in range(3):
-        folder, call = top / "hanging", chance.randint(4, 7)  # earlier calls are those of evaluations
-        child = runs.start(folder, limited, before=lambda call=call: runs.set_mood("hang", call)).wait(60)
+        folder, call = top / "hanging", chance.randint(1, 6)
+        child = runs.start(folder, *limited, before=lambda call=call: runs.set_mood("hang", call)).wait(60)
         message = rf"RewardError: reward '{runs.REWARD}' raised TimeoutError: no result within 2 s \(rewards.timeout\)"
         is_named = child.status != 0 and re.search(message, child.error) is not None
-        problem = runs.finish_and_compare(folder, expected, limited) if is_named else f"call {call}: {child.error}"
+        problem = runs.finish_and_compare(folder, expected, *limited) if is_named else f"call {call}: {child.error}"
         row.check(not problem, problem)
         shutil.rmtree(folder)
     return row

@@ -42,7 +42,7 @@ def worker(backend: str) -> tuple[list[str], dict[str, str]]:
     if backend == "cpu-sanitized":
         module = str(sanitized.cpu_module())
         return [sys.executable, "-m", "tools.soak.sanitized", module, "--backend", "cpu"], environment
-    return [*plain, "--backend", "cuda", "--emulated", str(build.library("address"))], environment
+    return [*plain, "--backend", "cuda", "--emulated", str(build.library("sanitized"))], environment
 
 
 def fuzz(backend: str, seconds: float, first: int) -> Iterator[Outcome]:

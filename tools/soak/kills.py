@@ -67,6 +67,7 @@ def kill_single(
                 break  # it ended before the moment came
             moments[moment] += 1
             history.append(moment)
+            print(f"           {sum(moments.values())}: killed {moment}", flush=True)
             if sum(moments.values()) >= kills or chance.random() > AGAIN:
                 break
         problem = runs.finish_and_compare(folder, expected)
@@ -98,7 +99,10 @@ def kill_at_random(child: runs.Child, folder: Path, seconds: float, chance: rand
 def await_checkpoints(child: runs.Child, folder: Path, number: int, delay: float) -> None:
     """Waits for the temporary folder of the n-th checkpoint from now, and a little longer."""
     seen: set[str] = set()
+    give_up = time.monotonic() + runs.PATIENCE
     while not child.poll():
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"the run must write a checkpoint within {runs.PATIENCE:g} s; it hangs, or is too slow")
         seen |= {path.name for path in folder.glob(".new-*")}
         if len(seen) >= number:
             time.sleep(delay)

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ import torch
 from grpo_trainer import distributed
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.train import train
+from tqdm import tqdm
 
 from tests.trainer import small
 
@@ -92,6 +94,7 @@ def warm_up() -> None:
     from accelerate.state import AcceleratorState
 
     torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # no thread beside the main one, as a fork copies what others hold locked
     with scratch("warm-up") as folder:
         train(recipe(folder))
     AcceleratorState._reset_state(reset_partial_state=True)  # a child may be one of two processes
@@ -162,6 +165,8 @@ def _run_and_exit(work: Callable[[], object], writer: int, environment: Mapping[
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
+        # tqdm's own lock is shared with all forked processes, and a killed one would hold it forever
+        tqdm.set_lock(threading.RLock())
         torch.set_num_threads(1)
         work()
         distributed.destroy_process_group()
