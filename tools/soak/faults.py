@@ -380,9 +380,7 @@ def embedder_returns_too_few(top: Path, expected: dict[str, Any]) -> Outcome:
 def own_tests(title: str, path: str) -> Outcome:
     """A file of tests that tries this; each test counts."""
     row = Outcome("faults", title, 0, f"as `{path}` says")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", path], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "pytest", path], cwd=ROOT, capture_output=True, text=True)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
     row.times = counts.get("passed", 0) + counts.get("failed", 0)
     if done.returncode != 0:
