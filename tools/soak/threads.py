@@ -42,8 +42,8 @@ def runnable(seed: int, without_products: bool = False) -> dict[str, tuple[Case,
 
     Args:
         seed: of the inputs.
-        without_products: leave out ops that, or whose inputs here, need divided ops of torch: products of hidden states and
-            embeddings, sampling_correction with M2PO's ceiling.
+        without_products: leave out ops that need ops of torch which it divides: products of hidden states and of
+            embeddings, and the search of M2PO's ceiling.
     """
     cases = {}
     for name, case in graph_cases.CASES.items():
