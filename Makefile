@@ -5,7 +5,8 @@
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
-#   make nightly           run everything slower than .ci/run: floor, grids, engine, GPU rehearsal, benchmarks, results
+#   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
+#   make nightly           run everything slower than .ci/run: floor, grids, engine, soak, GPU rehearsal, benchmarks, results
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
@@ -41,7 +42,7 @@ ENGINE_PIP_FLAGS ?=
 DIST := .venv-dist
 DOCS := .venv-docs
 
-.PHONY: train test test-floor test-floor-quick test-engine nightly lint format results bench bench-quick wheel docs \
+.PHONY: train test test-floor test-floor-quick test-engine soak nightly lint format results bench bench-quick wheel docs \
 	dist gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
@@ -64,8 +65,11 @@ test-floor-quick: $(VENV)/built $(FLOOR)/packages
 test-engine: $(VENV)/built $(ENGINE)/packages
 	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
-# PARTS="bench results" runs those parts only.
+# PARTS="bench results" runs those parts only, of soak and of nightly.
 PARTS ?=
+soak: $(VENV)/built
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.soak $(if $(PARTS),--parts $(PARTS))
+
 nightly: $(VENV)/built
 	$(BIN)/python tools/nightly.py $(if $(PARTS),--parts $(PARTS))
 

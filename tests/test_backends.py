@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels import backends
+from grpo_kernels import backends, compiled
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, mon
             return tmp_path / name
 
     monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
-    _, error = backends._import_compiled("_no_such_module")
+    _, error = compiled._load(compiled.CpuLibrary, "none")
     assert error == "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
     (tmp_path / "grpo_kernels").mkdir()
-    _, error = backends._import_compiled("_no_such_module")
+    _, error = compiled._load(compiled.CpuLibrary, "none")
     here = Path(gk.__file__).parent
     assert error == f"not built in {here}, which hides the package in {tmp_path / 'grpo_kernels'}; leave this folder"

@@ -25,6 +25,7 @@ PARTS: dict[str, str] = {
     "test-floor": "make test-floor",
     "test-engine": "make test-engine",
     "whole-grid": f"OMP_NUM_THREADS=1 {shlex.quote(sys.executable)} -m pytest -n auto --whole-grid tests",
+    "soak": "make soak PARTS=",
     "bench": "make bench",
     "results": "make results",
 }

@@ -1,3 +1,6 @@
+#include <pthread.h>
+
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -31,6 +34,10 @@ GRPO_C_API void grpo_poison_allocations(bool on) { poison_allocations = on; }
 // For tests: sets the least work that is divided among threads and returns the last setting; how often work was.
 GRPO_C_API double grpo_set_fork_nanoseconds(double nanoseconds) { return std::exchange(fork_nanoseconds, nanoseconds); }
 GRPO_C_API int64_t grpo_forks() { return forks.load(); }
+
+// The threads of the parent's pool do not exist in a forked child, where OpenMP would wait for them forever.
+[[maybe_unused]] const int fork_handler =
+    pthread_atfork(nullptr, nullptr, [] { fork_nanoseconds = std::numeric_limits<double>::infinity(); });
 #else
 // The newest CUDA that the driver supports, 13020 for 13.2; 0 without a driver.
 GRPO_C_API int grpo_driver_version() {

@@ -28,6 +28,7 @@ from grpo_trainer.recipe import MEMORY_KEYS, Model, Recipe
 from grpo_trainer.settings import plain
 
 FORMAT = 2
+_WAY_OUT = "; remove this folder to resume from the checkpoint before it, or start again with --fresh"
 # keys that may change when a run is resumed
 _MAY_CHANGE = ("output", "threads", "distributed", "logging", "checkpoints", "evaluation", "name")
 
@@ -120,8 +121,8 @@ def branch(source: Path, recipe: Recipe) -> None:
         shutil.copy(file, folder / file.name)
     with _atomic_folder(checkpoint_folder(recipe, *last)) as temporary:
         shutil.copytree(state.folder, temporary, dirs_exist_ok=True)
-        content = _read_json(temporary / "state.json") | {"recipe": _binding(plain(recipe))}
-        (temporary / "state.json").write_text(to_json(content))
+        content = _read_sealed(temporary) | {"recipe": _binding(plain(recipe))}
+        _write_sealed(temporary, content)
     write_text(folder / "recipe.json", to_json(plain(recipe)))
 
 
@@ -146,10 +147,9 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
                 "format": FORMAT,
                 "optimizer_steps": steps,
                 "recipe": _binding(plain(recipe)),
-                "files": _digests(folder),
                 **{name: value for name, value in vars(state).items() if name != "folder"},
             }
-            (folder / "state.json").write_text(to_json(content))
+            _write_sealed(folder, content)
         log.event("checkpoint", phase=state.phase, step=state.step)
         for old in _checkpoints(recipe)[: -recipe.checkpoints.keep]:
             shutil.rmtree(old)
@@ -240,15 +240,27 @@ def load_reference(recipe: Recipe, policy: Policy, phase: int, lm: Any = None) -
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
     exists = distributed.broadcast((folder / "state.json").exists())
     with distributed.fail_together():
+        if exists and distributed.is_main_process():
+            _verify_reference(folder)
         if not exists and distributed.is_main_process():
             with _atomic_folder(folder) as temporary:
                 _save_reference(policy, temporary, weights, only_adapters=settings.lora is not None)
-                (temporary / "state.json").write_text(to_json({"files": _digests(temporary)}))
+                _write_sealed(temporary, {})
     if not exists and weights is None:
         return Reference(policy, settings)
     if settings.lora is None:
         return Reference(policy, dataclasses.replace(settings, reference_model_path=str(folder / "model")))
     return Reference(policy, settings, load_file(folder / "adapters.safetensors"))
+
+
+def _verify_reference(folder: Path) -> None:
+    """Raises if the reference is damaged. It cannot be made again: the weights that it copies are those of the phase's
+    start."""
+    try:
+        _read_sealed(folder)
+    except CheckpointError as error:
+        reason = str(error).removesuffix(_WAY_OUT)
+        raise CheckpointError(f"{reason}; start again with --fresh, or from a copy of the folder") from error
 
 
 def _save_reference(policy: Policy, folder: Path, weights: dict[str, Tensor] | None, only_adapters: bool) -> None:
@@ -327,22 +339,42 @@ def _checkpoints(recipe: Recipe) -> list[Path]:
 
 
 def _read_state(folder: Path, recipe: Recipe) -> State:
-    state = _read_json(folder / "state.json")
+    state = _read_sealed(folder)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: format must be {FORMAT}, got {state.get('format')!r}")
-    digests = _digests(folder)
-    for name, digest in state["files"].items():
-        if digests.get(name) != digest:
-            raise CheckpointError(f"{folder}: {name} is {'damaged' if name in digests else 'missing'}")
     _refuse_other_recipe(folder, state["recipe"], recipe)
     return State(folder, *(state[name] for name in ("phase", "step", "threshold", "threads", "embedders")))
+
+
+def _write_sealed(folder: Path, content: dict[str, Any]) -> None:
+    """Writes state.json with the digests of all files in the folder and of itself."""
+    content = content | {"files": _digests(folder)}
+    (folder / "state.json").write_text(to_json(content | {"digest": _digest(content)}))
+
+
+def _read_sealed(folder: Path) -> dict[str, Any]:
+    """Reads state.json and verifies the folder; raises CheckpointError on any damage."""
+    content = _read_json(folder / "state.json")
+    digest = content.pop("digest", None)  # checkpoints of version 0.1.0 have none
+    if digest not in (None, _digest(content)):
+        raise CheckpointError(f"{folder}: state.json is damaged{_WAY_OUT}")
+    digests = _digests(folder)
+    for name, digest in content.get("files", {}).items():
+        if digests.get(name) != digest:
+            raise CheckpointError(f"{folder}: {name} is {'damaged' if name in digests else 'missing'}{_WAY_OUT}")
+    return content
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(to_json(content).encode()).hexdigest()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error})") from error
+        way_out = _WAY_OUT if path.name == "state.json" else ""
+        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error}){way_out}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.parent}: {path.name} must be an object, got {type(content).__name__}")
     return content

@@ -415,6 +415,7 @@ def _run(command: Callable[[], int | None]) -> int:
     from grpo_trainer.checkpoint import CheckpointError
     from grpo_trainer.distributed import ProcessError
     from grpo_trainer.engine import EngineError
+    from grpo_trainer.ray_pool import EmbedderError
     from grpo_trainer.rewards import RewardError
 
     try:
@@ -424,7 +425,16 @@ def _run(command: Callable[[], int | None]) -> int:
         return 128 + signal.SIGINT
     except FileNotFoundError as error:
         return _fail(error, f"{error}{_nearest_file(error.filename)}")
-    except (ValueError, TypeError, OSError, CheckpointError, RewardError, EngineError, ProcessError) as error:
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+        CheckpointError,
+        RewardError,
+        EmbedderError,
+        EngineError,
+        ProcessError,
+    ) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')

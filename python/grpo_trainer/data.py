@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer.settings import read_text
+
 Line = dict[str, Any]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tokenize")  # of a chat template, which are ours
@@ -25,7 +27,7 @@ TEMPLATE_ARGUMENTS = ("messages", "add_generation_prompt", "tokenize")  # of a c
 def numbered_jsonl(path: str | Path) -> Iterator[tuple[int, Line]]:
     """Yields the objects of a file with one JSON object per line, and the numbers of their lines."""
     # not splitlines(), which also splits at characters that JSON allows within texts, such as U+2028
-    for number, text in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
+    for number, text in enumerate(read_text(path, encoding="utf-8-sig").split("\n"), 1):
         if not text.strip():
             continue
         try:

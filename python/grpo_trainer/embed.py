@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer import distributed
-from grpo_trainer.ray_pool import RayEmbedderPool
+from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.sentence_encoder import sentence_encoder
 from grpo_trainer.settings import refuse_misspelt
@@ -103,10 +103,25 @@ class Embedder:
 
     def _encode(self, texts: list[str | None], missing: list[str], group_size: int) -> Tensor:
         if self.pool is None:
-            return self.encode(missing)
+            return self._encode_here(missing)
         first_row = {text: row for row, text in reversed([*enumerate(texts)])}
         prompt_sizes = Counter(first_row[text] // group_size for text in missing)  # in the order of the prompts
         return self.pool(missing, groups=list(prompt_sizes.values()))
+
+    def _encode_here(self, texts: list[str]) -> Tensor:
+        """Calls the encoder; errors name it."""
+        where = f"embedder {self.name!r}"
+        try:
+            embeddings = self.encode(texts)
+        except Exception as error:
+            raise EmbedderError(
+                f"{where} raised {type(error).__name__} for {len(texts)} texts, the first {texts[0][:80]!r}: {error}"
+            ) from error
+        if embeddings.dim() != 2 or len(embeddings) != len(texts):
+            raise EmbedderError(
+                f"{where} must return [{len(texts)}, D] for {len(texts)} texts, got {list(embeddings.shape)}"
+            )
+        return embeddings
 
 
 def embed_all(embedder: Embedder, responses: Sequence[str], group_size: int = 1) -> Tensor:

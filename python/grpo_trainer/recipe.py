@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_trainer import recipe_checks
-from grpo_trainer.settings import build, key, override, read_yaml
+from grpo_trainer.settings import build, key, override, read_text, read_yaml
 
 EMBEDDERS = "grpo_trainer.embed:NAMES"
 
@@ -153,6 +153,7 @@ class Reward:
     weight: float = key(1.0, "weight in the sum of rewards")
     options: dict[str, Any] = key({}, "arguments of a bundled reward")
     on_error: Literal["raise", "skip"] = key("raise", "if the reward fails or is NaN: stop, or skip the response")
+    timeout: float | None = key(None, "seconds after which a call of the reward counts as failed; null: no limit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +374,13 @@ def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    values = read_yaml(path.read_text()) or {}
+    import yaml
+
+    text = read_text(path)
+    try:
+        values = read_yaml(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: must be YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise TypeError(f"{path}: must be a mapping, got {type(values).__name__}")
     base = values.pop("base", None)

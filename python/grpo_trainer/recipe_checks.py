@@ -49,6 +49,8 @@ def _evaluation(evaluation: Any) -> Iterator[Rule]:
     names = ("prompts", "test_prompts", "batch", "temperature", "max_new_tokens")
     yield from _positive("evaluation.", evaluation, *names)
     yield from _not_negative("evaluation.", evaluation, "every", "samples", "tracked")
+    for i, reward in enumerate(evaluation.rewards):
+        yield from _positive(f"evaluation.rewards.{i}.", reward, "timeout")
     yield "evaluation.pass_k", evaluation.pass_k, min(evaluation.pass_k, default=1) > 0, "must be positive"
     quantile, solved = evaluation.solved_quantile, evaluation.solved
     is_share = quantile is None or 0 <= quantile <= 1
@@ -131,6 +133,8 @@ def _rl(at: str, rl: Any) -> Iterator[Rule]:
     yield f"{at}.rollout.min_new_tokens", shortest, is_shorter, "must not exceed max_new_tokens"
     minibatches = rl.minibatches
     yield f"{at}.minibatches", minibatches, 0 < minibatches <= rollout.prompts, "must be in [1, rollout.prompts]"
+    for i, reward in enumerate(rl.rewards):
+        yield from _positive(f"{at}.rewards.{i}.", reward, "timeout")
     yield from _algorithm(f"{at}.algorithm", rl.algorithm, rollout.group_size)
 
 

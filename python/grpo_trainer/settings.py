@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -98,6 +98,14 @@ def override(values: dict[str, Any], assignment: str) -> None:
         if not isinstance(place, dict | list):
             raise ValueError(f"override: {path} goes through {name!r}, which is {place!r}")
     place[_index(place, last, path) if isinstance(place, list) else last] = value
+
+
+def read_text(path: str | Path, encoding: str = "utf-8") -> str:
+    """Text of a file; the error for bytes that are not text names the file."""
+    try:
+        return Path(path).read_text(encoding=encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8, got {error.object[error.start]:#04x} at byte {error.start}") from None
 
 
 def read_yaml(text: str) -> Any:

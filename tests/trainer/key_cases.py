@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -231,6 +232,11 @@ def lengths(prompts: list[str], completions: list[str], **columns: Any) -> list[
     return [0.5 + len(text) for text in completions]
 
 
+def slow(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(0.5)
+    return lengths(prompts, completions)
+
+
 HERE = "tests.trainer.key_cases"
 GRADED = (f"evaluation.rewards=[{{{{name: '{HERE}:lengths'}}}}]",)
 FILES = ("data={{task: null, train: '{data}', test: '{data}'}}",)
@@ -338,6 +344,7 @@ CASES: dict[str, Case] = {
     RL + "rewards[].on_error": ran(
         "skip", lambda run: run.error, f"phases.0.rl.rewards=[{{{{name: '{HERE}:not_a_number'}}}}]"
     ),
+    RL + "rewards[].timeout": ran(0.05, lambda run: run.error, f"phases.0.rl.rewards=[{{{{name: '{HERE}:slow'}}}}]"),
     ROLLOUT + "prompts": ran(2, metric("group_stats/num_groups")),
     ROLLOUT + "group_size": ran(3, metric("group_stats/avg_group_size")),
     ROLLOUT + "temperature": ran(0.3, weights),
@@ -420,6 +427,9 @@ CASES: dict[str, Case] = {
     "evaluation.rewards[].options": made({"format": 0.5}, reward_of_evaluation, "evaluation.rewards=[{{name: gsm8k}}]"),
     "evaluation.rewards[].on_error": ran(
         "skip", lambda run: run.error, f"evaluation.rewards=[{{{{name: '{HERE}:not_a_number'}}}}]"
+    ),
+    "evaluation.rewards[].timeout": ran(
+        0.05, lambda run: run.error, f"evaluation.rewards=[{{{{name: '{HERE}:slow'}}}}]"
     ),
     "evaluation.tracked": ran(1, tracked),
     "logging.to": made(["wandb"], fake_wandb),

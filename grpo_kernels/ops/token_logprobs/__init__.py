@@ -123,7 +123,9 @@ def rows_of(logits: Tensor, targets: Tensor, scaling: Scaling) -> op.Rows:
     if logits.dim() < 3:
         rows = logits[None] if logits.dim() == 2 else logits[None, None]
     rows = rows if rows.dim() == 3 else rows.flatten(0, -3)
-    rows = rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+    if rows.stride(-1) != 1 and rows.shape[-1] != 1:
+        # contiguous() returns a tensor without elements as it is, whatever its strides
+        rows = rows.clone(memory_format=torch.contiguous_format)
     shape = rows.shape[:2]
     row_temperature = scaling.row_temperature
     return op.Rows(

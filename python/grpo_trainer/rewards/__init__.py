@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo_trainer import distributed
 from grpo_trainer.data import Prompt, prompt_text
+from grpo_trainer.deadline import call_within
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
@@ -155,7 +156,9 @@ def _values(
     where = f"reward {setting.name!r}"
     may_skip = setting.on_error == "skip"
     try:
-        values, components = _call(setting, function, prompts, texts, columns)
+        values, components = call_within(
+            setting.timeout, lambda: _call(setting, function, prompts, texts, columns), "rewards.timeout"
+        )
     except RewardError:  # a reward's own limit on failures
         raise
     except Exception as error:

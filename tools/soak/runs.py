@@ -1,0 +1,249 @@
+"""Runs of the trainer in forked processes that can be killed, and their comparison bit by bit.
+
+Importing the trainer takes longer than a small run, so this process imports it once and forks a child for each run. It
+never uses a second thread, as a forked child could not use the parent's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from grpo_trainer import distributed
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.train import train
+from tqdm import tqdm
+
+from tests.trainer import small
+
+REWARD = "tools.soak.runs:moody"
+PATIENCE = 120.0  # seconds until a run counts as hanging
+
+# Two supervised and four reinforcement steps with similarity groups, then segments with a critic; a checkpoint after
+# each step, a reference, samples, maps and evaluations: every kind of file that a run writes.
+SIMILARITY = "{name: similarity_group_grpo, similarity: {embedder: hashed}, loss: {kl: k3, kl_coef: 0.01}}"
+SEGMENTS = "{name: group_ppo, critic: {separate: true}}"
+
+
+def rl_phase(steps: int, algorithm: str) -> str:
+    return (
+        f"{{rl: {{steps: {steps}, minibatches: 2, micro_batch: 16, optimizer: {{lr: 0.001}}, "
+        "rollout: {prompts: 4, group_size: 4, max_new_tokens: 8}, "
+        f"rewards: [{{name: '{REWARD}'}}], algorithm: {algorithm}}}}}"
+    )
+
+
+SFT = "{sft: {steps: 2, batch: 8, micro_batch: 8, optimizer: {lr: 0.01}}}"
+OVERRIDES = (
+    f"phases=[{SFT}, {rl_phase(3, SIMILARITY)}, {rl_phase(2, SEGMENTS)}]",
+    "checkpoints.every=1",
+    f"evaluation={{every: 2, batch: 8, samples: 2, embedder: hashed, rewards: [{{name: '{REWARD}'}}]}}",
+    "logging.samples=2",
+    "data.options={demonstrations: 32, train: 12, validation: 4, test: 4, boxes: 0.0}",
+)
+
+
+def recipe(folder: Path, *overrides: str) -> Recipe:
+    return small.recipe(folder, *OVERRIDES, *overrides)
+
+
+# The reward's mood, the call in which it has it, and a file that says so. Every process has its own.
+_mood: tuple[str, int, Path | None] = ("good", 0, None)
+_calls = 0
+
+
+def set_mood(mood: str, call: int, sign: Path | None = None) -> None:
+    """Lets the reward of this process misbehave in the n-th call."""
+    global _mood, _calls
+    _mood, _calls = (mood, call, sign), 0  # the parent has called it, too
+
+
+def moody(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """The reward of the runs."""
+    global _calls
+    _calls += 1
+    values = small.digits(prompts, completions)
+    mood, call, sign = _mood
+    if mood == "good" or _calls != call:
+        return values
+    if sign is not None:
+        sign.write_text("")
+    if mood == "raise":
+        raise KeyError("no such thing")
+    if mood == "hang":
+        time.sleep(3600)
+    if mood == "exit":
+        sys.exit("bye")
+    if mood == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return values[1:] if mood == "few" else [float(mood)] * len(values)
+
+
+def warm_up() -> None:
+    """Imports everything that a run needs, by running one. Without it each child takes ten times as long."""
+    from accelerate.state import AcceleratorState
+
+    torch.set_num_threads(1)
+    tqdm.monitor_interval = 0  # no thread beside the main one, as a fork copies what others hold locked
+    with scratch("warm-up") as folder:
+        train(recipe(folder))
+    AcceleratorState._reset_state(reset_partial_state=True)  # a child may be one of two processes
+
+
+class Child:
+    """A forked process that runs `work`.
+
+    Args:
+        work: its exception becomes the text of `error`.
+        environment: variables that the process gets in addition.
+    """
+
+    def __init__(self, work: Callable[[], object], environment: Mapping[str, str] | None = None) -> None:
+        reader, writer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.began = time.monotonic()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reader)
+            _run_and_exit(work, writer, environment or {})
+        os.close(writer)
+        self._reader, self.status, self.error = reader, None, ""
+
+    def poll(self) -> bool:
+        """Whether the process has ended."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._end(status)
+        return self.status is not None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal; a process that has ended already is left alone."""
+        if not self.poll():
+            os.kill(self.pid, number)
+
+    def wait(self, seconds: float = PATIENCE) -> Child:
+        """Waits for the end; a process that takes longer is killed and reported as hanging."""
+        give_up = time.monotonic() + seconds
+        while not self.poll() and time.monotonic() < give_up:
+            time.sleep(0.001)
+        if not self.poll():
+            os.kill(self.pid, signal.SIGKILL)
+            self._end(os.waitpid(self.pid, 0)[1])
+            self.error = f"still running after {seconds:g} s"
+        return self
+
+    @property
+    def was_killed(self) -> bool:
+        return self.status is not None and os.WIFSIGNALED(self.status)
+
+    def _end(self, status: int) -> None:
+        self.status, self.seconds = status, time.monotonic() - self.began
+        with os.fdopen(self._reader) as file:
+            self.error = file.read()
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
+            self.error += f"ended by signal {os.WTERMSIG(status)}"
+
+
+def _run_and_exit(work: Callable[[], object], writer: int, environment: Mapping[str, str]) -> None:
+    """The forked side: never returns."""
+    status = 1
+    try:
+        os.environ.update(environment)
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us in the background
+        # tqdm's own lock is shared with all forked processes, and a killed one would hold it forever
+        tqdm.set_lock(threading.RLock())
+        torch.set_num_threads(1)
+        work()
+        distributed.destroy_process_group()
+        status = 0
+    except BaseException as error:
+        with os.fdopen(writer, "w") as file:
+            file.write(f"{type(error).__name__}: {error}\n")
+            if os.environ.get("SOAK_TRACEBACKS"):
+                traceback.print_exc(file=file)
+    finally:
+        os._exit(status)
+
+
+def start(folder: Path, *overrides: str, before: Callable[[], object] | None = None) -> Child:
+    """Starts or resumes a run in a child.
+
+    Args:
+        folder: the run's folder.
+        overrides: changes to the recipe.
+        before: called in the child first, to plant a fault.
+    """
+
+    def work() -> None:
+        if before is not None:
+            before()
+        train(recipe(folder, *overrides), resume=(folder / "recipe.json").exists())
+
+    return Child(work)
+
+
+# Comparison
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """All files of a finished run by name, without what may differ: times, the folder's own path, and events."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_dir() or name == "events.jsonl":
+            continue
+        if path.suffix == ".jsonl":
+            found[name] = [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        elif name == "recipe.json":
+            found[name] = json.loads(path.read_text()) | {"output": ""}
+        else:
+            found[name] = path.read_bytes()
+    return found
+
+
+def _timeless(entry: dict[str, Any]) -> str:
+    """A line without its times, as text, in which NaN equals NaN."""
+    return json.dumps({name: v for name, v in entry.items() if not name.startswith(("time", "speed/"))})
+
+
+def differences(expected: dict[str, Any], folder: Path) -> str:
+    """Names of the files that differ from those of the undisturbed run; empty if none does."""
+    try:
+        actual = contents(folder)
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    wrong = [name for name in sorted(expected.keys() | actual.keys()) if expected.get(name) != actual.get(name)]
+    return ", ".join(wrong)
+
+
+def finish_and_compare(folder: Path, expected: dict[str, Any], *overrides: str) -> str:
+    """Resumes a run to its end and returns how it differs from the undisturbed one; empty if it does not."""
+    child = start(folder, *overrides).wait()
+    if child.status != 0:
+        return f"the resumed run ended with: {child.error.strip()}"
+    wrong = differences(expected, folder)
+    return f"differs in {wrong}" if wrong else ""
+
+
+@contextlib.contextmanager
+def scratch(prefix: str):  # type: ignore[no-untyped-def]
+    """A temporary folder."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix=f"soak-{prefix}-") as folder:
+        yield Path(folder)
