@@ -177,10 +177,10 @@ def write_project(output: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="a new folder, or an empty one")
     parser.add_argument(
-        "--compiled", nargs="+", choices=("cpu", "cuda"), default=[], help="compile these kernels; cuda includes cpu"
+        "--compiled", nargs="+", choices=("cpu", "cuda"), default=[], help="compile these kernels; default: none"
     )
     parser.add_argument("--project", action="store_true", help="write the sources for kernel-builder instead")
     options = parser.parse_args(argv)
