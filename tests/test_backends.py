@@ -40,3 +40,13 @@ def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, mon
     _, error = compiled._load(compiled.CpuLibrary, "none")
     here = Path(gk.__file__).parent
     assert error == f"not built in {here}, which hides the package in {tmp_path / 'grpo_kernels'}; leave this folder"
+
+
+@pytest.mark.parametrize("content", [b"not a library", b""])
+def test_a_library_that_does_not_load_is_a_reason(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "libgrpo_kernels_cpu.so").write_bytes(content)
+    monkeypatch.setattr(compiled, "FOLDER", tmp_path)
+    library, error = compiled.load_cpu()
+    assert library is None and error is not None and error.startswith("built, but cannot be loaded: ")
