@@ -60,7 +60,7 @@ print(json.dumps({
 
 
 def load(root: Path, backend: str) -> dict[str, Any]:
-    """What a process sees that loads the kernel with `kernels`."""
+    """Facts seen by a process that loads the kernel with `kernels`."""
     environment = os.environ | {"PYTHONPATH": f"{hub_kernel.ROOT}{os.pathsep}{HUB}", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", CHECKS, str(root), backend]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

@@ -71,7 +71,7 @@ def raising(real: Callable[..., Any], at_call: int, *numbers: int) -> Callable[.
     return function
 
 
-# Where the signal comes, in which call, and the last checkpoint.
+# Place of the signal, number of the call, and the last checkpoint.
 MOMENTS = {
     "sft": (sft, "encode_demonstration", 10, "0-000001"),
     "sampling": (rl, "roll_out", 2, "1-000001"),

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> Iterator[Outcome]:
 
 
 def mended(top: Path, name: str, child: runs.Child, message: str, expected: dict[str, Any]) -> str:
-    """What went otherwise: the error of the run that met the fault, or the resumed run; empty if nothing did."""
+    """Deviations in the error of the run that met the fault, or in the resumed run; empty if there is none."""
     error = child.error.strip()
     if child.status == 0:
         return f"{name}: the run did not notice"
@@ -219,7 +219,7 @@ def damaged_recipe(top: Path, finished: Path, chance: random.Random, times: int 
     return row
 
 
-# What a user hands in
+# Files and functions that a user hands in
 
 LINE = '{"prompt": "1 + 1", "answer": "2"}\n'
 BROKEN_DATA = {

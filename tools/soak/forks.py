@@ -24,7 +24,7 @@ from tools.soak.outcome import Outcome
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE = 20.0  # seconds for a child
 SAME = "the child ends, with the parent's bits"
-# What the parent did before, what the child does, and what must come out. torch's products hang as its other ops do.
+# The parent's past, the child's ops and the expected outcome. torch's products hang as its other ops do.
 SCENARIOS = (
     ("nothing", "all ops", "fork after import, all ops in the child", SAME),
     (
@@ -74,7 +74,7 @@ def results(names: str, threads_of_kernels: int = 1) -> dict[str, list[Any]]:
 
 
 def scenario(after: str, in_child: str) -> str:
-    """What a forked child does: "same", "differs", "hangs", or its status."""
+    """Outcome of a forked child: "same", "differs", "hangs", or its status."""
     import torch
 
     from tools.soak import threads

@@ -164,7 +164,7 @@ LOSSES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo")
 
 
 def loss_arguments(draw: Draw, rows: int, width: int) -> dict[str, Any]:
-    """What a loss needs beside log-probs, for padded rows."""
+    """Arguments of a loss beside log-probs, for padded rows."""
     beta = draw.choose.choice((0.0, 0.1))
     arguments: dict[str, Any] = {
         "old_logprobs": draw.logprobs(rows, width).float() - 1,

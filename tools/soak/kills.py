@@ -118,7 +118,7 @@ def marks(folder: Path) -> tuple[int, int]:
 
 
 def doing(folder: Path, before: tuple[int, int]) -> str:
-    """What a run was doing when it was killed, from what it left."""
+    """Activity of a run when it was killed, inferred from the files that it left."""
     if any((folder / "checkpoints").glob(".new-*")):
         return "while a checkpoint is written"
     if any(folder.glob(".new-reference-*")):

@@ -85,7 +85,7 @@ def growth(call: Callable[[], object], calls: int, warm_up: int = WARM_UP) -> Us
 
 
 def leaks(grown: Usage, calls: int) -> str:
-    """What leaks; empty if nothing does."""
+    """Description of the leak; empty if there is none."""
     problems = []
     if grown.in_use >= calls:
         problems.append(f"{grown.in_use / calls:.1f} bytes a call")

@@ -1,4 +1,4 @@
-"""What a part of the soak tried, how often, and what came out."""
+"""Rows of the table: the trials of a part of the soak, their number and their outcome."""
 
 from __future__ import annotations
 
