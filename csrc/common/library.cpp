@@ -13,8 +13,8 @@
 #include "common/parallel.h"
 #include "common/simd/levels.h"
 
-// The C functions that grpo_kernels/compiled.py calls through ctypes. The ops are registered with torch when the library is
-// loaded. Nothing here includes Python's headers, so one build serves every version of Python.
+// The C functions that grpo_kernels/compiled.py calls through ctypes. The ops are registered with torch when the
+// library is loaded. Nothing here includes Python's headers, so one build serves every version of Python.
 #define GRPO_C_API extern "C" __attribute__((visibility("default")))
 
 using namespace grpo_kernels;
