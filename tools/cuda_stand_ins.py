@@ -5,11 +5,13 @@
 
 The only arm64 build of torch from 2.11 on in the package index is that for CUDA, which needs gigabytes of CUDA's libraries
 to load. Replaces libtorch_cuda.so and these libraries in TORCH_DIR/lib by stand-ins: all but one are empty, and that one
-defines the symbols that no other library defines. A function returns cudaErrorNoDevice.
+defines the symbols that no other library defines. torch.distributed and torch.cuda are made to say that they are not
+available, as their Python modules call into the replaced library.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -46,7 +48,8 @@ def assembly(names: Sequence[str]) -> str:
     lines = [".comm zeros, 4096, 4096", ".text"]
     for name in names:
         if not name.startswith(("_ZTI", "_ZTV")):
-            result = "adrp x0, :got:zeros\nldr x0, [x0, :got_lo12:zeros]" if name.startswith("_Z") else f"mov w0, #{NO_DEVICE}"
+            zeros = "adrp x0, :got:zeros\nldr x0, [x0, :got_lo12:zeros]"
+            result = zeros if name.startswith("_Z") else f"mov w0, #{NO_DEVICE}"
             lines += [f".globl {name}", f".type {name}, %function", f"{name}: {result}", "ret"]
     lines.append(".data")
     for name in names:
@@ -70,7 +73,20 @@ def link(path: Path, source: str) -> None:
     )
 
 
+def switch_off(torch: Path) -> None:
+    """Replaces torch's checks of whether it was compiled with CUDA and with torch.distributed by False."""
+    check = re.compile(r'hasattr\(torch\._C, "_(cuda_getDeviceCount|(c10d|rpc|dist_autograd|faulty_agent)_init)"\)')
+    count = 0
+    for path in [*(torch / "distributed").rglob("__init__.py"), torch / "cuda" / "__init__.py"]:
+        text, replaced = check.subn("False", path.read_text())
+        path.write_text(text)
+        count += replaced
+    if count < 4:
+        raise SystemExit(f"cuda_stand_ins: torch must have at least four checks of its features, found {count}")
+
+
 def main(torch: Path, sysroot: Path) -> None:
+    switch_off(torch)
     folder = torch / "lib"
     for name in REMOVED:
         (folder / name).unlink(missing_ok=True)
