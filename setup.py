@@ -5,7 +5,8 @@ GRPO_KERNELS_BUILD   result
   cpu                the CPU kernels; needs a C++ compiler
   cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
   auto (default)     cuda with nvcc and a CUDA build of torch, else cpu with a C++ compiler, else none; torch is the
-                     installed one with pip's --no-build-isolation, else the one that pip fetches for the build
+                     installed one with pip's --no-build-isolation, else the one that pip fetches for the build. On macOS
+                     the compiler must also compile a first line of C++20, as its name exists without Xcode's tools.
 A failed compilation is an error in every mode. The libraries use no header of Python's, so a wheel serves every version
 of Python on its platform.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,6 +43,14 @@ def program(package: str, folder: str) -> str | None:
     return own or shutil.which(package)
 
 
+def compiles(compiler: str) -> bool:
+    command = [*shlex.split(compiler), "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    try:
+        return subprocess.run(command, input=b"#include <concepts>\n", capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 def build_mode() -> str:
     mode = os.environ.get("GRPO_KERNELS_BUILD", "auto")
     if mode not in MODES:
@@ -48,8 +58,14 @@ def build_mode() -> str:
     if mode != "auto":
         return mode
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler or sys.platform != "linux":
-        why = "no C++ compiler found" if sys.platform == "linux" else f"{sys.platform} is not supported"
+    why = ""
+    if sys.platform not in ("linux", "darwin"):
+        why = f"{sys.platform} is not supported"
+    elif not compiler:
+        why = "no C++ compiler found"
+    elif sys.platform == "darwin" and not compiles(compiler):
+        why = f"{compiler} does not compile C++20"
+    if why:
         print(f"grpo-kernels: {why}, building without compiled kernels", file=sys.stderr)
         return "none"
     import torch

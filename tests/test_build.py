@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import setuptools
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,3 +53,45 @@ def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
     facts = (tmp_path / "grpo_kernels_cuda" / "build_facts.h").read_text()
     wanted = ";".join([*(f"{number}-real" for number in known[:-1]), str(known[-1])])
     assert f'#define GRPO_CUDA_ARCHITECTURES "{wanted}"' in facts
+
+
+@pytest.mark.parametrize(
+    ("platform", "compiler", "mode", "message"),
+    [
+        ("linux", "a-compiler", "cpu", ""),
+        ("darwin", "true", "cpu", ""),
+        ("darwin", "env false", "none", "env false does not compile C++20"),
+        ("darwin", "false", "none", "false does not compile C++20"),
+        ("darwin", "/no/compiler", "none", "/no/compiler does not compile C++20"),
+        ("darwin", None, "none", "no C++ compiler found"),
+        ("win32", "true", "none", "win32 is not supported"),
+    ],
+)
+def test_automatic_mode_of_each_platform(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    platform: str,
+    compiler: str | None,
+    mode: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setenv("GRPO_KERNELS_BUILD", "none")
+    functions = runpy.run_path(str(ROOT / "setup.py"))
+    monkeypatch.delenv("GRPO_KERNELS_BUILD")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(sys, "platform", platform)
+    if compiler is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    else:
+        monkeypatch.setenv("CXX", compiler)
+    assert functions["build_mode"]() == mode
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_working_compiler_passes_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setenv("GRPO_KERNELS_BUILD", "none")
+    assert runpy.run_path(str(ROOT / "setup.py"))["compiles"]("g++") is True
