@@ -4,6 +4,7 @@
 #   make lint              run ruff, mypy and clang-format
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
+#   make test-arm64        cross-compile the CPU kernels for arm64, test them under an emulator, and link them for macOS
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
 #   make nightly           run everything slower than .ci/run: floor, grids, engine, soak, GPU rehearsal, benchmarks, results
@@ -42,8 +43,8 @@ ENGINE_PIP_FLAGS ?=
 DIST := .venv-dist
 DOCS := .venv-docs
 
-.PHONY: train test test-floor test-floor-quick test-engine soak nightly lint format results bench bench-quick wheel docs \
-	dist gpu-check gpu-rehearsal size clean
+.PHONY: train test test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
+	bench-quick wheel docs dist gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -60,6 +61,9 @@ test-floor: $(VENV)/built $(FLOOR)/packages
 test-floor-quick: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills --target sm_90
 	bash tools/check_wheels.sh quick
+
+test-arm64: $(VENV)/built
+	bash tools/check_arm64.sh
 
 # The extension is that of .venv, which has the same Python and torch.
 test-engine: $(VENV)/built $(ENGINE)/packages

@@ -5,9 +5,8 @@ GRPO_KERNELS_BUILD   result
   cpu                the CPU kernels; needs a C++ compiler
   cuda               the CPU and CUDA kernels; needs nvcc, but neither a GPU nor a CUDA build of torch
   auto (default)     cuda with nvcc and a CUDA build of torch, else cpu with a C++ compiler, else none; torch is the
-                     installed one with pip's --no-build-isolation, else the one that pip fetches for the build. On
-                     macOS the compiler must also compile a first line of C++20, as its name exists without Xcode's
-                     tools.
+                     installed one with pip's --no-build-isolation, else the one that pip fetches for the build. A name
+                     of a compiler exists on macOS without Xcode's tools, so it must first compile a line of C++20.
 A failed compilation is an error in every mode. The libraries use no header of Python's, so a wheel serves every version
 of Python on its platform.
 """

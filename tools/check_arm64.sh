@@ -17,8 +17,7 @@ for tool in aarch64-linux-gnu-g++ qemu-aarch64-static dpkg apt-get; do
   command -v "$tool" >/dev/null || { echo "check_arm64: $tool not found; see the first lines of $0" >&2; exit 1; }
 done
 
-torch_version=$(sed -n 's/^torch==//p' "$root/tools/constraints.txt")
-torch_version=${torch_version:-2.13.0}
+torch_version=$("$host" -c 'import torch; print(torch.__version__.partition("+")[0])')
 fetch() { "$host" -m pip download -q --only-binary=:all: --no-deps --python-version 3.11 --implementation cp "$@"; }
 
 echo "== torch, Python and test packages for arm64"

@@ -3,10 +3,10 @@
 
     python tools/cuda_stand_ins.py TORCH_DIR SYSROOT
 
-The only arm64 build of torch from 2.11 on in the package index is that for CUDA, which needs gigabytes of CUDA's
-libraries to load. Replaces libtorch_cuda.so and these libraries in TORCH_DIR/lib by stand-ins: all but one are empty,
-and that one defines the symbols that no other library defines. torch.distributed and torch.cuda are made to say that
-they are not available, as their Python modules call into the replaced library.
+From torch 2.11 on, the package index has only the CUDA build for arm64, which needs gigabytes of CUDA's libraries to
+load. Replaces libtorch_cuda.so and these libraries in TORCH_DIR/lib by stand-ins: all but one are empty, and that one
+defines the symbols that no other library defines. torch.distributed and torch.cuda are made to say that they are not
+available, as their Python modules call into the replaced library.
 """
 
 from __future__ import annotations
