@@ -40,9 +40,7 @@ def embed(texts: Sequence[str]) -> Tensor:
 
 def main() -> FusedGRPOTrainer:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="a model on the hub, or a folder; default: %(default)s"
-    )
+    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="name or folder; default: %(default)s")
     parser.add_argument("--steps", type=int, default=100, help="steps of GRPO; default: %(default)s")
     parser.add_argument("--group", type=int, default=8, help="completions per prompt; default: %(default)s")
     parser.add_argument("--length", type=int, default=48, help="longest completion in tokens; default: %(default)s")
