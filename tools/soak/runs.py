@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from tqdm import tqdm
 
 from tests.trainer import small
 
+KEPT = Path(__file__).parent.parent.parent / "build" / "soak" / "kept"  # runs that ended otherwise than they must
 REWARD = "tools.soak.runs:moody"
 PATIENCE = 120.0  # seconds until a run counts as hanging
 
@@ -222,13 +224,34 @@ def _timeless(entry: dict[str, Any]) -> str:
 
 
 def differences(expected: dict[str, Any], folder: Path) -> str:
-    """Names of the files that differ from those of the undisturbed run; empty if none does."""
+    """Names of the files that differ from those of the undisturbed run, and where a copy of this one is kept; empty if
+    none does."""
     try:
         actual = contents(folder)
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
-    wrong = [name for name in sorted(expected.keys() | actual.keys()) if expected.get(name) != actual.get(name)]
-    return ", ".join(wrong)
+    wrong = [
+        name + _how(expected.get(name), actual.get(name))
+        for name in sorted(expected.keys() | actual.keys())
+        if expected.get(name) != actual.get(name)
+    ]
+    return f"{', '.join(wrong)}; kept in {_keep(folder)}" if wrong else ""
+
+
+def _how(a: Any, b: Any) -> str:
+    if not isinstance(a, bytes) or not isinstance(b, bytes):
+        return "" if a is not None and b is not None else " (missing)" if b is None else " (new)"
+    if len(a) != len(b):
+        return f" ({len(b)} bytes for {len(a)})"
+    places = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+    return f" ({len(places)} of {len(a)} bytes, from {places[0]} to {places[-1]})"
+
+
+def _keep(folder: Path) -> Path:
+    """Copies a run out of its temporary folder, as a difference may not come up again."""
+    kept = KEPT / f"{time.time_ns()}"
+    shutil.copytree(folder, kept)
+    return kept
 
 
 def finish_and_compare(folder: Path, expected: dict[str, Any], *overrides: str) -> str:
