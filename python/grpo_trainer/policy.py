@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -57,6 +58,7 @@ class Policy(nn.Module):
         self.is_seq2seq = bool(lm.config.is_encoder_decoder)
         self.eos_id = int(tokenizer.eos_token_id)
         self.stop_ids = _stop_ids(self.inner, self.eos_id)
+        self.cache_name = cache_name(self.inner)
         self.pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
         self.has_plain_head = not self.is_seq2seq and self._head_is_plain()
 
@@ -240,13 +242,22 @@ class Policy(nn.Module):
         rest = run(batch.tokens[:, :-1], mask, positions_of(mask)[:, batch.prompts.shape[1] :], cache)
         return torch.cat((states, rest[0]), 1), torch.cat((hidden, rest[1]), 1)
 
+    def _inputs(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> dict[str, Any]:
+        return {
+            "input_ids": ids,
+            "attention_mask": mask.long(),
+            "position_ids": positions,
+            self.cache_name: cache,
+            "use_cache": cache is not None,
+        }
+
     def _trunk(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
-        output = self.inner.base_model(**_inputs(ids, mask, positions, cache))
+        output = self.inner.base_model(**self._inputs(ids, mask, positions, cache))
         return output.last_hidden_state, output.last_hidden_state
 
     def _logits(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         has_head = self.value_head is not None
-        output = self.lm(**_inputs(ids, mask, positions, cache), output_hidden_states=has_head)
+        output = self.lm(**self._inputs(ids, mask, positions, cache), output_hidden_states=has_head)
         return output.logits, output.hidden_states[-1] if has_head else output.logits
 
     def _decode(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -281,14 +292,9 @@ class Policy(nn.Module):
         return torch.equal(expected.float(), logits.float())
 
 
-def _inputs(ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> dict[str, Any]:
-    return {
-        "input_ids": ids,
-        "attention_mask": mask.long(),
-        "position_ids": positions,
-        "past_key_values": cache,
-        "use_cache": cache is not None,
-    }
+def cache_name(lm: Any) -> str:
+    """The name of a model's key-value cache, in arguments and outputs; transformers 5.40 drops the old one."""
+    return "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"
 
 
 def _stop_ids(lm: Any, eos_id: int) -> list[int]:

@@ -250,11 +250,11 @@ class _Decoder:
             input_ids=ids,
             attention_mask=mask.long(),
             position_ids=positions_of(mask),
-            past_key_values=DynamicCache(),
             use_cache=True,
             logits_to_keep=1,
+            **{policy.cache_name: DynamicCache()},
         )
-        self.cache = output.past_key_values
+        self.cache = getattr(output, policy.cache_name)
         self.cache.batch_select_indices(prompt_of)
         self.logits = output.logits[:, -1][prompt_of]
         self.mask = mask[prompt_of]
@@ -267,8 +267,8 @@ class _Decoder:
             input_ids=chosen[:, None],
             attention_mask=self.mask.long(),
             position_ids=positions_of(self.mask)[:, -1:],
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.policy.cache_name: self.cache},
         )
         self.logits = output.logits[:, -1]
 
@@ -294,10 +294,10 @@ class _EncoderDecoder:
             encoder_outputs=self.encoded,
             attention_mask=self.mask.long(),
             decoder_input_ids=chosen[:, None],
-            past_key_values=self.cache,
             use_cache=True,
+            **{self.policy.cache_name: self.cache},
         )
-        self.cache, self.logits = output.past_key_values, output.logits[:, -1]
+        self.cache, self.logits = getattr(output, self.policy.cache_name), output.logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)

@@ -18,7 +18,7 @@ pytest.importorskip("peft")
 
 from grpo_trainer import cli, memory
 from grpo_trainer.dry_run import dry_run
-from grpo_trainer.policy import Policy, load_policy
+from grpo_trainer.policy import Policy, cache_name, load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, Tiny, load
 from grpo_trainer.tiny import make_tiny
 from grpo_trainer.train import Trainer
@@ -95,7 +95,8 @@ def test_keys_and_values_are_those_of_a_cache(name: str) -> None:
     skeleton = memory.load_skeleton(dataclasses.replace(recipe.model, dtype="bfloat16", mixed_precision="no"), short)
     cache, ids = DynamicCache(), torch.zeros(3, 7, dtype=torch.int64, device="meta")
     mask = torch.ones(3, 1, 7, 7, dtype=torch.bool, device="meta")
-    skeleton.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=ids, past_key_values=cache, use_cache=True)
+    named = {cache_name(skeleton.lm): cache}
+    skeleton.lm.base_model(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=True, **named)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert held == 3 * 7 * memory._cache_bytes(skeleton.settings, skeleton)
 
