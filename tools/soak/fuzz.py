@@ -4,7 +4,7 @@
     python -m tools.soak.fuzz --backend cpu --replay 3000017
 
 Two of three calls are valid. Their results and gradients may be off by twice the error of the reference in the same
-dtype, plus a few units in the last place; integers must be equal. The others have one argument changed at random, and
+dtype, plus what rounding can cost; integers must be equal. The others have one argument changed at random, and
 must return or raise ValueError, TypeError or RuntimeError.
 """
 
@@ -30,8 +30,9 @@ from tools.soak import fuzz_calls
 from tools.soak.fuzz_calls import Call, Draw, is_float
 
 CLEAN = (ValueError, TypeError, RuntimeError)
-# In units of the largest value. The reference computes many small draws exactly, which leaves no budget of their own.
-FLOOR = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+# Roundings of a term before it is summed: of a product, a power, a difference and a product with the gradient.
+ROUNDINGS = 4
+NUDGES = 16  # draws of other roundings of distances
 SEEDS = 1_000_000  # cases of one seed
 
 
@@ -95,12 +96,30 @@ def spread(value: Tensor) -> Tensor:
     return (value.double() * weights).sum()
 
 
-def coarsest(call: Call) -> float:
-    """The floor of the error, by the least precise tensor of the call; results may have a wider dtype."""
-    return max((FLOOR[value.dtype] for value in call.arguments.values() if is_float(value)), default=0.0)
+class Budget(NamedTuple):
+    """What rounding alone may cost, in units of the largest value, which counts as at least `scale`."""
+
+    floor: float
+    scale: float
 
 
-def disagreement(got: dict[str, Tensor], working: dict[str, Tensor], gold: dict[str, Tensor], floor: float) -> str:
+def budget_of(call: Call) -> Budget:
+    """The budget of a call beside the reference's own error, as the reference may round a small draw to no error.
+
+    A sum of n terms that were rounded R times errs by R n u. Kernels sum in float32, or in float64 where all tensors
+    are; a narrower dtype rounds inputs of a product and the result once more.
+    """
+    numbers = [value for value in call.arguments.values() if is_float(value) and value.numel()]
+    if not numbers:
+        return Budget(0.0, 1.0)
+    longest = max(max(value.shape, default=1) for value in numbers)
+    coarsest = max(torch.finfo(value.dtype).eps / 2 for value in numbers)
+    summing = min(coarsest, torch.finfo(torch.float32).eps / 2)
+    largest = max(float(value.nan_to_num(0, 0, 0).abs().max()) for value in numbers)
+    return Budget(ROUNDINGS * longest * summing + (2 * coarsest if coarsest > summing else 0.0), max(1.0, largest))
+
+
+def disagreement(got: dict[str, Tensor], working: dict[str, Tensor], gold: dict[str, Tensor], budget: Budget) -> str:
     """The first result that is wrong; empty if all are right."""
     if got.keys() != gold.keys():
         return f"results {sorted(got)} instead of {sorted(gold)}"
@@ -110,12 +129,12 @@ def disagreement(got: dict[str, Tensor], working: dict[str, Tensor], gold: dict[
         if not value.is_floating_point():
             if not torch.equal(value, working[name]):
                 return f"{name} differs from the reference's"
-        elif wrong := excess(value, working[name], gold[name].double(), floor):
+        elif wrong := excess(value, working[name], gold[name].double(), budget):
             return f"{name}: {wrong}"
     return ""
 
 
-def excess(got: Tensor, working: Tensor, gold: Tensor, floor: float) -> str:
+def excess(got: Tensor, working: Tensor, gold: Tensor, budget: Budget) -> str:
     if got.numel() == 0:
         return ""
     finite = gold.isfinite() & working.isfinite()
@@ -125,8 +144,8 @@ def excess(got: Tensor, working: Tensor, gold: Tensor, floor: float) -> str:
         return "not finite elsewhere than the reference"
     if not bool(finite.any()):
         return ""
-    error, budget = (got.double() - gold)[finite].abs(), (working.double() - gold)[finite].abs()
-    allowed = 2 * float(budget.max()) + floor * max(1.0, float(gold[finite].abs().max()))
+    error, own = (got.double() - gold)[finite].abs(), (working.double() - gold)[finite].abs()
+    allowed = 2 * float(own.max()) + budget.floor * max(budget.scale, float(gold[finite].abs().max()))
     if float(error.nan_to_num(nan=torch.inf).max()) <= allowed:
         return ""
     worst = int(error.nan_to_num(nan=torch.inf).argmax())
@@ -159,7 +178,10 @@ def try_seed(seed: int, backend: str, counts: Counter[str]) -> Failure | None:
     wide = {name: value.double() if is_float(value) else value for name, value in call.arguments.items()}
     working = compute(call, "reference")
     gold = working if call.op in OF_DISTANCES else compute(Call(call.op, wide, call.leaves), "reference")
-    wrong = disagreement(got, working, gold, coarsest(call))
+    budget = budget_of(call)
+    wrong = disagreement(got, working, gold, budget)
+    if wrong and "embeddings" in call.arguments and "silhouette" in working:
+        wrong = disagreement(got, working | {"silhouette": nudged_silhouettes(call, working)}, gold, budget)
     return Failure(seed, changed, f"{call.op}: {wrong}") if wrong else None
 
 
@@ -167,6 +189,25 @@ def try_seed(seed: int, backend: str, counts: Counter[str]) -> Failure | None:
 OF_DISTANCES = (
     "similarity_groups", "similarity_advantages", "agglomerate", "cluster_distances", "silhouette", "pairwise_cosine",
 )  # fmt: skip
+
+
+def nudged_silhouettes(call: Call, working: dict[str, Tensor]) -> Tensor:
+    """Silhouettes of distances that were rounded otherwise: those that are farthest off, among equal decisions.
+
+    1 - cosine of nearly parallel rows keeps few digits, and a silhouette is a quotient of such distances.
+    """
+    arguments = call.arguments
+    like = {name: arguments[name] for name in ("embeddings", "groups", "valid") if name in arguments}
+    distances = gk.pairwise_cosine(**like, backend="reference")
+    config = arguments.get("config", "average")
+    unit = ROUNDINGS * arguments["embeddings"].shape[1] * torch.finfo(torch.float32).eps / 2
+    farthest = working["silhouette"].clone()
+    for _ in range(NUDGES):
+        noise = unit * (2 * torch.rand_like(distances) - 1).triu(1)
+        found = gk.cluster_distances((distances + noise + noise.mT).clamp(min=0), config=config, backend="reference")
+        is_farther = (found.silhouette - working["silhouette"]).abs() > (farthest - working["silhouette"]).abs()
+        farthest = torch.where(is_farther & found.best_k.eq(working["best_k"]), found.silhouette, farthest)
+    return farthest
 
 
 def is_refused_too(call: Call, error: Exception) -> bool:
