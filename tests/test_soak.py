@@ -18,7 +18,7 @@ import grpo_kernels as gk
 from tests.graph_inputs import Case
 from tests.harness import needs_cpu_kernels
 from tools.soak import __main__ as command
-from tools.soak import fuzz, fuzz_calls, fuzzing, leaks, runs, threads
+from tools.soak import fuzz, fuzz_calls, fuzzing, leaks, threads
 from tools.soak.outcome import BEGIN, END, Outcome, PartResult, add, read, write_into
 
 ROOT = Path(__file__).parent.parent
@@ -179,19 +179,3 @@ def test_the_page_has_every_part_and_the_command_repeats_it() -> None:
     options = command.parse(["--parts", "kills", "--kills", "7", "--seed", "3"])
     again = command.parse(command.command_of("kills", options).split()[3:])
     assert (again.parts, again.kills, again.seed) == (["kills"], 7, 3)
-
-
-def test_a_run_that_differs_is_described_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "KEPT", tmp_path / "kept")
-    run = tmp_path / "run"
-    run.mkdir()
-    for name in ("same", "changed", "longer", "missing"):
-        (run / name).write_bytes(b"0123456789")
-    expected = runs.contents(run)
-    assert runs.differences(expected, run) == "" and not runs.KEPT.exists()
-    (run / "changed").write_bytes(b"01x34567y9")
-    (run / "longer").write_bytes(b"0123456789abc")
-    (run / "missing").rename(run / "new")
-    found, _, kept = runs.differences(expected, run).partition("; kept in ")
-    assert found == "changed (2 of 10 bytes, from 2 to 8), longer (13 bytes for 10), missing (missing), new (new)"
-    assert (Path(kept) / "changed").read_bytes() == b"01x34567y9"

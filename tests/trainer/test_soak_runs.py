@@ -26,14 +26,17 @@ def run_folder(folder: Path, loss: float, seconds: float) -> Path:
     return folder
 
 
-def test_every_difference_but_times_is_seen(tmp_path: Path) -> None:
+def test_every_difference_but_times_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "kept")
     expected = runs.contents(run_folder(tmp_path / "a", 0.5, 1.0))
     same = run_folder(tmp_path / "b", 0.5, 2.0)
-    assert runs.differences(expected, same) == ""
+    assert runs.differences(expected, same) == "" and not runs.KEPT.exists()
     (same / "checkpoints" / "1-000002" / "weights").write_bytes(b"Weights")
     (same / "more").write_text("")
-    assert runs.differences(expected, same) == "checkpoints/1-000002/weights, more"
-    assert runs.differences(expected, run_folder(tmp_path / "c", 0.25, 1.0)) == "metrics.jsonl"
+    found, _, kept = runs.differences(expected, same).partition("; kept in ")
+    assert found == "checkpoints/1-000002/weights (1 of 7 bytes, from 0 to 0), more (new)"
+    assert (Path(kept) / "checkpoints" / "1-000002" / "weights").read_bytes() == b"Weights"
+    assert runs.differences(expected, run_folder(tmp_path / "c", 0.25, 1.0)).startswith("metrics.jsonl; kept in ")
     (same / "metrics.jsonl").write_text('{"loss": 0.5, "time')
     assert runs.differences(expected, same).startswith("cannot be read")
 
