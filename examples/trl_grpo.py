@@ -3,7 +3,7 @@
     python examples/trl_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --steps 100
 
 Only the class and its arguments `similarity`, `advantages` and `embedder` differ from plain TRL. It needs
-`pip install ".[trl]"`.
+`pip install --no-build-isolation ".[trl]"`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fused estimators and losses in verl's configuration, applied to one batch by verl's trainer and actor.
 
-    pip install ".[verl]" && python examples/verl_grpo.py  # on the CPU, without servers
+    pip install --no-build-isolation ".[verl]" && python examples/verl_grpo.py  # on the CPU, without servers
 
 To train, pass the same overrides to `python -m verl.trainer.main_ppo`, with your data, model and rewards. Advantages
 within clusters need the whole batch, so patch_verl must be called in verl's own process: put that line into a module,
