@@ -76,14 +76,15 @@ echo "== under the emulator"
 emulated -m grpo_kernels | tee "$work/facts"
 grep -qE '^ +cpu +ok$' "$work/facts"
 # pytest fails if it runs no test. No compiler is there for torch.compile.
-emulated -m pytest -q -p no:cacheprovider tests/ops/*/test_kernels.py \
+emulated -m pytest -q -p no:cacheprovider tests/ops/*/test_*kernels.py \
   -k "cpu and (float32 or float64) and not compile and not opcheck" --junit-xml "$work/tests.xml"
 "$host" - "$work/tests.xml" <<'PY'
 import sys
 from xml.etree import ElementTree
 suite = ElementTree.parse(sys.argv[1]).getroot().find("testsuite").attrib
 ran = int(suite["tests"]) - int(suite["skipped"])
-assert ran >= 50, f"only {ran} tests ran"
+print(f"{ran} tests ran")
+assert ran >= 250, "fewer tests ran than the ops have"
 PY
 
 echo "== macOS: compiled and linked, not run"

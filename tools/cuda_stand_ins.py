@@ -77,12 +77,12 @@ def switch_off(torch: Path) -> None:
     """Replaces torch's checks of whether it was compiled with CUDA and with torch.distributed by False."""
     check = re.compile(r'hasattr\(torch\._C, "_(cuda_getDeviceCount|(c10d|rpc|dist_autograd|faulty_agent)_init)"\)')
     count = 0
-    for path in [*(torch / "distributed").rglob("__init__.py"), torch / "cuda" / "__init__.py"]:
+    for path in [torch / "__init__.py", *(torch / "distributed").rglob("__init__.py"), torch / "cuda" / "__init__.py"]:
         text, replaced = check.subn("False", path.read_text())
         path.write_text(text)
         count += replaced
-    if count < 4:
-        raise SystemExit(f"cuda_stand_ins: torch must have at least four checks of its features, found {count}")
+    if count < 5:
+        raise SystemExit(f"cuda_stand_ins: torch must have at least five checks of its features, found {count}")
 
 
 def main(torch: Path, sysroot: Path) -> None:
