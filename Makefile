@@ -139,6 +139,7 @@ clean:
 # Everything except this package. torch is installed first and alone, so that no other package chooses its version; the
 # loader of the kernels hub in a folder of its own, as transformers behaves differently where it is installed.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
+	@echo "installing torch, TRL, verl and the trainer's packages into $(VENV): minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
 	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' TransferQueue==0.1.11 \
@@ -147,6 +148,7 @@ $(VENV)/packages: tools/constraints.txt pyproject.toml
 	touch $@
 
 $(VENV)/built: $(VENV)/packages $(SOURCES)
+	@echo "compiling the CPU kernels: minutes"
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install --no-build-isolation --no-deps -e .
 	touch $@
 

@@ -11,7 +11,7 @@ The task is to go on counting: after "three four" a good completion is "five six
    in standard deviations,
 4. raises the probability of tokens with a positive advantage and lowers that of the others, a clipped step at a time.
 
-There is no critic: the other completions of a prompt are the baseline.
+There is no critic: the other completions of a prompt are the baseline. Needs transformers.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def _load(kind: type[_Library], name: str) -> tuple[_Library | None, str | None]
     if not path.exists():
         if (other := _hidden_installation()) is not None:
             return None, f"not built in {FOLDER}, which hides the package in {other}; leave this folder"
-        return None, "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
+        modes = "cpu or cuda" if name == "cpu" else name
+        return None, f"not built; reinstall with GRPO_KERNELS_BUILD={modes}"
     try:
         return kind(path), None
     except (OSError, AttributeError) as error:  # built for another torch or system; from another version of the package
@@ -85,9 +86,7 @@ def _hidden_installation() -> Path | None:
     """Folder of the installed package, if Python found the sources of a checkout in the current folder instead."""
     from importlib import metadata  # rarely needed, and slow to import
 
-    try:
-        folder = Path(str(metadata.distribution("grpo-kernels").locate_file("grpo_kernels")))
-    except metadata.PackageNotFoundError:
-        return None
-    is_other = folder.is_dir() and folder.resolve() != FOLDER.resolve()
-    return folder if is_other else None
+    # a build leaves metadata in the checkout, which names the checkout itself
+    installed = metadata.distributions(name="grpo-kernels")
+    folders = (Path(str(one.locate_file("grpo_kernels"))) for one in installed)
+    return next((folder for folder in folders if folder.is_dir() and folder.resolve() != FOLDER.resolve()), None)

@@ -19,6 +19,10 @@ from tests import thinning
 from tests.emulation import build
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
+# for machines on which the first draw, which imports much, takes a minute
+hypothesis.settings.register_profile(
+    "slow", hypothesis.settings.get_profile("project"), suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("project")
 
 

@@ -33,9 +33,13 @@ def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, mon
         def locate_file(self, name: str) -> Path:
             return tmp_path / name
 
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    class Checkout:
+        def locate_file(self, name: str) -> Path:
+            return Path(gk.__file__).parent
+
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: iter([Checkout(), Installed()]))
     _, error = compiled._load(compiled.CpuLibrary, "none")
-    assert error == "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
+    assert error == "not built; reinstall with GRPO_KERNELS_BUILD=none"
     (tmp_path / "grpo_kernels").mkdir()
     _, error = compiled._load(compiled.CpuLibrary, "none")
     here = Path(gk.__file__).parent

@@ -76,7 +76,7 @@ echo "== under the emulator"
 emulated -m grpo_kernels | tee "$work/facts"
 grep -qE '^ +cpu +ok$' "$work/facts"
 # pytest fails if it runs no test. No compiler is there for torch.compile.
-emulated -m pytest -q -p no:cacheprovider tests/ops/*/test_*kernels.py \
+emulated -m pytest -q -p no:cacheprovider --hypothesis-profile slow tests/ops/*/test_*kernels.py \
   -k "cpu and (float32 or float64) and not compile and not opcheck" --junit-xml "$work/tests.xml"
 "$host" - "$work/tests.xml" <<'PY'
 import sys

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import errno
 import json
 import os
 import signal
@@ -56,7 +54,11 @@ examples:
 
 def _parser(name: str, description: str, examples: str, commands: Any = None) -> argparse.ArgumentParser:
     """A parser, or that of a command among others, whose help ends with examples."""
-    kwargs: dict[str, Any] = {"epilog": examples.strip(), "formatter_class": argparse.RawDescriptionHelpFormatter}
+    kwargs: dict[str, Any] = {
+        "epilog": examples.strip(),
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,  # a misspelt option is an error
+    }
     if commands is None:
         return argparse.ArgumentParser(name, description=description, **kwargs)
     sentence = f"{description[0].upper()}{description[1:]}."
@@ -153,14 +155,18 @@ def _train(options: argparse.Namespace) -> int:
 
     from transformers.utils.logging import disable_progress_bar
 
-    from grpo_trainer import distributed, interruption
+    from grpo_trainer import checkpoint, distributed, interruption
     from grpo_trainer.report import write_report
     from grpo_trainer.report.compare import compare
     from grpo_trainer.report.run_folder import RunFolder
     from grpo_trainer.train import Trainer
 
+    if not options.resume and not options.fresh:
+        checkpoint.refuse_used_folder(recipe.folder)  # before the model is loaded
     disable_progress_bar()  # one per checkpoint otherwise
     trainer = Trainer(recipe)
+    if options.resume and trainer.accelerator.is_main_process and not (recipe.folder / "recipe.json").exists():
+        print(f"{recipe.folder} contains no run to resume: starting from the beginning", file=sys.stderr)
     with distributed.fail_together():
         if options.fresh and trainer.accelerator.is_main_process and (recipe.folder / "recipe.json").exists():
             shutil.rmtree(recipe.folder)
@@ -234,12 +240,12 @@ def _evaluate(
     recipe = recipes.load(name, overrides)
     _set_threads(recipe.threads)
     _import_from_current_folder()
-    from grpo_trainer import distributed
+    from grpo_trainer import distributed, gguf
     from grpo_trainer.report.compare import compare
     from grpo_trainer.train import evaluate_model
 
     for model in models:
-        _refuse_missing_model(model)
+        gguf.refuse_missing(model)
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -417,6 +423,7 @@ def _run(command: Callable[[], int | None]) -> int:
     from grpo_trainer.engine import EngineError
     from grpo_trainer.ray_pool import EmbedderError
     from grpo_trainer.rewards import RewardError
+    from grpo_trainer.settings import nearest_file
 
     try:
         return command() or 0
@@ -424,7 +431,7 @@ def _run(command: Callable[[], int | None]) -> int:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except FileNotFoundError as error:
-        return _fail(error, f"{error}{_nearest_file(error.filename)}")
+        return _fail(error, f"{error}{nearest_file(error.filename)}")
     except (
         ValueError,
         TypeError,
@@ -438,24 +445,6 @@ def _run(command: Callable[[], int | None]) -> int:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')
-
-
-def _nearest_file(name: object) -> str:
-    """The name in the same folder that is most like one that is not there."""
-    path = Path(str(name))
-    if name is None or not path.parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], 1, 0.5)
-    return f"; the nearest is {str(path.with_name(near[0]))!r}" if near else ""
-
-
-def _refuse_missing_model(model: str) -> None:
-    """Refuses a path that is not there, which would be sought on the hub; names there have at most two parts."""
-    path = Path(model)
-    is_path = path.is_absolute() or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
-    if is_path and ":" not in model and not path.exists():
-        missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
-        raise FileNotFoundError(errno.ENOENT, f"no such model {model!r}, as there is no", str(missing))
 
 
 def _fail(error: Exception, line: str) -> int:

@@ -20,7 +20,7 @@ from grpo_trainer.rewards import load_reward
 from grpo_trainer.splits import corpus_of, load_splits
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.trackers import TRACKERS
-from grpo_trainer.train import plan_of
+from grpo_trainer.train import check_backend, plan_of
 
 Check = Callable[[], Any]
 
@@ -73,6 +73,7 @@ def _problem(check: Check) -> str | None:
 
 def _checks(recipe: Recipe) -> Iterator[Check]:
     yield lambda: checkpoint.refuse_used_folder(recipe.folder)
+    yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe)
     yield from _model_checks(recipe.model)
     for kind in recipe.logging.to:
@@ -130,8 +131,8 @@ def _model_checks(model: Model) -> Iterator[Check]:
 
 
 def _rl_checks(key: str, rl: Rl) -> Iterator[Check]:
-    for reward in rl.rewards:
-        yield lambda reward=reward: load_reward(reward)  # type: ignore[misc]
+    for i, reward in enumerate(rl.rewards):
+        yield lambda i=i, reward=reward: load_reward(reward, f"{key}.rewards.{i}")  # type: ignore[misc]
     if rl.rollout.engine == "vllm":
         yield lambda: engine.check_installed(f"{key}.rollout", rl.rollout)
     similarity = rl.algorithm.similarity
@@ -192,7 +193,7 @@ def _table(estimate: memory.Estimate) -> Iterator[str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / memory.GIB:,.2f} GiB"
+    return f"{size / memory.GIB:,.2f} GiB" if size >= 0.1 * memory.GIB else f"{size / memory.GIB * 1024:,.2f} MiB"
 
 
 def _available() -> tuple[float, str]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from typing import Any
+
+from grpo_trainer.settings import nearest_file
 
 SUFFIX = ".gguf"
 
@@ -20,6 +25,9 @@ def source(path: str) -> dict[str, str]:
         path: folder, hub name or GGUF file; "package:file" is a file in the folder of an installed package.
     """
     if not is_gguf(path):
+        refuse_missing(path)
+        if not Path(path).exists():
+            _announce_hub(path)
         return {"pretrained_model_name_or_path": path}
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model.path: {path!r} needs the package gguf; install grpo-kernels[smollm]")
@@ -27,6 +35,21 @@ def source(path: str) -> dict[str, str]:
     if not file.is_file():
         raise FileNotFoundError(f"model.path: must be an existing file if it ends in {SUFFIX}, got {str(file)!r}")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+
+
+def refuse_missing(model: str) -> None:
+    """Refuses a path that is not there, which would be sought on the hub; names there have at most two parts."""
+    path = Path(model)
+    is_path = path.is_absolute() or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path and ":" not in model and not path.exists():
+        missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
+        raise FileNotFoundError(f"no such model {model!r}: there is no {str(missing)!r}{nearest_file(missing)}")
+
+
+@functools.cache
+def _announce_hub(model: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{model} is no folder here: loading it from the Hugging Face hub", file=sys.stderr, flush=True)
 
 
 def _locate(path: str) -> Path:

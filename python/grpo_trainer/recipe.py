@@ -346,10 +346,9 @@ def _find(path: str | Path) -> Path:
     names = bundled()
     if str(path) not in names:
         files = [str(file) for file in Path(path).parent.glob("*.y*ml")]
-        near = difflib.get_close_matches(str(path), [*names, *files], 1, 0.0)[0]
-        raise FileNotFoundError(
-            f"recipe: no file {str(path)!r}; the nearest is {near!r}, and the bundled ones are {', '.join(names)}"
-        )
+        near = difflib.get_close_matches(str(path), [*names, *files], 1)
+        nearest = f"the nearest is {near[0]!r}, and " if near else ""
+        raise FileNotFoundError(f"recipe: no file {str(path)!r}; {nearest}the bundled ones are {', '.join(names)}")
     return names[str(path)]
 
 

@@ -93,11 +93,23 @@ def override(values: dict[str, Any], assignment: str) -> None:
     value = read_yaml(text)
     place: Any = values
     *parents, last = path.split(".")
-    for name in parents:
+    for depth, name in enumerate(parents):
+        if name.isdigit() and isinstance(place, dict) and name not in place:
+            owner = ".".join(parents[:depth])
+            raise ValueError(f"override: {path} needs a list {owner} in the recipe, which has none; set all of {owner}")
         place = place[_index(place, name, path)] if isinstance(place, list) else place.setdefault(name, {})
         if not isinstance(place, dict | list):
             raise ValueError(f"override: {path} goes through {name!r}, which is {place!r}")
     place[_index(place, last, path) if isinstance(place, list) else last] = value
+
+
+def nearest_file(name: object) -> str:
+    """The name in the same folder that is most like one that is not there, as the end of an error."""
+    path = Path(str(name))
+    if name is None or not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], 1, 0.5)
+    return f"; the nearest is {str(path.with_name(near[0]))!r}" if near else ""
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:

@@ -66,6 +66,7 @@ class Trainer:
         if distributed.world_size() > 1:
             torch.set_num_threads(distributed.broadcast(torch.get_num_threads()))
         self.is_sharded = self.shards(distributed.world_size())
+        check_backend(recipe.backend)
         self.backend = None if recipe.backend == "auto" else recipe.backend
         self.resumed: checkpoint.State | None = None
         with distributed.fail_together():
@@ -126,11 +127,11 @@ class Trainer:
                     check_ray(f"phases.{number}.rl.algorithm.similarity.workers")
         if self.recipe.evaluation.samples:
             load_embedder(Similarity(embedder=self.recipe.evaluation.embedder))
-        self._rewards = {number: self._load_rewards(rl.rewards) for number, rl in rl_phases.items()}
+        self._rewards = {n: self._load_rewards(rl.rewards, f"phases.{n}.rl") for n, rl in rl_phases.items()}
         # the same rewards in every evaluation, so that evaluations compare
         named = self.recipe.evaluation.rewards
         own = [] if named or not rl_phases else [next(iter(self._rewards.values()))]
-        self.evaluation_rewards = own[0] if own else self._load_rewards(named)
+        self.evaluation_rewards = own[0] if own else self._load_rewards(named, "evaluation")
         self.embedders = self._resolve_embedders(rl_phases)
 
     def _resolve_embedders(self, rl_phases: dict[int, Rl]) -> dict[str, str]:
@@ -171,9 +172,9 @@ class Trainer:
                 key = f"phases.{number}.rl.rollout"
                 engine.check_policy(key, phase.rl.rollout, self.recipe.model, self.policy)
 
-    def _load_rewards(self, rewards: list[Reward]) -> tuple[list[Reward], list[RewardFunction]]:
+    def _load_rewards(self, rewards: list[Reward], where: str) -> tuple[list[Reward], list[RewardFunction]]:
         settings = rewards or [Reward(name=name) for name in self.splits.rewards]
-        return settings, [load_reward(reward) for reward in settings]
+        return settings, [load_reward(reward, f"{where}.rewards.{i}") for i, reward in enumerate(settings)]
 
     def rewards_of(self, phase: int) -> tuple[list[Reward], list[RewardFunction]]:
         """Rewards of an RL phase; the task's if the phase names none."""
@@ -365,6 +366,11 @@ def _check_launch(accelerator: Any) -> None:
 def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:
     """Trains a recipe and returns the metrics of the final evaluation."""
     return Trainer(recipe).run(resume)
+
+
+def check_backend(name: str) -> None:
+    if name != "auto" and (reason := gk.available_backends()[name]) != "ok":
+        raise ValueError(f"backend: {name} cannot run here: {reason}")
 
 
 def _without_engines(recipe: Recipe) -> Recipe:

@@ -68,9 +68,13 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("sead=3", "sead: no such key; the nearest is 'seed'"),
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
+        (
+            "evaluation.rewards.0.name=exact",
+            "evaluation.rewards.0.name needs a list evaluation.rewards in the recipe, which has none; set all of",
+        ),
         ("model.dtype=half", "model.dtype: must be one of"),
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
-        ("phases.1.rl.rewards=[{name: exat}]", "rewards.name: must be one of exact, gsm8k,"),
+        ("phases.1.rl.rewards=[{name: exat}]", "phases.1.rl.rewards.0.name: must be one of exact, gsm8k,"),
         ("phases.1.rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
         ("model.path=tinny", "model.path: must be one of tiny, got 'tinny'; the nearest is 'tiny'"),
         ("evaluation={samples: 2, embedder: hashd}", "got 'hashd'; the nearest is 'hashed'"),
@@ -95,6 +99,29 @@ def test_the_nearest_recipe_is_named(recipe: str, capsys: pytest.CaptureFixture[
     ):
         assert cli.train([name]) == 2
         assert f"recipe: no file {name!r}; the nearest is {near!r}, and the bundled" in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_is_refused_at_once(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gk, "available_backends", lambda: {"cuda": "no GPU"})
+    for more in ([], ["--dry-run"]):
+        assert cli.train([recipe, "backend=cuda", *more]) == 2
+        assert "backend: cuda cannot run here: no GPU" in capsys.readouterr().err
+
+
+def test_options_are_not_abbreviated(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.train([recipe, "--resum"])
+    assert "--resum" in capsys.readouterr().err
+
+
+def test_a_resumed_run_that_is_not_there_is_started_and_said_so(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(finished / "mine.yaml"), *SHORT, f"output={tmp_path / 'new'}", "--resume"]
+    assert cli.train(command) == 0
+    assert f"{tmp_path / 'new'} contains no run to resume: starting from the beginning" in capsys.readouterr().err
 
 
 def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

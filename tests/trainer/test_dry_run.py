@@ -146,7 +146,7 @@ def test_recipes_of_published_systems_are_estimated_at_their_size(name: str, tmp
     printed, problems = dry_run(recipe)
     text = "\n".join(printed)
     assert "million weights" in text and text.count("memory per device") == len(recipe.phases)
-    sizes = [float(line.split()[-2].replace(",", "")) for line in printed if line.endswith("GiB")]
+    sizes = [float(line.split()[-2].replace(",", "")) for line in printed if line.endswith(("GiB", "MiB"))]
     assert len(sizes) > 5 and all(math.isfinite(size) and size >= 0 for size in sizes)
     assert not any("cannot be examined" in problem for problem in problems)
     for key in ("train", "validation"):
@@ -183,7 +183,7 @@ def test_each_missing_thing_is_named_at_once(tmp_path: Path, monkeypatch: pytest
         "model.attention",
         "logging.to",
         "phases.0.rl.algorithm.loss.clip_hihg",
-        "rewards.name",
+        "phases.0.rl.rewards.0.name",
     ]
 
 

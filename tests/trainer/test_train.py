@@ -271,6 +271,10 @@ def equal(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
     return [1.0] * len(completions)
 
 
+def needs_a_column(prompts: list[str], completions: list[str], anwser: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
 HERE = "tests.trainer.test_train"
 
 
@@ -280,7 +284,8 @@ HERE = "tests.trainer.test_train"
         ("raises", r"reward '.*:raises' raised KeyError: 'no such thing'"),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be finite or None, got nan for response 1"),
-        ("missing", r"rewards.name: cannot load '.*:missing'"),
+        ("needs_a_column", r"raised TypeError: .*'anwser'; the data has the columns .*answer"),
+        ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing'"),
     ],
 )
 def test_a_reward_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:

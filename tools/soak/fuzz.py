@@ -30,9 +30,9 @@ from tools.soak import fuzz_calls
 from tools.soak.fuzz_calls import Call, Draw, is_float
 
 CLEAN = (ValueError, TypeError, RuntimeError)
-# Roundings of a term before it is summed: of a product, a power, a difference and a product with the gradient.
-ROUNDINGS = 4
-NUDGES = 16  # draws of other roundings of distances
+# Roundings of a term, such as the loss of a token with its ratio, bounds, KL and gradient, and in a sum for each term.
+OF_A_TERM, OF_A_SUM = 16, 4
+NUDGES = 16  # draws of inputs that were rounded otherwise
 SEEDS = 1_000_000  # cases of one seed
 
 
@@ -106,8 +106,8 @@ class Budget(NamedTuple):
 def budget_of(call: Call) -> Budget:
     """The budget of a call beside the reference's own error, as the reference may round a small draw to no error.
 
-    A sum of n terms that were rounded R times errs by R n u. Kernels sum in float32, or in float64 where all tensors
-    are; a narrower dtype rounds inputs of a product and the result once more.
+    A sum of n terms errs by a multiple of n u, its terms by another. Kernels sum in float32, or in float64 where all
+    tensors are; a narrower dtype rounds inputs of a product and the result once more.
     """
     numbers = [value for value in call.arguments.values() if is_float(value) and value.numel()]
     if not numbers:
@@ -116,7 +116,8 @@ def budget_of(call: Call) -> Budget:
     coarsest = max(torch.finfo(value.dtype).eps / 2 for value in numbers)
     summing = min(coarsest, torch.finfo(torch.float32).eps / 2)
     largest = max(float(value.nan_to_num(0, 0, 0).abs().max()) for value in numbers)
-    return Budget(ROUNDINGS * longest * summing + (2 * coarsest if coarsest > summing else 0.0), max(1.0, largest))
+    roundings = OF_A_TERM + OF_A_SUM * longest
+    return Budget(roundings * summing + (2 * coarsest if coarsest > summing else 0.0), max(1.0, largest))
 
 
 def disagreement(got: dict[str, Tensor], working: dict[str, Tensor], gold: dict[str, Tensor], budget: Budget) -> str:
@@ -180,8 +181,8 @@ def try_seed(seed: int, backend: str, counts: Counter[str]) -> Failure | None:
     gold = working if call.op in OF_DISTANCES else compute(Call(call.op, wide, call.leaves), "reference")
     budget = budget_of(call)
     wrong = disagreement(got, working, gold, budget)
-    if wrong and "embeddings" in call.arguments and "silhouette" in working:
-        wrong = disagreement(got, working | {"silhouette": nudged_silhouettes(call, working)}, gold, budget)
+    if wrong and got.keys() == gold.keys() and (call.op not in OF_DISTANCES or "embeddings" in call.arguments):
+        wrong = disagreement(got, nudged(call, working, gold), gold, budget)
     return Failure(seed, changed, f"{call.op}: {wrong}") if wrong else None
 
 
@@ -191,23 +192,42 @@ OF_DISTANCES = (
 )  # fmt: skip
 
 
-def nudged_silhouettes(call: Call, working: dict[str, Tensor]) -> Tensor:
-    """Silhouettes of distances that were rounded otherwise: those that are farthest off, among equal decisions.
+def nudged(call: Call, working: dict[str, Tensor], gold: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Results for inputs that were rounded otherwise: of these and the reference's, those that are farthest off.
 
-    1 - cosine of nearly parallel rows keeps few digits, and a silhouette is a quotient of such distances.
+    Some results are quotients of differences that keep few digits: advantages of rewards that cancel, or silhouettes of
+    nearly parallel rows, whose distances are nudged, as they are 1 - cosine.
     """
+    farthest = dict(working)
+    for _ in range(NUDGES):
+        if "embeddings" in call.arguments:
+            found = nudged_clusters(call)
+        else:
+            moved = {name: nudge(value) if is_float(value) else value for name, value in call.arguments.items()}
+            found = compute(Call(call.op, moved, call.leaves), "reference")
+        whole = [name for name, value in found.items() if name in working and not value.is_floating_point()]
+        if all(torch.equal(found[name], working[name]) for name in whole):
+            for name in found.keys() & farthest.keys() - set(whole):
+                is_farther = (found[name] - gold[name]).abs() > (farthest[name] - gold[name]).abs()
+                farthest[name] = torch.where(is_farther, found[name].double(), farthest[name].double())
+    return farthest
+
+
+def nudge(value: Tensor) -> Tensor:
+    unit = OF_A_TERM * torch.finfo(value.dtype).eps / 2
+    return value.double() * (1 + unit * (2 * torch.rand(value.shape, dtype=torch.float64) - 1))
+
+
+def nudged_clusters(call: Call) -> dict[str, Tensor]:
+    """Silhouettes, and the numbers of clusters that they are for."""
     arguments = call.arguments
     like = {name: arguments[name] for name in ("embeddings", "groups", "valid") if name in arguments}
     distances = gk.pairwise_cosine(**like, backend="reference")
-    config = arguments.get("config", "average")
-    unit = ROUNDINGS * arguments["embeddings"].shape[1] * torch.finfo(torch.float32).eps / 2
-    farthest = working["silhouette"].clone()
-    for _ in range(NUDGES):
-        noise = unit * (2 * torch.rand_like(distances) - 1).triu(1)
-        found = gk.cluster_distances((distances + noise + noise.mT).clamp(min=0), config=config, backend="reference")
-        is_farther = (found.silhouette - working["silhouette"]).abs() > (farthest - working["silhouette"]).abs()
-        farthest = torch.where(is_farther & found.best_k.eq(working["best_k"]), found.silhouette, farthest)
-    return farthest
+    unit = OF_A_SUM * arguments["embeddings"].shape[1] * torch.finfo(torch.float32).eps / 2
+    noise = unit * (2 * torch.rand_like(distances) - 1).triu(1)
+    distances = (distances + noise + noise.mT).clamp(min=0)
+    found = gk.cluster_distances(distances, config=arguments.get("config", "average"), backend="reference")
+    return {"silhouette": found.silhouette, "best_k": found.best_k}
 
 
 def is_refused_too(call: Call, error: Exception) -> bool:

@@ -95,6 +95,10 @@ def group_ids(keys: Iterable[Hashable], *, device: torch.device | str | None = N
 
     Keys are compared by equality and hash, never by their text: "1_10" and "11_0" stay different.
     """
+    if isinstance(keys, str | bytes):
+        raise TypeError(
+            f"group_ids: keys must be an iterable with a key for each row, got {type(keys).__name__} {keys!r}"
+        )
     numbers: dict[Hashable, int] = {}
     ids = []
     for row, key in enumerate(keys):

@@ -324,6 +324,11 @@ class LossConfig(PlannedConfig):
         return _NAMED[config]
 
     def _check_names(self) -> None:
+        if self.loss not in (*LOSSES, *SEQUENCE_LOSSES) and isinstance(self.loss, str) and self.loss in _NAMED:
+            raise ValueError(
+                f"LossConfig: loss must be the name of a term, got {self.loss!r}, which names a whole config: "
+                f"LossConfig.of({self.loss!r})"
+            )
         choices(self, loss=(*LOSSES, *SEQUENCE_LOSSES), ratio=RATIOS, kl=KLS, correction=CORRECTIONS)
         choices(self, aggregation=AGGREGATIONS[:-1], flowrl_clip=FLOWRL_CLIPS)
         for field in ("kl_aggregation", "entropy_aggregation"):

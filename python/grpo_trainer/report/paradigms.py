@@ -110,7 +110,7 @@ def select(folders: Sequence[Path]) -> tuple[list[Row], list[tuple[Path, str]]]:
         try:
             run = RunFolder.read(Path(folder))
         except OSError as error:
-            left_out.append((Path(folder), str(error)))
+            left_out.append((Path(folder), str(error).removeprefix(f"{folder}: ")))
             continue
         evaluated = final_evaluation(run)
         if evaluated is None:

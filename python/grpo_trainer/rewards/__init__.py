@@ -32,30 +32,30 @@ class RewardError(Exception):
     """A reward function failed; the message names it."""
 
 
-def load_reward(settings: Reward) -> RewardFunction:
-    """Creates a bundled reward or imports `module:function`."""
+def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
+    """Creates a bundled reward or imports `module:function`; errors name the key `where`."""
     if settings.name in BUNDLED:
-        make = _import(f"grpo_trainer.rewards.{settings.name}:make")
+        make = _import(f"grpo_trainer.rewards.{settings.name}:make", where)
         accepted = inspect.signature(make).parameters
         if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
             for option in settings.options:
                 if option not in accepted:
-                    raise ValueError(unknown_key("rewards.options", option, list(accepted)))
+                    raise ValueError(unknown_key(f"{where}.options", option, list(accepted)))
         function: RewardFunction = make(**settings.options)
         return function
     if ":" not in settings.name:
-        raise ValueError(unknown_name("rewards.name", settings.name, NAMES))
+        raise ValueError(unknown_name(f"{where}.name", settings.name, NAMES))
     if settings.options:
-        raise ValueError(f"rewards.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
-    return _import(settings.name)
+        raise ValueError(f"{where}.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
+    return _import(settings.name, where)
 
 
-def _import(path: str) -> Any:
+def _import(path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise RewardError(f"rewards.name: cannot load {path!r}: {error}") from error
+        raise RewardError(f"{where}.name: cannot load {path!r}: {error}") from error
 
 
 class Scores(NamedTuple):
@@ -163,7 +163,10 @@ def _values(
         raise
     except Exception as error:
         if not may_skip:
-            raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+            given = (
+                f"; the data has the columns {', '.join(columns)}" if isinstance(error, TypeError) and columns else ""
+            )
+            raise RewardError(f"{where} raised {type(error).__name__}: {error}{given}") from error
         return [math.nan] * len(texts), {}, len(texts)
     for name, part in components.items():
         if len(part) != len(texts):

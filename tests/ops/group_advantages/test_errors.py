@@ -367,6 +367,8 @@ def test_group_ids_of_nothing_are_empty_ids() -> None:
     assert gk.group_ids(["a"], device="meta").device.type == "meta"
 
 
-def test_group_ids_refuse_keys_without_a_hash() -> None:
+def test_group_ids_refuse_a_text_and_keys_without_a_hash() -> None:
+    with pytest.raises(TypeError, match=r"^group_ids: keys must be an iterable with a key for each row, got str 'ab'"):
+        gk.group_ids("ab")
     with pytest.raises(TypeError, match=r"^group_ids: keys must be hashable, got list \[1\] in row 0"):
         gk.group_ids([[1], [2]])

@@ -192,6 +192,10 @@ def test_config_of_another_type(config: Any) -> None:
 def test_name_of_a_config_is_a_loss_type_of_trl() -> None:
     for name in TRL_LOSS_TYPES:
         assert gk.LossConfig.of(name) == gk.LossConfig.trl(loss_type=name)
+    with pytest.raises(
+        ValueError, match=r"^LossConfig: loss must be .* got 'grpo', which names a whole config: .*of\('grpo'"
+    ):
+        gk.LossConfig("grpo")
     with pytest.raises(ValueError, match=r"^policy_loss: config must be one of .*'gropo' \(did you mean 'grpo'\?\)"):
         gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3), config="gropo")
 
