@@ -64,11 +64,11 @@ CPU revision	: 3
 CPU
 for name in possible present online; do echo 0 >"$work/sysroot/sys/devices/system/cpu/$name"; done
 echo 0x00000000410fd083 >"$work/sysroot/sys/devices/system/cpu/cpu0/regs/identification/midr_el1"
-rm -rf "$work/package/csrc" && cp -r "$root/tests" "$root/pyproject.toml" "$work/package"
+mkdir "$work/tested" && cp -r "$work/package/grpo_kernels" "$root/tests" "$root/pyproject.toml" "$work/tested"
 emulated() {
   local libraries="$work/sysroot/lib/aarch64-linux-gnu:$work/sysroot/usr/lib/aarch64-linux-gnu"
-  (cd "$work/package" && qemu-aarch64-static -cpu cortex-a72 -L "$work/sysroot" -E LD_LIBRARY_PATH="$libraries" \
-    -E PYTHONHOME="$work/sysroot/usr" -E OMP_NUM_THREADS=1 -E PYTHONPATH="$work/package:$work/torch:$work/site" \
+  (cd "$work/tested" && qemu-aarch64-static -cpu cortex-a72 -L "$work/sysroot" -E LD_LIBRARY_PATH="$libraries" \
+    -E PYTHONHOME="$work/sysroot/usr" -E OMP_NUM_THREADS=1 -E PYTHONPATH="$work/tested:$work/torch:$work/site" \
     "$work/sysroot/usr/bin/python3.11" "$@")
 }
 
