@@ -143,6 +143,7 @@ def _examine(options: argparse.Namespace) -> None:
     print("\n".join(lines))
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
+    print("nothing is missing")
 
 
 def _train(options: argparse.Namespace) -> int:

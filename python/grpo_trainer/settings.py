@@ -93,10 +93,7 @@ def override(values: dict[str, Any], assignment: str) -> None:
     value = read_yaml(text)
     place: Any = values
     *parents, last = path.split(".")
-    for depth, name in enumerate(parents):
-        if name.isdigit() and isinstance(place, dict) and name not in place:
-            owner = ".".join(parents[:depth])
-            raise ValueError(f"override: {path} needs a list {owner} in the recipe, which has none; set all of {owner}")
+    for name in parents:
         place = place[_index(place, name, path)] if isinstance(place, list) else place.setdefault(name, {})
         if not isinstance(place, dict | list):
             raise ValueError(f"override: {path} goes through {name!r}, which is {place!r}")
@@ -175,6 +172,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, where)
     if origin is list:
+        if isinstance(value, Mapping) and value and all(name.isdigit() for name in value):
+            raise ValueError(f"{where}: has no item {min(value)} in the recipe; set the whole list, as {where}=[...]")
         if not isinstance(value, list):
             raise _mismatch(kind, value, where)
         return [_convert(arguments[0], item, f"{where}.{i}") for i, item in enumerate(value)]

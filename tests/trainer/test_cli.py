@@ -70,7 +70,7 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("seed", "override: must be key=value, got 'seed'"),
         (
             "evaluation.rewards.0.name=exact",
-            "evaluation.rewards.0.name needs a list evaluation.rewards in the recipe, which has none; set all of",
+            "evaluation.rewards: has no item 0 in the recipe; set the whole list, as evaluation.rewards=[...]",
         ),
         ("model.dtype=half", "model.dtype: must be one of"),
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),

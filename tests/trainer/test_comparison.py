@@ -112,7 +112,7 @@ def test_values_of_prompts() -> None:
     assert all(math.isnan(value_of({}, name)) for name in names)
 
 
-def test_what_is_left_out_is_named_with_a_reason(tmp_path: Path) -> None:
+def test_what_is_left_out_is_named_with_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [run(tmp_path / name, "a", seed) for seed, name in enumerate(("good", "data", "prompts", "count"))]
     change(folders[1] / "recipe.json", lambda recipe: recipe["data"].update(task="gsm8k"))
     change(folders[2] / "recipe.json", lambda recipe: recipe.update(seed=0, name="b"))
@@ -138,6 +138,8 @@ def test_what_is_left_out_is_named_with_a_reason(tmp_path: Path) -> None:
     ):
         assert reason in reasons[folder]
     text = read(write_comparison(folders, tmp_path / "out")).text
+    printed = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[0] for line in printed] == [f"left out {folder}" for folder in folders[1:]]
     assert all(str(folder) in text and reason.split(":")[0] in text for folder, reason in reasons.items())
     with pytest.raises(ValueError, match=r"^compare: needs a run with a final evaluation, got none: .*no evaluation"):
         write_comparison(folders[4:5], tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,6 +80,8 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     if not rows:
         reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out)
         raise ValueError(f"compare: needs a run with a final evaluation, got none: {reasons}")
+    for path, reason in left_out:
+        print(f"left out {path}: {reason}", file=sys.stderr)
     return _write(output, "comparison", _header(rows, left_out), rows, left_out)
 
 
