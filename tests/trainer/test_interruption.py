@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,15 @@ def test_all_processes_stop_if_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
         interruption.stop_if_asked()
 
 
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    """Python's own handler, which it does not install where a shell started it in the background, without Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_handler")
 @pytest.mark.parametrize("name", ["train", "evaluate", "data", "report"])
 def test_commands_end_without_a_traceback(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
