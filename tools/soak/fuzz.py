@@ -97,7 +97,7 @@ def spread(value: Tensor) -> Tensor:
 
 
 class Budget(NamedTuple):
-    """What rounding alone may cost, in units of the largest value, which counts as at least `scale`."""
+    """Error that rounding alone may cost, in units of the largest value, which counts as at least `scale`."""
 
     floor: float
     scale: float
