@@ -172,8 +172,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, where)
     if origin is list:
-        if isinstance(value, Mapping) and value and all(name.isdigit() for name in value):
-            raise ValueError(f"{where}: has no item {min(value)} in the recipe; set the whole list, as {where}=[...]")
+        if isinstance(value, Mapping) and value and all(str(name).isdigit() for name in value):
+            raise ValueError(
+                f"{where}: has no item {min(value, key=str)} in the recipe; set the whole list, as {where}=[...]"
+            )
         if not isinstance(value, list):
             raise _mismatch(kind, value, where)
         return [_convert(arguments[0], item, f"{where}.{i}") for i, item in enumerate(value)]

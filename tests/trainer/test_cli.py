@@ -72,6 +72,10 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
             "evaluation.rewards.0.name=exact",
             "evaluation.rewards: has no item 0 in the recipe; set the whole list, as evaluation.rewards=[...]",
         ),
+        (
+            "evaluation.rewards={0: {name: exact}}",
+            "evaluation.rewards: has no item 0 in the recipe; set the whole list",
+        ),
         ("model.dtype=half", "model.dtype: must be one of"),
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
         ("phases.1.rl.rewards=[{name: exat}]", "phases.1.rl.rewards.0.name: must be one of exact, gsm8k,"),
