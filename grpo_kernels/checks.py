@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,16 @@ def integer(op: str, name: str, value: object, rule: str = "an int") -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be {rule}, got {type(value).__name__} {value!r}")
     return value
+
+
+def group_size(op: str, groups: object) -> int:
+    """The argument `groups` that is no tensor: the number of consecutive rows of each group."""
+    try:
+        return integer(op, "groups", groups, "an int or an integer tensor")
+    except TypeError as error:
+        if isinstance(groups, Iterable) and not isinstance(groups, str):
+            raise TypeError(f"{error}; gk.group_ids(...) makes the tensor from a name for each row") from None
+        raise
 
 
 def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:

@@ -66,7 +66,7 @@ class RowGroups(NamedTuple):
         if isinstance(groups, Tensor):
             ids = checks.per_row(op, "groups", groups, checks.INTEGERS, rows).long()
         else:
-            checks.integer(op, "groups", groups, "an int or an integer tensor")
+            checks.group_size(op, groups)
             if groups < 1 or count % groups != 0:
                 raise ValueError(f"{op}: groups must divide the number of rows, {count}, got {groups}")
             places = torch.arange(count + 1, device=rows.device)
@@ -166,7 +166,7 @@ def check_layout(
     if isinstance(groups, Tensor):
         ids = checks.per_row(op, "groups", groups, checks.INTEGERS, rows)
         return _layout_of_ids(op, ids, num_groups, max_size, limit)
-    checks.integer(op, "groups", groups, "an int or an integer tensor")
+    checks.group_size(op, groups)
     if groups < 1 or groups > limit:
         raise ValueError(f"{op}: groups must have 1 to {limit} rows each, got {groups}")
     if count % groups != 0:

@@ -24,10 +24,14 @@ from grpo_trainer import distributed
 from grpo_trainer.loading import load_lm
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy
+from grpo_trainer.pretrained import without_bars
 from grpo_trainer.recipe import MEMORY_KEYS, Model, Recipe
-from grpo_trainer.settings import plain
+from grpo_trainer.settings import join, plain
 
 FORMAT = 2
+_LISTED = 8  # differences that an error lists
+_RESUMED = "resume it with its own values, or train with these in another output, or from the start with --fresh"
+_BRANCHED = "a branch must keep the values of the run that it starts from"
 _WAY_OUT = "; remove this folder to resume from the checkpoint before it, or start again with --fresh"
 # keys that may change when a run is resumed
 _MAY_CHANGE = ("output", "threads", "distributed", "logging", "checkpoints", "evaluation", "name")
@@ -98,7 +102,9 @@ def branch(source: Path, recipe: Recipe) -> None:
             f"{source}: to branch, the run must have 1 to {len(recipe.phases) - 1} phases, fewer than the recipe, "
             f"got {count}"
         )
-    _refuse_keys(source, _differences(stored.get("evaluation"), plain(recipe)["evaluation"], "evaluation"))
+    _refuse_differences(
+        source, _differences(stored.get("evaluation"), plain(recipe)["evaluation"], "evaluation"), _BRANCHED
+    )
     if all(phase.rl is None for phase in recipe.phases[:count]):
         for name in ("rewards", "max_new_tokens"):
             if not (value := getattr(recipe.evaluation, name)):
@@ -107,7 +113,7 @@ def branch(source: Path, recipe: Recipe) -> None:
                     f"the run has not, got {value!r}"
                 )
     phase = recipe.phases[count - 1]
-    state = load_last(dataclasses.replace(recipe, output=str(source), phases=recipe.phases[:count]))
+    state = load_last(dataclasses.replace(recipe, output=str(source), phases=recipe.phases[:count]), _BRANCHED)
     last = (count - 1, phase.sft.steps if phase.sft is not None else phase.rl.steps if phase.rl is not None else 0)
     if state is None or (state.phase, state.step) != last:
         raise CheckpointError(
@@ -155,14 +161,19 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
             shutil.rmtree(old)
 
 
-def load_last(recipe: Recipe) -> State | None:
-    """Reads and verifies the newest checkpoint; None if a run with this recipe has not written one yet."""
+def load_last(recipe: Recipe, way_out: str = _RESUMED) -> State | None:
+    """Reads and verifies the newest checkpoint; None if a run with this recipe has not written one yet.
+
+    Args:
+        recipe: the recipe.
+        way_out: what the error for a run of another recipe advises.
+    """
     folders = _checkpoints(recipe)
     if folders:
-        return _read_state(folders[-1], recipe)
+        return _read_state(folders[-1], recipe, way_out)
     written = recipe.folder / "recipe.json"
     if written.exists():
-        _refuse_other_recipe(recipe.folder, _binding(_read_json(written)), recipe)
+        _refuse_other_recipe(recipe.folder, _binding(_read_json(written)), recipe, way_out)
     return None
 
 
@@ -270,7 +281,8 @@ def _save_reference(policy: Policy, folder: Path, weights: dict[str, Tensor] | N
         adapters = {name: value.contiguous() for name, value in adapters_of(policy).items()}
         save_file(adapters, folder / "adapters.safetensors")
     else:
-        policy.lm.save_pretrained(folder / "model", state_dict=weights)
+        with without_bars():
+            policy.lm.save_pretrained(folder / "model", state_dict=weights)
 
 
 # Models
@@ -292,7 +304,8 @@ def save_policy(
     """
     from safetensors.torch import save_file
 
-    policy.lm.save_pretrained(folder, state_dict=weights)
+    with without_bars():
+        policy.lm.save_pretrained(folder, state_dict=weights)
     policy.tokenizer.save_pretrained(folder)
     head = (policy.critic or policy).value_head
     if head is not None:
@@ -338,11 +351,11 @@ def _checkpoints(recipe: Recipe) -> list[Path]:
     return sorted(folders, key=lambda path: tuple(int(part) for part in path.name.split("-")))
 
 
-def _read_state(folder: Path, recipe: Recipe) -> State:
+def _read_state(folder: Path, recipe: Recipe, way_out: str) -> State:
     state = _read_sealed(folder)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: format must be {FORMAT}, got {state.get('format')!r}")
-    _refuse_other_recipe(folder, state["recipe"], recipe)
+    _refuse_other_recipe(folder, state["recipe"], recipe, way_out)
     return State(folder, *(state[name] for name in ("phase", "step", "threshold", "threads", "embedders")))
 
 
@@ -380,13 +393,23 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_other_recipe(folder: Path, stored: dict[str, Any], recipe: Recipe) -> None:
-    _refuse_keys(folder, _differences(stored, _binding(plain(recipe)), ""))
+def _refuse_other_recipe(folder: Path, stored: dict[str, Any], recipe: Recipe, way_out: str) -> None:
+    _refuse_differences(folder, _differences(stored, _binding(plain(recipe)), ""), way_out)
 
 
-def _refuse_keys(folder: Path, keys: list[str]) -> None:
-    if keys:
-        raise CheckpointError(f"{folder}: belongs to another recipe, which differs in {', '.join(sorted(keys))}")
+def _refuse_differences(folder: Path, differences: dict[str, tuple[Any, Any]], way_out: str) -> None:
+    if differences:
+        listed = [
+            f"{path} is {_shortened(theirs)} there and {_shortened(ours)} here"
+            for path, (theirs, ours) in sorted(differences.items())
+        ]
+        more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+        raise CheckpointError(f"{folder}: belongs to another recipe: {', '.join(listed[:_LISTED])}{more}; {way_out}")
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _binding(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -399,15 +422,15 @@ def _binding(recipe: dict[str, Any]) -> dict[str, Any]:
     return binding
 
 
-def _differences(a: Any, b: Any, where: str) -> list[str]:
-    """Paths of the values that differ."""
+def _differences(a: Any, b: Any, where: str) -> dict[str, tuple[Any, Any]]:
+    """The values that differ, by their paths."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return [
-            path for name in a.keys() | b.keys() for path in _differences(a.get(name), b.get(name), f"{where}.{name}")
-        ]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [path for i, (x, y) in enumerate(zip(a, b, strict=True)) for path in _differences(x, y, f"{where}.{i}")]
-    return [] if a == b else [where.lstrip(".")]
+        pairs = [(name, a.get(name), b.get(name)) for name in a.keys() | b.keys()]
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        return {} if a == b else {where: (a, b)}
+    return {path: values for name, x, y in pairs for path, values in _differences(x, y, join(where, str(name))).items()}
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from grpo_trainer.recipe import Recipe
@@ -52,6 +52,26 @@ examples:
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error about an unknown option names the nearest one."""
+
+    commands: Any = None
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        self.commands = super().add_subparsers(**kwargs)
+        return self.commands
+
+    def error(self, message: str) -> NoReturn:
+        from grpo_trainer.settings import nearest
+
+        _, mark, unknown = message.partition("unrecognized arguments: ")
+        if mark:
+            parsers = [self, *(self.commands.choices.values() if self.commands else ())]
+            options = {option for parser in parsers for option in parser._option_string_actions}
+            message += nearest(unknown.split()[0], sorted(options))
+        super().error(message)
+
+
 def _parser(name: str, description: str, examples: str, commands: Any = None) -> argparse.ArgumentParser:
     """A parser, or that of a command among others, whose help ends with examples."""
     kwargs: dict[str, Any] = {
@@ -60,7 +80,7 @@ def _parser(name: str, description: str, examples: str, commands: Any = None) ->
         "allow_abbrev": False,  # a misspelt option is an error
     }
     if commands is None:
-        return argparse.ArgumentParser(name, description=description, **kwargs)
+        return _Parser(name, description=description, **kwargs)
     sentence = f"{description[0].upper()}{description[1:]}."
     parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=sentence, **kwargs)
     return parser
@@ -133,11 +153,6 @@ def _examine(options: argparse.Namespace) -> None:
 
     if options.processes < 1:
         raise ValueError(f"--processes: must be positive, got {options.processes}")
-    from huggingface_hub.utils.logging import set_verbosity_error
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    set_verbosity_error()  # retries without a network; the report says what could not be read
     _import_from_current_folder()
     lines, problems = dry_run(recipes.load(options.recipe, options.overrides, options.smoke), options.processes)
     print("\n".join(lines))
@@ -154,8 +169,6 @@ def _train(options: argparse.Namespace) -> int:
     _import_from_current_folder()
     import shutil
 
-    from transformers.utils.logging import disable_progress_bar
-
     from grpo_trainer import checkpoint, distributed, interruption
     from grpo_trainer.report import write_report
     from grpo_trainer.report.compare import compare
@@ -164,7 +177,6 @@ def _train(options: argparse.Namespace) -> int:
 
     if not options.resume and not options.fresh:
         checkpoint.refuse_used_folder(recipe.folder)  # before the model is loaded
-    disable_progress_bar()  # one per checkpoint otherwise
     trainer = Trainer(recipe)
     if options.resume and trainer.accelerator.is_main_process and not (recipe.folder / "recipe.json").exists():
         print(f"{recipe.folder} contains no run to resume: starting from the beginning", file=sys.stderr)
@@ -241,12 +253,12 @@ def _evaluate(
     recipe = recipes.load(name, overrides)
     _set_threads(recipe.threads)
     _import_from_current_folder()
-    from grpo_trainer import distributed, gguf
+    from grpo_trainer import distributed, pretrained
     from grpo_trainer.report.compare import compare
     from grpo_trainer.train import evaluate_model
 
     for model in models:
-        gguf.refuse_missing(model)
+        pretrained.refuse_missing(model)
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -292,7 +304,7 @@ def data(arguments: Sequence[str] | None = None) -> int:
     )
     convert.add_argument("format", choices=("gsm8k", "convai2", "tweets"), help="the data set")
     convert.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSONL files; tweets: also CSV files")
-    convert.add_argument("--output", type=Path, help="files are OUTPUT-PART.jsonl; default: the format")
+    convert.add_argument("--output", type=Path, help="files are OUTPUT-PART.jsonl; default: the name of the data set")
     parts = ["train=0.8", "validation=0.1", "test=0.1"]
     convert.add_argument(
         "--into", nargs="+", metavar="PART=SHARE", default=parts, help=f"the parts; default: {' '.join(parts)}"
@@ -305,6 +317,8 @@ def data(arguments: Sequence[str] | None = None) -> int:
         "--columns", nargs="+", metavar="NAME=COLUMN", help="tweets: names of the columns in the files"
     )
     convert.add_argument("--leave-out", action="store_true", help="report and leave out lines with bad columns")
+    for command in (split, convert):
+        command.add_argument("--overwrite", action="store_true", help="replace files that have other lines")
     options = parser.parse_args(arguments)
     if options.command == "convert":
         return _run(lambda: _convert(options))
@@ -315,7 +329,7 @@ def data(arguments: Sequence[str] | None = None) -> int:
 
 def _split(options: argparse.Namespace) -> None:
     from grpo_trainer.convert import named_shares, require_lines, split_together
-    from grpo_trainer.data import column_values, read_jsonl, write_jsonl
+    from grpo_trainer.data import column_values, read_jsonl
 
     ratio = 0.5 if options.ratio is None else options.ratio
     if not 0 < ratio < 1:
@@ -334,31 +348,32 @@ def _split(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--ratio: must leave lines to both parts, got {ratio} of {len(lines)} lines, which is {count}"
         )
-    for name, part in parts.items():
-        path = options.file.with_suffix(f".{name}.jsonl")
-        write_jsonl(path, part)
-        print(f"{path}: {len(part)} lines")
+    _write_parts({options.file.with_suffix(f".{name}.jsonl"): part for name, part in parts.items()}, options.overwrite)
 
 
 def _convert(options: argparse.Namespace) -> None:
     from grpo_trainer import convert
-    from grpo_trainer.data import write_jsonl
 
     shares = convert.named_shares(options.into)
     lines, left_out = convert.read(
         options.format, options.files, options.annotations, options.columns, options.leave_out
     )
+    for message in left_out:
+        print(f"left out: {message}", file=sys.stderr)
     parts = convert.split(options.format, lines, shares, options.seed)
     output = options.output or Path(options.format)
     paths = {name: output.with_name(f"{output.name}-{name}.jsonl") for name in parts}
     if read_too := {path.resolve() for path in paths.values()} & {path.resolve() for path in options.files}:
         raise ValueError(f"--output: must not replace a file that is read, got {sorted(map(str, read_too))}")
-    for message in left_out:
-        print(f"left out: {message}", file=sys.stderr)
-    for name, part in parts.items():
-        paths[name].parent.mkdir(parents=True, exist_ok=True)
-        write_jsonl(paths[name], part)
-        print(f"{paths[name]}: {len(part)} lines")
+    _write_parts({paths[name]: part for name, part in parts.items()}, options.overwrite)
+
+
+def _write_parts(parts: dict[Path, list[Any]], overwrite: bool) -> None:
+    from grpo_trainer.data import write_parts
+
+    write_parts(parts, overwrite)
+    for path, lines in parts.items():
+        print(f"{path}: {len(lines)} lines")
 
 
 def report(arguments: Sequence[str] | None = None) -> int:

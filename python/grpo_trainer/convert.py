@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import math
 import re
 from collections import defaultdict
@@ -13,6 +12,7 @@ from typing import Any
 
 from grpo_trainer.data import Line, column_values, numbered_jsonl, split_stratified
 from grpo_trainer.rewards.numbers import parse_number
+from grpo_trainer.settings import known_columns
 
 TWEET_COLUMNS = {"post": "tweet", "reply": "reply", "likes": "reply_likes", "post_likes": "tweet_likes"}
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
@@ -55,7 +55,7 @@ def split_together(
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, line in enumerate(lines):
         if column is not None and column not in line:
-            raise ValueError(f"--together: {column!r} must be a column of every line; {_nearest(column, line)}")
+            raise ValueError(f"--together: {column!r} must be a column of every line{known_columns(column, line)}")
         groups[i if column is None else repr(line[column])].append(i)
     units: list[Line] = [{"rows": rows} for rows in groups.values()]
     means = [math.fsum(by[i] for i in rows) / len(rows) for rows in groups.values()]
@@ -69,7 +69,10 @@ def require_lines(parts: Mapping[str, Sequence[Line]], shares: Mapping[str, floa
     for name, part in parts.items():
         if not part:
             count = sum(map(len, parts.values()))
-            raise ValueError(f"--into: must leave lines to every part, got {name}={shares[name]} of {count} lines")
+            raise ValueError(
+                f"--into: must leave lines to every part, got {name}={shares[name]:g} of {count} usable lines; give "
+                "more lines or other parts"
+            )
 
 
 def split(kind: str, lines: Sequence[Line], shares: Mapping[str, float], seed: int) -> dict[str, list[Line]]:
@@ -167,7 +170,7 @@ def convai2(line: Line) -> Line:
     """A line of ConvAI2 as prompt and answers."""
     answers = line.get("answers")
     if "answers" not in line:
-        raise ValueError(f"answers: must be a column of every line; {_nearest('answers', line)}")
+        raise ValueError(f"answers: must be a column of every line{known_columns('answers', line)}")
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
         raise ValueError(f"answers: must be a list of at least one text, and of no empty one, got {answers!r}")
     return {"prompt": _text(line, "question"), "answers": answers}
@@ -195,7 +198,7 @@ def _tweet_columns(assignments: Sequence[str]) -> dict[str, str]:
 
 def _text(line: Line, column: str) -> str:
     if column not in line:
-        raise ValueError(f"{column}: must be a column of every line; {_nearest(column, line)}")
+        raise ValueError(f"{column}: must be a column of every line{known_columns(column, line)}")
     value = line[column]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{column}: must be a text that is not empty, got {value!r}")
@@ -204,7 +207,7 @@ def _text(line: Line, column: str) -> str:
 
 def _count(line: Line, column: str) -> int:
     if column not in line:
-        raise ValueError(f"{column}: must be a column of every line; {_nearest(column, line)}")
+        raise ValueError(f"{column}: must be a column of every line{known_columns(column, line)}")
     value = line[column]
     text = value.strip() if isinstance(value, str) else value
     if isinstance(text, str) and re.fullmatch(r"[0-9]+(\.0+)?", text):  # spreadsheets write 3 as 3.0
@@ -212,13 +215,6 @@ def _count(line: Line, column: str) -> int:
     if isinstance(text, bool) or not isinstance(text, int | float) or text < 0 or text != text // 1:
         raise ValueError(f"{column}: must be a whole number of 0 or more, got {value!r}")
     return int(text)
-
-
-def _nearest(column: str, line: Line) -> str:
-    """The nearest column that a line has, and all of them."""
-    known = [str(name) for name in line]
-    near = difflib.get_close_matches(column, known, 1, 0.0)
-    return f"the nearest is {near[0]!r}, all are {', '.join(known)}" if near else "the line has no column"
 
 
 def _numbered_csv(path: Path) -> Iterator[tuple[int, Line]]:

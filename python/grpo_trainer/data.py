@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import random
 import re
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.settings import read_text
+from grpo_trainer.settings import known_columns, read_text
 
 Line = dict[str, Any]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
@@ -51,7 +50,7 @@ def read_jsonl(path: str | Path, columns: Mapping[str, str] | None = None) -> li
         for key, column in (columns or {}).items():
             if column not in line:
                 raise ValueError(
-                    f"{key}: must be a column of every line, got {column!r} with the columns {sorted(line)} "
+                    f"{key}: must be a column of every line, got {column!r}{known_columns(column, sorted(line))} "
                     f"({path}, line {number})"
                 )
         lines.append(line)
@@ -59,7 +58,24 @@ def read_jsonl(path: str | Path, columns: Mapping[str, str] | None = None) -> li
 
 
 def write_jsonl(path: str | Path, lines: Sequence[Line]) -> None:
-    Path(path).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    Path(path).write_text(_jsonl(lines), encoding="utf-8")
+
+
+def _jsonl(lines: Sequence[Line]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def write_parts(parts: Mapping[Path, Sequence[Line]], overwrite: bool) -> None:
+    """Writes JSONL files, all or none; a file with other lines is replaced only if `overwrite` says so."""
+    for path, lines in parts.items():
+        is_other = path.exists() and (not path.is_file() or path.read_bytes() != _jsonl(lines).encode())
+        if is_other and not overwrite:
+            raise FileExistsError(
+                f"{path} exists, with other lines; replace it with --overwrite, or choose another name"
+            )
+    for path, lines in parts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path, lines)
 
 
 def split_stratified(
@@ -122,8 +138,7 @@ def column_values(lines: Sequence[Line], by: str) -> list[float]:
     columns, known = [], sorted({name for line in lines for name in line})
     for name in names:
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise ValueError(f"--by: {name} must be a column; the nearest is {near!r}, all are {', '.join(known)}")
+            raise ValueError(f"--by: {name} must be a column{known_columns(name, known)}")
         for number, line in enumerate(lines, 1):
             value = line.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float):

@@ -15,9 +15,10 @@ from grpo_trainer import checkpoint, engine, memory
 from grpo_trainer.embed import resolve
 from grpo_trainer.loading import check_four_bit
 from grpo_trainer.ray_pool import check_ray
-from grpo_trainer.recipe import Data, Model, Recipe, Rl
+from grpo_trainer.recipe import Model, Recipe, Rl
 from grpo_trainer.rewards import load_reward
-from grpo_trainer.splits import corpus_of, load_splits
+from grpo_trainer.settings import nearest_file
+from grpo_trainer.splits import corpus_of, load_splits, require_lines
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.trackers import TRACKERS
 from grpo_trainer.train import check_backend, plan_of
@@ -37,6 +38,8 @@ def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
     """
     problems = [problem for check in _checks(recipe) if (problem := _problem(check))]
     lines = [f"{recipe.name}: {', '.join(_described(recipe))}; {processes} process{'es' if processes > 1 else ''}"]
+    if recipe.model.path == "tiny" and any(problem.startswith("data.") for problem in problems):
+        return lines, problems  # its vocabulary comes from the data
     try:
         model = _skeleton(recipe)
         estimates = memory.estimate(recipe, model, processes)
@@ -98,17 +101,9 @@ def _data_checks(recipe: Recipe) -> Iterator[Check]:
         path = getattr(data, name)
         if path is not None and not Path(path).is_file():
             missing.append(name)
-            yield _raising(f"data.{name}: must be an existing file, got {path!r}")
+            yield _raising(f"data.{name}: must be an existing file, got {path!r}{nearest_file(path)}")
     if not missing:
-        yield lambda: _read(data, recipe)
-
-
-def _read(data: Data, recipe: Recipe) -> None:
-    splits = load_splits(data, recipe.seed)
-    if not splits.train and any(phase.rl for phase in recipe.phases):
-        raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
-    if not splits.sft and any(phase.sft for phase in recipe.phases):
-        raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}")
+        yield lambda: require_lines(recipe, load_splits(data, recipe.seed))
 
 
 def _model_checks(model: Model) -> Iterator[Check]:

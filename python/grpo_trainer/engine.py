@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer import distributed, gguf
+from grpo_trainer import distributed, pretrained
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import MEMORY_KEYS, Model, Rl
 from grpo_trainer.recipe import Rollout as Sampling
@@ -320,12 +320,13 @@ class Engine:
     def _write_model(self, model: Model) -> str:
         """Folder or name of the model that the engine starts with; with adapters its weights are those of the base."""
         folder, lm = Path(self._folder.name) / "model", self.policy.inner
-        if self.has_adapters and model.path != "tiny" and not gguf.is_gguf(model.path):
+        if self.has_adapters and model.path != "tiny" and not pretrained.is_gguf(model.path):
             return model.path
         if self.has_adapters:
             names = {name: name.replace(".base_layer.", ".") for name in lm.state_dict() if ".lora_" not in name}
             weights = lm.state_dict()
-            lm.save_pretrained(folder, state_dict={new: weights[name] for name, new in names.items()})
+            with pretrained.without_bars():
+                lm.save_pretrained(folder, state_dict={new: weights[name] for name, new in names.items()})
             return str(folder)
         config = copy.deepcopy(lm.config)
         config.architectures = [type(lm).__name__]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from grpo_trainer import gguf
+from grpo_trainer import pretrained
 from grpo_trainer.recipe import Model
 
 FOUR_BIT_ON_CPU = (0, 50)  # first version of bitsandbytes that was tried on a CPU
@@ -26,8 +27,9 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    where = gguf.source(settings.path)
-    config = AutoConfig.from_pretrained(**where, trust_remote_code=settings.trust_remote_code)
+    where = pretrained.source(settings.path)
+    with pretrained.loading("model.path", settings.path):
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=settings.trust_remote_code)
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     options: dict[str, Any] = {
         "dtype": getattr(torch, settings.dtype),
@@ -46,7 +48,7 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
         )
         options["device_map"] = {"": device}  # weights are quantized while they load and not moved afterwards
-    with explaining_attention(settings.attention):
+    with pretrained.loading("model.path", settings.path), explaining_attention(settings.attention):
         lm: Any = kind.from_pretrained(**where, **options)
     return lm if settings.four_bit else lm.to(device)
 
@@ -100,4 +102,7 @@ def with_adapters(lm: Any, settings: Model) -> Any:
     config = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=lora.targets or "all-linear"
     )
-    return peft.get_peft_model(lm, config)
+    with warnings.catch_warnings():
+        # transformers 5.24 has renamed an attribute that peft reads
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        return peft.get_peft_model(lm, config)

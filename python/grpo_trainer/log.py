@@ -76,7 +76,7 @@ class Log:
     def progress(self, title: str, done: int, total: int, shown: dict[str, float]) -> None:
         if not (self.is_main and self.settings.progress):
             return
-        text = "  ".join(f"{name} {value:,.{0 if abs(value) >= 1000 else 3}f}" for name, value in shown.items())
+        text = "  ".join(f"{name} {value:,.{0 if abs(value) >= 100 else 3}f}" for name, value in shown.items())
         if not sys.stderr.isatty():
             if done == total or done % max(1, total // 10) == 0:
                 print(f"{title} {done}/{total}  {text}", file=sys.stderr, flush=True)

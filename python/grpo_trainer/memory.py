@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer import gguf
+from grpo_trainer import pretrained
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.loading import with_adapters
 from grpo_trainer.recipe import Model, Recipe, Rl, Sft
@@ -118,7 +118,9 @@ def load_skeleton(settings: Model, config: Any = None) -> Skeleton:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     if config is None:
-        config = AutoConfig.from_pretrained(**gguf.source(settings.path), trust_remote_code=settings.trust_remote_code)
+        where = pretrained.source(settings.path)
+        with pretrained.loading("model.path", settings.path):
+            config = AutoConfig.from_pretrained(**where, trust_remote_code=settings.trust_remote_code)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     dtype = getattr(torch, settings.dtype)
     return make_skeleton(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import grpo_kernels as gk
-from grpo_trainer import distributed, gguf
+from grpo_trainer import distributed, pretrained
 from grpo_trainer.data import Batch, positions_of
 from grpo_trainer.loading import attention_of, explaining_attention, keep_layout_of_four_bits, load_lm, with_adapters
 from grpo_trainer.recipe import LOADING_KEYS, Model
@@ -414,7 +414,7 @@ def load_policy(
             lm = make_tiny(settings.tiny, tokenizer, attention_of(settings.attention))
         lm = lm.to(device, getattr(torch, settings.dtype))
     else:
-        tokenizer = gguf.load_tokenizer(settings.path, settings.trust_remote_code)
+        tokenizer = pretrained.load_tokenizer(settings.path, settings.trust_remote_code)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"model.path: the tokenizer must have an end-of-sequence token, got none in {settings.path!r}"

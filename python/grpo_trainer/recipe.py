@@ -373,13 +373,7 @@ def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
-    text = read_text(path)
-    try:
-        values = read_yaml(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: must be YAML: {' '.join(str(error).split())}") from None
+    values = read_yaml(read_text(path), str(path)) or {}
     if not isinstance(values, dict):
         raise TypeError(f"{path}: must be a mapping, got {type(values).__name__}")
     base = values.pop("base", None)

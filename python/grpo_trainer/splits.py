@@ -8,7 +8,8 @@ from typing import Any
 
 from grpo_trainer import tasks
 from grpo_trainer.data import prompt_text, read_jsonl
-from grpo_trainer.recipe import Data
+from grpo_trainer.recipe import Data, Recipe
+from grpo_trainer.settings import known_columns
 from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.templates import Template, texts_of
 
@@ -30,6 +31,16 @@ def load_splits(data: Data, seed: int) -> Splits:
         sft = _prompted(template, "sft", sft)
     limit = slice(data.limit)
     return dataclasses.replace(splits, sft=sft[limit], train=splits.train[limit])
+
+
+def require_lines(recipe: Recipe, splits: Splits) -> None:
+    """Raises if a phase has no line to train on."""
+    data = recipe.data
+    if not splits.train and any(phase.rl for phase in recipe.phases):
+        raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
+    if not splits.sft and any(phase.sft for phase in recipe.phases):
+        columns = known_columns(data.demonstration, sorted({name for line in splits.train for name in line}))
+        raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}{columns}")
 
 
 def _read(data: Data) -> Splits:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from grpo_trainer.settings import known_columns
 
 Line = dict[str, Any]
 
@@ -31,7 +32,8 @@ class Template:
         for number, line in enumerate(lines, 1):
             for column in self.columns:
                 if column not in line:
-                    raise ValueError(f"{self.key}: {_unknown(column, line)} (example {number} of {split})")
+                    columns = known_columns(column, sorted(line))
+                    raise ValueError(f"{self.key}: no column {column!r}{columns} (example {number} of {split})")
 
     def fill(self, where: str, line: Line) -> str:
         """The text with the columns of a line."""
@@ -84,9 +86,3 @@ def texts_of(key: str, where: str, value: object) -> list[str]:
     if not values or len(texts) < len(values) or not all(text.strip() for text in texts):
         raise ValueError(f"{key}: must be a text or a list of texts, none of them empty, got {value!r:.80} ({where})")
     return texts
-
-
-def _unknown(column: str, line: Iterable[str]) -> str:
-    known = sorted(line)
-    near = difflib.get_close_matches(column, known, 1, 0.0)
-    return f"no column {column!r}; the nearest is {near[0]!r}, all are {', '.join(known)}" if near else "no columns"

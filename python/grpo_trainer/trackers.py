@@ -144,7 +144,7 @@ def _import(kind: str, module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"logging.to: {kind!r} needs the package {kind}, which cannot be imported ({error})"
+            f"logging.to: {kind!r} needs the package {kind}, which cannot be imported ({error}): pip install {kind}"
         ) from error
 
 

@@ -28,7 +28,7 @@ from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
 from grpo_trainer.rewards import RewardFunction, load_reward
 from grpo_trainer.rollout import select_usable
-from grpo_trainer.splits import corpus_of, load_splits
+from grpo_trainer.splits import corpus_of, load_splits, require_lines
 from grpo_trainer.tasks.base import Item
 
 
@@ -73,6 +73,7 @@ class Trainer:
             torch.manual_seed(self.seed_of("weights"))
             self.log = Log(recipe, self.accelerator.is_main_process)
             self.splits = load_splits(recipe.data, recipe.seed)
+            require_lines(recipe, self.splits)
             self._check_phases()
             self.policy = self._make_policy(model, tokenizer, reference)
             self._check_policy()

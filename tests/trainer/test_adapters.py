@@ -128,7 +128,8 @@ def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         write_adapters([a, other], tmp_path / "out")
     with pytest.raises(ValueError, match=r"^adapters: must be one or two folders, got 3"):
         write_adapters([a, a, a], tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match=r"^adapters: .* must be a folder of adapters"):
+    message = rf"^adapters: must be a folder with adapters, .* got '{tmp_path}', which has no adapter_config\.json$"
+    with pytest.raises(ValueError, match=message):
         write_adapters([tmp_path], tmp_path / "out")
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
     [
         ("phases.1.rl.rolout.batch=3", "phases.1.rl.rolout: no such key; the nearest is 'rollout'"),
         ("sead=3", "sead: no such key; the nearest is 'seed'"),
+        ("qqqq=3", "qqqq: no such key; all are backend"),
+        ("seed=[3", "seed: must be YAML: "),
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
         (
@@ -261,6 +264,23 @@ def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "--by: like must be a column; the nearest is 'likes'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments", "near"),
+    [
+        (cli.train, ["arithmetic", "--resum"], "--resume"),
+        (cli.evaluate, ["arithmetic", "a", "--jsn", "x"], "--json"),
+        (cli.data, ["convert", "gsm8k", "a.jsonl", "--leave-ot"], "--leave-out"),
+        (cli.report, ["--comparee", "a"], "--compare"),
+    ],
+)
+def test_the_nearest_option_is_named(
+    command: Callable[[list[str]], int], arguments: list[str], near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(arguments)
+    assert capsys.readouterr().err.endswith(f"; the nearest is {near!r}\n")
+
+
 def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"text": f"ü {i}", "likes": i % 10 * 7 % 11, "post_likes": i % 3} for i in range(101)]
     file = tmp_path / "replies.jsonl"
@@ -274,7 +294,15 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert abs(sum(row in parts[0] for row in rank) - 0.3 * len(rank)) < 1
     assert "replies.a.jsonl: 30 lines" in capsys.readouterr().out
     again = (tmp_path / "replies.a.jsonl").read_text()
-    assert cli.data(["split", str(file), "--ratio", "0.3", "--names", "a", "b", "--seed", "1"]) == 0
+    assert cli.data(["split", str(file), "--by", "likes/post_likes", "--ratio", "0.3", "--names", "a", "b"]) == 0
+    other = ["split", str(file), "--ratio", "0.3", "--names", "a", "b", "--seed", "1"]
+    assert cli.data(other) == 2
+    assert (
+        "replies.a.jsonl exists, with other lines; replace it with --overwrite, or choose another"
+        in capsys.readouterr().err
+    )
+    assert (tmp_path / "replies.a.jsonl").read_text() == again
+    assert cli.data([*other, "--overwrite"]) == 0
     assert (tmp_path / "replies.a.jsonl").read_text() != again
 
 

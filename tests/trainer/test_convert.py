@@ -45,7 +45,7 @@ def test_gsm8k_becomes_prompts_and_solutions(tmp_path: Path) -> None:
         },
         {"prompt": "Question: How far?\nAnswer:", "question": "How far?", "answer": "Far.\n#### -1,200"},
     ]
-    _, kept = convert(tmp_path, "gsm8k", file, "--annotations", "keep")
+    _, kept = convert(tmp_path, "gsm8k", file, "--annotations", "keep", "--overwrite")
     assert kept[0]["answer"] == CLIPS["answer"]
 
 
@@ -74,7 +74,7 @@ def test_tweets_are_read_from_csv_and_jsonl(tmp_path: Path) -> None:
     ]
     file = written(tmp_path / "b.jsonl", renamed)
     without = [{name: value for name, value in line.items() if name != "post_likes"} for line in expected]
-    assert convert(tmp_path, "tweets", file, "--columns", "post=text", "likes=hearts") == (0, without)
+    assert convert(tmp_path, "tweets", file, "--columns", "post=text", "likes=hearts", "--overwrite") == (0, without)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,10 @@ def test_bad_lines_are_left_out_only_if_asked_and_reported(tmp_path: Path, capsy
     status, lines = convert(tmp_path, "gsm8k", file, "--leave-out")
     assert status == 0 and len(lines) == 1
     assert "left out: " in (said := capsys.readouterr().err) and "line 2: answer: must end" in said
+    assert cli.data(["convert", "gsm8k", file, "--leave-out", "--output", str(tmp_path / "few")]) == 2
+    said = capsys.readouterr().err
+    assert "left out: " in said and "got validation=0.1 of 1 usable lines; give more lines or other parts" in said
+    assert not list(tmp_path.glob("few*"))
 
 
 def test_options_of_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +158,11 @@ def test_a_file_that_is_read_is_not_replaced(tmp_path: Path, capsys: pytest.Capt
     assert convert(tmp_path, "gsm8k", file)[0] == 2
     assert "--output: must not replace a file that is read" in capsys.readouterr().err
     assert json.loads(Path(file).read_text()) == CLIPS
+    edited = written(tmp_path / "in.jsonl", [CLIPS])
+    Path(file).write_text("edited by hand\n")
+    assert convert(tmp_path, "gsm8k", edited, "--seed", "1")[0] == 2
+    assert "out-all.jsonl exists, with other lines" in capsys.readouterr().err
+    assert Path(file).read_text() == "edited by hand\n"
 
 
 def test_parts_share_no_post_and_the_same_likes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,12 +220,12 @@ def test_a_file_is_split_into_as_many_parts_as_named(tmp_path: Path, capsys: pyt
     for part, share in zip(parts, (0.5, 0.3, 0.15, 0.05), strict=True):
         for stratum in range(4):
             assert abs(sum(line["n"] // 25 == stratum for line in part) - 25 * share) < 2
-    assert cli.data(["split", file, "--into", "a=0.5", "b=0.5", "--together", "of"]) == 0
+    assert cli.data(["split", file, "--into", "a=0.5", "b=0.5", "--together", "of", "--overwrite"]) == 0
     first, second = ({line["of"] for line in read_jsonl(tmp_path / f"in.{name}.jsonl")} for name in "ab")
     assert not first & second and len(first | second) == 25
     capsys.readouterr()
     assert cli.data(["split", file, "--into", "a=0.999", "b=0.001"]) == 2
-    assert "--into: must leave lines to every part, got b=0.001 of 100 lines" in capsys.readouterr().err
+    assert "--into: must leave lines to every part, got b=0.001 of 100 usable lines" in capsys.readouterr().err
     assert cli.data(["split", file, "--together", "off"]) == 2
     assert "--together: 'off' must be a column of every line; the nearest is 'of'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

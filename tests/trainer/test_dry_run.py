@@ -196,6 +196,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.train([str(recipe), "--dry-run", "data={task: null, train: /no/such.jsonl}"]) == 2
     error = capsys.readouterr().err
     assert "this run cannot start:" in error and "data.train: must be an existing file, got '/no/such.jsonl'" in error
+    assert "model.path" not in error  # the vocabulary of a tiny model comes from the data
+    (tmp_path / "talk.jsonl").write_text('{"prompt": "Hi", "answr": "Hello"}\n')
+    near = f"; the nearest is {str(tmp_path / 'talk.jsonl')!r}\n"
+    assert cli.train([str(recipe), "--dry-run", f"data={{task: null, train: {tmp_path / 'talks.jsonl'}}}"]) == 2
+    assert capsys.readouterr().err.endswith(near)
+    talk = f"data={{task: null, train: {tmp_path / 'talk.jsonl'}, demonstration: answer}}"
+    for option in (["--dry-run"], []):
+        assert cli.train([str(recipe), talk, *option]) == 2
+        column = (
+            "data.demonstration: must be a column of some line, got 'answer'; the nearest is 'answr'; all are answr, "
+        )
+        assert column in capsys.readouterr().err
     assert cli.train([str(recipe), "--dry-run", "--processes", "0"]) == 2
     assert "--processes: must be positive, got 0" in capsys.readouterr().err
 

@@ -79,6 +79,7 @@ def test_files_that_are_not_text_or_yaml_are_named(tmp_path: Path, capsys: pytes
     assert cli.train([str(broken)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {broken}: must be YAML: ") and error.count("\n") == 1
+    assert "unicode string" not in error and "line 2, column" in error
 
 
 def hangs(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:

@@ -16,8 +16,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("gguf")
 
 import gguf
-from grpo_trainer.gguf import _announce_hub, source
 from grpo_trainer.policy import load_policy
+from grpo_trainer.pretrained import source
 from grpo_trainer.recipe import Model
 from grpo_trainer.train import evaluate_model, train
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -184,19 +184,3 @@ def test_smollm2() -> None:
     ids = torch.tensor([policy.tokenizer(text, add_special_tokens=False)["input_ids"]])
     answer = policy.lm.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     assert "Paris" in policy.tokenizer.decode(answer[0, ids.shape[1] :])
-
-
-def test_a_hub_name_is_announced_and_a_path_that_is_not_there_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _announce_hub.cache_clear()
-    (tmp_path / "model").mkdir()
-    assert source(str(tmp_path / "model")) == {"pretrained_model_name_or_path": str(tmp_path / "model")}
-    assert capsys.readouterr().err == ""
-    for _ in range(2):
-        source("someone/some-model")
-    assert capsys.readouterr().err == "someone/some-model is no folder here: loading it from the Hugging Face hub\n"
-    with pytest.raises(
-        FileNotFoundError, match=r"no such model '.*modle': there is no '.*modle'; the nearest is '.*model'"
-    ):
-        source(str(tmp_path / "modle"))

@@ -197,7 +197,7 @@ def _row_groups(groups: int | Tensor | None, rows: int, device: torch.device, ne
         if groups.shape != (rows,):
             raise ValueError(f"{_OP}: groups must have shape [{rows}], got {list(groups.shape)}")
         return groups.long().contiguous()
-    checks.integer(_OP, "groups", groups, "an int or an integer tensor")
+    checks.group_size(_OP, groups)
     if groups < 1 or rows % groups != 0:
         raise ValueError(f"{_OP}: groups must divide the number of rows, {rows}, got {groups}")
     return torch.arange(rows, device=device) // groups

@@ -56,7 +56,7 @@ def _ids(groups: int | Tensor | None, of_rows: Tensor) -> Tensor:
         return checks.per_row(_NAME, "groups", groups, checks.INTEGERS, of_rows).long()
     if groups is None:
         return torch.zeros(rows, dtype=torch.int64, device=of_rows.device)
-    checks.integer(_NAME, "groups", groups, "an int or an integer tensor")
+    checks.group_size(_NAME, groups)
     if groups < 1 or rows % groups != 0:
         raise ValueError(f"{_NAME}: groups must divide the number of rows, {rows}, got {groups}")
     return torch.arange(rows, device=of_rows.device) // groups

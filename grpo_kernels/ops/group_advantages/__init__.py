@@ -135,7 +135,7 @@ def _rewards(rewards: Tensor, settings: AdvantageConfig) -> Tensor:
 def _groups(groups: int | Tensor, rewards: Tensor) -> tuple[Tensor | None, int]:
     if isinstance(groups, Tensor):
         return checks.per_row(_OP, "groups", groups, checks.INTEGERS, rewards).long().contiguous(), 0
-    checks.integer(_OP, "groups", groups, "an int or an integer tensor")
+    checks.group_size(_OP, groups)
     if groups < 1:
         raise ValueError(f"{_OP}: groups must be at least 1, got {groups}")
     if rewards.shape[0] % groups != 0:

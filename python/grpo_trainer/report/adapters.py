@@ -49,7 +49,10 @@ def read_adapter(folder: Path) -> dict[str, Update]:
         config = json.loads((folder / "adapter_config.json").read_text())
         weights = load_file(folder / "adapter_model.safetensors")
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"adapters: {str(folder)!r} must be a folder of adapters, has no {error}") from error
+        raise ValueError(
+            "adapters: must be a folder with adapters, such as RUN/checkpoints/1-000080/model of a run with "
+            f"model.lora, got {str(folder)!r}, which has no {Path(error.filename).name}"
+        ) from error
     for name in _UNSUPPORTED:
         if config.get(name):
             raise ValueError(f"adapters: {name} of {str(folder)!r} must be unset, got {config[name]!r}")

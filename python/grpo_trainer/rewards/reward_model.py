@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from grpo_trainer.data import equal_length_batches
+from grpo_trainer.pretrained import loading
 
 # Pad token of models without one, which refuse batches otherwise. No batch has padding, and an id that occurs would
 # hide the last token.
@@ -23,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def make(
     *,
-    path: str | None = None,
+    path: str = "",
     template: str | None = None,
     label: str | int | None = None,
     batch_tokens: int = 16384,
@@ -50,7 +51,7 @@ def make(
         cache: number of scores kept in memory.
     """
     for name, value, is_met, rule in (
-        ("path", path, isinstance(path, str), "be a folder or a name on the hub"),
+        ("path", path, isinstance(path, str) and path, "be a folder or a name on the hub"),
         ("dtype", dtype, dtype in DTYPES, f"be one of {', '.join(DTYPES)}"),
         ("on_long", on_long, on_long in ("raise", "truncate"), "be 'raise' or 'truncate'"),
         ("batch_tokens", batch_tokens, type(batch_tokens) is int and batch_tokens > 0, "be a positive int"),
@@ -62,11 +63,13 @@ def make(
             raise ValueError(f"reward_model.{name}: must {rule}, got {value!r}")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with loading("reward_model.path", path):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if template is None and not tokenizer.chat_template:
         raise ValueError(f"reward_model.template: must be given for a tokenizer without a chat template, {path!r}")
     loaded: Any = AutoModelForSequenceClassification
-    model = loaded.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    with loading("reward_model.path", path):
+        model = loaded.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)
     config = model.config.get_text_config()
     if config.pad_token_id is None:

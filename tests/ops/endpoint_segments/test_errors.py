@@ -155,7 +155,7 @@ def test_groups_of_another_type(groups: Any) -> None:
         TypeError,
         "groups must be an int or an integer tensor",
         type(groups).__name__,
-        repr(groups),
+        repr(groups) + ("; gk.group_ids(...) makes the tensor" if isinstance(groups, list) else ""),
         **arguments(values=None, groups=groups),
     )
 

@@ -1,17 +1,91 @@
-"""Models in GGUF files, whose quantised weights transformers turns back into floating point while it loads them."""
+"""Where models are loaded from: folders, the Hugging Face hub, and GGUF files, whose quantised weights transformers
+turns back into floating point while it loads them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from grpo_trainer.settings import nearest_file
 
 SUFFIX = ".gguf"
+
+
+@contextlib.contextmanager
+def loading(key: str, name: str) -> Iterator[None]:
+    """Loads a model without bars, and says what is sought on the hub and that it is not there.
+
+    Args:
+        key: key of the recipe, which errors name.
+        name: folder, GGUF file or hub name.
+    """
+    with without_bars():
+        if is_gguf(name) or Path(name).exists():
+            yield
+            return
+        refuse_missing(name)
+        _announce_hub(name)
+        try:
+            with _without_retries():
+                yield
+        except OSError as error:
+            raise OSError(
+                f"{key}: {name!r} is no folder here{nearest_file(name)}, and was not loaded from the Hugging Face hub: "
+                f"{' '.join(str(error).split())}"
+            ) from error
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Hides transformers' bars of loading and saving, but not those of downloads."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+    if not is_progress_bar_enabled():
+        yield
+        return
+    shows_downloads = not are_progress_bars_disabled()
+    disable_progress_bar()
+    if shows_downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bar()
+
+
+class _Once(logging.Filter):
+    """Passes a text once, and no announcement of another trial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_new = text not in self.shown and not text.startswith("Retrying in ")
+        self.shown.add(text)
+        return is_new
+
+
+@contextlib.contextmanager
+def _without_retries() -> Iterator[None]:
+    """Shows the hub's reason for trying again once, and not each trial."""
+    filters = [(handler, _Once()) for handler in logging.getLogger("huggingface_hub").handlers]
+    for handler, once in filters:
+        handler.addFilter(once)
+    try:
+        yield
+    finally:
+        for handler, once in filters:
+            handler.removeFilter(once)
 
 
 def is_gguf(path: str) -> bool:
@@ -25,9 +99,6 @@ def source(path: str) -> dict[str, str]:
         path: folder, hub name or GGUF file; "package:file" is a file in the folder of an installed package.
     """
     if not is_gguf(path):
-        refuse_missing(path)
-        if not Path(path).exists():
-            _announce_hub(path)
         return {"pretrained_model_name_or_path": path}
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model.path: {path!r} needs the package gguf; install grpo-kernels[smollm]")
@@ -71,7 +142,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, AutoTokenizer
 
     where = source(path)
-    tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
+    with loading("model.path", path):
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=trust_remote_code)
     if is_gguf(path):
         # transformers 5.10 takes the file's beginning token for the end, so that SmolLM2's responses would not end at
         # <|im_end|> but at <|im_start|>, and reads no padding token.

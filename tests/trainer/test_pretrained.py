@@ -1,0 +1,89 @@
+"""Where models are loaded from: names of the hub, and what is shown meanwhile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from grpo_trainer.loading import load_lm
+from grpo_trainer.pretrained import _announce_hub, loading, without_bars
+from grpo_trainer.recipe import Model
+from grpo_trainer.rewards.reward_model import make
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+ANNOUNCED = "someone/some-model is no folder here: loading it from the Hugging Face hub\n"
+
+
+@pytest.fixture(autouse=True)
+def bars() -> Iterator[None]:
+    _announce_hub.cache_clear()
+    enable_progress_bar()
+    yield
+    enable_progress_bar()
+
+
+def test_a_hub_name_is_announced_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with loading("model.path", str(tmp_path)):
+        pass
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        with loading("model.path", "someone/some-model"):
+            pass
+    assert capsys.readouterr().err == ANNOUNCED
+
+
+def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    missing = r"^no such model '.*modle': there is no '.*modle'; the nearest is '.*model'$"
+    with pytest.raises(FileNotFoundError, match=missing), loading("model.path", str(tmp_path / "modle")):
+        pass
+
+
+@pytest.mark.parametrize("key", ["model.path", "reward_model.path"])
+def test_the_hub_has_no_such_model(key: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "modell").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    load = {
+        "model.path": lambda: load_lm(Model(path="model"), "cpu"),
+        "reward_model.path": lambda: make(path="model", template="{response}"),
+    }[key]
+    message = f"^{key}: 'model' is no folder here; the nearest is 'modell', and was not loaded .* hub: .*offline"
+    with pytest.raises(OSError, match=message):
+        load()
+
+
+def test_repeated_warnings_of_the_hub_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    from huggingface_hub.utils.logging import get_logger
+
+    root, logger = logging.getLogger("huggingface_hub"), get_logger("huggingface_hub.utils._http")
+    shown: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    root.addHandler(handler)
+    try:
+        with loading("model.path", "someone/some-model"):
+            for number in (1, 2):
+                logger.warning("no route to the hub")
+                logger.warning(f"Retrying in {number}s [Retry {number}/5].")
+            logger.warning("another")
+        logger.warning("no route to the hub")
+    finally:
+        root.removeHandler(handler)
+    assert shown == ["no route to the hub", "another", "no route to the hub"]
+
+
+def test_bars_are_as_they_were_afterwards() -> None:
+    with without_bars():
+        assert not is_progress_bar_enabled() and not are_progress_bars_disabled()
+    assert is_progress_bar_enabled() and not are_progress_bars_disabled()
+    disable_progress_bar()
+    with without_bars():
+        assert not is_progress_bar_enabled() and are_progress_bars_disabled()
+    assert not is_progress_bar_enabled() and are_progress_bars_disabled()
