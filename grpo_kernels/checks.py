@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -77,6 +78,45 @@ def nearest(value: object, allowed: Sequence[str] | dict[str, Any]) -> str:
     """A question that names the nearest allowed name, for the end of an error; empty if none is near."""
     near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def boolean(where: str, **flags: object) -> None:
+    """Requires a bool of each of these arguments."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}: {name} must be a bool, got {type(value).__name__} {value!r}")
+
+
+def with_defaults(
+    where: str, fields: dict[str, Any], defaults: dict[str, Any], texts: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A peer's defaults, replaced by the fields that are given. Bools and numbers must be such, or None.
+
+    Args:
+        where: function that errors name.
+        fields: the fields that are given.
+        defaults: all fields of the peer.
+        texts: numbers that may also be texts.
+    """
+    for name, value in fields.items():
+        if name not in defaults:
+            raise unknown(where, "field", name, defaults)
+        if isinstance(defaults[name], bool) and value is not None:
+            boolean(where, **{name: value})
+        elif isinstance(defaults[name], int | float) and value is not None:
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number and not (isinstance(value, str) and name in texts):
+                raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__} {value!r}")
+    return defaults | fields
+
+
+def instance(where: str, name: str, value: object, kind: type) -> None:
+    """Requires None or an instance of a config; where a preset is named, the error shows how to get it."""
+    if value is None or isinstance(value, kind):
+        return
+    has_presets = isinstance(value, str) and hasattr(kind, "of")
+    way_out = f"; {kind.__name__}.of({value!r}) makes one of a known name" if has_presets else ""
+    raise TypeError(f"{where}: {name} must be a {kind.__name__}, got {type(value).__name__} {value!r}{way_out}")
 
 
 def choices(config: object, **allowed: Sequence[str]) -> None:

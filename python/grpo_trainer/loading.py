@@ -105,4 +105,12 @@ def with_adapters(lm: Any, settings: Model) -> Any:
     with warnings.catch_warnings():
         # transformers 5.24 has renamed an attribute that peft reads
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return peft.get_peft_model(lm, config)
+        try:
+            return peft.get_peft_model(lm, config)
+        except ValueError as error:
+            names = sorted(
+                {name.rpartition(".")[2] for name, layer in lm.named_modules() if isinstance(layer, torch.nn.Linear)}
+            )
+            raise ValueError(
+                f"model.lora.targets: must be names of layers, such as {', '.join(names)}, got {lora.targets}: {error}"
+            ) from error

@@ -101,10 +101,16 @@ def source(path: str) -> dict[str, str]:
     if not is_gguf(path):
         return {"pretrained_model_name_or_path": path}
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f"model.path: {path!r} needs the package gguf; install grpo-kernels[smollm]")
+        raise ValueError(f'model.path: {path!r} needs the package gguf; pip install "grpo-kernels[smollm]"')
     file = _locate(path)
     if not file.is_file():
-        raise FileNotFoundError(f"model.path: must be an existing file if it ends in {SUFFIX}, got {str(file)!r}")
+        package = path.partition(":")[0]
+        is_package = ":" in path and "-" in package and "/" not in package
+        imported = f"; a package is named as it is imported: {package.replace('-', '_')}"
+        way_out = imported if is_package else nearest_file(file)
+        raise FileNotFoundError(
+            f"model.path: must be an existing file if it ends in {SUFFIX}, got {str(file)!r}{way_out}"
+        )
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 

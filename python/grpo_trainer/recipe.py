@@ -13,7 +13,7 @@ from typing import Any, Literal
 from grpo_trainer import recipe_checks
 from grpo_trainer.settings import build, key, override, read_text, read_yaml
 
-EMBEDDERS = "grpo_trainer.embed:NAMES"
+EMBEDDERS = "grpo_trainer.recipe_checks:EMBEDDERS"
 
 
 @dataclasses.dataclass(frozen=True)

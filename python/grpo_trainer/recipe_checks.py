@@ -13,15 +13,28 @@ from typing import Any
 from grpo_kernels import SimilarityConfig
 from grpo_trainer.settings import refuse_misspelt
 
+EMBEDDERS = ("auto", "hashed", "minilm", "name or folder of sentence-transformers")
 Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the rule
 
 
 def check(recipe: Any) -> None:
     """Raises ValueError with the key, the rule and the value of the first rule that a recipe does not meet."""
     refuse_misspelt("model.path", recipe.model.path, ("tiny",))
+    for key, name in _embedders(recipe):
+        refuse_misspelt(key, name, EMBEDDERS)
     for name, value, is_met, rule in _rules(recipe):
         if not is_met:
             raise ValueError(f"{name}: {rule}, got {value!r}")
+
+
+def _embedders(recipe: Any) -> Iterator[tuple[str, str]]:
+    """Names of embedders by their keys."""
+    for i, phase in enumerate(recipe.phases):
+        if phase.sft is not None and phase.sft.polychromic is not None:
+            yield f"phases.{i}.sft.polychromic.embedder", phase.sft.polychromic.embedder
+        if phase.rl is not None and phase.rl.algorithm.similarity is not None:
+            yield f"phases.{i}.rl.algorithm.similarity.embedder", phase.rl.algorithm.similarity.embedder
+    yield "evaluation.embedder", recipe.evaluation.embedder
 
 
 def _rules(recipe: Any) -> Iterator[Rule]:

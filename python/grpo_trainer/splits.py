@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_trainer import tasks
 from grpo_trainer.data import prompt_text, read_jsonl
 from grpo_trainer.recipe import Data, Recipe
-from grpo_trainer.settings import known_columns
+from grpo_trainer.settings import known_columns, nearest_file
 from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.templates import Template, texts_of
 
@@ -33,6 +34,16 @@ def load_splits(data: Data, seed: int) -> Splits:
     return dataclasses.replace(splits, sft=sft[limit], train=splits.train[limit])
 
 
+def missing_files(data: Data) -> list[str]:
+    """Errors about files that are not there."""
+    paths = {name: getattr(data, name) for name in ("train", "sft", "validation", "test")}
+    return [
+        f"data.{name}: must be an existing file, got {path!r}{nearest_file(path)}"
+        for name, path in paths.items()
+        if path is not None and not Path(path).is_file()
+    ]
+
+
 def require_lines(recipe: Recipe, splits: Splits) -> None:
     """Raises if a phase has no line to train on."""
     data = recipe.data
@@ -44,6 +55,8 @@ def require_lines(recipe: Recipe, splits: Splits) -> None:
 
 
 def _read(data: Data) -> Splits:
+    if missing := missing_files(data):
+        raise FileNotFoundError("; ".join(missing))
     columns = {} if data.template is not None else {"data.prompt": data.prompt}
     train, validation, test = (
         [] if path is None else read_jsonl(path, columns) for path in (data.train, data.validation, data.test)

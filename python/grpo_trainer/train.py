@@ -26,10 +26,10 @@ from grpo_trainer.phases.sft import SftRun
 from grpo_trainer.policy import Policy, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
-from grpo_trainer.rewards import RewardFunction, load_reward
+from grpo_trainer.rewards import RewardFunction, load_reward, require_columns
 from grpo_trainer.rollout import select_usable
 from grpo_trainer.splits import corpus_of, load_splits, require_lines
-from grpo_trainer.tasks.base import Item
+from grpo_trainer.tasks.base import Item, Splits
 
 
 def plan_of(phase: int, rl: Rl) -> Plan:
@@ -38,6 +38,11 @@ def plan_of(phase: int, rl: Rl) -> Plan:
         return Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
     except (TypeError, ValueError) as error:
         raise type(error)(f"phases.{phase}.rl.{error}") from error
+
+
+def rewards_or_default(rewards: list[Reward], splits: Splits) -> list[Reward]:
+    """The rewards that a recipe names, or else the task's."""
+    return rewards or [Reward(name=name) for name in splits.rewards]
 
 
 class Trainer:
@@ -133,7 +138,21 @@ class Trainer:
         named = self.recipe.evaluation.rewards
         own = [] if named or not rl_phases else [next(iter(self._rewards.values()))]
         self.evaluation_rewards = own[0] if own else self._load_rewards(named, "evaluation")
+        self._check_columns()
         self.embedders = self._resolve_embedders(rl_phases)
+
+    def _check_columns(self) -> None:
+        """Raises if a reward needs a column that the data lacks."""
+        has_own = bool(self.recipe.evaluation.rewards) or not self._rewards
+        key = "evaluation" if has_own else f"phases.{min(self._rewards)}.rl"
+        evaluated = self.splits.validation if self.recipe.evaluation.every else []
+        for where, rewards, lines in (
+            *((f"phases.{number}.rl", rewards, self.splits.train) for number, rewards in self._rewards.items()),
+            (key, self.evaluation_rewards, self.splits.test),
+            (key, self.evaluation_rewards, evaluated),
+        ):
+            for i, (settings, function) in enumerate(zip(*rewards, strict=True)):
+                require_columns(settings, function, f"{where}.rewards.{i}", lines)
 
     def _resolve_embedders(self, rl_phases: dict[int, Rl]) -> dict[str, str]:
         """Embedders by recipe key; "auto" depends on the installed packages."""
@@ -174,7 +193,7 @@ class Trainer:
                 engine.check_policy(key, phase.rl.rollout, self.recipe.model, self.policy)
 
     def _load_rewards(self, rewards: list[Reward], where: str) -> tuple[list[Reward], list[RewardFunction]]:
-        settings = rewards or [Reward(name=name) for name in self.splits.rewards]
+        settings = rewards_or_default(rewards, self.splits)
         return settings, [load_reward(reward, f"{where}.rewards.{i}") for i, reward in enumerate(settings)]
 
     def rewards_of(self, phase: int) -> tuple[list[Reward], list[RewardFunction]]:

@@ -205,7 +205,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for option in (["--dry-run"], []):
         assert cli.train([str(recipe), talk, *option]) == 2
         column = (
-            "data.demonstration: must be a column of some line, got 'answer'; the nearest is 'answr'; all are answr, "
+            "data.demonstration: must be a column of some line, got 'answer'; the nearest is 'answr', all are answr, "
         )
         assert column in capsys.readouterr().err
     assert cli.train([str(recipe), "--dry-run", "--processes", "0"]) == 2

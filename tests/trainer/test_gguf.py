@@ -164,7 +164,7 @@ def test_bad_files(tmp_path: Path) -> None:
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package gguf; install grpo-kernels\[smollm\]"):
+    with pytest.raises(ValueError, match=r"needs the package gguf; pip install \"grpo-kernels\[smollm\]\""):
         source("model.gguf")
 
 

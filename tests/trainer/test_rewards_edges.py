@@ -54,7 +54,7 @@ def no_number(prompts: list[str], completions: list[str], **_: object) -> list[A
 
 def test_invalid_values_name_the_reward() -> None:
     setting = Reward(name=f"{__name__}:no_number")
-    with pytest.raises(RewardError, match=r"no_number' must be finite or None, got 'bad' for response 0"):
+    with pytest.raises(RewardError, match=r"no_number' must be a finite number or None, got 'bad' for response 0"):
         score([setting], [no_number], rollout(["a"]))
     skipping = Reward(name=setting.name, on_error="skip")
     values, skipped, _ = score([skipping], [no_number], rollout(["a", "b"]))

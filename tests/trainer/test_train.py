@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import GradientState
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError
+from grpo_trainer.dry_run import dry_run
 from grpo_trainer.phases.base import PhaseRun, lr_factor
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.policy import Policy
@@ -283,14 +285,28 @@ HERE = "tests.trainer.test_train"
     [
         ("raises", r"reward '.*:raises' raised KeyError: 'no such thing'"),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
-        ("not_a_number", r"reward '.*:not_a_number' must be finite or None, got nan for response 1"),
-        ("needs_a_column", r"raised TypeError: .*'anwser'; the data has the columns .*answer"),
+        ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
         ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing'"),
     ],
 )
 def test_a_reward_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:{name}'}}]"))
+
+
+def test_columns_that_the_data_lacks_are_named_before_anything_is_computed(tmp_path: Path) -> None:
+    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:needs_a_column'%s}}]"
+    missing = r"^phases\.1\.rl\.rewards\.0: .* needs the column 'anwser'; the nearest is 'answer', all are answer, "
+    recipe = small.recipe(tmp_path, reward % "")
+    with pytest.raises(ValueError, match=missing):
+        Trainer(recipe)
+    assert any(re.search(missing, problem) for problem in dry_run(recipe)[1])
+    Trainer(small.recipe(tmp_path, reward % ", on_error: skip"))  # its failures are counted
+    own = f"evaluation.rewards=[{{name: '{HERE}:needs_a_column'}}]"
+    missing = missing.replace(r"phases\.1\.rl", "evaluation")
+    with pytest.raises(ValueError, match=missing):
+        Trainer(small.recipe(tmp_path, own))
+    assert any(re.search(missing, problem) for problem in dry_run(small.recipe(tmp_path, own))[1])
 
 
 def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:

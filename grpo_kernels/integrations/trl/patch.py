@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import grpo_kernels as gk
+from grpo_kernels.checks import boolean
 from grpo_kernels.integrations.trl import adapters
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
@@ -30,6 +31,7 @@ def patch_trl(head: bool = True, logprobs: bool = True) -> None:
         logprobs: log-probs and entropies from logits, as used by the other trainers
     """
     refuse_other_trl("patch_trl")
+    boolean("patch_trl", head=head, logprobs=logprobs)
     for name, wanted, ours in [
         (_HEAD, head, _Head),
         (_COMPACT, head, lambda device: True),  # compute only positions that count, on the CPU as well

@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 import grpo_kernels as gk
-from grpo_kernels.checks import unknown
+from grpo_kernels.checks import instance, unknown
 from grpo_kernels.integrations.trl import head as fused_head
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
@@ -65,6 +65,23 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         refuse_other_trl("FusedGRPOTrainer")
+        for name, value, kind in (
+            ("similarity", similarity, gk.SimilarityConfig),
+            ("advantages", advantages, gk.AdvantageConfig),
+            ("loss", loss, gk.LossConfig),
+            ("segments", segments, gk.SegmentConfig),
+        ):
+            instance("FusedGRPOTrainer", name, value, kind)
+        if embedder is not None and not callable(embedder):
+            raise TypeError(
+                "FusedGRPOTrainer: embedder must be a function from texts to embeddings, got "
+                f"{type(embedder).__name__} {embedder!r}"
+            )
+        known = gk.available_backends()
+        if backend is not None and backend not in known:
+            raise unknown("FusedGRPOTrainer", "backend", backend, known)
+        if backend is not None and known[backend] != "ok":
+            raise ValueError(f"FusedGRPOTrainer: backend {backend!r} cannot run here: {known[backend]}")
         if (similarity is None) != (embedder is None):
             missing = "similarity" if similarity is None else "embedder"
             raise ValueError(f"FusedGRPOTrainer: similarity and embedder go together, got no {missing}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.trainer.ppo import core_algos
 
+from grpo_kernels.checks import boolean
 from grpo_kernels.integrations.verl import advantages, checkpoints, queue
 from grpo_kernels.integrations.verl import head as fused_head
 from grpo_kernels.integrations.verl import loss as loss_side
@@ -50,6 +51,7 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True, he
         head: with use_fused_kernels, compute log-probs and entropies by linear_logprobs whatever impl_backend is; a
             model keeps the head that it was built with
     """
+    boolean("patch_verl", grpo=grpo, loss=loss, correction=correction, head=head)
     if grpo:
         from verl.trainer.ppo import ray_trainer
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from grpo_kernels.checks import choices, finite, integer, unknown
+from grpo_kernels.checks import boolean, choices, finite, integer, unknown
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/endpoint_segments/scan.h repeats them for C++.
@@ -71,9 +71,7 @@ class SegmentConfig(PlannedConfig):
     def __post_init__(self) -> None:
         where = "SegmentConfig"
         choices(self, rule=RULES, proxy=PROXIES, credit=CREDITS, norm=NORMS)
-        if not isinstance(self.adaptive_threshold, bool):
-            got = f"{type(self.adaptive_threshold).__name__} {self.adaptive_threshold!r}"
-            raise TypeError(f"{where}: adaptive_threshold must be a bool, got {got}")
+        boolean(where, adaptive_threshold=self.adaptive_threshold)
         if integer(where, "group_max_size", self.group_max_size) < 1:
             raise ValueError(f"{where}: group_max_size must be at least 1, got {self.group_max_size}")
         for field in ("min_threshold", "group_variance_threshold", "max_threshold", "group_epsilon"):

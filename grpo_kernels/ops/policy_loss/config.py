@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.checks import boolean, choices, finite, unknown
 from grpo_kernels.ops.policy_loss import peers
 from grpo_kernels.plans import PlannedConfig
 
@@ -336,9 +336,7 @@ class LossConfig(PlannedConfig):
                 choices(self, **{field: AGGREGATIONS})
         if self.cross_entropy_aggregation is not None:
             choices(self, cross_entropy_aggregation=("token-mean",))
-        for field in ("kl_unbiased", "count_empty_rows"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"LossConfig: {field} must be a bool, got {getattr(self, field)!r}")
+        boolean("LossConfig", kl_unbiased=self.kl_unbiased, count_empty_rows=self.count_empty_rows)
 
     def _check_numbers(self) -> None:
         for field in ("clip_low", "clip_high", "off_policy_threshold", "correction_min", "correction_max"):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, NamedTuple
 
-from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.checks import boolean, choices, finite, unknown
 from grpo_kernels.ops.sampling_correction.peers import skyrl_fields, trl_fields, verl_fields
 from grpo_kernels.plans import PlannedConfig
 
@@ -145,8 +145,7 @@ class CorrectionConfig(PlannedConfig):
     def __post_init__(self) -> None:
         name = type(self).__name__
         choices(self, weights=WEIGHT_LEVELS, outside=("truncate", "mask"))
-        if not isinstance(self.batch_normalize, bool):
-            raise TypeError(f"{name}: batch_normalize must be a bool, got {self.batch_normalize!r}")
+        boolean(name, batch_normalize=self.batch_normalize)
         for field in ("weight_min", "weight_max"):
             if getattr(self, field) is not None:
                 finite(name, field, getattr(self, field), 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_kernels.checks import unknown
+from grpo_kernels.checks import unknown, with_defaults
 
 # Log ratios beyond it count as it in verl.
 SAFETY_BOUND = 20.0
@@ -59,16 +59,9 @@ SKYRL_DEFAULTS: dict[str, Any] = {
 }
 
 
-def _with_defaults(where: str, fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    for name in fields:
-        if name not in defaults:
-            raise unknown(where, "field", name, defaults)
-    return defaults | fields
-
-
 def verl_fields(**fields: Any) -> dict[str, Any]:
     where = "CorrectionConfig.verl"
-    f = _with_defaults(where, fields, VERL_DEFAULTS)
+    f = with_defaults(where, fields, VERL_DEFAULTS, texts=("rollout_is_threshold",))
     if f["bypass_mode"]:
         raise ValueError(
             f"{where}: bypass_mode must be False, got True; it takes the sampler's log-probs for the old ones, which "
@@ -137,7 +130,7 @@ def _pair(where: str, field: str, threshold: Any) -> tuple[float | None, float]:
 
 def trl_fields(**fields: Any) -> dict[str, Any]:
     where = "CorrectionConfig.trl"
-    f = _with_defaults(where, fields, TRL_DEFAULTS)
+    f = with_defaults(where, fields, TRL_DEFAULTS)
     mode = f["vllm_importance_sampling_mode"]
     if mode not in TRL_MODES:
         raise unknown(where, "vllm_importance_sampling_mode", mode, TRL_MODES)
@@ -155,7 +148,7 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
 
 def skyrl_fields(**fields: Any) -> dict[str, Any]:
     where = "CorrectionConfig.skyrl"
-    f = _with_defaults(where, fields, SKYRL_DEFAULTS)
+    f = with_defaults(where, fields, SKYRL_DEFAULTS)
     # SkyRL bounds ratios at e^20, where its caps leave no difference, but not the log ratios that it sums over a row
     own: dict[str, Any] = {"log_ratio_bound": None}
     level, metric = f["tis_ratio_type"], f["sequence_mask_metric"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from grpo_trainer.deadline import call_within
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import unknown_key, unknown_name
+from grpo_trainer.settings import known_columns, unknown_key, unknown_name
 
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
@@ -56,6 +56,38 @@ def _import(path: str, where: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise RewardError(f"{where}.name: cannot load {path!r}: {error}") from error
+
+
+def require_columns(settings: Reward, function: RewardFunction, where: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Raises if a reward needs a column that no line has, before anything is computed.
+
+    Args:
+        settings: settings of the reward; one whose failures are skipped may lack columns.
+        function: the reward.
+        where: its key, for errors.
+        lines: the lines that it will score.
+    """
+    if settings.on_error == "skip" or not lines:
+        return
+    known = sorted({name for line in lines for name in line} - {"prompt", "prompt_ids"} | {"truncated"})
+    for names in _needs(function):
+        if not any(name in known for name in names):
+            needed = " or ".join(map(repr, names))
+            raise ValueError(f"{where}: {settings.name!r} needs the column {needed}{known_columns(names[0], known)}")
+
+
+def _needs(function: RewardFunction) -> list[tuple[str, ...]]:
+    """Alternatives for each column without which a reward cannot be called."""
+    if _is_bundled(function) and hasattr(function, "needs"):
+        needs: list[tuple[str, ...]] = function.needs
+        return needs
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # not every callable has a signature
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    required = [p.name for p in parameters if p.kind in by_name and p.default is inspect.Parameter.empty]
+    return [(name,) for name in required if name not in ("prompts", "completions")]
 
 
 class Scores(NamedTuple):
@@ -113,9 +145,12 @@ def component_means(settings: Sequence[Reward], components: Sequence[dict[str, T
 
 def _counters(function: RewardFunction) -> dict[str, int]:
     """Counters of the bundled rewards that keep some; a user's attribute of this name is the user's own."""
-    is_bundled = type(function).__module__.startswith("grpo_trainer.")
-    counters: dict[str, int] = getattr(function, "counters", {}) if is_bundled else {}
+    counters: dict[str, int] = getattr(function, "counters", {}) if _is_bundled(function) else {}
     return counters
+
+
+def _is_bundled(function: RewardFunction) -> bool:
+    return type(function).__module__.startswith("grpo_trainer.")
 
 
 def sum_counters(functions: Sequence[RewardFunction]) -> list[dict[str, float]]:
@@ -181,7 +216,9 @@ def _values(
         number = math.nan if value is None else _number(value)
         if value is not None and not math.isfinite(number):
             if not may_skip:
-                raise RewardError(f"{where} must be finite or None, got {value!r} for response {i}, {texts[i][:80]!r}")
+                raise RewardError(
+                    f"{where} must be a finite number or None, got {value!r} for response {i}, {texts[i][:80]!r}"
+                )
             failed, number = failed + 1, math.nan
         numbers.append(number)
     return numbers, components, failed
@@ -201,6 +238,8 @@ def _call(
 
 
 def _number(value: object) -> float:
+    if isinstance(value, str):  # "1" would be a number to float
+        return math.nan
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

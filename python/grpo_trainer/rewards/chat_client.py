@@ -120,7 +120,7 @@ class ChatClient:
         """Text of a reply's first choice."""
         if response.status != 200:
             raise RequestError(
-                f"HTTP {response.status}: {self._excerpt(payload)}",
+                f"HTTP {response.status}: {self._excerpt(payload)}{self._about_key(response.status)}",
                 is_permanent=response.status not in RETRIED,
                 retry_after=_seconds(response.headers.get("Retry-After")),
             )
@@ -138,6 +138,11 @@ class ChatClient:
         if not isinstance(content, str):
             raise RequestError(f"choices[0].message.content must be a text, got {type(content).__name__}")
         return content
+
+    def _about_key(self, status: int) -> str:
+        if status not in (401, 403):
+            return ""
+        return "; no key was sent, as key_env is not set" if self.key is None else "; the key of key_env was sent"
 
     def _excerpt(self, payload: bytes) -> str:
         text = payload.decode(errors="replace")

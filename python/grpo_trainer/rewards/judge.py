@@ -117,6 +117,11 @@ class Judge:
         self.client, self.request, self.rubric, self.cache = client, dict(request), rubric, cache
         self.counters = {"failed": 0, "cached": 0, "requests": 0, "retries": 0}
 
+    @property
+    def needs(self) -> list[tuple[str, ...]]:
+        """Alternatives for each column that the data must have."""
+        return [(name,) for name in self.columns]
+
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float | None]:
         for name in self.columns:
             if name not in columns:

@@ -20,6 +20,11 @@ class WeightedReward:
         self.__name__ = name  # TRL logs a reward under its function's name
         self.weights = dict(weights)
 
+    @property
+    def needs(self) -> list[tuple[str, ...]]:
+        """Alternatives for each column that the data must have."""
+        return [self.columns] if self.columns else []
+
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts | None:
         """Components of one response, each in [0, 1]; None if it cannot be scored."""
         raise NotImplementedError

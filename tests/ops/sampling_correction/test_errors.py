@@ -51,7 +51,7 @@ def test_bounds_of_packed_rows(bounds: list[int]) -> None:
         (ValueError, {"weights": "token", "weight_min": -1.0}, ["weight_min", "at least 0", "-1.0"]),
         (ValueError, {"weight_max": 1.0}, ["weights must be chosen for weight_min", "'none'"]),
         (ValueError, {"batch_normalize": True}, ["weights must be chosen"]),
-        (TypeError, {"weights": "token", "batch_normalize": 1}, ["batch_normalize must be a bool, got 1"]),
+        (TypeError, {"weights": "token", "batch_normalize": 1}, ["batch_normalize must be a bool, got int 1"]),
         (ValueError, {"log_ratio_bound": 0.0}, ["log_ratio_bound", "above 0"]),
         (ValueError, {"m2_threshold": float("nan")}, ["m2_threshold", "nan"]),
         (TypeError, {"m2_threshold": True}, ["m2_threshold must be a number, got bool"]),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.checks import unknown
-from grpo_kernels.ops.policy_loss.peers.defaults import with_defaults
+from grpo_kernels.checks import unknown, with_defaults
 
 PRIME_RL_DEFAULTS: dict[str, dict[str, Any]] = {
     "ipo": {"eps": 0.3, "adv_tau": 1.0, "kl_tau": 0.0},

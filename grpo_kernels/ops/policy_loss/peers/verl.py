@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.checks import unknown
-from grpo_kernels.ops.policy_loss.peers.defaults import with_defaults
+from grpo_kernels.checks import unknown, with_defaults
 
 VERL_DEFAULTS: dict[str, Any] = {
     "loss_mode": "vanilla",
