@@ -76,8 +76,9 @@ def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | d
 
 def nearest(value: object, allowed: Sequence[str] | dict[str, Any]) -> str:
     """A question that names the nearest allowed name, for the end of an error; empty if none is near."""
-    near = difflib.get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    by_lower = {name.lower(): name for name in allowed}
+    near = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
+    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
 
 
 def boolean(where: str, **flags: object) -> None:
@@ -116,7 +117,7 @@ def instance(where: str, name: str, value: object, kind: type) -> None:
         return
     has_presets = isinstance(value, str) and hasattr(kind, "of")
     way_out = f"; {kind.__name__}.of({value!r}) makes one of a known name" if has_presets else ""
-    raise TypeError(f"{where}: {name} must be a {kind.__name__}, got {type(value).__name__} {value!r}{way_out}")
+    raise TypeError(f"{where}: {name} must be of {kind.__name__}, got {type(value).__name__} {value!r}{way_out}")
 
 
 def choices(config: object, **allowed: Sequence[str]) -> None:

@@ -108,6 +108,12 @@ class Plan:
         return _config(gk.SimilarityConfig, self.similarity.config, "similarity.config")
 
     @property
+    def compares_responses(self) -> bool:
+        """Whether the only response of a prompt has no advantage."""
+        config = self.advantage
+        return config is not None and config.center not in ("none", "baseline") and config.singleton == "zero"
+
+    @property
     def needs_reference(self) -> bool:
         return self.loss.kl != "none"
 

@@ -108,9 +108,8 @@ def with_adapters(lm: Any, settings: Model) -> Any:
         try:
             return peft.get_peft_model(lm, config)
         except ValueError as error:
-            names = sorted(
-                {name.rpartition(".")[2] for name, layer in lm.named_modules() if isinstance(layer, torch.nn.Linear)}
-            )
+            linear = [name for name, layer in lm.named_modules() if isinstance(layer, torch.nn.Linear)]
+            names = sorted({name.rpartition(".")[2] for name in linear})
             raise ValueError(
                 f"model.lora.targets: must be names of layers, such as {', '.join(names)}, got {lora.targets}: {error}"
             ) from error

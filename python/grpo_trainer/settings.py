@@ -59,8 +59,9 @@ def unknown_name(where: str, name: str, known: Sequence[str]) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like one that is not known, as the end of an error; empty if none is like it."""
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f"; the nearest is {near[0]!r}" if near else ""
+    by_lower = {other.lower(): other for other in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    return f"; the nearest is {by_lower[near[0]]!r}" if near else ""
 
 
 def known_columns(column: str, known: Iterable[str]) -> str:

@@ -35,9 +35,15 @@ from grpo_trainer.tasks.base import Item, Splits
 def plan_of(phase: int, rl: Rl) -> Plan:
     """The plan of a phase; errors name its keys."""
     try:
-        return Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+        plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
     except (TypeError, ValueError) as error:
         raise type(error)(f"phases.{phase}.rl.{error}") from error
+    if plan.compares_responses and rl.rollout.group_size == 1:
+        raise ValueError(
+            f"phases.{phase}.rl.rollout.group_size: must be at least 2 for {rl.algorithm.name}, which compares the "
+            "responses of a prompt, got 1"
+        )
+    return plan
 
 
 def rewards_or_default(rewards: list[Reward], splits: Splits) -> list[Reward]:

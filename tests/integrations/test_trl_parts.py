@@ -289,6 +289,24 @@ def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, mes
         made(tmp_path, changes=changes, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"advantages": "rloo"}, r"advantages must be of AdvantageConfig, .*; AdvantageConfig\.of\('rloo'\)"),
+        ({"loss": "topr"}, r"loss must be of LossConfig, got str 'topr'"),
+        ({"similarity": "average", "embedder": letters}, "similarity must be of SimilarityConfig, got str 'average'"),
+        ({"segments": 3}, "segments must be of SegmentConfig, got int 3$"),
+        ({"embedder": "minilm", "similarity": gk.SimilarityConfig()}, "embedder must be a function .* str 'minilm'"),
+        ({"backend": "gpu"}, "backend must be one of .*, got 'gpu'"),
+    ],
+)
+def test_arguments_of_another_type(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^FusedGRPOTrainer: {message}"):
+        made(tmp_path, **options)
+    with pytest.raises(TypeError, match="^patch_trl: head must be a bool, got str 'no'"):
+        patch_trl(head="no")  # type: ignore[arg-type]
+
+
 def test_other_versions_and_unsloth_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(trl, "__version__", "1.15.2")

@@ -267,7 +267,9 @@ class AdvantageConfig(PlannedConfig):
                 f"group_advantages: config must be an AdvantageConfig or a str, got {type(config).__name__}"
             )
         if config not in cls._presets:
-            raise unknown("group_advantages", "config", config, _ESTIMATORS)
+            is_loss = config.lower() in _LOSSES_OF_GRPO
+            way_out = f"; {config!r} is a loss, and its advantages are 'grpo'" if is_loss else ""
+            raise ValueError(f"{unknown('group_advantages', 'config', config, _ESTIMATORS)}{way_out}")
         return cls._presets[config]
 
 

@@ -185,8 +185,9 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
     caption = (
         "Mean and 95 % interval. With several seeds the interval is Student's t over "
         "the seeds' means and covers other seeds. With a single seed it is a bootstrap over the prompts, which covers "
-        "other prompts of the kind but no other seed; it is usually too narrow for a comparison of recipes. A value "
-        "without an interval is not a mean over prompts, or the run did not write the values of each prompt."
+        "other prompts of the kind but no other seed; it is usually too narrow for a comparison of recipes. Intervals "
+        "of shares end at 0 and 100 %. No spread: the seeds, or the prompts, have the same value, which tells nothing "
+        "about others. A value without an interval is not a mean over prompts, or the run did not write the values of each prompt."
     )
     if has_runs:
         start = f"{COLLAPSE_SHARE:.0%} of its start"
@@ -230,8 +231,12 @@ def _cell(name: str, value: Estimate, sign: str = "") -> str:
     scale, digits = (100, 1) if is_share else (1, 3)
     if math.isnan(value.mean):
         return page.NO_VALUE
+    if is_share and not sign:  # Student's t knows no bounds
+        value = value._replace(low=max(value.low, 0.0), high=min(value.high, 1.0))
     centre, low, high = (f"{scale * v:{sign}.{digits}f}".replace("-", "\u2212") for v in value[:3])
     text = f"{centre}{' %' * is_share}"
+    if value.kind and value.low == value.high:
+        return text + page.element("div", "no spread", "soft")
     return text + page.element("div", f"{low} to {high}", "soft") if value.kind else text
 
 

@@ -52,7 +52,9 @@ class RunFolder:
     @classmethod
     def read(cls, path: Path) -> RunFolder:
         if not (path / "recipe.json").exists() and not (path / "metrics.jsonl").exists():
-            raise FileNotFoundError(f"{path}: contains no run: neither recipe.json nor metrics.jsonl")
+            inside = sorted(str(file.parent) for file in path.glob("*/recipe.json"))
+            way_out = f"; there are {', '.join(inside)}" if inside else ""
+            raise FileNotFoundError(f"{path}: contains no run: neither recipe.json nor metrics.jsonl{way_out}")
         unreadable: list[str] = []
         metrics, events, maps = (_lines(path / f"{name}.jsonl", unreadable) for name in ("metrics", "events", "maps"))
         evaluations = []

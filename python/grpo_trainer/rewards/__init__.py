@@ -41,7 +41,10 @@ def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
             for option in settings.options:
                 if option not in accepted:
                     raise ValueError(unknown_key(f"{where}.options", option, list(accepted)))
-        function: RewardFunction = make(**settings.options)
+        try:
+            function: RewardFunction = make(**settings.options)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{where}.options: {error}") from error
         return function
     if ":" not in settings.name:
         raise ValueError(unknown_name(f"{where}.name", settings.name, NAMES))

@@ -405,6 +405,35 @@ def test_fields_of_trl(settings: dict[str, Any], parts: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize(
+    ("peer", "settings", "message"),
+    [
+        ("trl", {"epsilon": "0.2"}, "epsilon must be a number, got str '0.2'"),
+        ("trl", {"sapo_temperature_pos": True}, "sapo_temperature_pos must be a number, got bool True"),
+        ("trl", {"use_vllm": 1}, "use_vllm must be a bool, got int 1"),
+        ("verl", {"clip_ratio": "0.2"}, "clip_ratio must be a number, got str '0.2'"),
+        ("cosmos", {"epsilon_low": "a"}, "epsilon_low must be a number, got str 'a'"),
+        ("swift", {"epsilon": "a"}, "epsilon must be a number, got str 'a'"),
+    ],
+)
+def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=rf"^LossConfig\.{peer}: {message}$"):
+        getattr(gk.LossConfig, peer)(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("vanilla", r"; verl's is LossConfig\.verl\(loss_mode='vanilla'\)"),
+        ("clip", r"; the policy term is LossConfig\('clip'\)"),
+        ("DAPO", r" \(did you mean 'dapo'\?\)"),
+    ],
+)
+def test_names_that_another_constructor_takes(name: str, way_out: str) -> None:
+    with pytest.raises(ValueError, match=rf"^policy_loss: config must be one of .*, got '{name}'.*{way_out}$"):
+        gk.LossConfig.of(name)
+
+
+@pytest.mark.parametrize(
     ("settings", "parts"),
     [
         ({"loss_agg": "token-mean"}, ("field", "'loss_agg'", "loss_agg_mode")),
