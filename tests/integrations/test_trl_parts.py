@@ -303,7 +303,7 @@ def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, mes
 def test_arguments_of_another_type(tmp_path: Path, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^FusedGRPOTrainer: {message}"):
         made(tmp_path, **options)
-    with pytest.raises(TypeError, match="^patch_trl: head must be a bool, got str 'no'"):
+    with pytest.raises(TypeError, match=r"^patch_trl: head must be a bool, got str 'no'"):
         patch_trl(head="no")  # type: ignore[arg-type]
 
 

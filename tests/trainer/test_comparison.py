@@ -14,8 +14,8 @@ pytest.importorskip("matplotlib")
 
 from grpo_trainer import cli
 from grpo_trainer.report import paradigms, plots
-from grpo_trainer.report.comparison import write_comparison
-from grpo_trainer.report.paradigms import final_evaluation, select, t_interval, t_quantile, value_of
+from grpo_trainer.report.comparison import _cell, write_comparison
+from grpo_trainer.report.paradigms import Estimate, final_evaluation, select, t_interval, t_quantile, value_of
 from grpo_trainer.report.run_folder import RunFolder
 
 from tests.trainer import run_folders
@@ -218,6 +218,14 @@ def test_more_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [math.nan, *(value / (k * several[0]) for k, value in zip(ks[1:], several[1:], strict=True))]
     assert list(efficiency.curves[1].y) == pytest.approx(expected, nan_ok=True)
     assert all(map(math.isnan, efficiency.curves[2].y)) and "pass@k and DER@k" in text
+
+
+def test_intervals_of_shares_end_where_shares_do() -> None:
+    wide = Estimate(0.14, -0.06, 1.2, "seeds")
+    assert "0.0 to 100.0" in _cell("exact", wide) and "\u22126.0 to +120.0" in _cell("exact", wide, "+")
+    assert "\u22120.060 to 1.200" in _cell("reward", wide)
+    same = _cell("exact", Estimate(0.5, 0.5, 0.5, "seeds"))
+    assert "50.0 %" in same and "no spread" in same
 
 
 def test_settings_that_differ_between_evaluations_are_named(tmp_path: Path) -> None:

@@ -93,6 +93,15 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
             "phases.1.rl.algorithm.name=grppo",
             r"^phases.1.rl.algorithm.name: must .* 'grppo'; the nearest is 'grpo'$",
         ),
+        (
+            "phases.1.rl.rollout.group_size=1",
+            r"^phases.1.rl.rollout.group_size: must be at least 2 for grpo, which compares .*, got 1$",
+        ),
+        (
+            "model.lora={rank: 2, targets: [q_prj]}",
+            r"^model.lora.targets: must be names of layers, such as .*q_proj.*, got \['q_prj'\]: ",
+        ),
+        ("phases.1.rl.rewards=[{name: gsm8k, options: {correct: a}}]", r"^phases.1.rl.rewards.0.options: gsm8k"),
         ("phases.1.rl.algorithm.loss={clip: 1}", r"^phases.1.rl.algorithm.loss.clip: no such key"),
         ("model.mixed_precision=fp16", r"^model.mixed_precision: fp16 needs a GPU, and there is none"),
         ("model.attention=flash_attention_2", r"^model.attention: 'flash_attention_2' cannot be used here: "),

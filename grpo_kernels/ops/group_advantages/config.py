@@ -59,6 +59,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 # Overrides of _DEFAULTS by estimator. Names with a peer's prefix reproduce that peer's function up to rounding.
+# names of losses that are used with the advantages of GRPO
+_LOSSES_OF_GRPO = ("dapo", "bnpo", "luspo", "cispo", "sapo", "vespo", "gspo", "gmpo")
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"scale": "none"},

@@ -187,7 +187,8 @@ def _table(rows: Sequence[Row], metrics: Sequence[str], estimates: Sequence[dict
         "the seeds' means and covers other seeds. With a single seed it is a bootstrap over the prompts, which covers "
         "other prompts of the kind but no other seed; it is usually too narrow for a comparison of recipes. Intervals "
         "of shares end at 0 and 100 %. No spread: the seeds, or the prompts, have the same value, which tells nothing "
-        "about others. A value without an interval is not a mean over prompts, or the run did not write the values of each prompt."
+        "about others. A value without an interval is not a mean over prompts, or the run did not write the values of "
+        "each prompt."
     )
     if has_runs:
         start = f"{COLLAPSE_SHARE:.0%} of its start"
