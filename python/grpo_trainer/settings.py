@@ -208,6 +208,13 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+def check_type(kind: Any, value: Any, where: str) -> None:
+    """Raises TypeError for a value of another type than a bool, number or text that is asked for."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    if all(one in (bool, int, float, str, type(None)) for one in kinds):
+        _convert(kind, value, where)
+
+
 def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
     return TypeError(f"{where}: must be {describe(kind)}, got {type(value).__name__} {value!r}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from grpo_trainer.deadline import call_within
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import known_columns, unknown_key, unknown_name
+from grpo_trainer.settings import check_type, known_columns, unknown_key, unknown_name
 
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
@@ -41,6 +42,9 @@ def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
             for option in settings.options:
                 if option not in accepted:
                     raise ValueError(unknown_key(f"{where}.options", option, list(accepted)))
+        kinds = typing.get_type_hints(make)
+        for option, value in settings.options.items():
+            check_type(kinds.get(option, Any), value, f"{where}.options.{option}")
         try:
             function: RewardFunction = make(**settings.options)
         except (TypeError, ValueError) as error:
