@@ -32,10 +32,12 @@ def loading(key: str, name: str) -> Iterator[None]:
             return
         refuse_missing(name)
         _announce_hub(name)
+        from huggingface_hub.errors import HFValidationError
+
         try:
             with _without_retries():
                 yield
-        except OSError as error:
+        except (OSError, HFValidationError) as error:
             raise OSError(
                 f"{key}: {name!r} is no folder here{nearest_file(name)}, and was not loaded from the Hugging Face hub: "
                 f"{' '.join(str(error).split())}"

@@ -300,6 +300,12 @@ def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_a_rubric_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rubric.txt").write_bytes(b"be \xff")
+    with pytest.raises(ValueError, match=r"^rewards\.options: 'utf-8' codec"):
+        made("http://127.0.0.1:1/v1", rubric=None, rubric_file=str(tmp_path / "rubric.txt"))
+
+
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(ValueError, match=r"judge.columns: must be columns of the data, \['gold'\], got 'answer'"):
         made("http://127.0.0.1:1/v1", columns=["answer"])(["p"], ["a"], gold=["x"])

@@ -59,6 +59,11 @@ def test_the_hub_has_no_such_model(key: str, monkeypatch: pytest.MonkeyPatch, tm
         load()
 
 
+def test_a_name_that_the_hub_does_not_allow() -> None:
+    with pytest.raises(OSError, match=r"^model\.path: 'no such model!' is no folder here, and was not loaded"):
+        load_lm(Model(path="no such model!"), "cpu")
+
+
 def test_repeated_warnings_of_the_hub_are_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     from huggingface_hub.utils.logging import get_logger
 

@@ -48,7 +48,8 @@ def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
         try:
             function: RewardFunction = make(**settings.options)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{where}.options: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError  # some of their kinds take no text
+            raise kind(f"{where}.options: {error}") from error
         return function
     if ":" not in settings.name:
         raise ValueError(unknown_name(f"{where}.name", settings.name, NAMES))
