@@ -17,6 +17,7 @@ from torch import Tensor
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_GROUP_IDS = "gk.group_ids(...) makes the tensor from a name for each row"
 
 
 def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -41,6 +42,8 @@ def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None
 
 def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], like: Tensor) -> Tensor:
     """A tensor with one element for each row of `like`, on the same device."""
+    if dtypes is INTEGERS and isinstance(value, Iterable) and not isinstance(value, Tensor | str):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}; {_GROUP_IDS}")
     checked = tensor(op, name, value, dtypes)
     if checked.shape != like.shape[:1]:
         raise ValueError(
@@ -63,7 +66,7 @@ def group_size(op: str, groups: object) -> int:
         return integer(op, "groups", groups, "an int or an integer tensor")
     except TypeError as error:
         if isinstance(groups, Iterable) and not isinstance(groups, str):
-            raise TypeError(f"{error}; gk.group_ids(...) makes the tensor from a name for each row") from None
+            raise TypeError(f"{error}; {_GROUP_IDS}") from None
         raise
 
 

@@ -95,7 +95,7 @@ def group_ids(keys: Iterable[Hashable], *, device: torch.device | str | None = N
 
     Keys are compared by equality and hash, never by their text: "1_10" and "11_0" stay different.
     """
-    if isinstance(keys, str | bytes):
+    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
         raise TypeError(
             f"group_ids: keys must be an iterable with a key for each row, got {type(keys).__name__} {keys!r}"
         )
@@ -139,9 +139,11 @@ def _groups(groups: int | Tensor, rewards: Tensor) -> tuple[Tensor | None, int]:
     if groups < 1:
         raise ValueError(f"{_OP}: groups must be at least 1, got {groups}")
     if rewards.shape[0] % groups != 0:
+        way_out = "pass a tensor of ids for groups of unequal size"
+        if rewards.dim() == 2 and rewards.shape[1] == groups:
+            way_out = "rewards [P, K] of P prompts are flattened to [P * K], as columns are reward functions"
         raise ValueError(
-            f"{_OP}: groups must divide the number of rewards, {rewards.shape[0]}, got {groups}; "
-            "pass a tensor of ids for groups of unequal size"
+            f"{_OP}: groups must divide the number of rewards, {rewards.shape[0]}, got {groups}; {way_out}"
         )
     return None, groups
 

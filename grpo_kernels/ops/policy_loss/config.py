@@ -323,6 +323,8 @@ class LossConfig(PlannedConfig):
             way_out = ""
             if config in peers.VERL_LOSSES:
                 way_out = f"; verl's is LossConfig.verl(loss_mode={config!r})"
+            elif config == "ppo":
+                way_out = "; PPO's policy term is LossConfig('clip')"
             elif config in (*LOSSES, *SEQUENCE_LOSSES):
                 way_out = f"; the policy term is LossConfig({config!r})"
             raise ValueError(f"{unknown(op, 'config', config, _NAMED)}{way_out}")
@@ -334,6 +336,8 @@ class LossConfig(PlannedConfig):
                 f"LossConfig: loss must be the name of a term, got {self.loss!r}, which names a whole config: "
                 f"LossConfig.of({self.loss!r})"
             )
+        if self.loss in ("ppo", "vanilla"):
+            raise ValueError(f"LossConfig: loss must be the name of a term, got {self.loss!r}; PPO's is 'clip'")
         choices(self, loss=(*LOSSES, *SEQUENCE_LOSSES), ratio=RATIOS, kl=KLS, correction=CORRECTIONS)
         choices(self, aggregation=AGGREGATIONS[:-1], flowrl_clip=FLOWRL_CLIPS)
         for field in ("kl_aggregation", "entropy_aggregation"):

@@ -370,5 +370,11 @@ def test_group_ids_of_nothing_are_empty_ids() -> None:
 def test_group_ids_refuse_a_text_and_keys_without_a_hash() -> None:
     with pytest.raises(TypeError, match=r"^group_ids: keys must be an iterable with a key for each row, got str 'ab'"):
         gk.group_ids("ab")
+    with pytest.raises(TypeError, match=r"^group_ids: keys must be an iterable .*, got int 4$"):
+        gk.group_ids(4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"groups must divide .*, got 4; rewards \[P, K\] of P prompts are flattened"):
+        gk.group_advantages(torch.ones(3, 4), 4)
+    with pytest.raises(TypeError, match=r"subgroups must be a tensor, got list; gk.group_ids\(...\) makes"):
+        gk.group_advantages(torch.ones(4), 2, subgroups=["a"] * 4)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^group_ids: keys must be hashable, got list \[1\] in row 0"):
         gk.group_ids([[1], [2]])

@@ -424,6 +424,7 @@ def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: st
     ("name", "way_out"),
     [
         ("vanilla", r"; verl's is LossConfig\.verl\(loss_mode='vanilla'\)"),
+        ("ppo", r"; PPO's policy term is LossConfig\('clip'\)"),
         ("clip", r"; the policy term is LossConfig\('clip'\)"),
         ("DAPO", r" \(did you mean 'dapo'\?\)"),
     ],
