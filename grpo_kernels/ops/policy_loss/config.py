@@ -320,14 +320,8 @@ class LossConfig(PlannedConfig):
         if not isinstance(config, str):
             raise TypeError(f"{op}: config must be a LossConfig or a str, got {type(config).__name__}")
         if config not in _NAMED:
-            way_out = ""
-            if config in peers.VERL_LOSSES:
-                way_out = f"; verl's is LossConfig.verl(loss_mode={config!r})"
-            elif config == "ppo":
-                way_out = "; PPO's policy term is LossConfig('clip')"
-            elif config in (*LOSSES, *SEQUENCE_LOSSES):
-                way_out = f"; the policy term is LossConfig({config!r})"
-            raise ValueError(f"{unknown(op, 'config', config, _NAMED)}{way_out}")
+            meant = peers.elsewhere(config, (*LOSSES, *SEQUENCE_LOSSES))
+            raise ValueError(f"{unknown(op, 'config', config, _NAMED)}{meant}")
         return _NAMED[config]
 
     def _check_names(self) -> None:

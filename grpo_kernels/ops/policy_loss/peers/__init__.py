@@ -4,6 +4,8 @@ A field that the peer ignores for a loss (TRL's `epsilon` with "sapo") is ignore
 is refused.
 """
 
+from collections.abc import Sequence
+
 from grpo_kernels.ops.policy_loss.peers.areal import areal_fields as areal_fields
 from grpo_kernels.ops.policy_loss.peers.art import ART_LEVELS as ART_LEVELS
 from grpo_kernels.ops.policy_loss.peers.art import art_fields as art_fields
@@ -25,3 +27,12 @@ from grpo_kernels.ops.policy_loss.peers.verl import VERL_DEFAULTS as VERL_DEFAUL
 from grpo_kernels.ops.policy_loss.peers.verl import VERL_LOSSES as VERL_LOSSES
 from grpo_kernels.ops.policy_loss.peers.verl import VERL_REFUSED as VERL_REFUSED
 from grpo_kernels.ops.policy_loss.peers.verl import verl_fields as verl_fields
+
+
+def elsewhere(name: str, terms: Sequence[str]) -> str:
+    """What a name that is no loss_type of TRL stands for elsewhere, as the end of an error."""
+    if name in VERL_LOSSES:
+        return f"; verl's is LossConfig.verl(loss_mode={name!r})"
+    if name == "ppo":
+        return "; PPO's policy term is LossConfig('clip')"
+    return f"; the policy term is LossConfig({name!r})" if name in terms else ""
