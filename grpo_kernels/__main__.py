@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 
@@ -39,4 +40,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    about = "Print the versions, GPUs and backends of this machine."
+    argparse.ArgumentParser("python -m grpo_kernels", description=about).parse_args()
     main()

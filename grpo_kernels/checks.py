@@ -6,6 +6,7 @@ torch.compile can trace them.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 from collections.abc import Iterable, Sequence
@@ -118,8 +119,11 @@ def instance(where: str, name: str, value: object, kind: type) -> None:
     """Requires None or an instance of a config; where a preset is named, the error shows how to get it."""
     if value is None or isinstance(value, kind):
         return
-    has_presets = isinstance(value, str) and hasattr(kind, "of")
-    way_out = f"; {kind.__name__}.of({value!r}) makes one of a known name" if has_presets else ""
+    way_out = ""
+    if isinstance(value, str) and hasattr(kind, "of"):
+        with contextlib.suppress(ValueError):
+            kind.of(value)
+            way_out = f"; {kind.__name__}.of({value!r}) is one"
     raise TypeError(f"{where}: {name} must be of {kind.__name__}, got {type(value).__name__} {value!r}{way_out}")
 
 

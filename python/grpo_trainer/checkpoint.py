@@ -77,10 +77,12 @@ def start_run(recipe: Recipe) -> None:
 
 
 def refuse_used_folder(folder: Path) -> None:
+    if not_folder := next((part for part in [folder, *folder.parents] if part.exists() and not part.is_dir()), None):
+        raise FileExistsError(f"output: must be a folder, got {str(folder)!r}, where {str(not_folder)!r} is a file")
     if (folder / "recipe.json").exists():
         raise FileExistsError(
-            f"{folder} contains a run already; continue it with --resume, remove it with --fresh, or choose another "
-            "output"
+            f"{folder} contains a run already; continue it with --resume (in Python run(resume=True)), remove it with "
+            "--fresh, or choose another output"
         )
 
 

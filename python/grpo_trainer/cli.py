@@ -42,7 +42,7 @@ examples:
 _CONVERT_EXAMPLES = """
 examples:
   grpo-data convert gsm8k train.jsonl --output data/gsm8k
-  grpo-data convert tweets posts.csv --columns text=body likes=favorites
+  grpo-data convert tweets posts.csv --columns post=body likes=favorites
 """
 _REPORT_EXAMPLES = """
 examples:
@@ -338,6 +338,8 @@ def _split(options: argparse.Namespace) -> None:
     if options.into is not None:
         shares = named_shares(options.into)
     lines = read_jsonl(options.file)
+    if not lines:
+        raise ValueError(f"{options.file}: must have at least one line, got none")
     by = [0.0] * len(lines) if options.by is None else column_values(lines, options.by)
     strata = 1 if options.by is None else options.parts
     parts = split_together(lines, by, shares, strata, options.seed, options.together)

@@ -146,7 +146,8 @@ def read(
             except ValueError as error:
                 message = f"{file}, line {number}: {error}"
                 if not leave_out:
-                    raise ValueError(f"{message}; correct the line, or give --leave-out") from None
+                    rename = ", or name the columns with --columns" if kind == "tweets" else ""
+                    raise ValueError(f"{message}; correct the line{rename}, or give --leave-out") from None
                 left_out.append(message)
     if kind == "tweets" and len({"post_likes" in line for line in lines}) > 1:
         raise ValueError(f"{names['post_likes']}: must be on every line or on none, as likes are divided by it")

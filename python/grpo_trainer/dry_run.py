@@ -45,7 +45,7 @@ def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
         estimates = memory.estimate(recipe, model, processes)
     except Exception as error:
         # a wrong algorithm is among the problems already
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].removeprefix("model.path: ")
         if not any(reason in problem for problem in problems):
             problems.append(
                 f"model.path: {recipe.model.path!r} cannot be examined, so memory is not estimated: {reason}"

@@ -101,6 +101,7 @@ def source(path: str) -> dict[str, str]:
         path: folder, hub name or GGUF file; "package:file" is a file in the folder of an installed package.
     """
     if not is_gguf(path):
+        _refuse_other_folder(path)
         return {"pretrained_model_name_or_path": path}
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f'model.path: {path!r} needs the package gguf; pip install "grpo-kernels[smollm]"')
@@ -119,10 +120,20 @@ def source(path: str) -> dict[str, str]:
 def refuse_missing(model: str) -> None:
     """Refuses a path that is not there, which would be sought on the hub; names there have at most two parts."""
     path = Path(model)
-    is_path = path.is_absolute() or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    is_path = model.startswith((".", "~")) or model.endswith("/") or path.is_absolute() or len(path.parts) > 2
+    is_path = is_path or (len(path.parts) == 2 and path.parent.is_dir())
     if is_path and ":" not in model and not path.exists():
         missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
         raise FileNotFoundError(f"no such model {model!r}: there is no {str(missing)!r}{nearest_file(missing)}")
+
+
+def _refuse_other_folder(model: str) -> None:
+    """Refuses a folder without a model, and names a model in it, as in that of a run or a checkpoint."""
+    folder = Path(model)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        inside = sorted(str(file.parent) for file in folder.glob("**/model/config.json"))
+        way_out = f"; the last one in it is {inside[-1]!r}" if inside else ""
+        raise FileNotFoundError(f"no model in {model!r}: the folder has no config.json{way_out}")
 
 
 @functools.cache

@@ -312,16 +312,20 @@ def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = Fal
     """Reads a recipe.
 
     Args:
-        path: YAML file, or name of a bundled recipe. A `base: other.yaml` in it is read first.
+        path: YAML file, or name of a bundled recipe. A `base` in it, likewise, is read first.
         overrides: assignments "a.b=value".
         smoke: reduce all sizes to a run of seconds that only shows that everything works.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"load: path must be a YAML file or the name of a recipe, got {type(path).__name__} {path!r}")
     values = _read(_find(path))
     if smoke:
         values = _merge(values, _smoke_sizes(values))
         # keeps the folder of the full run free
         values["output"] = f"{values.get('output', Recipe.output)}-smoke"
     for assignment in overrides or []:
+        if assignment.startswith("base="):
+            raise ValueError(f"base: must be in a recipe's file, which overrides change, got {assignment!r}")
         override(values, assignment)
     return build(Recipe, values)
 
@@ -372,12 +376,19 @@ def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A file merged into its base; `readers` are the files whose base it is."""
+    if path.resolve() in readers:
+        raise ValueError(f"base: must not lead back to a file that it is the base of, got {str(path)!r}")
     values = read_yaml(read_text(path), str(path)) or {}
     if not isinstance(values, dict):
         raise TypeError(f"{path}: must be a mapping, got {type(values).__name__}")
     base = values.pop("base", None)
-    return values if base is None else _merge(_read(path.parent / base), values)
+    if base is None:
+        return values
+    beside = path.parent / str(base)
+    other = beside if beside.is_file() else _find(str(base))
+    return _merge(_read(other, (*readers, path.resolve())), values)
 
 
 def _merge(base: Any, changes: Any) -> Any:

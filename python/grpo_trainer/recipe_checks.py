@@ -19,7 +19,7 @@ Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the ru
 
 def check(recipe: Any) -> None:
     """Raises ValueError with the key, the rule and the value of the first rule that a recipe does not meet."""
-    refuse_misspelt("model.path", recipe.model.path, ("tiny",))
+    refuse_misspelt("model.path", recipe.model.path, ("tiny", "a folder, a GGUF file or a hub name"))
     for key, name in _embedders(recipe):
         refuse_misspelt(key, name, EMBEDDERS)
     for name, value, is_met, rule in _rules(recipe):

@@ -137,7 +137,16 @@ def read_yaml(text: str, where: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names: set[tuple[str, str]] = set()
+            for name, _ in node.value:
+                if not isinstance(name, yaml.ScalarNode):
+                    continue
+                if (name.tag, name.value) in names:
+                    text = f"the key {name.value!r} must be there once"
+                    raise yaml.constructor.ConstructorError(None, None, text, name.start_mark)
+                names.add((name.tag, name.value))
+            return super().construct_mapping(node, deep)
 
     number = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
@@ -216,7 +225,9 @@ def check_type(kind: Any, value: Any, where: str) -> None:
 
 
 def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
-    return TypeError(f"{where}: must be {describe(kind)}, got {type(value).__name__} {value!r}")
+    is_text = isinstance(value, list | dict) and str in (kind, *typing.get_args(kind))
+    way_out = "; a text with braces or brackets needs quotes of its own: '\"{...}\"'" if is_text else ""
+    return TypeError(f"{where}: must be {describe(kind)}, got {type(value).__name__} {value!r}{way_out}")
 
 
 def describe(kind: Any) -> str:

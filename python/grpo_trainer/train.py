@@ -64,6 +64,13 @@ class Trainer:
     def __init__(self, recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: Any = None) -> None:
         from accelerate import Accelerator
 
+        if not isinstance(recipe, Recipe):
+            raise TypeError(
+                "Trainer: recipe must be a Recipe, as grpo_trainer.recipe.load returns one, got "
+                f"{type(recipe).__name__} {recipe!r}"
+            )
+        if reference is not None and not hasattr(reference, "get_output_embeddings"):
+            raise TypeError(f"Trainer: reference must be a model of transformers, got {type(reference).__name__}")
         if recipe.model.mixed_precision == "fp16" and not torch.cuda.is_available():
             raise ValueError("model.mixed_precision: fp16 needs a GPU, and there is none")
         self.recipe = recipe

@@ -83,7 +83,10 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
         ("phases.1.rl.rewards=[{name: exat}]", "phases.1.rl.rewards.0.name: must be one of exact, gsm8k,"),
         ("phases.1.rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
-        ("model.path=tinny", "model.path: must be one of tiny, got 'tinny'; the nearest is 'tiny'"),
+        (
+            "model.path=tinny",
+            "a GGUF file or a hub name, got 'tinny'; the nearest is 'tiny'",
+        ),
         ("evaluation={samples: 2, embedder: hashd}", "got 'hashd'; the nearest is 'hashed'"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=no_such_package:model.gguf", "pip install --no-deps no-such-package"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,38 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert column in capsys.readouterr().err
     assert cli.train([str(recipe), "--dry-run", "--processes", "0"]) == 2
     assert "--processes: must be positive, got 0" in capsys.readouterr().err
+
+
+number = 1
+
+
+def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["output={file}"], r"^output: must be a folder, got '.*', where '.*' is a file$"),
+        (["output={file}/run"], r"^output: must be a folder, got "),
+        (
+            ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:number'}}]"],
+            r"^phases\.1\.rl\.rewards\.0\.name: must name a function, got '.*:number', int$",
+        ),
+        (
+            ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:without_columns'}}]"],
+            r"^phases\.1\.rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
+        ),
+    ],
+)
+def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    recipe = small.recipe(tmp_path / "run", *(text.format(file=file) for text in overrides))
+    _printed, problems = dry_run(recipe)
+    assert len(problems) == 1 and re.search(message, problems[0]), problems
+    with pytest.raises((TypeError, ValueError, FileExistsError), match=message):
+        Trainer(recipe).run()
 
 
 def test_too_little_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 
 from grpo_trainer import checkpoint
 from grpo_trainer.policy import load_policy
-from grpo_trainer.recipe import Lora, Model, Recipe
+from grpo_trainer.recipe import Lora, Model, Recipe, load
 from grpo_trainer.train import Trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -42,6 +42,21 @@ def loaded(folder: Path, kind: Any = AutoModelForCausalLM) -> dict[str, Any]:
 def object_recipe(folder: Path, *overrides: str) -> Recipe:
     """The small recipe without the keys that say how a model is loaded."""
     return small.recipe(folder, "model={}", *overrides)
+
+
+def test_objects_of_another_type(tmp_path: Path) -> None:
+    recipe = small.recipe(tmp_path)
+    with pytest.raises(TypeError, match=r"^Trainer: recipe must be a Recipe, .* got dict \{\}"):
+        Trainer({})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^load: path must be a YAML file or the name of a recipe, got dict"):
+        load({})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^Trainer: reference must be a model of transformers, got str"):
+        Trainer(recipe, reference="gpt2")
+    policy = Trainer(recipe).policy
+    with pytest.raises(TypeError, match=r"^Trainer: tokenizer must be one of transformers, got str 'gpt2'"):
+        Trainer(recipe, model=policy.lm, tokenizer="gpt2")
+    with pytest.raises(TypeError, match=r"^Trainer: model must have a language-modelling head, got \w+ without one"):
+        Trainer(recipe, model=policy.lm.base_model, tokenizer=policy.tokenizer)
 
 
 @pytest.mark.parametrize("adapters", [[], ["model.lora={rank: 4}"]], ids=["all weights", "adapters"])

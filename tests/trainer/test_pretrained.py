@@ -59,6 +59,17 @@ def test_the_hub_has_no_such_model(key: str, monkeypatch: pytest.MonkeyPatch, tm
         load()
 
 
+def test_a_folder_of_a_run_names_the_model_in_it(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "1-000002" / "model").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"no model in '.*': the folder has no config\.json$"):
+        load_lm(Model(path=str(tmp_path)), "cpu")
+    (tmp_path / "checkpoints" / "1-000002" / "model" / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"config\.json; the last one in it is '.*/1-000002/model'$"):
+        load_lm(Model(path=str(tmp_path)), "cpu")
+    with pytest.raises(FileNotFoundError, match=r"^no such model './nope'"), loading("model.path", "./nope"):
+        pass
+
+
 def test_a_name_that_the_hub_does_not_allow() -> None:
     with pytest.raises(OSError, match=r"^model\.path: 'no such model!' is no folder here, and was not loaded"):
         load_lm(Model(path="no such model!"), "cpu")

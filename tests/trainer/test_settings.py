@@ -68,6 +68,24 @@ def test_numbers_are_read_as_people_write_them() -> None:
     assert (optimizer.lr, optimizer.weight_decay) == (1e-5, 0.0) and isinstance(optimizer.weight_decay, float)
 
 
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^x: must be YAML: the key 'a' must be there once in line 2, column 1"):
+        read_yaml("a: 1\na: 2", "x")
+    assert read_yaml("[{a: 1}, {a: 2}]", "x") == [{"a": 1}, {"a": 2}]
+
+
+def test_a_base_is_a_file_or_a_bundled_recipe_but_not_the_file_itself(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.yaml", tmp_path / "other.yaml"
+    own.write_text("base: arithmetic\nseed: 7")
+    assert load(own).seed == 7 and load(own).phases == load("arithmetic").phases
+    own.write_text("base: other.yaml")
+    other.write_text("base: own.yaml")
+    with pytest.raises(ValueError, match=r"^base: must not lead back to a file .*, got '.*own\.yaml'"):
+        load(own)
+    with pytest.raises(ValueError, match=r"^base: must be in a recipe's file, .* got 'base=own.yaml'"):
+        load("arithmetic", ["base=own.yaml"])
+
+
 def test_yaml_makes_numbers_but_no_objects() -> None:
     assert read_yaml("[1e-5, -2E+3, 1.5e2, 1e5x, .5e1, 0.1, 7]", "x") == [1e-5, -2000.0, 150.0, "1e5x", 5.0, 0.1, 7]
     with pytest.raises(ValueError, match=r"^x: must be YAML: .*python/object"):

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,14 +55,18 @@ def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
         raise ValueError(unknown_name(f"{where}.name", settings.name, NAMES))
     if settings.options:
         raise ValueError(f"{where}.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
-    return _import(settings.name, where)
+    function = _import(settings.name, where)
+    if not callable(function):
+        raise TypeError(f"{where}.name: must name a function, got {settings.name!r}, {type(function).__name__}")
+    imported: RewardFunction = function
+    return imported
 
 
 def _import(path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise RewardError(f"{where}.name: cannot load {path!r}: {error}") from error
 
 
@@ -78,10 +82,30 @@ def require_columns(settings: Reward, function: RewardFunction, where: str, line
     if settings.on_error == "skip" or not lines:
         return
     known = sorted({name for line in lines for name in line} - {"prompt", "prompt_ids"} | {"truncated"})
+    for name in ("prompts", "completions"):
+        if name in known:
+            raise ValueError(f"{where}: the data must not have the column {name!r}, which rewards get as an argument")
     for names in _needs(function):
         if not any(name in known for name in names):
             needed = " or ".join(map(repr, names))
             raise ValueError(f"{where}: {settings.name!r} needs the column {needed}{known_columns(names[0], known)}")
+    if not _is_bundled(function):
+        _refuse_arguments(settings, function, where, known)
+
+
+def _refuse_arguments(setting: Reward, function: RewardFunction, where: str, columns: Sequence[str]) -> None:
+    """Raises if a reward cannot be called with the columns of the data."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not every callable has a signature
+        return
+    try:
+        signature.bind(**dict.fromkeys(["prompts", "completions", *columns]))
+    except TypeError as error:
+        raise ValueError(
+            f"{where}: {setting.name!r} must take prompts, completions and the columns of the data, such as (prompts, "
+            f"completions, **columns), {error}"
+        ) from None
 
 
 def _needs(function: RewardFunction) -> list[tuple[str, ...]]:
@@ -239,7 +263,13 @@ def _call(
     as_texts = _as_texts(prompts, texts)
     if isinstance(function, WeightedReward):
         return function.graded(**as_texts, **columns)
-    values = list(function(**(as_texts if setting.name in BUNDLED else _as_trl(prompts, texts)), **columns))
+    returned = function(**(as_texts if setting.name in BUNDLED else _as_trl(prompts, texts)), **columns)
+    if not isinstance(returned, Iterable):
+        raise RewardError(
+            f"reward {setting.name!r} must return one value for each of {len(texts)} responses, got "
+            f"{type(returned).__name__} {returned!r}"
+        )
+    values = list(returned)
     report = getattr(function, "components", None)
     parts: dict[str, Sequence[Any]] = {} if report is None else report(**as_texts, **columns)
     return values, {name: [math.nan if v is None else _number(v) for v in part] for name, part in parts.items()}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, KLS, LOSSES, RATIOS, SEQUENCE_LOSSES
-from grpo_kernels.ops.policy_loss.peers import TRL_DEFAULTS, TRL_LOSS_TYPES, VERL_DEFAULTS
+from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import assert_raises, device_of, runnable_backends
 
@@ -379,152 +377,3 @@ def test_field_of_another_loss_is_refused(field: str, loss: str) -> None:
 def test_ratio_without_a_meaning_for_the_loss(loss: str) -> None:
     needed = {"dro_beta": 0.1} if loss == "dro" else {}
     config_refused(ValueError, "ratio", "'segment'", repr(loss), "token", loss=loss, ratio="segment", **needed)
-
-
-# Peers' names
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({"loss_typ": "grpo"}, ("field", "'loss_typ'", "did you mean 'loss_type'?")),
-        ({"loss_type": "ppo"}, ("loss_type", "'ppo'", *TRL_LOSS_TYPES)),
-        ({"importance_sampling_level": "row"}, ("importance_sampling_level", "'row'", "token, sequence")),
-        ({"use_adaptive_entropy": True}, ("use_adaptive_entropy", "True")),
-        (
-            {"loss_type": "vespo", "use_vllm": True},
-            ("vllm_importance_sampling_mode", "token_truncate", "'sequence_mask'"),
-        ),
-    ],
-    ids=str,
-)
-def test_fields_of_trl(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^LossConfig\.trl: ") as caught:
-        gk.LossConfig.trl(**settings)
-    assert all(part in str(caught.value) for part in parts), caught.value
-
-
-@pytest.mark.parametrize(
-    ("peer", "settings", "message"),
-    [
-        ("trl", {"epsilon": "0.2"}, "epsilon must be a number, got str '0.2'"),
-        ("trl", {"sapo_temperature_pos": True}, "sapo_temperature_pos must be a number, got bool True"),
-        ("trl", {"use_vllm": 1}, "use_vllm must be a bool, got int 1"),
-        ("verl", {"clip_ratio": "0.2"}, "clip_ratio must be a number, got str '0.2'"),
-        ("cosmos", {"epsilon_low": "a"}, "epsilon_low must be a number, got str 'a'"),
-        ("swift", {"epsilon": "a"}, "epsilon must be a number, got str 'a'"),
-    ],
-)
-def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=rf"^LossConfig\.{peer}: {message}$"):
-        getattr(gk.LossConfig, peer)(**settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "way_out"),
-    [
-        ("vanilla", r"; verl's is LossConfig\.verl\(loss_mode='vanilla'\)"),
-        ("ppo", r"; PPO's policy term is LossConfig\('clip'\)"),
-        ("clip", r"; the policy term is LossConfig\('clip'\)"),
-        ("DAPO", r" \(did you mean 'dapo'\?\)"),
-    ],
-)
-def test_names_that_another_constructor_takes(name: str, way_out: str) -> None:
-    with pytest.raises(ValueError, match=rf"^policy_loss: config must be one of .*, got '{name}'.*{way_out}$"):
-        gk.LossConfig.of(name)
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({"loss_agg": "token-mean"}, ("field", "'loss_agg'", "loss_agg_mode")),
-        ({"loss_mode": "ppo"}, ("loss_mode", "'ppo'", "vanilla")),
-        ({"loss_agg_mode": "mean"}, ("loss_agg_mode", "'mean'", "token-mean")),
-        ({"use_kl_loss": True, "kl_loss_type": "full"}, ("kl_loss_type", "'full'", "low_var_kl", "k3+")),
-        ({"use_kl_loss": True, "kl_loss_type": None}, ("kl_loss_type", "None", "low_var_kl")),
-        ({"loss_mode": "bypass_mode"}, ("loss_mode", "'bypass_mode'", "not implemented")),
-        ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("loss_scale_factor", "None")),
-    ],
-    ids=str,
-)
-def test_fields_of_verl(settings: dict[str, Any], parts: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^LossConfig\.verl: ") as caught:
-        gk.LossConfig.verl(**settings)
-    assert all(part in str(caught.value) for part in parts), caught.value
-
-
-def test_config_is_frozen_and_compares_by_its_settings() -> None:
-    config = gk.LossConfig(loss="sapo", sapo_temperatures=[1, 2])  # type: ignore[arg-type]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.kl = "k1"  # type: ignore[misc]
-    assert config == gk.LossConfig(loss="sapo", sapo_temperatures=(1.0, 2.0)) != gk.LossConfig(loss="sapo")
-    assert hash(config) == hash(gk.LossConfig(loss="sapo", sapo_temperatures=(1.0, 2.0)))
-    clamped = gk.LossConfig(log_ratio_clamp=[-20, 20])  # type: ignore[arg-type]
-    assert hash(clamped) == hash(gk.LossConfig(log_ratio_clamp=(-20.0, 20.0)))
-    assert dataclasses.replace(config, kl="k1").sapo_temperatures == (1.0, 2.0)
-
-
-def test_metric_that_does_not_exist() -> None:
-    metrics = gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3)).metrics
-    with pytest.raises(KeyError, match=r"PolicyLossMetrics: 'kls' is none of .*kl_sum"):
-        metrics["kls"]
-    assert re.search("policy_loss", repr(metrics))
-
-
-# No field is ignored: the base settings and the changed field
-
-VLLM = {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}
-TRL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
-    "loss_type": ({}, "grpo"),
-    "importance_sampling_level": ({}, "sequence"),
-    "epsilon": ({}, 0.3),
-    "epsilon_high": ({}, 0.3),
-    "delta": ({}, 1.5),
-    "beta": ({}, 0.1),
-    "use_bias_correction_kl": ({"beta": 0.1}, False),
-    "sapo_temperature_pos": ({"loss_type": "sapo"}, 2.0),
-    "sapo_temperature_neg": ({"loss_type": "sapo"}, 2.0),
-    **{f"vespo_{name}": ({"loss_type": "vespo"}, 1.5) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    "max_completion_length": ({"loss_type": "dr_grpo"}, 64),
-    "entropy_coef": ({}, 0.1),
-    "top_entropy_quantile": ({}, 0.5),
-    "off_policy_mask_threshold": ({}, 0.5),
-    "use_vllm": ({}, True),
-    "vllm_importance_sampling_correction": (VLLM, False),
-    "vllm_importance_sampling_mode": (VLLM, "token_truncate"),
-    "vllm_importance_sampling_clip_max": (VLLM, 2.0),
-    "vllm_importance_sampling_clip_min": (VLLM, 0.5),
-}
-VERL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
-    "loss_mode": ({}, "gspo"),
-    "loss_agg_mode": ({}, "token-sum"),
-    "loss_scale_factor": ({"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 5}, 6),
-    "clip_ratio": ({"clip_ratio_low": None}, 0.3),
-    "clip_ratio_low": ({}, 0.3),
-    "clip_ratio_high": ({}, 0.3),
-    "clip_ratio_c": ({}, 4.0),
-    "tau_pos": ({"loss_mode": "sapo"}, 2.0),
-    "tau_neg": ({"loss_mode": "sapo"}, 2.0),
-    "dro_beta": ({"loss_mode": "dro", "dro_beta": 0.1}, 0.2),
-    "clip_cov_ratio": ({"loss_mode": "clip_cov"}, 0.1),
-    "clip_cov_lb": ({"loss_mode": "clip_cov"}, 0.5),
-    "clip_cov_ub": ({"loss_mode": "clip_cov"}, 6.0),
-    "kl_cov_ratio": ({"loss_mode": "kl_cov"}, 0.1),
-    "ppo_kl_coef": ({"loss_mode": "kl_cov"}, 0.2),
-    "entropy_coeff": ({}, 0.1),
-    "use_kl_loss": ({}, True),
-    "kl_loss_coef": ({"use_kl_loss": True}, 0.1),
-    "kl_loss_type": ({"use_kl_loss": True}, "k1"),
-}
-
-
-def test_no_field_of_trl_is_ignored() -> None:
-    assert set(TRL_CHANGES) | {"use_adaptive_entropy"} == set(TRL_DEFAULTS)
-    for field, (base, value) in TRL_CHANGES.items():
-        assert gk.LossConfig.trl(**base) != gk.LossConfig.trl(**base | {field: value}), field
-
-
-def test_no_field_of_verl_is_ignored() -> None:
-    assert set(VERL_CHANGES) == set(VERL_DEFAULTS)
-    for field, (base, value) in VERL_CHANGES.items():
-        assert gk.LossConfig.verl(**base) != gk.LossConfig.verl(**base | {field: value}), field
