@@ -60,7 +60,10 @@ def unknown_name(where: str, name: str, known: Sequence[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like one that is not known, as the end of an error; empty if none is like it."""
     by_lower = {other.lower(): other for other in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, 1)
+    near = difflib.get_close_matches(name.lower(), by_lower)
+    near.sort(
+        key=lambda other: sorted(other) != sorted(name.lower())
+    )  # first what differs in the order of letters alone
     return f"; the nearest is {by_lower[near[0]]!r}" if near else ""
 
 

@@ -106,6 +106,7 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
             "phases.1.rl.rewards=[{name: gsm8k, options: {correct: a}}]",
             r"^phases.1.rl.rewards.0.options.correct: must be float, got str 'a'$",
         ),
+        ("phases.1.rl.algorithm.name=gpro", r"'gpro'; the nearest is 'grpo'$"),
         ("phases.1.rl.algorithm.loss={clip: 1}", r"^phases.1.rl.algorithm.loss.clip: no such key"),
         ("model.mixed_precision=fp16", r"^model.mixed_precision: fp16 needs a GPU, and there is none"),
         ("model.attention=flash_attention_2", r"^model.attention: 'flash_attention_2' cannot be used here: "),
