@@ -121,7 +121,7 @@ def instance(where: str, name: str, value: object, kind: type) -> None:
         return
     way_out = ""
     if isinstance(value, str) and hasattr(kind, "of"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(TypeError, ValueError):  # others are made from mappings
             kind.of(value)
             way_out = f"; {kind.__name__}.of({value!r}) is one"
     raise TypeError(f"{where}: {name} must be of {kind.__name__}, got {type(value).__name__} {value!r}{way_out}")
