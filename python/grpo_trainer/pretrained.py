@@ -1,4 +1,4 @@
-"""Where models are loaded from: folders, the Hugging Face hub, and GGUF files, whose quantised weights transformers
+"""Sources of models: folders, the Hugging Face hub, and GGUF files, whose quantised weights transformers
 turns back into floating point while it loads them."""
 
 from __future__ import annotations

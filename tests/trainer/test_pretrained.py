@@ -1,4 +1,4 @@
-"""Where models are loaded from: names of the hub, and what is shown meanwhile."""
+"""Sources of models: names of the hub, and what is shown meanwhile."""
 
 from __future__ import annotations
 

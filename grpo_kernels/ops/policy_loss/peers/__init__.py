@@ -30,7 +30,7 @@ from grpo_kernels.ops.policy_loss.peers.verl import verl_fields as verl_fields
 
 
 def elsewhere(name: str, terms: Sequence[str]) -> str:
-    """What a name that is no loss_type of TRL stands for elsewhere, as the end of an error."""
+    """The constructor that knows a name which is no loss_type of TRL, as the end of an error."""
     if name in VERL_LOSSES:
         return f"; verl's is LossConfig.verl(loss_mode={name!r})"
     if name == "ppo":
