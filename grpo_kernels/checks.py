@@ -43,7 +43,12 @@ def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None
 
 def per_row(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...], like: Tensor) -> Tensor:
     """A tensor with one element for each row of `like`, on the same device."""
-    if dtypes is INTEGERS and isinstance(value, Iterable) and not isinstance(value, Tensor | str):
+    if (
+        not isinstance(value, Tensor)
+        and dtypes is INTEGERS
+        and isinstance(value, Iterable)
+        and not isinstance(value, str)
+    ):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}; {_GROUP_IDS}")
     checked = tensor(op, name, value, dtypes)
     if checked.shape != like.shape[:1]:

@@ -78,7 +78,7 @@ def _checks(recipe: Recipe) -> Iterator[Check]:
     splits = _readable(recipe)
     yield lambda: checkpoint.refuse_used_folder(recipe.folder)
     yield lambda: check_backend(recipe.backend)
-    yield from _data_checks(recipe)
+    yield from _data_checks(recipe, splits)
     yield from _model_checks(recipe.model)
     for kind in recipe.logging.to:
         yield lambda kind=kind: TRACKERS[kind](recipe)  # type: ignore[misc]
@@ -112,16 +112,17 @@ def _check_reward(reward: Reward, where: str, lines: list[Item]) -> None:
     require_columns(reward, load_reward(reward, where), where, lines)
 
 
-def _data_checks(recipe: Recipe) -> Iterator[Check]:
+def _data_checks(recipe: Recipe, splits: Splits | None) -> Iterator[Check]:
     data = recipe.data
     if data.task is not None:
-        yield lambda: load_splits(data, recipe.seed)
+        if splits is None:
+            yield lambda: load_splits(data, recipe.seed)  # says why
         return
     missing = missing_files(data)
     for problem in missing:
         yield _raising(problem)
     if not missing:
-        yield lambda: require_lines(recipe, load_splits(data, recipe.seed))
+        yield lambda: require_lines(recipe, splits or load_splits(data, recipe.seed))
 
 
 def _model_checks(model: Model) -> Iterator[Check]:

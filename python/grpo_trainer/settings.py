@@ -61,9 +61,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that is most like one that is not known, as the end of an error; empty if none is like it."""
     by_lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_lower)
-    near.sort(
-        key=lambda other: sorted(other) != sorted(name.lower())
-    )  # first what differs in the order of letters alone
+    # first what differs in the order of its letters alone
+    near.sort(key=lambda other: sorted(other) != sorted(name.lower()))
     return f"; the nearest is {by_lower[near[0]]!r}" if near else ""
 
 

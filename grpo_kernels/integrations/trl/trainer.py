@@ -77,11 +77,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "FusedGRPOTrainer: embedder must be a function from texts to embeddings, got "
                 f"{type(embedder).__name__} {embedder!r}"
             )
-        known = gk.available_backends()
-        if backend is not None and backend not in known:
-            raise unknown("FusedGRPOTrainer", "backend", backend, known)
-        if backend is not None and known[backend] != "ok":
-            raise ValueError(f"FusedGRPOTrainer: backend {backend!r} cannot run here: {known[backend]}")
+        if backend is not None:
+            known = gk.available_backends()
+            if backend not in known:
+                raise unknown("FusedGRPOTrainer", "backend", backend, known)
+            if known[backend] != "ok":
+                raise ValueError(f"FusedGRPOTrainer: backend {backend!r} cannot run here: {known[backend]}")
         if (similarity is None) != (embedder is None):
             missing = "similarity" if similarity is None else "embedder"
             raise ValueError(f"FusedGRPOTrainer: similarity and embedder go together, got no {missing}")
