@@ -76,11 +76,16 @@ def group_size(op: str, groups: object) -> int:
         raise
 
 
-def unknown(where: str, argument: str, value: object, allowed: Sequence[str] | dict[str, Any]) -> ValueError:
-    """The error for a name that is not allowed, with the nearest one that is."""
-    return ValueError(
-        f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{nearest(value, allowed)}"
-    )
+def unknown(
+    where: str,
+    argument: str,
+    value: object,
+    allowed: Sequence[str] | dict[str, Any],
+    meant: str | None = None,
+) -> ValueError:
+    """The error for a name that is not allowed, with what is meant by it if that is known, or the nearest that is."""
+    hint = f"; {meant}" if meant else nearest(value, allowed)
+    return ValueError(f"{where}: {argument} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
 def nearest(value: object, allowed: Sequence[str] | dict[str, Any]) -> str:

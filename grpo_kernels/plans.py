@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from grpo_kernels.checks import unknown
 
@@ -17,11 +17,13 @@ class PlannedConfig:
     modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
     coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
 
+    _meant: ClassVar[dict[str, str]] = {}  # keywords of peers, and what is meant by them
+
     def __new__(cls: type[C], *_: Any, **fields: Any) -> C:
         """Refuses unknown keywords with the nearest one that exists, which the generated __init__ does not name."""
         for name in fields:
             if name not in cls.__match_args__:  # dataclasses.fields of a class cannot be traced
-                raise TypeError(str(unknown(cls.__name__, "keywords", name, cls.__match_args__)))
+                raise TypeError(str(unknown(cls.__name__, "keywords", name, cls.__match_args__, cls._meant.get(name))))
         return super().__new__(cls)
 
     def _set_plan(self, plan: Any, first_coefficient: str) -> None:

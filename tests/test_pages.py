@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +78,21 @@ def test_the_stated_defaults_of_the_peers() -> None:
     assert gk.LossConfig.trl() == gk.LossConfig.trl(loss_type="dapo", epsilon_high=0.2)
     assert gk.LossConfig.verl().dual_clip == 3.0
     assert gk.AdvantageConfig("trl-group").eps == 1e-4 and gk.AdvantageConfig("verl-grpo").eps == 1e-6
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("ops/*.md")), ids=lambda page: page.stem)
+def test_the_example_of_an_op_prints_what_the_page_says(page: Path) -> None:
+    """Comments behind a print are what it prints."""
+    code = re.findall(r"## Example\n\n```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+    promised = [
+        line.removeprefix("# ")
+        for block in re.findall(r"^print\(.*\n((?:#.*\n)+)", code, re.MULTILINE)
+        for line in block.splitlines()
+    ]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, {})
+    assert promised and printed.getvalue().splitlines() == promised
 
 
 def examples(section: str) -> list[str]:

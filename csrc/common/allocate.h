@@ -2,11 +2,12 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <array>
 #include <cstring>
 #include <optional>
+
+#include "common/check.h"
 
 namespace grpo_kernels {
 
@@ -19,7 +20,7 @@ inline bool poison_allocations = false;
 // through the dispatcher, which takes longer than a small op.
 inline Tensor empty_tensor(const Tensor& like, const int64_t* sizes, int64_t dimensions, int32_t dtype) {
   std::array<int64_t, 8> strides{};
-  STD_TORCH_CHECK(dimensions <= static_cast<int64_t>(strides.size()), "cannot allocate ", dimensions, " dimensions");
+  GRPO_CHECK(dimensions <= static_cast<int64_t>(strides.size()), "cannot allocate ", dimensions, " dimensions");
   int64_t length = 1;
   for (int64_t d = dimensions - 1; d >= 0; --d) {
     strides[d] = length > 0 ? length : 1;
@@ -27,10 +28,10 @@ inline Tensor empty_tensor(const Tensor& like, const int64_t* sizes, int64_t dim
   }
   int32_t device_type = 0;
   AtenTensorHandle handle = nullptr;
-  STD_TORCH_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == AOTI_TORCH_SUCCESS &&
-                      aoti_torch_empty_strided(dimensions, sizes, strides.data(), dtype, device_type,
-                                               like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS,
-                  "cannot allocate a tensor of ", length, " elements");
+  GRPO_CHECK(aoti_torch_get_device_type(like.get(), &device_type) == AOTI_TORCH_SUCCESS &&
+                 aoti_torch_empty_strided(dimensions, sizes, strides.data(), dtype, device_type,
+                                          like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS,
+             "cannot allocate a tensor of ", length, " elements");
   Tensor tensor(handle);
   if (poison_allocations && tensor.is_cpu()) memset(tensor.mutable_data_ptr(), 0xFF, length * tensor.element_size());
   return tensor;
@@ -51,7 +52,7 @@ Record* allocate_records(std::optional<Tensor>& memory, const Tensor& like, int6
 
 inline int32_t dtype_of(const Tensor& tensor) {
   int32_t dtype = 0;
-  STD_TORCH_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype) == AOTI_TORCH_SUCCESS, "cannot read a tensor's dtype");
+  GRPO_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype) == AOTI_TORCH_SUCCESS, "cannot read a tensor's dtype");
   return dtype;
 }
 

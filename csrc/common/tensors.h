@@ -1,11 +1,11 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <optional>
 #include <vector>
 
+#include "common/check.h"
 #include "common/half_bits.h"
 
 // Checks and data access shared by the ops. Python checks the arguments of users; the checks here keep a direct call of
@@ -16,10 +16,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline void check_array(const char* op, const char* name, const Tensor& tensor, int64_t length, ScalarType dtype) {
-  STD_TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
-  STD_TORCH_CHECK(tensor.numel() == length, op, ": ", name, " must have ", length, " elements, got ", tensor.numel());
-  STD_TORCH_CHECK(tensor.scalar_type() == dtype, op, ": ", name, " must be ", torch::headeronly::toString(dtype),
-                  ", got ", torch::headeronly::toString(tensor.scalar_type()));
+  GRPO_CHECK(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
+  GRPO_CHECK(tensor.numel() == length, op, ": ", name, " must have ", length, " elements, got ", tensor.numel());
+  GRPO_CHECK(tensor.scalar_type() == dtype, op, ": ", name, " must be ", torch::headeronly::toString(dtype), ", got ",
+             torch::headeronly::toString(tensor.scalar_type()));
 }
 
 // For an optional argument; nothing to check where it is not given.
@@ -30,15 +30,15 @@ inline void check_array(const char* op, const char* name, const std::optional<Te
 
 inline void check_float_or_double(const char* op, const char* name, const Tensor& tensor) {
   const ScalarType dtype = tensor.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Double || dtype == ScalarType::Float, op, ": ", name,
-                  " must be float32 or float64, got ", torch::headeronly::toString(dtype));
+  GRPO_CHECK(dtype == ScalarType::Double || dtype == ScalarType::Float, op, ": ", name,
+             " must be float32 or float64, got ", torch::headeronly::toString(dtype));
 }
 
 template <typename Settings>
 Settings check_settings(const char* op, const std::vector<int64_t>& modes, const std::vector<double>& coefficients) {
-  STD_TORCH_CHECK(modes.size() == Settings::kModes && coefficients.size() == Settings::kCoefficients, op,
-                  ": modes and coefficients must have ", Settings::kModes, " and ", Settings::kCoefficients,
-                  " numbers, got ", modes.size(), " and ", coefficients.size());
+  GRPO_CHECK(modes.size() == Settings::kModes && coefficients.size() == Settings::kCoefficients, op,
+             ": modes and coefficients must have ", Settings::kModes, " and ", Settings::kCoefficients,
+             " numbers, got ", modes.size(), " and ", coefficients.size());
   return Settings::from(modes.data(), coefficients.data());
 }
 
@@ -46,9 +46,9 @@ Settings check_settings(const char* op, const std::vector<int64_t>& modes, const
 inline void check_packed_bounds(const char* op, const int64_t* cu_seqlens, int64_t rows, int64_t tokens) {
   for (int64_t row = 0; row <= rows; ++row) {
     const int64_t low = row == 0 ? 0 : cu_seqlens[row - 1], high = row == 0 ? 0 : tokens;
-    STD_TORCH_CHECK(cu_seqlens[row] >= low && cu_seqlens[row] <= high, op,
-                    ": cu_seqlens must ascend from 0 to at most the number of tokens, ", tokens, ", got ",
-                    cu_seqlens[row], " at ", row);
+    GRPO_CHECK(cu_seqlens[row] >= low && cu_seqlens[row] <= high, op,
+               ": cu_seqlens must ascend from 0 to at most the number of tokens, ", tokens, ", got ", cu_seqlens[row],
+               " at ", row);
   }
 }
 
@@ -79,8 +79,8 @@ void for_float_dtype(const char* op, const char* name, const Tensor& tensor, Run
   if constexpr (kDouble) {
     if (tensor.scalar_type() == ScalarType::Double) return run(static_cast<double*>(nullptr));
   }
-  STD_TORCH_CHECK(false, op, ": ", name, " must be float16, bfloat16", kDouble ? ", float32 or float64" : " or float32",
-                  ", got ", torch::headeronly::toString(tensor.scalar_type()));
+  GRPO_CHECK(false, op, ": ", name, " must be float16, bfloat16", kDouble ? ", float32 or float64" : " or float32",
+             ", got ", torch::headeronly::toString(tensor.scalar_type()));
 }
 
 }  // namespace grpo_kernels

@@ -74,9 +74,8 @@ void for_each_group(const int64_t* ids, int64_t rows, Run run) {
 
 // `sum` is not finite if an input of the row is not.
 void check_finite(double sum, int64_t row) {
-  STD_TORCH_CHECK(std::isfinite(sum), kOp,
-                  ": rewards, values and log-probs must be finite where the mask is True, got infinity or NaN in row ",
-                  row);
+  GRPO_CHECK(std::isfinite(sum), kOp,
+             ": rewards, values and log-probs must be finite where the mask is True, got infinity or NaN in row ", row);
 }
 
 // Baselines for use without a critic: the mean return of the group's rows that have tokens.
@@ -256,10 +255,9 @@ SegmentTensors endpoint_segments_cpu(Tensor rewards, Tensor logprobs, Tensor old
                                      std::optional<Tensor> groups, Tensor threshold, std::vector<int64_t> modes,
                                      std::vector<double> coefficients) {
   const SegmentSettings settings = check_settings<SegmentSettings>(kOp, modes, coefficients);
-  STD_TORCH_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp,
-                  ": rewards must have shape [B, T], or [M] with cu_seqlens");
-  STD_TORCH_CHECK(groups || (values && settings.norm != SegmentNorm::kPrompt), kOp,
-                  ": groups must be given without values or with norm='prompt', got none");
+  GRPO_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
+  GRPO_CHECK(groups || (values && settings.norm != SegmentNorm::kPrompt), kOp,
+             ": groups must be given without values or with norm='prompt', got none");
   check_float_or_double(kOp, "rewards", rewards);
   check_array(kOp, "threshold", threshold, 1, ScalarType::Double);
   const double tau = *static_cast<const double*>(threshold.const_data_ptr());

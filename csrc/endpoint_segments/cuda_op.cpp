@@ -27,10 +27,10 @@ SegmentTensors endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor ol
                                       std::optional<Tensor> order, std::optional<Tensor> starts, Tensor threshold,
                                       std::vector<int64_t> modes, std::vector<double> coefficients) {
   const SegmentSettings settings = check_settings<SegmentSettings>(kOp, modes, coefficients);
-  STD_TORCH_CHECK(rewards.dim() == (bounds ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
+  GRPO_CHECK(rewards.dim() == (bounds ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
   const bool by_group = !values || settings.norm == SegmentNorm::kPrompt;
-  STD_TORCH_CHECK(order.has_value() == by_group && starts.has_value() == by_group, kOp,
-                  ": order and starts must be given without values or with norm='prompt', and only then");
+  GRPO_CHECK(order.has_value() == by_group && starts.has_value() == by_group, kOp,
+             ": order and starts must be given without values or with norm='prompt', and only then");
   const int64_t total = rewards.numel(), rows = bounds ? bounds->numel() - 1 : rewards.size(0);
   const auto dtype = rewards.scalar_type();
   check_float_or_double(kOp, "rewards", rewards);

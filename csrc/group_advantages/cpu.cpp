@@ -234,6 +234,15 @@ void compute(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, const i
   if (in.plan.needs_batch()) finish_batch(in, out);
 }
 
+// The rule of check_lengths in reference.py.
+void check_lengths(const double* lengths, int64_t rows) {
+  if (lengths == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    GRPO_CHECK(lengths[row] >= 0 && std::isfinite(lengths[row]), kOp, ": lengths must be finite and not negative, got ",
+               lengths[row], " in row ", row);
+  }
+}
+
 }  // namespace
 
 AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> groups, int64_t group_size,
@@ -245,8 +254,9 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
       advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, modes, coefficients);
   check_array(kOp, "groups", groups, in.rows, ScalarType::Long);
   if (!groups) check_group_size(group_size, in.rows);
-  STD_TORCH_CHECK(in.rows <= std::numeric_limits<int32_t>::max(), kOp,
-                  ": rewards must have at most 2^31 - 1 rows, got ", in.rows);
+  GRPO_CHECK(in.rows <= std::numeric_limits<int32_t>::max(), kOp, ": rewards must have at most 2^31 - 1 rows, got ",
+             in.rows);
+  check_lengths(optional_data<double>(lengths), in.rows);
   const AdvantageResults results(in);
   if (in.rows == 0) return results.tensors();  // arrays without elements are null, as if not given
   const auto run = [&](auto zero) {

@@ -26,8 +26,8 @@ AdvantageTensors group_advantages_cuda(Tensor rewards, std::optional<Tensor> ord
   check_array(op, "parent", parent, in.rows, ScalarType::Long);
   check_array(op, "parent_starts", parent_starts, in.rows + 1, ScalarType::Long);
   if (!starts) check_group_size(group_size, in.rows);
-  STD_TORCH_CHECK(in.columns <= kMaxColumns, op, ": rewards must have at most ", kMaxColumns,
-                  " columns on backend 'cuda', got ", in.columns, "; use backend='triton' or 'reference'");
+  GRPO_CHECK(in.columns <= kMaxColumns, op, ": rewards must have at most ", kMaxColumns,
+             " columns on backend 'cuda', got ", in.columns, "; use backend='triton' or 'reference'");
   const AdvantageResults results(in);
   if (in.rows == 0) return results.tensors();
 

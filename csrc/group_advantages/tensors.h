@@ -1,13 +1,13 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/check.h"
 #include "common/tensors.h"
 #include "group_advantages/batch.h"
 
@@ -55,16 +55,16 @@ inline AdvantageInputs advantage_inputs(Tensor rewards, std::optional<Tensor> su
   check_array(op, "valid", valid, rows, ScalarType::Bool);
   check_array(op, "lengths", lengths, rows, ScalarType::Double);
   check_array(op, "baselines", baselines, rows, dtype);
-  STD_TORCH_CHECK(weights.empty() || static_cast<int64_t>(weights.size()) == columns, op, ": weights must have ",
-                  columns, " elements, got ", weights.size());
+  GRPO_CHECK(weights.empty() || static_cast<int64_t>(weights.size()) == columns, op, ": weights must have ", columns,
+             " elements, got ", weights.size());
   const std::vector<double> all_weights = weights.empty() ? std::vector<double>(columns, 1.0) : weights;
   const AdvantagePlan plan = check_settings<AdvantagePlan>(op, modes, coefficients);
   return {rewards, subgroups, valid, lengths, baselines, all_weights, !weights.empty(), plan, rows, columns};
 }
 
 inline void check_group_size(int64_t group_size, int64_t rows) {
-  STD_TORCH_CHECK(group_size > 0 && rows % group_size == 0, AdvantageInputs::kOp, ": group_size must divide ", rows,
-                  ", got ", group_size);
+  GRPO_CHECK(group_size > 0 && rows % group_size == 0, AdvantageInputs::kOp, ": group_size must divide ", rows,
+             ", got ", group_size);
 }
 
 // The results of the op, not initialised.

@@ -28,10 +28,10 @@ std::tuple<Tensor, Tensor> logits_policy_gradient_cuda(
     bool needs_entropy_gradient) {
   const RowTensors rows{targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}};
   const LogitLayout layout = check_rows(logits, rows), gradient_layout = check_logits(gradient);
-  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::BFloat16 && gradient.scalar_type() == ScalarType::BFloat16, kOp,
-                  ": logits and gradient must be of dtype bfloat16");
-  STD_TORCH_CHECK(gradient_layout.rows == layout.rows && gradient_layout.columns == layout.columns, kOp,
-                  ": gradient must have the shape of the logits");
+  GRPO_CHECK(logits.scalar_type() == ScalarType::BFloat16 && gradient.scalar_type() == ScalarType::BFloat16, kOp,
+             ": logits and gradient must be of dtype bfloat16");
+  GRPO_CHECK(gradient_layout.rows == layout.rows && gradient_layout.columns == layout.columns, kOp,
+             ": gradient must have the shape of the logits");
   const int64_t shape[2] = {logits.size(0), logits.size(1)}, none = 0;
   // a packed batch is one row of logits
   const int64_t* const sizes = cu_seqlens ? shape + 1 : shape;
@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor> logits_policy_gradient_cuda(
   arrays.needs_entropy_gradient = needs_entropy_gradient;
   PolicyArrays<float>& policy = arrays.policy;
   policy.batch = inputs.batch<float>();
-  STD_TORCH_CHECK(!policy.batch.needs_whole_rows(), kOp, ": terms must not depend on other tokens of their row");
+  GRPO_CHECK(!policy.batch.needs_whole_rows(), kOp, ": terms must not depend on other tokens of their row");
   policy.normalizers = optional_data<double>(normalizers);
   const Tensor by_logprob = empty_vector(logits, inputs.tokens, aoti_torch_dtype_float32());
   policy.gradient = data_of<float>(by_logprob);

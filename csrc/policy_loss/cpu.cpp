@@ -53,9 +53,8 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
     for (int64_t t = first; t < last; ++t) {
       if (!in.is_valid(t)) continue;
       const int32_t segment = in.segments[t];
-      STD_TORCH_CHECK(segment >= previous && segment < in.length(row), kOp,
-                      ": segments must ascend from 0 along each row, got ", segment, " after ", previous, " in row ",
-                      row);
+      GRPO_CHECK(segment >= previous && segment < in.length(row), kOp,
+                 ": segments must ascend from 0 along each row, got ", segment, " after ", previous, " in row ", row);
       terms += segment != previous;
       previous = segment;
     }
@@ -432,7 +431,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
 Tensor select_tokens_cpu(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
                          std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> kinds,
                          bool is_bounded, double ratio, std::vector<double> bounds) {
-  STD_TORCH_CHECK(bounds.size() == 4, kOp, ": bounds must have 4 numbers, got ", bounds.size());
+  GRPO_CHECK(bounds.size() == 4, kOp, ": bounds must have 4 numbers, got ", bounds.size());
   PolicyPlan plan{};
   plan.low = bounds[2], plan.high = bounds[3];
   const int64_t tokens = logprobs.numel(), rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0);

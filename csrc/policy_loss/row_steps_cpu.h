@@ -29,8 +29,8 @@ struct PolicyRows {
         tokens(logprobs.numel()),
         width(cu_seqlens ? 0 : logprobs.size(1)),
         bounds(optional_data<int64_t>(cu_seqlens)) {
-    STD_TORCH_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), PolicyInputs::kOp,
-                    ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
+    GRPO_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), PolicyInputs::kOp,
+               ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
     check_float_or_double(PolicyInputs::kOp, "logprobs", logprobs);
     check_array(PolicyInputs::kOp, "logprobs", logprobs, tokens, logprobs.scalar_type());
     check_array(PolicyInputs::kOp, "old_logprobs", base, tokens, logprobs.scalar_type());
@@ -75,7 +75,7 @@ inline std::tuple<Tensor, Tensor> policy_row_sums_cpu(Tensor logprobs, Tensor ba
 inline Tensor policy_future_kl_cpu(Tensor logprobs, Tensor old_logprobs, Tensor advantages, std::optional<Tensor> mask,
                                    std::optional<Tensor> cu_seqlens, std::vector<double> settings) {
   const PolicyRows in(logprobs, old_logprobs, mask, cu_seqlens);
-  STD_TORCH_CHECK(settings.size() == 7, PolicyInputs::kOp, ": settings must have 7 numbers, got ", settings.size());
+  GRPO_CHECK(settings.size() == 7, PolicyInputs::kOp, ": settings must have 7 numbers, got ", settings.size());
   const bool by_row = advantages.dim() != logprobs.dim() || advantages.numel() != in.tokens;
   check_array(PolicyInputs::kOp, "advantages", advantages, by_row ? in.rows : in.tokens, logprobs.scalar_type());
   Tensor weights = empty_tensor(logprobs, logprobs.sizes().data(), logprobs.dim(), dtype_of(logprobs));

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <limits>
 #include <optional>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/check.h"
 #include "common/tensors.h"
 #include "policy_loss/batch.h"
 
@@ -76,11 +76,11 @@ inline void check_inputs(const PolicyInputs& in) {
   check_array(op, "entropy_floor", in.entropy_floor, 1, dtype);
   check_array(op, "weights", in.weights, in.tokens, dtype);
   check_array(op, "normalizers", in.normalizers, 4, ScalarType::Double);
-  STD_TORCH_CHECK(in.segments || !in.plan.by_segment(), op, ": segments must be given for this ratio, got none");
-  STD_TORCH_CHECK(!in.kinds || (!in.plan.by_segment() && in.plan.loss != Loss::kGeoMean), op,
-                  ": kinds must be left out where terms are segments or rows, got a tensor");
-  STD_TORCH_CHECK(in.sampling_logprobs || in.plan.correction == Correction::kNone, op,
-                  ": sampling_logprobs must be given for this correction, got none");
+  GRPO_CHECK(in.segments || !in.plan.by_segment(), op, ": segments must be given for this ratio, got none");
+  GRPO_CHECK(!in.kinds || (!in.plan.by_segment() && in.plan.loss != Loss::kGeoMean), op,
+             ": kinds must be left out where terms are segments or rows, got a tensor");
+  GRPO_CHECK(in.sampling_logprobs || in.plan.correction == Correction::kNone, op,
+             ": sampling_logprobs must be given for this correction, got none");
 }
 
 inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
@@ -92,9 +92,9 @@ inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> old_log
                                   std::optional<Tensor> normalizers, std::vector<double> counts,
                                   const std::vector<int64_t>& modes, const std::vector<double>& coefficients) {
   const char* const op = PolicyInputs::kOp;
-  STD_TORCH_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
-                  ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
-  STD_TORCH_CHECK(counts.size() == 3, op, ": counts must have 3 numbers, got ", counts.size());
+  GRPO_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
+             ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
+  GRPO_CHECK(counts.size() == 3, op, ": counts must have 3 numbers, got ", counts.size());
   check_float_or_double(op, "logprobs", logprobs);
   const PolicyPlan plan = check_settings<PolicyPlan>(op, modes, coefficients);
   const int64_t rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0), tokens = logprobs.numel();

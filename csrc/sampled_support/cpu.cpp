@@ -26,10 +26,9 @@ EntryArrays check_entries(const Tensor& token_ids, const Tensor& rows, int64_t r
   const EntryArrays entries{int64_data(token_ids), int64_data(rows), count};
   for (int64_t e = 0; e < count; ++e) {
     const int64_t id = entries.token_ids[e], row = entries.rows[e];
-    STD_TORCH_CHECK(id >= 0 && id < columns, kSupportOp, ": token_ids must be in [0, ", columns, "), got ", id, " at ",
-                    e);
-    STD_TORCH_CHECK(row >= -1 && row < row_count, kSupportOp, ": rows must be in [-1, ", row_count, "), got ", row,
-                    " at ", e);
+    GRPO_CHECK(id >= 0 && id < columns, kSupportOp, ": token_ids must be in [0, ", columns, "), got ", id, " at ", e);
+    GRPO_CHECK(row >= -1 && row < row_count, kSupportOp, ": rows must be in [-1, ", row_count, "), got ", row, " at ",
+               e);
   }
   return entries;
 }
@@ -39,8 +38,8 @@ const int64_t* check_bounds(const Tensor& bounds, int64_t rows, int64_t count) {
   const int64_t* const data = int64_data(bounds);
   for (int64_t row = 0; row <= rows; ++row) {
     const int64_t low = row == 0 ? 0 : data[row - 1], high = row == 0 ? 0 : count;
-    STD_TORCH_CHECK(data[row] >= low && data[row] <= high, kSupportOp, ": bounds must ascend from 0 to at most ", count,
-                    ", got ", data[row], " at ", row);
+    GRPO_CHECK(data[row] >= low && data[row] <= high, kSupportOp, ": bounds must ascend from 0 to at most ", count,
+               ", got ", data[row], " at ", row);
   }
   return data;
 }
@@ -120,8 +119,8 @@ void add_weight(const Wide<T>* by_logits, const Tensor& hidden, const EntryArray
 Tensor sampled_support_logits_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, Tensor token_ids,
                                   Tensor rows, Tensor /*bounds*/, Tensor /*order*/) {
   const MatrixLayout states = check_matrix("hidden", hidden), table = check_matrix("weight", weight);
-  STD_TORCH_CHECK(states.columns == table.columns, kSupportOp, ": weight must have ", states.columns, " columns, got ",
-                  table.columns);
+  GRPO_CHECK(states.columns == table.columns, kSupportOp, ": weight must have ", states.columns, " columns, got ",
+             table.columns);
   check_same_dtype("weight", weight, hidden);
   check_array(kSupportOp, "bias", bias, table.rows, hidden.scalar_type());
   const EntryArrays entries = check_entries(token_ids, rows, states.rows, table.rows);
@@ -166,8 +165,8 @@ void sampled_support_add_weight_cpu(Tensor by_logits, Tensor hidden, Tensor toke
   check_array(kSupportOp, "order", order, count, ScalarType::Long);
   const int64_t* const places = int64_data(order);
   for (int64_t place = 0; place < count; ++place) {
-    STD_TORCH_CHECK(places[place] >= 0 && places[place] < count, kSupportOp, ": order must be in [0, ", count,
-                    "), got ", places[place], " at ", place);
+    GRPO_CHECK(places[place] >= 0 && places[place] < count, kSupportOp, ": order must be in [0, ", count, "), got ",
+               places[place], " at ", place);
   }
   for_float_dtype<true>(kSupportOp, "hidden", hidden, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;

@@ -51,8 +51,8 @@ CorrectionTensors sampling_correction_cpu(Tensor old_logprobs, Tensor sampling_l
 // One pass of M2PO's search; see bits_histogram in ops/sampling_correction/m2.py.
 Tensor bits_histogram_cpu(Tensor bits, Tensor prefix, int64_t level) {
   const char* const op = "bits_histogram";
-  STD_TORCH_CHECK(level >= 0 && level < static_cast<int64_t>(kBitsDigits.size()), op, ": level must be 0 to ",
-                  kBitsDigits.size() - 1, ", got ", level);
+  GRPO_CHECK(level >= 0 && level < static_cast<int64_t>(kBitsDigits.size()), op, ": level must be 0 to ",
+             kBitsDigits.size() - 1, ", got ", level);
   const int64_t count = bits.numel();
   check_array(op, "bits", bits, count, ScalarType::Int);
   check_array(op, "prefix", prefix, 1, ScalarType::Int);

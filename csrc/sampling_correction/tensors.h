@@ -1,7 +1,6 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <array>
 #include <optional>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "common/allocate.h"
+#include "common/check.h"
 #include "common/tensors.h"
 #include "sampling_correction/batch.h"
 
@@ -50,13 +50,12 @@ inline CorrectionPlan correction_plan(const std::vector<int64_t>& statistics, co
                                       const std::vector<int64_t>& modes, const std::vector<double>& coefficients) {
   const char* const op = CorrectionCall::kOp;
   const size_t count = statistics.size();
-  STD_TORCH_CHECK(count <= kMaxRejections && bounds.size() == 2 * count, op,
-                  ": statistics and bounds must have at most ", kMaxRejections, " and twice as many numbers, got ",
-                  count, " and ", bounds.size());
+  GRPO_CHECK(count <= kMaxRejections && bounds.size() == 2 * count, op, ": statistics and bounds must have at most ",
+             kMaxRejections, " and twice as many numbers, got ", count, " and ", bounds.size());
   CorrectionPlan plan{check_settings<CorrectionSettings>(op, modes, coefficients), static_cast<int>(count), {}};
   for (size_t i = 0; i < count; ++i) {
-    STD_TORCH_CHECK(statistics[i] >= 0 && statistics[i] < kMaxRejections, op, ": statistics must be below ",
-                    kMaxRejections, ", got ", statistics[i]);
+    GRPO_CHECK(statistics[i] >= 0 && statistics[i] < kMaxRejections, op, ": statistics must be below ", kMaxRejections,
+               ", got ", statistics[i]);
     plan.rejections[i] = {static_cast<Level>(statistics[i] / kEstimators),
                           static_cast<Estimator>(statistics[i] % kEstimators), bounds[2 * i], bounds[2 * i + 1]};
   }
@@ -67,9 +66,8 @@ inline CorrectionCall correction_call(Tensor old_logprobs, Tensor sampling_logpr
                                       std::optional<Tensor> cu_seqlens, std::optional<Tensor> m2_ceiling,
                                       const CorrectionPlan& plan) {
   const char* const op = CorrectionCall::kOp;
-  STD_TORCH_CHECK(old_logprobs.dim() == (cu_seqlens ? 1 : 2), op,
-                  ": old_logprobs must have shape [B, T], or [M] with cu_seqlens, got ", old_logprobs.dim(),
-                  " dimensions");
+  GRPO_CHECK(old_logprobs.dim() == (cu_seqlens ? 1 : 2), op,
+             ": old_logprobs must have shape [B, T], or [M] with cu_seqlens, got ", old_logprobs.dim(), " dimensions");
   check_float_or_double(op, "old_logprobs", old_logprobs);
   const int64_t rows = cu_seqlens ? cu_seqlens->numel() - 1 : old_logprobs.size(0), tokens = old_logprobs.numel();
   check_array(op, "old_logprobs", old_logprobs, tokens, old_logprobs.scalar_type());

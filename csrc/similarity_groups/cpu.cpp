@@ -64,13 +64,13 @@ void for_each_prompt(const Prompts& prompts, int64_t depth, Visit visit) {
 // Offsets and order are the caller's: an index outside the rows would read foreign memory.
 void check_offsets(const Prompts& prompts, int64_t rows) {
   for (int64_t p = 0; p < prompts.count; ++p) {
-    STD_TORCH_CHECK(prompts.begin(p) >= 0 && prompts.begin(p + 1) <= rows && prompts.rows(p) >= 0 &&
-                        prompts.rows(p) <= prompts.size,
-                    kSimilarityOp, ": offsets must ascend within [0, ", rows, "] by at most ", prompts.size);
+    GRPO_CHECK(prompts.begin(p) >= 0 && prompts.begin(p + 1) <= rows && prompts.rows(p) >= 0 &&
+                   prompts.rows(p) <= prompts.size,
+               kSimilarityOp, ": offsets must ascend within [0, ", rows, "] by at most ", prompts.size);
   }
   for (int64_t i = 0; prompts.order != nullptr && i < rows; ++i) {
-    STD_TORCH_CHECK(prompts.order[i] >= 0 && prompts.order[i] < rows, kSimilarityOp, ": order must be in [0, ", rows,
-                    "), got ", prompts.order[i], " at ", i);
+    GRPO_CHECK(prompts.order[i] >= 0 && prompts.order[i] < rows, kSimilarityOp, ": order must be in [0, ", rows,
+               "), got ", prompts.order[i], " at ", i);
   }
 }
 
@@ -124,8 +124,8 @@ struct Embeddings {
 // Calls run with a null pointer to the element type.
 template <typename Run>
 void for_embedding_dtype(const Tensor& embeddings, Run run) {
-  STD_TORCH_CHECK(embeddings.dim() == 2 && embeddings.is_contiguous() && embeddings.size(1) > 0, kSimilarityOp,
-                  ": embeddings must be contiguous of shape [N, D] with D > 0");
+  GRPO_CHECK(embeddings.dim() == 2 && embeddings.is_contiguous() && embeddings.size(1) > 0, kSimilarityOp,
+             ": embeddings must be contiguous of shape [N, D] with D > 0");
   for_float_dtype<false>(kSimilarityOp, "embeddings", embeddings, run);
 }
 
@@ -145,8 +145,8 @@ struct DistanceTensor {
       : data(static_cast<const float*>(distances.const_data_ptr())),
         prompts(distances.dim() == 3 ? distances.size(0) : 0),
         size(distances.dim() == 3 ? distances.size(1) : 0) {
-    STD_TORCH_CHECK(distances.dim() == 3 && distances.size(2) == size && size <= kMaxItems, kSimilarityOp,
-                    ": distances must have shape [P, K, K] with K at most ", kMaxItems);
+    GRPO_CHECK(distances.dim() == 3 && distances.size(2) == size && size <= kMaxItems, kSimilarityOp,
+               ": distances must have shape [P, K, K] with K at most ", kMaxItems);
     check_array(kSimilarityOp, "distances", distances, prompts * size * size, ScalarType::Float);
   }
 

@@ -25,8 +25,8 @@ double* allocate_matrices(std::optional<Tensor>& memory, const Tensor& like, con
 }
 
 Prompts check_distances(const Tensor& distances) {
-  STD_TORCH_CHECK(distances.dim() == 3 && distances.size(1) == distances.size(2) && distances.size(1) <= kMaxItems,
-                  kSimilarityOp, ": distances must have shape [P, K, K] with K at most ", kMaxItems);
+  GRPO_CHECK(distances.dim() == 3 && distances.size(1) == distances.size(2) && distances.size(1) <= kMaxItems,
+             kSimilarityOp, ": distances must have shape [P, K, K] with K at most ", kMaxItems);
   check_array(kSimilarityOp, "distances", distances, distances.numel(), ScalarType::Float);
   return {distances.size(0), distances.size(1), nullptr, nullptr};
 }
@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor> pairwise_cosine_cuda(Tensor embeddings, std::optional
                                                 std::optional<Tensor> valid) {
   const int64_t rows = embeddings.size(0);
   const Prompts prompts = check_prompts(rows, order, offsets, num_groups, size);
-  STD_TORCH_CHECK(embeddings.dim() == 2 && embeddings.is_contiguous() && embeddings.size(1) > 0, kSimilarityOp,
-                  ": embeddings must be contiguous of shape [N, D] with D > 0");
+  GRPO_CHECK(embeddings.dim() == 2 && embeddings.is_contiguous() && embeddings.size(1) > 0, kSimilarityOp,
+             ": embeddings must be contiguous of shape [N, D] with D > 0");
   check_array(kSimilarityOp, "valid", valid, rows, ScalarType::Bool);
   const int64_t shape[3] = {num_groups, size, size};
   const Tensor distances = empty_tensor(embeddings, shape, 3, aoti_torch_dtype_float32());

@@ -163,9 +163,8 @@ TokenAdvantageTensors token_advantages_cpu(Tensor rewards, std::optional<Tensor>
                                            std::optional<Tensor> cu_seqlens, std::optional<Tensor> turns,
                                            std::vector<int64_t> modes, std::vector<double> coefficients) {
   const auto settings = check_settings<TokenAdvantageSettings>(kOp, modes, coefficients);
-  STD_TORCH_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp,
-                  ": rewards must have shape [B, T], or [M] with cu_seqlens");
-  STD_TORCH_CHECK(!cu_seqlens || cu_seqlens->numel() > 0, kOp, ": cu_seqlens must have shape [B + 1], got [0]");
+  GRPO_CHECK(rewards.dim() == (cu_seqlens ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
+  GRPO_CHECK(!cu_seqlens || cu_seqlens->numel() > 0, kOp, ": cu_seqlens must have shape [B + 1], got [0]");
   check_float_or_double(kOp, "rewards", rewards);
   return rewards.scalar_type() == ScalarType::Double ? run<double>(rewards, values, mask, cu_seqlens, turns, settings)
                                                      : run<float>(rewards, values, mask, cu_seqlens, turns, settings);

@@ -24,7 +24,7 @@ TokenAdvantageTensors token_advantages_cuda(Tensor rewards, std::optional<Tensor
                                             std::optional<Tensor> bounds, std::optional<Tensor> turns,
                                             std::vector<int64_t> modes, std::vector<double> coefficients) {
   const auto settings = check_settings<TokenAdvantageSettings>(kOp, modes, coefficients);
-  STD_TORCH_CHECK(rewards.dim() == (bounds ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
+  GRPO_CHECK(rewards.dim() == (bounds ? 1 : 2), kOp, ": rewards must have shape [B, T], or [M] with cu_seqlens");
   const int64_t total = rewards.numel(), rows = bounds ? bounds->numel() - 1 : rewards.size(0);
   const auto dtype = rewards.scalar_type();
   check_float_or_double(kOp, "rewards", rewards);

@@ -49,9 +49,8 @@ void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_lo
     using T = std::remove_pointer_t<decltype(logit_type)>;
     const auto in = arrays_of<T>(logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}});
     check_upstream(in.layout, ScalarType::Float, {grad_logprobs, grad_entropy, normalizer, entropy});
-    STD_TORCH_CHECK(
-        layout.rows == in.layout.rows && layout.columns == in.layout.columns && layout.inner == in.layout.inner,
-        kLogprobsOp, ": gradient must have the shape of the logits");
+    GRPO_CHECK(layout.rows == in.layout.rows && layout.columns == in.layout.columns && layout.inner == in.layout.inner,
+               kLogprobsOp, ": gradient must have the shape of the logits");
     if (in.layout.rows == 0) return;
     for_float_dtype<false>(kLogprobsOp, "gradient", gradient, [&](auto* gradient_type) {
       using G = std::remove_pointer_t<decltype(gradient_type)>;
@@ -64,8 +63,7 @@ void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_lo
                                     static_cast<const double*>(normalizer.const_data_ptr())};
         launch_token_logprobs_backward(in, out, current_stream(logits.get_device_index()));
       } else {
-        STD_TORCH_CHECK(false, kLogprobsOp,
-                        ": gradient must have the dtype of the logits, or a half of float32 logits");
+        GRPO_CHECK(false, kLogprobsOp, ": gradient must have the dtype of the logits, or a half of float32 logits");
       }
     });
   });

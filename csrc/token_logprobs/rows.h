@@ -59,8 +59,8 @@ void forward_rows(const LogitRows<T>& in, Wide<T>* logprobs, Wide<T>* entropy, d
     normalizer[row] = result.normalizer;
   });
   const int64_t row = first_wrong.load();
-  STD_TORCH_CHECK(row == in.layout.rows, kLogprobsOp, ": targets must be in [0, ", in.columns(row), ") or ",
-                  kIgnoredTarget, ", got ", in.targets[row], " in row ", row);
+  GRPO_CHECK(row == in.layout.rows, kLogprobsOp, ": targets must be in [0, ", in.columns(row), ") or ", kIgnoredTarget,
+             ", got ", in.targets[row], " in row ", row);
 }
 
 template <typename T>

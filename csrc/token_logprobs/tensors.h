@@ -17,10 +17,9 @@ constexpr const char* kLogprobsOp = "token_logprobs";
 inline ScalarType wide_dtype(ScalarType dtype) { return dtype == ScalarType::Double ? dtype : ScalarType::Float; }
 
 inline LogitLayout check_logits(const Tensor& logits) {
-  STD_TORCH_CHECK(logits.dim() == 3 && logits.size(2) > 0, kLogprobsOp,
-                  ": logits must have shape [A, B, V] with V > 0");
-  STD_TORCH_CHECK(logits.stride(2) == 1 || logits.size(2) == 1, kLogprobsOp,
-                  ": logits must have stride 1 over columns, got ", logits.stride(2));
+  GRPO_CHECK(logits.dim() == 3 && logits.size(2) > 0, kLogprobsOp, ": logits must have shape [A, B, V] with V > 0");
+  GRPO_CHECK(logits.stride(2) == 1 || logits.size(2) == 1, kLogprobsOp,
+             ": logits must have stride 1 over columns, got ", logits.stride(2));
   return {logits.size(0) * logits.size(1), logits.size(2), logits.size(1), logits.stride(0), logits.stride(1)};
 }
 
@@ -50,8 +49,8 @@ inline void check_upstream(const LogitLayout& layout, ScalarType wide, const Ups
   check_array(kLogprobsOp, "grad_logprobs", upstream.grad_logprobs, layout.rows, wide);
   check_array(kLogprobsOp, "grad_entropy", upstream.grad_entropy, layout.rows, wide);
   check_array(kLogprobsOp, "entropy", upstream.entropy, layout.rows, wide);
-  STD_TORCH_CHECK(!upstream.grad_entropy || upstream.entropy, kLogprobsOp,
-                  ": entropy must be given with grad_entropy, got none");
+  GRPO_CHECK(!upstream.grad_entropy || upstream.entropy, kLogprobsOp,
+             ": entropy must be given with grad_entropy, got none");
 }
 
 // logprobs, entropy ([0] unless wanted) and normalizer, [A, B] each, not initialised

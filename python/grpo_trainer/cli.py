@@ -381,7 +381,9 @@ def _write_parts(parts: dict[Path, list[Any]], overwrite: bool) -> None:
 def report(arguments: Sequence[str] | None = None) -> int:
     text = "Write plots and a report page for a run, finished or not, or for several runs."
     parser = _parser("grpo-report", text, _REPORT_EXAMPLES)
-    parser.add_argument("folder", type=Path, nargs="?", help="folder of a run; the page is written into it")
+    parser.add_argument(
+        "folder", type=Path, nargs="*", help="folder of a run, one without --compare; the page is written into it"
+    )
     parser.add_argument(
         "--beside", type=Path, nargs="+", default=[], metavar="RUN", help="other runs whose step times are compared"
     )
@@ -395,6 +397,8 @@ def report(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if sum(map(bool, (options.folder, options.compare, options.adapters))) != 1:
         parser.error("one of a run's folder, --compare and --adapters is needed")
+    if len(options.folder) > 1:
+        parser.error(f"a page is of one run; for several: grpo-report --compare {' '.join(map(str, options.folder))}")
     if options.folder and options.output:
         parser.error("--output is that of --compare and --adapters; the page of a run is in its folder")
     if options.beside and not options.folder:
@@ -413,7 +417,7 @@ def report(arguments: Sequence[str] | None = None) -> int:
         else:
             from grpo_trainer.report import write_report
 
-            print(write_report(options.folder, options.beside))
+            print(write_report(options.folder[0], options.beside))
 
     return _run(draw)
 

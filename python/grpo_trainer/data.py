@@ -32,9 +32,14 @@ def numbered_jsonl(path: str | Path) -> Iterator[tuple[int, Line]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: must be JSON, got {text[:80]!r} ({error})") from None
+            raise ValueError(
+                f"{path}, line {number}: must be a JSON object, one on each line, got {text[:80]!r} ({error})"
+            ) from None
         if not isinstance(line, dict):
-            raise TypeError(f"{path}, line {number}: must be an object, got {type(line).__name__}")
+            raise TypeError(
+                f"{path}, line {number}: must be a JSON object, one on each line, got {type(line).__name__} "
+                f"{text[:80]!r}"
+            )
         yield number, line
 
 

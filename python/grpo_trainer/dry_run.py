@@ -1,5 +1,5 @@
 """Requirements of a recipe before it starts: files, packages, devices, memory. Nothing is trained or
-written, and of a model only its configuration is read."""
+written, and of a model only its configuration and, for a chat template, its tokenizer are read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from grpo_trainer import checkpoint, engine, memory
+from grpo_trainer.data import encode_prompt
 from grpo_trainer.embed import resolve
 from grpo_trainer.loading import check_four_bit
+from grpo_trainer.pretrained import load_tokenizer
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
 from grpo_trainer.rewards import load_reward, require_columns
@@ -80,6 +82,8 @@ def _checks(recipe: Recipe) -> Iterator[Check]:
     yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe, splits)
     yield from _model_checks(recipe.model)
+    if splits is not None:
+        yield lambda: _check_chat(recipe, splits)
     for kind in recipe.logging.to:
         yield lambda kind=kind: TRACKERS[kind](recipe)  # type: ignore[misc]
     for number, phase in enumerate(recipe.phases):
@@ -144,6 +148,22 @@ def _model_checks(model: Model) -> Iterator[Check]:
             yield _raising(f"{key} needs a GPU, and there is none")
 
 
+def _check_chat(recipe: Recipe, splits: Splits) -> None:
+    """Applies the chat template, if any, to the first prompt."""
+    model = recipe.model
+    prompts = [line[recipe.data.prompt] for line in (splits.train or splits.sft)[:1]]
+    for prompt in prompts:
+        if model.chat_template or model.chat_template_options or isinstance(prompt, list):
+            encode_prompt(_tokenizer(recipe, splits), prompt, model.chat_template, model.chat_template_options)
+
+
+def _tokenizer(recipe: Recipe, splits: Splits) -> Any:
+    model, tiny = recipe.model, recipe.model.tiny
+    if model.path != "tiny":
+        return load_tokenizer(model.path, model.trust_remote_code)
+    return train_tokenizer(corpus_of(recipe.data, splits), tiny.vocabulary, tiny.architecture == "seq2seq")
+
+
 def _rl_checks(key: str, rl: Rl) -> Iterator[Check]:
     if rl.rollout.engine == "vllm":
         yield lambda: engine.check_installed(f"{key}.rollout", rl.rollout)
@@ -189,8 +209,7 @@ def _skeleton(recipe: Recipe) -> memory.Skeleton:
     if recipe.model.path != "tiny":
         return memory.load_skeleton(recipe.model)
     tiny = recipe.model.tiny
-    corpus = corpus_of(recipe.data, load_splits(recipe.data, recipe.seed))
-    tokenizer = train_tokenizer(corpus, tiny.vocabulary, tiny.architecture == "seq2seq")
+    tokenizer = _tokenizer(recipe, load_splits(recipe.data, recipe.seed))
     return memory.make_skeleton(recipe.model, lambda attention: make_tiny(tiny, tokenizer, attention))
 
 

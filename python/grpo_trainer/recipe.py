@@ -236,10 +236,6 @@ class Phase:
     sft: Sft | None = key(None, "supervised phase")
     rl: Rl | None = key(None, "reinforcement phase")
 
-    def __post_init__(self) -> None:
-        if (self.sft is None) == (self.rl is None):
-            raise ValueError("phases: each must have either sft or rl")
-
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
@@ -327,6 +323,8 @@ def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = Fal
         if assignment.startswith("base="):
             raise ValueError(f"base: must be in a recipe's file, which overrides change, got {assignment!r}")
         override(values, assignment)
+    if isinstance(values.get("phases"), list):
+        values["phases"] = [phase for phase in values["phases"] if phase is not None]  # as null in a file removes one
     return build(Recipe, values)
 
 
@@ -380,9 +378,10 @@ def _read(path: Path, readers: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A file merged into its base; `readers` are the files whose base it is."""
     if path.resolve() in readers:
         raise ValueError(f"base: must not lead back to a file that it is the base of, got {str(path)!r}")
-    values = read_yaml(read_text(path), str(path)) or {}
+    values = read_yaml(read_text(path), str(path))
     if not isinstance(values, dict):
-        raise TypeError(f"{path}: must be a mapping, got {type(values).__name__}")
+        got = "an empty file" if values is None else f"{type(values).__name__} {values!r:.80}"
+        raise TypeError(f"{path}: must be a mapping of a recipe's keys, got {got}; grpo-train --keys lists them")
     base = values.pop("base", None)
     if base is None:
         return values

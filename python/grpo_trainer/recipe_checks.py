@@ -44,6 +44,8 @@ def _rules(recipe: Any) -> Iterator[Rule]:
     yield from _data(recipe.data)
     yield from _sharding(recipe)
     for i, phase in enumerate(recipe.phases):
+        kinds = [kind for kind in ("sft", "rl") if getattr(phase, kind) is not None]
+        yield f"phases.{i}", kinds, len(kinds) == 1, "must have either sft or rl"
         if phase.sft is not None:
             yield from _sft(f"phases.{i}.sft", phase.sft)
         if phase.rl is not None:

@@ -312,8 +312,8 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("text", "arguments", "message"),
     [
-        ('{"a": 1}\n{"a": \n', [], "replies.jsonl, line 2: must be JSON"),
-        ('{"a": 1}\n[1]\n', [], "replies.jsonl, line 2: must be an object, got list"),
+        ('{"a": 1}\n{"a": \n', [], "replies.jsonl, line 2: must be a JSON object, one on each line"),
+        ('{"a": 1}\n[1]\n', [], "replies.jsonl, line 2: must be a JSON object, one on each line, got list '[1]'"),
         ('{"a": 1}\n{"a": "x"}\n', ["--by", "a"], "--by: a must be a number on every line, got 'x' on line 2"),
         ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
         ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),

@@ -233,6 +233,10 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
             ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:without_columns'}}]"],
             r"^phases\.1\.rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
         ),
+        (
+            ["model.chat_template=true"],
+            r"^model\.chat_template: true needs a tokenizer with a chat template, and that of model\.path has none$",
+        ),
     ],
 )
 def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -75,6 +75,9 @@ def test_files_that_are_not_text_or_yaml_are_named(tmp_path: Path, capsys: pytes
     broken.write_bytes(b"name: \xff")
     with pytest.raises(ValueError, match=r"broken.yaml: must be UTF-8, got 0xff at byte 6$"):
         recipe.load(broken)
+    broken.write_text("# nothing\n")
+    with pytest.raises(TypeError, match=r"broken.yaml: must be a mapping of a recipe's keys, got an empty file; grpo"):
+        recipe.load(broken)
     broken.write_text("phases: [{rl: {steps: 3}\nname: x")
     assert cli.train([str(broken)]) == 2
     error = capsys.readouterr().err
@@ -97,6 +100,22 @@ def test_a_reward_that_hangs_is_an_error_or_skipped() -> None:
     assert score(settings, [hangs], rollout(["a", "b"])).skipped == 2
     with pytest.raises(ValueError, match=r"phases.1.rl.rewards.0.timeout: must be positive, got -1"):
         small.recipe(Path("run"), "phases.1.rl.rewards=[{name: exact, timeout: -1.0}]")
+
+
+def ends(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    raise SystemExit("no key for the service")
+
+
+async def waits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_a_reward_that_ends_the_process_or_is_async_is_named() -> None:
+    with pytest.raises(RewardError, match=r"^reward 'mine:ends' raised SystemExit: no key for the service"):
+        score([Reward(name="mine:ends")], [ends], rollout(["a"]))
+    assert score([Reward(name="mine:ends", on_error="skip")], [ends], rollout(["a", "b"])).skipped == 2
+    with pytest.raises(RewardError, match=r"^reward 'mine:waits' must be a function that is not async, got a corout"):
+        score([Reward(name="mine:waits")], [waits], rollout(["a"]))  # type: ignore[list-item]
 
 
 def test_a_call_in_time_is_passed_on() -> None:

@@ -24,7 +24,8 @@ from tests.trainer import small
         ({"seed": True}, r"^seed: must be int, got bool True"),
         ({"model": {"dtype": "float23"}}, r"^model.dtype: must be one of .*, got 'float23'; the nearest is 'float32'$"),
         ({"phases": {}}, r"^phases: must be list of Phase, got dict"),
-        ({"phases": [{}]}, r"^phases: each must have either sft or rl"),
+        ({"phases": [{}]}, r"^phases.0: must have either sft or rl, got \[\]$"),
+        ({"phases": [{"sft": {}}, {"sft": {}, "rl": {}}]}, r"^phases.1: must have either .*, got \['sft', 'rl'\]$"),
         ({"model": 3}, r"^model: must be a mapping, got int 3"),
         ({"data": {"task": None}}, r"^data.train: must be given without a task, got None"),
         ({"model": {"four_bit": True}}, r"^model.four_bit: requires lora, got True"),
@@ -147,6 +148,8 @@ def test_a_base_is_read_first(tmp_path: Path) -> None:
     sft, rl = recipe.phases[0].sft, recipe.phases[1].rl
     assert sft is not None and rl is not None
     assert (recipe.seed, recipe.name, sft.steps, rl.steps, rl.epochs) == (3, "own", 1, 7, 3)
+    alone = load(tmp_path / "own.yaml", ["phases.0=null", "phases.1.rl.epochs=3"])
+    assert [phase.rl for phase in alone.phases] == [rl]
     with pytest.raises(FileNotFoundError, match=r"recipe: no file 'arithmatic'; the nearest is 'arithmetic', and"):
         load("arithmatic")
 

@@ -57,7 +57,8 @@ def group_advantages(
         groups: an int (groups of that many consecutive rows) or integer ids [N], in any order, sparse or negative
         subgroups: integer labels [N] that split each group; rows with a negative label are left out
         valid: bool [N]; False means not scored
-        lengths: tokens of each row [N]; required by center="length" and whiten="tokens", otherwise refused
+        lengths: tokens of each row [N], of which the CPU refuses negative ones; required by center="length" and
+            whiten="tokens", otherwise refused
         baselines: [N]; required by center="baseline", otherwise refused
         config: an AdvantageConfig or the name of an estimator (AdvantageConfig.names())
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can

@@ -61,6 +61,12 @@ _DEFAULTS: dict[str, Any] = {
 # Overrides of _DEFAULTS by estimator. Names with a peer's prefix reproduce that peer's function up to rounding.
 # names of losses that are used with the advantages of GRPO
 _LOSSES_OF_GRPO = ("dapo", "bnpo", "luspo", "cispo", "sapo", "vespo", "gspo", "gmpo")
+# names of advantages of tokens
+_OF_TOKENS = {
+    **dict.fromkeys(("ppo", "gae"), "gae"),
+    **dict.fromkeys(("reinforce++", "reinforce_plus_plus"), "reinforce_plus_plus"),
+    "reinforce": "reinforce",
+}
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"scale": "none"},
@@ -269,9 +275,12 @@ class AdvantageConfig(PlannedConfig):
                 f"group_advantages: config must be an AdvantageConfig or a str, got {type(config).__name__}"
             )
         if config not in cls._presets:
-            is_loss = config.lower() in _LOSSES_OF_GRPO
-            way_out = f"; {config!r} is a loss, and its advantages are 'grpo'" if is_loss else ""
-            raise ValueError(f"{unknown('group_advantages', 'config', config, _ESTIMATORS)}{way_out}")
+            meant = None
+            if config.lower() in _LOSSES_OF_GRPO:
+                meant = f"{config!r} is a loss, and its advantages are 'grpo'"
+            elif (estimator := _OF_TOKENS.get(config.lower())) is not None:
+                meant = f"its advantages are of tokens: token_advantages(config={estimator!r})"
+            raise unknown("group_advantages", "config", config, _ESTIMATORS, meant)
         return cls._presets[config]
 
 

@@ -41,6 +41,7 @@ def forward(
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = Plan(*modes, *coefficients)
+    check_lengths(lengths)
     columns = rewards if rewards.dim() == 2 else rewards[:, None]
     weight = columns.new_tensor(weights) if weights else columns.new_ones(columns.shape[1])
     takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if valid is None else valid
@@ -156,6 +157,18 @@ def _batch_moments(values: Tensor, counts: Tensor, plan: Plan) -> tuple[Tensor, 
     mean = torch.where(total > 0, (counts * torch.where(counts > 0, values, 0)).sum() / total, 0)
     squares = (counts * torch.where(counts > 0, values - mean, 0) ** 2).sum()
     return mean, torch.where((total > plan.ddof) & (squares != 0), squares / (total - plan.ddof), 0)
+
+
+def check_lengths(lengths: Tensor | None) -> None:
+    """Raises for lengths that are none, on the CPU; a GPU is not waited for."""
+    if lengths is None or lengths.device.type != "cpu":
+        return
+    is_wrong = ~((lengths >= 0) & lengths.isfinite())
+    if is_wrong.any():
+        row = int(is_wrong.nonzero()[0])
+        raise RuntimeError(
+            f"group_advantages: lengths must be finite and not negative, got {lengths[row]:g} in row {row}"
+        )
 
 
 class _Groups:

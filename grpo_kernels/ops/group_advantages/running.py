@@ -44,6 +44,10 @@ class _Running:
         checks.tensor(where, "rewards", rewards, checks.FLOATS)
         if rewards.dim() != 1:
             raise ValueError(f"{where}: rewards must have shape [N], got {list(rewards.shape)}")
+        if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
+            raise TypeError(
+                f"{where}: keys must be an iterable with a key for each row, got {type(keys).__name__} {keys!r}"
+            )
         slots = []
         for row, key in enumerate(keys):
             try:

@@ -76,9 +76,10 @@ def check_lesson(
     checks.tensor(name, names["ids"], ids, checks.INTEGERS)
     checks.same_device(name, names["ids"], ids, device)
     if ids.shape[:-1] != tokens or ids.dim() != len(tokens) + 1 or ids.shape[-1] == 0:
+        sizes = "".join(f"{size}, " for size in tokens)
         raise ValueError(
-            f"{name}: {names['ids']} must have shape {[*tokens, 'k']} with k > 0, for hidden of shape "
-            f"{[*tokens, head.hidden.shape[-1]]}, got {list(ids.shape)}"
+            f"{name}: {names['ids']} must have shape [{sizes}k] with k > 0, for hidden of shape "
+            f"[{sizes}{head.hidden.shape[-1]}], got {list(ids.shape)}"
         )
     checks.tensor(name, names["logprobs"], logprobs, checks.FLOATS)
     checks.same_device(name, names["logprobs"], logprobs, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import backends, checks, invariance
@@ -170,7 +171,13 @@ def check_shard(op: str, start: int | None, group: Any, head: Head, backend: str
         return None
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{op}: vocab_start must be None under torch.compile, got {start}")
-    return Shard(group, checks.integer(op, "vocab_start", start), len(head.weight))
+    checks.integer(op, "vocab_start", start)
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{op}: vocab_start must be None unless torch.distributed is initialised, as the columns are those of one "
+            f"of its ranks, got {start!r}"
+        )
+    return Shard(group, start, len(head.weight))
 
 
 def check_positions(op: str, positions: object, targets: Tensor) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from grpo_kernels.checks import boolean, choices, finite, unknown
 from grpo_kernels.ops.policy_loss import peers
@@ -197,6 +197,7 @@ class LossConfig(PlannedConfig):
         top_entropy_quantile: restrict the policy term to this share of the tokens, those of highest entropy
     """
 
+    _meant: ClassVar[dict[str, str]] = peers.KEYWORDS
     loss: str = "clip"
     ratio: str = "token"
     clip_low: float | None = 0.2
@@ -320,8 +321,7 @@ class LossConfig(PlannedConfig):
         if not isinstance(config, str):
             raise TypeError(f"{op}: config must be a LossConfig or a str, got {type(config).__name__}")
         if config not in _NAMED:
-            meant = peers.elsewhere(config, (*LOSSES, *SEQUENCE_LOSSES))
-            raise ValueError(f"{unknown(op, 'config', config, _NAMED)}{meant}")
+            raise unknown(op, "config", config, _NAMED, peers.elsewhere(config, (*LOSSES, *SEQUENCE_LOSSES)))
         return _NAMED[config]
 
     def _check_names(self) -> None:
@@ -330,9 +330,10 @@ class LossConfig(PlannedConfig):
                 f"LossConfig: loss must be the name of a term, got {self.loss!r}, which names a whole config: "
                 f"LossConfig.of({self.loss!r})"
             )
-        if self.loss in ("ppo", "vanilla"):
-            raise ValueError(f"LossConfig: loss must be the name of a term, got {self.loss!r}; PPO's is 'clip'")
-        choices(self, loss=(*LOSSES, *SEQUENCE_LOSSES), ratio=RATIOS, kl=KLS, correction=CORRECTIONS)
+        terms = (*LOSSES, *SEQUENCE_LOSSES)
+        if self.loss not in terms:
+            raise unknown("LossConfig", "loss", self.loss, terms, peers.elsewhere(self.loss, terms))
+        choices(self, ratio=RATIOS, kl=KLS, correction=CORRECTIONS)
         choices(self, aggregation=AGGREGATIONS[:-1], flowrl_clip=FLOWRL_CLIPS)
         for field in ("kl_aggregation", "entropy_aggregation"):
             if getattr(self, field) is not None:

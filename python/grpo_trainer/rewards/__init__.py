@@ -228,7 +228,7 @@ def _values(
         )
     except RewardError:  # a reward's own limit on failures
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if not may_skip:
             given = (
                 f"; the data has the columns {', '.join(columns)}" if isinstance(error, TypeError) and columns else ""
@@ -264,6 +264,11 @@ def _call(
     if isinstance(function, WeightedReward):
         return function.graded(**as_texts, **columns)
     returned = function(**(as_texts if setting.name in BUNDLED else _as_trl(prompts, texts)), **columns)
+    if inspect.iscoroutine(returned):
+        returned.close()  # or Python warns that nothing awaited it
+        raise RewardError(
+            f"reward {setting.name!r} must be a function that is not async, got a coroutine; call asyncio.run in it"
+        )
     if not isinstance(returned, Iterable):
         raise RewardError(
             f"reward {setting.name!r} must return one value for each of {len(texts)} responses, got "

@@ -74,6 +74,26 @@ def test_group_size_that_does_not_divide_the_rows_with_the_way_out(groups: int) 
     refused(ValueError, "groups", "6", str(groups), "ids", groups=groups)
 
 
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_lengths_that_are_none(backend: str, wrong: float) -> None:
+    if backend not in BACKENDS:
+        pytest.skip("not built")
+    lengths = torch.tensor([4.0, 2.0, wrong, 1.0, 1.0, 1.0])
+    rule = f"^group_advantages: lengths must be finite and not negative, got {wrong:g} in row 2"
+    with pytest.raises(RuntimeError, match=rule):
+        gk.group_advantages(torch.randn(6), 3, lengths=lengths, config="opo", backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("ppo", "gae"), ("GAE", "gae"), ("reinforce++", "reinforce_plus_plus")], ids=str
+)
+def test_names_of_advantages_of_tokens(name: str, meant: str) -> None:
+    rule = rf"^group_advantages: config must be .*; its advantages are of tokens: token_advantages\(config='{meant}'\)$"
+    with pytest.raises(ValueError, match=rule):
+        gk.group_advantages(torch.randn(6), 3, config=name)
+
+
 # Arguments with one element per row
 
 PER_ROW = {

@@ -114,6 +114,7 @@ def test_positions_that_are_no_places(values: list[int], part: str) -> None:
 
 def test_a_process_group_without_a_vocab_start() -> None:
     refused(ValueError, "vocab_start must be given with process_group", "None", process_group=object())
+    refused(ValueError, "vocab_start must be None unless torch.distributed is initialised", "got 3", vocab_start=3)
 
 
 def test_a_split_vocabulary_under_compile() -> None:

@@ -375,7 +375,7 @@ def test_backward_runs_once_with_products_of_its_own() -> None:
 
 ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str, list[str]]] = {
     "another type": ({"teacher": torch.ones(2)}, TypeError, "teacher must be a Teacher", ["Tensor"]),
-    "shape": ({"teacher": teacher(shape=(2, 3))}, ValueError, "teacher.ids must", [f"[{ROWS}, {WIDTH}, 'k']"]),
+    "shape": ({"teacher": teacher(shape=(2, 3))}, ValueError, "teacher.ids must", [f"[{ROWS}, {WIDTH}, k]"]),
     "kind": ({"teacher": teacher(kind="kl")}, ValueError, "teacher.kind must", ["'kl'", "forward_kl"]),
     "coef": ({"teacher": teacher(coef=math.nan)}, ValueError, "teacher.coef must", ["nan"]),
     "mask": ({"teacher": teacher(mask=torch.ones(3))}, ValueError, "teacher.mask must", ["[3]"]),

@@ -56,11 +56,27 @@ def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: st
         ("ppo", r"; PPO's policy term is LossConfig\('clip'\)"),
         ("clip", r"; the policy term is LossConfig\('clip'\)"),
         ("DAPO", r" \(did you mean 'dapo'\?\)"),
+        (
+            "rloo",
+            r"; it names advantages; its loss is LossConfig\(loss='reinforce', aggregation='seq-mean-token-sum'\)",
+        ),
+        ("GMPO", r"; GMPO is LossConfig\.verl\(loss_mode='geo_mean'\)"),
     ],
 )
 def test_names_that_another_constructor_takes(name: str, way_out: str) -> None:
     with pytest.raises(ValueError, match=rf"^policy_loss: config must be one of .*, got '{name}'.*{way_out}$"):
         gk.LossConfig.of(name)
+
+
+def test_keywords_and_losses_of_peers() -> None:
+    with pytest.raises(TypeError, match=r", got 'beta'; TRL's is LossConfig\.trl\(beta=\.\.\.\)$"):
+        gk.LossConfig(beta=0.04)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r", got 'clip_ratio'; verl's is LossConfig\.verl\(clip_ratio=\.\.\.\)$"):
+        gk.LossConfig(clip_ratio=0.2)  # type: ignore[call-arg]
+    with pytest.raises(
+        ValueError, match=r"loss must be .*, got 'gspo'; verl's is LossConfig\.verl\(loss_mode='gspo'\)$"
+    ):
+        gk.LossConfig("gspo")
 
 
 @pytest.mark.parametrize(

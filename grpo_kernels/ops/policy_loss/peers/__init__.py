@@ -28,11 +28,32 @@ from grpo_kernels.ops.policy_loss.peers.verl import VERL_LOSSES as VERL_LOSSES
 from grpo_kernels.ops.policy_loss.peers.verl import VERL_REFUSED as VERL_REFUSED
 from grpo_kernels.ops.policy_loss.peers.verl import verl_fields as verl_fields
 
+# Keywords of peers that LossConfig does not take, and what is meant by them.
+KEYWORDS = {
+    name: f"{peer}'s is LossConfig.{constructor}({name}=...)"
+    for peer, constructor, names in (("verl", "verl", VERL_DEFAULTS), ("TRL", "trl", TRL_DEFAULTS))
+    for name in names
+}
+_PAPERS = {
+    "ppo": "PPO's policy term is LossConfig('clip')",
+    "gmpo": "GMPO is LossConfig.verl(loss_mode='geo_mean')",
+    **dict.fromkeys(
+        ("rloo", "remax", "opo"),
+        "it names advantages; its loss is LossConfig(loss='reinforce', aggregation='seq-mean-token-sum')",
+    ),
+    **dict.fromkeys(
+        ("maxrl", "gdpo", "grpo_passk", "gae", "reinforce_plus_plus", "reinforce++"),
+        "it names advantages; its loss is LossConfig()",
+    ),
+}
 
-def elsewhere(name: str, terms: Sequence[str]) -> str:
-    """The constructor that knows a name which is no loss_type of TRL, as the end of an error."""
+
+def elsewhere(name: object, terms: Sequence[str]) -> str | None:
+    """What is meant by a name that is no loss_type of TRL, for the end of an error."""
+    if not isinstance(name, str):
+        return None
     if name in VERL_LOSSES:
-        return f"; verl's is LossConfig.verl(loss_mode={name!r})"
-    if name == "ppo":
-        return "; PPO's policy term is LossConfig('clip')"
-    return f"; the policy term is LossConfig({name!r})" if name in terms else ""
+        return f"verl's is LossConfig.verl(loss_mode={name!r})"
+    if name in terms:
+        return f"the policy term is LossConfig({name!r})"
+    return _PAPERS.get(name.lower())
