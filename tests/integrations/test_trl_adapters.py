@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,23 @@ def test_grpo_trains_the_adapter(tmp_path: Path) -> None:
     # the reference policy is the model without the adapter, so the first step has no divergence and later ones do
     divergences = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
     assert divergences[0] == 0 and divergences[-1] > 0
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "rloo", "sft", "dpo", "kto"])
+def test_trainers_that_are_imported_after_the_patch_accept_the_adapter(trainer: str) -> None:
+    """In a process of its own, as TRL imports its trainers when they are first used."""
+    code = f"""
+import peft, torch
+from grpo_kernels.integrations.trl import patch_trl
+patch_trl()
+from trl.trainer import {trainer}_trainer as module
+model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(3, 5)), peft.LoraConfig(target_modules=["0"]))
+head = model.base_model.model[0]
+assert isinstance(head, peft.tuners.tuners_utils.BaseTunerLayer)
+print(isinstance(head, module.BaseTunerLayer))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.split()[-1:] == ["False"], run.stderr
 
 
 def test_trl_alone_refuses(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import sys
 import types
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ if is_peft_available():
 Adapter = tuple[Tensor, Tensor, float]
 
 _ADD, _TUNER = "add_fused_lm_head", "BaseTunerLayer"
+_TRAINERS = ("grpo", "rloo", "sft", "dpo", "kto")
 _originals: dict[str, Any] = {}
 _current: ContextVar[Adapter | None] = ContextVar("adapter", default=None)  # of the forward pass that is under way
 
@@ -31,6 +34,9 @@ def patch() -> None:
     """Lets the trainers with a fused head accept an adapter that `current` can hand to it."""
     if not is_peft_available() or _originals:
         return
+    for trainer in _TRAINERS:  # TRL imports them when they are used, and then they would take PEFT's type
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"trl.trainer.{trainer}_trainer")
     _originals.update({_ADD: getattr(host, _ADD), _TUNER: BaseTunerLayer})
     _replace(_originals[_ADD], _add_fused_lm_head, _Refused)
 
