@@ -259,6 +259,10 @@ def _evaluate(
 
     for model in models:
         pretrained.refuse_missing(model)
+        if model == "tiny" and Path(model).is_dir():
+            raise ValueError(
+                "MODEL: must be './tiny' for the folder, got 'tiny', the model with new weights of a recipe"
+            )
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -466,6 +470,8 @@ def _run(command: Callable[[], int | None]) -> int:
     ) as error:
         return _fail(error, str(error))
     except ModuleNotFoundError as error:
+        if error.name is None:  # transformers' own, of a module whose import fails for another reason
+            return _fail(error, f"{' '.join(str(error).split())} Cause: {error.__cause__ or error.__context__}")
         return _fail(error, f'{error}; the trainer\'s requirements come with pip install "grpo-kernels[trainer]"')
 
 

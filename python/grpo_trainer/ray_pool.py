@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,19 @@ def check_ray(where: str) -> None:
     """Raises if Ray is not installed; `where` is the key or class that needs it."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f'{where}: needs the package ray, which is not installed: pip install "grpo-kernels[ray]"')
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raises at once if nothing listens at host:port, for which Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise EmbedderError(
+            f"{_OP}: address or RAY_ADDRESS must be a Ray cluster's, got {address!r}: {error}"
+        ) from None
 
 
 class RayEmbedderPool:
@@ -88,6 +102,7 @@ class RayEmbedderPool:
         import ray
 
         if not ray.is_initialized():
+            _refuse_unreachable(self.address or os.environ.get("RAY_ADDRESS", ""))
             ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
             self._started_ray = True
         try:

@@ -229,6 +229,8 @@ def check_type(kind: Any, value: Any, where: str) -> None:
 def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
     is_text = isinstance(value, list | dict) and str in (kind, *typing.get_args(kind))
     way_out = "; a text with braces or brackets needs quotes of its own: '\"{...}\"'" if is_text else ""
+    if typing.get_origin(kind) is list and isinstance(value, str | int | float):
+        way_out = f"; a list of one is written [{value}]"
     return TypeError(f"{where}: must be {describe(kind)}, got {type(value).__name__} {value!r}{way_out}")
 
 

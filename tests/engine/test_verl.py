@@ -81,8 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reward.py").write_text(REWARD)
     patches = "from grpo_kernels.integrations.verl import patch_verl\n\npatch_verl()\n"
     (folder / "my_patches.py").write_text("import tests.engine.verl_on_cpu\n" + patches)
-    loops = [{"name": "seeded", "_target_": "tests.engine.verl_repeatable.SeededAgentLoop"}]
-    (folder / "loops.yaml").write_text(json.dumps(loops))
+    (folder / "loops.yaml").write_text(block("yaml", "SeededAgentLoop"))
     line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "verl_plugin" in line)
     info = folder / "grpo_kernels_here-1.dist-info"
     info.mkdir()

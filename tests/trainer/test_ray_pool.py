@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,15 @@ def test_groups_must_be_of_the_texts() -> None:
         batch_ranges(10, [4, 4], 8)
     with pytest.raises(ValueError, match="texts must not be empty"):
         RayEmbedderPool(hashed, 1)([])
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have started
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
+        with pytest.raises(EmbedderError, match=r"^RayEmbedderPool: address or RAY_ADDRESS must be .*: .*refused"):
+            RayEmbedderPool(hashed, 1).start()
 
 
 def test_without_ray_the_recipe_is_refused_before_anything_is_computed(
