@@ -130,10 +130,12 @@ def instance(where: str, name: str, value: object, kind: type) -> None:
     if value is None or isinstance(value, kind):
         return
     way_out = ""
-    if isinstance(value, str) and hasattr(kind, "of"):
+    makers = [make for make in (getattr(kind, "of", None), kind) if make is not None and isinstance(value, str)]
+    for make in makers:
         with contextlib.suppress(TypeError, ValueError):  # others are made from mappings
-            kind.of(value)
-            way_out = f"; {kind.__name__}.of({value!r}) is one"
+            make(value)
+            way_out = f"; {make.__qualname__}({value!r}) is one"
+            break
     raise TypeError(f"{where}: {name} must be of {kind.__name__}, got {type(value).__name__} {value!r}{way_out}")
 
 

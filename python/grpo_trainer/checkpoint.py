@@ -321,9 +321,12 @@ def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
     import peft
     from safetensors.torch import load_file
 
-    if settings.lora is None:
-        raise ValueError(f"model.lora: must be set to load the adapters in {str(folder)!r}, got None")
     config = json.loads((folder / "adapter_config.json").read_text())
+    if settings.lora is None:
+        raise ValueError(
+            f"model.lora: must be set to load the adapters in {str(folder)!r}, got None; name the recipe of their run, "
+            f"or model.lora.rank={config['r']} model.lora.alpha={config['lora_alpha']} beside this one"
+        )
     for key, stored in (("rank", config["r"]), ("alpha", config["lora_alpha"])):
         value = getattr(settings.lora, key)
         if value != stored:

@@ -120,7 +120,7 @@ def _check_heads(model: Model, policy: Policy) -> None:
         key = "model.tiny.heads" if model.path == "tiny" else "model.path"
         raise ValueError(
             f"{key}: heads must have one of the sizes {', '.join(map(str, sizes))} with rollout.engine: vllm on the "
-            f"CPU, got {size}; change it, {_WAY_OUT}"
+            f"CPU, got {config.num_attention_heads} heads of size {size}; change it, {_WAY_OUT}"
         )
 
 

@@ -49,7 +49,8 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
         )
         options["device_map"] = {"": device}  # weights are quantized while they load and not moved afterwards
     with pretrained.loading("model.path", settings.path), explaining_attention(settings.attention):
-        lm: Any = kind.from_pretrained(**where, **options)
+        loaded = kind.from_pretrained(**where, **options, output_loading_info=True)
+    lm = pretrained.whole("model.path", settings.path, loaded)
     return lm if settings.four_bit else lm.to(device)
 
 

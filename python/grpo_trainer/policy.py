@@ -409,6 +409,7 @@ def load_policy(
         device: device of the weights.
     """
     if settings.path == "tiny":
+        pretrained.note_unread_folder(settings.path)
         tokenizer = train_tokenizer(corpus, settings.tiny.vocabulary, settings.tiny.architecture == "seq2seq")
         with explaining_attention(settings.attention):
             lm = make_tiny(settings.tiny, tokenizer, attention_of(settings.attention))

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,21 @@ def loading(key: str, name: str) -> Iterator[None]:
                 f"{key}: {name!r} is no folder here{nearest_file(name)}, and was not loaded from the Hugging Face hub: "
                 f"{' '.join(str(error).split())}"
             ) from error
+
+
+def whole(key: str, name: str, loaded: tuple[Any, Mapping[str, Any]]) -> Any:
+    """The model of a `from_pretrained` with `output_loading_info`; refuses one with weights that are not in its files.
+
+    transformers draws these at random, with a notice.
+    """
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(
+            f"{key}: must have every weight of a {type(model).__name__}, got {name!r} without "
+            f"{', '.join(missing[:3])}{more}"
+        )
+    return model
 
 
 @contextlib.contextmanager
@@ -135,6 +150,13 @@ def _refuse_other_folder(model: str) -> None:
         inside = sorted({str(file.parent) for kind in kinds for file in folder.glob(f"**/model/{kind}")})
         way_out = f"; the last one in it is {inside[-1]!r}" if inside else ""
         raise FileNotFoundError(f"no model in {model!r}: the folder has no config.json{way_out}")
+
+
+@functools.cache
+def note_unread_folder(made: str) -> None:
+    """Says that a folder with the name of the model that is made is not read."""
+    if (Path(made) / "config.json").exists() and os.environ.get("RANK", "0") == "0":
+        print(f"model.path: {made} makes a model with new weights; the folder is ./{made}", file=sys.stderr, flush=True)
 
 
 @functools.cache

@@ -28,10 +28,25 @@ class EmbedderError(RuntimeError):
     """The embedder failed, or its actors cannot be placed; the message says which and why."""
 
 
-def check_ray(where: str) -> None:
-    """Raises if Ray is not installed; `where` is the key or class that needs it."""
+def check_ray(where: str, address: str | None = None) -> None:
+    """Raises if Ray is not installed, or if nothing listens at the cluster's host:port.
+
+    Args:
+        where: key or class that needs it.
+        address: as in RayEmbedderPool.
+    """
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f'{where}: needs the package ray, which is not installed: pip install "grpo-kernels[ray]"')
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return
+    try:  # Ray would wait for minutes
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise EmbedderError(
+            f"{where}: a Ray cluster must answer at {address!r}, the address or RAY_ADDRESS, got {error}"
+        ) from None
 
 
 def _refuse_unreachable(address: str) -> None:
@@ -45,6 +60,13 @@ def _refuse_unreachable(address: str) -> None:
         raise EmbedderError(
             f"{_OP}: address or RAY_ADDRESS must be a Ray cluster's, got {address!r}: {error}"
         ) from None
+
+
+def check_workers(where: str, gpus_per_worker: float) -> None:
+    """Raises if a recipe's actors cannot run; `where` is the key of its similarity groups."""
+    check_ray(f"{where}.workers")
+    if gpus_per_worker and "RAY_ADDRESS" not in os.environ and not torch.cuda.is_available():
+        raise ValueError(f"{where}.gpus_per_worker: must be 0 without a GPU or a cluster, got {gpus_per_worker:g}")
 
 
 class RayEmbedderPool:
@@ -97,13 +119,17 @@ class RayEmbedderPool:
         """Places the actors; if that fails, the error names the requested and the available resources."""
         if self.actors:
             return
-        check_ray(_OP)
+        check_ray(_OP, self.address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         if not ray.is_initialized():
-            _refuse_unreachable(self.address or os.environ.get("RAY_ADDRESS", ""))
-            ray.init(address=self.address, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+            options: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
+            try:
+                ray.init(address=self.address, **options)
+            except ConnectionError as error:
+                where = f"at {self.address or os.environ.get('RAY_ADDRESS')!r}, the address or RAY_ADDRESS"
+                raise EmbedderError(f"{_OP}: a Ray cluster must answer {where}: {error}") from error
             self._started_ray = True
         try:
             self.actors = [self._create_actor() for _ in range(self.workers)]

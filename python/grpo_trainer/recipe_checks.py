@@ -24,7 +24,15 @@ def check(recipe: Any) -> None:
         refuse_misspelt(key, name, EMBEDDERS)
     for name, value, is_met, rule in _rules(recipe):
         if not is_met:
-            raise ValueError(f"{name}: {rule}, got {value!r}")
+            raise ValueError(f"{name}: {rule}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value as it is written in a recipe: of a mapping, the keys that are not left at their defaults."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return str({name: set_to for name, set_to in fields.items() if set_to != getattr(type(value), name, None)})
 
 
 def _embedders(recipe: Any) -> Iterator[tuple[str, str]]:
@@ -76,10 +84,13 @@ def _evaluation(evaluation: Any) -> Iterator[Rule]:
 
 def _model(model: Any) -> Iterator[Rule]:
     four_bit, is_tiny = model.four_bit, model.path == "tiny"
-    yield "model.four_bit", four_bit, not four_bit or model.lora is not None, "requires lora"
-    yield "model.four_bit", four_bit, not (four_bit and is_tiny), "cannot be combined with path: tiny"
+    rule = "requires lora, such as lora: {rank: 8}, as weights in 4 bits are not trained"
+    yield "model.four_bit", four_bit, not four_bit or model.lora is not None, rule
+    rule = "cannot be combined with path: tiny, which makes a model; name a folder or a model of the hub"
+    yield "model.four_bit", four_bit, not (four_bit and is_tiny), rule
     is_gguf = model.path.endswith(".gguf")
-    yield "model.four_bit", four_bit, not (four_bit and is_gguf), "cannot be combined with a GGUF file"
+    rule = "cannot be combined with a GGUF file; name a folder or a model of the hub"
+    yield "model.four_bit", four_bit, not (four_bit and is_gguf), rule
     mixed = model.mixed_precision
     yield "model.mixed_precision", mixed, mixed == "no" or model.dtype == "float32", "requires dtype: float32"
     yield from _positive("model.", model, "max_prompt_tokens")

@@ -229,7 +229,7 @@ def test_two_processes_sample_as_one(tmp_path: Path) -> None:
 
 ERRORS = {
     "model.tiny.architecture: must be causal": ("model.tiny.architecture=seq2seq",),
-    "model.tiny.heads: heads must have one of the sizes 32, .*, got 16": ("model.tiny.heads=2",),
+    "model.tiny.heads: heads must have one of the sizes 32, .*, got 2 heads of size 16": ("model.tiny.heads=2",),
     "keep_support: must be false with rollout.engine: vllm": (f"{ROLLOUT}.keep_support=true", f"{ROLLOUT}.top_k=4"),
     r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 0.005": (f"{ROLLOUT}.temperature=0.005",),
     r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 2.5": (f"{ROLLOUT}.temperature=2.5",),

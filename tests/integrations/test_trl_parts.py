@@ -293,7 +293,9 @@ def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, mes
     ("options", "message"),
     [
         ({"advantages": "rloo"}, r"advantages must be of AdvantageConfig, .*; AdvantageConfig\.of\('rloo'\)"),
-        ({"loss": "topr"}, r"loss must be of LossConfig, got str 'topr'"),
+        ({"loss": "topr"}, r"loss must be of LossConfig, got str 'topr'; LossConfig\('topr'\) is one$"),
+        ({"loss": "no"}, r"loss must be of LossConfig, got str 'no'$"),
+        ({"heads": "fused"}, r"keywords must be one of similarity, .*got 'heads' \(did you mean 'head'\?\)$"),
         ({"similarity": "average", "embedder": letters}, "similarity must be of SimilarityConfig, got str 'average'"),
         ({"segments": 3}, "segments must be of SegmentConfig, got int 3$"),
         ({"embedder": "minilm", "similarity": gk.SimilarityConfig()}, "embedder must be a function .* str 'minilm'"),

@@ -20,11 +20,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
-from grpo_trainer import checkpoint, cli, log
+from grpo_trainer import checkpoint, cli, log, pretrained
 from grpo_trainer.algorithm import ALGORITHMS
 from grpo_trainer.data import split_stratified
 from grpo_trainer.keys import explain
-from grpo_trainer.recipe import Recipe, bundled, load
+from grpo_trainer.policy import load_policy
+from grpo_trainer.recipe import Model, Recipe, bundled, load
 from grpo_trainer.rewards import BUNDLED
 from grpo_trainer.tasks import TASKS
 
@@ -272,9 +273,13 @@ def test_a_folder_named_as_the_model_that_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     assert cli.evaluate(["arithmetic", "tiny"]) == 2
     assert "MODEL: must be './tiny' for the folder, got 'tiny'" in capsys.readouterr().err
+    pretrained.note_unread_folder.cache_clear()
+    load_policy(Model(tiny=small.recipe(tmp_path).model.tiny), ["1 + 1"], None)
+    assert capsys.readouterr().err == "model.path: tiny makes a model with new weights; the folder is ./tiny\n"
 
 
 def test_a_module_that_transformers_cannot_import_is_reported_with_its_cause(

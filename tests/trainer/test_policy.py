@@ -260,3 +260,7 @@ def test_adapters_of_another_shape_are_refused(tmp_path: Path, lora: Lora, messa
     save_policy(policy_of("causal", Lora(rank=2, targets=["q_proj"])), tmp_path)
     with pytest.raises(ValueError, match=message):
         load_adapter(policy_of("causal", lora), Model(lora=lora), tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^model.lora: must be set .* or model.lora.rank=2 model.lora.alpha=16 beside"
+    ):
+        load_adapter(policy_of("causal"), Model(), tmp_path)

@@ -10,10 +10,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from grpo_trainer.recipe import Reward
+from grpo_trainer.loading import load_lm
+from grpo_trainer.recipe import Model, Reward
 from grpo_trainer.rewards import load_reward
 from grpo_trainer.rewards.reward_model import RewardModel
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 PROMPTS = ["what is this"] * 3 + ["say more"] * 3
 RESPONSES = ["it is a cat", "a cat it is", "it", "", "a cat " * 9, "it is a cat"]
@@ -145,6 +152,19 @@ def test_braces_are_left_alone(folders: dict[str, str]) -> None:
 def test_bad_options_are_named(folders: dict[str, str], kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         load_reward(Reward(name="reward_model", options={"path": folders[kind]} | options))
+
+
+def test_a_model_of_another_kind_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+    """Or its head would be drawn at random."""
+    config = LlamaConfig.from_pretrained(folders["plain"], num_labels=1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folders["plain"]).save_pretrained(tmp_path)
+    rule = r"every weight of a LlamaForSequenceClassification, got '.*' without score\.weight$"
+    with pytest.raises(ValueError, match=rf"^rewards\.options: reward_model\.path: must have {rule}"):
+        made(str(tmp_path), template=PLAIN)
+    rule = r"every weight of a LlamaForCausalLM, got '.*' without lm_head\.weight$"
+    with pytest.raises(ValueError, match=rf"^model\.path: must have {rule}"):
+        load_lm(Model(path=folders["plain"]), "cpu")
 
 
 def test_dtype_and_name(folders: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ from tests.trainer import small
         ({"phases": [{"sft": {}}, {"sft": {}, "rl": {}}]}, r"^phases.1: must have either .*, got \['sft', 'rl'\]$"),
         ({"model": 3}, r"^model: must be a mapping, got int 3"),
         ({"data": {"task": None}}, r"^data.train: must be given without a task, got None"),
-        ({"model": {"four_bit": True}}, r"^model.four_bit: requires lora, got True"),
+        ({"model": {"four_bit": True}}, r"^model.four_bit: requires lora, such as .*, got True"),
         ({"phases": [{"sft": {"steps": 0}}]}, r"^phases.0.sft.steps: must be positive, got 0"),
         (
             {"phases": [{"rl": {"rollout": {"top_p": 1.5}}}]},
@@ -40,7 +40,11 @@ from tests.trainer import small
         ({"checkpoints": {"keep": 0}}, r"^checkpoints.keep: must be positive, got 0"),
         ({"logging": {"every": 0}}, r"^logging.every: must be positive, got 0"),
         ({"model": {"tiny": {"heads": 3}}}, r"^model.tiny.heads: must divide hidden, 128, got 3"),
-        ({"model": {"four_bit": True, "lora": {}}}, r"^model.four_bit: cannot be combined with path: tiny, got True"),
+        (
+            {"phases": [{"rl": {"rollout": {"vllm": {"sleep": False, "cache_gib": 2}}}}]},
+            r"^phases.0.rl.rollout.vllm: requires rollout.engine: vllm, got \{'cache_gib': 2.0, 'sleep': False\}$",
+        ),
+        ({"model": {"four_bit": True, "lora": {}}}, r"^model.four_bit: cannot be combined with path: tiny.*, got True"),
         ({"model": {"dtype": "bfloat16", "mixed_precision": "bf16"}}, r"^model.mixed_precision: requires dtype: float"),
         (
             {"phases": [{"sft": {"optimizer": {"betas": [0.9]}}}]},

@@ -4,7 +4,10 @@ trainer = FusedGRPOTrainer(model, reward_funcs=..., args=GRPOConfig(...), train_
 patch_trl()  # before any trainer is created
 """
 
-from grpo_kernels.integrations.trl.patch import patch_trl, unpatch_trl
-from grpo_kernels.integrations.trl.trainer import FusedGRPOTrainer
+from grpo_kernels.integrations import needs
+
+with needs("trl"):
+    from grpo_kernels.integrations.trl.patch import patch_trl, unpatch_trl
+    from grpo_kernels.integrations.trl.trainer import FusedGRPOTrainer
 
 __all__ = ["FusedGRPOTrainer", "patch_trl", "unpatch_trl"]

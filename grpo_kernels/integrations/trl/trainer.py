@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,6 +111,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                     f"FusedGRPOTrainer: loss.{field.name} must be left out, as GRPOConfig decides on it, got "
                     f"{getattr(loss, field.name)!r}"
                 )
+        parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
+        keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        for name in options:
+            if name not in keywords:
+                raise TypeError(str(unknown("FusedGRPOTrainer", "keywords", name, keywords)))
         super().__init__(*arguments, **options)
         self.advantages, self.policy_term = advantages, loss
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend

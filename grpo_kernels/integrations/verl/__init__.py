@@ -20,13 +20,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import verl
-from verl.trainer.ppo import core_algos
+from grpo_kernels.integrations import needs
 
-from grpo_kernels.integrations.verl.advantages import ESTIMATORS, estimator
-from grpo_kernels.integrations.verl.head import register as register_head
-from grpo_kernels.integrations.verl.loss import LOSSES, fused_ppo_loss, policy_loss
-from grpo_kernels.integrations.verl.patch import patch_verl, unpatch_verl
+with needs("verl"):
+    import verl
+    from verl.trainer.ppo import core_algos
+
+    from grpo_kernels.integrations.verl.advantages import ESTIMATORS, estimator
+    from grpo_kernels.integrations.verl.head import register as register_head
+    from grpo_kernels.integrations.verl.loss import LOSSES, fused_ppo_loss, policy_loss
+    from grpo_kernels.integrations.verl.patch import patch_verl, unpatch_verl
 
 __all__ = ["fused_ppo_loss", "patch_verl", "unpatch_verl"]
 

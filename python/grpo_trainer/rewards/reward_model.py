@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from grpo_trainer.data import equal_length_batches
-from grpo_trainer.pretrained import loading
+from grpo_trainer.pretrained import loading, whole
 
 # Pad token of models without one, which refuse batches otherwise. No batch has padding, and an id that occurs would
 # hide the last token.
@@ -69,7 +69,10 @@ def make(
         raise ValueError(f"reward_model.template: must be given for a tokenizer without a chat template, {path!r}")
     loaded: Any = AutoModelForSequenceClassification
     with loading("reward_model.path", path):
-        model = loaded.from_pretrained(path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+        model = loaded.from_pretrained(
+            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    model = whole("reward_model.path", path, model)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)
     config = model.config.get_text_config()
     if config.pad_token_id is None:
