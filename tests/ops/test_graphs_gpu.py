@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from grpo_kernels import backends
 from tests.graph_cases import CASES, WAITING
 from tests.graph_inputs import Inputs
 
+PAGE = Path(__file__).parents[2] / "docs" / "cuda_graphs.md"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -47,6 +51,16 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
             equal_nan=True,
             msg=lambda text, of=number: f"result {of}: {text}",
         )
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
+def test_the_example_of_the_page() -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(code, names)
+    new = names["new_logprobs"].requires_grad_()
+    loss = names["gk"].policy_loss(new, names["old"], names["advantages"]).loss
+    assert_same_bits([names["result"].loss, names["gradient"]], [loss, *torch.autograd.grad(loss, new)])
 
 
 @pytest.mark.parametrize("name", CASES)
