@@ -49,7 +49,7 @@ _PAPERS = {
 
 
 def elsewhere(name: object, terms: Sequence[str]) -> str | None:
-    """What is meant by a name that is no loss_type of TRL, for the end of an error."""
+    """The meaning of a name that is no loss_type of TRL, for the end of an error."""
     if not isinstance(name, str):
         return None
     if name in VERL_LOSSES:
