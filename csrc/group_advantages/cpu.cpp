@@ -235,11 +235,13 @@ void compute(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out, const i
 }
 
 // The rule of check_lengths in reference.py.
-void check_lengths(const double* lengths, int64_t rows) {
-  if (lengths == nullptr) return;
-  for (int64_t row = 0; row < rows; ++row) {
-    GRPO_CHECK(lengths[row] >= 0 && std::isfinite(lengths[row]), kOp, ": lengths must be finite and not negative, got ",
-               lengths[row], " in row ", row);
+template <typename T>
+void check_lengths(const WeightedBatch<T>& in) {
+  if (in.lengths == nullptr) return;
+  for (int64_t row = 0; row < in.rows; ++row) {
+    if ((in.valid != nullptr && !in.valid[row]) || (in.subgroups != nullptr && in.subgroups[row] < 0)) continue;
+    GRPO_CHECK(in.lengths[row] >= 0 && std::isfinite(in.lengths[row]), kOp,
+               ": lengths must be finite and not negative, got ", in.lengths[row], " in row ", row);
   }
 }
 
@@ -256,12 +258,12 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
   if (!groups) check_group_size(group_size, in.rows);
   GRPO_CHECK(in.rows <= std::numeric_limits<int32_t>::max(), kOp, ": rewards must have at most 2^31 - 1 rows, got ",
              in.rows);
-  check_lengths(optional_data<double>(lengths), in.rows);
   const AdvantageResults results(in);
   if (in.rows == 0) return results.tensors();  // arrays without elements are null, as if not given
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const WeightedBatch<T> batch{in.batch<T>(), in.weights.data()};
+    check_lengths(batch);
     const AdvantageOutputs<T> out = results.outputs<T>();
     for (T* array : {out.advantages, out.mean, out.std}) advise_huge_pages(array, in.rows * sizeof(T));
     advise_huge_pages(out.size, in.rows * sizeof(int32_t));

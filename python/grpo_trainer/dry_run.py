@@ -16,7 +16,7 @@ from grpo_trainer.data import encode_prompt
 from grpo_trainer.embed import resolve
 from grpo_trainer.loading import check_four_bit
 from grpo_trainer.pretrained import load_tokenizer
-from grpo_trainer.ray_pool import check_workers
+from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
 from grpo_trainer.rewards import load_reward, require_columns
 from grpo_trainer.splits import corpus_of, load_splits, missing_files, require_lines
@@ -171,7 +171,7 @@ def _rl_checks(key: str, rl: Rl) -> Iterator[Check]:
     if similarity is not None:
         yield _embedder(f"{key}.algorithm.similarity", similarity.embedder)
         if similarity.workers:
-            yield lambda: check_workers(f"{key}.algorithm.similarity", similarity.gpus_per_worker)
+            yield lambda: check_ray(f"{key}.algorithm.similarity.workers")
 
 
 def _embedder(key: str, name: str) -> Check:

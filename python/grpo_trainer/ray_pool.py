@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ def check_ray(where: str, address: str | None = None) -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ValueError(f'{where}: needs the package ray, which is not installed: pip install "grpo-kernels[ray]"')
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        return  # the caller has chosen a cluster
     address = address or os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "://" in address:
@@ -47,26 +50,6 @@ def check_ray(where: str, address: str | None = None) -> None:
         raise EmbedderError(
             f"{where}: a Ray cluster must answer at {address!r}, the address or RAY_ADDRESS, got {error}"
         ) from None
-
-
-def _refuse_unreachable(address: str) -> None:
-    """Raises at once if nothing listens at host:port, for which Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "://" in address:
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except OSError as error:
-        raise EmbedderError(
-            f"{_OP}: address or RAY_ADDRESS must be a Ray cluster's, got {address!r}: {error}"
-        ) from None
-
-
-def check_workers(where: str, gpus_per_worker: float) -> None:
-    """Raises if a recipe's actors cannot run; `where` is the key of its similarity groups."""
-    check_ray(f"{where}.workers")
-    if gpus_per_worker and "RAY_ADDRESS" not in os.environ and not torch.cuda.is_available():
-        raise ValueError(f"{where}.gpus_per_worker: must be 0 without a GPU or a cluster, got {gpus_per_worker:g}")
 
 
 class RayEmbedderPool:

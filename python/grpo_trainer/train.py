@@ -24,7 +24,7 @@ from grpo_trainer.log import Log
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.phases.sft import SftRun
 from grpo_trainer.policy import Policy, load_policy, take_policy
-from grpo_trainer.ray_pool import check_workers
+from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
 from grpo_trainer.rewards import RewardFunction, load_reward, require_columns
 from grpo_trainer.rollout import select_usable
@@ -143,7 +143,7 @@ class Trainer:
             if plan.similarity is not None:
                 load_embedder(plan.similarity)
                 if plan.similarity.workers:
-                    check_workers(f"phases.{number}.rl.algorithm.similarity", plan.similarity.gpus_per_worker)
+                    check_ray(f"phases.{number}.rl.algorithm.similarity.workers")
         if self.recipe.evaluation.samples:
             load_embedder(Similarity(embedder=self.recipe.evaluation.embedder))
         self._rewards = {n: self._load_rewards(rl.rewards, f"phases.{n}.rl") for n, rl in rl_phases.items()}

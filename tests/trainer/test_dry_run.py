@@ -234,13 +234,6 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
             r"^phases\.1\.rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
         ),
         (
-            [
-                "phases.1.rl.algorithm.name=similarity_group_grpo",
-                "phases.1.rl.algorithm.similarity={{embedder: hashed, workers: 1, gpus_per_worker: 1.0}}",
-            ],
-            r"^phases\.1\.rl\.algorithm\.similarity\.gpus_per_worker: must be 0 without a GPU or a cluster, got 1$",
-        ),
-        (
             ["model.chat_template=true"],
             r"^model\.chat_template: true needs a tokenizer with a chat template, and that of model\.path has none$",
         ),

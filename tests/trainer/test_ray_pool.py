@@ -200,6 +200,7 @@ def test_groups_must_be_of_the_texts() -> None:
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # whatever other tests have started
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
@@ -208,6 +209,8 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.
         more = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
         with pytest.raises(EmbedderError, match=r"^phases.1.rl.algorithm.similarity.workers: a Ray cluster must"):
             train(small.recipe(Path("run"), more))
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)  # by the caller, whose cluster is then used
+        ray_pool.check_ray("here")
 
 
 def test_without_ray_the_recipe_is_refused_before_anything_is_computed(

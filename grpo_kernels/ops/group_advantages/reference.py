@@ -41,12 +41,12 @@ def forward(
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = Plan(*modes, *coefficients)
-    check_lengths(lengths)
     columns = rewards if rewards.dim() == 2 else rewards[:, None]
     weight = columns.new_tensor(weights) if weights else columns.new_ones(columns.shape[1])
     takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if valid is None else valid
     if subgroups is not None:
         takes_part = takes_part & (subgroups >= 0)
+    check_lengths(lengths, takes_part)
     scored_columns = ~columns.isnan() & takes_part[:, None]
     scored = scored_columns.any(1)
     combined = torch.where(scored_columns, columns * weight, 0).sum(1)
@@ -159,11 +159,11 @@ def _batch_moments(values: Tensor, counts: Tensor, plan: Plan) -> tuple[Tensor, 
     return mean, torch.where((total > plan.ddof) & (squares != 0), squares / (total - plan.ddof), 0)
 
 
-def check_lengths(lengths: Tensor | None) -> None:
-    """Raises for lengths that are none, on the CPU; a GPU is not waited for."""
+def check_lengths(lengths: Tensor | None, takes_part: Tensor) -> None:
+    """Raises for lengths that are none, of rows that take part and on the CPU; a GPU is not waited for."""
     if lengths is None or lengths.device.type != "cpu":
         return
-    is_wrong = ~((lengths >= 0) & lengths.isfinite())
+    is_wrong = takes_part & ~((lengths >= 0) & lengths.isfinite())
     if is_wrong.any():
         row = int(is_wrong.nonzero()[0])
         raise RuntimeError(

@@ -83,6 +83,11 @@ def test_lengths_that_are_none(backend: str, wrong: float) -> None:
     rule = f"^group_advantages: lengths must be finite and not negative, got {wrong:g} in row 2"
     with pytest.raises(RuntimeError, match=rule):
         gk.group_advantages(torch.randn(6), 3, lengths=lengths, config="opo", backend=backend)
+    for left_out in ({"valid": torch.arange(6) != 2}, {"subgroups": -(torch.arange(6) == 2).long()}):
+        advantages = gk.group_advantages(
+            torch.randn(6), 3, lengths=lengths, config="opo", backend=backend, **left_out
+        ).advantages
+        assert advantages.isfinite().all() and advantages[2] == 0
 
 
 @pytest.mark.parametrize(
