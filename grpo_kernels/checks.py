@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -33,6 +33,8 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
         raise TypeError(f"{op}: {name} must be a tensor of this rank, got DTensor; use to_local() or full_tensor()")
     if value.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
     return value
 
 
@@ -64,6 +66,44 @@ def integer(op: str, name: str, value: object, rule: str = "an int") -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be {rule}, got {type(value).__name__} {value!r}")
     return value
+
+
+def keys(where: str, value: object) -> list[Hashable]:
+    """A key for each row: of an iterable, or the elements of a tensor, which itself is equal to no other."""
+    if isinstance(value, Tensor) and value.dim() == 1:
+        return value.tolist()
+    if isinstance(value, str | bytes | Tensor) or not isinstance(value, Iterable):
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+        raise TypeError(f"{where}: keys must be an iterable with a key for each row, got {got}")
+    listed = list(value)
+    for row, key in enumerate(listed):
+        if isinstance(key, Tensor):
+            raise TypeError(f"{where}: keys must not be tensors, got {key!r} in row {row}; pass one tensor of all keys")
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(f"{where}: keys must be hashable, got {type(key).__name__} {key!r} in row {row}") from error
+    return listed
+
+
+def metric_rows(where: str, value: object, length: int) -> Tensor:
+    """The tensors of several metrics as rows; `value` is that, or the metrics."""
+    if isinstance(value, list | tuple) and value and all(isinstance(getattr(m, "tensor", None), Tensor) for m in value):
+        value = torch.stack([m.tensor for m in value])
+    if isinstance(value, Tensor) and value.dim() == 2 and len(value) > 0 and value.shape[1] == length:
+        return value
+    got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    raise ValueError(
+        f"{where}: rows must be a list of metrics, or the tensor of each as a row [K, {length}], got {got}"
+    )
+
+
+def constant(op: str, name: str, value: Tensor) -> None:
+    """A tensor whose gradient nobody waits for."""
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: {name} must not require grad, got requires_grad=True; it has no gradient here, pass {name}.detach()"
+        )
 
 
 def group_size(op: str, groups: object) -> int:
@@ -102,6 +142,20 @@ def boolean(where: str, **flags: object) -> None:
             raise TypeError(f"{where}: {name} must be a bool, got {type(value).__name__} {value!r}")
 
 
+# Keywords that are looked for in a config that does not have them, and where they are.
+ELSEWHERE = {
+    "vllm_importance_sampling_cap": "TRL 1.16 calls it vllm_importance_sampling_clip_max",
+    "temperature": "it is an argument of the ops that take logits or hidden states",
+    "kl_beta": "it is kl_coef",
+    "epsilon": "in an AdvantageConfig it is eps",
+    "scale_rewards": "TRL's advantages are AdvantageConfig('trl-group'), 'trl-batch' and 'trl-none'",
+    "multi_objective_aggregation": "TRL's normalize_then_sum is AdvantageConfig('trl-gdpo')",
+    "normalize_advantages": "TRL's advantages are AdvantageConfig('trl-rloo') and 'trl-rloo-normalized'",
+    "adv_estimator": "verl's advantages are AdvantageConfig('verl-grpo') and so on",
+    "norm_adv_by_std_in_grpo": "verl's advantages are AdvantageConfig('verl-grpo') and 'verl-dr-grpo'",
+}
+
+
 def with_defaults(
     where: str, fields: dict[str, Any], defaults: dict[str, Any], texts: Sequence[str] = ()
 ) -> dict[str, Any]:
@@ -115,7 +169,7 @@ def with_defaults(
     """
     for name, value in fields.items():
         if name not in defaults:
-            raise unknown(where, "field", name, defaults)
+            raise unknown(where, "field", name, defaults, ELSEWHERE.get(name))
         if isinstance(defaults[name], bool) and value is not None:
             boolean(where, **{name: value})
         elif isinstance(defaults[name], int | float) and value is not None:

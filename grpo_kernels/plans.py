@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from grpo_kernels.checks import unknown
+from grpo_kernels.checks import ELSEWHERE, unknown
 
 C = TypeVar("C", bound="PlannedConfig")
 
@@ -14,8 +14,9 @@ C = TypeVar("C", bound="PlannedConfig")
 class PlannedConfig:
     """A config with its plan, derived when it is created. torch.compile traces that, too."""
 
-    modes: list[int] = dataclasses.field(init=False, repr=False, compare=False)
-    coefficients: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+    if TYPE_CHECKING:  # they are no fields, which dataclasses.asdict would list and the config would not take
+        modes: list[int] = dataclasses.field(init=False)
+        coefficients: list[float] = dataclasses.field(init=False)
 
     _meant: ClassVar[dict[str, str]] = {}  # keywords of peers, and what is meant by them
 
@@ -23,7 +24,17 @@ class PlannedConfig:
         """Refuses unknown keywords with the nearest one that exists, which the generated __init__ does not name."""
         for name in fields:
             if name not in cls.__match_args__:  # dataclasses.fields of a class cannot be traced
-                raise TypeError(str(unknown(cls.__name__, "keywords", name, cls.__match_args__, cls._meant.get(name))))
+                raise TypeError(
+                    str(
+                        unknown(
+                            cls.__name__,
+                            "keywords",
+                            name,
+                            cls.__match_args__,
+                            cls._meant.get(name, ELSEWHERE.get(name)),
+                        )
+                    )
+                )
         return super().__new__(cls)
 
     def _set_plan(self, plan: Any, first_coefficient: str) -> None:

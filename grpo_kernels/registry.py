@@ -105,6 +105,25 @@ def _eager(op: _Function, setup_context: _Function, backward: _Function) -> _Fun
     return call
 
 
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, op: str) -> torch.Tensor:
+        ctx.op = op
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(f"{ctx.op}: a second derivative is not implemented; use create_graph=False")
+
+
+def first_derivative(op: str, gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient that a backward returns. With create_graph=True its own gradient is refused, not left out."""
+    is_first = not torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if is_first or torch._C._are_functorch_transforms_active():
+        return gradient
+    return cast(torch.Tensor, _Undifferentiable.apply(gradient.detach().requires_grad_(), op))
+
+
 def define_compiled(schema: str) -> None:
     """Defines an op that only compiled code implements and only our own Python calls."""
     _library.define(schema)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -95,3 +97,17 @@ def test_a_working_compiler_passes_the_check(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setenv("GRPO_KERNELS_BUILD", "none")
     assert runpy.run_path(str(ROOT / "setup.py"))["compiles"]("g++") is True
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+def test_clang_compiles_every_file_without_a_warning(tmp_path: Path) -> None:
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-G", "Ninja", "-DCMAKE_CXX_COMPILER=clang++"]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    options = ["-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", f"-DPython_EXECUTABLE={sys.executable}"]
+    subprocess.run([*command, *options], check=True, capture_output=True, timeout=300, env=environment)
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    assert len(commands) > 20
+    for entry in commands:
+        checked = [*shlex.split(entry["command"].partition(" -o ")[0]), "-fsyntax-only", "-Werror", entry["file"]]
+        done = subprocess.run(checked, capture_output=True, text=True, cwd=entry["directory"], timeout=300)
+        assert done.returncode == 0, done.stderr[:2000]

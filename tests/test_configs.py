@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import pickle
+from typing import Any
 
 import pytest
 
@@ -30,6 +33,41 @@ def test_misspelt_keywords(config: type, misspelt: str, near: str) -> None:
 def test_what_is_derived_is_no_keyword() -> None:
     with pytest.raises(TypeError, match=r"^LossConfig: keywords must be one of .*, got 'modes'"):
         gk.LossConfig(modes=[1])  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        gk.LossConfig(clip_low=0.1),
+        gk.LossConfig.trl(loss_type="vespo"),
+        gk.AdvantageConfig("rloo", reward_weights=(1, 2)),
+    ],
+    ids=["LossConfig", "tuples", "AdvantageConfig"],
+)
+def test_configs_are_dicts_and_json(config: gk.LossConfig | gk.AdvantageConfig) -> None:
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    again = type(config)(**fields)
+    assert again == config and (again.modes, again.coefficients) == (config.modes, config.coefficients)
+
+
+@pytest.mark.parametrize(
+    ("make", "meant"),
+    [
+        (lambda: gk.AdvantageConfig(epsilon=1e-4), "in an AdvantageConfig it is eps"),  # type: ignore[call-arg]
+        (lambda: gk.AdvantageConfig(scale_rewards="none"), "AdvantageConfig('trl-group'), 'trl-batch' and 'trl-none'"),  # type: ignore[call-arg]
+        (lambda: gk.LossConfig(kl_beta=0.1), "it is kl_coef"),  # type: ignore[call-arg]
+        (lambda: gk.LossConfig.trl(temperature=0.7), "it is an argument of the ops that take logits or hidden states"),
+        (lambda: gk.LossConfig.verl(adv_estimator="grpo"), "AdvantageConfig('verl-grpo') and so on"),
+        (
+            lambda: gk.CorrectionConfig.trl(vllm_importance_sampling_cap=2.0),
+            "calls it vllm_importance_sampling_clip_max",
+        ),
+    ],
+)
+def test_keywords_that_are_elsewhere(make: Any, meant: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        make()
+    assert str(error.value).endswith(meant)
 
 
 def test_configs_are_copied_and_pickled() -> None:

@@ -57,7 +57,7 @@ GRPO_HD Quad pick(const QuadBits& condition, const Quad& yes, const Quad& no) {
 
 GRPO_HD Quad square_root(const Quad& x) {
 #ifdef __AVX__
-  return __builtin_ia32_sqrtpd256(x);
+  return _mm256_sqrt_pd(x);
 #else
   return Quad{sqrt(x[0]), sqrt(x[1]), sqrt(x[2]), sqrt(x[3])};
 #endif

@@ -347,8 +347,9 @@ GRPO_HD typename Math::Value correction_weight(const PolicyPlan& plan, const typ
       plan.correction == Correction::kGeometricTruncate) {
     return clamp_to<Math>(ratio, n.correction_min, n.correction_max);
   }
-  const auto is_outside = (ratio < Math::all(n.correction_min)) | (ratio > Math::all(n.correction_max));
-  return Math::select(is_outside, Math::all(0), ratio);
+  const auto below = ratio < Math::all(n.correction_min);
+  const auto above = ratio > Math::all(n.correction_max);
+  return Math::select(below | above, Math::all(0), ratio);
 }
 
 }  // namespace grpo_kernels

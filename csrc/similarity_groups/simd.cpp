@@ -13,7 +13,7 @@ namespace {
 // between instruction sets with and without it.
 GRPO_HD Floats multiply_add(const Floats& a, const Floats& b, const Floats& sum) {
 #ifdef __FMA__
-  return __builtin_ia32_vfmaddps256(a, b, sum);
+  return _mm256_fmadd_ps(a, b, sum);
 #else
   return a * b + sum;
 #endif

@@ -13,7 +13,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_trainer.recipe import Algorithm, Similarity
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import unknown_key, unknown_name
+from grpo_trainer.settings import attempt, refuse, unknown_key, unknown_name
 
 Config = TypeVar("Config")
 _CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
@@ -87,9 +87,12 @@ class Plan:
             similarity = Similarity()
         threshold = gk.SegmentThreshold(segments) if segments is not None and settings.name == "group_ppo" else None
         config = None
+        problems: list[Exception] = []
         if not has_critic and settings.name != "polychromic":
-            config = _config(gk.AdvantageConfig, advantage | settings.advantage, "advantage")
-        resolved = _config(gk.LossConfig, loss, "loss")
+            config = attempt(problems, _config, gk.AdvantageConfig, advantage | settings.advantage, "advantage")
+        resolved = attempt(problems, _config, gk.LossConfig, loss, "loss")
+        refuse(problems)
+        assert resolved is not None
         if resolved.correction != "none":
             raise ValueError(
                 f"algorithm.loss.correction: must be 'none', got {resolved.correction!r}; with rollout.engine: vllm "
@@ -101,6 +104,11 @@ class Plan:
         if similarity is not None:
             _ = plan.clustering  # raises now rather than in the first step
         return plan
+
+    def described(self) -> str:
+        """The configs of the advantages and of the loss, without the fields that have their defaults."""
+        configs = {"advantages": self.advantage, "segments": self.segments, "loss": self.loss}
+        return "; ".join(f"{name}: {_changed(config)}" for name, config in configs.items() if config is not None)
 
     @property
     def clustering(self) -> gk.SimilarityConfig:
@@ -297,12 +305,17 @@ def _refuse_unused(settings: Algorithm, has_critic: bool) -> None:
             raise ValueError(f"algorithm.{key}: {rule}, got {value!r} with {name!r}")
 
 
+def _changed(config: Any) -> str:
+    default = type(config)()
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    changed = [f"{name}={value}" for name, value in fields.items() if value != getattr(default, name)]
+    return ", ".join(changed) or "the defaults"
+
+
 def _config(kind: Callable[..., Config], fields: dict[str, Any], key: str) -> Config:
     """Builds a config from YAML, whose lists become tuples; errors name the key of the recipe."""
     known = list(inspect.signature(kind).parameters)
-    for name in fields:
-        if name not in known:
-            raise ValueError(unknown_key(f"algorithm.{key}", name, known))
+    refuse([ValueError(unknown_key(f"algorithm.{key}", name, known)) for name in fields if name not in known])
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     try:
         return kind(**kwargs)

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -137,7 +136,8 @@ def _overview() -> str:
         "recipes:",
         *(f"  {name:<{width}}{text}" for name, text in found.items()),
         "",
-        *textwrap.wrap(", ".join(ALGORITHMS), 100, initial_indent="algorithms: ", subsequent_indent="  "),
+        "algorithms, and what they set of AdvantageConfig and LossConfig:",
+        *(f"  {name:<{width}}{_fields(*defaults)}" for name, defaults in ALGORITHMS.items()),
         "",
         "grpo-train arithmetic           train the default recipe; minutes on a CPU",
         "grpo-train NAME --smoke         see in seconds that a recipe works",
@@ -145,6 +145,10 @@ def _overview() -> str:
         "grpo-train --keys               every key of a recipe",
     ]
     return "\n".join(lines)
+
+
+def _fields(*configs: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for fields in configs for name, value in fields.items()) or "nothing"
 
 
 def _examine(options: argparse.Namespace) -> None:
@@ -478,5 +482,5 @@ def _run(command: Callable[[], int | None]) -> int:
 def _fail(error: Exception, line: str) -> int:
     if os.environ.get("GRPO_TRACEBACK"):
         raise error
-    print(f"error: {line}", file=sys.stderr)
+    sys.stderr.write(f"error: {line}\n")  # at once, as several processes may print theirs
     return 2

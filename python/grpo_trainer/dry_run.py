@@ -3,6 +3,7 @@ written, and of a model only its configuration and, for a chat template, its tok
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -40,6 +41,7 @@ def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
     """
     problems = [problem for check in _checks(recipe) if (problem := _problem(check))]
     lines = [f"{recipe.name}: {', '.join(_described(recipe))}; {processes} process{'es' if processes > 1 else ''}"]
+    lines += _algorithms(recipe)
     if recipe.model.path == "tiny" and any(problem.startswith("data.") for problem in problems):
         return lines, problems  # its vocabulary comes from the data
     try:
@@ -49,9 +51,8 @@ def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
         # a wrong algorithm is among the problems already
         reason = str(error).partition("\n")[0].removeprefix("model.path: ")
         if not any(reason in problem for problem in problems):
-            problems.append(
-                f"model.path: {recipe.model.path!r} cannot be examined, so memory is not estimated: {reason}"
-            )
+            unknown = f"model.path: {recipe.model.path!r} cannot be examined, so memory is not estimated: {reason}"
+            problems.append(reason if reason.startswith("model.") else unknown)
         return lines, problems
     counts = f"{model.count / 1e6:,.1f} million weights, {model.trained / 1e6:,.1f} of them trained"
     lines.append(f"{recipe.model.path}: {counts}")
@@ -203,6 +204,13 @@ def _described(recipe: Recipe) -> Iterator[str]:
                 f"{phase.rl.steps} steps of {phase.rl.algorithm.name} with {rollout.prompts} x {rollout.group_size} "
                 f"responses of at most {rollout.max_new_tokens} tokens"
             )
+
+
+def _algorithms(recipe: Recipe) -> Iterator[str]:
+    for number, phase in enumerate(recipe.phases):
+        with contextlib.suppress(TypeError, ValueError):  # is among the problems
+            if phase.rl is not None:
+                yield f"phase {number}, {phase.rl.algorithm.name}: {plan_of(number, phase.rl).described()}"
 
 
 def _skeleton(recipe: Recipe) -> memory.Skeleton:

@@ -13,6 +13,7 @@ import torch
 
 from grpo_trainer import pretrained
 from grpo_trainer.recipe import Model
+from grpo_trainer.settings import nearest
 
 FOUR_BIT_ON_CPU = (0, 50)  # first version of bitsandbytes that was tried on a CPU
 
@@ -111,6 +112,11 @@ def with_adapters(lm: Any, settings: Model) -> Any:
         except ValueError as error:
             linear = [name for name, layer in lm.named_modules() if isinstance(layer, torch.nn.Linear)]
             names = sorted({name.rpartition(".")[2] for name in linear})
+            if lora.targets and not set(lora.targets) & set(names):
+                near = "".join(nearest(target, names) for target in lora.targets)
+                raise ValueError(
+                    f"model.lora.targets: must be names of layers, such as {', '.join(names)}, got {lora.targets}{near}"
+                ) from error
             raise ValueError(
-                f"model.lora.targets: must be names of layers, such as {', '.join(names)}, got {lora.targets}: {error}"
+                f"model.lora.targets: {error}; layers are {', '.join(names)}, got {lora.targets}"
             ) from error

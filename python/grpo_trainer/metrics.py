@@ -132,6 +132,7 @@ def rollout_metrics(
         "rewards/q25": q25,
         "rewards/median": median,
         "rewards/q75": q75,
+        "rewards/unscored": float(len(totals) - len(scored)),
         "rewards/group_std": float(groups.std(1).nanmean()) if rollout.group_size > 1 else nan,
         "group_stats/num_groups": float(len(rollout.items)),
         "group_stats/avg_group_size": float(rollout.group_size),

@@ -191,9 +191,9 @@ class Critic:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    name: str = key("grpo", "defaults for the keys below", names="grpo_trainer.algorithm:ALGORITHMS")
-    advantage: dict[str, Any] = key({}, "fields of AdvantageConfig", "AdvantageConfig")
-    loss: dict[str, Any] = key({}, "fields of LossConfig", "LossConfig")
+    name: str = key("grpo", "sets some of the keys below, as --list shows", names="grpo_trainer.algorithm:ALGORITHMS")
+    advantage: dict[str, Any] = key({}, "fields of AdvantageConfig, over those of name", "AdvantageConfig")
+    loss: dict[str, Any] = key({}, "fields of LossConfig, over those of name", "LossConfig")
     similarity: Similarity | None = key(None, "group similar responses to a prompt")
     segments: dict[str, Any] = key(
         {}, "fields of SegmentConfig, for ppo and group_ppo; the names of `group_params` work, too", "SegmentConfig"

@@ -11,20 +11,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_kernels import SimilarityConfig
-from grpo_trainer.settings import refuse_misspelt
+from grpo_trainer.settings import refuse, refuse_misspelt
 
 EMBEDDERS = ("auto", "hashed", "minilm", "name or folder of sentence-transformers")
 Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the rule
 
 
 def check(recipe: Any) -> None:
-    """Raises ValueError with the key, the rule and the value of the first rule that a recipe does not meet."""
+    """Raises ValueError with the key, the rule and the value of every rule that a recipe does not meet."""
     refuse_misspelt("model.path", recipe.model.path, ("tiny", "a folder, a GGUF file or a hub name"))
     for key, name in _embedders(recipe):
         refuse_misspelt(key, name, EMBEDDERS)
-    for name, value, is_met, rule in _rules(recipe):
-        if not is_met:
-            raise ValueError(f"{name}: {rule}, got {_shown(value)}")
+    refuse(
+        [
+            ValueError(f"{name}: {rule}, got {_shown(value)}")
+            for name, value, is_met, rule in _rules(recipe)
+            if not is_met
+        ]
+    )
 
 
 def _shown(value: Any) -> str:

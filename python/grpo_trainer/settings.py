@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -40,11 +40,33 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     if not isinstance(values, Mapping):
         raise TypeError(f"{where or 'recipe'}: must be a mapping, got {type(values).__name__} {values!r}")
     fields = fields_of(kind)
-    for name in values:
-        if name not in fields:
-            raise ValueError(unknown_key(where, str(name), list(fields)))
-    kwargs = {name: _convert(fields[name].type, value, join(where, name)) for name, value in values.items()}
+    problems: list[Exception] = [
+        ValueError(unknown_key(where, str(name), list(fields))) for name in values if name not in fields
+    ]
+    kwargs = {
+        name: attempt(problems, _convert, fields[name].type, value, join(where, name))
+        for name, value in values.items()
+        if name in fields
+    }
+    refuse(problems)
     return kind(**kwargs)
+
+
+def attempt(problems: list[Exception], call: Callable[..., T], *arguments: Any) -> T | None:
+    """The result of a call; an error of its arguments is added to the problems instead of raised."""
+    try:
+        return call(*arguments)
+    except (TypeError, ValueError) as error:
+        problems.append(error)
+        return None
+
+
+def refuse(problems: Sequence[Exception]) -> None:
+    """Raises the one problem that there is, or one error of all of them, so that they are mended together."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ValueError("\n  ".join(map(str, problems)))
 
 
 def unknown_key(where: str, name: str, known: Sequence[str]) -> str:
@@ -207,7 +229,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
             )
         if not isinstance(value, list):
             raise _mismatch(kind, value, where)
-        return [_convert(arguments[0], item, f"{where}.{i}") for i, item in enumerate(value)]
+        problems: list[Exception] = []
+        items = [attempt(problems, _convert, arguments[0], item, f"{where}.{i}") for i, item in enumerate(value)]
+        refuse(problems)
+        return items
     if origin is dict:
         if not isinstance(value, Mapping):
             raise _mismatch(kind, value, where)

@@ -37,7 +37,8 @@ def plan_of(phase: int, rl: Rl) -> Plan:
     try:
         plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"phases.{phase}.rl.{error}") from error
+        where = f"phases.{phase}.rl."
+        raise type(error)(where + str(error).replace("\n  ", f"\n  {where}")) from error
     if plan.compares_responses and rl.rollout.group_size == 1:
         raise ValueError(
             f"phases.{phase}.rl.rollout.group_size: must be at least 2 for {rl.algorithm.name}, which compares the "
@@ -270,7 +271,12 @@ class Trainer:
         self.log.open()
         versions = {"torch": torch.__version__, "grpo_kernels": gk.__version__, "threads": torch.get_num_threads()}
         date = datetime.datetime.now().isoformat(timespec="seconds")
-        self.log.event("started", date=date, **versions, processes=distributed.world_size(), embedders=self.embedders)
+        facts = {"processes": distributed.world_size(), "embedders": self.embedders, "algorithms": self._algorithms()}
+        self.log.event("started", date=date, **versions, **facts)
+
+    def _algorithms(self) -> dict[str, str]:
+        phases = enumerate(self.recipe.phases)
+        return {f"phase {number}": plan_of(number, phase.rl).described() for number, phase in phases if phase.rl}
 
     def seed_of(self, *parts: object) -> int:
         """Seed for one purpose, derived from the recipe's seed."""

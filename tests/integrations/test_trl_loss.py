@@ -52,3 +52,27 @@ def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str) -> None
 def test_losses_of_whole_rows_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^FusedGRPOTrainer: loss\.loss must not be '{name}'"):
         made(tmp_path, changes={}, loss=gk.LossConfig(loss=name))
+
+
+def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
+    trainer = made(tmp_path, changes={"top_entropy_quantile": 0.5})
+    floor = trainer._entropy_floor(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    assert floor.isinf()
+
+
+def test_micro_batches_of_segments_add_up_to_the_batch(tmp_path: Path) -> None:
+    """With SGD, to which the size of a gradient matters, unlike to Adam."""
+    changes = {"scale_rewards": "none", "use_bias_correction_kl": False, "optim": "sgd", "learning_rate": 0.5}
+    weights = []
+    for rows, steps in ((8, 1), (4, 2), (2, 4)):
+        split = {"gradient_accumulation_steps": steps, "steps_per_generation": steps}
+        split["per_device_train_batch_size"] = rows
+        trainer = made(
+            tmp_path, changes=changes | split | {"max_steps": 3}, segments=gk.SegmentConfig(group_max_size=3)
+        )
+        before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
+        trainer.train()
+        weights.append({name: weight.detach() - before[name] for name, weight in trainer.model.named_parameters()})
+    assert max(change.abs().max() for change in weights[0].values()) > 1e-3
+    for other in weights[1:]:  # float32 sums in another order, over three steps
+        torch.testing.assert_close(other, weights[0], rtol=1e-3, atol=1e-6)

@@ -250,12 +250,6 @@ def test_text_of_a_conversation() -> None:
     assert trl_side._text([call]) == trl_side._text([{"role": "assistant", "content": None}]) == ""
 
 
-def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
-    trainer = made(tmp_path, changes={"top_entropy_quantile": 0.5})
-    floor = trainer._entropy_floor(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
-    assert floor.isinf()
-
-
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
@@ -269,6 +263,12 @@ def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
         ({"segments": gk.SegmentConfig(), "loss": gk.LossConfig()}, {}, "loss and segments exclude"),
         ({"loss": gk.LossConfig(aggregation="token-sum")}, {}, "loss.aggregation must be left out, .* got 'token-sum'"),
         ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "reward_weights must be left out"),
+        (
+            {"advantages": gk.AdvantageConfig("remax")},
+            {},
+            "must not need baselines, .* got estimator 'remax'",
+        ),
+        ({"advantages": gk.AdvantageConfig(shrinkage=4.0)}, {}, "similarity and embedder must be given for advantages"),
         ({"segments": gk.SegmentConfig()}, {}, "scale_rewards must be 'none' with segments, got 'group'"),
         (
             {"segments": gk.SegmentConfig()},

@@ -99,7 +99,7 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
         ),
         (
             "model.lora={rank: 2, targets: [q_prj]}",
-            r"^model.lora.targets: must be names of layers, such as .*q_proj.*, got \['q_prj'\]: ",
+            r"^model.lora.targets: must be names of layers, such as .*, got \['q_prj'\]; the nearest is 'q_proj'$",
         ),
         ("phases.1.rl.rewards=[{name: gsm8k, options: {correct: -1}}]", r"^phases.1.rl.rewards.0.options: gsm8k"),
         (

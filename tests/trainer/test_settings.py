@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.keys import explain
-from grpo_trainer.recipe import Recipe, bundled, load
+from grpo_trainer.recipe import Algorithm, Recipe, Rl, bundled, load
 from grpo_trainer.settings import build, fields_of, override, plain, read_yaml
+from grpo_trainer.train import plan_of
 
 from tests.trainer import small
 
@@ -185,3 +186,26 @@ def test_bundled_recipes_are_valid(name: str) -> None:
         for phase in recipe.phases:
             if phase.rl is not None:
                 Plan.of(phase.rl.algorithm, phase.rl.rollout.max_new_tokens)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    wrong = {"sead": 1, "thread": 2, "model": {"paht": "x"}, "phases": [{"rl": {"stps": 1}}, {"sft": {"steps": "a"}}]}
+    with pytest.raises(ValueError, match="no such key") as error:
+        build(Recipe, wrong)
+    keys = [line.strip().partition(":")[0] for line in str(error.value).splitlines()]
+    assert keys == ["sead", "thread", "model.paht", "phases.0.rl.stps", "phases.1.sft.steps"]
+    with pytest.raises(ValueError, match="top_p") as error:
+        load("arithmetic", ["phases.1.rl.rollout.temperature=-1", "phases.1.rl.rollout.top_p=1.5", "threads=0"])
+    assert len(str(error.value).splitlines()) == 3
+    with pytest.raises(
+        ValueError, match=r"(?s)^phases.3.rl.algorithm.advantage.std_flor.*\n  phases.3.rl.algorithm.loss.x: "
+    ):
+        plan_of(3, Rl(algorithm=Algorithm(advantage={"std_flor": 1}, loss={"x": 1})))
+
+
+def test_what_an_algorithm_sets() -> None:
+    plan = Plan.of(Algorithm(name="gspo", advantage={"clip": 2.0}, loss={"clip_high": 0.5}), 8)
+    assert plan.described() == (
+        "advantages: clip=2.0; loss: ratio=sequence, clip_low=0.0003, clip_high=0.5, aggregation=seq-mean-token-mean"
+    )
+    assert Plan.of(Algorithm(name="rloo", loss={"kl": "none"}), 8).described().endswith("; loss: the defaults")

@@ -25,7 +25,8 @@ from grpo_trainer.dry_run import dry_run
 from grpo_trainer.phases.base import PhaseRun, lr_factor
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.policy import Policy
-from grpo_trainer.rewards import RewardError
+from grpo_trainer.recipe import Reward
+from grpo_trainer.rewards import RewardError, require_columns
 from grpo_trainer.train import Trainer, train
 
 from tests.trainer import small
@@ -314,6 +315,25 @@ def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, reward, "phases.1.rl.steps=1"))
     entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
     assert entry["rewards/skipped"] == 12 and math.isfinite(entry["train/total_loss"])
+
+
+def test_a_step_without_rewards_and_repeated_prompts_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = "phases.1.rl.steps=1", "phases.1.rl.rollout.prompts=50", "logging.progress=true"
+    train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:nothing'}}]", *changes))
+    entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    assert entry["rewards/unscored"] == entry["group_stats/num_groups"] * entry["group_stats/avg_group_size"] > 0
+    events = [e["event"] for e in lines(tmp_path, "events")]
+    assert "no response of a step has a reward" in events and "prompts occur more than once in a step" in events
+    shown = capsys.readouterr().err
+    assert "step 0: no response has a reward" in shown and re.search(r"rollout.prompts: 50 of \d+ prompts", shown)
+
+
+def test_columns_that_rewards_get_as_arguments(tmp_path: Path) -> None:
+    for name in ("prompts", "completions", "truncated"):
+        with pytest.raises(ValueError, match=f"^rewards.0: the data must not have the column '{name}'"):
+            require_columns(Reward(name="exact", on_error="skip"), equal, "rewards.0", [{"prompt": "p", name: 1}])
 
 
 @pytest.mark.parametrize("name", ["nothing", "equal"])

@@ -4,6 +4,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #include "common/host_device.h"
 
 // Eight doubles at a time, as two vectors of four in the vector types of GCC and Clang, which split wider ones badly on
@@ -32,7 +36,7 @@ GRPO_HD Quad load_quad(const float* from) {
   FloatQuad quad;
   memcpy(&quad, from, sizeof quad);
 #ifdef __AVX__  // GCC converts halves and joins them
-  return __builtin_ia32_cvtps2pd256(quad);
+  return _mm256_cvtps_pd(quad);
 #else
   return __builtin_convertvector(quad, Quad);
 #endif

@@ -9,9 +9,9 @@
 namespace grpo_kernels::GRPO_SIMD {
 namespace {
 
-typedef int32_t FloatFlags __attribute__((vector_size(32)));
-typedef int64_t DoubleFlags __attribute__((vector_size(32)));
-typedef long long MaskOfDoubles __attribute__((vector_size(32)));  // the type that the AVX builtins take
+// the types of comparisons, which GCC and Clang name differently
+using FloatFlags = decltype(Floats{} < Floats{});
+using DoubleFlags = decltype(Quad{} < Quad{});
 
 // Two independent vectors in the same steps: an exp is one long dependency chain, and the reorder window of a core does
 // not reach the next step.
@@ -72,9 +72,9 @@ struct VectorMath {
 #ifdef __AVX__
     // GCC compares the flag with 0 again, twice, in `flag ? yes : no`
     if constexpr (sizeof(T) == 4) {
-      return __builtin_ia32_blendvps256(no, yes, (Value)flag);
+      return _mm256_blendv_ps(no, yes, (Value)flag);
     } else {
-      return __builtin_ia32_blendvpd256(no, yes, (Value)flag);
+      return _mm256_blendv_pd(no, yes, (Value)flag);
     }
 #else
     return (Value)((flag & (Flag)yes) | (~flag & (Flag)no));
@@ -103,9 +103,9 @@ struct VectorMath {
     }
 #ifdef __AVX__
     if constexpr (sizeof(T) == 4) {
-      return __builtin_ia32_maskloadps256((const Value*)from, first(left));
+      return _mm256_maskload_ps(from, (__m256i)first(left));
     } else {
-      return __builtin_ia32_maskloadpd256((const Value*)from, (MaskOfDoubles)first(left));
+      return _mm256_maskload_pd(from, (__m256i)first(left));
     }
 #else
     for (int l = 0; l < kCount; ++l) {
@@ -122,9 +122,9 @@ struct VectorMath {
     }
 #ifdef __AVX__
     if constexpr (sizeof(T) == 4) {
-      __builtin_ia32_maskstoreps256((Value*)to, first(left), value);
+      _mm256_maskstore_ps(to, (__m256i)first(left), value);
     } else {
-      __builtin_ia32_maskstorepd256((Value*)to, (MaskOfDoubles)first(left), value);
+      _mm256_maskstore_pd(to, (__m256i)first(left), value);
     }
 #else
     for (int l = 0; l < kCount; ++l) {
@@ -184,9 +184,9 @@ struct VectorMath {
   GRPO_HD static uint32_t bits(const Flag& flags) {
 #ifdef __AVX__
     if constexpr (sizeof(T) == 4) {
-      return static_cast<uint32_t>(__builtin_ia32_movmskps256((Value)flags));
+      return static_cast<uint32_t>(_mm256_movemask_ps((Value)flags));
     } else {
-      return static_cast<uint32_t>(__builtin_ia32_movmskpd256((Value)flags));
+      return static_cast<uint32_t>(_mm256_movemask_pd((Value)flags));
     }
 #else
     uint32_t bits = 0;

@@ -1,9 +1,5 @@
 #pragma once
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include "common/simd/lanes.h"
 
 // exp, expm1 and tanh of vectors: Floats (eight floats), Quad (four doubles), and WideFloats (sixteen floats), which
@@ -103,9 +99,9 @@ template <typename V>
 GRPO_HD V larger(const V& a, const V& b) {
 #ifdef __AVX__  // GCC does not select the instruction if one operand is constant
   if constexpr (sizeof(a[0]) == 4) {
-    return __builtin_ia32_maxps256(a, b);
+    return _mm256_max_ps(a, b);
   } else {
-    return __builtin_ia32_maxpd256(a, b);
+    return _mm256_max_pd(a, b);
   }
 #else
   return a > b ? a : b;
@@ -115,9 +111,9 @@ template <typename V>
 GRPO_HD V smaller(const V& a, const V& b) {
 #ifdef __AVX__
   if constexpr (sizeof(a[0]) == 4) {
-    return __builtin_ia32_minps256(a, b);
+    return _mm256_min_ps(a, b);
   } else {
-    return __builtin_ia32_minpd256(a, b);
+    return _mm256_min_pd(a, b);
   }
 #else
   return a < b ? a : b;

@@ -22,6 +22,7 @@ from grpo_kernels.integrations.trl import head as fused_head
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
+_SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: of the generation batch of all processes
 # Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
@@ -91,11 +92,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError("FusedGRPOTrainer: similarity and segments exclude each other, got both")
         if advantages is not None and segments is not None:
             raise ValueError("FusedGRPOTrainer: advantages and segments exclude each other, got both")
-        if advantages is not None and advantages.reward_weights is not None:
-            raise ValueError(
-                "FusedGRPOTrainer: advantages.reward_weights must be left out, as GRPOConfig has them, got "
-                f"{advantages.reward_weights}"
-            )
+        _check_advantages(advantages, similarity)
         if loss is not None and loss.is_of_sequences:
             raise ValueError(
                 f"FusedGRPOTrainer: loss.loss must not be {loss.loss!r}, which compares the completions of a prompt or "
@@ -205,6 +202,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             backend=self.kernel_backend,
         )
         output["advantages"], output["segment_ids"] = segments.advantages, segments.segment_ids
+        output[_SEGMENTS] = self.accelerator.gather((segments.segment_ids.amax(1) + 1).sum()).sum()
         for name, value in gk.segment_metrics(segments, size).items():
             self._metrics[mode][name].append(value)
         if self.threshold is not None and mode == "train":
@@ -241,8 +239,9 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         config = self._loss_config(bonus / steps if by_all else bonus)
         normalizer = None
         if by_all:
-            tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
-            normalizer = {"tokens": tokens * (steps / self.args.steps_per_generation if mode == "train" else 1)}
+            counts = {"tokens": inputs["num_items_in_batch"], "segments": inputs.get(_SEGMENTS)}
+            share = (steps / self.args.steps_per_generation if mode == "train" else 1) / self.accelerator.num_processes
+            normalizer = {unit: count.clamp(min=1.0) * share for unit, count in counts.items() if count is not None}
         options = {"config": config, "normalizer": normalizer, "backend": self.kernel_backend}
         result, aux_loss = self._policy_loss(model, inputs, options)
         loss = result.loss if by_all else result.loss / steps
@@ -459,6 +458,27 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, value, holds, rule in rules:
             if not holds:
                 raise ValueError(f"FusedGRPOTrainer: {name} {rule}, got {value!r}")
+
+
+def _check_advantages(advantages: gk.AdvantageConfig | None, similarity: gk.SimilarityConfig | None) -> None:
+    """Refuses what TRL decides on, and what needs inputs that are not there."""
+    if advantages is None:
+        return
+    if advantages.reward_weights is not None:
+        raise ValueError(
+            "FusedGRPOTrainer: advantages.reward_weights must be left out, as GRPOConfig has them, got "
+            f"{advantages.reward_weights}"
+        )
+    if advantages.needs_baselines:
+        raise ValueError(
+            "FusedGRPOTrainer: advantages must not need baselines, which TRL does not have, got estimator "
+            f"{advantages.estimator!r}"
+        )
+    if advantages.needs_parent and similarity is None:
+        raise ValueError(
+            "FusedGRPOTrainer: similarity and embedder must be given for advantages with shrinkage or "
+            f"singleton='parent', got shrinkage={advantages.shrinkage!r}, singleton={advantages.singleton!r}"
+        )
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:

@@ -91,24 +91,14 @@ def group_advantages(
     return GroupAdvantages(*results)
 
 
-def group_ids(keys: Iterable[Hashable], *, device: torch.device | str | None = None) -> Tensor:
+def group_ids(keys: Iterable[Hashable] | Tensor, *, device: torch.device | str | None = None) -> Tensor:
     """Numbers hashable keys (uids, prompts) by first appearance: int64 ids for the argument `groups`.
 
-    Keys are compared by equality and hash, never by their text: "1_10" and "11_0" stay different.
+    Keys are compared by equality and hash, never by their text: "1_10" and "11_0" stay different. A tensor gives its
+    elements, on the host; one of integers can be `groups` itself.
     """
-    if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
-        raise TypeError(
-            f"group_ids: keys must be an iterable with a key for each row, got {type(keys).__name__} {keys!r}"
-        )
     numbers: dict[Hashable, int] = {}
-    ids = []
-    for row, key in enumerate(keys):
-        try:
-            ids.append(numbers.setdefault(key, len(numbers)))
-        except TypeError as error:
-            raise TypeError(
-                f"group_ids: keys must be hashable, got {type(key).__name__} {key!r} in row {row}"
-            ) from error
+    ids = [numbers.setdefault(key, len(numbers)) for key in checks.keys("group_ids", keys)]
     return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
@@ -116,11 +106,7 @@ def _rewards(rewards: Tensor, settings: AdvantageConfig) -> Tensor:
     checks.tensor(_OP, "rewards", rewards, checks.FLOATS)
     if rewards.dim() not in (1, 2) or (rewards.dim() == 2 and rewards.shape[1] == 0):
         raise ValueError(f"{_OP}: rewards must have shape [N] or [N, R] with R > 0, got {list(rewards.shape)}")
-    if rewards.requires_grad:
-        raise ValueError(
-            f"{_OP}: rewards must not require grad, got requires_grad=True; advantages are not differentiable, "
-            "pass rewards.detach()"
-        )
+    checks.constant(_OP, "rewards", rewards)
     columns = 1 if rewards.dim() == 1 else rewards.shape[1]
     weights = settings.reward_weights
     if weights is not None and len(weights) != columns:

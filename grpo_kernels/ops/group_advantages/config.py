@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from grpo_kernels.checks import choices, finite, unknown
 from grpo_kernels.plans import PlannedConfig
@@ -163,8 +163,8 @@ class AdvantageConfig(PlannedConfig):
     whiten_eps: float = None  # type: ignore[assignment]
     gain: str = None  # type: ignore[assignment]
 
-    # Derived: the weights as a list.
-    weight_list: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+    if TYPE_CHECKING:  # derived: the weights as a list
+        weight_list: list[float] = dataclasses.field(init=False)
 
     _presets: ClassVar[dict[str, AdvantageConfig]] = {}
 

@@ -38,28 +38,21 @@ class _Running:
         self._slots = {key: slot for slot, key in enumerate(state["keys"])}
         self._state = state["state"].double().clone()
 
-    def _rows(self, rewards: Tensor, keys: Iterable[Hashable]) -> tuple[Tensor, _Order]:
+    def _rows(self, rewards: Tensor, keys: Iterable[Hashable] | Tensor) -> tuple[Tensor, _Order]:
         """The rewards in float64, and their order by key. Adds entries for new keys."""
         where = f"{type(self).__name__}.step"
         checks.tensor(where, "rewards", rewards, checks.FLOATS)
         if rewards.dim() != 1:
             raise ValueError(f"{where}: rewards must have shape [N], got {list(rewards.shape)}")
-        if isinstance(keys, str | bytes) or not isinstance(keys, Iterable):
-            raise TypeError(
-                f"{where}: keys must be an iterable with a key for each row, got {type(keys).__name__} {keys!r}"
-            )
-        slots = []
-        for row, key in enumerate(keys):
-            try:
-                slots.append(self._slots.setdefault(key, len(self._slots)))
-            except TypeError as error:
-                raise TypeError(f"{where}: keys must be hashable, got {key!r} in row {row}") from error
-        if len(slots) != len(rewards):
-            raise ValueError(f"{where}: keys must have {len(rewards)} entries, one per reward, got {len(slots)}")
+        checks.constant(where, "rewards", rewards)
+        listed = checks.keys(where, keys)
+        if len(listed) != len(rewards):
+            raise ValueError(f"{where}: keys must have {len(rewards)} entries, one per reward, got {len(listed)}")
+        slots = [self._slots.setdefault(key, len(self._slots)) for key in listed]
         new = len(self._slots) - len(self._state)
         initial = torch.tensor(self._initial, dtype=torch.float64).expand(new, -1)
         self._state = torch.cat([self._state.to(rewards.device), initial.to(rewards.device)])
-        return rewards.detach().double(), _Order(slots, rewards.device)
+        return rewards.double(), _Order(slots, rewards.device)
 
 
 class _Order:
@@ -112,7 +105,7 @@ class EmaBaseline(_Running):
             raise ValueError(f"EmaBaseline: decay must be below 1, got {decay!r}")
         self.decay = float(decay)
 
-    def step(self, rewards: Tensor, keys: Iterable[Hashable]) -> Tensor:
+    def step(self, rewards: Tensor, keys: Iterable[Hashable] | Tensor) -> Tensor:
         """The baseline of each row, in the rewards' dtype; then the state includes these rewards."""
         values, order = self._rows(rewards, keys)
         scored = ~values.isnan()
@@ -153,7 +146,7 @@ class ValueTracker(_Running):
             )
         self.half_life, self.rho_min, self.rho_max, self.prior = half_life, rho_min, rho_max, prior
 
-    def step(self, rewards: Tensor, keys: Iterable[Hashable], drift: Tensor | float = 0.0) -> Tensor:
+    def step(self, rewards: Tensor, keys: Iterable[Hashable] | Tensor, drift: Tensor | float = 0.0) -> Tensor:
         """The value of each row before its reward, in the rewards' dtype; then the state includes these rewards.
 
         Args:
@@ -200,7 +193,7 @@ class RunningNorm(_Running):
         checks.finite("RunningNorm", "eps", eps, minimum=0.0)
         self.eps = float(eps)
 
-    def step(self, rewards: Tensor, keys: Iterable[Hashable]) -> Tensor:
+    def step(self, rewards: Tensor, keys: Iterable[Hashable] | Tensor) -> Tensor:
         """The normalised rewards, in their dtype, by a state that includes them."""
         values, order = self._rows(rewards, keys)
         if len(values) == 0:

@@ -40,7 +40,7 @@ def linear_distillation_loss(
     normalizer: float | Tensor | None = None,
     kind: str = "forward_kl",
     tail: str = "bucket",
-    beta: float = 0.5,
+    beta: float | None = None,
     chunk_size: int | None = None,
     weight_grad: Tensor | None = None,
     backend: str | None = None,
@@ -64,7 +64,7 @@ def linear_distillation_loss(
             (1 - beta) * KL(student, mixture), where the mixture is beta * teacher + (1 - beta) * student
         tail: what becomes of all other tokens: "bucket", together they are one more token; "ignore", they are left out
             of the sum; "renormalise", both distributions are restricted to the teacher's ids
-        beta: of "jsd", between 0 and 1
+        beta: of "jsd", between 0 and 1; None means 0.5
         chunk_size: rows whose logits are in memory at a time; None means chosen from the shapes
         weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can

@@ -26,7 +26,8 @@ class Teacher:
         ids: teacher_ids, in the shape of the loss's targets and a last dimension k
         logprobs: teacher_logprobs, [..., k]
         coef: factor of the divergence in the loss; with 0 nothing is measured, either
-        kind, tail, beta: which divergence
+        kind, tail: which divergence
+        beta: share of the teacher in the mixture of "jsd"; None means 0.5
         mask: restricts the tokens further than the policy loss does
         weights: of the tokens; the term is the weighted sum instead of the mean
         normalizer: what the sum is divided by instead of the number of tokens
@@ -37,7 +38,7 @@ class Teacher:
     coef: float = 1.0
     kind: str = "forward_kl"
     tail: str = "bucket"
-    beta: float = 0.5
+    beta: float | None = None
     mask: Tensor | None = None
     weights: Tensor | None = None
     normalizer: float | Tensor | None = None
@@ -91,11 +92,7 @@ def check_lesson(
     for field, value, allowed in (("kind", teacher.kind, KINDS), ("tail", teacher.tail, TAILS)):
         if value not in allowed:
             raise checks.unknown(name, names[field], value, allowed)
-    checks.finite(name, names["beta"], teacher.beta)
-    if not 0 < teacher.beta < 1:
-        raise ValueError(
-            f"{name}: {names['beta']} must be between 0 and 1, got {teacher.beta!r}; those are the two KL divergences"
-        )
+    beta = _check_beta(names, teacher)
     checks.finite(name, names["coef"], teacher.coef)
     counts = torch.ones(len(head.hidden), dtype=torch.bool, device=device)
     if teacher.mask is not None:
@@ -105,7 +102,22 @@ def check_lesson(
     shares = _shares(names, counts, teacher, tokens, head) * teacher.coef
     ids, logprobs = _check_values(names, ids, logprobs, counts, head)
     codes = KINDS.index(teacher.kind), TAILS.index(teacher.tail)
-    return op.Lesson(ids, logprobs, shares, *codes, float(teacher.beta))
+    return op.Lesson(ids, logprobs, shares, *codes, beta)
+
+
+def _check_beta(names: Naming, teacher: Teacher) -> float:
+    if teacher.beta is None:
+        return 0.5
+    if teacher.kind != "jsd":
+        raise ValueError(
+            f"{names.op}: {names['beta']} must be left out unless {names['kind']} is 'jsd', got {teacher.beta!r} with "
+            f"{teacher.kind!r}"
+        )
+    checks.finite(names.op, names["beta"], teacher.beta)
+    if not 0 < teacher.beta < 1:
+        rule = f"must be between 0 and 1, got {teacher.beta!r}; those are the two KL divergences"
+        raise ValueError(f"{names.op}: {names['beta']} {rule}")
+    return float(teacher.beta)
 
 
 def _per_token(
@@ -154,9 +166,9 @@ def _shares(names: Naming, counts: Tensor, teacher: Teacher, tokens: torch.Size,
     """The factor of each row's divergence in the loss but for the coefficient, in float64."""
     weights, normalizer = teacher.weights, teacher.normalizer
     if weights is not None:
-        share = (
-            _per_token(names, "weights", weights, (*checks.FLOATS, *checks.INTEGERS), tokens, head).detach().double()
-        )
+        checked = _per_token(names, "weights", weights, (*checks.FLOATS, *checks.INTEGERS), tokens, head)
+        checks.constant(names.op, names["weights"], checked)
+        share = checked.detach().double()
     else:
         share = torch.ones_like(counts, dtype=torch.float64)
     share = torch.where(counts, share, 0)
@@ -169,6 +181,7 @@ def _shares(names: Naming, counts: Tensor, teacher: Teacher, tokens: torch.Size,
             raise ValueError(
                 f"{names.op}: {names['normalizer']} must have one element, got shape {list(normalizer.shape)}"
             )
+        checks.constant(names.op, names["normalizer"], normalizer)
         divisor = normalizer.detach().reshape(()).double()
         torch._assert_async(divisor > 0, f"{names.op}: {names['normalizer']} must be positive")
         return share / divisor

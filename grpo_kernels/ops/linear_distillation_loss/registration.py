@@ -8,6 +8,7 @@ chunks of its own: the targets are kept apart with the ids, and both losses shar
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, NamedTuple, cast
 
@@ -265,7 +266,7 @@ LOSS = registry.define(
     SCHEMA,
     KERNELS,
     _fake,
-    (set_up_loss, differentiate_loss),
+    (set_up_loss, functools.partial(differentiate_loss, "linear_distillation_loss")),
     implementation=_op,
 )
 

@@ -212,14 +212,15 @@ def check_weight_grad(op: str, weight_grad: Tensor | None, head: Head, is_added:
         return
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{op}: weight_grad must be None under torch.compile, got a tensor")
-    checks.tensor(op, "weight_grad", weight_grad, (head.wide, head.weight.dtype))
+    checks.tensor(op, "weight_grad", weight_grad, tuple({head.wide: 0, head.weight.dtype: 0}))
     checks.same_device(op, "weight_grad", weight_grad, head.hidden.device)
     if weight_grad.shape != head.weight.shape:
         raise ValueError(
             f"{op}: weight_grad must have the shape of weight, {list(head.weight.shape)}, got {list(weight_grad.shape)}"
         )
     if weight_grad.requires_grad or not head.weight.requires_grad:
-        raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got otherwise")
+        got = f"requires_grad={weight_grad.requires_grad} for a weight with requires_grad={head.weight.requires_grad}"
+        raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got {got}")
     if not is_added:
         raise ValueError(f"{op}: weight_grad must be None {otherwise}, got a tensor")
 

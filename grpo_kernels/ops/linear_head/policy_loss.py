@@ -37,6 +37,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
     RowInputs,
     check_entropy,
     check_policy,
+    check_reads_reference,
     check_rows,
     participants,
 )
@@ -151,6 +152,7 @@ def linear_policy_loss(
     layout, takes_part, head = _participants(head, targets, mask, cu_seqlens, segments, places, index)
     reference = check_reference(_OP, head, targets.shape, ref_hidden, ref_weight, ref_bias)
     if reference.hidden is not None:
+        check_reads_reference(_OP, "ref_hidden", config)
         ref_logprobs = _placeholder(layout, head, ref_logprobs)
     policy = check_policy(
         layout,

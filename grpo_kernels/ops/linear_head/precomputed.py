@@ -24,13 +24,13 @@ def set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
     ctx.others = len(inputs) - FACTORS
 
 
-def differentiate_loss(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def differentiate_loss(op: str, backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     others = (None,) * ctx.others
     if upstream is None:
         return *(None,) * FACTORS, *others
     gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:FACTORS], strict=True)
     scale = policy_loss.scaled
-    scaled = (scale(backend, gradient, upstream, False) if need else None for gradient, need in gradients)
+    scaled = (scale(op, backend, gradient, upstream, False) if need else None for gradient, need in gradients)
     return *scaled, *others
 
 
@@ -65,7 +65,6 @@ class PrecomputedGradient(torch.autograd.Function):
         return results
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if upstream is None:
@@ -77,10 +76,10 @@ class PrecomputedGradient(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.has_added:
-            rule = f"{ctx.op}: the loss must be given to backward unscaled with weight_grad"
+            rule = f"{ctx.op}: the loss must be given to backward unscaled with weight_grad; scale it by normalizer="
             torch._assert_async((upstream == 1).all(), rule)
         for place, gradient in enumerate(gradients):
             is_weight_added = place == 1 and ctx.has_added
             if ctx.needs_input_grad[place] and not is_weight_added:
-                results[place] = policy_loss.scaled(ctx.backend, gradient, upstream, is_owned=True)
+                results[place] = policy_loss.scaled(ctx.op, ctx.backend, gradient, upstream, is_owned=True)
         return tuple(results)

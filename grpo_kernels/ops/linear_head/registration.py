@@ -9,6 +9,7 @@ last call gives the loss.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -417,7 +418,7 @@ LOSS = registry.define(
     LOSS_SCHEMA,
     KERNELS,
     _fake_loss,
-    (set_up_loss, differentiate_loss),
+    (set_up_loss, functools.partial(differentiate_loss, "linear_policy_loss")),
     implementation=_loss_op,
 )
 

@@ -82,8 +82,9 @@ def _setup_context(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tens
 
 def _backward(backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     (gradient,) = ctx.saved_tensors
-    scaled = None if upstream is None else policy_loss.scaled(backend, gradient, upstream, is_owned=False)
-    return scaled, *(None,) * ctx.others
+    if upstream is None:
+        return None, *(None,) * ctx.others
+    return policy_loss.scaled("logits_policy_loss", backend, gradient, upstream, is_owned=False), *(None,) * ctx.others
 
 
 FORWARD = registry.define(
@@ -114,7 +115,6 @@ class _PrecomputedGradient(torch.autograd.Function):
         return loss, metrics
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
         others = (None,) * 5
         if upstream is None:
@@ -124,7 +124,7 @@ class _PrecomputedGradient(torch.autograd.Function):
                 "logits_policy_loss: backward must run once, got a second call; the first handed out the gradient"
             )
         gradient, ctx.gradient = ctx.gradient, None
-        return policy_loss.scaled(ctx.backend, gradient, upstream, is_owned=True), *others
+        return policy_loss.scaled("logits_policy_loss", ctx.backend, gradient, upstream, is_owned=True), *others
 
 
 def apply(backend: str, rows: Rows, policy: Policy, settings: Settings, inplace: bool) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def policy_loss(
     Args:
         logprobs: log-probs of the policy, padded [B, T] or packed [M] with `cu_seqlens`; differentiable
         old_logprobs: log-probs of the policy that the ratio refers to; None means on-policy, the detached log-probs
-        advantages: one per row [B] or one per token
+        advantages: one per row, [B] or [B, 1], or one per token; packed [M] with M = B is one per token
         mask: tokens that take part; None means all. Masked slots may hold NaN
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in logprobs and entropy, then of any
@@ -78,8 +78,8 @@ def policy_loss(
         kinds: integers, one per token: 0 policy term, 1 cross-entropy, 2 reference KL alone, 3 counted alone, 4
             policy term and cross-entropy; None means 0
         ref_logprobs: log-probs of the reference policy, for the KL term
-        sampling_logprobs: log-probs of the sampler, for config.correction and off_policy_threshold; NaN where the
-            sampler could not score the token
+        sampling_logprobs: log-probs of the sampler, for config.correction and off_policy_threshold; without these only
+            for the metrics. NaN where the sampler could not score the token
         is_weights: importance weights of the policy term, one per token, [B, 1] or [B]; instead of config.correction
         entropy: per token, for the entropy bonus (differentiable), the metrics and top_entropy_quantile
         entropy_floor: scalar, the floor of top_entropy_quantile found elsewhere, for example over all ranks; None

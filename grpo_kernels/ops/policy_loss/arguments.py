@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,9 @@ class Layout:
         self.op, self.shape, self.device, self.name = op, shape, device, name
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.rows = self._count_rows(cu_seqlens)
+        self.cu_seqlens = cu_seqlens
+        # a value for each row then has the shape of one for each token
+        self.is_ambiguous = self.shape == (self.rows,)
 
     @classmethod
     def of(cls, op: str, logprobs: Tensor, cu_seqlens: Tensor | None, name: str = "logprobs") -> Layout:
@@ -109,7 +112,7 @@ class Layout:
             raise ValueError(f"{self.op}: {name} must have one element, got shape {list(value.shape)}")
         return self.number(value.reshape(()), detach=True)
 
-    def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
+    def per_row_or_token(self, name: str, value: Tensor, is_of_rows: bool = False) -> Tensor:
         checks.tensor(self.op, name, value, checks.FLOATS)
         checks.same_device(self.op, name, value, self.device)
         if value.shape != self.shape:
@@ -119,6 +122,9 @@ class Layout:
                     f"{list(self.shape)}, got {list(value.shape)}"
                 )
             value = value.reshape(-1)
+            if self.is_ambiguous and not is_of_rows:
+                value = spread_packed(value, cast(Tensor, self.cu_seqlens), self.shape[0])
+        checks.constant(self.op, name, value)
         return self.number(value, detach=True)
 
 
@@ -142,18 +148,23 @@ def check_policy(
     segments = layout.per_token("segments", segments, checks.INTEGERS)
     kinds = layout.per_token("kinds", kinds, checks.INTEGERS)
     weights = layout.per_token("weights", weights, _NUMBERS)
+    if weights is not None:
+        checks.constant(layout.op, "weights", weights)
+    _check_unit(layout, config, normalizer)
     others = _of_other_terms(config, normalizer) if config.is_of_sequences else normalizer
     counts, normalizers = _normalizers(layout, config, others)
     policy = Policy(
         old_logprobs=layout.floats("old_logprobs", old_logprobs),
-        advantages=layout.per_row_or_token("advantages", advantages),
+        advantages=layout.per_row_or_token("advantages", advantages, config.is_of_sequences),
         mask=layout.flags("mask", mask),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
         segments=None if segments is None else segments.int(),
         kinds=None if kinds is None else kinds.to(torch.int8),
         ref_logprobs=layout.floats("ref_logprobs", ref_logprobs),
         sampling_logprobs=layout.floats("sampling_logprobs", sampling_logprobs),
-        is_weights=None if is_weights is None else layout.per_row_or_token("is_weights", is_weights),
+        is_weights=None
+        if is_weights is None
+        else layout.per_row_or_token("is_weights", is_weights, config.is_of_sequences),
         weights=None if weights is None else layout.number(weights, detach=True),
         normalizers=normalizers,
         counts=counts,
@@ -194,13 +205,31 @@ def check_rows(
         if tuple(log_z.shape) not in ((layout.rows,), (layout.rows, 1)):
             raise ValueError(f"{layout.op}: log_z must have shape {[layout.rows]}, got {list(log_z.shape)}")
         log_z = log_z.reshape(-1).double()
-    unit = "groups" if config.loss in GROUP_LOSSES else "rows"
-    count = normalizer.get(unit) if isinstance(normalizer, Mapping) else normalizer
+    count = normalizer.get(_unit(config)) if isinstance(normalizer, Mapping) else normalizer
     return RowInputs(
         None if groups is None else RowGroups.of(layout.op, groups, policy.advantages),
         log_z,
         None if count is None else _check_count(layout, count),
     )
+
+
+def _unit(config: LossConfig) -> str:
+    """What the mean of the policy terms is over."""
+    if config.is_of_sequences:
+        return "groups" if config.loss in GROUP_LOSSES else "rows"
+    if config.aggregation.startswith("seq-mean"):
+        return "rows"
+    return "segments" if config.ratio.startswith("segment") else "tokens"
+
+
+def _check_unit(layout: Layout, config: LossConfig, normalizer: Normalizer | None) -> None:
+    """Refuses a dict that lacks the one divisor it is most likely given for, which would be counted here instead."""
+    unit = _unit(config)
+    if not isinstance(normalizer, Mapping) or unit in normalizer or not set(normalizer) & set(_COUNTED[:-1]):
+        return
+    if config.is_of_sequences or config.aggregation != "token-sum":
+        mean = f"loss={config.loss!r}" if config.is_of_sequences else f"aggregation={config.aggregation!r}"
+        raise ValueError(f"{layout.op}: normalizer must have {unit!r}, the unit of {mean}, got {normalizer!r}")
 
 
 def _of_other_terms(config: LossConfig, normalizer: Normalizer | None) -> Normalizer | None:
@@ -264,8 +293,13 @@ def spread_rows(values: Tensor, policy: Policy, like: Tensor) -> Tensor:
         return values
     if policy.cu_seqlens is None:
         return values[:, None].expand(like.shape)
-    token = torch.arange(len(like), device=like.device)
-    row = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
+    return spread_packed(values, policy.cu_seqlens, len(like))
+
+
+def spread_packed(values: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """A value for each token from one for each row; 0 for tokens behind the last row."""
+    token = torch.arange(tokens, device=values.device)
+    row = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(cu_seqlens.dtype), right=True)
     return torch.cat([values, values.new_zeros(1)])[row.clamp(max=len(values))]
 
 
@@ -323,8 +357,8 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
     if config.kl_coef != 0 and policy.ref_logprobs is None:
         refuse("ref_logprobs", f"given for kl_coef={config.kl_coef}", None)
     _check_sequences(layout, config, policy, refuse)
-    if policy.ref_logprobs is not None and config.kl == "none" and config.loss not in ("gvpo", "flowrl"):
-        refuse("ref_logprobs", "left out with kl='none'", "a tensor; choose a kl, with kl_coef=0 to measure only")
+    if policy.ref_logprobs is not None:
+        check_reads_reference(layout.op, "ref_logprobs", config)
     if config.correction != "none" and policy.sampling_logprobs is None:
         refuse("sampling_logprobs", f"given for correction={config.correction!r}", None)
     weights = policy.is_weights
@@ -341,11 +375,19 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
         refuse("normalizer", "left out with aggregation='token-sum', which divides by nothing", normalizer)
 
 
+def check_reads_reference(op: str, name: str, config: LossConfig) -> None:
+    """Refuses a reference, given as this argument, that the loss has no use for."""
+    if config.kl == "none" and config.loss not in ("gvpo", "flowrl"):
+        raise ValueError(
+            f"{op}: {name} must be left out with kl='none', got a tensor; choose a kl, with kl_coef=0 to measure only"
+        )
+
+
 def _check_sequences(layout: Layout, config: LossConfig, policy: Policy, refuse: Callable[..., None]) -> None:
     if not config.is_of_sequences:
         return
     loss, weights = f"loss={config.loss!r}", policy.is_weights
-    if policy.advantages.shape == layout.shape:
+    if policy.advantages.shape == layout.shape and not layout.is_ambiguous:
         refuse("advantages", f"one per row, {[layout.rows]}, for {loss}", f"shape {list(layout.shape)}")
     if policy.weights is not None:
         refuse("weights", f"left out for {loss}, which is a mean of its own", "a tensor")
@@ -353,7 +395,7 @@ def _check_sequences(layout: Layout, config: LossConfig, policy: Policy, refuse:
         refuse("kinds", f"left out for {loss} unless cross_entropy_aggregation is 'token-mean'", "a tensor")
     if config.loss == "flowrl" and policy.ref_logprobs is None:
         refuse("ref_logprobs", f"given for {loss}", None)
-    if weights is not None and (config.loss != "flowrl" or weights.dim() != 1 or weights.shape == layout.shape):
+    if weights is not None and (config.loss != "flowrl" or weights.shape != (layout.rows,)):
         rule = "one per row" if config.loss == "flowrl" else "left out"
         refuse("is_weights", f"{rule} for {loss}", f"a tensor of shape {list(weights.shape)}")
 
@@ -366,9 +408,7 @@ def _normalizers(
     if normalizer is None:
         return [math.nan] * (len(_COUNTED) - 1), None
     if not isinstance(normalizer, Mapping):
-        kind = "rows" if config.aggregation.startswith("seq-mean") else "tokens"
-        kind = "segments" if kind == "tokens" and config.ratio.startswith("segment") else kind
-        normalizer = {kind: normalizer}
+        normalizer = {_unit(config): normalizer}
     numbers: dict[str, float] = dict.fromkeys(_COUNTED, math.nan)
     tensors: dict[str, Tensor] = {}
     for name, value in normalizer.items():
@@ -399,6 +439,7 @@ def _check_count(layout: Layout, value: float | Tensor) -> float | Tensor:
         if value.numel() != 1:
             raise ValueError(f"{op}: normalizer must have one element, got shape {list(value.shape)}")
         checks.same_device(op, "normalizer", value, layout.device)  # a copy from the host would wait
+        checks.constant(op, "normalizer", value)
         count = value.detach().double().reshape(())
         # a count from elsewhere can be 0, which counts as 1, as in TRL
         return torch.where(count > 0, count, 1.0)

@@ -188,7 +188,7 @@ class LossConfig(PlannedConfig):
         kl_aggregation, entropy_aggregation: the same for those terms; None means as `aggregation`. "local-token-mean"
             is the mean over the tokens kept by top_entropy_quantile, whatever the normalizer
         max_length: constant divisor of "seq-mean-token-sum-norm"
-        count_empty_rows: whether rows without tokens count in means over rows
+        count_empty_rows: whether rows without tokens count in means over rows; geo_mean's terms always do, as in verl
         correction: of the mismatch between sampler and trainer, from sampling_logprobs: "none", "token_truncate",
             "token_mask", "sequence_truncate" or "sequence_mask" (the product of a row's ratios), or
             "geometric_truncate" or "geometric_mask" (their geometric mean)
@@ -325,16 +325,17 @@ class LossConfig(PlannedConfig):
         return _NAMED[config]
 
     def _check_names(self) -> None:
-        if self.loss not in (*LOSSES, *SEQUENCE_LOSSES) and isinstance(self.loss, str) and self.loss in _NAMED:
+        terms = (*LOSSES, *SEQUENCE_LOSSES)
+        if self.loss not in terms and isinstance(self.loss, str) and self.loss in _NAMED:
             raise ValueError(
                 f"LossConfig: loss must be the name of a term, got {self.loss!r}, which names a whole config: "
                 f"LossConfig.of({self.loss!r})"
             )
-        terms = (*LOSSES, *SEQUENCE_LOSSES)
         if self.loss not in terms:
             raise unknown("LossConfig", "loss", self.loss, terms, peers.elsewhere(self.loss, terms))
-        choices(self, ratio=RATIOS, kl=KLS, correction=CORRECTIONS)
-        choices(self, aggregation=AGGREGATIONS[:-1], flowrl_clip=FLOWRL_CLIPS)
+        choices(
+            self, ratio=RATIOS, kl=KLS, correction=CORRECTIONS, aggregation=AGGREGATIONS[:-1], flowrl_clip=FLOWRL_CLIPS
+        )
         for field in ("kl_aggregation", "entropy_aggregation"):
             if getattr(self, field) is not None:
                 choices(self, **{field: AGGREGATIONS})
@@ -405,9 +406,7 @@ class LossConfig(PlannedConfig):
         if self.clip_high is not None and self.clip_high < (-1.0 if self.loss == "cispo" else 0.0):
             refuse("clip_high must be at least 0", "clip_high")
         if self.kl == "none" and (self.kl_coef != 0 or self.kl_clamp is not None or self.kl_unbiased):
-            refuse(
-                "kl must be chosen for kl_coef, kl_clamp and kl_unbiased", "kl", "kl_coef", "kl_clamp", "kl_unbiased"
-            )
+            refuse("kl must be chosen for the others", "kl", "kl_coef", "kl_clamp", "kl_unbiased")
         biased = self.ratio not in ("token", "sequence") or self.loss == "geo_mean" or self.kl.endswith("+")
         if self.kl_unbiased and biased:
             refuse("kl_unbiased must be False with a straight-through KL, this ratio or loss", "kl", "ratio", "loss")
@@ -416,14 +415,15 @@ class LossConfig(PlannedConfig):
             refuse("max_length must be given with seq-mean-token-sum-norm, and only then", "max_length", "aggregation")
         if self.correction == "none" and (self.correction_min, self.correction_max) != (None, None):
             refuse("correction must be chosen for its bounds", "correction_min", "correction_max")
+        if (self.correction_min or 0.0) > (math.inf if self.correction_max is None else self.correction_max):
+            refuse("correction_min must not exceed correction_max", "correction_min", "correction_max")
         if self._corrects_rows and self.loss == "vespo":
             refuse("correction must be by token for vespo, whose ratio is their product", "correction", "loss")
         if self.correction.startswith("token") and self.ratio.startswith("segment"):
             refuse("correction must be by sequence with ratios of segments", "correction", "ratio")
         if self.loss == "geo_mean" and self.aggregation not in ("seq-mean-token-sum", "token-sum"):
             refuse(
-                "aggregation must be seq-mean-token-sum (or token-sum) for geo_mean, whose terms are rows",
-                "aggregation",
+                "aggregation must be seq-mean-token-sum or token-sum for geo_mean, with terms of rows", "aggregation"
             )
 
     def _check_sequences(self, refuse: Callable[..., None]) -> None:

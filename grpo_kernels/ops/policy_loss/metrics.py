@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.checks import metric_rows
 from grpo_kernels.ops.policy_loss.config import METRICS, SEQUENCE_LOSSES, LossConfig
 
 
@@ -52,9 +54,10 @@ class PolicyLossMetrics:
                 total[i] = torch.where(column.isnan().all(), math.nan, extreme)
         return total
 
-    def merged(self, rows: Tensor) -> PolicyLossMetrics:
-        """The metrics of several micro-batches or ranks, from the `tensor` of each as a row."""
-        return PolicyLossMetrics(self.merge(rows), self._config, self._by_row, self._has_entropy)
+    def merged(self, rows: Tensor | Sequence[PolicyLossMetrics]) -> PolicyLossMetrics:
+        """The metrics of several micro-batches or ranks, from all of them or from the `tensor` of each as a row."""
+        checked = metric_rows("PolicyLossMetrics.merged", rows, len(METRICS))
+        return PolicyLossMetrics(self.merge(checked), self._config, self._by_row, self._has_entropy)
 
     def trl(self) -> dict[str, float]:
         """The metrics of TRL's GRPOTrainer that this loss has, by TRL's keys."""

@@ -80,9 +80,10 @@ def _backward(backend: str, ctx: Any, upstream: Tensor | None, *__: Any) -> tupl
         gradients = ctx.saved_tensors
         needs_logprobs, needs_entropy = ctx.needs_input_grad[:2]
         is_owned = backend in SCALE and _owns_gradients(ctx)  # on the CPU an earlier backward may have handed them out
-        by_logprob = scaled(backend, gradients[0], upstream, is_owned).view(ctx.shape) if needs_logprobs else None
+        if needs_logprobs:
+            by_logprob = scaled("policy_loss", backend, gradients[0], upstream, is_owned).view(ctx.shape)
         if needs_entropy and ctx.needs_entropy_gradient:
-            by_entropy = scaled(backend, gradients[1], upstream, is_owned).view(ctx.shape)
+            by_entropy = scaled("policy_loss", backend, gradients[1], upstream, is_owned).view(ctx.shape)
     return by_logprob, by_entropy, *(None,) * ctx.others
 
 
@@ -93,14 +94,19 @@ def _owns_gradients(ctx: Any) -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def scaled(backend: str, gradient: Tensor, upstream: Tensor, is_owned: bool) -> Tensor:
+def scaled(op: str, backend: str, gradient: Tensor, upstream: Tensor, is_owned: bool) -> Tensor:
     """The gradient of a forward pass times the upstream gradient of the loss; in its own memory where it is owned.
 
     Most trainers call loss.backward(), whose upstream gradient is 1. On the CPU it costs nothing to see that; on a GPU
-    only the kernel sees it, and leaves the gradient as it is. Under tracing there is no value to see, and a second
-    derivative needs the product.
+    only the kernel sees it, and leaves the gradient as it is. Under tracing there is no value to see.
     """
-    is_real = type(upstream) is Tensor and not torch.compiler.is_compiling() and not upstream.requires_grad
+    with torch.no_grad():
+        product = _product(backend, gradient, upstream, is_owned)
+    return registry.first_derivative(op, product)
+
+
+def _product(backend: str, gradient: Tensor, upstream: Tensor, is_owned: bool) -> Tensor:
+    is_real = type(upstream) is Tensor and not torch.compiler.is_compiling()
     if is_real and backend == "cpu" and upstream.item() == 1:
         return gradient
     if not (is_real and is_owned):

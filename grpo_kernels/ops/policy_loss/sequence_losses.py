@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import RowGroups, packed_bounds
-from grpo_kernels.ops.policy_loss.arguments import RowInputs, policy_tokens
+from grpo_kernels.ops.policy_loss.arguments import RowInputs, policy_tokens, spread_packed
 from grpo_kernels.ops.policy_loss.config import METRICS, LossConfig
 from grpo_kernels.ops.policy_loss.registration import ROW_SUMS, Policy
 
@@ -52,6 +52,8 @@ def as_policy_gradient(
         slope, objective = _gvpo(seen, of_base, rows, config)
     else:
         slope, objective = _real(seen, of_old / seen.tokens, rows, config)
+    if lp.shape == slope.shape and policy.cu_seqlens is not None:  # the kernels would take them for those of tokens
+        slope = spread_packed(slope, policy.cu_seqlens, len(lp))
     return policy._replace(
         advantages=(-slope).to(lp.dtype).contiguous(),
         ref_logprobs=None if config.kl == "none" else reference,

@@ -43,8 +43,8 @@ def _entries_of(op: str, token_ids: Tensor, offsets: Tensor, targets: Tensor, co
     _require(
         op,
         f"support.offsets must ascend from 0 to the number of token ids, {len(token_ids)}",
-        torch.cat((bounds == offsets, bounds[-1:] == len(token_ids))),
-        torch.cat((offsets, offsets[-1:])),
+        torch.cat(((bounds == offsets)[:-1], offsets[-1:] == len(token_ids))),
+        offsets,
         "at",
     )
     place = torch.arange(len(token_ids), device=token_ids.device)

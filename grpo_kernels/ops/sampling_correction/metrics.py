@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from grpo_kernels.checks import unknown
+from grpo_kernels.checks import metric_rows, unknown
 from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_names
 
 _PEERS = ("verl", "trl", "skyrl")
@@ -47,8 +48,9 @@ class CorrectionMetrics:
             return measured
         return {"verl": _verl, "trl": _trl, "skyrl": _skyrl}[names](measured, self._config, self._slots)
 
-    def merged(self, rows: Tensor) -> CorrectionMetrics:
-        """The metrics of several micro-batches or ranks of equal size, from the `tensor` of each as a row."""
+    def merged(self, rows: Tensor | Sequence[CorrectionMetrics]) -> CorrectionMetrics:
+        """The metrics of several micro-batches or ranks of equal size, from all of them or their `tensor`s as rows."""
+        rows = metric_rows("CorrectionMetrics.merged", rows, len(self.names))
         sums, minima, maxima = rows.tensor_split(self._ends, dim=1)
         total = torch.cat((sums.sum(0), minima.amin(0), maxima.amax(0)))
         return CorrectionMetrics(total, self._config, self._slots * len(rows))

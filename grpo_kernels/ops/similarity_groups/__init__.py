@@ -105,8 +105,7 @@ def check_embeddings(name: str, embeddings: Tensor) -> Tensor:
     checks.tensor(name, "embeddings", embeddings, checks.FLOATS)
     if embeddings.dim() != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{name}: embeddings must have shape [N, D] with D > 0, got {list(embeddings.shape)}")
-    if embeddings.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: embeddings must not require grad, got requires_grad=True; pass embeddings.detach()")
+    checks.constant(name, "embeddings", embeddings)
     return embeddings.detach().contiguous()
 
 

@@ -282,7 +282,7 @@ def _similarities(name: str, distances: Tensor) -> tuple[Tensor, Tensor]:
     checks.tensor(name, "distances", distances, (torch.float32, torch.float64))
     if distances.dim() != 3 or distances.shape[1] != distances.shape[2]:
         raise ValueError(f"{name}: distances must have shape [P, K, K], got {list(distances.shape)}")
-    _no_gradient(name, "distances", distances)
+    checks.constant(name, "distances", distances)
     if distances.device.type == "cpu" and not torch.compiler.is_compiling():
         check_metric(name, distances)
     present = distances.diagonal(dim1=1, dim2=2).isfinite()
@@ -317,7 +317,7 @@ def _rewards(name: str, rewards: Tensor, like: Tensor) -> Tensor:
     if rewards.shape != like.shape:
         raise ValueError(f"{name}: rewards must have shape {list(like.shape)}, got {list(rewards.shape)}")
     checks.same_device(name, "rewards", rewards, like.device)
-    _no_gradient(name, "rewards", rewards)
+    checks.constant(name, "rewards", rewards)
     return rewards.double()
 
 
@@ -331,7 +331,7 @@ def _lam(name: str, lam: float | Tensor, like: Tensor) -> float | Tensor:
         _share(name, "lam", lam)
         return lam
     checks.per_row(name, "lam", lam, checks.FLOATS, like)
-    _no_gradient(name, "lam", lam)
+    checks.constant(name, "lam", lam)
     return lam.double()[:, None]
 
 
@@ -339,11 +339,6 @@ def _share(name: str, argument: str, value: object) -> None:
     finite(name, argument, value)
     if not 0 <= value <= 1:  # type: ignore[operator]  # finite() has seen that it is a number
         raise ValueError(f"{name}: {argument} must be in [0, 1], got {value!r}")
-
-
-def _no_gradient(name: str, argument: str, value: Tensor) -> None:
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: {argument} must not require grad, got requires_grad=True; pass {argument}.detach()")
 
 
 __all__ = [

@@ -165,11 +165,7 @@ def check_scaling(
 def _row_temperature(op_name: str, temperature: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
     checks.tensor(op_name, "temperature", temperature, checks.FLOATS)
     checks.same_device(op_name, "temperature", temperature, targets.device)
-    if temperature.requires_grad:
-        raise ValueError(
-            f"{op_name}: temperature must not require grad, got requires_grad=True; it has no gradient here, "
-            "pass temperature.detach()"
-        )
+    checks.constant(op_name, "temperature", temperature)
     shape = targets.shape
     full = temperature
     if full.dim() == 1 and full.shape == shape[:1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,7 @@ class RlRun(PhaseRun):
         self.warned: set[str] = set()
         self.plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
         self.rewards, self.functions = trainer.rewards_of(self.number)
+        self._note_repetition()
         self.unsummarised: list[dict[str, float]] = []
         trainer.policy.temperature = rl.rollout.temperature
         if self.plan.segments is not None and not trainer.policy.has_values:
@@ -71,6 +73,13 @@ class RlRun(PhaseRun):
         if self.start and self.plan.threshold is not None:
             assert trainer.resumed is not None
             self.plan.threshold.load_state_dict({"value": trainer.resumed.threshold})
+
+    def _note_repetition(self) -> None:
+        wanted, there = self.items_per_step, len(self.trainer.items(self.split))
+        if wanted > there:
+            self.trainer.log.event("prompts occur more than once in a step", phase=self.number, prompts=there)
+            key = f"phases.{self.number}.rl.rollout.prompts"
+            self.trainer.log.line(f"{key}: {wanted} of {there} prompts, so that some occur twice in a step")
 
     def step(self, items: list[Item], step: int) -> dict[str, float]:
         trainer, policy, settings = self.trainer, self.trainer.policy, self.settings.rollout
@@ -119,8 +128,12 @@ class RlRun(PhaseRun):
         return metrics
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs each kind of unhealthy similarity groups once."""
+        """Logs each kind of unhealthy similarity groups once, and that no response has a reward."""
         with distributed.fail_together():
+            if math.isnan(metrics["rewards/mean"]) and "unscored" not in self.warned:
+                self.warned.add("unscored")
+                self.trainer.log.event("no response of a step has a reward", step=step)
+                self.trainer.log.line(f"step {step}: no response has a reward, so nothing is learned")
             for kind, text in similarity_warnings(metrics).items():
                 if kind not in self.warned:
                     self.warned.add(kind)

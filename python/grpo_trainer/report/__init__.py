@@ -190,6 +190,7 @@ def _header(run: RunFolder) -> str:
         ("Model", model),
         ("Data", run.setting("data", "task") or run.setting("data", "train") or "unknown"),
         ("Training", ", then ".join(phases) or "unknown"),
+        *((f"Algorithm of {phase}", text) for phase, text in run.algorithms.items()),
         ("Seed", run.setting("seed")),
         ("Started", run.date),
         ("Duration", page.format_duration(run.seconds) if run.metrics else "nothing was logged"),
@@ -330,7 +331,8 @@ def _events(run: RunFolder) -> str:
         rows.append([shown(kind), str(count), shown(facts)])
     rl = run.lines("rl")
     skipped = {
-        "responses without a reward, as its function failed": "rewards/skipped",
+        "rewards left out, as their function failed": "rewards/skipped",
+        "responses without any reward": "rewards/unscored",
         "steps without an update, as no response had an advantage": "train/skipped",
     }
     totals = {label: sum(value for value in series(rl, key) if value > 0) for label, key in skipped.items()}

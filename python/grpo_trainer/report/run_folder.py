@@ -140,6 +140,12 @@ class RunFolder:
         return means | {"step": whole}
 
     @property
+    def algorithms(self) -> dict[str, str]:
+        """What was set of the configs of advantages and loss, by phase."""
+        known = [event["algorithms"] for event in self.events if isinstance(event.get("algorithms"), dict)]
+        return {str(phase): str(text) for phase, text in (known[-1] if known else {}).items()}
+
+    @property
     def date(self) -> str:
         dates = [event["date"] for event in self.events if event.get("event") == "started" and "date" in event]
         if dates and dates[0] is not None:

@@ -79,12 +79,13 @@ def require_columns(settings: Reward, function: RewardFunction, where: str, line
         where: its key, for errors.
         lines: the lines that it will score.
     """
+    columns = {name for line in lines for name in line} - {"prompt", "prompt_ids"}
+    for name in ("prompts", "completions", "truncated"):
+        if name in columns:
+            raise ValueError(f"{where}: the data must not have the column {name!r}, which rewards get as an argument")
     if settings.on_error == "skip" or not lines:
         return
-    known = sorted({name for line in lines for name in line} - {"prompt", "prompt_ids"} | {"truncated"})
-    for name in ("prompts", "completions"):
-        if name in known:
-            raise ValueError(f"{where}: the data must not have the column {name!r}, which rewards get as an argument")
+    known = sorted(columns | {"truncated"})
     for names in _needs(function):
         if not any(name in known for name in names):
             needed = " or ".join(map(repr, names))

@@ -386,6 +386,16 @@ def test_group_ids_keep_keys_with_like_digits_apart() -> None:
     assert gk.group_ids(["1_10", "11_0", "110", 110, "1_10"]).tolist() == [0, 1, 2, 3, 0]
 
 
+def test_group_ids_of_a_tensor_are_those_of_its_elements() -> None:
+    keys = torch.tensor([7, 7, 9, 7, 8])
+    assert gk.group_ids(keys).tolist() == gk.group_ids(keys.tolist()).tolist() == [0, 0, 1, 0, 2]
+    for wrong, message in (
+        (list(keys), "got tensor(7) in row 0; pass one tensor"),
+        (keys[:, None], "got shape [5, 1]"),
+    ):
+        assert_raises(TypeError, "group_ids: keys must", [message], functools.partial(gk.group_ids, wrong))
+
+
 def test_group_ids_of_nothing_are_empty_ids() -> None:
     empty = gk.group_ids([])
     assert empty.shape == (0,) and empty.dtype == torch.int64

@@ -154,6 +154,9 @@ def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
 
 
 def test_errors() -> None:
+    _, with_head = with_reference("dapo", {})
+    call = functools.partial(gk.linear_policy_loss, **with_head, config="dapo")
+    assert_raises(ValueError, "linear_policy_loss: ref_hidden must be left out with kl='none'", ["choose a kl"], call)
     shape = f"[{ROWS}, {WIDTH}, {REF_HIDDEN}]"
     refused(ValueError, "ref_logprobs must be None with ref_hidden", ref_logprobs=noise(ROWS, WIDTH))
     refused(ValueError, "ref_hidden must have shape " + shape, "[4, 7, 5]", ref_hidden=noise(ROWS, WIDTH, 5))

@@ -150,6 +150,23 @@ def test_packed_equals_padded(backend: str, dtype: torch.dtype, name: str, tail:
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
+def test_packed_values_of_as_many_rows_as_tokens(backend: str, dtype: torch.dtype, name: str) -> None:
+    lengths = torch.tensor([2, 0, 1, 2, 0])
+    inside = torch.arange(2) < lengths[:, None]
+    kwargs = arguments(name, inside, dtype)
+    flat = packed(kwargs, lengths)
+    for of_rows in ("advantages", "is_weights"):
+        if of_rows in kwargs and kwargs[of_rows].dim() == 1:
+            flat[of_rows] = kwargs[of_rows][:, None]
+    got, want = (Run(backend, given, config_of(name)) for given in (flat, kwargs))
+    unit = 64 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.loss, want.loss, rtol=unit, atol=unit)
+    for leaf, gradient in want.grads.items():
+        torch.testing.assert_close(got.grads[leaf], gradient[inside], rtol=unit, atol=unit)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_width_of_the_padding_changes_nothing(backend: str, dtype: torch.dtype, name: str) -> None:
     kwargs = arguments(name, ragged(), dtype)
     wide = {}

@@ -140,7 +140,7 @@ NORMALIZERS = [0, -1, 0.0, -2.5, NAN, INF, True, "3", None]
 @pytest.mark.parametrize("value", NORMALIZERS[:-1], ids=repr)
 def test_normalizer_that_is_no_positive_number(value: Any) -> None:
     refused(ValueError, "normalizer", "positive", repr(value), normalizer=value, weights=None)
-    refused(ValueError, "normalizer", "positive", repr(value), normalizer={"rows": value}, weights=None)
+    refused(ValueError, "normalizer", "positive", repr(value), normalizer={"tokens": 3, "rows": value}, weights=None)
 
 
 def test_normalizer_of_another_kind() -> None:
@@ -149,6 +149,51 @@ def test_normalizer_of_another_kind() -> None:
     config = gk.LossConfig(kl="k3", aggregation="token-sum")
     refused(ValueError, "normalizer", "token-sum", "3", normalizer=3, weights=None, config=config)
     refused(ValueError, "normalizer", "weights", "3", normalizer=3)
+
+
+def test_normalizer_without_the_unit_of_the_aggregation() -> None:
+    by_row = gk.LossConfig(kl="k3", aggregation="seq-mean-token-mean")
+    refused(
+        ValueError, "normalizer must have 'tokens'", "aggregation='token-mean'", normalizer={"rows": 3}, weights=None
+    )
+    refused(ValueError, "normalizer must have 'rows'", normalizer={"tokens": 3}, weights=None, config=by_row)
+
+
+@pytest.mark.parametrize("name", ["advantages", "is_weights", "weights", "normalizer"])
+def test_factors_of_the_loss_that_require_grad(name: str) -> None:
+    value = {"normalizer": torch.ones(())} | ARGUMENTS
+    others = {} if name == "weights" else {"weights": None}
+    refused(
+        ValueError,
+        f"{name} must not require grad",
+        f"pass {name}.detach()",
+        **others | {name: value[name].clone().requires_grad_()},
+    )
+    with torch.no_grad():
+        gk.policy_loss(**ARGUMENTS | {"advantages": torch.ones(3, requires_grad=True)}, config=gk.LossConfig(kl="k3"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_derivative(backend: str) -> None:
+    leaf = ARGUMENTS["logprobs"].to(device_of(backend)).clone().requires_grad_()
+    loss = gk.policy_loss(leaf, None, torch.ones(3, device=leaf.device), config="dapo", backend=backend).loss
+    (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    if backend == "reference":
+        return  # plain torch, which has one
+    with pytest.raises(RuntimeError, match=r"^policy_loss: a second derivative is not implemented"):
+        gradient.square().sum().backward()
+
+
+def test_metrics_that_cannot_be_merged() -> None:
+    metrics = gk.policy_loss(-torch.ones(2, 3), None, torch.ones(2)).metrics
+    length = len(metrics.names)
+    both = metrics.merged([metrics, metrics]).tensor
+    torch.testing.assert_close(both, metrics.merged(torch.stack([metrics.tensor] * 2)).tensor, equal_nan=True)
+    for rows, got in ((metrics.tensor, f"shape [{length}]"), ([], "list []"), (torch.ones(2, 3), "shape [2, 3]")):
+        call = functools.partial(metrics.merged, rows)
+        assert_raises(
+            ValueError, "PolicyLossMetrics.merged: rows must be a list of metrics", [f"[K, {length}], got {got}"], call
+        )
 
 
 @pytest.mark.parametrize(

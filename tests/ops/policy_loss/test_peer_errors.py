@@ -68,6 +68,14 @@ def test_names_that_another_constructor_takes(name: str, way_out: str) -> None:
         gk.LossConfig.of(name)
 
 
+def test_clip_ratio_that_verl_would_not_read() -> None:
+    with pytest.raises(ValueError, match=r"clip_ratio must be given with clip_ratio_low=None, .* got 0.3 alone"):
+        gk.LossConfig.verl(clip_ratio=0.3)
+    config = gk.LossConfig.verl(clip_ratio=0.3, clip_ratio_low=None, clip_ratio_high=None)
+    assert (config.clip_low, config.clip_high) == (0.3, 0.3)
+    assert gk.LossConfig.verl(clip_ratio=0.2) == gk.LossConfig.verl()
+
+
 def test_keywords_and_losses_of_peers() -> None:
     with pytest.raises(TypeError, match=r", got 'beta'; TRL's is LossConfig\.trl\(beta=\.\.\.\)$"):
         gk.LossConfig(beta=0.04)  # type: ignore[call-arg]

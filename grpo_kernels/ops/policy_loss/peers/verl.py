@@ -69,6 +69,16 @@ def verl_fields(**fields: Any) -> dict[str, Any]:
             f"{where}: loss_scale_factor must be given with seq-mean-token-sum-norm, got None; verl's default is the "
             "padded width, which makes the loss depend on the padding"
         )
+    bounds = f["clip_ratio_low"], f["clip_ratio_high"]
+    if (
+        "clip_ratio" in fields
+        and not {"clip_ratio_low", "clip_ratio_high"} & set(fields)
+        and f["clip_ratio"] not in bounds
+    ):
+        raise ValueError(
+            f"{where}: clip_ratio must be given with clip_ratio_low=None, clip_ratio_high=None or both, got "
+            f"{f['clip_ratio']!r} alone; verl reads it only where they are None, and by default they are {bounds[0]}"
+        )
     loss, ratio, clamp = VERL_LOSSES[mode]
     own: dict[str, Any] = {"loss": loss, "ratio": ratio, "log_ratio_clamp": clamp}
     if loss in ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov"):
