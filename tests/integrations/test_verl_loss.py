@@ -75,6 +75,16 @@ def test_constant_length_is_the_padded_width() -> None:
     )
 
 
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "token-sum"])
+def test_with_the_count_of_another_unit(aggregation: str) -> None:
+    batch = of_losses.make_batch().to(torch.float64)
+    fields = of_losses.fields_of("vanilla", aggregation)
+    other = {"dp_size": 1, ("batch_num_tokens" if aggregation.startswith("seq") else "global_batch_size"): 150}
+    want = of_losses.theirs(batch, fields, False, other)
+    got = of_losses.theirs(batch, fields | {"loss_mode": "fused_vanilla"}, False, other)
+    of_losses.assert_parity(got, want, batch, fields)
+
+
 def test_what_losses_refuse() -> None:
     batch = of_losses.make_batch()
     config = of_losses.actor(of_losses.fields_of("vanilla", "token-mean"), {"dp_size": 2})

@@ -157,9 +157,11 @@ class _Terms:
         config = self.config
         kinds = {name for name in (config.aggregation, config.kl_aggregation, config.entropy_aggregation) if name}
         for kind, key, prefix in (("tokens", "batch_num_tokens", "token-mean"), ("rows", "global_batch_size", "seq")):
-            if ranks > 1 and counts[kind] is None and any(name.startswith(prefix) for name in kinds):
+            if not any(name.startswith(prefix) for name in kinds):
+                del counts[kind]
+            elif ranks > 1 and counts[kind] is None:
                 raise ValueError(f"fused losses: {key} must be given for dp_size={ranks} with {sorted(kinds)}")
-        if self.config.ratio == "segment" and self.config.aggregation == "token-mean" and counts["tokens"] is not None:
+        if config.ratio == "segment" and config.aggregation == "token-mean" and counts.get("tokens") is not None:
             raise ValueError(
                 "fused_segment: loss_agg_mode must not be 'token-mean', a mean over segments, as verl counts the "
                 "tokens of all ranks but not their segments; choose one of the seq-mean modes"

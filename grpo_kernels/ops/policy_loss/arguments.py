@@ -214,7 +214,7 @@ def check_rows(
 
 
 def _unit(config: LossConfig) -> str:
-    """What the mean of the policy terms is over."""
+    """The unit that the mean of the policy terms is over."""
     if config.is_of_sequences:
         return "groups" if config.loss in GROUP_LOSSES else "rows"
     if config.aggregation.startswith("seq-mean"):

@@ -141,7 +141,7 @@ class RunFolder:
 
     @property
     def algorithms(self) -> dict[str, str]:
-        """What was set of the configs of advantages and loss, by phase."""
+        """The fields that were set in the configs of advantages and loss, by phase."""
         known = [event["algorithms"] for event in self.events if isinstance(event.get("algorithms"), dict)]
         return {str(phase): str(text) for phase, text in (known[-1] if known else {}).items()}
 
