@@ -6,12 +6,12 @@ used. Everything that runs per call is plain Python, so that torch.compile can t
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from types import TracebackType
 
 import torch
 
@@ -199,16 +199,25 @@ def available_backends(device_index: int | None = None) -> dict[str, str]:
     return {name: missing(name, device_index) or "ok" for name in BACKENDS}
 
 
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Runs every call inside the block that names no backend on this one; a call it cannot run is refused."""
-    global _forced
-    _checked(name, "use_backend: name")
-    before, _forced = _forced, name
-    try:
-        yield
-    finally:
-        _forced = before
+class use_backend:
+    """Runs every call that names no backend on this one, until the end of the block if there is one.
+
+    A call that it cannot run is refused. `gk.use_backend("cpu")` as a statement holds for the whole process; `with
+    gk.use_backend("cpu"):` for a block.
+    """
+
+    def __init__(self, name: str) -> None:
+        global _forced
+        self._before, _forced = _forced, _checked(name, "use_backend: name")
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _forced
+        _forced = self._before
 
 
 def enable_emulated_cuda() -> None:

@@ -98,6 +98,15 @@ def metric_rows(where: str, value: object, length: int) -> Tensor:
     )
 
 
+def values(op: str, name: str, rule: str, is_wrong: Tensor, found: Tensor) -> None:
+    """Refuses values: at once on the CPU, with the first and its place, and on a GPU when its stream gets there."""
+    if is_wrong.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(~is_wrong.any(), f"{op}: {name} must {rule}")
+    elif bool(is_wrong.any()):
+        place = is_wrong.nonzero()[0].tolist()
+        raise ValueError(f"{op}: {name} must {rule}, got {found[tuple(place)].item()} at {place}")
+
+
 def constant(op: str, name: str, value: Tensor) -> None:
     """A tensor whose gradient nobody waits for."""
     if value.requires_grad and torch.is_grad_enabled():

@@ -26,6 +26,15 @@ def test_the_nearest_backend_is_named(call: Callable[[], object]) -> None:
         call()
 
 
+def test_a_backend_for_a_block_or_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_forced", None)
+    gk.use_backend("reference")
+    assert backends._forced == "reference"
+    with gk.use_backend("cpu"):
+        assert backends._forced == "cpu"
+    assert backends._forced == "reference"
+
+
 def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m grpo_kernels` in a checkout imports its sources, which have no compiled kernels."""
 

@@ -79,7 +79,7 @@ def test_every_published_variant_has_a_setting_and_a_test(variant: published.Var
     mask = torch.ones(shape, dtype=torch.bool)
     scope = {
         "gk": gk,
-        "tokens": (-torch.rand(shape), -torch.rand(shape), torch.randn(shape)),
+        "tokens": (-torch.rand(shape), -torch.rand(shape), torch.rand(shape)),
         "kinds": torch.arange(6).repeat(4, 1) % 4,
         "weights": torch.rand(shape),
         "rewards": torch.rand(shape) if "turns=" in variant.setting else torch.rand(4),

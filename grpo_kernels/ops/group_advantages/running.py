@@ -155,6 +155,7 @@ class ValueTracker(_Running):
             drift: one number, or one per row
         """
         values, order = self._rows(rewards, keys)
+        checks.values("ValueTracker.step", "rewards", "be within [0, 1], or NaN", (values < 0) | (values > 1), values)
         if isinstance(drift, Tensor):
             if drift.shape not in (values.shape, ()):
                 raise ValueError(f"ValueTracker.step: drift must have shape [{len(values)}], got {list(drift.shape)}")

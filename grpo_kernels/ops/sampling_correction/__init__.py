@@ -45,7 +45,7 @@ def sampling_correction(
     """Weighs and rejects tokens by the ratio of the trainer's probabilities to the sampler's. Nothing has a gradient.
 
     Args:
-        old_logprobs: log-probs by the trainer, padded [B, T] or packed [M] with `cu_seqlens`
+        old_logprobs: log-probs by the trainer, padded [B, T] or packed [M] with `cu_seqlens`; NaN is an error on a CPU
         sampling_logprobs: log-probs by the sampler, in the same shape; a token with NaN has ratio 1, is not rejected by
             itself, and is left out of the metrics of the mismatch
         mask: tokens that take part; None means all. Masked slots may hold NaN
@@ -63,6 +63,7 @@ def sampling_correction(
     valid = layout.flags("mask", mask)
     assert sampling is not None
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
+    _check_old(old, valid, bounds)
     batch = op.Batch(old, sampling, valid, bounds, None)
     chosen = backends.select(_OP, backend, layout.device.type, old.dtype, op.SUPPORTS, layout.device.index)
     if config.m2_threshold is not None:
@@ -76,11 +77,24 @@ def sampling_correction(
     return SamplingCorrection(weights, kept, metrics)
 
 
+def _check_old(old: Tensor, valid: Tensor | None, bounds: Tensor | None) -> None:
+    """Refuses NaN among the trainer's log-probs, which would count as unscored by the sampler. On the CPU alone."""
+    if old.device.type != "cpu" or torch.compiler.is_compiling() or not bool(old.sum().isnan()):
+        return
+    counts = torch.ones_like(old, dtype=torch.bool) if valid is None else valid
+    if bounds is not None:
+        counts = counts & (torch.arange(len(old)) < bounds[-1])
+    checks.values(_OP, "old_logprobs", "not be NaN where a token takes part", old.isnan() & counts, old)
+
+
 def _checked_config(config: CorrectionConfig | None) -> CorrectionConfig:
     if config is None:
         return _MEASURE
     if not isinstance(config, CorrectionConfig):
-        raise TypeError(f"{_OP}: config must be a CorrectionConfig, got {type(config).__name__}")
+        raise TypeError(
+            f"{_OP}: config must be a CorrectionConfig, got {type(config).__name__} {config!r}; truncated importance "
+            "sampling is CorrectionConfig(weights='token', weight_max=2.0)"
+        )
     return config
 
 

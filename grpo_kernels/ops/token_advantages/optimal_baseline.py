@@ -12,6 +12,7 @@ from grpo_kernels.ops.token_advantages import TokenAdvantages
 _OP = "optimal_token_baseline"
 _MASKS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 PLACES = ("position", "rank")
+_ROUNDING = 2**-7  # of probabilities in bfloat16 near 1
 
 
 def optimal_token_baseline(
@@ -36,7 +37,8 @@ def optimal_token_baseline(
     Args:
         rewards: per token, [B, T]
         old_logprobs: log-probabilities of the tokens, in the shape of rewards
-        sum_pi_squared: sum of the squared probabilities of the vocabulary at each token, in the shape of rewards
+        sum_pi_squared: sum of the squared probabilities of the vocabulary at each token, in the shape of rewards:
+            (2 * logits).logsumexp(-1).sub(2 * logits.logsumexp(-1)).exp()
         groups: prompt of each row, as an int (that many consecutive rows) or integer ids [B]
         mask: in the shape of rewards; nonzero tokens count, None means all. Other slots are not read
         is_weights: importance weights of the tokens, whose squares scale their energy
@@ -54,6 +56,10 @@ def optimal_token_baseline(
     checks.finite(_OP, "eps", eps, minimum=0.0)
     counts = _mask(mask, rewards)
     counts = counts & ~(reward.isnan() & counts).any(1, keepdim=True)
+    # arguments in another order would give numbers, too
+    checks.values(_OP, "old_logprobs", "be at most 0", counts & ~(logprob <= _ROUNDING), logprob)
+    outside = ~((squares >= 0) & (squares <= 1 + _ROUNDING))
+    checks.values(_OP, "sum_pi_squared", "be within [0, 1]", counts & outside, squares)
     rows = RowGroups.of(_OP, groups, rewards)
 
     def own(values: Tensor) -> Tensor:

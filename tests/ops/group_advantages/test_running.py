@@ -136,6 +136,11 @@ def test_advantages_from_baselines() -> None:
             ValueError,
             r"drift must have shape \[2\], got \[3\]",
         ),
+        (
+            lambda: gk.ValueTracker(0.1, 0.1, 0.2).step(torch.tensor([1.0, -1.0]), [*"ab"]),
+            ValueError,
+            r"rewards must be within \[0, 1\], or NaN, got -1.0 at \[1\]",
+        ),
         (lambda: gk.RunningNorm().load_state_dict({}), ValueError, "RunningNorm.load_state_dict: state must have"),
         (
             lambda: gk.RunningNorm().load_state_dict({"keys": ["a"], "state": torch.ones(1, 2)}),

@@ -13,6 +13,7 @@ from tests.harness import assert_raises
 
 SHAPE = (3, 4)
 OLD = -torch.ones(SHAPE)
+NOT_A_NUMBER = torch.where(torch.arange(12).view(SHAPE) == 6, torch.nan, OLD)
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,20 @@ OLD = -torch.ones(SHAPE)
         (ValueError, {"cu_seqlens": torch.tensor([0, 3])}, ["old_logprobs must have shape [M]", "[3, 4]"]),
         (ValueError, {"mask": torch.ones(3, 1)}, ["mask", "[3, 4]", "[3, 1]"]),
         (ValueError, {"mask": torch.ones(SHAPE, device="meta")}, ["mask", "meta"]),
-        (TypeError, {"config": "verl"}, ["config must be a CorrectionConfig, got str"]),
+        (TypeError, {"config": "verl"}, ["config must be a CorrectionConfig, got str", "(weights='token', weight_max"]),
+        (ValueError, {"old_logprobs": NOT_A_NUMBER}, ["old_logprobs must not be NaN", "got nan at [1, 2]"]),
         (ValueError, {"backend": "gpu"}, ["backend must be one of", "'gpu'"]),
     ],
 )
 def test_arguments(error: type[Exception], changes: dict[str, Any], parts: list[str]) -> None:
     arguments = {"old_logprobs": OLD, "sampling_logprobs": OLD} | changes
     assert_raises(error, "sampling_correction: ", parts, functools.partial(gk.sampling_correction, **arguments))
+
+
+def test_what_takes_no_part_may_be_nan() -> None:
+    masked = gk.sampling_correction(NOT_A_NUMBER, OLD, mask=~NOT_A_NUMBER.isnan())
+    behind = gk.sampling_correction(NOT_A_NUMBER[1], OLD[1], cu_seqlens=torch.tensor([0, 2]))
+    assert masked.weights.sum() == 11 and behind.weights.tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("bounds", [[0, 5, 3], [0, 3, 9], [1, 2, 3]], ids=str)

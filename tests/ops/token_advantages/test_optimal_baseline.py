@@ -25,10 +25,11 @@ def batch_of(seed: int, rows: int, width: int, gaps: float = 0.0) -> dict[str, T
         return torch.rand(rows, width, generator=draw, dtype=F64)
 
     lengths = torch.randint(1, width + 1, (rows, 1), generator=draw)
+    p = (-0.1 - 3 * uniform()).exp()  # not 1, where the energy is 0
     return {
         "rewards": torch.randn(rows, width, generator=draw, dtype=F64),
-        "old_logprobs": -3 * uniform(),
-        "sum_pi_squared": 1 + uniform(),  # keeps the energy away from 0
+        "old_logprobs": p.log(),
+        "sum_pi_squared": p**2 + (1 - p) ** 2 * uniform(),
         "groups": torch.randint(0, 3, (rows,), generator=draw),
         "mask": (uniform() >= gaps) & (torch.arange(width) < lengths),
         "is_weights": 0.5 + uniform(),
@@ -120,6 +121,8 @@ def test_groups_of_one_size() -> None:
         (TypeError, "old_logprobs must be a tensor, got list", {"old_logprobs": [1.0]}),
         (ValueError, "sum_pi_squared must have the shape of rewards", {"sum_pi_squared": torch.zeros(3)}),
         (ValueError, "rewards must have shape [B, T], got [6]", {"rewards": torch.zeros(6)}),
+        (ValueError, "old_logprobs must be at most 0, got 0.5 at [0, 0]", {"old_logprobs": torch.full((2, 3), 0.5)}),
+        (ValueError, "sum_pi_squared must be within [0, 1], got -1.0", {"sum_pi_squared": -torch.ones(2, 3)}),
         (ValueError, "places must be one of position, rank, got 'turn'", {"places": "turn"}),
         (ValueError, "groups must divide the number of rows, 2, got 3", {"groups": 3}),
         (ValueError, "eps must be a finite number of at least 0, got -1", {"eps": -1}),
