@@ -147,7 +147,9 @@ def _refuse_other_folder(model: str) -> None:
     folder = Path(model)
     if folder.is_dir() and not (folder / "config.json").exists():
         kinds = ("config.json", "adapter_config.json")
-        inside = sorted({str(file.parent) for kind in kinds for file in folder.glob(f"**/model/{kind}")})
+        found = {file.parent for kind in kinds for file in folder.glob(f"**/model/{kind}")}
+        # the reference of a run is the policy before the phase
+        inside = sorted(map(str, found), key=lambda path: ("reference-" not in path, path))
         way_out = f"; the last one in it is {inside[-1]!r}" if inside else ""
         raise FileNotFoundError(f"no model in {model!r}: the folder has no config.json{way_out}")
 

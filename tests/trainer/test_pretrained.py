@@ -69,6 +69,8 @@ def test_a_folder_of_a_run_names_the_model_in_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json; the last one in it is '.*/1-000001/model'$"):
         load_lm(Model(path=str(tmp_path)), "cpu")
     (tmp_path / "checkpoints" / "1-000002" / "model" / "config.json").write_text("{}")
+    (tmp_path / "reference-1" / "model").mkdir(parents=True)
+    (tmp_path / "reference-1" / "model" / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"config\.json; the last one in it is '.*/1-000002/model'$"):
         load_lm(Model(path=str(tmp_path)), "cpu")
     with pytest.raises(FileNotFoundError, match=r"^no such model './nope'"), loading("model.path", "./nope"):
