@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+import grpo_kernels as gk
 from benchmarks import machine
 from benchmarks.case import DEVICES, Case
 from benchmarks.cases import OPS, cases
@@ -30,6 +31,8 @@ from benchmarks.items import Items, add_options
 from benchmarks.measure import ceiling, measure
 
 QUICK_PAIRS = 5
+
+KERNELS = {"cpu": ["cpu"], "cuda": ["cuda", "triton"]}  # backends by the device that they run on
 
 
 def default_device() -> str:
@@ -50,6 +53,13 @@ def quick(case: Case, device: torch.device) -> dict[str, Any]:
 def usable(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device must be available, got 'cuda', and torch sees no GPU")
+    known = gk.available_backends()
+    missing = [f"{backend}: {known[backend]}" for backend in KERNELS[name] if known[backend] != "ok"]
+    if len(missing) == len(KERNELS[name]):
+        raise SystemExit(
+            f"no kernels run on {name} here, so that the reference would be timed as ours: {'; '.join(missing)}; in a "
+            "checkout, build them in place: pip install --no-build-isolation -e ."
+        )
     return torch.device(name)
 
 

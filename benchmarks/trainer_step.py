@@ -24,6 +24,7 @@ from grpo_trainer.report.run_folder import INSIDE
 from grpo_trainer.train import Trainer
 
 from benchmarks.loops import instead_of_kernels
+from benchmarks.run import usable
 from benchmarks.trainer_run import begin, take_step
 
 NAMES = ("kernels", "reference", "loops")
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/step"), help="folder of the runs; default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
     options = parser.parse_args()
+    usable("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(options.threads)
     shutil.rmtree(options.out, ignore_errors=True)
 

@@ -154,6 +154,8 @@ def boolean(where: str, **flags: object) -> None:
 # Keywords that are looked for in a config that does not have them, and where they are.
 ELSEWHERE = {
     "vllm_importance_sampling_cap": "TRL 1.16 calls it vllm_importance_sampling_clip_max",
+    "tis_imp_ratio_cap": "verl 0.9.1 calls it rollout_is_threshold",
+    "epsilon_low": "TRL calls it epsilon",
     "temperature": "it is an argument of the ops that take logits or hidden states",
     "kl_beta": "it is kl_coef",
     "epsilon": "in an AdvantageConfig it is eps",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import grpo_kernels as gk
 from benchmarks import gpu_lines, run, timings
 from benchmarks.case import Floor
 from benchmarks.items import Items
@@ -107,3 +108,11 @@ def test_a_backend_that_cannot_run_has_a_reason(tmp_path: Path, monkeypatch: pyt
     if "missing" in timing:  # absent if the kernels are emulated
         assert "cannot run here" in timing["missing"]
     assert ended.value.code == 0 and timing["backend"] == "cuda"
+
+
+def test_without_kernels_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.usable("cpu").type == "cpu"
+    known = {"cpu": "not built", "triton": "ok", "cuda": "no CUDA device"}
+    monkeypatch.setattr(gk, "available_backends", lambda: known)
+    with pytest.raises(SystemExit, match=r"no kernels run on cpu here, .* cpu: not built; in a checkout, build them"):
+        run.main(["--op", "group_advantages", "--quick"])

@@ -271,6 +271,9 @@ class Trainer:
         self.log.open()
         versions = {"torch": torch.__version__, "grpo_kernels": gk.__version__, "threads": torch.get_num_threads()}
         date = datetime.datetime.now().isoformat(timespec="seconds")
+        is_free = self.backend is None and self.policy.device.type == "cpu"
+        if is_free and (reason := gk.available_backends()["cpu"]) != "ok":
+            self.log.line(f"no kernels run on this CPU ({reason}): the reference takes their place, and is slower")
         facts = {"processes": distributed.world_size(), "embedders": self.embedders, "algorithms": self._algorithms()}
         self.log.event("started", date=date, **versions, **facts)
 
