@@ -327,7 +327,7 @@ def test_a_step_without_rewards_and_repeated_prompts_are_said(
     events = [e["event"] for e in lines(tmp_path, "events")]
     assert "no response of a step has a reward" in events and "prompts occur more than once in a step" in events
     shown = capsys.readouterr().err
-    assert "step 0: no response has a reward" in shown and re.search(r"rollout.prompts: 50 of \d+ prompts", shown)
+    assert "step 1: no response has a reward" in shown and re.search(r"rollout.prompts: 50 of \d+ prompts", shown)
 
 
 def test_columns_that_rewards_get_as_arguments(tmp_path: Path) -> None:

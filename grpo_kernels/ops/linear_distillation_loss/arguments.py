@@ -84,6 +84,7 @@ def check_lesson(
         )
     checks.tensor(name, names["logprobs"], logprobs, checks.FLOATS)
     checks.same_device(name, names["logprobs"], logprobs, device)
+    checks.constant(name, names["logprobs"], logprobs)
     if logprobs.shape != ids.shape:
         raise ValueError(
             f"{name}: {names['logprobs']} must have the shape of {names['ids']}, {list(ids.shape)}, "

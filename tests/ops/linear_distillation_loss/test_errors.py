@@ -34,6 +34,11 @@ CASES: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "unknown tail": ({"tail": "renormalize"}, "tail", ["did you mean 'renormalise'?"]),
     "beta of a KL divergence": ({"kind": "jsd", "beta": 1.0}, "beta", ["between 0 and 1", "1.0"]),
     "beta without jsd": ({"beta": 0.3}, "beta", ["left out unless kind is 'jsd'", "0.3 with 'forward_kl'"]),
+    "a teacher with a gradient": (
+        {"teacher_logprobs": batch()["teacher_logprobs"].requires_grad_()},
+        "teacher_logprobs",
+        ["teacher_logprobs.detach()"],
+    ),
     "weights with a gradient": ({"weights": torch.ones(ROWS, requires_grad=True)}, "weights", ["weights.detach()"]),
     "mask of another shape": ({"mask": torch.ones(3)}, "mask", [f"[{ROWS}]", "[3]"]),
     "weights of another shape": ({"weights": torch.ones(3)}, "weights", ["[3]"]),
