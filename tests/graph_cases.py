@@ -124,7 +124,7 @@ def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
     names += ["groups"] if config.loss in ("gvpo", "real") else ["log_z"] if config.loss == "flowrl" else []
     names += ["sampling_logprobs"] if config.correction != "none" else []
     names += ["kinds"] if config.cross_entropy_coef != 1 else []
-    return {"config": config, "normalizer": {"tokens": inputs["tokens"]}} | {name: inputs[name] for name in names}
+    return {"config": config, "normalizer": inputs["tokens"]} | {name: inputs[name] for name in names}
 
 
 CLIP = gk.LossConfig.trl(loss_type="dapo", beta=0.1)

@@ -44,7 +44,7 @@ def token_advantages(shape: tuple[int, ...], *names: str, **config: Any) -> Case
 
 
 def optimal_token_baseline(inputs: Inputs, backend: str) -> list[Tensor]:
-    tokens = inputs["rewards"], inputs["old_logprobs"], inputs["values"].square()
+    tokens = inputs["rewards"], inputs["old_logprobs"], inputs["values"].sigmoid()
     return present(*gk.optimal_token_baseline(*tokens, inputs["groups"], mask=inputs["mask"], places="rank"))
 
 
