@@ -104,7 +104,9 @@ def random_arguments(choose: random.Random, config: gk.LossConfig) -> dict[str, 
         arguments["weights"] = torch.rand(rows, width, dtype=torch.float64)
     elif choose.random() < 0.4:
         known: dict[str, Any] = {"tokens": 17.0, "rows": 3.0, "segments": 5.0}
-        arguments["normalizer"] = choose.choice([known, {"tokens": torch.tensor(11)}])
+        arguments["normalizer"] = choose.choice(
+            [known, {"tokens": torch.tensor(11), "rows": 3.0, "segments": torch.tensor(5)}]
+        )
     if config.loss != "geo_mean" and not config.ratio.startswith("segment") and choose.random() < 0.3:
         arguments["kinds"] = torch.randint(SELECTED, (rows, width))
     if choose.random() < 0.3:
