@@ -42,7 +42,7 @@ def results(name: str, batch: VerlBatch, config: Any) -> dict[str, Tensor]:
     data = tiny_verl.trainer_batch(rewards, batch.mask, batch.uids)
     draw = torch.Generator().manual_seed(3)
     data.batch["old_log_probs"] = -torch.rand(rewards.shape, generator=draw)
-    data.batch["sum_pi_squared"] = 1 + torch.rand(rewards.shape, generator=draw)
+    data.batch["sum_pi_squared"] = torch.rand(rewards.shape, generator=draw)
     data.batch["values"] = torch.randn(rewards.shape, generator=torch.Generator().manual_seed(2))
     computed = ray_trainer.compute_advantage(data, name, gamma=config.gamma, lam=config.lam, config=config)
     return {key: computed.batch[key] * batch.mask for key in ("advantages", "returns")}

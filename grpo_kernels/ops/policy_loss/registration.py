@@ -98,15 +98,12 @@ def scaled(op: str, backend: str, gradient: Tensor, upstream: Tensor, is_owned: 
     """The gradient of a forward pass times the upstream gradient of the loss; in its own memory where it is owned.
 
     Most trainers call loss.backward(), whose upstream gradient is 1. On the CPU it costs nothing to see that; on a GPU
-    only the kernel sees it, and leaves the gradient as it is. Under tracing there is no value to see.
+    only the kernel sees it, and leaves the gradient as it is. Under tracing there is no value to see. With
+    create_graph=True the product can be differentiated by the upstream gradient, and by nothing else.
     """
-    with torch.no_grad():
-        product = _product(backend, gradient, upstream, is_owned)
-    return registry.first_derivative(op, product)
-
-
-def _product(backend: str, gradient: Tensor, upstream: Tensor, is_owned: bool) -> Tensor:
-    is_real = type(upstream) is Tensor and not torch.compiler.is_compiling()
+    gradient = registry.first_derivative(op, gradient)
+    is_traced = type(upstream) is not Tensor or torch.compiler.is_compiling()
+    is_real = not (is_traced or gradient.requires_grad or upstream.requires_grad)
     if is_real and backend == "cpu" and upstream.item() == 1:
         return gradient
     if not (is_real and is_owned):

@@ -288,7 +288,8 @@ def test_ppo_loss(backend: str, dtype: torch.dtype, mode: str) -> None:
     loss, metrics = ppo_loss(actor(fields), {"log_probs": flat(logprobs), "entropy": flat(entropy)}, data)
     numbers = {k: v.aggregate() if isinstance(v, Metric) else v for k, v in metrics.items()}
     want = Result(loss, logprobs, entropy, numbers)
-    counts = {"tokens": 2 * tokens} | ({} if mode == "geo_mean" else {"rows": 2 * len(lengths)})
+    # verl's geo_mean divides by the rows at hand
+    counts = {"tokens": 2 * tokens, "rows": (1 if mode == "geo_mean" else 2) * len(lengths)}
     got = ours(backend, batch, fields, weights=True, normalizer=counts)
     assert_parity(got, want, batch, fields)
 
