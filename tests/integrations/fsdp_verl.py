@@ -18,8 +18,6 @@ from transformers import PhiConfig, PhiForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from tests.integrations import tiny_verl  # noqa: F401  stand-ins for what verl imports
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.models.transformers import monkey_patch

@@ -14,8 +14,6 @@ pytest.importorskip("tensordict")
 
 import transformers
 
-from tests.integrations import tiny_verl  # noqa: F401  stand-ins for what verl imports
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from grpo_kernels.integrations.verl import head as _head

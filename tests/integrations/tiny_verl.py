@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
-from importlib.machinery import ModuleSpec
 from typing import Any
-from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 from torch import Tensor
-
-# The modules under test import servers and queues at the top, which their tensor functions do not need.
-_OF_OTHER_PARTS = ("cachetools", "uvicorn", "fastapi", "transfer_queue")
-for _name in _OF_OTHER_PARTS:
-    if importlib.util.find_spec(_name) is None:
-        sys.modules[_name] = MagicMock(__path__=[], __spec__=ModuleSpec(_name, None))
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

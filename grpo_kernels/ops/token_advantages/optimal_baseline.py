@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from grpo_kernels import checks
 from grpo_kernels.groups import RowGroups
@@ -44,7 +45,7 @@ def optimal_token_baseline(
         is_weights: importance weights of the tokens, whose squares scale their energy
         places: which tokens are compared: "position" those of one column, "rank" those with equally many tokens that
             count before them, for responses with tool outputs between
-        zero_tail: the only longest response has baseline 0 from the length of the second longest on
+        zero_tail: the response that alone is the longest has baseline 0 after the last token of all others
         eps: added to the sum of the weights
     """
     _check_rewards(rewards)
@@ -93,15 +94,16 @@ def _baselines(returns: Tensor, energy: Tensor, counts: Tensor, rows: RowGroups,
     low = reduce(torch.where(counts, returns, torch.inf), "min", torch.inf)
     high = reduce(torch.where(counts, returns, -torch.inf), "max", -torch.inf)
     baselines = torch.where(low == high, low, baselines)
-    lengths = counts.sum(1, keepdim=True).double()
+    # up to the last token that counts; the number of those is less where the mask has gaps
+    places = torch.arange(1.0, returns.shape[1] + 1, dtype=torch.float64, device=returns.device)
+    lengths = functional.pad(places * counts, (1, 0)).amax(1, keepdim=True)
     scored = reduce((lengths > 0).double(), "sum", 0.0)
     longest = reduce(lengths, "max", 0.0)
     is_longest = lengths == longest
     if zero_tail:
         is_only = reduce(is_longest.double(), "sum", 0.0) == 1
         second = reduce(torch.where(is_longest, 0, lengths), "max", 0.0)
-        tail = torch.arange(returns.shape[1], device=returns.device) >= second
-        baselines = torch.where(is_longest & is_only & tail, 0, baselines)
+        baselines = torch.where(is_longest & is_only & (places > second), 0, baselines)
     return torch.where(scored > 1, baselines, 0)
 
 

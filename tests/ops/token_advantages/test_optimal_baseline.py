@@ -61,6 +61,18 @@ def test_verl(places: str, seed: int, weighted: bool, zero_tail: bool) -> None:
     assert got.advantages.any()
 
 
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_a_tail_begins_after_the_last_token_of_all_others(zero_tail: bool) -> None:
+    """Where the mask has gaps, verl's begins at the column that is their number of tokens."""
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 1, 0]])
+    half = torch.full((2, 5), 0.5, dtype=F64)
+    rewards = torch.tensor([[0, 0, 0, 1, 2], [0, 0, 0, 4, 0]], dtype=F64)
+    got = gk.optimal_token_baseline(rewards, half.log(), half, 2, mask=mask, zero_tail=zero_tail).advantages
+    # each token has energy 0.5; column 3: (3 * 2 + 4 * 1) / 3
+    wanted = torch.tensor([[-0.5, 0, 0, -1 / 3, 2 if zero_tail else 0], [0.5, 0, 0, 2 / 3, 0]], dtype=F64)
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 @every_place
 def test_equal_returns_have_no_advantage(places: str) -> None:
     batch = batch_of(1, 6, 9)
