@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -123,6 +123,15 @@ def group_size(op: str, groups: object) -> int:
         if isinstance(groups, Iterable) and not isinstance(groups, str):
             raise TypeError(f"{error}; {_GROUP_IDS}") from None
         raise
+
+
+def config_or_name(where: str, name: str, value: object, kind: type) -> None:
+    """Refuses what is neither a config of this class nor a string, which may name one."""
+    if not isinstance(value, kind | str):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        way_out = f"; pass {kind.__name__}(**{name})" if isinstance(value, Mapping) else ""
+        got = type(value).__name__
+        raise TypeError(f"{where}: {name} must be {article} {kind.__name__} or a str, got {got}{way_out}")
 
 
 def unknown(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.checks import choices, config_or_name, finite, unknown
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/group_advantages/statistics.h repeats them.
@@ -270,10 +270,7 @@ class AdvantageConfig(PlannedConfig):
         """Returns a config unchanged, and resolves the name of an estimator."""
         if isinstance(config, AdvantageConfig):
             return config
-        if not isinstance(config, str):
-            raise TypeError(
-                f"group_advantages: config must be an AdvantageConfig or a str, got {type(config).__name__}"
-            )
+        config_or_name("group_advantages", "config", config, cls)
         if config not in cls._presets:
             meant = None
             if config.lower() in _LOSSES_OF_GRPO:

@@ -413,7 +413,8 @@ def _normalizers(
     tensors: dict[str, Tensor] = {}
     for name, value in normalizer.items():
         if name not in _COUNTED:
-            raise ValueError(f"{op}: normalizer must be for one of {', '.join(_COUNTED)}, got {name!r}")
+            hint = checks.nearest(name, _COUNTED)
+            raise ValueError(f"{op}: normalizer must be for one of {', '.join(_COUNTED)}, got {name!r}{hint}")
         count = _check_count(layout, value)
         if isinstance(count, Tensor):
             tensors[name] = count

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_kernels.checks import boolean, choices, finite, unknown
+from grpo_kernels.checks import boolean, choices, config_or_name, finite, unknown
 from grpo_kernels.ops.policy_loss import peers
 from grpo_kernels.plans import PlannedConfig
 
@@ -318,8 +318,7 @@ class LossConfig(PlannedConfig):
         """Returns a config unchanged, and resolves the name of a TRL loss_type."""
         if isinstance(config, LossConfig):
             return config
-        if not isinstance(config, str):
-            raise TypeError(f"{op}: config must be a LossConfig or a str, got {type(config).__name__}")
+        config_or_name(op, "config", config, cls)
         if config not in _NAMED:
             raise unknown(op, "config", config, _NAMED, peers.elsewhere(config, (*LOSSES, *SEQUENCE_LOSSES)))
         return _NAMED[config]

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from typing import ClassVar, NamedTuple
 
-from grpo_kernels.checks import choices, finite, integer, unknown
+from grpo_kernels.checks import choices, config_or_name, finite, integer, unknown
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/similarity_groups/rules.h repeats them for C++.
@@ -120,8 +120,7 @@ class SimilarityConfig(PlannedConfig):
         """Returns a config unchanged, and resolves the name of a linkage; `where` is for the error message."""
         if isinstance(config, SimilarityConfig):
             return config
-        if not isinstance(config, str):
-            raise TypeError(f"{where}: config must be a SimilarityConfig or a str, got {type(config).__name__}")
+        config_or_name(where, "config", config, cls)
         if config not in cls._presets:
             raise unknown(where, "config", config, LINKAGES)
         return cls._presets[config]

@@ -115,8 +115,7 @@ def similarity_advantages(
     name = "similarity_advantages"
     checks.tensor(name, "rewards", rewards, checks.FLOATS)
     checks.tensor(name, "embeddings", embeddings, checks.FLOATS)
-    if not isinstance(similarity, SimilarityConfig | str):
-        raise TypeError(f"{name}: similarity must be a SimilarityConfig or a str, got {type(similarity).__name__}")
+    checks.config_or_name(name, "similarity", similarity, SimilarityConfig)
     if isinstance(similarity, str) and similarity not in SimilarityConfig.names():
         raise unknown(name, "similarity", similarity, SimilarityConfig.names())
     if embeddings.shape[:1] != rewards.shape[:1]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_kernels.checks import choices, finite, unknown
+from grpo_kernels.checks import choices, config_or_name, finite, unknown
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/token_advantages/terms.h repeats them for C++.
@@ -91,10 +91,7 @@ class TokenAdvantageConfig(PlannedConfig):
         """Returns a config unchanged, and resolves the name of an estimator."""
         if isinstance(config, TokenAdvantageConfig):
             return config
-        if not isinstance(config, str):
-            raise TypeError(
-                f"token_advantages: config must be a TokenAdvantageConfig or a str, got {type(config).__name__}"
-            )
+        config_or_name("token_advantages", "config", config, cls)
         if config not in cls._presets:
             raise unknown("token_advantages", "config", config, _ESTIMATORS)
         return cls._presets[config]

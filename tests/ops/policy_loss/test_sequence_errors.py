@@ -64,6 +64,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("gvpo", {"normalizer": {"groups": torch.ones(2)}}, ("normalizer must have one element, got shape [2]",)),
     ("flowrl", {"normalizer": {"groups": 2}}, ("normalizer must be for one of tokens, rows", "got 'groups'")),
     ("clip", {"normalizer": {"groups": 2}}, ("normalizer must be for one of tokens, rows", "got 'groups'")),
+    ("clip", {"normalizer": {"token": 2}}, ("got 'token' (did you mean 'tokens'?)",)),
 ]
 
 

@@ -72,6 +72,7 @@ def test_values_are_for_gae_alone() -> None:
 
 def test_configs() -> None:
     refused(TypeError, "config must be a TokenAdvantageConfig or a str, got int", config=1)
+    refused(TypeError, "or a str, got dict; pass TokenAdvantageConfig(**config)", config={"lam": 0.9})
     refused(ValueError, "did you mean 'gae'", config="gea")
 
 
