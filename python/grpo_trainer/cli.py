@@ -336,7 +336,7 @@ def data(arguments: Sequence[str] | None = None) -> int:
 
 
 def _split(options: argparse.Namespace) -> None:
-    from grpo_trainer.convert import named_shares, require_lines, split_together
+    from grpo_trainer.convert import named_shares, split_together
     from grpo_trainer.data import column_values, read_jsonl
 
     ratio = 0.5 if options.ratio is None else options.ratio
@@ -350,14 +350,8 @@ def _split(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.file}: must have at least one line, got none")
     by = [0.0] * len(lines) if options.by is None else column_values(lines, options.by)
     strata = 1 if options.by is None else options.parts
-    parts = split_together(lines, by, shares, strata, options.seed, options.together)
-    if options.into is not None:
-        require_lines(parts, shares)
-    elif not all(parts.values()):
-        count = len(parts[next(iter(parts))])
-        raise ValueError(
-            f"--ratio: must leave lines to both parts, got {ratio} of {len(lines)} lines, which is {count}"
-        )
+    option = "--ratio" if options.into is None else "--into"
+    parts = split_together(lines, by, shares, strata, options.seed, options.together, option)
     _write_parts({options.file.with_suffix(f".{name}.jsonl"): part for name, part in parts.items()}, options.overwrite)
 
 

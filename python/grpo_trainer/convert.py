@@ -40,7 +40,13 @@ def named_shares(assignments: Sequence[str]) -> dict[str, float]:
 
 
 def split_together(
-    lines: Sequence[Line], by: Sequence[float], shares: Mapping[str, float], strata: int, seed: int, column: str | None
+    lines: Sequence[Line],
+    by: Sequence[float],
+    shares: Mapping[str, float],
+    strata: int,
+    seed: int,
+    column: str | None,
+    option: str = "--into",
 ) -> dict[str, list[Line]]:
     """Splits lines into named parts; lines with the same value of a column stay together.
 
@@ -51,6 +57,7 @@ def split_together(
         strata: number of quantiles.
         seed: of the random choice.
         column: column whose values keep lines together; None: every line is by itself.
+        option: names the shares in the error for a part without lines.
     """
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, line in enumerate(lines):
@@ -60,19 +67,15 @@ def split_together(
     units: list[Line] = [{"rows": rows} for rows in groups.values()]
     means = [math.fsum(by[i] for i in rows) / len(rows) for rows in groups.values()]
     parts = split_stratified(units, means, list(shares.values()), strata, seed)
+    if not all(parts):
+        name = next(name for name, part in zip(shares, parts, strict=True) if not part)
+        together = "" if len(units) == len(lines) else f" in {len(units)} groups that stay together"
+        raise ValueError(
+            f"{option}: must leave lines to every part, got {name}={shares[name]:g} of {len(lines)} usable lines"
+            f"{together}; give more {'groups' if together else 'lines'} or other parts"
+        )
     rows = [sorted(i for unit in part for i in unit["rows"]) for part in parts]
     return {name: [lines[i] for i in part] for name, part in zip(shares, rows, strict=True)}
-
-
-def require_lines(parts: Mapping[str, Sequence[Line]], shares: Mapping[str, float]) -> None:
-    """Raises if a part of the shares got no line."""
-    for name, part in parts.items():
-        if not part:
-            count = sum(map(len, parts.values()))
-            raise ValueError(
-                f"--into: must leave lines to every part, got {name}={shares[name]:g} of {count} usable lines; give "
-                "more lines or other parts"
-            )
 
 
 def split(kind: str, lines: Sequence[Line], shares: Mapping[str, float], seed: int) -> dict[str, list[Line]]:
@@ -85,7 +88,6 @@ def split(kind: str, lines: Sequence[Line], shares: Mapping[str, float], seed: i
     is_tweets = kind == "tweets"
     by = column_values(lines, _likes(lines)) if is_tweets else [0.0] * len(lines)
     parts = split_together(marked, by, shares, 4 if is_tweets else 1, seed, "")
-    require_lines(parts, shares)
     return {name: [{key: line[key] for key in line if key} for line in part] for name, part in parts.items()}
 
 

@@ -347,7 +347,11 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
         ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),
         ('{"a": 1}\n', ["--by", "a", "--parts", "0"], "--parts: must be at least 1, got 0"),
-        ('{"a": 1}\n' * 3, ["--ratio", "0.1"], "--ratio: must leave lines to both parts, got 0.1 of 3 lines"),
+        (
+            '{"a": 1}\n' * 3,
+            ["--ratio", "0.1"],
+            "--ratio: must leave lines to every part, got phase1=0.1 of 3 usable lines;",
+        ),
     ],
 )
 def test_errors_in_data_are_named(

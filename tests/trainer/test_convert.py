@@ -226,6 +226,10 @@ def test_a_file_is_split_into_as_many_parts_as_named(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert cli.data(["split", file, "--into", "a=0.999", "b=0.001"]) == 2
     assert "--into: must leave lines to every part, got b=0.001 of 100 usable lines" in capsys.readouterr().err
+    few = written(tmp_path / "few.jsonl", [{"of": i % 3} for i in range(100)])
+    assert cli.data(["split", few, "--into", "a=0.9", "b=0.1", "--together", "of"]) == 2
+    wanted = "got b=0.1 of 100 usable lines in 3 groups that stay together; give more groups or other parts"
+    assert wanted in capsys.readouterr().err
     assert cli.data(["split", file, "--together", "off"]) == 2
     assert "--together: 'off' must be a column of every line; the nearest is 'of'" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -330,6 +330,14 @@ def test_a_step_without_rewards_and_repeated_prompts_are_said(
     assert "step 1: no response has a reward" in shown and re.search(r"rollout.prompts: 50 of \d+ prompts", shown)
 
 
+def test_a_first_step_without_advantages_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:equal'}}]"
+    train(small.recipe(tmp_path, reward, "phases.1.rl.steps=2", "logging.progress=true"))
+    assert all(e["train/skipped"] == 1 for e in lines(tmp_path) if e["phase"] == "rl")
+    text = "no response has an advantage, so the weights stay; mean reward 1"
+    assert [line for line in capsys.readouterr().err.splitlines() if text in line] == [f"step 1: {text}"]
+
+
 def test_columns_that_rewards_get_as_arguments(tmp_path: Path) -> None:
     for name in ("prompts", "completions", "truncated"):
         with pytest.raises(ValueError, match=f"^rewards.0: the data must not have the column '{name}'"):

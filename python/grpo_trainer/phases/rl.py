@@ -128,12 +128,17 @@ class RlRun(PhaseRun):
         return metrics
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs each kind of unhealthy similarity groups once, and that no response has a reward."""
+        """Logs each kind of unhealthy similarity groups once, and that a step has no rewards or no advantages."""
         with distributed.fail_together():
-            if math.isnan(metrics["rewards/mean"]) and "unscored" not in self.warned:
+            mean = metrics["rewards/mean"]
+            if math.isnan(mean) and "unscored" not in self.warned:
                 self.warned.add("unscored")
                 self.trainer.log.event("no response of a step has a reward", step=step)
                 self.trainer.log.line(f"step {step}: no response has a reward, so nothing is learned")
+            elif metrics["train/skipped"] and not math.isnan(mean) and "skipped" not in self.warned:
+                self.warned.add("skipped")
+                text = f"step {step}: no response has an advantage, so the weights stay; mean reward {mean:g}"
+                self.trainer.log.line(text)
             for kind, text in similarity_warnings(metrics).items():
                 if kind not in self.warned:
                     self.warned.add(kind)
