@@ -63,7 +63,7 @@ def test_verl(places: str, seed: int, weighted: bool, zero_tail: bool) -> None:
 
 @pytest.mark.parametrize("zero_tail", [True, False])
 def test_a_tail_begins_after_the_last_token_of_all_others(zero_tail: bool) -> None:
-    """Where the mask has gaps, verl's begins at the column that is their number of tokens."""
+    """Verl's begins at the column that is their number of tokens, which differs where the mask has gaps."""
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 1, 0]])
     half = torch.full((2, 5), 0.5, dtype=F64)
     rewards = torch.tensor([[0, 0, 0, 1, 2], [0, 0, 0, 4, 0]], dtype=F64)
