@@ -159,7 +159,7 @@ def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
 
     def update(self: RlRun, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
         arguments.update(rollout=rollout, credit=credit, rows=self._rows_with_signal(rollout, credit))
-        return {}
+        return {"train/skipped": 1.0}
 
     monkeypatch.setattr(RlRun, "_update", update)
     RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
