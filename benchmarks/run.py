@@ -134,7 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the cases, their providers and bars, and exit")
     parser.add_argument("--op", choices=OPS, default="", help="only the cases of this op")
-    parser.add_argument("--case", default="", help="only cases whose names contain this")
+    parser.add_argument(
+        "--case", default="", help="only cases whose names contain this; --list prints each before a colon"
+    )
     parser.add_argument("--quick", action="store_true", help="measure only the steady ratios, within a minute")
     parser.add_argument(
         "--rounds", type=int, default=0, help="alternating pairs, in place of each case's own number; not with --quick"
