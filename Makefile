@@ -137,7 +137,7 @@ clean:
 	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
 # Everything except this package. torch is installed first and alone, so that no other package chooses its version; the
-# loader of the kernels hub in a folder of its own, as transformers behaves differently where it is installed.
+# loader of the kernels hub and Liger in folders of their own, as transformers and TRL behave differently beside them.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
 	@echo "installing torch, TRL, verl and the trainer's packages into $(VENV): minutes"
 	$(PYTHON) -m venv $(VENV)
@@ -145,6 +145,7 @@ $(VENV)/packages: tools/constraints.txt pyproject.toml
 	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py verl) \
 		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer)
 	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
+	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/liger liger-kernel
 	touch $@
 
 $(VENV)/built: $(VENV)/packages $(SOURCES)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -35,7 +37,22 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
         raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}")
     if value.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
+    if not torch.compiler.is_compiling() and _is_followed(value):
+        raise RuntimeError(
+            f"{op}: {name} must not be differentiated in forward mode or by torch.func, got such a tensor; "
+            "use backward() or torch.autograd.grad"
+        )
     return value
+
+
+def _is_followed(value: Tensor) -> bool:
+    """Whether a derivative by it is computed along, in a way that the ops do not have and torch would take for 0."""
+    if torch._C._are_functorch_transforms_active():
+        while _functorch.is_functorch_wrapped_tensor(value):
+            if _functorch.is_gradtrackingtensor(value):
+                return True
+            value = _functorch.get_unwrapped(value)
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
 
 
 def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None:

@@ -7,7 +7,9 @@ import contextlib
 import importlib
 import inspect
 import io
+import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,10 +139,75 @@ def loss_and_gradients(code: str, scope: dict[str, Any]) -> list[torch.Tensor]:
     return [names["loss"].detach(), *torch.autograd.grad(names["loss"], (scope["hidden"], scope["head"].weight))]
 
 
+@pytest.fixture
+def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Liger in a folder of its own, which is on the path during the test, as other peers look for it."""
+    monkeypatch.syspath_prepend(str(Path(sys.prefix) / "liger"))
+    pytest.importorskip("liger_kernel")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        del sys.modules[name]
+
+
+LIGER = [
+    {
+        "loss_type": kind,
+        "beta": beta,
+        "importance_sampling_level": level,
+        "epsilon_high": 1.1 if kind == "cispo" else 0.3,
+    }
+    for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
+    for beta in (0.0, 0.1)
+    for level in (("token",) if kind in ("cispo", "sapo", "vespo") else ("token", "sequence"))
+] + [{"beta": 0.1, "use_bias_correction_kl": True, "delta": 1.1, "temperature": 0.7}]
+LUSPO = {"loss_type": "luspo", "beta": 0.0, "importance_sampling_level": "sequence"}  # else Liger averages over padding
+
+
+@pytest.mark.usefixtures("liger")
+@pytest.mark.parametrize(
+    ("settings", "is_weighted"), [*itertools.product(LIGER, [False, True]), (LUSPO, False)], ids=str
+)
+def test_settings_of_liger_are_those_of_trl(settings: dict[str, Any], is_weighted: bool, scope: dict[str, Any]) -> None:
+    """Under the names, and but for the defaults, that the page lists."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    mask, old = scope["mask"], scope["old_logprobs"]
+    batch = scope["hidden"], scope["head"].weight, scope["tokens"]
+    reference = old + 0.3 * torch.randn_like(old)
+    is_weights = torch.where(mask, 0.5 + torch.rand_like(old), 1) if is_weighted else None
+    settings = {"epsilon_low": 0.15, "max_completion_length": 7} | settings
+    peer = LigerFusedLinearGRPOLoss(use_ref_model=True, compiled=False, **settings)
+    expected, _ = peer(
+        *batch,
+        mask,
+        scope["advantages"],
+        ref_per_token_logps=reference,
+        old_per_token_logps=old,
+        vllm_is_ratio=is_weights,
+    )
+    renamed = {"use_bias_correction_kl": False, "epsilon": settings.pop("epsilon_low"), "epsilon_high": 0.2} | settings
+    temperature = renamed.pop("temperature", 1.0)
+    loss = gk.linear_policy_loss(
+        *batch,
+        old,
+        scope["advantages"],
+        mask=mask,
+        ref_logprobs=reference if settings["beta"] else None,
+        is_weights=is_weights,
+        temperature=temperature,
+        config=gk.LossConfig.trl(**renamed),
+    ).loss
+    inputs = scope["hidden"], scope["head"].weight
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for got, gold in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        assert gold.abs().max() > 1e-3
+        torch.testing.assert_close(got, gold, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("section", ["Liger", "A loop of your own"])
-def test_losses_before_and_after_agree(section: str, scope: dict[str, Any]) -> None:
+def test_losses_before_and_after_agree(section: str, scope: dict[str, Any], request: pytest.FixtureRequest) -> None:
     if section == "Liger":
-        pytest.importorskip("liger_kernel")
+        request.getfixturevalue("liger")
     before, after = (loss_and_gradients(code, scope) for code in examples(section))
     assert before[1].abs().max() > 0.01
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)

@@ -199,6 +199,8 @@ def check_overwritable(op_name: str, argument: str, logits: Tensor) -> None:
             f"{op_name}: {argument} must be False for logits that are a leaf, got True; "
             "their values would be lost and their gradient would share their memory"
         )
+    if logits.numel() == 0:
+        return
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(logits.stride(), logits.shape, strict=True) if n > 1):
         if stride < extent:

@@ -76,6 +76,15 @@ def test_no_tokens(backend: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_no_tokens_of_any_strides_are_overwritten(backend: str) -> None:
+    row, tokens = torch.zeros(5, requires_grad=True), torch.zeros(2, 0)
+    with gk.use_backend(backend):
+        loss = gk.logits_policy_loss(row.expand(2, 0, 5), tokens.long(), tokens, torch.ones(2), inplace=True).loss
+    loss.backward()
+    assert loss == 0 and torch.equal(row.grad, torch.zeros(5))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_takes_part(backend: str) -> None:
     result = run(cast(batch("grpo"), torch.float32) | {"mask": torch.zeros(4, 7)}, backend)
     assert result["loss"] == 0 and not result["gradient"].any()

@@ -160,6 +160,15 @@ def test_no_rows(backend: str, shape: tuple[int, ...]) -> None:
     assert result.logprobs.shape == result.entropy.shape == targets.shape and result.gradient.shape == shape
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows_of_any_strides_are_overwritten(backend: str) -> None:
+    row = torch.zeros(7, requires_grad=True)
+    with gk.use_backend(backend):
+        loss = gk.token_logprobs(row.expand(2, 0, 7), torch.zeros(2, 0).long(), inplace_backward=True).logprobs.sum()
+    loss.backward()
+    assert loss == 0 and torch.equal(row.grad, torch.zeros(7))
+
+
 @pytest.mark.parametrize("shape", [(9,), (2, 9), (2, 3, 9), (2, 3, 2, 9)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_number_of_dimensions(backend: str, shape: tuple[int, ...]) -> None:
