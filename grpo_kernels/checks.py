@@ -52,7 +52,7 @@ def _is_followed(value: Tensor) -> bool:
             if _functorch.is_gradtrackingtensor(value):
                 return True
             value = _functorch.get_unwrapped(value)
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None:

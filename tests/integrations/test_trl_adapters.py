@@ -179,9 +179,17 @@ print(isinstance(head, module.BaseTunerLayer))
     assert run.stdout.split()[-1:] == ["False"], run.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"use_dora": True}, "plain LoRA"), ({"lora_dropout": 0.1}, "lora_dropout=0"), ({"lora_bias": True}, "no bias")],
+    ids=str,
+)
+def test_a_trainer_is_refused_with_the_reason(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"patch_trl: the adapter 'default' of the LM head must .*{reason}"):
+        grpo(tmp_path, **options)
+
+
 def test_trl_alone_refuses(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="PEFT adapter"):
-        grpo(tmp_path, use_dora=True)
     unpatch_trl()
     with pytest.raises(ValueError, match="PEFT adapter"):
         grpo(tmp_path)

@@ -262,6 +262,17 @@ def test_text_of_a_conversation() -> None:
         ({"segments": gk.SegmentConfig(), "advantages": gk.AdvantageConfig()}, {}, "advantages and segments exclude"),
         ({"segments": gk.SegmentConfig(), "loss": gk.LossConfig()}, {}, "loss and segments exclude"),
         ({"loss": gk.LossConfig(aggregation="token-sum")}, {}, "loss.aggregation must be left out, .* got 'token-sum'"),
+        (
+            {"loss": gk.LossConfig(ratio="segment")},
+            {},
+            "loss.ratio must not be 'segment', .* have no segments; pass segm",
+        ),
+        ({"loss": gk.LossConfig(ratio="segment_mean")}, {}, "loss.ratio must not be 'segment_mean'"),
+        (
+            {"loss": gk.LossConfig(loss="geo_mean", aggregation="seq-mean-token-sum")},
+            {},
+            "loss.loss must not be 'geo_mean', whose mean is not one of loss_type's",
+        ),
         ({"advantages": gk.AdvantageConfig(reward_weights=(1.0, 2.0))}, {}, "reward_weights must be left out"),
         (
             {"advantages": gk.AdvantageConfig("remax")},

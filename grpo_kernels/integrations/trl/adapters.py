@@ -78,9 +78,7 @@ def of_dtype(adapter: Adapter, dtype: torch.dtype) -> Adapter:
 
 
 def _adapter_of(head: nn.Module) -> Adapter | None:
-    reason = _refusal(head)
-    if reason:
-        raise ValueError(f"patch_trl: {reason}, which the fused head does not compute; got {type(head).__name__}")
+    _refuse(head)
     if not isinstance(head, LoraLinear) or head.disable_adapters or head.merged:
         return None
     names = _active(head)
@@ -94,6 +92,12 @@ def _adapter_of(head: nn.Module) -> Adapter | None:
 
 def _active(head: Any) -> list[str]:
     return [name for name in head.active_adapters if name in head.lora_A]
+
+
+def _refuse(head: Any) -> None:
+    reason = _refusal(head)
+    if reason:
+        raise ValueError(f"patch_trl: {reason}, which the fused head does not compute; got {type(head).__name__}")
 
 
 def _refusal(head: Any) -> str:
@@ -121,7 +125,8 @@ def _refusal(head: Any) -> str:
 
 class _RefusedType(type):
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, BaseTunerLayer) and bool(_refusal(instance))
+        _refuse(instance)  # with the reason, which TRL's own error does not have
+        return False
 
 
 class _Refused(metaclass=_RefusedType):

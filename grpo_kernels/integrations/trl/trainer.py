@@ -19,18 +19,13 @@ from trl.models.utils import disable_gradient_checkpointing
 import grpo_kernels as gk
 from grpo_kernels.checks import instance, unknown
 from grpo_kernels.integrations.trl import head as fused_head
+from grpo_kernels.integrations.trl.arguments import POLICY_TERM, check_advantages, check_loss
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
 _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: of the generation batch of all processes
 # Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
-# Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
-_POLICY_TERM = (
-    *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
-    *("dro_beta", "log_ratio_clamp", "cov_ratio", "cov_bounds", "cov_kl_coef"),
-    *("future_kl_half_life", "future_kl_clip", "future_kl_cap", "future_kl_safety"),
-)
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
 
 
@@ -92,22 +87,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError("FusedGRPOTrainer: similarity and segments exclude each other, got both")
         if advantages is not None and segments is not None:
             raise ValueError("FusedGRPOTrainer: advantages and segments exclude each other, got both")
-        _check_advantages(advantages, similarity)
-        if loss is not None and loss.is_of_sequences:
-            raise ValueError(
-                f"FusedGRPOTrainer: loss.loss must not be {loss.loss!r}, which compares the completions of a prompt or "
-                "needs log_z: TRL shuffles completions over micro-batches, and has no such network"
-            )
+        check_advantages(advantages, similarity)
         if loss is not None and segments is not None:
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
+        check_loss(loss)
         if head not in fused_head.HEADS:
             raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
-        for field in dataclasses.fields(gk.LossConfig) if loss is not None else ():
-            if field.init and field.name not in _POLICY_TERM and getattr(loss, field.name) != field.default:
-                raise ValueError(
-                    f"FusedGRPOTrainer: loss.{field.name} must be left out, as GRPOConfig decides on it, got "
-                    f"{getattr(loss, field.name)!r}"
-                )
         parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
         keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in options:
@@ -356,7 +341,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             **fields,
         )
         if self.policy_term is not None:
-            config = dataclasses.replace(config, **{name: getattr(self.policy_term, name) for name in _POLICY_TERM})
+            config = dataclasses.replace(config, **{name: getattr(self.policy_term, name) for name in POLICY_TERM})
         return config if self.segments is None else dataclasses.replace(config, ratio="segment")
 
     def _entropy_coefficient(self) -> float:
@@ -458,27 +443,6 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, value, holds, rule in rules:
             if not holds:
                 raise ValueError(f"FusedGRPOTrainer: {name} {rule}, got {value!r}")
-
-
-def _check_advantages(advantages: gk.AdvantageConfig | None, similarity: gk.SimilarityConfig | None) -> None:
-    """Refuses what TRL decides on, and what needs inputs that are not there."""
-    if advantages is None:
-        return
-    if advantages.reward_weights is not None:
-        raise ValueError(
-            "FusedGRPOTrainer: advantages.reward_weights must be left out, as GRPOConfig has them, got "
-            f"{advantages.reward_weights}"
-        )
-    if advantages.needs_baselines:
-        raise ValueError(
-            "FusedGRPOTrainer: advantages must not need baselines, which TRL does not have, got estimator "
-            f"{advantages.estimator!r}"
-        )
-    if advantages.needs_parent and similarity is None:
-        raise ValueError(
-            "FusedGRPOTrainer: similarity and embedder must be given for advantages with shrinkage or "
-            f"singleton='parent', got shrinkage={advantages.shrinkage!r}, singleton={advantages.singleton!r}"
-        )
 
 
 def _mask(inputs: dict[str, Any]) -> Tensor:
