@@ -11,6 +11,9 @@ from torch import Tensor
 
 from grpo_kernels.backends import BACKENDS, Supports, cpu_library, refusal
 
+# what torch.compile calls with Inductor, all but its code generation, which takes long
+INDUCTOR = "aot_eager_decomp_partition"
+
 needs_cpu_kernels = pytest.mark.skipif(cpu_library is None, reason="the CPU kernels are not built")
 
 

@@ -459,9 +459,8 @@ def find_entropy_floor(entropy: Tensor, policy: Policy, quantile: float) -> Tens
         return entropy.new_zeros(())
     # as torch.quantile does: the rank in float64, then interpolation between its two neighbours
     rank = (valid.sum() - 1).clamp(min=0) * torch.full((), 1 - quantile, dtype=torch.float64, device=entropy.device)
-    # by take, because an index of no dimensions would be a number that torch.compile cannot know
-    below = ordered.take(rank.floor().long())
-    above = ordered.take(rank.ceil().long())
+    # an index of no dimensions, also of take, would be a number that torch.compile cannot know
+    below, above = ordered.index_select(0, torch.stack((rank.floor(), rank.ceil())).long()).unbind()
     return torch.lerp(below, above, (rank - rank.floor()).to(entropy.dtype))
 
 

@@ -55,9 +55,9 @@ def find_m2_ceiling(
     below = exponents[:, None] > exponents  # a sum over a triangle: a cumulative sum of floats may vary
     totals, before = sums.double() * units, torch.where(below, sums.double() * units, 0).sum(1)
     prefix, fails = _first_above(counts, counts.cumsum(0), before + totals, threshold)
-    kept, total, unit = _below(prefix, counts.cumsum(0), counts), before.take(prefix), units.take(prefix)
+    kept, total, unit = _below(prefix, counts.cumsum(0), counts), _element(before, prefix), _element(units, prefix)
     whole = torch.zeros_like(kept)  # the mantissas of the exponent that are kept
-    digits = [values.index_select(0, prefix.view(1))[0] for values in digits]
+    digits = [_element(values, prefix) for values in digits]
 
     for level, (shift, width) in enumerate(PASSES):
         counts, sums = histogram(level) if level > 0 else digits
@@ -98,4 +98,9 @@ def _first_above(counts: Tensor, until_counts: Tensor, until_sums: Tensor, thres
 
 def _below(chosen: Tensor, until: Tensor, values: Tensor) -> Tensor:
     """The sum over the bins before the chosen one."""
-    return (until - values).take(chosen)  # an index of no dimensions would be read by the host
+    return _element(until - values, chosen)
+
+
+def _element(values: Tensor, place: Tensor) -> Tensor:
+    """An element at a place that the host does not read, as it would for an index of no dimensions."""
+    return values.index_select(0, place.view(1))[0]

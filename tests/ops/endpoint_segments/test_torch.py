@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.endpoint_segments.registration import FORWARD
-from tests.harness import device_of
+from tests.harness import INDUCTOR, device_of
 from tests.ops.endpoint_segments.batches import BACKENDS, CREDITS, F64, FAST, Batch, assert_same, batch_of, config_of
 
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -70,7 +70,7 @@ def test_compiles_into_one_graph(backend: str | None, with_values: bool, norm: s
     names = ("rewards", "logprobs", "old_logprobs", "mask", "values")
     tokens: list[Any] = [getattr(batch, name) for name in names]
     tokens = [None if x is None else x.to(device) for x in tokens]
-    compiled = torch.compile(segments, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(segments, fullgraph=True, backend=INDUCTOR)
     wanted = segments(*tokens)
     assert_same(compiled(*tokens), wanted)
     assert wanted.advantages.any() and wanted.num_segments.max() > 1
@@ -91,7 +91,7 @@ def test_packed_rows_and_a_loss_compile_into_one_graph(backend: str) -> None:
         options: dict[str, Any] = {"segments": result.segment_ids, "cu_seqlens": bounds, "config": loss_config}
         return gk.policy_loss(now, old, result.advantages, **options).loss
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR)
     torch.testing.assert_close(compiled(*tokens), loss(*tokens), rtol=1e-12, atol=0)
     assert loss(*tokens) != 0
 

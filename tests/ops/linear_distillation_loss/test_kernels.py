@@ -12,7 +12,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_distillation_loss import registration as op
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
-from tests.harness import assert_within_budget, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import INDUCTOR, assert_within_budget, device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.linear_distillation_loss.batch import F64, KINDS, LEAVES, ROWS, TAILS, batch, oracle, run, to
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -103,7 +103,7 @@ def test_compiles_into_one_graph(backend: str | None) -> None:
         return gk.linear_distillation_loss(hidden * 2, **others, backend=backend).loss * 3
 
     results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=INDUCTOR)):
         leaves = {name: arguments[name].clone().requires_grad_() for name in LEAVES}
         value = function(**arguments | leaves)
         value.backward()
@@ -119,7 +119,7 @@ def test_where_all_rows_are_computed_masked_ones_hold_anything() -> None:
     _, want = run(arguments)
     arguments["hidden"][~arguments["mask"]] = torch.nan
     leaves = {name: arguments[name].clone().requires_grad_() for name in LEAVES}
-    loss = torch.compile(lambda **inputs: gk.linear_distillation_loss(**inputs).loss, backend="aot_eager")
+    loss = torch.compile(lambda **inputs: gk.linear_distillation_loss(**inputs).loss, backend=INDUCTOR)
     loss(**arguments | leaves).backward()
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.grad, want[name], rtol=1e-5, atol=1e-6)

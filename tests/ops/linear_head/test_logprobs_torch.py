@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head.registration import LOGPROBS
-from tests.harness import device_of, needs_cpu_kernels
+from tests.harness import INDUCTOR, device_of, needs_cpu_kernels
 from tests.ops.linear_head.test_logprobs_edges import (
     BACKENDS,
     F64,
@@ -81,7 +81,7 @@ def test_compiles_into_one_graph(backend: str | None, dynamic: bool) -> None:
         result = gk.linear_logprobs(hidden * 2, weight, targets, bias=bias, **options)
         return (result.logprobs - 0.1 * result.entropy).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR, dynamic=dynamic)
     for rows in (4, 7) if dynamic else (4,):
         arguments = {k: v.to(device) for k, v in batch(rows, dtype=torch.float32).items()}
         results = []
@@ -104,7 +104,7 @@ def test_compiles_with_positions(kind: str) -> None:
         return gk.linear_logprobs(hidden * 2, arguments["weight"], arguments["targets"], positions=places).logprobs
 
     # the number of rows that a mask selects depends on data, which breaks the graph
-    compiled = torch.compile(logprobs, fullgraph=kind == "integers", backend="aot_eager")
+    compiled = torch.compile(logprobs, fullgraph=kind == "integers", backend=INDUCTOR)
     torch.testing.assert_close(compiled(arguments["hidden"], positions), logprobs(arguments["hidden"], positions))
 
 

@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.policy_loss.config import METRICS
-from tests.harness import assert_within_budget, device_of, needs_cpu_kernels
+from tests.harness import INDUCTOR, assert_within_budget, device_of, needs_cpu_kernels
 from tests.ops.linear_head.test_policy_loss_edges import (
     CONFIGS,
     F64,
@@ -66,7 +66,7 @@ def test_compiles_into_one_graph(backend: str | None, name: str, memory: str) ->
         return gk.linear_policy_loss(hidden * 2, weight, bias=bias, **others, **options).loss * 3
 
     result = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=INDUCTOR)):
         leaves = leaves_of(arguments)
         value = function(**arguments | leaves)
         value.backward()

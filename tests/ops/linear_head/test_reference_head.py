@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_head.chunks import Products
-from tests.harness import assert_raises, device_of
+from tests.harness import INDUCTOR, assert_raises, device_of
 from tests.ops.linear_head.test_policy_loss_edges import (
     CONFIGS,
     F64,
@@ -139,7 +139,7 @@ def test_compiles_into_one_graph() -> None:
         return gk.linear_policy_loss(hidden * 2, weight, bias=bias, **others, config=CONFIGS["dapo"], chunk_size=8).loss
 
     results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=INDUCTOR)):
         leaves = leaves_of(with_head)
         value = function(**with_head | leaves)
         value.backward()

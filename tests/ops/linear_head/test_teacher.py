@@ -13,7 +13,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_distillation_loss import registration as distillation
 from grpo_kernels.ops.linear_head import chunks
-from tests.harness import assert_raises, assert_within_budget, device_of, needs_cpu_kernels
+from tests.harness import INDUCTOR, assert_raises, assert_within_budget, device_of, needs_cpu_kernels
 from tests.ops.linear_head.test_policy_loss_edges import (
     CONFIGS,
     F64,
@@ -346,7 +346,7 @@ def test_compiles_into_one_graph() -> None:
         return gk.linear_policy_loss(hidden * 2, weight, bias=bias, **others, teacher=lesson).loss * 3
 
     results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=INDUCTOR)):
         leaves = leaves_of(arguments)
         value = function(**arguments | leaves)
         value.backward()

@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.logits_policy_loss import registration as op
 from grpo_kernels.ops.policy_loss.config import METRICS
-from tests.harness import assert_within_budget, device_of, needs_cpu_kernels
+from tests.harness import INDUCTOR, assert_within_budget, device_of, needs_cpu_kernels
 from tests.ops.logits_policy_loss.batches import (
     BACKENDS,
     CONFIGS,
@@ -230,7 +230,7 @@ def test_compiles_into_one_graph(backend: str | None, name: str) -> None:
         return gk.logits_policy_loss(leaf * 2, **others, config=CONFIGS[name], backend=backend).loss * 3
 
     results = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=INDUCTOR)):
         leaf = logits.clone().requires_grad_()
         value = function(leaf, **arguments)
         value.backward()

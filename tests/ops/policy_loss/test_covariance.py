@@ -14,7 +14,7 @@ from grpo_kernels.ops.policy_loss.arguments import Layout, check_policy
 from grpo_kernels.ops.policy_loss.config import COUNTED, CROSS_ENTROPY, POLICY, SELECTED
 from grpo_kernels.ops.policy_loss.covariance import select_tokens
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
-from tests.harness import device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import INDUCTOR, device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.policy_loss.test_spec import assert_near, graded
 
 F64 = torch.float64
@@ -217,7 +217,7 @@ def test_compiles_into_one_graph(backend: str | None, name: str) -> None:
         return gk.policy_loss(lp, old, advantages, mask=mask, config=CONFIGS[name], backend=backend).loss
 
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR)
     arguments = [*(batch[key] for key in names), batch["mask"]]
     assert_near(compiled(*arguments), loss(*arguments))
 

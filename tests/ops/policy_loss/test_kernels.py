@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.policy_loss import registration as op
 from grpo_kernels.ops.policy_loss.config import _RATIOS_OF, AGGREGATIONS, KLS, LOSSES, METRICS, SELECTED
-from tests.harness import assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
 
 BACKENDS = runnable_backends(op.SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
@@ -275,17 +275,18 @@ def test_opcheck(backend: str, level: str, packed: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
-def test_compiles_into_one_graph(backend: str | None) -> None:
+def test_compiles_into_one_graph(backend: str | None, quantile: float) -> None:
     device = device_of(backend or "cpu")
-    config = gk.LossConfig.trl(loss_type="dapo", beta=0.1, entropy_coef=0.1)
+    config = gk.LossConfig.trl(loss_type="dapo", beta=0.1, entropy_coef=0.1, top_entropy_quantile=quantile)
 
     def loss(lp: Tensor, old: Tensor, ref: Tensor, advantages: Tensor, mask: Tensor, entropy: Tensor) -> Tensor:
         options = {"mask": mask, "ref_logprobs": ref, "entropy": entropy, "config": config, "backend": backend}
         return gk.policy_loss(2 * lp, old, advantages, **options).loss * 3
 
     torch._dynamo.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR, dynamic=True)
     for rows, width in ((3, 7), (4, 9)):
         lp = -torch.rand(rows, width, device=device)
         others = [lp - 0.1, lp + 0.1, torch.randn(rows, device=device), lp < -0.2, torch.rand_like(lp)]

@@ -12,7 +12,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.sampled_support import check_support
 from grpo_kernels.ops.sampled_support import registration as op
-from tests.harness import assert_raises, device_of, needs_cpu_kernels
+from tests.harness import INDUCTOR, assert_raises, device_of, needs_cpu_kernels
 from tests.ops.sampled_support.batches import BACKENDS, F64, HEAD, KERNELS, Batch, batch, cast, run
 from tests.ops.sampled_support.test_policy_loss import CONFIGS, arguments_of
 from tests.ops.sampled_support.test_policy_loss import run as run_loss
@@ -65,7 +65,7 @@ def test_compiles_into_one_graph(backend: str | None) -> None:
         result = gk.linear_logprobs(**arguments, targets=targets, support=support, return_entropy=True, backend=backend)
         return (result.logprobs - 0.1 * result.entropy).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR)
     results = []
     for function in (loss, compiled):
         leaves = [given[name].clone().requires_grad_() for name in HEAD]

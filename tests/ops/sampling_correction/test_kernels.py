@@ -13,7 +13,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.sampling_correction import registration as op
 from grpo_kernels.ops.sampling_correction.config import STATISTICS, WEIGHT_LEVELS
-from tests.harness import assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
 from tests.ops.sampling_correction.batches import NAN, make_batch
 
 BACKENDS = runnable_backends(op.SUPPORTS)
@@ -152,7 +152,7 @@ def test_compiles_into_one_graph(backend: str | None) -> None:
         return result.weights * 3, result.mask, result.metrics.tensor
 
     torch._dynamo.reset()
-    compiled = torch.compile(correct, fullgraph=True, backend="aot_eager", dynamic=True)
+    compiled = torch.compile(correct, fullgraph=True, backend=INDUCTOR, dynamic=True)
     for shape in ((3, 7), (4, 9)):
         batch = make_batch(1, *shape)
         values = [value.float().to(device) for value in batch[:2]]

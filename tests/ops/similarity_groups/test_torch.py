@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import registry
-from tests.harness import device_of
+from tests.harness import INDUCTOR, device_of
 from tests.ops.similarity_groups.prompts import (
     BACKENDS,
     DTYPES,
@@ -88,7 +88,7 @@ def fields_of(result: Any) -> tuple[Tensor, ...]:
 def test_compiles_into_one_graph(backend: str | None, op: str) -> None:
     torch.compiler.reset()
     call, arguments = calls_of(backend, device_of(backend or "cuda"))[op]
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=INDUCTOR)
     for one, other in zip(fields_of(compiled(*arguments)), fields_of(call(*arguments)), strict=True):
         assert one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=9), other.nan_to_num(nan=9))
         assert not one.requires_grad
@@ -106,7 +106,7 @@ def test_labels_of_rows_and_advantages_compile_into_one_graph(backend: str | Non
         result = gk.silhouette(gk.pairwise_cosine(rows, 8, backend=backend), groups.labels, 8, backend=backend)
         return gk.group_advantages(rewards, 8, subgroups=groups.group_ids).advantages, result.samples
 
-    compiled = torch.compile(advantages, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(advantages, fullgraph=True, backend=INDUCTOR)
     for one, other in zip(compiled(rows, rewards), advantages(rows, rewards), strict=True):
         assert torch.equal(one, other) and one.any()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.token_advantages.registration import FORWARD
-from tests.harness import assert_within_budget, cpu_threads, device_of, needs_cpu_kernels
+from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, needs_cpu_kernels
 from tests.ops.token_advantages.batches import BACKENDS, F32, F64, FAST, INF, NAN, Batch, batch_of, expected
 
 pytestmark = pytest.mark.grid
@@ -234,7 +234,7 @@ def test_compiles_into_one_graph(backend: str | None) -> None:
         return gk.token_advantages(rewards * 2, values, mask=mask, turns=turns, backend=backend)
 
     tokens = [x.to(device) for x in (batch.rewards, batch.values, batch.mask, batch.turns) if x is not None]
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=INDUCTOR)
     assert_same(compiled(*tokens), call(*tokens))
 
 

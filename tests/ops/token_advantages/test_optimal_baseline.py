@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from tests import peers
-from tests.harness import assert_raises
+from tests.harness import INDUCTOR, assert_raises
 from tests.ops.token_advantages.batches import F64, NAN
 
 PEERS = {"position": "optimal_token_baseline", "rank": "tir_optimal_token_baseline"}
@@ -155,6 +155,6 @@ def test_compiles_into_one_graph(places: str) -> None:
     def call(batch: dict[str, Tensor]) -> gk.TokenAdvantages:
         return gk.optimal_token_baseline(**batch, places=places)
 
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, backend=INDUCTOR)
     for got, wanted in zip(compiled(batch), call(batch), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

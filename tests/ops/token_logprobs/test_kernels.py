@@ -12,7 +12,7 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.token_logprobs import reference as reference
 from grpo_kernels.ops.token_logprobs.registration import FORWARD, INPLACE, SUPPORTS
-from tests.harness import device_of, runnable_backends
+from tests.harness import INDUCTOR, device_of, runnable_backends
 from tests.ops.token_logprobs.rows import (
     BACKENDS,
     FAST,
@@ -217,7 +217,7 @@ def test_compiles_into_one_graph(backend: str | None) -> None:
         result = gk.token_logprobs(logits * 2, targets, temperature=0.8, return_entropy=True, backend=backend)
         return (result.logprobs - 0.1 * result.entropy).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR)
     leaves = [logits.clone().requires_grad_() for _ in range(2)]
     values = [function(leaf, targets) for function, leaf in zip((compiled, loss), leaves, strict=True)]
     for value in values:
