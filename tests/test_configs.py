@@ -41,10 +41,14 @@ def test_what_is_derived_is_no_keyword() -> None:
         gk.LossConfig(clip_low=0.1),
         gk.LossConfig.trl(loss_type="vespo"),
         gk.AdvantageConfig("rloo", reward_weights=(1, 2)),
+        gk.CorrectionConfig(weights="token", rejections=(("seq_max_k1", None, 3.0),)),
+        gk.SegmentConfig(),
+        gk.SimilarityConfig(),
+        gk.TokenAdvantageConfig(),
     ],
-    ids=["LossConfig", "tuples", "AdvantageConfig"],
+    ids=lambda config: type(config).__name__,
 )
-def test_configs_are_dicts_and_json(config: gk.LossConfig | gk.AdvantageConfig) -> None:
+def test_configs_are_dicts_and_json(config: Any) -> None:
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     again = type(config)(**fields)
     assert again == config and (again.modes, again.coefficients) == (config.modes, config.coefficients)

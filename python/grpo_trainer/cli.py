@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -267,6 +268,10 @@ def _evaluate(
             raise ValueError(
                 "MODEL: must be './tiny' for the folder, got 'tiny', the model with new weights of a recipe"
             )
+    if output is not None:  # before the evaluation, whose results would be lost
+        if output.is_dir():
+            raise ValueError(f"--json: must be a file, got the folder {str(output)!r}")
+        output.parent.mkdir(parents=True, exist_ok=True)
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -342,6 +347,9 @@ def _split(options: argparse.Namespace) -> None:
     ratio = 0.5 if options.ratio is None else options.ratio
     if not 0 < ratio < 1:
         raise ValueError(f"--ratio: must be between 0 and 1, got {ratio}")
+    for name in options.names or ():
+        if not re.fullmatch(r"[\w-][\w.-]*", name):
+            raise ValueError(f"--names: must be of letters, digits, ., - and _, got {name!r}")
     shares = dict(zip(options.names or ("phase1", "phase2"), (ratio, round(1 - ratio, 12)), strict=True))
     if options.into is not None:
         shares = named_shares(options.into)
@@ -364,6 +372,8 @@ def _convert(options: argparse.Namespace) -> None:
     )
     for message in left_out:
         print(f"left out: {message}", file=sys.stderr)
+    if not lines:
+        raise ValueError(f"{', '.join(map(str, options.files))}: must have at least one usable line, got none")
     parts = convert.split(options.format, lines, shares, options.seed)
     output = options.output or Path(options.format)
     paths = {name: output.with_name(f"{output.name}-{name}.jsonl") for name in parts}

@@ -148,7 +148,8 @@ def read(
             except ValueError as error:
                 message = f"{file}, line {number}: {error}"
                 if not leave_out:
-                    rename = ", or name the columns with --columns" if kind == "tweets" else ""
+                    named = ", ".join(f"{name}={column}" for name, column in names.items())
+                    rename = f", name the columns with --columns, now {named}" if kind == "tweets" else ""
                     raise ValueError(f"{message}; correct the line{rename}, or give --leave-out") from None
                 left_out.append(message)
     if kind == "tweets" and len({"post_likes" in line for line in lines}) > 1:
@@ -234,7 +235,7 @@ def _numbered_csv(path: Path) -> Iterator[tuple[int, Line]]:
                 if row and len(row) != len(header):
                     raise ValueError(
                         f"{path}, line {start}: must have the {len(header)} values of the header, got {len(row)}; "
-                        "texts with a comma or a quote must be quoted"
+                        "values are separated by commas, and texts with a comma or a quote must be quoted"
                     )
                 if row:
                     yield start, dict(zip(header, row, strict=True))

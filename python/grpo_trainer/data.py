@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -146,10 +147,23 @@ def column_values(lines: Sequence[Line], by: str) -> list[float]:
             raise ValueError(f"--by: {name} must be a column{known_columns(name, known)}")
         for number, line in enumerate(lines, 1):
             value = line.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"--by: {name} must be a number on every line, got {value!r} on line {number}")
         columns.append([float(line[name]) for line in lines])
     return columns[0] if len(columns) == 1 else [a / max(b, 1.0) for a, b in zip(*columns, strict=True)]
+
+
+def check_prompt(key: str, where: str, prompt: object) -> None:
+    """Raises if a prompt is neither a text nor the messages of a chat."""
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
+        raise ValueError(f"{key}: must be a text, or a list of messages, got {prompt!r:.80} ({where})")
+    for message in prompt:
+        for name in ("role", "content"):
+            if name not in message:
+                known = known_columns(name, sorted(message))
+                raise ValueError(f"{key}: must have {name!r} in every message, got {message!r:.80}{known} ({where})")
 
 
 def prompt_text(prompt: Prompt) -> str:

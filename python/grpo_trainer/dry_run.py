@@ -16,9 +16,11 @@ from grpo_trainer import checkpoint, engine, memory
 from grpo_trainer.data import encode_prompt
 from grpo_trainer.embed import resolve
 from grpo_trainer.loading import check_four_bit
+from grpo_trainer.policy import context_length
 from grpo_trainer.pretrained import load_tokenizer
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
+from grpo_trainer.recipe_checks import check_lengths
 from grpo_trainer.rewards import load_reward, require_columns
 from grpo_trainer.splits import corpus_of, load_splits, missing_files, require_lines
 from grpo_trainer.tasks.base import Item, Splits
@@ -54,6 +56,8 @@ def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
             unknown = f"model.path: {recipe.model.path!r} cannot be examined, so memory is not estimated: {reason}"
             problems.append(reason if reason.startswith("model.") else unknown)
         return lines, problems
+    if problem := _problem(lambda: check_lengths(recipe, context_length(model.lm.config))):
+        problems.append(problem)
     counts = f"{model.count / 1e6:,.1f} million weights, {model.trained / 1e6:,.1f} of them trained"
     lines.append(f"{recipe.model.path}: {counts}")
     for estimate in estimates:

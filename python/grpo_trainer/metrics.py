@@ -101,6 +101,13 @@ def counter_metrics(settings: list[Reward], counters: list[dict[str, float]]) ->
     }
 
 
+def _scored_std(groups: Tensor) -> Tensor:
+    """Standard deviation of the numbers in each row that are not NaN; NaN if there are fewer than two."""
+    is_scored = ~groups.isnan()
+    apart = torch.where(is_scored, groups - groups.nanmean(1, keepdim=True), 0).double()
+    return (apart.square().sum(1) / (is_scored.sum(1) - 1).clamp(min=0)).sqrt()
+
+
 def rollout_metrics(
     rollout: Rollout,
     totals: Tensor,
@@ -123,6 +130,8 @@ def rollout_metrics(
     nan = math.nan
     q25, median, q75 = (float(scored.quantile(q)) if len(scored) else nan for q in (0.25, 0.5, 0.75))
     groups = totals.view(-1, rollout.group_size)
+    lowest = torch.where(groups.isnan(), math.inf, groups).amin(1)
+    highest = torch.where(groups.isnan(), -math.inf, groups).amax(1)
     advantages = credit.advantages if credit.advantages.dim() == 1 else credit.advantages.sum(1)
     metrics = {
         "rewards/mean": float(scored.mean()) if len(scored) else nan,
@@ -133,12 +142,12 @@ def rollout_metrics(
         "rewards/median": median,
         "rewards/q75": q75,
         "rewards/unscored": float(len(totals) - len(scored)),
-        "rewards/group_std": float(groups.std(1).nanmean()) if rollout.group_size > 1 else nan,
+        "rewards/group_std": float(_scored_std(groups).nanmean()),
         "group_stats/num_groups": float(len(rollout.items)),
         "group_stats/avg_group_size": float(rollout.group_size),
-        "group_stats/flat_groups": float((groups.amax(1) == groups.amin(1)).sum()),
+        "group_stats/flat_groups": float((highest <= lowest).sum()),
         "train/avg_reward": float(scored.mean()) if len(scored) else nan,
-        "train/reward_std": float(groups.nanmean(1).std()) if len(groups) > 1 else nan,
+        "train/reward_std": float(_scored_std(groups.nanmean(1)[None])),
         "train/advantages_mean": float(advantages.double().mean()),
         "train/advantages_std": float(advantages.double().std()) if len(advantages) > 1 else nan,
         "train/nonzero_advantages": float((advantages != 0).double().mean()),

@@ -100,8 +100,16 @@ class Policy(nn.Module):
     @property
     def context_length(self) -> int | None:
         """Limit on prompt plus response, or on each of them for an encoder-decoder; None: no limit."""
-        limit = getattr(self.inner.config.get_text_config(), "max_position_embeddings", None)
-        return limit if limit is not None and limit > 0 else None
+        return context_length(self.inner.config)
+
+    def check_tokens(self, ids: Sequence[int], what: str) -> None:
+        """Raises if the tokenizer has given a token that the model has no embedding of."""
+        rows = self.inner.get_input_embeddings().num_embeddings
+        if ids and max(ids) >= rows:
+            raise ValueError(
+                f"model.path: must have an embedding of every token of {what}, got token {max(ids)} of its tokenizer "
+                f"and an embedding of {rows} rows"
+            )
 
     def autocast(self) -> torch.autocast:
         """Mixed precision, the same in sampling, scoring and the update: otherwise ratios would not start at 1."""
@@ -395,6 +403,12 @@ def set_training(policy: Policy, dropout: bool) -> None:
                     f"dropout themselves, got false with a rate of {rate} in {type(layer).__name__}"
                 )
             layer.training = True
+
+
+def context_length(config: Any) -> int | None:
+    """Limit on prompt plus response that a model's configuration states; None: no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None
 
 
 def load_policy(

@@ -28,7 +28,15 @@ def loading(key: str, name: str) -> Iterator[None]:
     """
     with without_bars():
         if is_gguf(name) or Path(name).exists():
-            yield
+            if Path(name).is_file() and not is_gguf(name):
+                raise ValueError(f"{key}: must be a folder, a GGUF file or a hub name, got the file {name!r}")
+            try:
+                yield
+            except (OSError, ValueError) as error:
+                if str(error).startswith(key):
+                    raise
+                text = " ".join(str(error).split())
+                raise ValueError(f"{key}: {name!r} is a folder or file that cannot be loaded: {text}") from error
             return
         refuse_missing(name)
         _announce_hub(name)

@@ -31,6 +31,17 @@ def check(recipe: Any) -> None:
     )
 
 
+def check_lengths(recipe: Any, context: int | None) -> None:
+    """Raises if a response may be as long as the model's context, which has no place for a prompt then."""
+    longest = {"evaluation.max_new_tokens": recipe.evaluation.max_new_tokens}
+    for number, phase in enumerate(recipe.phases):
+        if phase.rl is not None:
+            longest[f"phases.{number}.rl.rollout.max_new_tokens"] = phase.rl.rollout.max_new_tokens
+    for key, length in longest.items():
+        if context is not None and length is not None and length >= context:
+            raise ValueError(f"{key}: must be less than the model's context, {context}, got {length}")
+
+
 def _shown(value: Any) -> str:
     """A value as it is written in a recipe: of a mapping, the keys that are not left at their defaults."""
     if not dataclasses.is_dataclass(value):

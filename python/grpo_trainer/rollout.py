@@ -50,6 +50,8 @@ def select_usable(
         item | {"prompt": item[column], "prompt_ids": encode_prompt(tokenizer, item[column], chat, chat_options)}
         for item in items
     ]
+    for item in encoded:
+        policy.check_tokens(item["prompt_ids"], "the prompts")
     return [item for item in encoded if 0 < len(item["prompt_ids"]) <= max_prompt_tokens]
 
 

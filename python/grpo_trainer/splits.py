@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer import tasks
-from grpo_trainer.data import prompt_text, read_jsonl
+from grpo_trainer.data import check_prompt, prompt_text, read_jsonl
 from grpo_trainer.recipe import Data, Recipe
 from grpo_trainer.settings import known_columns, nearest_file
 from grpo_trainer.tasks.base import Item, Splits
@@ -30,6 +30,10 @@ def load_splits(data: Data, seed: int) -> Splits:
         }
         splits = dataclasses.replace(splits, **filled)
         sft = _prompted(template, "sft", sft)
+    elif data.task is None:
+        for name in ("sft", "train", "validation", "test"):
+            for i, line in enumerate(sft if name == "sft" else getattr(splits, name), 1):
+                check_prompt("data.prompt", f"example {i} of {name}", line[data.prompt])
     limit = slice(data.limit)
     return dataclasses.replace(splits, sft=sft[limit], train=splits.train[limit])
 
@@ -38,7 +42,7 @@ def missing_files(data: Data) -> list[str]:
     """Errors about files that are not there."""
     paths = {name: getattr(data, name) for name in ("train", "sft", "validation", "test")}
     return [
-        f"data.{name}: must be an existing file, got {path!r}{nearest_file(path)}"
+        f"data.{name}: must be an existing file, got {'the folder ' * Path(path).is_dir()}{path!r}{nearest_file(path)}"
         for name, path in paths.items()
         if path is not None and not Path(path).is_file()
     ]
@@ -50,6 +54,11 @@ def require_lines(recipe: Recipe, splits: Splits) -> None:
     if not splits.train and any(phase.rl for phase in recipe.phases):
         raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
     if not splits.sft and any(phase.sft for phase in recipe.phases):
+        if data.demonstration_template is not None:
+            template = Template("data.demonstration_template", data.demonstration_template)
+            raise ValueError(
+                f"{template.key}: must have columns that are not null on some line, got {', '.join(template.columns)}"
+            )
         columns = known_columns(data.demonstration, sorted({name for line in splits.train for name in line}))
         raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}{columns}")
 

@@ -26,6 +26,7 @@ from grpo_trainer.phases.sft import SftRun
 from grpo_trainer.policy import Policy, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
+from grpo_trainer.recipe_checks import check_lengths
 from grpo_trainer.rewards import RewardFunction, load_reward, require_columns
 from grpo_trainer.rollout import select_usable
 from grpo_trainer.splits import corpus_of, load_splits, require_lines
@@ -99,6 +100,7 @@ class Trainer:
         self.is_given, self.reference = model is not None, reference
         self.seconds: dict[str, float] = defaultdict(float)  # spent in the parts of the current step
         self._usable: dict[str, list[Item]] = {}
+        self._left_out: dict[str, list[str]] = {}  # by split, for errors
 
     def _make_policy(self, model: Any, tokenizer: Any, reference: Any) -> Policy:
         settings = self.recipe.model
@@ -191,17 +193,8 @@ class Trainer:
         return {key: resolve(name) for key, name in names.items()}
 
     def _check_policy(self) -> None:
-        limit, longest = self.policy.context_length, self.recipe.evaluation.max_new_tokens
-        if limit is not None and longest is not None and longest >= limit:
-            raise ValueError(
-                f"evaluation.max_new_tokens: must be less than the model's context, {limit}, got {longest}"
-            )
+        check_lengths(self.recipe, self.policy.context_length)
         for number, phase in enumerate(self.recipe.phases):
-            if phase.rl is not None and limit is not None and phase.rl.rollout.max_new_tokens >= limit:
-                raise ValueError(
-                    f"phases.{number}.rl.rollout.max_new_tokens: must be less than the model's context, {limit}, got "
-                    f"{phase.rl.rollout.max_new_tokens}"
-                )
             if phase.rl is not None and phase.rl.rollout.engine == "vllm":
                 key = f"phases.{number}.rl.rollout"
                 engine.check_policy(key, phase.rl.rollout, self.recipe.model, self.policy)
@@ -300,8 +293,14 @@ class Trainer:
         ):
             if dropped:
                 self.log.event("prompts left out", split=split, count=dropped, limit=limit, of=of)
+                self._left_out.setdefault(split, []).append(f"{dropped} by {of}, {limit}")
         self._usable[split] = fitting
         return fitting
+
+    def left_out(self, split: str) -> str:
+        """How many lines of a split were left out, and why, for an error; an empty prompt counts as one too long."""
+        reasons = self._left_out.get(split)
+        return f"; prompts left out: {', '.join(reasons)}" if reasons else ""
 
     def _fits_context(self, split: str, item: Item) -> bool:
         """Whether the model can read the prompt together with the longest response."""
@@ -450,5 +449,5 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     trainer.distribute_weights()
     result = trainer.evaluate_split(split)
     if result is None:
-        raise ValueError(f"data: the split {split!r} has no usable line")
+        raise ValueError(f"data: the split {split!r} has no usable line{trainer.left_out(split)}")
     return result

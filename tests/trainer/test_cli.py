@@ -249,6 +249,12 @@ def test_one_model_is_evaluated_and_two_are_compared(
     logged = [e for e in lines(finished / "run") if "eval/validation_reward" in e]
     assert results[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
     assert shown["rows"][1]["metrics"]["pass@1"]["mean"] == results[after]["metrics"]["pass@1"]
+    assert cli.evaluate([recipe, after, "--json", str(tmp_path / "made" / "out.json")]) == 0
+    assert set(json.loads((tmp_path / "made" / "out.json").read_text())) == {after}
+    capsys.readouterr()
+    assert cli.evaluate([recipe, after, "--json", str(tmp_path)]) == 2
+    refused = capsys.readouterr()
+    assert "--json: must be a file, got the folder" in refused.err and "reward" not in refused.out
     with pytest.raises(SystemExit, match="2"):
         cli.evaluate([recipe, before, after, after])
     with pytest.raises(SystemExit, match="2"):
@@ -344,6 +350,8 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('{"a": 1}\n{"a": \n', [], "replies.jsonl, line 2: must be a JSON object, one on each line"),
         ('{"a": 1}\n[1]\n', [], "replies.jsonl, line 2: must be a JSON object, one on each line, got list '[1]'"),
         ('{"a": 1}\n{"a": "x"}\n', ["--by", "a"], "--by: a must be a number on every line, got 'x' on line 2"),
+        ('{"a": NaN}\n', ["--by", "a"], "--by: a must be a number on every line, got nan on line 1"),
+        ('{"a": 1}\n', ["--names", "../a", "b"], "--names: must be of letters, digits, ., - and _, got '../a'"),
         ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
         ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),
         ('{"a": 1}\n', ["--by", "a", "--parts", "0"], "--parts: must be at least 1, got 0"),

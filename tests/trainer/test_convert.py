@@ -124,6 +124,9 @@ def test_a_bad_line_is_named_with_its_column_and_rule(
         (HEADER + 'a,"b,1,2\n', "in.csv, line 2: must be CSV"),
         ("tweet,tweet\na,b\n", "in.csv, line 1: must name every column once"),
         ("", "in.csv, line 1: must name every column once"),
+        (HEADER, "in.csv: must have at least one usable line, got none"),
+        ("tweet;reply\na;b,c\n", "values are separated by commas, and texts with a comma or a quote must be quoted"),
+        ("text,reply,reply_likes\na,b,1\n", "name the columns with --columns, now post=tweet, reply=reply, likes=rep"),
     ],
 )
 def test_bad_csv_is_named_by_line(tmp_path: Path, rows: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

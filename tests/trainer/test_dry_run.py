@@ -188,6 +188,32 @@ def test_each_missing_thing_is_named_at_once(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+@pytest.mark.parametrize("key", ["evaluation.max_new_tokens", "phases.1.rl.rollout.max_new_tokens"])
+def test_responses_as_long_as_the_context_are_refused(tmp_path: Path, key: str) -> None:
+    config = AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=32, max_position_embeddings=64)
+    config.save_pretrained(tmp_path / "model")
+    recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}", f"{key}=64")
+    assert dry_run(recipe)[1] == [f"{key}: must be less than the model's context, 64, got 64"]
+
+
+def test_data_of_another_form_is_named(tmp_path: Path) -> None:
+    def problems(*lines: dict[str, Any], **data: str) -> str:
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        given = {"task": None, "train": str(tmp_path / "train.jsonl")} | (data or {"demonstration": "answer"})
+        return "\n".join(dry_run(small.recipe(tmp_path / "run", f"data={json.dumps(given)}"))[1])
+
+    chat = [{"role": "user", "content": "hi"}]
+    wrong = [{"role": "user", "contents": "hi"}]
+    said = problems({"prompt": chat, "answer": "a"}, {"prompt": wrong, "answer": "a"})
+    assert "data.prompt: must have 'content' in every message, got {'role': 'user', 'contents': 'hi'}" in said
+    assert "the nearest is 'contents', all are contents, role (example 2 of" in said
+    said = problems({"prompt": 3, "answer": "a"})
+    assert "data.prompt: must be a text, or a list of messages, got 3 (example 1 of" in said
+    said = problems({"prompt": "a", "gold": None}, demonstration_template="{gold}")
+    assert "data.demonstration_template: must have columns that are not null on some line, got gold" in said
+    assert "data.train: must be an existing file, got the folder" in problems({"prompt": "a"}, train=str(tmp_path))
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(json.dumps(small.values(tmp_path / "run")))

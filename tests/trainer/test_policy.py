@@ -53,6 +53,20 @@ def test_a_head_with_a_softcap_is_not_plain(cap: float | None, is_plain: bool) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_tokens_without_an_embedding_are_refused(kind: str) -> None:
+    policy = policy_of(kind)
+    rows = len(policy.tokenizer)
+    policy.lm.resize_token_embeddings(rows - 1)
+    policy.check_tokens([rows - 2], "the prompts")
+    missing = f"model.path: must have an embedding of every token of the prompts, got token {rows - 1} of its tokenizer"
+    with pytest.raises(ValueError, match=f"^{missing} and an embedding of {rows - 1} rows$"):
+        policy.check_tokens([0, rows - 1], "the prompts")
+    policy.lm.resize_token_embeddings(20)
+    with pytest.raises(ValueError, match="of every token of the prompts"):
+        rolled(policy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampling_and_scoring_agree(kind: str, temperature: float) -> None:
     policy = policy_of(kind)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from grpo_trainer.loading import load_lm
-from grpo_trainer.pretrained import _announce_hub, loading, without_bars
+from grpo_trainer.pretrained import _announce_hub, load_tokenizer, loading, without_bars
 from grpo_trainer.recipe import Model
 from grpo_trainer.rewards.reward_model import make
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled
@@ -36,6 +36,15 @@ def test_a_hub_name_is_announced_once(tmp_path: Path, capsys: pytest.CaptureFixt
         with loading("model.path", "someone/some-model"):
             pass
     assert capsys.readouterr().err == ANNOUNCED
+
+
+def test_what_is_there_and_no_model_is_named_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^model\.path: '.*' is a folder or file that cannot be loaded: "):
+        load_tokenizer(str(tmp_path))
+    file = r"^model\.path: must be a folder, a GGUF file or a hub name, got the file '.*config\.json'"
+    with pytest.raises(ValueError, match=file):
+        load_tokenizer(str(tmp_path / "config.json"))
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -284,7 +285,7 @@ HERE = "tests.trainer.test_train"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"reward '.*:raises' raised KeyError: 'no such thing'"),
+        ("raises", r"raised KeyError: 'no such thing' \(test_train.py, line \d+; GRPO_TRACEBACK=1 shows the rest\)"),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
         ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing'"),
@@ -308,6 +309,24 @@ def test_columns_that_the_data_lacks_are_named_before_anything_is_computed(tmp_p
     with pytest.raises(ValueError, match=missing):
         Trainer(small.recipe(tmp_path, own))
     assert any(re.search(missing, problem) for problem in dry_run(small.recipe(tmp_path, own))[1])
+
+
+def scored_in_part(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
+    values = small.digits(prompts, completions)
+    return [None if i < 4 or i % 4 == 0 or i == 5 else value + i / 7 for i, value in enumerate(values)]
+
+
+def test_unscored_responses_are_left_out_of_the_spread_and_not_their_prompts(tmp_path: Path) -> None:
+    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:scored_in_part'}}]"
+    train(small.recipe(tmp_path, reward, "phases.1.rl.steps=1", "logging.samples=100"))
+    step = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    values = [sample["rewards"][0] for sample in lines(tmp_path, "samples")]
+    scored = [[v for v in values[i : i + 4] if not math.isnan(v)] for i in range(0, 24, 4)]
+    assert [len(group) for group in scored] == [0, 2, 3, 3, 3, 3]
+    within = statistics.mean(statistics.stdev(group) for group in scored[1:])
+    assert step["rewards/group_std"] == pytest.approx(within, rel=1e-5)
+    assert step["train/reward_std"] == pytest.approx(statistics.stdev(map(statistics.mean, scored[1:])), rel=1e-5)
+    assert step["group_stats/flat_groups"] == 1  # the one without a reward
 
 
 def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
@@ -372,7 +391,7 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "model.max_prompt_tokens=19", "phases.1.rl.steps=1"))
     dropped = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
     assert dropped and all(e["limit"] == 19 and e["count"] > 0 for e in dropped)
-    with pytest.raises(ValueError, match=r"data: phase 0 \(sft\) has no usable line"):
+    with pytest.raises(ValueError, match=r"no usable line; prompts left out: 64 by model\.max_prompt_tokens, 1$"):
         train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
 
 

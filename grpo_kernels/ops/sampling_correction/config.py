@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_kernels.checks import boolean, choices, finite, unknown
 from grpo_kernels.ops.sampling_correction.peers import skyrl_fields, trl_fields, verl_fields
@@ -139,8 +139,10 @@ class CorrectionConfig(PlannedConfig):
     batch_normalize: bool = False
     rejections: tuple[Rejection, ...] = ()
     m2_threshold: float | None = None
-    statistics: list[int] = dataclasses.field(init=False, repr=False, compare=False)
-    bounds: list[float] = dataclasses.field(init=False, repr=False, compare=False)
+
+    if TYPE_CHECKING:  # no fields, as in PlannedConfig
+        statistics: list[int] = dataclasses.field(init=False)
+        bounds: list[float] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         name = type(self).__name__

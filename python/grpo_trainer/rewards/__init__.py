@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import traceback
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -234,7 +236,8 @@ def _values(
             given = (
                 f"; the data has the columns {', '.join(columns)}" if isinstance(error, TypeError) and columns else ""
             )
-            raise RewardError(f"{where} raised {type(error).__name__}: {error}{given}") from error
+            place = _place(error, function)
+            raise RewardError(f"{where} raised {type(error).__name__}: {error}{place}{given}") from error
         return [math.nan] * len(texts), {}, len(texts)
     for name, part in components.items():
         if len(part) != len(texts):
@@ -255,6 +258,15 @@ def _values(
             failed, number = failed + 1, math.nan
         numbers.append(number)
     return numbers, components, failed
+
+
+def _place(error: BaseException, function: RewardFunction) -> str:
+    """The last line of the reward's own file that led to the error."""
+    called = inspect.unwrap(function)
+    code = getattr(called, "__code__", None) or getattr(type(called).__call__, "__code__", None)
+    file = getattr(code, "co_filename", "")
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" ({Path(file).name}, line {own[-1]}; GRPO_TRACEBACK=1 shows the rest)" if own else ""
 
 
 def _call(
