@@ -199,6 +199,7 @@ def test_rewards_of_all_processes_are_gathered(folder: Path) -> None:
 
 def test_failures_in_one_process_end_all(folder: Path) -> None:
     said = "reward 'tests.trainer.distributed_cases:fails_in_the_second' raised ValueError: no reward today"
+    said += " (distributed_cases.py, line 25; GRPO_TRACEBACK=1 shows the rest)"
     errors = [(folder / "two" / f"failing-error-{rank}").read_text() for rank in range(2)]
     assert errors == [f"ProcessError: process 1: RewardError: {said}", f"RewardError: {said}"]
 
