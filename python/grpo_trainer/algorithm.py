@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -101,9 +101,38 @@ class Plan:
         by_default = CORRECTION_OF_SEGMENTS if resolved.ratio == "segment" else CORRECTION
         correction = _config(gk.CorrectionConfig, settings.correction or by_default, "correction")
         plan = cls(settings, config, resolved, similarity, segments, threshold, correction)
+        plan._refuse_unmet()
         if similarity is not None:
             _ = plan.clustering  # raises now rather than in the first step
         return plan
+
+    def _refuse_unmet(self) -> None:
+        """Raises if the advantages or the loss need what this algorithm does not give them."""
+        loss, advantage = self.loss, self.advantage
+        by_segment = loss.ratio.startswith("segment") and self.segments is None
+        rules: list[tuple[str, Any, bool, str]] = [
+            (
+                "loss.loss",
+                loss.loss,
+                loss.is_of_sequences,
+                "must be a loss of tokens, as micro-batches divide the responses to a prompt",
+            ),
+            ("loss.ratio", loss.ratio, by_segment, "must not be of segments, which ppo and group_ppo alone have"),
+        ]
+        for field in ("cross_entropy_coef", "cross_entropy_aggregation"):
+            if field in self.settings.loss:
+                rule = "has no effect, as all tokens of a response have a policy term"
+                rules.append((f"loss.{field}", self.settings.loss[field], True, rule))
+        if advantage is not None:
+            chosen = "center" if "center" in self.settings.advantage else "estimator"
+            rule = "must not need baselines, which the trainer does not have"
+            rules.append((f"advantage.{chosen}", getattr(advantage, chosen), advantage.needs_baselines, rule))
+            parent = {"shrinkage": advantage.shrinkage > 0, "singleton": advantage.singleton == "parent"}
+            for field, needs_clusters in parent.items():
+                is_refused = needs_clusters and self.similarity is None
+                rule = "applies within clusters: give algorithm.similarity, too"
+                rules.append((f"advantage.{field}", getattr(advantage, field), is_refused, rule))
+        _refuse_first(rules, self.settings.name)
 
     def described(self) -> str:
         """The configs of the advantages and of the loss, without the fields that have their defaults."""
@@ -300,6 +329,11 @@ def _refuse_unused(settings: Algorithm, has_critic: bool) -> None:
             value = getattr(similarity, key)
             rule = "applies to algorithms other than polychromic"
             rules.append((f"similarity.{key}", value, value != default, rule))
+    _refuse_first(rules, name)
+
+
+def _refuse_first(rules: Sequence[tuple[str, Any, bool, str]], name: str) -> None:
+    """Raises on the first of (key, value, whether it is refused, rule) that is."""
     for key, value, is_refused, rule in rules:
         if is_refused:
             raise ValueError(f"algorithm.{key}: {rule}, got {value!r} with {name!r}")

@@ -126,11 +126,6 @@ def _check_heads(model: Model, policy: Policy) -> None:
 
 def check_loss(key: str, loss: Any, correction: Any) -> None:
     """Raises if the loss of an RL phase, a LossConfig, cannot take the correction's weights."""
-    if loss.is_of_sequences and correction.weights != "none":
-        raise ValueError(
-            f"{key}.algorithm.correction: weights must be 'none' for loss: {loss.loss!r}, whose terms are whole "
-            f"responses, got {correction.weights!r}; set correction: {{weights: none}}, {_WAY_OUT}"
-        )
     if loss.ratio == "segment" and correction.weights == "token":
         raise ValueError(
             f"{key}.algorithm.correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment, whose "
