@@ -40,7 +40,7 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
     if not torch.compiler.is_compiling() and _is_followed(value):
         raise RuntimeError(
             f"{op}: {name} must not be differentiated in forward mode or by torch.func, got such a tensor; "
-            "use backward() or torch.autograd.grad"
+            "gradients come from backward() and torch.autograd.grad alone"
         )
     return value
 

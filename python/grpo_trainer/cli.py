@@ -159,7 +159,8 @@ def _examine(options: argparse.Namespace) -> None:
     if options.processes < 1:
         raise ValueError(f"--processes: must be positive, got {options.processes}")
     _import_from_current_folder()
-    lines, problems = dry_run(recipes.load(options.recipe, options.overrides, options.smoke), options.processes)
+    recipe = recipes.load(options.recipe, options.overrides, options.smoke)
+    lines, problems = dry_run(recipe, options.processes, is_used=options.resume or options.fresh)
     print("\n".join(lines))
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))

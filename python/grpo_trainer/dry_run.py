@@ -31,17 +31,18 @@ from grpo_trainer.train import check_backend, plan_of, rewards_or_default
 Check = Callable[[], Any]
 
 
-def dry_run(recipe: Recipe, processes: int = 1) -> tuple[list[str], list[str]]:
+def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[list[str], list[str]]:
     """Examines a recipe.
 
     Args:
         recipe: the recipe.
         processes: devices that the run would have.
+        is_used: the run would resume or replace what is in its folder.
 
     Returns:
         Lines that describe the run, and the problems that keep it from starting.
     """
-    problems = [problem for check in _checks(recipe) if (problem := _problem(check))]
+    problems = [problem for check in _checks(recipe, is_used) if (problem := _problem(check))]
     lines = [f"{recipe.name}: {', '.join(_described(recipe))}; {processes} process{'es' if processes > 1 else ''}"]
     lines += _algorithms(recipe)
     if recipe.model.path == "tiny" and any(problem.startswith("data.") for problem in problems):
@@ -81,9 +82,10 @@ def _problem(check: Check) -> str | None:
     return None
 
 
-def _checks(recipe: Recipe) -> Iterator[Check]:
+def _checks(recipe: Recipe, is_used: bool) -> Iterator[Check]:
     splits = _readable(recipe)
-    yield lambda: checkpoint.refuse_used_folder(recipe.folder)
+    if not is_used:
+        yield lambda: checkpoint.refuse_used_folder(recipe.folder)
     yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe, splits)
     yield from _model_checks(recipe.model)

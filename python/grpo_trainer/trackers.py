@@ -90,10 +90,13 @@ class Wandb:
         self.recipe, self.module = recipe, _import(self.name, self.name)
 
     def open(self) -> None:
-        recipe = self.recipe
-        self.module.init(
-            project=recipe.logging.project, config=plain(recipe), resume="allow", **self.identity(_run_id(recipe))
-        )
+        recipe, refusals = self.recipe, getattr(self.module, "Error", ())
+        try:
+            self.module.init(
+                project=recipe.logging.project, config=plain(recipe), resume="allow", **self.identity(_run_id(recipe))
+            )
+        except refusals as error:  # such as that nobody has logged in
+            raise ValueError(f"logging.to: {self.name} refuses the run: {' '.join(str(error).split())}") from error
 
     def identity(self, run_id: str) -> dict[str, str]:
         return {"name": self.recipe.name, "id": run_id}

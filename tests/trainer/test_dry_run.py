@@ -235,6 +235,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
             "data.demonstration: must be a column of some line, got 'answer'; the nearest is 'answr', all are answr, "
         )
         assert column in capsys.readouterr().err
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
+        assert cli.train([str(recipe), "--dry-run", *options]) == status
+    assert "contains a run already" in capsys.readouterr().err
     assert cli.train([str(recipe), "--dry-run", "--processes", "0"]) == 2
     assert "--processes: must be positive, got 0" in capsys.readouterr().err
 

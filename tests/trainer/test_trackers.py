@@ -143,6 +143,18 @@ def test_watching_without_a_tracker_is_refused(tmp_path: Path) -> None:
         small.recipe(tmp_path, "logging.watch=1")
 
 
+def test_a_tracker_that_refuses_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def init(**_: Any) -> None:
+        raise wandb.errors.UsageError("No API key configured.\nUse `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    refused = r"^logging\.to: wandb refuses the run: No API key configured\. Use `wandb login` to log in\.$"
+    with pytest.raises(ValueError, match=refused):
+        train(small.recipe(tmp_path, *SHORT, "logging.to=[wandb]"))
+
+
 def test_wandb_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
