@@ -71,6 +71,8 @@ class Plan:
         if settings.name not in ALGORITHMS:
             raise ValueError(unknown_name("algorithm.name", settings.name, list(ALGORITHMS)))
         advantage, loss = ALGORITHMS[settings.name]
+        if settings.loss.get("kl") == "none":  # the algorithm's coefficient goes with its KL
+            loss = {name: value for name, value in loss.items() if name != "kl_coef"}
         loss = loss | settings.loss
         if loss.get("aggregation") == "seq-mean-token-sum-norm":
             loss = {"max_length": max_new_tokens} | loss

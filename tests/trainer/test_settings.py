@@ -216,4 +216,8 @@ def test_what_an_algorithm_sets() -> None:
     assert plan.described() == (
         "advantages: clip=2.0; loss: ratio=sequence, clip_low=0.0003, clip_high=0.5, aggregation=seq-mean-token-mean"
     )
-    assert Plan.of(Algorithm(name="rloo", loss={"kl": "none"}), 8).described().endswith("; loss: the defaults")
+    for name in ("rloo", "grpo"):
+        plan = Plan.of(Algorithm(name=name, loss={"kl": "none"}), 8)
+        assert plan.described().endswith("; loss: the defaults") and not plan.needs_reference
+    with pytest.raises(ValueError, match=r"kl must be chosen for the others, got kl=.none., kl_coef=0\.1"):
+        Plan.of(Algorithm(name="grpo", loss={"kl": "none", "kl_coef": 0.1}), 8)
