@@ -1,4 +1,4 @@
-"""What FusedGRPOTrainer and patch_trl refuse, before anything is computed."""
+"""Refusals of FusedGRPOTrainer and patch_trl, before anything is computed."""
 
 from __future__ import annotations
 
