@@ -136,8 +136,8 @@ size:
 clean:
 	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so
 
-# Everything except this package. torch is installed first and alone, so that no other package chooses its version; the
-# loader of the kernels hub and Liger in folders of their own, as transformers and TRL behave differently beside them.
+# Everything except this package. torch is installed first and alone, so that no other package chooses its version. The
+# loader of the kernels hub, beside which transformers behaves differently, and Liger are in folders for their tests alone.
 $(VENV)/packages: tools/constraints.txt pyproject.toml
 	@echo "installing torch, TRL, verl and the trainer's packages into $(VENV): minutes"
 	$(PYTHON) -m venv $(VENV)

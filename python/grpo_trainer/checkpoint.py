@@ -76,10 +76,10 @@ def start_run(recipe: Recipe) -> None:
     write_text(recipe.folder / "recipe.json", to_json(plain(recipe)))
 
 
-def refuse_used_folder(folder: Path) -> None:
+def refuse_used_folder(folder: Path, may_hold_run: bool = False) -> None:
     if not_folder := next((part for part in [folder, *folder.parents] if part.exists() and not part.is_dir()), None):
         raise FileExistsError(f"output: must be a folder, got {str(folder)!r}, where {str(not_folder)!r} is a file")
-    if (folder / "recipe.json").exists():
+    if not may_hold_run and (folder / "recipe.json").exists():
         raise FileExistsError(
             f"{folder} contains a run already; continue it with --resume (in Python run(resume=True)), remove it with "
             "--fresh, or choose another output"

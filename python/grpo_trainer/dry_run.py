@@ -84,8 +84,7 @@ def _problem(check: Check) -> str | None:
 
 def _checks(recipe: Recipe, is_used: bool) -> Iterator[Check]:
     splits = _readable(recipe)
-    if not is_used:
-        yield lambda: checkpoint.refuse_used_folder(recipe.folder)
+    yield lambda: checkpoint.refuse_used_folder(recipe.folder, is_used)
     yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe, splits)
     yield from _model_checks(recipe.model)

@@ -36,7 +36,7 @@ def loading(key: str, name: str) -> Iterator[None]:
                 if str(error).startswith(key):
                     raise
                 text = " ".join(str(error).split())
-                raise ValueError(f"{key}: {name!r} is a folder or file that cannot be loaded: {text}") from error
+                raise ValueError(f"{key}: {name!r} cannot be loaded: {text}") from error
             return
         refuse_missing(name)
         _announce_hub(name)

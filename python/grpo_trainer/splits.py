@@ -31,7 +31,7 @@ def load_splits(data: Data, seed: int) -> Splits:
         splits = dataclasses.replace(splits, **filled)
         sft = _prompted(template, "sft", sft)
     elif data.task is None:
-        for name in ("sft", "train", "validation", "test"):
+        for name in ("train", "validation", "test", "sft"):  # last, as its lines may be some of train's
             for i, line in enumerate(sft if name == "sft" else getattr(splits, name), 1):
                 check_prompt("data.prompt", f"example {i} of {name}", line[data.prompt])
     limit = slice(data.limit)

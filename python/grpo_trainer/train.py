@@ -305,12 +305,11 @@ class Trainer:
     def _fits_context(self, split: str, item: Item) -> bool:
         """Whether the model can read the prompt together with the longest response."""
         policy = self.policy
+        demonstration = encode_demonstration(policy.tokenizer, item["demonstration"]) if split == "sft" else []
+        policy.check_tokens(demonstration, "the demonstrations")
         if policy.context_length is None:
             return True
-        if split == "sft":
-            response = len(encode_demonstration(policy.tokenizer, item["demonstration"]))
-        else:
-            response = max(self._max_new_tokens)
+        response = len(demonstration) if split == "sft" else max(self._max_new_tokens)
         prompt = len(item["prompt_ids"])
         return (max(prompt, response) if policy.is_seq2seq else prompt + response) <= policy.context_length
 

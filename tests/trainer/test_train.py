@@ -285,7 +285,10 @@ HERE = "tests.trainer.test_train"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", r"raised KeyError: 'no such thing' \(test_train.py, line \d+; GRPO_TRACEBACK=1 shows the rest\)"),
+        (
+            "raises",
+            r"reward '.*:raises' raised KeyError: 'no such thing' \(test_train\.py, line \d+; GRPO_TRACEBACK=1 shows the r",
+        ),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
         ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing'"),
@@ -391,7 +394,8 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     train(small.recipe(tmp_path, "model.max_prompt_tokens=19", "phases.1.rl.steps=1"))
     dropped = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
     assert dropped and all(e["limit"] == 19 and e["count"] > 0 for e in dropped)
-    with pytest.raises(ValueError, match=r"no usable line; prompts left out: 64 by model\.max_prompt_tokens, 1$"):
+    no_line = r"^data: phase 0 \(sft\) has no usable line"
+    with pytest.raises(ValueError, match=rf"{no_line}; prompts left out: 64 by model\.max_prompt_tokens, 1$"):
         train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
 
 

@@ -50,8 +50,6 @@ class SftRun(PhaseRun):
             prompt_ids = [item["prompt_ids"] for item in items]
             prompts, prompt_mask = pad(prompt_ids, policy.pad_id, left=not policy.is_seq2seq)
             ids = [encode_demonstration(policy.tokenizer, item["demonstration"]) for item in items]
-            for of_item in ids:
-                policy.check_tokens(of_item, "the demonstrations")
             tokens, mask = pad(ids, policy.pad_id, left=False)
             batch = Batch(prompts, prompt_mask, tokens, mask, torch.arange(len(items))).to(policy.device)
             weights = self._weights(items).to(policy.device)
