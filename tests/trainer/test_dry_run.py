@@ -240,6 +240,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
         assert cli.train([str(recipe), "--dry-run", *options]) == status
     assert "contains a run already" in capsys.readouterr().err
+    assert cli.train([str(recipe), "--dry-run", "--fresh", f"output={recipe}"]) == 2
+    assert "output: must be a folder, got" in capsys.readouterr().err
     assert cli.train([str(recipe), "--dry-run", "--processes", "0"]) == 2
     assert "--processes: must be positive, got 0" in capsys.readouterr().err
 

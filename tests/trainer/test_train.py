@@ -287,7 +287,7 @@ HERE = "tests.trainer.test_train"
     [
         (
             "raises",
-            r"reward '.*:raises' raised KeyError: 'no such thing' \(test_train\.py, line \d+; GRPO_TRACEBACK=1 shows the r",
+            r"reward '.*:raises' raised KeyError: 'no such thing' \(test_train\.py, line \d+; GRPO_TRACEBACK=1 ",
         ),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
@@ -397,6 +397,14 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     no_line = r"^data: phase 0 \(sft\) has no usable line"
     with pytest.raises(ValueError, match=rf"{no_line}; prompts left out: 64 by model\.max_prompt_tokens, 1$"):
         train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
+
+
+def test_demonstrations_are_read_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small.recipe(tmp_path))
+    monkeypatch.setattr("grpo_trainer.train.encode_demonstration", lambda *_: [0, 10**6])
+    with pytest.raises(ValueError, match=r"model\.path: .* of every token of the demonstrations, got token 1000000"):
+        trainer.items("sft")
+    assert trainer.items("train")
 
 
 def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
