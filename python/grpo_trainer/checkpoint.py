@@ -77,8 +77,11 @@ def start_run(recipe: Recipe) -> None:
 
 
 def refuse_used_folder(folder: Path, may_hold_run: bool = False) -> None:
-    if not_folder := next((part for part in [folder, *folder.parents] if part.exists() and not part.is_dir()), None):
-        raise FileExistsError(f"output: must be a folder, got {str(folder)!r}, where {str(not_folder)!r} is a file")
+    nearest = next(part for part in [folder, *folder.absolute().parents] if part.exists())
+    if not nearest.is_dir():
+        raise FileExistsError(f"output: must be a folder, got {str(folder)!r}, where {str(nearest)!r} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"output: must be writable, got {str(folder)!r}, where {str(nearest)!r} is not")
     if not may_hold_run and (folder / "recipe.json").exists():
         raise FileExistsError(
             f"{folder} contains a run already; continue it with --resume (in Python run(resume=True)), remove it with "

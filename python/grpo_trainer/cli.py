@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -259,7 +258,7 @@ def _evaluate(
     recipe = recipes.load(name, overrides)
     _set_threads(recipe.threads)
     _import_from_current_folder()
-    from grpo_trainer import distributed, pretrained
+    from grpo_trainer import distributed, pretrained, strict_json
     from grpo_trainer.report.compare import compare
     from grpo_trainer.train import evaluate_model
 
@@ -287,7 +286,7 @@ def _evaluate(
         print(comparison.table())
         content["comparison"] = comparison.to_json()
     if output is not None:
-        output.write_text(json.dumps(content, indent=1))
+        output.write_text(strict_json.to_text(content, indent=1) + "\n")
     if report is not None:
         from grpo_trainer.report.comparison import write_evaluation
 

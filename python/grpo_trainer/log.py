@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from grpo_trainer import strict_json
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.trackers import TRACKERS, Histogram, Tracker
 
@@ -128,7 +129,7 @@ class Log:
     def _write(self, name: str, entry: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / f"{name}.jsonl").open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(strict_json.to_text(entry) + "\n")
 
 
 def _as_text(value: Any) -> Any:

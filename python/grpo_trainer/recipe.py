@@ -406,4 +406,15 @@ def _merge(base: Any, changes: Any) -> Any:
 
 def _merge_phases(base: list[Any], changes: list[Any]) -> list[Any]:
     pairs: Iterable[tuple[Any, Any]] = itertools.zip_longest(base, changes, fillvalue={})
-    return [_merge(phase, change) for phase, change in pairs if change is not None]
+    merged = []
+    for number, (phase, change) in enumerate(pairs):
+        if change is not None:
+            merged.append(_merge(phase, change))
+            are_mappings = isinstance(phase, dict) and isinstance(change, dict)
+            if are_mappings and len(phase) == 1 and merged[-1].keys() == {"sft", "rl"}:
+                kind = next(iter(phase))
+                raise ValueError(
+                    f"phases.{number}: must be {kind} as in the base, whose phases are changed one by one, got "
+                    f"{list(change)}; {kind}: null in it removes what the base has"
+                )
+    return merged

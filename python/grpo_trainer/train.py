@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import grpo_kernels as gk
-from grpo_trainer import calibration, checkpoint, distributed, engine
+from grpo_trainer import calibration, checkpoint, distributed, engine, strict_json
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.data import encode_demonstration
@@ -352,7 +352,8 @@ class Trainer:
             if self.accelerator.is_main_process:
                 path = self.recipe.folder / "evaluations" / f"{split}-{phase}-{step:06d}.json"
                 path.parent.mkdir(exist_ok=True)
-                checkpoint.write_text(path, checkpoint.to_json(result.to_json()))
+                text = strict_json.to_text(result.to_json(), indent=1, sort_keys=True)
+                checkpoint.write_text(path, text + "\n")
         return metrics
 
     @property

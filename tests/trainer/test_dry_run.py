@@ -282,6 +282,15 @@ def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str],
         Trainer(recipe).run()
 
 
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small.recipe(tmp_path / "run" / "here")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    expected = f"output: must be writable, got {str(recipe.folder)!r}, where {str(tmp_path)!r} is not"
+    assert dry_run(recipe)[1] == [expected]
+    with pytest.raises(PermissionError, match=re.escape(expected)):
+        Trainer(recipe).run()
+
+
 def test_too_little_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small.recipe(tmp_path / "run")
     assert dry_run(recipe)[1] == []

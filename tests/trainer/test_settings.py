@@ -88,6 +88,11 @@ def test_a_base_is_a_file_or_a_bundled_recipe_but_not_the_file_itself(tmp_path: 
     other.write_text("base: own.yaml")
     with pytest.raises(ValueError, match=r"^base: must not lead back to a file .*, got '.*own\.yaml'"):
         load(own)
+    own.write_text("base: arithmetic\nphases: [rl: {steps: 3}]")
+    with pytest.raises(ValueError, match=r"^phases\.0: must be sft as in the base, .* got \['rl'\]; sft: null in it"):
+        load(own)
+    own.write_text("base: arithmetic\nphases: [{sft: null, rl: {steps: 3}}]")
+    assert [phase.rl.steps for phase in load(own).phases if phase.rl] == [3, load("arithmetic").phases[1].rl.steps]
     with pytest.raises(ValueError, match=r"^base: must be in a recipe's file, .* got 'base=own.yaml'"):
         load("arithmetic", ["base=own.yaml"])
 

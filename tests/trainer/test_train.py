@@ -27,6 +27,7 @@ from grpo_trainer.phases.base import PhaseRun, lr_factor
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Reward
+from grpo_trainer.report import write_report
 from grpo_trainer.rewards import RewardError, require_columns
 from grpo_trainer.train import Trainer, train
 
@@ -34,7 +35,16 @@ from tests.trainer import small
 
 
 def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return [json_of(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def json_of(text: str) -> Any:
+    """Reads JSON as parsers do that know no NaN and no Infinity."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -324,12 +334,21 @@ def test_unscored_responses_are_left_out_of_the_spread_and_not_their_prompts(tmp
     train(small.recipe(tmp_path, reward, "phases.1.rl.steps=1", "logging.samples=100"))
     step = next(e for e in lines(tmp_path) if e["phase"] == "rl")
     values = [sample["rewards"][0] for sample in lines(tmp_path, "samples")]
-    scored = [[v for v in values[i : i + 4] if not math.isnan(v)] for i in range(0, 24, 4)]
+    scored = [[v for v in values[i : i + 4] if v is not None] for i in range(0, 24, 4)]
     assert [len(group) for group in scored] == [0, 2, 3, 3, 3, 3]
     within = statistics.mean(statistics.stdev(group) for group in scored[1:])
     assert step["rewards/group_std"] == pytest.approx(within, rel=1e-5)
     assert step["train/reward_std"] == pytest.approx(statistics.stdev(map(statistics.mean, scored[1:])), rel=1e-5)
     assert step["group_stats/flat_groups"] == 1  # the one without a reward
+
+
+def test_results_are_json_for_every_parser(tmp_path: Path) -> None:
+    train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:nothing'}}]", "phases.1.rl.steps=1"))
+    assert {sample["rewards"][0] for sample in lines(tmp_path, "samples")} == {None}
+    contents = [json_of(file.read_text()) for file in sorted(tmp_path.rglob("*.json"))]
+    evaluations = [content for content in contents if "prompts" in content]
+    assert evaluations and {line["reward"] for content in evaluations for line in content["prompts"]} == {None}
+    write_report(tmp_path)
 
 
 def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_trainer import strict_json
 from grpo_trainer.report import page
 from grpo_trainer.report.page import shown
 from grpo_trainer.report.plots import Curve, Panel, draw_panels
@@ -133,7 +134,7 @@ def write_adapters(folders: Sequence[Path], output: Path) -> Path:
         {"adapter": str(folder), "modules": {name: dataclasses.asdict(m) for name, m in of_one.items()}}
         for folder, of_one in zip(folders, measured, strict=True)
     ]
-    (output / "adapters.json").write_text(json.dumps(content, indent=1) + "\n")
+    (output / "adapters.json").write_text(strict_json.to_text(content, indent=1) + "\n")
     sections = [page.element("h1", "LoRA adapters")]
     for i, (folder, of_one) in enumerate(zip(folders, measured, strict=True)):
         sections.append(

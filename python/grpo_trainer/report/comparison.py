@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from grpo_trainer import strict_json
 from grpo_trainer.diversity_measures import diversity_efficiency, pareto_front
 from grpo_trainer.report import page
 from grpo_trainer.report.page import shown
@@ -127,7 +127,7 @@ def _write(output: Path, name: str, header: str, rows: Sequence[Row], left_out: 
         "front": [rows[i].label for i in _front(metrics, estimates)],
         "left_out": [{"run": str(path), "reason": reason} for path, reason in left_out],
     }
-    (output / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (output / f"{name}.json").write_text(strict_json.to_text(content, indent=1) + "\n")
     target = output / f"{name}.html"
     title = "Comparison of runs" if name == "comparison" else "Evaluation"
     target.write_text(page.document(title, "\n".join(filter(None, sections))), "utf-8")
