@@ -111,18 +111,26 @@ def train(arguments: Sequence[str] | None = None) -> int:
     if options.keys:
         from grpo_trainer.keys import explain
 
-        print("\n".join(explain(recipes.Recipe)))
+        _list("\n".join(explain(recipes.Recipe)))
         return 0
     if options.list or not given:
         if not given:
             parser.print_usage()
-        print(_overview())
+        _list(_overview())
         return 0
     if options.recipe is None:
         parser.error("a recipe is needed; --list names the bundled ones")
     if options.resume and options.fresh:
         parser.error("--resume continues the run that --fresh deletes")
     return _run(lambda: _examine(options) if options.dry_run else _train(options))
+
+
+def _list(text: str) -> None:
+    """Prints a text of which the reader, such as head, may want the beginning only."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
 
 
 def _overview() -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -186,6 +187,12 @@ def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.train(["--resume"])
     assert "a recipe is needed" in capsys.readouterr().err
+
+
+def test_a_reader_may_want_the_beginning_only() -> None:
+    command = f"{sys.executable} -m grpo_trainer --keys | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.returncode == 0 and not result.stderr and result.stdout.count("\n") == 1
 
 
 def test_keys_show_their_choices() -> None:

@@ -224,5 +224,5 @@ def test_what_an_algorithm_sets() -> None:
     for name in ("rloo", "grpo"):
         plan = Plan.of(Algorithm(name=name, loss={"kl": "none"}), 8)
         assert plan.described().endswith("; loss: the defaults") and not plan.needs_reference
-    with pytest.raises(ValueError, match=r"kl must be chosen for the others, got kl=.none., kl_coef=0\.1"):
+    with pytest.raises(ValueError, match=r"kl must be one of k1, .* for the others, got kl=.none., kl_coef=0\.1"):
         Plan.of(Algorithm(name="grpo", loss={"kl": "none", "kl_coef": 0.1}), 8)

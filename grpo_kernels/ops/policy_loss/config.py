@@ -405,7 +405,8 @@ class LossConfig(PlannedConfig):
         if self.clip_high is not None and self.clip_high < (-1.0 if self.loss == "cispo" else 0.0):
             refuse("clip_high must be at least 0", "clip_high")
         if self.kl == "none" and (self.kl_coef != 0 or self.kl_clamp is not None or self.kl_unbiased):
-            refuse("kl must be chosen for the others", "kl", "kl_coef", "kl_clamp", "kl_unbiased")
+            estimators = ", ".join(name for name in KLS if name != "none")
+            refuse(f"kl must be one of {estimators} for the others", "kl", "kl_coef", "kl_clamp", "kl_unbiased")
         biased = self.ratio not in ("token", "sequence") or self.loss == "geo_mean" or self.kl.endswith("+")
         if self.kl_unbiased and biased:
             refuse("kl_unbiased must be False with a straight-through KL, this ratio or loss", "kl", "ratio", "loss")
