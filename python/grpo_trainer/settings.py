@@ -71,7 +71,7 @@ def refuse(problems: Sequence[Exception]) -> None:
 
 def unknown_key(where: str, name: str, known: Sequence[str]) -> str:
     """Error message for an unknown key, with the nearest known one."""
-    return f"{join(where, name)}: no such key{_nearest_of_all(name, sorted(known))}"
+    return f"{join(where, name)}: no such key{_nearest_of_all(name, sorted(known)) or '; there is none'}"
 
 
 def unknown_name(where: str, name: str, known: Sequence[str]) -> str:

@@ -44,6 +44,8 @@ def test_empty_responses_have_no_diversity() -> None:
 
 
 def test_unknown_options_of_rewards_are_named() -> None:
+    with pytest.raises(ValueError, match=r"rewards.options.correct: no such key; there is none$"):
+        load_reward(Reward(name="exact", options={"correct": 1}))
     with pytest.raises(ValueError, match=r"rewards.options.corect: no such key; the nearest is 'correct'"):
         load_reward(Reward(name="gsm8k", options={"corect": 1.0}))
 

@@ -301,7 +301,8 @@ HERE = "tests.trainer.test_train"
         ),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
-        ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing'"),
+        ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing': .* has no 'missing'$"),
+        ("notthing", r"phases.1.rl.rewards.0.name: cannot load .* has no 'notthing'; the nearest is 'nothing'$"),
     ],
 )
 def test_a_reward_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:

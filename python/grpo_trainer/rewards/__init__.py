@@ -24,7 +24,7 @@ from grpo_trainer.deadline import call_within
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import check_type, known_columns, unknown_key, unknown_name
+from grpo_trainer.settings import check_type, known_columns, nearest, unknown_key, unknown_name
 
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
@@ -67,9 +67,13 @@ def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
 def _import(path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise RewardError(f"{where}.name: cannot load {path!r}: {error}") from error
+    if not hasattr(loaded, name):
+        functions = [other for other, value in vars(loaded).items() if callable(value)]
+        raise RewardError(f"{where}.name: cannot load {path!r}: {module} has no {name!r}{nearest(name, functions)}")
+    return getattr(loaded, name)
 
 
 def require_columns(settings: Reward, function: RewardFunction, where: str, lines: Sequence[Mapping[str, Any]]) -> None:
