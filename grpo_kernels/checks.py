@@ -193,27 +193,30 @@ ELSEWHERE = {
 }
 
 
-def with_defaults(
-    where: str, fields: dict[str, Any], defaults: dict[str, Any], texts: Sequence[str] = ()
-) -> dict[str, Any]:
-    """A peer's defaults, replaced by the fields that are given. Bools and numbers must be such, or None.
+def with_defaults(where: str, fields: Any, defaults: dict[str, Any], unchecked: Sequence[str] = ()) -> dict[str, Any]:
+    """A peer's defaults, replaced by the fields that are given, which must be of their kind or None.
 
     Args:
         where: function that errors name.
         fields: the fields that are given.
         defaults: all fields of the peer.
-        texts: numbers that may also be texts.
+        unchecked: fields of other kinds than their default; the others whose default is None are numbers.
     """
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"{where} must be a mapping of fields, got {type(fields).__name__} {fields!r}")
     for name, value in fields.items():
         if name not in defaults:
             raise unknown(where, "field", name, defaults, ELSEWHERE.get(name))
-        if isinstance(defaults[name], bool) and value is not None:
+        default = defaults[name]
+        if value is None or name in unchecked:
+            continue
+        if isinstance(default, bool):
             boolean(where, **{name: value})
-        elif isinstance(defaults[name], int | float) and value is not None:
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number and not (isinstance(value, str) and name in texts):
-                raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__} {value!r}")
-    return defaults | fields
+        elif isinstance(default, str) and not isinstance(value, str):
+            raise TypeError(f"{where}: {name} must be a str, got {type(value).__name__} {value!r}")
+        elif isinstance(default, int | float | None) and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__} {value!r}")
+    return defaults | dict(fields)
 
 
 def instance(where: str, name: str, value: object, kind: type) -> None:

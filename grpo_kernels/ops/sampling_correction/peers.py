@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from grpo_kernels.checks import unknown, with_defaults
+from grpo_kernels.checks import finite, unknown, with_defaults
 
 # Log ratios beyond it count as it in verl.
 SAFETY_BOUND = 20.0
@@ -61,7 +61,12 @@ SKYRL_DEFAULTS: dict[str, Any] = {
 
 def verl_fields(**fields: Any) -> dict[str, Any]:
     where = "CorrectionConfig.verl"
-    f = with_defaults(where, fields, VERL_DEFAULTS, texts=("rollout_is_threshold",))
+    f = with_defaults(
+        where,
+        fields,
+        VERL_DEFAULTS,
+        unchecked=("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"),
+    )
     if f["bypass_mode"]:
         raise ValueError(
             f"{where}: bypass_mode must be False, got True; it takes the sampler's log-probs for the old ones, which "
@@ -148,7 +153,7 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
 
 def skyrl_fields(**fields: Any) -> dict[str, Any]:
     where = "CorrectionConfig.skyrl"
-    f = with_defaults(where, fields, SKYRL_DEFAULTS)
+    f = with_defaults(where, fields, SKYRL_DEFAULTS, unchecked=("tis_ratio_type", "sequence_mask_metric"))
     # SkyRL bounds ratios at e^20, where its caps leave no difference, but not the log ratios that it sums over a row
     own: dict[str, Any] = {"log_ratio_bound": None}
     level, metric = f["tis_ratio_type"], f["sequence_mask_metric"]
@@ -158,10 +163,16 @@ def skyrl_fields(**fields: Any) -> dict[str, Any]:
         raise unknown(where, "sequence_mask_metric", metric, ("product", "geometric"))
     if level is not None:
         own |= {"weights": level, "weight_max": f[f"{level}_tis_ratio_clip_high"]}
+
+    def on_ratio(statistic: str, bounds: str) -> tuple[str, float | None, float | None]:
+        """A rejection by bounds of the ratio of the trainer to the sampler; k1 is the negative of its logarithm."""
+        log_low, log_high = (_log(where, f"{bounds}_{end}", f[f"{bounds}_{end}"]) for end in ("low", "high"))
+        return statistic, None if log_high is None else -log_high, None if log_low is None else -log_low
+
     rejections = []
     low, high = f["outlier_token_is_threshold_low"], f["outlier_token_is_threshold_high"]
     if low is not None or high is not None:
-        rejections.append(_on_ratio("seq_max_k1", low, high))
+        rejections.append(on_ratio("seq_max_k1", "outlier_token_is_threshold"))
     low, high = f["token_mask_is_threshold_low"], f["token_mask_is_threshold_high"]
     if low is not None and high is not None:
         if level == "sequence" or metric is not None:
@@ -170,14 +181,16 @@ def skyrl_fields(**fields: Any) -> dict[str, Any]:
                 f"sequence_mask_metric, got {low!r} and {high!r}; SkyRL takes the row's ratio over the tokens that are "
                 "left, so call twice, the second time with the mask of the first"
             )
-        rejections.append(_on_ratio("token_k1", low, high))
+        rejections.append(on_ratio("token_k1", "token_mask_is_threshold"))
     if metric == "product":
-        rejections.append(_on_ratio("seq_sum_k1", f["product_mask_low"], f["product_mask_high"]))
+        rejections.append(on_ratio("seq_sum_k1", "product_mask"))
     if metric == "geometric":
-        rejections.append(_on_ratio("seq_mean_k1", f["geo_mask_low"], f["geo_mask_high"]))
+        rejections.append(on_ratio("seq_mean_k1", "geo_mask"))
     return own | {"rejections": tuple(rejections)}
 
 
-def _on_ratio(statistic: str, low: float | None, high: float | None) -> tuple[str, float | None, float | None]:
-    """A rejection by bounds of the ratio of the trainer to the sampler; k1 is the negative of its logarithm."""
-    return statistic, None if high is None else -math.log(high), None if low is None else -math.log(low)
+def _log(where: str, field: str, bound: float | None) -> float | None:
+    if bound is None:
+        return None
+    finite(where, field, bound, 0.0, open_end=True)
+    return math.log(bound)

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import math
 import re
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import grpo_kernels as gk
+from grpo_kernels.ops.policy_loss import peers as loss_peers
 from grpo_kernels.ops.policy_loss.peers import TRL_DEFAULTS, TRL_LOSS_TYPES, VERL_DEFAULTS
+from grpo_kernels.ops.sampling_correction import peers as correction_peers
+
+VALUES: tuple[object, ...] = (-1, 0, 3.5, math.nan, "x", None, True, [], {}, object())
+PEERS = ("trl", "verl", "skyrl", "areal", "roll", "cosmos", "art", "swift")
+
+
+def _defaults_of(peers: ModuleType, name: str) -> dict[str, Any]:
+    module = importlib.import_module(f"{peers.__name__}.{name}") if hasattr(peers, "__path__") else peers
+    defaults: dict[str, Any] = getattr(module, f"{name.upper()}_DEFAULTS")
+    return defaults
+
+
+_CONSTRUCTORS = {getattr(gk.LossConfig, name): _defaults_of(loss_peers, name) for name in PEERS}
+_OF_CORRECTIONS = {getattr(gk.CorrectionConfig, name): _defaults_of(correction_peers, name) for name in PEERS[:3]}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +66,21 @@ def test_fields_of_trl(settings: dict[str, Any], parts: tuple[str, ...]) -> None
 def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=rf"^LossConfig\.{peer}: {message}$"):
         getattr(gk.LossConfig, peer)(**settings)
+
+
+@pytest.mark.parametrize("constructor", [*_CONSTRUCTORS, *_OF_CORRECTIONS], ids=lambda made: made.__qualname__)
+def test_errors_of_any_value_name_the_config(constructor: Callable[..., object]) -> None:
+    defaults = _CONSTRUCTORS.get(constructor) or _OF_CORRECTIONS[constructor]
+    refused = 0
+    for field, default in defaults.items():
+        groups = [{name: value} for name in default for value in VALUES] if isinstance(default, dict) else []
+        for value in (*VALUES, *groups):
+            try:
+                constructor(**{field: value})
+            except (TypeError, ValueError) as error:
+                refused += 1
+                assert re.match(r"(Loss|Correction)Config", str(error)), (field, value, error)
+    assert refused > len(defaults)
 
 
 @pytest.mark.parametrize(

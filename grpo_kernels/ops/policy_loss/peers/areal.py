@@ -30,7 +30,7 @@ _REJECTION: dict[str, Any] = {
 
 def areal_fields(**fields: Any) -> dict[str, Any]:
     where = "LossConfig.areal"
-    f = with_defaults(where, fields, AREAL_DEFAULTS)
+    f = with_defaults(where, fields, AREAL_DEFAULTS, unchecked=("rejection_sampling",))
     level = f["importance_sampling_level"]
     if level not in ("token", "sequence"):
         raise unknown(where, "importance_sampling_level", level, ("token", "sequence"))
@@ -56,7 +56,7 @@ def areal_fields(**fields: Any) -> dict[str, Any]:
     return {"ratio": level, **own}
 
 
-def _correction(where: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _correction(where: str, fields: Any) -> dict[str, Any]:
     """A rejected token counts in the mean, as one whose weight is 0."""
     f = with_defaults(where, fields, _REJECTION)
     levels, actions = {"token": "token", "sequence": "geometric"}, {"mask": "mask", "clamp": "truncate"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.checks import unknown, with_defaults
+from grpo_kernels.checks import finite, unknown, with_defaults
 
 COSMOS_DEFAULTS: dict[str, Any] = {
     "variant": "grpo",
@@ -43,6 +43,7 @@ def cosmos_fields(**fields: Any) -> dict[str, Any]:
     else:
         for side in ("low", "high"):
             bound = f[f"epsilon_{side}"]
+            finite(where, f"epsilon_{side}", bound)
             own[f"clip_{side}"] = bound if bound >= 0 else None
         own["dual_clip"] = None if is_gspo else f["lower_bound_ratio"]
     if f["kl_beta"] != 0:

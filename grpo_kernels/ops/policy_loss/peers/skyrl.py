@@ -54,7 +54,9 @@ def skyrl_fields(**fields: Any) -> dict[str, Any]:
     where = "LossConfig.skyrl"
     f = with_defaults(where, fields, SKYRL_DEFAULTS)
     groups = [name for name, default in SKYRL_DEFAULTS.items() if isinstance(default, dict)]
-    f |= {name: with_defaults(f"{where}: {name}", f[name], SKYRL_DEFAULTS[name]) for name in groups}
+    f |= {
+        name: with_defaults(f"{where}: {name}", f[name], SKYRL_DEFAULTS[name], ("tis_ratio_type",)) for name in groups
+    }
     kind, reduction = f["policy_loss_type"], f["loss_reduction"]
     if kind in SKYRL_REFUSED:
         raise ValueError(f"{where}: policy_loss_type {kind!r} is not implemented: {SKYRL_REFUSED[kind]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.checks import unknown, with_defaults
+from grpo_kernels.checks import finite, unknown, with_defaults
 
 TRL_DEFAULTS: dict[str, Any] = {
     "loss_type": "dapo",
@@ -58,6 +58,7 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
             f"{where}: use_adaptive_entropy must be False, got True; its controller belongs to the trainer, which "
             "passes the entropy_coef of the step"
         )
+    finite(where, "epsilon", f["epsilon"])
     high = f["epsilon"] if f["epsilon_high"] is None else f["epsilon_high"]
     own: dict[str, Any] = {
         "cispo": {"loss": "cispo", "clip_low": None, "clip_high": high - 1},
