@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from grpo_trainer import distributed
+from grpo_trainer.adapters import BASE, load_adapter, save_without_adapters
 from grpo_trainer.loading import load_lm
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy
 from grpo_trainer.pretrained import without_bars
-from grpo_trainer.recipe import MEMORY_KEYS, Model, Recipe
+from grpo_trainer.recipe import MEMORY_KEYS, Recipe
 from grpo_trainer.settings import join, plain
 
 FORMAT = 2
@@ -69,9 +70,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def start_run(recipe: Recipe) -> None:
-    """Prepares the folder of a new run, and removes references left by a run without a checkpoint."""
-    for reference in recipe.folder.glob("reference-*"):
-        shutil.rmtree(reference)
+    """Prepares the folder of a new run, and removes models left by a run without a checkpoint."""
+    for earlier in (*recipe.folder.glob("reference-*"), *recipe.folder.glob(BASE)):
+        shutil.rmtree(earlier)
     recipe.folder.mkdir(parents=True, exist_ok=True)
     write_text(recipe.folder / "recipe.json", to_json(plain(recipe)))
 
@@ -319,32 +320,16 @@ def save_policy(
         save_file({name: value.contiguous() for name, value in of_critic.items()}, folder / "critic.safetensors")
 
 
-def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
-    """Loads adapters onto the recipe's own model; raises if they do not match its LoRA settings."""
-    import peft
-    from safetensors.torch import load_file
-
-    config = json.loads((folder / "adapter_config.json").read_text())
-    if settings.lora is None:
-        raise ValueError(
-            f"model.lora: must be set to load the adapters in {str(folder)!r}, got None; name the recipe of their run, "
-            f"or model.lora.rank={config['r']} model.lora.alpha={config['lora_alpha']} beside this one"
-        )
-    for key, stored in (("rank", config["r"]), ("alpha", config["lora_alpha"])):
-        value = getattr(settings.lora, key)
-        if value != stored:
-            raise ValueError(
-                f"model.lora.{key}: must be that of the adapters in {str(folder)!r}, {stored}, got {value}"
-            )
-    weights = load_file(folder / "adapter_model.safetensors")
-    expected = peft.get_peft_model_state_dict(policy.lm, save_embedding_layers=False)
-    if weights.keys() != expected.keys():
-        raise ValueError(
-            f"model.lora.targets: must be the layers of the adapters in {str(folder)!r}, "
-            f"{config['target_modules']!r}, got {settings.lora.targets!r}: missing "
-            f"{sorted(expected.keys() - weights.keys())}, unexpected {sorted(weights.keys() - expected.keys())}"
-        )
-    peft.set_peft_model_state_dict(policy.lm, weights)
+def keep_base(recipe: Recipe, policy: Policy) -> None:
+    """Keeps the weights below the adapters if the run has made them, so that peft and grpo-eval find them."""
+    if recipe.model.path != "tiny" or recipe.model.lora is None:
+        return
+    folder = recipe.folder / BASE
+    policy.lm.peft_config["default"].base_model_name_or_path = str(folder.absolute())
+    if distributed.is_main_process() and not folder.exists():
+        with _atomic_folder(folder) as temporary:
+            save_without_adapters(policy.inner, temporary)
+            policy.tokenizer.save_pretrained(temporary)
 
 
 # Files

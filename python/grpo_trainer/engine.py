@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer import distributed, pretrained
+from grpo_trainer.adapters import save_without_adapters
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import MEMORY_KEYS, Model, Rl
 from grpo_trainer.recipe import Rollout as Sampling
@@ -318,10 +319,7 @@ class Engine:
         if self.has_adapters and model.path != "tiny" and not pretrained.is_gguf(model.path):
             return model.path
         if self.has_adapters:
-            names = {name: name.replace(".base_layer.", ".") for name in lm.state_dict() if ".lora_" not in name}
-            weights = lm.state_dict()
-            with pretrained.without_bars():
-                lm.save_pretrained(folder, state_dict={new: weights[name] for name, new in names.items()})
+            save_without_adapters(lm, folder)
             return str(folder)
         config = copy.deepcopy(lm.config)
         config.architectures = [type(lm).__name__]

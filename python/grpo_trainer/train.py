@@ -15,6 +15,7 @@ import torch
 
 import grpo_kernels as gk
 from grpo_trainer import calibration, checkpoint, distributed, engine, strict_json
+from grpo_trainer.adapters import load_adapter, settings_of_base
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.data import encode_demonstration
@@ -236,6 +237,8 @@ class Trainer:
                 checkpoint.refuse_used_folder(self.recipe.folder)
         with distributed.fail_together():
             self._start_logs(start_phase, start_step, resume)
+            if not self.is_given:
+                checkpoint.keep_base(self.recipe, self.policy)
         self._store_calibration()
         self.distribute_weights()
         for number, phase in enumerate(self.recipe.phases):
@@ -431,12 +434,12 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
 
     Args:
         recipe: data, rewards and sampling.
-        path: folder or hub name of a model, or folder of adapters for the recipe's model.
+        path: folder or hub name of a model, or folder of adapters that the recipe's model was trained with.
         split: "train", "validation" or "test".
     """
     is_adapter = (Path(path) / "adapter_config.json").exists()
     if is_adapter:
-        model = recipe.model
+        model = settings_of_base(recipe.model, Path(path))
     elif recipe.model.four_bit:  # the precision that adapters are trained and evaluated in; new adapters add zero
         model = dataclasses.replace(recipe.model, path=path)
     else:
@@ -445,7 +448,7 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     trainer = Trainer(dataclasses.replace(_without_engines(recipe), model=model, logging=logging))
     trainer.log.is_main = False  # keeps the evaluation out of the run's logs
     if is_adapter:
-        checkpoint.load_adapter(trainer.policy, recipe.model, Path(path))
+        load_adapter(trainer.policy, recipe.model, Path(path))
     trainer.distribute_weights()
     result = trainer.evaluate_split(split)
     if result is None:

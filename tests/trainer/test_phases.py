@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
+from grpo_trainer.adapters import settings_of_base
 from grpo_trainer.data import prompt_text
 from grpo_trainer.embed import load_embedder
 from grpo_trainer.phases.rl import RlRun, _count_ids
 from grpo_trainer.phases.sft import SftRun, diversity_weights
 from grpo_trainer.policy import Policy
-from grpo_trainer.recipe import Recipe, Similarity
+from grpo_trainer.recipe import Model, Recipe, Similarity
 from grpo_trainer.settings import build
 from grpo_trainer.train import Trainer, evaluate_model, train
 
@@ -73,6 +76,58 @@ def test_adapters_are_evaluated_on_the_recipes_own_model(tmp_path: Path) -> None
     assert result.lines == json.loads((tmp_path / "evaluations" / "test-2-000000.json").read_text())["prompts"]
     assert any(event["event"] == "prompts left out" for event in events)
     assert lines(tmp_path, "events") == events  # an evaluation is not logged with the run
+
+
+def test_adapters_are_evaluated_on_the_model_they_were_trained_on(tmp_path: Path) -> None:
+    """On another one they load without an error, as all models of a shape have the same names of weights."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    recipe = small.recipe(tmp_path / "run", *LORA)
+    final = train(recipe)
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "base")
+    loaded = peft.PeftModel.from_pretrained(own, newest(tmp_path / "run"))
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "run" / "base")
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    folder = newest(tmp_path / "moved")
+    other_seed = dataclasses.replace(recipe, seed=recipe.seed + 1)
+    assert evaluate_model(other_seed, str(folder), "test").metrics["reward"] == final["eval/test_reward"]
+    named = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path=str(tmp_path / "moved" / "base")))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for path, base, message in (
+        (named.model.path, "other/model", "must be 'other/model', .* were trained on, got .*; if that is a copy"),
+        ("tiny", "other/model", "must be the model that .* were trained on, 'other/model', got 'tiny', whose weights"),
+        ("tiny", None, "must be the model that .* were trained on, which they do not name, got 'tiny'"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        if base is None:
+            shutil.rmtree(tmp_path / "moved" / "base")
+        with pytest.raises(ValueError, match=f"^model.path: {message}"):
+            evaluate_model(recipe if path == "tiny" else named, str(folder), "test")
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "is_same"),
+    [
+        ("models/a", "/data/models/a", True),
+        ("models/b", "/data/models/a", False),
+        ("org/name", "/cache/models--org--name/snapshots/12", True),
+        ("org/other", "/cache/models--org--name/snapshots/12", False),
+        ("/models", "/models/a.gguf", True),
+        ("org/name", "org/name", True),
+        ("org/name", "name", True),
+    ],
+)
+def test_names_of_one_model(
+    base: str, path: str, is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_trainer.pretrained.source", lambda _: {"pretrained_model_name_or_path": "/models"})
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    if is_same:
+        assert settings_of_base(Model(path=path), tmp_path).path == path
+    else:
+        with pytest.raises(ValueError, match=r"^model\.path: must be "):
+            settings_of_base(Model(path=path), tmp_path)
 
 
 def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer import checkpoint
-from grpo_trainer.checkpoint import load_adapter, save_policy
+from grpo_trainer.adapters import load_adapter
+from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.data import pad
 from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Tiny

@@ -1,0 +1,91 @@
+"""LoRA adapters and the model that they belong to: on another one they load without an error and mean nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer import pretrained
+from grpo_trainer.policy import Policy
+from grpo_trainer.recipe import Model
+
+BASE = "base"  # folder in that of a run which has made its model
+
+
+def save_without_adapters(lm: Any, folder: Path) -> None:
+    """Saves the weights that adapters are added to.
+
+    Args:
+        lm: a model of transformers whose layers have adapters.
+        folder: folder for safetensors and config.
+    """
+    weights = lm.state_dict()
+    names = {name: name.replace(".base_layer.", ".") for name in weights if ".lora_" not in name}
+    with pretrained.without_bars():
+        lm.save_pretrained(folder, state_dict={new: weights[name] for name, new in names.items()})
+
+
+def settings_of_base(settings: Model, folder: Path) -> Model:
+    """Settings of the model that adapters were trained on; raises if the recipe names another one."""
+    base = _read_config(folder).get("base_model_name_or_path")
+    if settings.path != "tiny":
+        if base and not _is_same(base, settings.path):
+            raise ValueError(
+                f"model.path: must be {base!r}, which the adapters in {str(folder)!r} were trained on, got "
+                f"{settings.path!r}; if that is a copy, name it in their adapter_config.json"
+            )
+        return settings
+    made = Path(base) if base else Path(BASE)
+    for place in (made, folder.absolute().parents[2] / BASE):  # the run's folder may have been moved
+        if made.name == BASE and (place / "config.json").exists():
+            return dataclasses.replace(settings, path=str(place))
+    raise ValueError(
+        f"model.path: must be the model that the adapters in {str(folder)!r} were trained on, "
+        f"{repr(base) if base else 'which they do not name'}, got 'tiny', whose weights are new"
+    )
+
+
+def _is_same(base: str, path: str) -> bool:
+    """Whether two paths mean the same model: from other working folders, or in the hub's cache."""
+    if pretrained.is_gguf(path):
+        path = pretrained.source(path)["pretrained_model_name_or_path"]
+    in_cache = f"models--{base.replace('/', '--')}", f"models--{path.replace('/', '--')}"
+    if in_cache[0] in Path(path).parts or in_cache[1] in Path(base).parts:
+        return True
+    parts = sorted((Path(base).parts, Path(path).parts), key=len)
+    return Path(base).resolve() == Path(path).resolve() or parts[1][-len(parts[0]) :] == parts[0]
+
+
+def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
+    """Loads adapters onto a policy; raises if they do not match the recipe's LoRA settings."""
+    import peft
+    from safetensors.torch import load_file
+
+    config = _read_config(folder)
+    if settings.lora is None:
+        raise ValueError(
+            f"model.lora: must be set to load the adapters in {str(folder)!r}, got None; name the recipe of their run, "
+            f"or model.lora.rank={config['r']} model.lora.alpha={config['lora_alpha']} beside this one"
+        )
+    for key, stored in (("rank", config["r"]), ("alpha", config["lora_alpha"])):
+        value = getattr(settings.lora, key)
+        if value != stored:
+            raise ValueError(
+                f"model.lora.{key}: must be that of the adapters in {str(folder)!r}, {stored}, got {value}"
+            )
+    weights = load_file(folder / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(policy.lm, save_embedding_layers=False)
+    if weights.keys() != expected.keys():
+        raise ValueError(
+            f"model.lora.targets: must be the layers of the adapters in {str(folder)!r}, "
+            f"{config['target_modules']!r}, got {settings.lora.targets!r}: missing "
+            f"{sorted(expected.keys() - weights.keys())}, unexpected {sorted(weights.keys() - expected.keys())}"
+        )
+    peft.set_peft_model_state_dict(policy.lm, weights)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return config
