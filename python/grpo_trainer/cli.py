@@ -66,8 +66,10 @@ class _Parser(argparse.ArgumentParser):
         _, mark, unknown = message.partition("unrecognized arguments: ")
         if mark:
             parsers = [self, *(self.commands.choices.values() if self.commands else ())]
-            options = {option for parser in parsers for option in parser._option_string_actions}
-            message += nearest(unknown.split()[0], sorted(options))
+            options = {option: parser.prog for parser in parsers for option in parser._option_string_actions}
+            option = unknown.split()[0]
+            of_another = f"; it belongs to {options[option]}" if option in options else None
+            message += of_another or nearest(option, sorted(options))
         super().error(message)
 
 

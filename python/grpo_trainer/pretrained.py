@@ -38,7 +38,7 @@ def loading(key: str, name: str) -> Iterator[None]:
                 text = " ".join(str(error).split())
                 raise ValueError(f"{key}: {name!r} cannot be loaded: {text}") from error
             return
-        refuse_missing(name)
+        refuse_missing(name, key)
         _announce_hub(name)
         from huggingface_hub.errors import HFValidationError
 
@@ -140,14 +140,15 @@ def source(path: str) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
-def refuse_missing(model: str) -> None:
+def refuse_missing(model: str, key: str | None = None) -> None:
     """Refuses a path that is not there, which would be sought on the hub; names there have at most two parts."""
     path = Path(model)
     is_path = model.startswith((".", "~")) or model.endswith("/") or path.is_absolute() or len(path.parts) > 2
     is_path = is_path or (len(path.parts) == 2 and path.parent.is_dir())
     if is_path and ":" not in model and not path.exists():
         missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
-        raise FileNotFoundError(f"no such model {model!r}: there is no {str(missing)!r}{nearest_file(missing)}")
+        where = "" if key is None else f"{key}: "
+        raise FileNotFoundError(f"{where}no such model {model!r}: there is no {str(missing)!r}{nearest_file(missing)}")
 
 
 def _refuse_other_folder(model: str) -> None:

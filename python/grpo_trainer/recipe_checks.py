@@ -50,6 +50,13 @@ def _shown(value: Any) -> str:
     return str({name: set_to for name, set_to in fields.items() if set_to != getattr(type(value), name, None)})
 
 
+def used_embedders(recipe: Any) -> Iterator[tuple[str, str]]:
+    """Names of the embedders that a run loads, by their keys."""
+    for key, name in _embedders(recipe):
+        if recipe.evaluation.samples or key != "evaluation.embedder":
+            yield key, name
+
+
 def _embedders(recipe: Any) -> Iterator[tuple[str, str]]:
     """Names of embedders by their keys."""
     for i, phase in enumerate(recipe.phases):

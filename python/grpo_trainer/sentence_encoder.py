@@ -116,6 +116,22 @@ def padded_length(count: int, limit: int) -> int:
     return min(length, limit) if limit and count <= limit else length
 
 
+def require_model(key: str, name: str) -> None:
+    """Raises if a model is neither a folder of sentence-transformers nor on the hub; downloads no weights."""
+    files = ("modules.json", "config.json")
+    if Path(name).is_dir():
+        if not any((Path(name) / file).exists() for file in files):
+            raise FileNotFoundError(f"{key}: must be a model, got the folder {name!r} without {' or '.join(files)}")
+        return
+    from transformers.utils.hub import cached_file
+
+    with loading(key, name):
+        # names without an owner are those of sentence-transformers' own models
+        repository = name if "/" in name else f"sentence-transformers/{name}"
+        if cached_file(repository, files[0], _raise_exceptions_for_missing_entries=False) is None:
+            cached_file(repository, files[1])
+
+
 @functools.cache
 def sentence_encoder(name: str, batch_tokens: int | None = None) -> SentenceEncoder:
     return SentenceEncoder(_model(name), batch_tokens)

@@ -19,7 +19,7 @@ from grpo_trainer.adapters import load_adapter, settings_of_base
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.data import encode_demonstration
-from grpo_trainer.embed import Embedder, load_embedder, resolve
+from grpo_trainer.embed import Embedder, load_embedder, require_embedder, resolve
 from grpo_trainer.evaluate import Result, evaluate
 from grpo_trainer.log import Log
 from grpo_trainer.phases.rl import RlRun
@@ -27,7 +27,7 @@ from grpo_trainer.phases.sft import SftRun
 from grpo_trainer.policy import Policy, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
-from grpo_trainer.recipe_checks import check_lengths
+from grpo_trainer.recipe_checks import check_lengths, used_embedders
 from grpo_trainer.rewards import RewardFunction, load_reward, require_columns
 from grpo_trainer.rollout import select_usable
 from grpo_trainer.splits import corpus_of, load_splits, require_lines
@@ -139,6 +139,8 @@ class Trainer:
     def _check_phases(self) -> None:
         """Raises on errors in any phase before the first one starts."""
         rl_phases = {number: phase.rl for number, phase in enumerate(self.recipe.phases) if phase.rl is not None}
+        for key, name in used_embedders(self.recipe):
+            require_embedder(key, name)
         for number, rl in rl_phases.items():
             plan = plan_of(number, rl)
             if rl.rollout.engine == "vllm":

@@ -326,6 +326,12 @@ def test_the_nearest_option_is_named(
     assert capsys.readouterr().err.endswith(f"; the nearest is {near!r}\n")
 
 
+def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.data(["split", "a.jsonl", "--by", "likes", "--output", "x"])
+    assert capsys.readouterr().err.endswith("--output x; it belongs to grpo-data convert\n")
+
+
 def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"text": f"ü {i}", "likes": i % 10 * 7 % 11, "post_likes": i % 3} for i in range(101)]
     file = tmp_path / "replies.jsonl"

@@ -239,6 +239,25 @@ def test_settings_that_differ_between_evaluations_are_named(tmp_path: Path) -> N
     ]
 
 
+def test_rewards_that_differ_are_named(tmp_path: Path) -> None:
+    """Each run's evaluations have the rewards of its own RL phase, and stand in one column."""
+    folders = [run(tmp_path / name, name) for name in "abc"]
+    rewards = [{"name": "exact", "weight": 1.0}, {"name": "judge", "weight": 0.5, "options": {"model": "m"}}]
+    for folder, own in zip(folders, ([], rewards[:1], rewards), strict=True):
+        change(folder / "recipe.json", lambda recipe, own=own: recipe["phases"][1]["rl"].update(rewards=own))
+    scored = "its responses are scored by {}, not by the reward of its task as in 1 a; evaluation.rewards can name the "
+    notes = paradigms.differences(select(folders)[0])
+    assert [note.removesuffix("same for both") for note in notes] == [
+        "2 b: " + scored.format("exact"),
+        "3 c: " + scored.format('exact + 0.5 judge{"model": "m"}'),
+    ]
+    write_comparison(folders, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text())["differences"] == notes
+    for folder in folders:
+        change(folder / "recipe.json", lambda recipe: recipe["evaluation"].update(rewards=rewards[:1]))
+    assert paradigms.differences(select(folders)[0]) == []
+
+
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run(tmp_path / "a", "a")
     assert cli.report(["--compare", str(folder), "--output", str(tmp_path / "out")]) == 0

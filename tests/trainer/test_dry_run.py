@@ -267,6 +267,14 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
             r"^phases\.1\.rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
         ),
         (
+            ["evaluation.samples=2", "evaluation.embedder=./none"],
+            r"^evaluation\.embedder: no such model './none': there is no 'none'$",
+        ),
+        (
+            ["phases.1.rl.algorithm.similarity={{embedder: '{folder}'}}"],
+            r"^phases\.1\.rl\.algorithm\.similarity\.embedder: must be a model, got the folder '.*' without modules\.",
+        ),
+        (
             ["model.chat_template=true"],
             r"^model\.chat_template: true needs a tokenizer with a chat template, and that of model\.path has none$",
         ),
@@ -275,10 +283,10 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
 def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    recipe = small.recipe(tmp_path / "run", *(text.format(file=file) for text in overrides))
+    recipe = small.recipe(tmp_path / "run", *(text.format(file=file, folder=tmp_path) for text in overrides))
     _printed, problems = dry_run(recipe)
     assert len(problems) == 1 and re.search(message, problems[0]), problems
-    with pytest.raises((TypeError, ValueError, FileExistsError), match=message):
+    with pytest.raises((TypeError, ValueError, OSError), match=message):
         Trainer(recipe).run()
 
 

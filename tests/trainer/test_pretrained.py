@@ -49,7 +49,7 @@ def test_what_is_there_and_no_model_is_named_by_its_key(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    missing = r"^no such model '.*modle': there is no '.*modle'; the nearest is '.*model'$"
+    missing = r"^model\.path: no such model '.*modle': there is no '.*modle'; the nearest is '.*model'$"
     with pytest.raises(FileNotFoundError, match=missing), loading("model.path", str(tmp_path / "modle")):
         pass
 
@@ -82,7 +82,10 @@ def test_a_folder_of_a_run_names_the_model_in_it(tmp_path: Path) -> None:
     (tmp_path / "reference-1" / "model" / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"config\.json; the last one in it is '.*/1-000002/model'$"):
         load_lm(Model(path=str(tmp_path)), "cpu")
-    with pytest.raises(FileNotFoundError, match=r"^no such model './nope'"), loading("model.path", "./nope"):
+    with (
+        pytest.raises(FileNotFoundError, match=r"^model\.path: no such model './nope'"),
+        loading("model.path", "./nope"),
+    ):
         pass
 
 

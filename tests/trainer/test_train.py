@@ -391,7 +391,7 @@ def test_a_batch_without_any_advantage_is_skipped_and_said_so(tmp_path: Path, na
     train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:{name}'}}]", "phases.1.rl.steps=1"))
     entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
     assert entry["train/skipped"] == 1 and "train/total_loss" not in entry
-    assert any(e["event"].startswith("minibatch skipped") for e in lines(tmp_path, "events"))
+    assert any(e["event"].startswith("minibatch skipped") and e["phase"] == 1 for e in lines(tmp_path, "events"))
 
 
 def test_a_reference_that_is_not_the_policy_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

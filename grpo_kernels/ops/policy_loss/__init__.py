@@ -91,7 +91,7 @@ def policy_loss(
         groups: of gvpo and real: an int (groups of that many consecutive rows) or integer ids [B]. The rows of a group
             must be in one call
         log_z: of flowrl: [B], the log of the partition function of each row's prompt; differentiable
-        config: a LossConfig or a TRL loss_type
+        config: a LossConfig or a TRL loss_type; LossConfig() is none of these: its loss is the mean over all tokens
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     config = LossConfig.of(config)

@@ -133,7 +133,7 @@ class RlRun(PhaseRun):
             mean = metrics["rewards/mean"]
             if math.isnan(mean) and "unscored" not in self.warned:
                 self.warned.add("unscored")
-                self.trainer.log.event("no response of a step has a reward", step=step)
+                self.trainer.log.event("no response of a step has a reward", phase=self.number, step=step)
                 self.trainer.log.line(f"step {step}: no response has a reward, so nothing is learned")
             elif metrics["train/skipped"] and not math.isnan(mean) and "skipped" not in self.warned:
                 self.warned.add("skipped")
@@ -142,7 +142,8 @@ class RlRun(PhaseRun):
             for kind, text in similarity_warnings(metrics).items():
                 if kind not in self.warned:
                     self.warned.add(kind)
-                    self.trainer.log.event("similarity groups outside the healthy range", of=kind, step=step, text=text)
+                    event = "similarity groups outside the healthy range"
+                    self.trainer.log.event(event, phase=self.number, step=step, of=kind, text=text)
 
     def _log_samples(self, step: int, rollout: Rollout, rewards: Tensor, credit: Credit) -> None:
         with distributed.fail_together():
@@ -289,7 +290,8 @@ class RlRun(PhaseRun):
                 rows = (prompts.sort().values[:, None] * rollout.group_size + copies).flatten().to(device)
                 rows = rows[has_signal[rows]]
                 if len(rows) == 0:
-                    self.trainer.log.event("minibatch skipped: no response has an advantage", step=step)
+                    event = "minibatch skipped: no response has an advantage"
+                    self.trainer.log.event(event, phase=self.number, step=step)
                     continue
                 with self.timed("model"):
                     metric_tensor, loss = self._minibatch(rollout, credit, reference, values, rows, step)

@@ -125,6 +125,7 @@ def _write(output: Path, name: str, header: str, rows: Sequence[Row], left_out: 
             for row, values in zip(rows, estimates, strict=True)
         ],
         "front": [rows[i].label for i in _front(metrics, estimates)],
+        "differences": differences(rows),
         "left_out": [{"run": str(path), "reason": reason} for path, reason in left_out],
     }
     (output / f"{name}.json").write_text(strict_json.to_text(content, indent=1) + "\n")

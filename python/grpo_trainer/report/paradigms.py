@@ -25,7 +25,7 @@ _DATA = (
     "prompt",
     "template",
 )  # keys that determine the prompts of an evaluation
-_EVALUATION = ("samples", "temperature", "pass_k", "rewards", "max_new_tokens", "solved", "solved_quantile")
+_EVALUATION = ("samples", "temperature", "pass_k", "max_new_tokens", "solved", "solved_quantile")
 SHARES = ("exact", "sampled_exact", "truncated")  # and pass@k
 _RESAMPLES = 10_000
 
@@ -147,6 +147,21 @@ def final_evaluation(run: RunFolder) -> Evaluated | None:
     return done[-1] if done else None
 
 
+def _rewards(run: RunFolder) -> str:
+    """The rewards of the evaluations of a run: their own, or those of its first RL phase."""
+    first_rl = run.phases.index("rl") if "rl" in run.phases else 0
+    rewards = run.setting("evaluation", "rewards") or run.setting("phases", first_rl, "rl", "rewards")
+    if not isinstance(rewards, list) or not rewards:
+        return "the reward of its task"
+    return " + ".join(_described(reward) for reward in rewards if isinstance(reward, dict))
+
+
+def _described(reward: dict[str, Any]) -> str:
+    weight = reward.get("weight", 1.0)
+    options = json.dumps(reward["options"]) if reward.get("options") else ""
+    return f"{'' if weight == 1 else f'{weight} '}{reward.get('name')}{options}"
+
+
 def differences(rows: Sequence[Row]) -> list[str]:
     """Settings of the evaluations in which rows differ from the first, which make their numbers compare less."""
     notes = []
@@ -155,6 +170,12 @@ def differences(rows: Sequence[Row]) -> list[str]:
             ours, theirs = (each.runs[0].setting("evaluation", name) for each in (row, rows[0]))
             if ours != theirs:
                 notes.append(f"{row.label}: evaluation.{name} is {ours!r}, not {theirs!r} as in {rows[0].label}")
+        ours, theirs = (_rewards(each.runs[0]) for each in (row, rows[0]))
+        if ours != theirs:
+            notes.append(
+                f"{row.label}: its responses are scored by {ours}, not by {theirs} as in {rows[0].label}; "
+                "evaluation.rewards can name the same for both"
+            )
         ours, theirs = (each.evaluated[0].content.get("embedder") for each in (row, rows[0]))
         if ours != theirs:
             notes.append(f"{row.label}: its embeddings are by {ours}, not by {theirs} as in {rows[0].label}")
