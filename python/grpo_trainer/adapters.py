@@ -38,7 +38,7 @@ def settings_of_base(settings: Model, folder: Path) -> Model:
             )
         return settings
     made = Path(base) if base else Path(BASE)
-    for place in (made, folder.absolute().parents[2] / BASE):  # the run's folder may have been moved
+    for place in ((folder / "../../.." / BASE).resolve(), made):  # first in its own run, which may have been moved
         if made.name == BASE and (place / "config.json").exists():
             return dataclasses.replace(settings, path=str(place))
     raise ValueError(
@@ -48,14 +48,15 @@ def settings_of_base(settings: Model, folder: Path) -> Model:
 
 
 def _is_same(base: str, path: str) -> bool:
-    """Whether two paths mean the same model: from other working folders, or in the hub's cache."""
+    """Whether two paths mean the same model; one that is not there may be of another working folder, or of the hub."""
     if pretrained.is_gguf(path):
         path = pretrained.source(path)["pretrained_model_name_or_path"]
-    in_cache = f"models--{base.replace('/', '--')}", f"models--{path.replace('/', '--')}"
-    if in_cache[0] in Path(path).parts or in_cache[1] in Path(base).parts:
+    if Path(base).exists() and Path(path).exists():
+        return Path(base).resolve() == Path(path).resolve()
+    if f"models--{base.replace('/', '--')}" in Path(path).parts:  # the hub's cache
         return True
-    parts = sorted((Path(base).parts, Path(path).parts), key=len)
-    return Path(base).resolve() == Path(path).resolve() or parts[1][-len(parts[0]) :] == parts[0]
+    shorter, longer = sorted((Path(base).parts, Path(path).parts), key=len)
+    return longer[-len(shorter) :] == shorter
 
 
 def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:

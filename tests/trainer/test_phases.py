@@ -113,6 +113,7 @@ def test_adapters_are_evaluated_on_the_model_they_were_trained_on(tmp_path: Path
         ("models/b", "/data/models/a", False),
         ("org/name", "/cache/models--org--name/snapshots/12", True),
         ("org/other", "/cache/models--org--name/snapshots/12", False),
+        ("/usr/bin", "/bin/../lib", False),
         ("/models", "/models/a.gguf", True),
         ("org/name", "org/name", True),
         ("org/name", "name", True),
