@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from grpo_kernels import backends
+from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import (
     check_chunk_size,
@@ -89,6 +89,7 @@ def linear_logprobs(
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
+    checks.boolean(_OP, return_entropy=return_entropy)
     size = check_chunk_size(_OP, chunk_size)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
     if index is not None and positions is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels import backends
+from grpo_kernels import backends, checks
 
 # modules, because their package imports this one
 from grpo_kernels.ops.linear_distillation_loss import arguments as distillation
@@ -143,6 +143,7 @@ def linear_policy_loss(
     """
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
+    checks.boolean(_OP, return_entropy=return_entropy)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
     others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index, "teacher": teacher}

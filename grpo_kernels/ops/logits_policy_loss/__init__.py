@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels import backends
+from grpo_kernels import backends, checks
 from grpo_kernels.ops.logits_policy_loss import registration as op
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss.arguments import (
@@ -78,6 +78,7 @@ def logits_policy_loss(
             f"{_OP}: logits must have shape [B, T, V], or [M, V] with cu_seqlens, got {list(logits.shape)}"
         )
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
+    checks.boolean(_OP, return_entropy=return_entropy, inplace=inplace)
     if inplace:
         check_overwritable(_OP, "inplace", logits)
     layout = Layout(_OP, targets.shape, logits.dtype, logits.device, cu_seqlens)

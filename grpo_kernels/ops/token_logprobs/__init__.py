@@ -63,6 +63,7 @@ def token_logprobs(
     """
     check_logits(_OP, logits, targets)
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)
+    checks.boolean(_OP, return_entropy=return_entropy, inplace_backward=inplace_backward)
     if support is not None:
         return _over_support(logits, targets, scaling, support, return_entropy, inplace_backward, backend)
     if inplace_backward:

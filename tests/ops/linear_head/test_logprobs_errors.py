@@ -129,3 +129,7 @@ def test_a_split_vocabulary_under_compile() -> None:
 def test_float64_on_a_gpu_backend(backend: str) -> None:
     with pytest.raises(RuntimeError, match=f"linear_logprobs: backend '{backend}' cannot run here.*float64"):
         gk.linear_logprobs(**batch(2), backend=backend)
+
+
+def test_a_flag_that_is_no_bool() -> None:
+    refused(TypeError, "return_entropy must be a bool", "'x'", return_entropy="x")

@@ -138,3 +138,7 @@ def test_a_weight_gradient_that_does_not_fit(backend: str | None) -> None:
     refuses(ValueError, "be None where memory='low' runs", fits, memory="low")
     refuses(ValueError, "be None where memory='low' runs", fits, config=CONFIGS["sequence token"], chunk_size=3)
     assert not fits.any()
+
+
+def test_a_flag_that_is_no_bool() -> None:
+    refused(TypeError, "return_entropy must be a bool", "'x'", return_entropy="x")

@@ -99,3 +99,8 @@ def test_in_place_under_compile() -> None:
 
     with pytest.raises(Exception, match="logits_policy_loss: inplace must be False under"):
         torch.compile(loss, fullgraph=True, backend="eager")(logits)
+
+
+@pytest.mark.parametrize("name", ["return_entropy", "inplace"])
+def test_a_flag_that_is_no_bool(name: str) -> None:
+    refused(TypeError, f"{name} must be a bool", "'x'", **{name: "x"})

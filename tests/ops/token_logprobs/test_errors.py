@@ -122,3 +122,9 @@ def test_inplace_backward_with_create_graph() -> None:
         logprobs = gk.token_logprobs(leaf * 1, torch.tensor([0, 1]), inplace_backward=True, backend=backend).logprobs
         with pytest.raises(RuntimeError, match="create_graph must be False with inplace_backward"):
             torch.autograd.grad(logprobs.sum(), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["return_entropy", "inplace_backward"])
+@pytest.mark.parametrize("value", ["x", 1, None], ids=str)
+def test_a_flag_that_is_no_bool(name: str, value: Any) -> None:
+    refused(TypeError, f"{name} must be a bool", repr(value), **{name: value})
