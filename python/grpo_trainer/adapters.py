@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from grpo_trainer import pretrained
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Model
@@ -76,7 +79,12 @@ def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
             raise ValueError(
                 f"model.lora.{key}: must be that of the adapters in {str(folder)!r}, {stored}, got {value}"
             )
-    weights = load_file(folder / "adapter_model.safetensors")
+    own = policy.lm.state_dict()
+    weights = {
+        name: value
+        for name, value in load_file(folder / "adapter_model.safetensors").items()
+        if not _is_of_base(name, value, own)
+    }
     expected = peft.get_peft_model_state_dict(policy.lm, save_embedding_layers=False)
     if weights.keys() != expected.keys():
         raise ValueError(
@@ -85,6 +93,11 @@ def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
             f"{sorted(expected.keys() - weights.keys())}, unexpected {sorted(weights.keys() - expected.keys())}"
         )
     peft.set_peft_model_state_dict(policy.lm, weights)
+
+
+def _is_of_base(name: str, value: Tensor, own: dict[str, Tensor]) -> bool:
+    """Whether a weight is the base's own, of which peft adds those of heads and embeddings that have adapters."""
+    return name in own and torch.equal(value.to(own[name]), own[name])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def refuse_used_folder(folder: Path, may_hold_run: bool = False) -> None:
         )
 
 
-def branch(source: Path, recipe: Recipe) -> None:
+def branch(source: str | Path, recipe: Recipe) -> None:
     """Starts a run at the end of another one whose phases are this recipe's first ones.
 
     Resumed from there, the run has the bits of one that trained those phases itself. Logs and evaluations of the other
@@ -101,6 +101,7 @@ def branch(source: Path, recipe: Recipe) -> None:
         recipe: the recipe, equal to the other one except for its name, its output and its further phases.
     """
     refuse_used_folder(recipe.folder)
+    source = Path(source)
     stored = _read_json(source / "recipe.json")
     count = len(stored.get("phases", []))
     if not 0 < count < len(recipe.phases):

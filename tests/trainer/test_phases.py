@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -104,6 +105,22 @@ def test_adapters_are_evaluated_on_the_model_they_were_trained_on(tmp_path: Path
             shutil.rmtree(tmp_path / "moved" / "base")
         with pytest.raises(ValueError, match=f"^model.path: {message}"):
             evaluate_model(recipe if path == "tiny" else named, str(folder), "test")
+
+
+def test_adapters_of_the_head_are_resumed_and_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft adds the head's own weight to the file."""
+    head = "model.lora={rank: 2, targets: [q_proj, lm_head]}"
+    parts, whole = (small.recipe(tmp_path / name, *LORA, head, "checkpoints.every=1") for name in ("parts", "whole"))
+    final = train(whole)
+    stopped_after(monkeypatch, parts, 1, 2)
+    assert train(parts, resume=True) == final
+    result = evaluate_model(whole, str(newest(whole.folder)), "test")
+    assert result.metrics["reward"] == final["eval/test_reward"]
+    name = "base_model.model.lm_head.base_layer.weight"
+    weights = load_file(newest(whole.folder) / "adapter_model.safetensors")
+    save_file(weights | {name: weights[name] + 1}, newest(whole.folder) / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=rf"unexpected \['{name}'\]$"):
+        evaluate_model(whole, str(newest(whole.folder)), "test")
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ EVALUATION = "evaluation={every: 1, batch: 8, samples: 3, max_new_tokens: 12, re
 def test_a_branch_has_the_bits_of_the_whole_run(tmp_path: Path) -> None:
     train(first_phase(tmp_path / "first", EVALUATION))
     recipe = small.recipe(tmp_path / "branch", *SHORT, EVALUATION)
-    branch(tmp_path / "first", recipe)
+    branch(str(tmp_path / "first"), recipe)
     assert not (tmp_path / "branch" / "evaluations" / "test-1-000000.json").exists()
     with pytest.raises(FileExistsError, match="contains a run already"):
         branch(tmp_path / "first", recipe)
