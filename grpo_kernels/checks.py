@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
+T = TypeVar("T")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _GROUP_IDS = "gk.group_ids(...) makes the tensor from a name for each row"
@@ -217,6 +218,27 @@ def with_defaults(where: str, fields: Any, defaults: dict[str, Any], unchecked: 
         elif isinstance(default, int | float | None) and (isinstance(value, bool) or not isinstance(value, Real)):
             raise TypeError(f"{where}: {name} must be a number, got {type(value).__name__} {value!r}")
     return defaults | dict(fields)
+
+
+def of_peer(config: type[T], peer: str, translate: Callable[..., dict[str, Any]], given: dict[str, Any]) -> T:
+    """A config made from a peer's fields; errors name these, too.
+
+    Args:
+        config: its class.
+        peer: its constructor for the peer.
+        translate: makes the config's fields of the peer's.
+        given: the peer's fields that are given.
+    """
+    fields = translate(**given)
+    try:
+        return config(**fields)
+    except (TypeError, ValueError) as error:
+        rule = str(error).removeprefix(f"{config.__name__}: ")
+        own = rule.partition(" ")[0]
+        made = fields.get(own, object())
+        names = [name for name, value in given.items() if (value is made or value == made) and name != own]
+        source = f"; {own} is made from {' and '.join(names)}" if names else ""
+        raise type(error)(f"{config.__name__}.{peer}: {rule}{source}") from None
 
 
 def instance(where: str, name: str, value: object, kind: type) -> None:

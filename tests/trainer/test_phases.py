@@ -23,6 +23,7 @@ from grpo_trainer.phases.rl import RlRun, _count_ids
 from grpo_trainer.phases.sft import SftRun, diversity_weights
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Model, Recipe, Similarity
+from grpo_trainer.report.adapters import read_adapter
 from grpo_trainer.settings import build
 from grpo_trainer.train import Trainer, evaluate_model, train
 
@@ -116,6 +117,7 @@ def test_adapters_of_the_head_are_resumed_and_evaluated(tmp_path: Path, monkeypa
     assert train(parts, resume=True) == final
     result = evaluate_model(whole, str(newest(whole.folder)), "test")
     assert result.metrics["reward"] == final["eval/test_reward"]
+    assert any(name.endswith("lm_head") for name in read_adapter(newest(whole.folder)))
     name = "base_model.model.lm_head.base_layer.weight"
     weights = load_file(newest(whole.folder) / "adapter_model.safetensors")
     save_file(weights | {name: weights[name] + 1}, newest(whole.folder) / "adapter_model.safetensors")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_kernels.checks import boolean, choices, config_or_name, finite, unknown
+from grpo_kernels.checks import boolean, choices, config_or_name, finite, of_peer, unknown
 from grpo_kernels.ops.policy_loss import peers
 from grpo_kernels.plans import PlannedConfig
 
@@ -271,47 +271,47 @@ class LossConfig(PlannedConfig):
     @classmethod
     def trl(cls, **fields: Any) -> LossConfig:
         """The loss that trl.GRPOConfig describes with these fields; the others have TRL's defaults."""
-        return cls(**peers.trl_fields(**fields))
+        return of_peer(cls, "trl", peers.trl_fields, fields)
 
     @classmethod
     def verl(cls, **fields: Any) -> LossConfig:
         """The loss that verl's ActorConfig and PolicyLossConfig describe with these fields; likewise."""
-        return cls(**peers.verl_fields(**fields))
+        return of_peer(cls, "verl", peers.verl_fields, fields)
 
     @classmethod
     def prime_rl(cls, **fields: Any) -> LossConfig:
         """The loss that prime-rl's IPO and IcePop configs describe with these fields; likewise."""
-        return cls(**peers.prime_rl_fields(**fields))
+        return of_peer(cls, "prime_rl", peers.prime_rl_fields, fields)
 
     @classmethod
     def skyrl(cls, **fields: Any) -> LossConfig:
         """The loss that SkyRL's AlgorithmConfig describes with these fields, whose groups are dicts; likewise."""
-        return cls(**peers.skyrl_fields(**fields))
+        return of_peer(cls, "skyrl", peers.skyrl_fields, fields)
 
     @classmethod
     def areal(cls, **fields: Any) -> LossConfig:
         """The loss that AReaL's PPOActorConfig describes with these fields; likewise."""
-        return cls(**peers.areal_fields(**fields))
+        return of_peer(cls, "areal", peers.areal_fields, fields)
 
     @classmethod
     def roll(cls, **fields: Any) -> LossConfig:
         """The loss that ROLL's worker and pipeline configs describe with these fields; likewise."""
-        return cls(**peers.roll_fields(**fields))
+        return of_peer(cls, "roll", peers.roll_fields, fields)
 
     @classmethod
     def cosmos(cls, **fields: Any) -> LossConfig:
         """The loss that cosmos-rl's GrpoConfig describes with these fields; likewise."""
-        return cls(**peers.cosmos_fields(**fields))
+        return of_peer(cls, "cosmos", peers.cosmos_fields, fields)
 
     @classmethod
     def art(cls, **fields: Any) -> LossConfig:
         """The loss that OpenPipe ART's dev.TrainConfig describes with these fields; likewise."""
-        return cls(**peers.art_fields(**fields))
+        return of_peer(cls, "art", peers.art_fields, fields)
 
     @classmethod
     def swift(cls, **fields: Any) -> LossConfig:
         """The loss that ms-swift's GRPO arguments describe with these fields; likewise."""
-        return cls(**peers.swift_fields(**fields))
+        return of_peer(cls, "swift", peers.swift_fields, fields)
 
     @classmethod
     def of(cls, config: LossConfig | str, op: str = "policy_loss") -> LossConfig:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from grpo_kernels.checks import boolean, choices, finite, unknown
+from grpo_kernels.checks import boolean, choices, finite, of_peer, unknown
 from grpo_kernels.ops.sampling_correction.peers import skyrl_fields, trl_fields, verl_fields
 from grpo_kernels.plans import PlannedConfig
 
@@ -170,17 +170,17 @@ class CorrectionConfig(PlannedConfig):
     @classmethod
     def verl(cls, **fields: Any) -> CorrectionConfig:
         """The correction that verl's RolloutCorrectionConfig describes with these fields; others have its defaults."""
-        return cls(**verl_fields(**fields))
+        return of_peer(cls, "verl", verl_fields, fields)
 
     @classmethod
     def trl(cls, **fields: Any) -> CorrectionConfig:
         """The correction that the vllm_importance_sampling fields of trl.GRPOConfig describe; likewise."""
-        return cls(**trl_fields(**fields))
+        return of_peer(cls, "trl", trl_fields, fields)
 
     @classmethod
     def skyrl(cls, **fields: Any) -> CorrectionConfig:
         """The correction that SkyRL's OffPolicyCorrectionConfig describes; likewise."""
-        return cls(**skyrl_fields(**fields))
+        return of_peer(cls, "skyrl", skyrl_fields, fields)
 
     @property
     def weighs_rows(self) -> bool:

@@ -59,6 +59,8 @@ def read_adapter(folder: Path) -> dict[str, Update]:
             raise ValueError(f"adapters: {name} of {str(folder)!r} must be unset, got {config[name]!r}")
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in weights.items():
+        if ".lora_" not in key and not config.get("modules_to_save"):
+            continue  # the base's own, which peft adds for heads and embeddings that have adapters
         match = _KEY.match(key)
         if match is None or value.dim() != 2:
             raise ValueError(f"adapters: {str(folder)!r} must hold matrices lora_A and lora_B, got {key!r}")

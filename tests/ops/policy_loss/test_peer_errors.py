@@ -68,6 +68,36 @@ def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: st
         getattr(gk.LossConfig, peer)(**settings)
 
 
+@pytest.mark.parametrize(
+    ("constructor", "settings", "message"),
+    [
+        (gk.LossConfig.trl, {"epsilon": -1}, r"clip_low must be .* got -1; clip_low is made from epsilon"),
+        (
+            gk.LossConfig.trl,
+            {"epsilon_high": math.nan},
+            r"clip_high must be .* got nan; clip_high is made from epsilon_hi",
+        ),
+        (
+            gk.LossConfig.areal,
+            {"c_clip": 0.5},
+            r"dual_clip must be .* above 1, got 0\.5; dual_clip is made from c_clip$",
+        ),
+        (gk.LossConfig.cosmos, {"aipo_rho": -2}, r"delta must be .* got -2; delta is made from aipo_rho$"),
+        (gk.LossConfig.trl, {"delta": -2}, r"delta must be .* above 0, got -2$"),
+        (
+            gk.CorrectionConfig.trl,
+            {"vllm_importance_sampling_clip_max": -1},
+            r"weight_max must .* is made from vllm_imp",
+        ),
+    ],
+)
+def test_errors_of_fields_name_those_of_the_peer(
+    constructor: Callable[..., object], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^{re.escape(constructor.__qualname__)}: {message}"):
+        constructor(**settings)
+
+
 @pytest.mark.parametrize("constructor", [*_CONSTRUCTORS, *_OF_CORRECTIONS], ids=lambda made: made.__qualname__)
 def test_errors_of_any_value_name_the_config(constructor: Callable[..., object]) -> None:
     defaults = _CONSTRUCTORS.get(constructor) or _OF_CORRECTIONS[constructor]
