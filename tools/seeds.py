@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import itertools
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -148,6 +149,7 @@ def main() -> None:
     if not names:
         parser.error("a recipe is needed")
     torch.set_num_threads(options.threads)
+    sys.path.insert(0, os.getcwd())  # own rewards, as with grpo-train
     gains: dict[str, list[tuple[str, ...]]] = {name: [] for name in names}
     for seed in options.seeds:
         finished: list[Recipe] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,17 @@ def load_adapter(policy: Policy, settings: Model, folder: Path) -> None:
     }
     expected = peft.get_peft_model_state_dict(policy.lm, save_embedding_layers=False)
     if weights.keys() != expected.keys():
+        missing, unexpected = _listed(expected.keys() - weights.keys()), _listed(weights.keys() - expected.keys())
         raise ValueError(
             f"model.lora.targets: must be the layers of the adapters in {str(folder)!r}, "
-            f"{config['target_modules']!r}, got {settings.lora.targets!r}: missing "
-            f"{sorted(expected.keys() - weights.keys())}, unexpected {sorted(weights.keys() - expected.keys())}"
+            f"{config['target_modules']!r}, got {settings.lora.targets!r}: missing {missing}, unexpected {unexpected}"
         )
     peft.set_peft_model_state_dict(policy.lm, weights)
+
+
+def _listed(names: Set[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{sorted(names)[:3]}{more}"
 
 
 def _is_of_base(name: str, value: Tensor, own: dict[str, Tensor]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,16 +107,24 @@ def with_adapters(lm: Any, settings: Model) -> Any:
     with warnings.catch_warnings():
         # transformers 5.24 has renamed an attribute that peft reads
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        names = _check_targets(lm, lora.targets or [])
         try:
             return peft.get_peft_model(lm, config)
         except ValueError as error:
-            linear = [name for name, layer in lm.named_modules() if isinstance(layer, torch.nn.Linear)]
-            names = sorted({name.rpartition(".")[2] for name in linear})
-            if lora.targets and not set(lora.targets) & set(names):
-                near = "".join(nearest(target, names) for target in lora.targets)
-                raise ValueError(
-                    f"model.lora.targets: must be names of layers, such as {', '.join(names)}, got {lora.targets}{near}"
-                ) from error
             raise ValueError(
                 f"model.lora.targets: {error}; layers are {', '.join(names)}, got {lora.targets}"
             ) from error
+
+
+def _check_targets(lm: Any, targets: Sequence[str]) -> list[str]:
+    """Names of linear layers; raises if peft would leave out a target, as it does beside others, or embed by it."""
+    layers = dict(lm.named_modules())
+    names = sorted({name.rpartition(".")[2] for name, layer in layers.items() if isinstance(layer, torch.nn.Linear)})
+    for target in targets:
+        found = [layer for name, layer in layers.items() if name == target or name.endswith(f".{target}")]
+        rule = f"model.lora.targets: must be names of layers, such as {', '.join(names)}, got {list(targets)}"
+        if not found:
+            raise ValueError(f"{rule}{nearest(target, names)}")
+        if any(isinstance(layer, torch.nn.Embedding) for layer in found):
+            raise ValueError(f"{rule}; {target!r} is an embedding")
+    return names

@@ -154,6 +154,11 @@ def refuse_missing(model: str, key: str | None = None) -> None:
 def _refuse_other_folder(model: str) -> None:
     """Refuses a folder without a model, and names a model in it, as in that of a run or a checkpoint."""
     folder = Path(model)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"model.path: must be a model, got the adapters in {model!r}; name what peft's merge_and_unload() makes of "
+            "them"
+        )
     if folder.is_dir() and not (folder / "config.json").exists():
         kinds = ("config.json", "adapter_config.json")
         found = {file.parent for kind in kinds for file in folder.glob(f"**/model/{kind}")}

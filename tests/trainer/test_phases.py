@@ -18,6 +18,7 @@ pytest.importorskip("peft")
 
 from grpo_trainer.adapters import settings_of_base
 from grpo_trainer.data import prompt_text
+from grpo_trainer.dry_run import dry_run
 from grpo_trainer.embed import load_embedder
 from grpo_trainer.phases.rl import RlRun, _count_ids
 from grpo_trainer.phases.sft import SftRun, diversity_weights
@@ -123,6 +124,28 @@ def test_adapters_of_the_head_are_resumed_and_evaluated(tmp_path: Path, monkeypa
     save_file(weights | {name: weights[name] + 1}, newest(whole.folder) / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=rf"unexpected \['{name}'\]$"):
         evaluate_model(whole, str(newest(whole.folder)), "test")
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("[q_proj, vproj]", r"got \['q_proj', 'vproj'\]; the nearest is 'v_proj'$"),
+        ("[q_proj, embed_tokens]", r"got \['q_proj', 'embed_tokens'\]; 'embed_tokens' is an embedding$"),
+    ],
+)
+def test_each_target_of_adapters_is_a_layer(tmp_path: Path, targets: str, message: str) -> None:
+    """peft adapts the others without a word."""
+    recipe = small.recipe(tmp_path / "run", f"model.lora={{rank: 2, targets: {targets}}}")
+    with pytest.raises(ValueError, match=rf"^model\.lora\.targets: must be names of layers, such as .*{message}"):
+        train(recipe)
+    assert any(problem.startswith("model.lora.targets: ") for problem in dry_run(recipe)[1])
+
+
+def test_a_run_that_would_begin_with_adapters_is_refused(tmp_path: Path) -> None:
+    train(small.recipe(tmp_path, *LORA))
+    path = f"model.path={newest(tmp_path)}"
+    with pytest.raises(ValueError, match=r"^model\.path: must be a model, got the adapters in .*merge_and_unload"):
+        train(small.recipe(tmp_path / "next", path))
 
 
 @pytest.mark.parametrize(

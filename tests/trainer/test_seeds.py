@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.report.paradigms import select
 
+from tests.trainer import small
 from tests.trainer.test_comparison import run
 from tools import seeds
 
@@ -58,3 +61,18 @@ def test_tables(tmp_path: Path) -> None:
         "| c - a | 1 | **-0.300** | +0.000 |",
         "| c - b | 1 | **-0.400** | **-0.200** |",
     ]
+
+
+def test_own_rewards_are_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = small.values(tmp_path / "unused")
+    values["phases"][0]["sft"]["steps"] = values["phases"][1]["rl"]["steps"] = 1
+    values["phases"][1]["rl"]["rewards"] = [{"name": "reward_of_seeds:ones"}]
+    (tmp_path / "own.yaml").write_text(json.dumps(values))
+    (tmp_path / "reward_of_seeds.py").write_text("def ones(completions, **_):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["seeds.py", "own.yaml", "--seeds", "0", "--folder", "made"])
+    seeds.main()
+    assert "| small | 0 | exact | 1.000 | 1.000 |" in capsys.readouterr().out
