@@ -206,7 +206,10 @@ def test_a_hanging_or_dripping_reply_ends_at_the_timeout(slow: Reply) -> None:
         start = time.monotonic()
         with pytest.raises(JudgeError, match=r"no complete reply within 0.3 s"):
             judged(made(stub.url, timeout=0.3, retries=1), "a")
-        assert 0.6 <= time.monotonic() - start < 5 and len(stub.requests) == 2
+        assert 0.6 <= time.monotonic() - start < 5
+        while len(stub.requests) < 2 and time.monotonic() - start < 20:
+            time.sleep(0.01)  # a busy machine may note a request after its caller has given up
+        assert len(stub.requests) == 2
 
 
 def test_a_batch_ends_at_its_own_limit_and_keeps_what_it_has() -> None:
