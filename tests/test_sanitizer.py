@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,13 +32,13 @@ print("clean")
 """
 
 
-def run(variant: str, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CASES, str(build.library(variant)), *arguments]
+def run(library: Path, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", CASES, str(library), *arguments]
     environment = os.environ | {"PYTHONPATH": str(build.ROOT)} | (environment or {})
     return subprocess.run(command, env=environment, cwd=build.ROOT, capture_output=True, text=True)
 
 
-def run_address_sanitizer(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_address_sanitizer(library: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     compiler = str(build.compiler())
     find = [[compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
     libraries = [subprocess.run(c, capture_output=True, text=True, check=True).stdout.strip() for c in find]
@@ -46,7 +47,7 @@ def run_address_sanitizer(*arguments: str) -> subprocess.CompletedProcess[str]:
         "ASAN_OPTIONS": "detect_leaks=0",
         "PYTHONMALLOC": "malloc",
     }
-    return run("address", *arguments, environment=environment)
+    return run(library, *arguments, environment=environment)
 
 
 needs_no_gpu = pytest.mark.skipif(
@@ -60,12 +61,12 @@ pytestmark = pytest.mark.skipif(
 @needs_no_gpu
 @pytest.mark.nightly
 def test_kernels_stay_inside_their_arrays() -> None:
-    done = run_address_sanitizer()
+    done = run_address_sanitizer(build.library("address"))
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
 
 
 def test_an_access_outside_is_reported() -> None:
-    done = run_address_sanitizer("planted")
+    done = run_address_sanitizer(build.library("address", "group_advantages"), "planted")
     assert done.returncode != 0
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr[-4000:]
 
@@ -74,5 +75,5 @@ def test_an_access_outside_is_reported() -> None:
 @pytest.mark.nightly
 def test_kernels_have_no_races() -> None:
     """No kernel has a race; tests/test_races.py tests the detector itself on planted ones."""
-    done = run("races")
+    done = run(build.library("races"))
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]

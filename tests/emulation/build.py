@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -40,18 +41,19 @@ VARIANTS = {
 }
 
 
-def library(variant: str = "plain") -> Path:
-    """The shared library that implements the CUDA ops for CPU tensors once it is loaded."""
+def library(variant: str = "plain", op: str = "*") -> Path:
+    """Shared library that, once loaded, implements the CUDA kernels of `op`, or of all ops, for CPU tensors."""
     sources = sorted(p for f in FOLDERS for p in (ROOT / f).rglob("*") if p.suffix in {".cu", ".cuh", ".h", ".cpp"})
     digest = hashlib.sha256(b"".join(p.read_bytes() for p in sources) + torch.__version__.encode())
     folder = ROOT / "build" / "emulation"
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{variant}-{digest.hexdigest()[:16]}.so"
-    with (folder / f"{variant}.lock").open("w") as lock:  # test processes start together
+    name = variant if op == "*" else f"{variant}-{op}"
+    target = folder / f"{name}-{digest.hexdigest()[:16]}.so"
+    with (folder / f"{name}.lock").open("w") as lock:  # test processes start together
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             partial = target.with_suffix(".partial")
-            _compile(partial, variant)
+            _compile(partial, variant, op)
             partial.rename(target)
     return target
 
@@ -66,19 +68,22 @@ def race_detector(folder: Path) -> Path:
     return target
 
 
-def _compile(target: Path, variant: str) -> None:
+def _compile(target: Path, variant: str, op: str) -> None:
     torch_dir = Path(torch.__file__).parent
-    command = [str(compiler()), "-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
-    command += ["-fvisibility=hidden", "-ffp-contract=off"]  # as in the release
-    command += ["-DGRPO_KERNELS_EMULATE", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
-    command += [f"-I{ROOT / f}" for f in ("csrc", "tests/emulation")]
-    command += ["-isystem", str(torch_dir / "include")]
-    command += ["-x", "c++", *map(str, sorted((ROOT / "csrc").glob("*/*.cu")))]
-    command += [*map(str, sorted((ROOT / "csrc").glob("*/cuda_op.cpp"))), "-x", "none"]
-    command += [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(target)]
+    compiling = [str(compiler()), "-std=c++20", "-O1", "-g", "-fPIC", "-pthread", "-Wno-psabi"]
+    compiling += ["-fvisibility=hidden", "-ffp-contract=off"]  # as in the release
+    compiling += ["-DGRPO_KERNELS_EMULATE", "-DTORCH_TARGET_VERSION=0x020B000000000000ULL"]
+    compiling += [f"-I{ROOT / f}" for f in ("csrc", "tests/emulation")]
+    compiling += ["-isystem", str(torch_dir / "include"), *VARIANTS[variant]]
+    sources = [source for name in ("*.cu", "cuda_op.cpp") for source in sorted((ROOT / "csrc").glob(f"{op}/{name}"))]
     with tempfile.TemporaryDirectory() as folder:
-        command += [str(race_detector(Path(folder)))] if variant == "races" else []
-        _run([*command, *VARIANTS[variant]])
+        objects = [str(Path(folder) / f"{i}.o") for i in range(len(sources))]
+        commands = [[*compiling, "-x", "c++", "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the other test processes wait for the library
+            list(pool.map(_run, commands))
+        objects += [str(race_detector(Path(folder)))] if variant == "races" else []
+        libraries = [f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _run([str(compiler()), "-shared", "-pthread", *objects, *libraries, "-o", str(target), *VARIANTS[variant]])
 
 
 def _run(command: list[str]) -> None:
