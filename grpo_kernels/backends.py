@@ -86,7 +86,8 @@ def select(
         others = [
             name for name in candidates if refusal(name, device_type, dtype, supports, device_index, limits) is None
         ]
-        way_out = f"; use backend={others[0]!r} or leave it out" if others else ""
+        setting = "backend=" if requested else "use_backend or GRPO_KERNELS_BACKEND with "
+        way_out = f"; use {setting}{others[0]!r} or leave it out" if others else ""
         raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
     for name in candidates:
         if refusal(name, device_type, dtype, supports, device_index, limits) is None:

@@ -106,8 +106,8 @@ def branch(source: str | Path, recipe: Recipe) -> None:
     count = len(stored.get("phases", []))
     if not 0 < count < len(recipe.phases):
         raise CheckpointError(
-            f"{source}: to branch, the run must have 1 to {len(recipe.phases) - 1} phases, fewer than the recipe, "
-            f"got {count}"
+            f"{source}: to branch, the run must have fewer phases than the recipe, {len(recipe.phases)}, and at "
+            f"least 1, got {count}"
         )
     _refuse_differences(
         source, _differences(stored.get("evaluation"), plain(recipe)["evaluation"], "evaluation"), _BRANCHED

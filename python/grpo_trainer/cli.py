@@ -9,7 +9,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from grpo_trainer.parsers import make_parser
 
 if TYPE_CHECKING:
     from grpo_trainer.recipe import Recipe
@@ -51,44 +53,8 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose error about an unknown option names the nearest one."""
-
-    commands: Any = None
-
-    def add_subparsers(self, **kwargs: Any) -> Any:
-        self.commands = super().add_subparsers(**kwargs)
-        return self.commands
-
-    def error(self, message: str) -> NoReturn:
-        from grpo_trainer.settings import nearest
-
-        _, mark, unknown = message.partition("unrecognized arguments: ")
-        if mark:
-            parsers = [self, *(self.commands.choices.values() if self.commands else ())]
-            options = {option: parser.prog for parser in parsers for option in parser._option_string_actions}
-            option = unknown.split()[0]
-            of_another = f"; it belongs to {options[option]}" if option in options else None
-            message += of_another or nearest(option, sorted(options))
-        super().error(message)
-
-
-def _parser(name: str, description: str, examples: str, commands: Any = None) -> argparse.ArgumentParser:
-    """A parser, or that of a command among others, whose help ends with examples."""
-    kwargs: dict[str, Any] = {
-        "epilog": examples.strip(),
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,  # a misspelt option is an error
-    }
-    if commands is None:
-        return _Parser(name, description=description, **kwargs)
-    sentence = f"{description[0].upper()}{description[1:]}."
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=description, description=sentence, **kwargs)
-    return parser
-
-
 def train(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser("grpo-train", "Train a recipe. Without arguments: show what there is.", _TRAIN_EXAMPLES)
+    parser = make_parser("grpo-train", "Train a recipe. Without arguments: show what there is.", _TRAIN_EXAMPLES)
     parser.add_argument("recipe", nargs="?", help="a YAML file, or the name of a bundled recipe (--list)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDE)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
@@ -234,7 +200,7 @@ def _how_to_continue(recipe: Recipe, is_fresh: bool) -> str:
 
 
 def evaluate(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser("grpo-eval", "Evaluate a checkpoint, or compare two on the same prompts.", _EVAL_EXAMPLES)
+    parser = make_parser("grpo-eval", "Evaluate a checkpoint, or compare two on the same prompts.", _EVAL_EXAMPLES)
     parser.add_argument("recipe", help="a YAML file or bundled recipe with the data, rewards and sampling to use")
     parser.add_argument(
         "models",
@@ -304,12 +270,12 @@ def _evaluate(
 
 
 def data(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser(
+    parser = make_parser(
         "grpo-data", "Prepare JSONL files.", f"{_SPLIT_EXAMPLES}{_CONVERT_EXAMPLES}".replace("\n\nexamples:", "")
     )
     commands = parser.add_subparsers(dest="command", required=True)
     text = "split a file into parts, such as for SFT and RL, stratified by a column"
-    split = _parser("split", text, _SPLIT_EXAMPLES, commands)
+    split = make_parser("split", text, _SPLIT_EXAMPLES, commands)
     split.add_argument("file", type=Path, metavar="FILE", help="JSONL file; its parts are written beside it")
     split.add_argument(
         "--by", metavar="COLUMN", help="column to stratify by, or a quotient A/B of two (B at least 1); default: none"
@@ -322,7 +288,7 @@ def data(arguments: Sequence[str] | None = None) -> int:
     )
     split.add_argument("--into", nargs="+", metavar="NAME=SHARE", help="any number of parts, in place of two")
     split.add_argument("--together", metavar="COLUMN", help="keep lines with the same value of this column in one part")
-    convert = _parser(
+    convert = make_parser(
         "convert", "convert a published data set into files that recipes read", _CONVERT_EXAMPLES, commands
     )
     convert.add_argument("format", choices=("gsm8k", "convai2", "tweets"), help="the data set")
@@ -402,7 +368,7 @@ def _write_parts(parts: dict[Path, list[Any]], overwrite: bool) -> None:
 
 def report(arguments: Sequence[str] | None = None) -> int:
     text = "Write plots and a report page for a run, finished or not, or for several runs."
-    parser = _parser("grpo-report", text, _REPORT_EXAMPLES)
+    parser = make_parser("grpo-report", text, _REPORT_EXAMPLES)
     parser.add_argument(
         "folder", type=Path, nargs="*", help="folder of a run, one without --compare; the page is written into it"
     )

@@ -1,5 +1,5 @@
 """Requirements of a recipe before it starts: files, packages, devices, memory. Nothing is trained or
-written, and of a model only its configuration and, for a chat template, its tokenizer are read."""
+written, and of a model only its configuration and its tokenizer are read."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from grpo_trainer.pretrained import load_tokenizer
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
 from grpo_trainer.recipe_checks import check_lengths, used_embedders
-from grpo_trainer.rewards import load_reward, require_columns
-from grpo_trainer.splits import corpus_of, load_splits, missing_files, require_lines
+from grpo_trainer.rewards import gaps, load_reward, require_columns
+from grpo_trainer.splits import corpus_of, load_splits, missing_files, no_usable_line, require_lines
 from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.trackers import TRACKERS
 from grpo_trainer.train import check_backend, plan_of, rewards_or_default
 
 Check = Callable[[], Any]
+MakeTokenizer = Callable[[], Any]  # made once, when something first needs it
 
 
 def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[list[str], list[str]]:
@@ -42,13 +44,17 @@ def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[
     Returns:
         Lines that describe the run, and the problems that keep it from starting.
     """
-    problems = [problem for check in _checks(recipe, is_used) if (problem := _problem(check))]
-    lines = [f"{recipe.name}: {', '.join(_described(recipe))}; {processes} process{'es' if processes > 1 else ''}"]
-    lines += _algorithms(recipe)
+    splits = _readable(recipe)
+    tokenizer = functools.cache(lambda: _tokenizer(recipe, splits or load_splits(recipe.data, recipe.seed)))
+    found = [problem for check in _checks(recipe, splits, is_used) if (problem := _problem(check))]
+    problems = list(dict.fromkeys(found))
+    phases = ", ".join(_described(recipe)) or "no phases"
+    lines = [f"{recipe.name}: {phases}; {processes} process{'es' if processes > 1 else ''}"]
+    lines += [*_algorithms(recipe), *_gaps(recipe, splits)]
     if recipe.model.path == "tiny" and any(problem.startswith("data.") for problem in problems):
         return lines, problems  # its vocabulary comes from the data
     try:
-        model = _skeleton(recipe)
+        model = _skeleton(recipe, tokenizer)
         estimates = memory.estimate(recipe, model, processes)
     except Exception as error:
         # a wrong algorithm is among the problems already
@@ -59,7 +65,9 @@ def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[
         return lines, problems
     if problem := _problem(lambda: check_lengths(recipe, context_length(model.lm.config))):
         problems.append(problem)
-    counts = f"{model.count / 1e6:,.1f} million weights, {model.trained / 1e6:,.1f} of them trained"
+    if splits is not None and (problem := _problem(lambda: _check_prompts(recipe, splits, tokenizer))):
+        problems.append(problem)
+    counts = f"{model.count / 1e6:,.2f} million weights, {model.trained / 1e6:,.2f} of them trained"
     lines.append(f"{recipe.model.path}: {counts}")
     for estimate in estimates:
         lines += ["", *_table(estimate)]
@@ -82,14 +90,11 @@ def _problem(check: Check) -> str | None:
     return None
 
 
-def _checks(recipe: Recipe, is_used: bool) -> Iterator[Check]:
-    splits = _readable(recipe)
+def _checks(recipe: Recipe, splits: Splits | None, is_used: bool) -> Iterator[Check]:
     yield lambda: checkpoint.refuse_used_folder(recipe.folder, is_used)
     yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe, splits)
     yield from _model_checks(recipe.model)
-    if splits is not None:
-        yield lambda: _check_chat(recipe, splits)
     for kind in recipe.logging.to:
         yield lambda kind=kind: TRACKERS[kind](recipe)  # type: ignore[misc]
     for number, phase in enumerate(recipe.phases):
@@ -97,8 +102,9 @@ def _checks(recipe: Recipe, is_used: bool) -> Iterator[Check]:
             yield lambda number=number, rl=phase.rl: plan_of(number, rl)  # type: ignore[misc]
             yield from _rl_checks(f"phases.{number}.rl", phase.rl)
             yield from _reward_checks(f"phases.{number}.rl", phase.rl.rewards, splits, "train")
-    if recipe.evaluation.rewards:
-        yield from _reward_checks("evaluation", recipe.evaluation.rewards, splits, "test")
+    if recipe.evaluation.rewards or all(phase.rl is None for phase in recipe.phases):
+        for split in ("test", "validation") if recipe.evaluation.every else ("test",):
+            yield from _reward_checks("evaluation", recipe.evaluation.rewards, splits, split)
     for key, name in used_embedders(recipe):
         yield functools.partial(require_embedder, key, name)
 
@@ -114,6 +120,16 @@ def _readable(recipe: Recipe) -> Splits | None:
 def _reward_checks(key: str, rewards: list[Reward], splits: Splits | None, split: str) -> Iterator[Check]:
     for i, reward in enumerate(rewards if splits is None else rewards_or_default(rewards, splits)):
         yield functools.partial(_check_reward, reward, f"{key}.rewards.{i}", getattr(splits, split, []))
+
+
+def _gaps(recipe: Recipe, splits: Splits | None) -> Iterator[str]:
+    for number, phase in enumerate(recipe.phases):
+        if phase.rl is None or splits is None:
+            continue
+        for i, reward in enumerate(rewards_or_default(phase.rl.rewards, splits)):
+            where = f"phases.{number}.rl.rewards.{i}"
+            with contextlib.suppress(Exception):  # is among the problems
+                yield from gaps(reward, load_reward(reward, where), where, splits.train)
 
 
 def _check_reward(reward: Reward, where: str, lines: list[Item]) -> None:
@@ -152,13 +168,18 @@ def _model_checks(model: Model) -> Iterator[Check]:
             yield _raising(f"{key} needs a GPU, and there is none")
 
 
-def _check_chat(recipe: Recipe, splits: Splits) -> None:
-    """Applies the chat template, if any, to the first prompt."""
-    model = recipe.model
-    prompts = [line[recipe.data.prompt] for line in (splits.train or splits.sft)[:1]]
-    for prompt in prompts:
-        if model.chat_template or model.chat_template_options or isinstance(prompt, list):
-            encode_prompt(_tokenizer(recipe, splits), prompt, model.chat_template, model.chat_template_options)
+def _check_prompts(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer) -> None:
+    """Raises if no prompt of some phase fits the model; of each phase, prompts are encoded up to one that does."""
+    model, folder = recipe.model, Path(recipe.model.path)
+    if folder.is_dir() and all(path.name == "config.json" for path in folder.iterdir()):
+        return  # a configuration alone, for an estimate of the memory
+    chat = (model.chat_template, model.chat_template_options)
+    for number, phase in enumerate(recipe.phases):
+        kind, lines = ("rl", splits.train) if phase.rl is not None else ("sft", splits.sft)
+        lengths = (len(encode_prompt(tokenizer(), line[recipe.data.prompt], *chat)) for line in lines)
+        if lines and not any(0 < length <= model.max_prompt_tokens for length in lengths):
+            left_out = f"; prompts left out: {len(lines)} by model.max_prompt_tokens, {model.max_prompt_tokens}"
+            raise ValueError(no_usable_line(number, kind, left_out))
 
 
 def _tokenizer(recipe: Recipe, splits: Splits) -> Any:
@@ -202,12 +223,11 @@ def _algorithms(recipe: Recipe) -> Iterator[str]:
                 yield f"phase {number}, {phase.rl.algorithm.name}: {plan_of(number, phase.rl).described()}"
 
 
-def _skeleton(recipe: Recipe) -> memory.Skeleton:
+def _skeleton(recipe: Recipe, tokenizer: MakeTokenizer) -> memory.Skeleton:
     if recipe.model.path != "tiny":
         return memory.load_skeleton(recipe.model)
     tiny = recipe.model.tiny
-    tokenizer = _tokenizer(recipe, load_splits(recipe.data, recipe.seed))
-    return memory.make_skeleton(recipe.model, lambda attention: make_tiny(tiny, tokenizer, attention))
+    return memory.make_skeleton(recipe.model, lambda attention: make_tiny(tiny, tokenizer(), attention))
 
 
 def _table(estimate: memory.Estimate) -> Iterator[str]:

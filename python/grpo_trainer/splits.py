@@ -63,6 +63,11 @@ def require_lines(recipe: Recipe, splits: Splits) -> None:
         raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}{columns}")
 
 
+def no_usable_line(number: int, kind: str, left_out: str) -> str:
+    """The error about a phase without a line whose prompt fits the model."""
+    return f"data: phase {number} ({kind}) has no usable line{left_out}"
+
+
 def _read(data: Data) -> Splits:
     if missing := missing_files(data):
         raise FileNotFoundError("; ".join(missing))

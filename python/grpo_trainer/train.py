@@ -28,9 +28,9 @@ from grpo_trainer.policy import Policy, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
 from grpo_trainer.recipe_checks import check_lengths, used_embedders
-from grpo_trainer.rewards import RewardFunction, load_reward, require_columns
+from grpo_trainer.rewards import RewardFunction, gaps, load_reward, require_columns
 from grpo_trainer.rollout import select_usable
-from grpo_trainer.splits import corpus_of, load_splits, require_lines
+from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
 from grpo_trainer.tasks.base import Item, Splits
 
 
@@ -172,6 +172,12 @@ class Trainer:
         ):
             for i, (settings, function) in enumerate(zip(*rewards, strict=True)):
                 require_columns(settings, function, f"{where}.rewards.{i}", lines)
+        self._gaps = [
+            gap
+            for number, rewards in self._rewards.items()
+            for i, pair in enumerate(zip(*rewards, strict=True))
+            for gap in gaps(*pair, f"phases.{number}.rl.rewards.{i}", self.splits.train)
+        ]
 
     def _resolve_embedders(self, rl_phases: dict[int, Rl]) -> dict[str, str]:
         """Embedders by recipe key; "auto" depends on the installed packages."""
@@ -241,6 +247,7 @@ class Trainer:
             self._start_logs(start_phase, start_step, resume)
             if not self.is_given:
                 checkpoint.keep_base(self.recipe, self.policy)
+        self._require_usable_lines(start_phase)
         self._store_calibration()
         self.distribute_weights()
         for number, phase in enumerate(self.recipe.phases):
@@ -272,6 +279,8 @@ class Trainer:
         is_free = self.backend is None and self.policy.device.type == "cpu"
         if is_free and (reason := gk.available_backends()["cpu"]) != "ok":
             self.log.line(f"no kernels run on this CPU ({reason}): the reference takes their place, and is slower")
+        for gap in self._gaps:
+            self.log.line(gap)
         facts = {"processes": distributed.world_size(), "embedders": self.embedders, "algorithms": self._algorithms()}
         self.log.event("started", date=date, **versions, **facts)
 
@@ -301,6 +310,13 @@ class Trainer:
                 self._left_out.setdefault(split, []).append(f"{dropped} by {of}, {limit}")
         self._usable[split] = fitting
         return fitting
+
+    def _require_usable_lines(self, start_phase: int) -> None:
+        """Raises before the first step if no line of some phase fits the model."""
+        for number, phase in list(enumerate(self.recipe.phases))[start_phase:]:
+            run = SftRun if phase.sft is not None else RlRun
+            if not self.items(run.split):
+                raise ValueError(no_usable_line(number, run.kind, self.left_out(run.split)))
 
     def left_out(self, split: str) -> str:
         """How many lines of a split were left out, and why, for an error; an empty prompt counts as one too long."""

@@ -326,6 +326,17 @@ def test_the_nearest_option_is_named(
     assert capsys.readouterr().err.endswith(f"; the nearest is {near!r}\n")
 
 
+@pytest.mark.parametrize("written", ["--seed=3", "--phases.1.rl.steps=3"])
+@pytest.mark.parametrize(("command", "more"), [(cli.train, []), (cli.evaluate, ["model"])])
+def test_a_key_written_as_an_option_is_explained(
+    command: Callable[[list[str]], int], more: list[str], written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(["arithmetic", *more, written])
+    key = written.removeprefix("--").removesuffix("=3")
+    assert capsys.readouterr().err.endswith(f"; a key of the recipe is set without dashes: {key}=VALUE\n")
+
+
 def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.data(["split", "a.jsonl", "--by", "likes", "--output", "x"])

@@ -193,7 +193,11 @@ def test_responses_as_long_as_the_context_are_refused(tmp_path: Path, key: str) 
     config = AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=32, max_position_embeddings=64)
     config.save_pretrained(tmp_path / "model")
     recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}", f"{key}=64")
-    assert dry_run(recipe)[1] == [f"{key}: must be less than the model's context, 64, got 64"]
+    refused = f"{key}: must be less than the model's context, 64, got 64"
+    assert dry_run(recipe)[1] == [refused]
+    (tmp_path / "model" / "weights").touch()
+    is_refused, has_no_tokenizer = dry_run(recipe)[1]
+    assert is_refused == refused and has_no_tokenizer.startswith("model.path: ")
 
 
 def test_data_of_another_form_is_named(tmp_path: Path) -> None:
@@ -249,6 +253,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 number = 1
 
 
+def if_answered(prompts: list[str], completions: list[str], answer: list[int | None], **_: Any) -> list[float | None]:
+    return [value and float(value % 2) for value in answer]
+
+
 def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
@@ -275,6 +283,17 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
             r"^phases\.1\.rl\.algorithm\.similarity\.embedder: must be a model, got the folder '.*' without modules\.",
         ),
         (
+            ["model.max_prompt_tokens=2"],
+            r"^data: phase 0 \(sft\) has no usable line; prompts left out: \d+ by model\.max_prompt_tokens, 2$",
+        ),
+        (
+            [
+                "phases=[{{sft: {{steps: 1}}}}]",
+                "data={{task: null, train: '{lines}', demonstration: d, test: '{lines}'}}",
+            ],
+            r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'; .*; set evaluation\.rewards for others$",
+        ),
+        (
             ["model.chat_template=true"],
             r"^model\.chat_template: true needs a tokenizer with a chat template, and that of model\.path has none$",
         ),
@@ -283,11 +302,29 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
 def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    recipe = small.recipe(tmp_path / "run", *(text.format(file=file, folder=tmp_path) for text in overrides))
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt": "1 + 1", "d": "2"}) + "\n")
+    places = {"file": file, "folder": tmp_path, "lines": lines}
+    recipe = small.recipe(tmp_path / "run", *(text.format(**places) for text in overrides))
     _printed, problems = dry_run(recipe)
     assert len(problems) == 1 and re.search(message, problems[0]), problems
     with pytest.raises((TypeError, ValueError, OSError), match=message):
         Trainer(recipe).run()
+
+
+def test_lines_without_a_column_that_a_reward_takes_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": i or None, "d": "2"}) + "\n" for i in range(8)))
+    data = f"data={{task: null, train: '{path}', demonstration: d, test: '{path}'}}"
+    rewards = [f"phases.1.rl.rewards=[{{name: '{__name__}:if_answered'}}]", "phases.1.rl.steps=1"]
+    recipe = small.recipe(tmp_path / "run", data, *rewards, "logging.progress=true")
+    gap = f"phases.1.rl.rewards.0: '{__name__}:if_answered' gets None for 'answer', which 1 of 8 lines lack"
+    assert gap in dry_run(recipe)[0]
+    capsys.readouterr()
+    Trainer(recipe).run()
+    assert capsys.readouterr().err.splitlines().count(gap) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,6 +419,17 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
         train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
 
 
+def test_a_later_phase_without_a_usable_line_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(small.recipe(tmp_path))
+    items = trainer.items
+    monkeypatch.setattr(trainer, "items", lambda split: [] if split == "train" else items(split))
+    with pytest.raises(ValueError, match=r"^data: phase 1 \(rl\) has no usable line$"):
+        trainer.run()
+    assert not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)
+
+
 def test_demonstrations_are_read_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(small.recipe(tmp_path))
     monkeypatch.setattr("grpo_trainer.train.encode_demonstration", lambda *_: [0, 10**6])

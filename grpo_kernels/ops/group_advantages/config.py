@@ -127,7 +127,7 @@ class AdvantageConfig(PlannedConfig):
     """How rewards become advantages. A field left at ``None`` takes the estimator's value.
 
     Args:
-        estimator: starting point, one of :meth:`AdvantageConfig.names`
+        estimator: starting point, one of AdvantageConfig.names()
         center: what is subtracted: "none", "mean", "leave_one_out", "length" (token-weighted mean), "baseline" (one
             value per row) or "runner_up" (pass@k: the best row gets best minus second best, the others 0)
         scale: what is divided by: "none", "std" (of the group), "batch_std", "mean" (of the group) or
@@ -266,18 +266,18 @@ class AdvantageConfig(PlannedConfig):
         return tuple(_ESTIMATORS)
 
     @classmethod
-    def of(cls, config: AdvantageConfig | str) -> AdvantageConfig:
-        """Returns a config unchanged, and resolves the name of an estimator."""
+    def of(cls, config: AdvantageConfig | str, op: str = "group_advantages") -> AdvantageConfig:
+        """Returns a config unchanged, and resolves the name of an estimator; errors name `op`."""
         if isinstance(config, AdvantageConfig):
             return config
-        config_or_name("group_advantages", "config", config, cls)
+        config_or_name(op, "config", config, cls)
         if config not in cls._presets:
             meant = None
             if config.lower() in _LOSSES_OF_GRPO:
                 meant = f"{config!r} is a loss, and its advantages are 'grpo'"
             elif (estimator := _OF_TOKENS.get(config.lower())) is not None:
                 meant = f"its advantages are of tokens: token_advantages(config={estimator!r})"
-            raise unknown("group_advantages", "config", config, _ESTIMATORS, meant)
+            raise unknown(op, "config", config, _ESTIMATORS, meant)
         return cls._presets[config]
 
 

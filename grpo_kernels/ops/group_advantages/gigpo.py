@@ -44,6 +44,7 @@ def gigpo_advantages(
         raise ValueError(f"{_OP}: episode_rewards must have shape [N], got {list(episode_rewards.shape)}")
     checks.per_row(_OP, "step_returns", step_returns, checks.FLOATS, episode_rewards)
     checks.per_row(_OP, "states", states, checks.INTEGERS, episode_rewards)
-    episodes = group_advantages(episode_rewards, groups, config=config, backend=backend).advantages
-    steps = group_advantages(step_returns, groups, subgroups=states, config=config, backend=backend).advantages
+    settings = AdvantageConfig.of(config, _OP)
+    episodes = group_advantages(episode_rewards, groups, config=settings, backend=backend).advantages
+    steps = group_advantages(step_returns, groups, subgroups=states, config=settings, backend=backend).advantages
     return episode_weight * episodes + step_weight * steps

@@ -82,7 +82,10 @@ def _check_lora(
     if lora is None:
         return None, None, 1.0
     if not isinstance(lora, (tuple, list)) or len(lora) != 3:
-        raise TypeError(f"{op}: lora must be a tuple of A [r, H], B [V, r] and a scale, got {type(lora).__name__}")
+        size = f" of {len(lora)}" if isinstance(lora, (tuple, list)) else ""
+        raise TypeError(
+            f"{op}: lora must be a tuple of A [r, H], B [V, r] and a scale, got {type(lora).__name__}{size}"
+        )
     a, b, scale = lora
     checks.finite(op, "the scale of lora", scale)
     dtypes = (hidden.dtype, torch.promote_types(hidden.dtype, torch.float32))

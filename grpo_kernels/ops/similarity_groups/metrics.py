@@ -124,7 +124,7 @@ def similarity_advantages(
             f"got {list(embeddings.shape)}"
         )
     checks.same_device(name, "embeddings", embeddings, rewards.device)
-    settings = AdvantageConfig.of(config)
+    settings = AdvantageConfig.of(config, name)
     clusters = similarity_groups(
         embeddings, groups, valid=valid, num_groups=num_groups, max_size=max_size, config=similarity, backend=backend
     )

@@ -46,8 +46,6 @@ class PhaseContext(Protocol):
 
     def items(self, split: str) -> list[Item]: ...
 
-    def left_out(self, split: str) -> str: ...
-
     def rewards_of(self, phase: int) -> tuple[list[Reward], list[RewardFunction]]: ...
 
     def evaluate(self, split: str, phase: int, step: int) -> dict[str, float]: ...
@@ -126,9 +124,6 @@ class PhaseRun:
     def _run(self) -> None:
         trainer = self.trainer
         data = trainer.items(self.split)
-        if not data:
-            why = trainer.left_out(self.split)
-            raise ValueError(f"data: phase {self.number} ({self.kind}) has no usable line{why}")
         self._evaluate_if_due(self.start)
         for step in range(self.start + 1, self.settings.steps + 1):
             # processes hold different rows and need different dropout masks

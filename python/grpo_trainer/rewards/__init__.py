@@ -11,7 +11,7 @@ import inspect
 import math
 import traceback
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,9 +95,20 @@ def require_columns(settings: Reward, function: RewardFunction, where: str, line
     for names in _needs(function):
         if not any(name in known for name in names):
             needed = " or ".join(map(repr, names))
-            raise ValueError(f"{where}: {settings.name!r} needs the column {needed}{known_columns(names[0], known)}")
+            way_out = f"; set {where.rpartition('.')[0]} for others"
+            columns_there = known_columns(names[0], known)
+            raise ValueError(f"{where}: {settings.name!r} needs the column {needed}{columns_there}{way_out}")
     if not _is_bundled(function):
         _refuse_arguments(settings, function, where, known)
+
+
+def gaps(settings: Reward, function: RewardFunction, where: str, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a sentence for each column that a reward takes by name and that some lines lack."""
+    for names in _needs(function):
+        lacking = sum(all(line.get(name) is None for name in names) for line in lines)
+        if 0 < lacking < len(lines) and "truncated" not in names:
+            needed = " or ".join(map(repr, names))
+            yield f"{where}: {settings.name!r} gets None for {needed}, which {lacking} of {len(lines)} lines lack"
 
 
 def _refuse_arguments(setting: Reward, function: RewardFunction, where: str, columns: Sequence[str]) -> None:

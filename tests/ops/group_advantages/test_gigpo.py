@@ -66,6 +66,7 @@ def test_a_nan_return_leaves_the_step_out_of_its_state() -> None:
         (ValueError, "episode_rewards must have shape [N]", {"episode_rewards": torch.zeros(4, 2)}),
         (ValueError, "step_returns must have shape [40]", {"step_returns": torch.zeros(3)}),
         (ValueError, "step_weight must be a finite number", {"step_weight": NAN}),
+        (ValueError, "config must be one of grpo", {"config": "gropo"}),
     ],
     ids=str,
 )

@@ -200,7 +200,7 @@ def test_errors() -> None:
     hidden, weight, targets = torch.randn(3, 5), torch.randn(7, 5), torch.tensor([0, 1, 2])
     a, b = torch.randn(2, 5), torch.randn(7, 2)
     cases: list[tuple[Any, type[Exception], str]] = [
-        ((a, b), TypeError, "lora must be a tuple of A [r, H], B [V, r] and a scale, got tuple"),
+        ((a, b), TypeError, "lora must be a tuple of A [r, H], B [V, r] and a scale, got tuple of 2"),
         ((a, b, "1"), TypeError, "the scale of lora must be a number, got str '1'"),
         ((a, b, float("inf")), ValueError, "the scale of lora must be a finite number, got inf"),
         ((a.t(), b, 1.0), ValueError, "A of lora must have shape [r, 5] with r > 0, got [5, 2]"),

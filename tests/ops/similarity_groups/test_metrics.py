@@ -207,6 +207,7 @@ X, R = torch.zeros(4, 2), torch.zeros(4)
         ({"embeddings": X[:2]}, ValueError, r"embeddings must have one row per reward, 4, got \[2, 2\]"),
         ({"embeddings": X.to("meta")}, ValueError, "embeddings must be on cpu like the first argument, got meta"),
         ({"similarity": 3}, TypeError, "similarity must be a SimilarityConfig or a str, got int"),
+        ({"config": "gropo"}, ValueError, "similarity_advantages: config must be one of grpo"),
         ({"similarity": "averag"}, ValueError, "similarity_advantages: similarity must be one of .*'average'"),
         ({"config": "grop"}, ValueError, "did you mean 'grpo'"),
         ({"groups": 3}, ValueError, "groups must divide the number of rows, 4, got 3"),
