@@ -66,9 +66,8 @@ def train(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--processes",
         type=int,
-        default=1,
         metavar="COUNT",
-        help="devices that --dry-run divides the memory among; default: %(default)s",
+        help="devices that --dry-run divides the memory among; default: 1",
     )
     parser.add_argument("--keys", action="store_true", help="explain every key of a recipe")
     parser.add_argument("--list", action="store_true", help="list the bundled recipes and the algorithms")
@@ -90,7 +89,20 @@ def train(arguments: Sequence[str] | None = None) -> int:
         parser.error("a recipe is needed; --list names the bundled ones")
     if options.resume and options.fresh:
         parser.error("--resume continues the run that --fresh deletes")
+    if options.processes is not None and not options.dry_run:
+        launch = f"torchrun --nproc_per_node {options.processes} -m grpo_trainer {options.recipe}"
+        parser.error(f"--processes is that of --dry-run; several processes are started by {launch}")
+    _refuse_repeated(parser, options.overrides)
     return _run(lambda: _examine(options) if options.dry_run else _train(options))
+
+
+def _refuse_repeated(parser: argparse.ArgumentParser, overrides: Sequence[str]) -> None:
+    """Refuses a key that is set twice, of which only the last value would count."""
+    by_key: dict[str, str] = {}
+    for assignment in overrides:
+        first = by_key.setdefault(assignment.partition("=")[0], assignment)
+        if first is not assignment:
+            parser.error(f"a key can be set once, got {first} and {assignment}")
 
 
 def _list(text: str) -> None:
@@ -131,11 +143,12 @@ def _examine(options: argparse.Namespace) -> None:
     from grpo_trainer import recipe as recipes
     from grpo_trainer.dry_run import dry_run
 
-    if options.processes < 1:
-        raise ValueError(f"--processes: must be positive, got {options.processes}")
+    processes = 1 if options.processes is None else options.processes
+    if processes < 1:
+        raise ValueError(f"--processes: must be positive, got {processes}")
     _import_from_current_folder()
     recipe = recipes.load(options.recipe, options.overrides, options.smoke)
-    lines, problems = dry_run(recipe, options.processes, is_used=options.resume or options.fresh)
+    lines, problems = dry_run(recipe, processes, is_used=options.resume or options.fresh)
     print("\n".join(lines))
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
@@ -223,6 +236,7 @@ def evaluate(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"one or two models, got {len(models)}")
     if len(set(models)) < len(models):
         parser.error(f"two different models, got {models[0]} twice")
+    _refuse_repeated(parser, overrides)
     return _run(lambda: _evaluate(options.recipe, overrides, models, options.split, options.json, options.report))
 
 

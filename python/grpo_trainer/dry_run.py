@@ -27,7 +27,7 @@ from grpo_trainer.splits import corpus_of, load_splits, missing_files, no_usable
 from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.trackers import TRACKERS
-from grpo_trainer.train import check_backend, plan_of, rewards_or_default
+from grpo_trainer.train import check_backend, default_rewards, plan_of, rewards_or_default
 
 Check = Callable[[], Any]
 MakeTokenizer = Callable[[], Any]  # made once, when something first needs it
@@ -50,7 +50,7 @@ def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[
     problems = list(dict.fromkeys(found))
     phases = ", ".join(_described(recipe)) or "no phases"
     lines = [f"{recipe.name}: {phases}; {processes} process{'es' if processes > 1 else ''}"]
-    lines += [*_algorithms(recipe), *_gaps(recipe, splits)]
+    lines += [*_algorithms(recipe), *_reward_notes(recipe, splits)]
     if recipe.model.path == "tiny" and any(problem.startswith("data.") for problem in problems):
         return lines, problems  # its vocabulary comes from the data
     try:
@@ -122,9 +122,12 @@ def _reward_checks(key: str, rewards: list[Reward], splits: Splits | None, split
         yield functools.partial(_check_reward, reward, f"{key}.rewards.{i}", getattr(splits, split, []))
 
 
-def _gaps(recipe: Recipe, splits: Splits | None) -> Iterator[str]:
+def _reward_notes(recipe: Recipe, splits: Splits | None) -> Iterator[str]:
+    if splits is None:
+        return
+    yield from default_rewards(recipe, splits)
     for number, phase in enumerate(recipe.phases):
-        if phase.rl is None or splits is None:
+        if phase.rl is None:
             continue
         for i, reward in enumerate(rewards_or_default(phase.rl.rewards, splits)):
             where = f"phases.{number}.rl.rewards.{i}"

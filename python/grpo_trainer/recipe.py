@@ -221,7 +221,7 @@ class Rl:
     micro_batch: int = key(128, "responses per forward pass")
     optimizer: Optimizer = key(Optimizer, "optimizer of this phase")
     rollout: Rollout = key(Rollout, "sampling of responses")
-    rewards: list[Reward] = key([], "rewards; empty: that of the task")
+    rewards: list[Reward] = key([], "rewards; empty: that of the task, or exact for files")
     algorithm: Algorithm = key(Algorithm, "advantages and loss")
     share_prompts: bool = key(
         True, "compute each prompt once for all its responses in the update; off with gradient_checkpointing"
@@ -247,7 +247,9 @@ class Evaluation:
     temperature: float = key(1.0, "sampling temperature")
     pass_k: list[int] = key([1, 4, 8], "values of k for pass@k; those above samples are skipped")
     embedder: str = key("auto", "embedder of the diversity measures; names as in similarity", names=EMBEDDERS)
-    rewards: list[Reward] = key([], "rewards of evaluations; empty: those of the first RL phase, or of the task")
+    rewards: list[Reward] = key(
+        [], "rewards of evaluations; empty: those of the first RL phase, or else that of the task, or exact"
+    )
     max_new_tokens: int | None = key(
         None, "longest response; null: that of the first RL phase, or 64 tokens without such a phase"
     )

@@ -134,10 +134,12 @@ def _sharding(recipe: Any) -> Iterator[Rule]:
 
 
 def _data(data: Any) -> Iterator[Rule]:
+    from grpo_trainer.tasks import TASKS
+
     if data.task is None:
         yield "data.train", data.train, data.train is not None, "must be given without a task"
         yield "data.options", data.options, not data.options, "requires a bundled task"
-    else:
+    elif data.task in TASKS:  # another name is refused as the data are made
         for name in ("train", "sft", "validation", "test"):
             path = getattr(data, name)
             yield f"data.{name}", path, path is None, f"requires task: null, which is {data.task!r}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+_NEEDS_QUOTES = "a text with braces or brackets needs quotes of its own: '\"{...}\"'"
 
 
 def key(default: Any, help: str, config: str | None = None, names: str | None = None) -> Any:
@@ -38,7 +39,9 @@ def key(default: Any, help: str, config: str | None = None, names: str | None = 
 def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Builds the dataclass `kind` from a mapping. Errors name the key's full path, the rule and the value."""
     if not isinstance(values, Mapping):
-        raise TypeError(f"{where or 'recipe'}: must be a mapping, got {type(values).__name__} {values!r}")
+        written = _as_mapping(kind, values)
+        way_out = f"; it is written {written}" if written else ""
+        raise TypeError(f"{where or 'recipe'}: must be a mapping, got {type(values).__name__} {values!r}{way_out}")
     fields = fields_of(kind)
     problems: list[Exception] = [
         ValueError(unknown_key(where, str(name), list(fields))) for name in values if name not in fields
@@ -178,7 +181,9 @@ def read_yaml(text: str, where: str) -> Any:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).replace('in "<unicode string>", ', "in ").split())
-        raise ValueError(f"{where}: must be YAML: {reason}") from None
+        is_text = text.lstrip().startswith(("{", "[")) and "\n" not in text
+        way_out = f"; {_NEEDS_QUOTES}" if is_text else ""
+        raise ValueError(f"{where}: must be YAML: {reason}{way_out}") from None
 
 
 def plain(value: Any) -> Any:
@@ -253,10 +258,18 @@ def check_type(kind: Any, value: Any, where: str) -> None:
 
 def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
     is_text = isinstance(value, list | dict) and str in (kind, *typing.get_args(kind))
-    way_out = "; a text with braces or brackets needs quotes of its own: '\"{...}\"'" if is_text else ""
+    way_out = f"; {_NEEDS_QUOTES}" if is_text else ""
     if typing.get_origin(kind) is list and isinstance(value, str | int | float):
-        way_out = f"; a list of one is written [{value}]"
+        of = typing.get_args(kind)[0]
+        mapping = _as_mapping(of, value) if dataclasses.is_dataclass(of) else ""
+        way_out = f"; a list of one is written [{mapping or value}]"
     return TypeError(f"{where}: must be {describe(kind)}, got {type(value).__name__} {value!r}{way_out}")
+
+
+def _as_mapping(kind: Any, value: Any) -> str:
+    """The mapping that a text in its place was meant to be, such as a reward's name; empty if it is unknown."""
+    first = dataclasses.fields(kind)[0]
+    return f"{{{first.name}: {value}}}" if isinstance(value, str) and first.type in (str, "str") else ""
 
 
 def describe(kind: Any) -> str:

@@ -8,6 +8,7 @@ import datetime
 import functools
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def plan_of(phase: int, rl: Rl) -> Plan:
             "responses of a prompt, got 1"
         )
     return plan
+
+
+def default_rewards(recipe: Recipe, splits: Splits) -> Iterator[str]:
+    """Yields a sentence for each RL phase on files whose rewards the recipe leaves out."""
+    for number, phase in enumerate(recipe.phases):
+        if phase.rl is not None and not phase.rl.rewards and recipe.data.task is None:
+            yield f"phases.{number}.rl.rewards: none is named, so {' and '.join(splits.rewards)} rewards the responses"
 
 
 def rewards_or_default(rewards: list[Reward], splits: Splits) -> list[Reward]:
@@ -279,8 +287,8 @@ class Trainer:
         is_free = self.backend is None and self.policy.device.type == "cpu"
         if is_free and (reason := gk.available_backends()["cpu"]) != "ok":
             self.log.line(f"no kernels run on this CPU ({reason}): the reference takes their place, and is slower")
-        for gap in self._gaps:
-            self.log.line(gap)
+        for note in (*default_rewards(self.recipe, self.splits), *self._gaps):
+            self.log.line(note)
         facts = {"processes": distributed.world_size(), "embedders": self.embedders, "algorithms": self._algorithms()}
         self.log.event("started", date=date, **versions, **facts)
 

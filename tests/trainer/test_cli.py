@@ -69,6 +69,12 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
     [
         ("phases.1.rl.rolout.batch=3", "phases.1.rl.rolout: no such key; the nearest is 'rollout'"),
         ("sead=3", "sead: no such key; the nearest is 'seed'"),
+        ("phases.1.rl.rewards=exact", "got str 'exact'; a list of one is written [{name: exact}]"),
+        (
+            "phases.1.rl.rewards=[exact]",
+            "phases.1.rl.rewards.0: must be a mapping, got str 'exact'; it is written {name: exact}",
+        ),
+        ("data.template={prompt} {answer}", """; a text with braces or brackets needs quotes of its own: '"{...}"'"""),
         ("qqqq=3", "qqqq: no such key; all are backend"),
         ("seed=[3", "seed: must be YAML: "),
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
@@ -335,6 +341,25 @@ def test_a_key_written_as_an_option_is_explained(
         command(["arithmetic", *more, written])
     key = written.removeprefix("--").removesuffix("=3")
     assert capsys.readouterr().err.endswith(f"; a key of the recipe is set without dashes: {key}=VALUE\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            ["arithmetic", "--processes", "2"],
+            "--processes is that of --dry-run; several processes are started by "
+            "torchrun --nproc_per_node 2 -m grpo_trainer arithmetic",
+        ),
+        (["arithmetic", "seed=1", "threads=1", "seed=2"], "a key can be set once, got seed=1 and seed=2"),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.train(arguments)
+    assert capsys.readouterr().err.endswith(f"error: {error}\n")
 
 
 def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -312,6 +312,19 @@ def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str],
         Trainer(recipe).run()
 
 
+def test_the_reward_of_files_without_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i), "d": "2"}) + "\n" for i in range(8)))
+    data = f"data={{task: null, train: '{path}', demonstration: d, test: '{path}'}}"
+    recipe = small.recipe(tmp_path / "run", data, "phases.1.rl.rewards=[]", "phases.1.rl.steps=1")
+    recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, progress=True))
+    note = "phases.1.rl.rewards: none is named, so exact rewards the responses"
+    assert note in dry_run(recipe)[0]
+    capsys.readouterr()
+    Trainer(recipe).run()
+    assert note in capsys.readouterr().err.splitlines()
+
+
 def test_lines_without_a_column_that_a_reward_takes_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,9 @@ def _verl_rejections(where: str, options: Any, thresholds: Any) -> tuple[tuple[s
     names = list(dict.fromkeys(name.strip() for name in options.split(",") if name.strip()))
     if not names:
         raise ValueError(f"{where}: rollout_rs must name at least one statistic, got {options!r}")
+    for name in names:
+        if name not in VERL_STATISTICS:
+            raise unknown(where, "rollout_rs", name, VERL_STATISTICS)
     parts = [part.strip() for part in str(thresholds).split(",") if part.strip()]
     if thresholds is None or len(parts) not in (1, len(names)):
         raise ValueError(
@@ -104,8 +107,6 @@ def _verl_rejections(where: str, options: Any, thresholds: Any) -> tuple[tuple[s
         )
     rejections: list[tuple[str, float | None, float]] = []
     for name, part in zip(names, parts * len(names) if len(parts) == 1 else parts, strict=True):
-        if name not in VERL_STATISTICS:
-            raise unknown(where, "rollout_rs", name, VERL_STATISTICS)
         low, high = _pair(where, "rollout_rs_threshold", part)
         if name.endswith("k1"):  # bounds of the ratio of the sampler to the trainer
             rejections.append((name, math.log(1 / high if low is None else low), math.log(high)))

@@ -118,6 +118,7 @@ def test_defaults_are_those_of_verl() -> None:
         ({"rollout_is_threshold": -1}, "got -1"),
         ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "rollout_rs must be one of token_k1"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, "must be one number, got '0.1_0.2'"),
+        ({"rollout_rs": "token_k4"}, "rollout_rs must be one of token_k1"),
         ({"rollout_rs": "token_k1"}, "rollout_rs_threshold must hold one value"),
         ({"rollout_rs": "token_k1,token_k2,token_k3", "rollout_rs_threshold": "1,2"}, "got '1,2'"),
         ({"bypass_mode": True}, "bypass_mode must be False, got True"),
