@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import defaultdict
 
@@ -15,7 +16,7 @@ import hypothesis
 import pytest
 
 from grpo_kernels import backends
-from tests import thinning
+from tests import interpreter, thinning
 from tests.emulation import build
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
@@ -29,6 +30,8 @@ hypothesis.settings.load_profile("project")
 def pytest_configure(config: pytest.Config) -> None:
     # xdist already uses every core
     torch.set_num_threads(2 if not hasattr(config, "workerinput") else 1)
+    if backends.interpreting() and importlib.util.find_spec("triton") is not None:
+        interpreter.quicken()
     emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
     if not torch.cuda.is_available() and emulate:
         torch.ops.load_library(str(build.library()))
