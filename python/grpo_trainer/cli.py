@@ -148,7 +148,7 @@ def _examine(options: argparse.Namespace) -> None:
         raise ValueError(f"--processes: must be positive, got {processes}")
     _import_from_current_folder()
     recipe = recipes.load(options.recipe, options.overrides, options.smoke)
-    lines, problems = dry_run(recipe, processes, is_used=options.resume or options.fresh)
+    lines, problems = dry_run(recipe, processes, options.resume or options.fresh, options.resume)
     print("\n".join(lines))
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))
@@ -340,6 +340,8 @@ def _split(options: argparse.Namespace) -> None:
     for name in options.names or ():
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise ValueError(f"--names: must be of letters, digits, ., - and _, got {name!r}")
+    if options.names and len(set(options.names)) < 2:
+        raise ValueError(f"--names: must be two different names, got {options.names[0]!r} twice")
     shares = dict(zip(options.names or ("phase1", "phase2"), (ratio, round(1 - ratio, 12)), strict=True))
     if options.into is not None:
         shares = named_shares(options.into)

@@ -33,13 +33,16 @@ Check = Callable[[], Any]
 MakeTokenizer = Callable[[], Any]  # made once, when something first needs it
 
 
-def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[list[str], list[str]]:
+def dry_run(
+    recipe: Recipe, processes: int = 1, is_used: bool = False, resumes: bool = False
+) -> tuple[list[str], list[str]]:
     """Examines a recipe.
 
     Args:
         recipe: the recipe.
         processes: devices that the run would have.
         is_used: the run would resume or replace what is in its folder.
+        resumes: the run would resume, so that its recipe must be that of the folder's run.
 
     Returns:
         Lines that describe the run, and the problems that keep it from starting.
@@ -47,6 +50,8 @@ def dry_run(recipe: Recipe, processes: int = 1, is_used: bool = False) -> tuple[
     splits = _readable(recipe)
     tokenizer = functools.cache(lambda: _tokenizer(recipe, splits or load_splits(recipe.data, recipe.seed)))
     found = [problem for check in _checks(recipe, splits, is_used) if (problem := _problem(check))]
+    if resumes and (problem := _problem(lambda: checkpoint.load_last(recipe))):
+        found.append(problem)
     problems = list(dict.fromkeys(found))
     phases = ", ".join(_described(recipe)) or "no phases"
     lines = [f"{recipe.name}: {phases}; {processes} process{'es' if processes > 1 else ''}"]

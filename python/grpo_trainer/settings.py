@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -246,6 +247,8 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if type(value) is not kind:
         raise _mismatch(kind, value, where)
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{where}: must be a finite number, got {value}")
     return value
 
 

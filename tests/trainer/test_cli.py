@@ -8,7 +8,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +75,7 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ),
         ("data.template={prompt} {answer}", """; a text with braces or brackets needs quotes of its own: '"{...}"'"""),
         ("qqqq=3", "qqqq: no such key; all are backend"),
+        ("phases.1.rl.rewards=[{name: exact, weight: .nan}]", "rewards.0.weight: must be a finite number, got nan"),
         ("seed=[3", "seed: must be YAML: "),
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
@@ -156,6 +156,10 @@ def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, caps
     assert all(torch.equal(value, whole[name]) for name, value in weights(folder).items())
     assert timeless(lines(folder)) == timeless(lines(finished / "run"))
     assert lines(folder, "events")[-1]["event"] == "checkpoint" and "resumed" in str(lines(folder, "events"))
+    assert cli.train([*command, "--resume", "--dry-run"]) == 0
+    capsys.readouterr()
+    assert cli.train([*command, "--resume", "--dry-run", "seed=3"]) == 2
+    assert "belongs to another recipe: seed is 0 there and 3 here" in capsys.readouterr().err
     assert cli.train([*command, "--fresh", "seed=3"]) == 0
     assert json.loads((folder / "recipe.json").read_text())["seed"] == 3
     assert "resumed" not in str(lines(folder, "events"))
@@ -315,59 +319,6 @@ def test_a_module_that_transformers_cannot_import_is_reported_with_its_cause(
     assert capsys.readouterr().err.startswith(error)
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "near"),
-    [
-        (cli.train, ["arithmetic", "--resum"], "--resume"),
-        (cli.evaluate, ["arithmetic", "a", "--jsn", "x"], "--json"),
-        (cli.data, ["convert", "gsm8k", "a.jsonl", "--leave-ot"], "--leave-out"),
-        (cli.report, ["--comparee", "a"], "--compare"),
-    ],
-)
-def test_the_nearest_option_is_named(
-    command: Callable[[list[str]], int], arguments: list[str], near: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command(arguments)
-    assert capsys.readouterr().err.endswith(f"; the nearest is {near!r}\n")
-
-
-@pytest.mark.parametrize("written", ["--seed=3", "--phases.1.rl.steps=3"])
-@pytest.mark.parametrize(("command", "more"), [(cli.train, []), (cli.evaluate, ["model"])])
-def test_a_key_written_as_an_option_is_explained(
-    command: Callable[[list[str]], int], more: list[str], written: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command(["arithmetic", *more, written])
-    key = written.removeprefix("--").removesuffix("=3")
-    assert capsys.readouterr().err.endswith(f"; a key of the recipe is set without dashes: {key}=VALUE\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (
-            ["arithmetic", "--processes", "2"],
-            "--processes is that of --dry-run; several processes are started by "
-            "torchrun --nproc_per_node 2 -m grpo_trainer arithmetic",
-        ),
-        (["arithmetic", "seed=1", "threads=1", "seed=2"], "a key can be set once, got seed=1 and seed=2"),
-    ],
-)
-def test_arguments_that_would_be_ignored_are_refused(
-    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.train(arguments)
-    assert capsys.readouterr().err.endswith(f"error: {error}\n")
-
-
-def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.data(["split", "a.jsonl", "--by", "likes", "--output", "x"])
-    assert capsys.readouterr().err.endswith("--output x; it belongs to grpo-data convert\n")
-
-
 def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"text": f"ü {i}", "likes": i % 10 * 7 % 11, "post_likes": i % 3} for i in range(101)]
     file = tmp_path / "replies.jsonl"
@@ -401,6 +352,7 @@ def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ('{"a": 1}\n{"a": "x"}\n', ["--by", "a"], "--by: a must be a number on every line, got 'x' on line 2"),
         ('{"a": NaN}\n', ["--by", "a"], "--by: a must be a number on every line, got nan on line 1"),
         ('{"a": 1}\n', ["--names", "../a", "b"], "--names: must be of letters, digits, ., - and _, got '../a'"),
+        ('{"a": 1}\n', ["--names", "a", "a"], "--names: must be two different names, got 'a' twice"),
         ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
         ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),
         ('{"a": 1}\n', ["--by", "a", "--parts", "0"], "--parts: must be at least 1, got 0"),

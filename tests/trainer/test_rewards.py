@@ -98,9 +98,9 @@ def test_without_a_gold_there_is_no_reward(name: str) -> None:
     [
         ("gsm8k", {"correct": 0.1, "format": 0.1}, r"gsm8k.format: .* less than correct = 0.1, got 0.1"),
         ("gsm8k", {"format": -0.1}, r"gsm8k.format: .* got -0.1"),
-        ("gsm8k", {"correct": math.inf}, r"gsm8k.correct: must be positive, got inf"),
-        ("gsm8k", {"correct": math.nan}, r"gsm8k.correct: must be positive, got nan"),
-        ("gsm8k", {"format": math.nan}, r"gsm8k.format: .* got nan"),
+        ("gsm8k", {"correct": math.inf}, r"options.correct: must be a finite number, got inf"),
+        ("gsm8k", {"correct": math.nan}, r"options.correct: must be a finite number, got nan"),
+        ("gsm8k", {"format": math.nan}, r"options.format: must be a finite number, got nan"),
         ("reply", {"weights": {"relevanse": 1.0}}, r"reply.weights.relevanse: .* nearest is 'relevance'"),
         ("reply", {"weights": {"relevance": 0.5}}, r"reply.weights: must sum to 1, got 1.2"),
         ("reply", {"weights": {"relevance": 0.55, "length": -0.1}}, r"reply.weights.length: .* got -0.1"),
