@@ -262,6 +262,8 @@ def _evaluate(
         if output.is_dir():
             raise ValueError(f"--json: must be a file, got the folder {str(output)!r}")
         output.parent.mkdir(parents=True, exist_ok=True)
+    if report is not None and report.exists() and not report.is_dir():
+        raise ValueError(f"--report: must be a folder, got the file {str(report)!r}")
     results = [evaluate_model(recipe, model, split) for model in models]
     if not distributed.is_main_process():
         return
@@ -410,6 +412,8 @@ def report(arguments: Sequence[str] | None = None) -> int:
 
     def draw() -> None:
         output = options.output or Path("report")
+        if output.exists() and not output.is_dir():
+            raise ValueError(f"--output: must be a folder, got the file {str(output)!r}")
         if options.compare:
             from grpo_trainer.report.comparison import write_comparison
 
@@ -462,6 +466,7 @@ def _run(command: Callable[[], int | None]) -> int:
         ValueError,
         TypeError,
         OSError,
+        FloatingPointError,
         CheckpointError,
         RewardError,
         EmbedderError,

@@ -22,6 +22,7 @@ from grpo_trainer.pretrained import load_tokenizer
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
 from grpo_trainer.recipe_checks import check_lengths, used_embedders
+from grpo_trainer.references import check_reference
 from grpo_trainer.rewards import gaps, load_reward, require_columns
 from grpo_trainer.splits import corpus_of, load_splits, missing_files, no_usable_line, require_lines
 from grpo_trainer.tasks.base import Item, Splits
@@ -177,10 +178,14 @@ def _model_checks(model: Model) -> Iterator[Check]:
 
 
 def _check_prompts(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer) -> None:
-    """Raises if no prompt of some phase fits the model; of each phase, prompts are encoded up to one that does."""
+    """Raises if the reference reads other tokens, or no prompt of a phase fits the model.
+
+    Prompts are encoded up to one that fits.
+    """
     model, folder = recipe.model, Path(recipe.model.path)
     if folder.is_dir() and all(path.name == "config.json" for path in folder.iterdir()):
         return  # a configuration alone, for an estimate of the memory
+    check_reference(model, tokenizer())
     chat = (model.chat_template, model.chat_template_options)
     for number, phase in enumerate(recipe.phases):
         kind, lines = ("rl", splits.train) if phase.rl is not None else ("sft", splits.sft)

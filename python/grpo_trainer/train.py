@@ -29,6 +29,7 @@ from grpo_trainer.policy import Policy, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl, Similarity, Vllm
 from grpo_trainer.recipe_checks import check_lengths, used_embedders
+from grpo_trainer.references import check_reference
 from grpo_trainer.rewards import RewardFunction, gaps, load_reward, require_columns
 from grpo_trainer.rollout import select_usable
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
@@ -211,6 +212,7 @@ class Trainer:
 
     def _check_policy(self) -> None:
         check_lengths(self.recipe, self.policy.context_length)
+        check_reference(self.recipe.model, self.policy.tokenizer)
         for number, phase in enumerate(self.recipe.phases):
             if phase.rl is not None and phase.rl.rollout.engine == "vllm":
                 key = f"phases.{number}.rl.rollout"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from grpo_trainer import checkpoint
+from grpo_trainer.dry_run import dry_run
 from grpo_trainer.policy import load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, load
 from grpo_trainer.train import Trainer
@@ -144,3 +147,27 @@ def test_models_with_adapters_are_refused(saved: Path, tmp_path: Path) -> None:
     adapted = load_policy(Model(path=str(saved), lora=Lora(rank=2)), [], None)
     with pytest.raises(TypeError, match="must be a model of transformers without adapters"):
         Trainer(object_recipe(tmp_path), adapted.lm, adapted.tokenizer)
+
+
+def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(saved, other)
+
+    def refused(path: Path) -> str:
+        recipe = small.recipe(tmp_path / "run", f"model={{path: {saved}, reference_model_path: {path}}}")
+        with pytest.raises(ValueError) as raised:
+            Trainer(recipe)
+        assert dry_run(recipe)[1] == [str(raised.value)]
+        return str(raised.value)
+
+    assert refused(tmp_path / "none").startswith("model.reference_model_path: no such model")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 5}))
+    assert "must read the tokens of model.path, got" in refused(other)
+    (other / "config.json").write_text(json.dumps(config))
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    words = vocabulary["model"]["vocab"]
+    first, second = sorted(words, key=words.get)[-2:]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    assert f"is token {words[first]} and not {words[second]}" in refused(other)

@@ -220,7 +220,10 @@ class PhaseRun:
         distributed.assert_identical("the gradient's norm", norm)
         # fp16 gradients are expected to overflow now and then: the scaler skips the step and lowers the loss scale
         if not math.isfinite(norm) and self.trainer.accelerator.scaler is None:
-            raise FloatingPointError(f"phase {self.number}: the gradient's norm must be finite, got {norm}")
+            raise FloatingPointError(
+                f"phase {self.number}: the gradient's norm must be finite, got {norm}; lower the learning "
+                "rate, or set model.dtype to bfloat16 or float32"
+            )
         if self.watched is not None:
             self.watched = _weights_and_gradients(self.trainer.policy)
         self.optimizer.step()
