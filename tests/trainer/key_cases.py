@@ -303,7 +303,7 @@ CASES: dict[str, Case] = {
     "model.chat_template": made(True, splits, *SAVED),
     "model.chat_template_options": made({"tone": "calmly"}, splits, *SAVED, "model.chat_template=true"),
     "model.max_prompt_tokens": made(19, splits),
-    "model.reference_model_path": ran("{saved}", metric("train/kl_rollout"), *SAVED),
+    "model.reference_model_path": ran("{sibling}", metric("train/kl_rollout"), *SAVED),
     "data.task": made("strategies", splits, "data.options={{test: 4}}"),
     "data.options": made({"test": 4}, splits),
     "data.train": made("{other}", splits, *FILES),

@@ -21,6 +21,7 @@ from grpo_trainer import cli, memory
 from grpo_trainer.dry_run import dry_run
 from grpo_trainer.policy import Policy, cache_name, load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, Tiny, load
+from grpo_trainer.settings import plain
 from grpo_trainer.tiny import make_tiny
 from grpo_trainer.train import Trainer
 from transformers import AutoConfig, DynamicCache
@@ -240,7 +241,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         )
         assert column in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.json").write_text("{}")
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(plain(load(recipe))))
     for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
         assert cli.train([str(recipe), "--dry-run", *options]) == status
     assert "contains a run already" in capsys.readouterr().err

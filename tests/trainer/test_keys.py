@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -67,9 +68,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     policy = Trainer(small.recipe(folder / "run", "seed=5")).policy
     policy.tokenizer.chat_template = "{% for message in messages %}said {{ tone }}: {{ message.content }}{% endfor %}"
     save_policy(policy, folder / "saved")
+    with torch.no_grad():
+        for weight in policy.lm.parameters():
+            weight.mul_(1.1)
+    save_policy(policy, folder / "sibling")
     for name, lines in (("data", LINES), ("other", LINES[::-2])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return {"saved": str(folder / "saved"), "data": str(folder / "data.jsonl"), "other": str(folder / "other.jsonl")}
+    models = {name: str(folder / name) for name in ("saved", "sibling")}
+    return models | {name: str(folder / f"{name}.jsonl") for name in ("data", "other")}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,7 @@ def test_every_key_has_an_entry() -> None:
 def test_every_key_changes_something(seen: Any, key: str) -> None:
     case = CASES[key]
     value = json.dumps(case.value).replace("{", "{{").replace("}", "}}")
-    for name in ("saved", "data", "other"):
+    for name in ("saved", "sibling", "data", "other"):
         value = value.replace(f"{{{{{name}}}}}", f"{{{name}}}")
     changed = CHANGES.get(key, (f"{place(key)}={value}",))
     # outside the assertion, as observations may be long
