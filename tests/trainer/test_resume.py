@@ -96,7 +96,7 @@ def test_a_branch_of_another_recipe_is_refused(tmp_path: Path, monkeypatch: pyte
         checkpoint.start_run(first_phase(tmp_path / name, *unset))
         with pytest.raises(CheckpointError, match=rf"to branch, evaluation\.{name} must be set, .* got {shown}$"):
             branch(tmp_path / name, small.recipe(tmp_path / "branch", *SHORT, *unset))
-    with pytest.raises(CheckpointError, match="must have fewer phases than the recipe, 2, and at least 1, got 2$"):
+    with pytest.raises(CheckpointError, match=r"must have fewer phases than the recipe, 2, and at least 1, got 2$"):
         checkpoint.start_run(small.recipe(tmp_path / "whole", *SHORT))
         branch(tmp_path / "whole", small.recipe(tmp_path / "branch", *SHORT, EVALUATION))
     stopped_after(monkeypatch, first_phase(tmp_path / "half", EVALUATION, "checkpoints.every=1"), 0, 1)
