@@ -86,7 +86,7 @@ def select(
         others = [
             name for name in candidates if refusal(name, device_type, dtype, supports, device_index, limits) is None
         ]
-        setting = "backend=" if requested else "use_backend or GRPO_KERNELS_BACKEND with "
+        setting = "backend=" if requested else "GRPO_KERNELS_BACKEND or use_backend, which chose it, with "
         way_out = f"; use {setting}{others[0]!r} or leave it out" if others else ""
         raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
     for name in candidates:

@@ -35,6 +35,19 @@ def test_a_backend_for_a_block_or_for_the_process(monkeypatch: pytest.MonkeyPatc
     assert backends._forced == "reference"
 
 
+def test_a_refused_choice_names_the_setting_that_made_it() -> None:
+    rewards = torch.rand(4).to("meta")
+    for choose, setting in (
+        (lambda: gk.group_advantages(rewards, 4, backend="cpu"), "use backend='reference' or leave it out$"),
+        (
+            lambda: gk.group_advantages(rewards, 4),
+            "GRPO_KERNELS_BACKEND or use_backend, which chose it, with 'reference'",
+        ),
+    ):
+        with gk.use_backend("cpu"), pytest.raises(RuntimeError, match=setting):
+            choose()
+
+
 def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m grpo_kernels` in a checkout imports its sources, which have no compiled kernels."""
 

@@ -42,6 +42,11 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppo": ({}, {}),
     "group_ppo": ({}, {"ratio": "segment"}),
 }
+_FIELDS_OF_TRL = {
+    "beta": "kl_coef",
+    "epsilon": "clip_low, and clip_high unless epsilon_high is given",
+    "epsilon_high": "clip_high",
+}
 CORRECTION = {"weights": "token", "weight_max": 2.0}  # of the mismatch between an engine and the policy
 CORRECTION_OF_SEGMENTS = CORRECTION | {"weights": "sequence"}  # whose terms read the weight of one token
 WITH_CRITIC = ("ppo", "group_ppo")
@@ -348,10 +353,16 @@ def _changed(config: Any) -> str:
     return ", ".join(changed) or "the defaults"
 
 
+def _unknown_field(key: str, name: str, known: list[str]) -> str:
+    if key == "loss" and name in _FIELDS_OF_TRL:
+        return f"algorithm.loss.{name}: no such key; TRL's {name} is {_FIELDS_OF_TRL[name]}"
+    return unknown_key(f"algorithm.{key}", name, known)
+
+
 def _config(kind: Callable[..., Config], fields: dict[str, Any], key: str) -> Config:
     """Builds a config from YAML, whose lists become tuples; errors name the key of the recipe."""
     known = list(inspect.signature(kind).parameters)
-    refuse([ValueError(unknown_key(f"algorithm.{key}", name, known)) for name in fields if name not in known])
+    refuse([ValueError(_unknown_field(key, name, known)) for name in fields if name not in known])
     kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     try:
         return kind(**kwargs)

@@ -148,7 +148,7 @@ def _examine(options: argparse.Namespace) -> None:
         raise ValueError(f"--processes: must be positive, got {processes}")
     _import_from_current_folder()
     recipe = recipes.load(options.recipe, options.overrides, options.smoke)
-    lines, problems = dry_run(recipe, processes, options.resume or options.fresh, options.resume)
+    lines, problems = dry_run(recipe, processes, options.resume, options.fresh)
     print("\n".join(lines))
     if problems:
         raise ValueError("\n  ".join(["this run cannot start:", *problems]))

@@ -35,24 +35,22 @@ MakeTokenizer = Callable[[], Any]  # made once, when something first needs it
 
 
 def dry_run(
-    recipe: Recipe, processes: int = 1, is_used: bool = False, resumes: bool = False
+    recipe: Recipe, processes: int = 1, resume: bool = False, fresh: bool = False
 ) -> tuple[list[str], list[str]]:
     """Examines a recipe.
 
     Args:
         recipe: the recipe.
         processes: devices that the run would have.
-        is_used: the run would resume or replace what is in its folder.
-        resumes: the run would resume, so that its recipe must be that of the folder's run.
+        resume: the run would continue the one in its folder, which must be of the same recipe.
+        fresh: the run would replace the one in its folder.
 
     Returns:
         Lines that describe the run, and the problems that keep it from starting.
     """
     splits = _readable(recipe)
     tokenizer = functools.cache(lambda: _tokenizer(recipe, splits or load_splits(recipe.data, recipe.seed)))
-    found = [problem for check in _checks(recipe, splits, is_used) if (problem := _problem(check))]
-    if resumes and (problem := _problem(lambda: checkpoint.load_last(recipe))):
-        found.append(problem)
+    found = [problem for check in _checks(recipe, splits, resume, fresh) if (problem := _problem(check))]
     problems = list(dict.fromkeys(found))
     phases = ", ".join(_described(recipe)) or "no phases"
     lines = [f"{recipe.name}: {phases}; {processes} process{'es' if processes > 1 else ''}"]
@@ -71,7 +69,7 @@ def dry_run(
         return lines, problems
     if problem := _problem(lambda: check_lengths(recipe, context_length(model.lm.config))):
         problems.append(problem)
-    if splits is not None and (problem := _problem(lambda: _check_prompts(recipe, splits, tokenizer))):
+    if splits is not None and (problem := _problem(lambda: _check_tokens(recipe, splits, tokenizer, model.lm))):
         problems.append(problem)
     counts = f"{model.count / 1e6:,.2f} million weights, {model.trained / 1e6:,.2f} of them trained"
     lines.append(f"{recipe.model.path}: {counts}")
@@ -96,8 +94,10 @@ def _problem(check: Check) -> str | None:
     return None
 
 
-def _checks(recipe: Recipe, splits: Splits | None, is_used: bool) -> Iterator[Check]:
-    yield lambda: checkpoint.refuse_used_folder(recipe.folder, is_used)
+def _checks(recipe: Recipe, splits: Splits | None, resume: bool, fresh: bool) -> Iterator[Check]:
+    yield lambda: checkpoint.refuse_used_folder(recipe.folder, may_hold_run=resume or fresh)
+    if resume:
+        yield lambda: checkpoint.load_last(recipe)
     yield lambda: check_backend(recipe.backend)
     yield from _data_checks(recipe, splits)
     yield from _model_checks(recipe.model)
@@ -177,7 +177,7 @@ def _model_checks(model: Model) -> Iterator[Check]:
             yield _raising(f"{key} needs a GPU, and there is none")
 
 
-def _check_prompts(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer) -> None:
+def _check_tokens(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer, lm: Any) -> None:
     """Raises if the reference reads other tokens, or no prompt of a phase fits the model.
 
     Prompts are encoded up to one that fits.
@@ -185,14 +185,14 @@ def _check_prompts(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer) -> 
     model, folder = recipe.model, Path(recipe.model.path)
     if folder.is_dir() and all(path.name == "config.json" for path in folder.iterdir()):
         return  # a configuration alone, for an estimate of the memory
-    check_reference(model, tokenizer())
+    check_reference(model, tokenizer(), lm)
     chat = (model.chat_template, model.chat_template_options)
     for number, phase in enumerate(recipe.phases):
         kind, lines = ("rl", splits.train) if phase.rl is not None else ("sft", splits.sft)
         lengths = (len(encode_prompt(tokenizer(), line[recipe.data.prompt], *chat)) for line in lines)
         if lines and not any(0 < length <= model.max_prompt_tokens for length in lengths):
-            left_out = f"; prompts left out: {len(lines)} by model.max_prompt_tokens, {model.max_prompt_tokens}"
-            raise ValueError(no_usable_line(number, kind, left_out))
+            left_out = f"{len(lines)} by model.max_prompt_tokens, {model.max_prompt_tokens}"
+            raise ValueError(no_usable_line(f"phase {number} ({kind})", [left_out]))
 
 
 def _tokenizer(recipe: Recipe, splits: Splits) -> Any:

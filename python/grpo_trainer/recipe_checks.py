@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_kernels import SimilarityConfig
 from grpo_trainer.settings import refuse, refuse_misspelt
+from grpo_trainer.tasks import TASKS
 
 EMBEDDERS = ("auto", "hashed", "minilm", "name or folder of sentence-transformers")
 Rule = tuple[str, Any, bool, str]  # key, value, whether the rule is met, the rule
@@ -134,8 +135,6 @@ def _sharding(recipe: Any) -> Iterator[Rule]:
 
 
 def _data(data: Any) -> Iterator[Rule]:
-    from grpo_trainer.tasks import TASKS
-
     if data.task is None:
         yield "data.train", data.train, data.train is not None, "must be given without a task"
         yield "data.options", data.options, not data.options, "requires a bundled task"

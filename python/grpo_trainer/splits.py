@@ -63,9 +63,15 @@ def require_lines(recipe: Recipe, splits: Splits) -> None:
         raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}{columns}")
 
 
-def no_usable_line(number: int, kind: str, left_out: str) -> str:
-    """The error about a phase without a line whose prompt fits the model."""
-    return f"data: phase {number} ({kind}) has no usable line{left_out}"
+def no_usable_line(of: str, left_out: Sequence[str]) -> str:
+    """The error about a phase or split without a line whose prompt fits the model; an empty prompt is too long, too.
+
+    Args:
+        of: the phase or split.
+        left_out: how many lines were left out, by each limit.
+    """
+    reasons = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
+    return f"data: {of} has no usable line{reasons}"
 
 
 def _read(data: Data) -> Splits:

@@ -110,7 +110,7 @@ class Trainer:
         self.is_given, self.reference = model is not None, reference
         self.seconds: dict[str, float] = defaultdict(float)  # spent in the parts of the current step
         self._usable: dict[str, list[Item]] = {}
-        self._left_out: dict[str, list[str]] = {}  # by split, for errors
+        self.left_out: dict[str, list[str]] = defaultdict(list)  # by split, for errors
 
     def _make_policy(self, model: Any, tokenizer: Any, reference: Any) -> Policy:
         settings = self.recipe.model
@@ -212,7 +212,7 @@ class Trainer:
 
     def _check_policy(self) -> None:
         check_lengths(self.recipe, self.policy.context_length)
-        check_reference(self.recipe.model, self.policy.tokenizer)
+        check_reference(self.recipe.model, self.policy.tokenizer, self.policy.lm)
         for number, phase in enumerate(self.recipe.phases):
             if phase.rl is not None and phase.rl.rollout.engine == "vllm":
                 key = f"phases.{number}.rl.rollout"
@@ -317,7 +317,7 @@ class Trainer:
         ):
             if dropped:
                 self.log.event("prompts left out", split=split, count=dropped, limit=limit, of=of)
-                self._left_out.setdefault(split, []).append(f"{dropped} by {of}, {limit}")
+                self.left_out[split].append(f"{dropped} by {of}, {limit}")
         self._usable[split] = fitting
         return fitting
 
@@ -326,12 +326,7 @@ class Trainer:
         for number, phase in list(enumerate(self.recipe.phases))[start_phase:]:
             run = SftRun if phase.sft is not None else RlRun
             if not self.items(run.split):
-                raise ValueError(no_usable_line(number, run.kind, self.left_out(run.split)))
-
-    def left_out(self, split: str) -> str:
-        """How many lines of a split were left out, and why, for an error; an empty prompt counts as one too long."""
-        reasons = self._left_out.get(split)
-        return f"; prompts left out: {', '.join(reasons)}" if reasons else ""
+                raise ValueError(no_usable_line(f"phase {number} ({run.kind})", self.left_out[run.split]))
 
     def _fits_context(self, split: str, item: Item) -> bool:
         """Whether the model can read the prompt together with the longest response."""
@@ -472,6 +467,7 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
         model = dataclasses.replace(recipe.model, path=path)
     else:
         model = dataclasses.replace(recipe.model, path=path, lora=None)
+    model = dataclasses.replace(model, reference_model_path=None)  # of the KL term, which is not evaluated
     logging = dataclasses.replace(recipe.logging, to=[])
     trainer = Trainer(dataclasses.replace(_without_engines(recipe), model=model, logging=logging))
     trainer.log.is_main = False  # keeps the evaluation out of the run's logs
@@ -480,5 +476,5 @@ def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
     trainer.distribute_weights()
     result = trainer.evaluate_split(split)
     if result is None:
-        raise ValueError(f"data: the split {split!r} has no usable line{trainer.left_out(split)}")
+        raise ValueError(no_usable_line(f"the split {split!r}", trainer.left_out[split]))
     return result

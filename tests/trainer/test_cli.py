@@ -75,6 +75,7 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ),
         ("data.template={prompt} {answer}", """; a text with braces or brackets needs quotes of its own: '"{...}"'"""),
         ("qqqq=3", "qqqq: no such key; all are backend"),
+        ("phases.1.rl.algorithm.loss={beta: 0.04}", "algorithm.loss.beta: no such key; TRL's beta is kl_coef"),
         ("phases.1.rl.rewards=[{name: exact, weight: .nan}]", "rewards.0.weight: must be a finite number, got nan"),
         ("seed=[3", "seed: must be YAML: "),
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),

@@ -18,7 +18,7 @@ from grpo_trainer import checkpoint
 from grpo_trainer.dry_run import dry_run
 from grpo_trainer.policy import load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, load
-from grpo_trainer.train import Trainer
+from grpo_trainer.train import Trainer, evaluate_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.trainer import small
@@ -171,3 +171,5 @@ def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: P
     words[first], words[second] = words[second], words[first]
     (other / "tokenizer.json").write_text(json.dumps(vocabulary))
     assert f"is token {words[first]} and not {words[second]}" in refused(other)
+    recipe = small.recipe(tmp_path / "run", f"model={{path: {saved}, reference_model_path: {other}}}")
+    assert evaluate_model(recipe, str(saved), "test").metrics  # which has no KL term

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +64,22 @@ def test_an_option_of_another_command_is_named(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match="2"):
         cli.data(["split", "a.jsonl", "--by", "likes", "--output", "x"])
     assert capsys.readouterr().err.endswith("--output x; it belongs to grpo-data convert\n")
+
+
+def test_a_file_in_the_place_of_a_page_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for command, arguments, option in (
+        (cli.evaluate, ["arithmetic", str(tmp_path), "--report", str(file)], "--report"),
+        (cli.report, ["--compare", str(tmp_path), "--output", str(file)], "--output"),
+    ):
+        assert command(arguments) == 2
+        assert capsys.readouterr().err == f"error: {option}: must be a folder, got the file {str(file)!r}\n"
+
+
+def test_a_gradient_that_is_not_finite_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise FloatingPointError("phase 0: the gradient's norm must be finite, got nan")
+
+    assert cli._run(fails) == 2
+    assert capsys.readouterr().err == "error: phase 0: the gradient's norm must be finite, got nan\n"
