@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from fractions import Fraction
 
@@ -209,8 +210,13 @@ ADVERSARIAL = {
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_time_is_linear(name: str) -> None:
     text = ADVERSARIAL[name](100_000)
-    start = time.process_time()
-    parse_number(text)
-    final_number(text)
-    # at most 0.3 s on an idle machine; quadratic time would take minutes
-    assert time.process_time() - start < 3
+    gc.disable()  # a collection goes through all that earlier tests left in this process: 3 s where the work takes 1 s
+    try:
+        start = time.process_time()
+        parse_number(text)
+        final_number(text)
+        seconds = time.process_time() - start
+    finally:
+        gc.enable()
+    # at most 1 s on an idle machine; quadratic time would take minutes
+    assert seconds < 3

@@ -6,12 +6,12 @@ including the percent sign (50% is 50 and not 0.5, as in the solutions of GSM8K)
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
 # Longer numerals and larger exponents are rejected: they cost quadratic time, and Python's own limit is near.
 DIGITS = 400
@@ -62,8 +62,7 @@ _PHRASE = re.compile(
 _NEAR = 200  # largest number of characters between a mark and its number
 
 
-@dataclasses.dataclass(frozen=True)
-class _Number:
+class _Number(NamedTuple):
     match: re.Match[str]
     start: int  # position of the sign
     is_negative: bool
