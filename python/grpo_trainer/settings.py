@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 _NEEDS_QUOTES = "a text with braces or brackets needs quotes of its own: '\"{...}\"'"
+_EMPTY = "; an empty one is written {}"
 
 
 def key(default: Any, help: str, config: str | None = None, names: str | None = None) -> Any:
@@ -41,7 +42,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Builds the dataclass `kind` from a mapping. Errors name the key's full path, the rule and the value."""
     if not isinstance(values, Mapping):
         written = _as_mapping(kind, values)
-        way_out = f"; it is written {written}" if written else ""
+        way_out = f"; it is written {written}" if written else _EMPTY if values is None else ""
         raise TypeError(f"{where or 'recipe'}: must be a mapping, got {type(values).__name__} {values!r}{way_out}")
     fields = fields_of(kind)
     problems: list[Exception] = [
@@ -129,7 +130,7 @@ def fields_of(kind: type) -> dict[str, Field]:
 
 
 def override(values: dict[str, Any], assignment: str) -> None:
-    """Applies `a.b.0.c=value` to nested mappings and lists; the value is parsed as YAML."""
+    """Applies `a.b.0.c=value` to nested mappings and lists; the value is parsed as YAML, and null removes a mapping."""
     path, equals, text = assignment.partition("=")
     if not equals or not path:
         raise ValueError(f"override: must be key=value, got {assignment!r}")
@@ -140,7 +141,10 @@ def override(values: dict[str, Any], assignment: str) -> None:
         place = place[_index(place, name, path)] if isinstance(place, list) else place.setdefault(name, {})
         if not isinstance(place, dict | list):
             raise ValueError(f"override: {path} goes through {name!r}, which is {place!r}")
-    place[_index(place, last, path) if isinstance(place, list) else last] = value
+    if value is None and isinstance(place, dict) and isinstance(place.get(last), dict):
+        del place[last]  # as null in a file removes a mapping of the base
+    else:
+        place[_index(place, last, path) if isinstance(place, list) else last] = value
 
 
 def nearest_file(name: object) -> str:
@@ -262,6 +266,10 @@ def check_type(kind: Any, value: Any, where: str) -> None:
 def _mismatch(kind: Any, value: Any, where: str) -> TypeError:
     is_text = isinstance(value, list | dict) and str in (kind, *typing.get_args(kind))
     way_out = f"; {_NEEDS_QUOTES}" if is_text else ""
+    if typing.get_origin(kind) is dict:
+        return TypeError(
+            f"{where}: must be a mapping, got {type(value).__name__} {value!r}{_EMPTY if value is None else ''}"
+        )
     if typing.get_origin(kind) is list and isinstance(value, str | int | float):
         of = typing.get_args(kind)[0]
         mapping = _as_mapping(of, value) if dataclasses.is_dataclass(of) else ""

@@ -111,6 +111,10 @@ def test_overrides() -> None:
     assert recipe.phases[1].rl is not None and recipe.phases[1].rl.steps == 10
     assert recipe.model.tiny.hidden == 64 and recipe.name == "a b"
     assert recipe.model.lora is not None and recipe.model.lora.rank == 4
+    override(values, "model.lora=null")  # removes a mapping, as null in a recipe with a base does
+    assert build(Recipe, values).model == build(Recipe, {"model": {"tiny": {"hidden": 64}}}).model
+    override(values, "model.tiny=null")
+    assert build(Recipe, values).model.tiny == Recipe().model.tiny
     for bad, message in (
         ("seed", "key=value"),
         ("phases.2.rl=1", "index below 2"),
