@@ -31,11 +31,12 @@ def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
 def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     """A local tensor of one of these dtypes."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}{_as_tensor(value)}")
     if type(value).__name__ == "DTensor":  # compared by name because importing the class takes a second
         raise TypeError(f"{op}: {name} must be a tensor of this rank, got DTensor; use to_local() or full_tensor()")
     if value.dtype not in dtypes:
-        raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}")
+        way_out = "; .float() converts it" if torch.float32 in dtypes and value.dtype in (torch.bool, *INTEGERS) else ""
+        raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}{way_out}")
     if value.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
     if not torch.compiler.is_compiling() and _is_followed(value):
@@ -44,6 +45,14 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
             "gradients come from backward() and torch.autograd.grad alone"
         )
     return value
+
+
+def _as_tensor(value: object) -> str:
+    """How a value becomes the tensor that it stands for, as the end of an error."""
+    if isinstance(value, list | tuple) or type(value).__name__ == "ndarray":
+        return "; torch.as_tensor(...) converts it"
+    has_weight = isinstance(value, torch.nn.Module) and isinstance(getattr(value, "weight", None), Tensor)
+    return "; use its .weight" if has_weight else ""
 
 
 def _is_followed(value: Tensor) -> bool:

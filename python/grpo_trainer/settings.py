@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 _NEEDS_QUOTES = "a text with braces or brackets needs quotes of its own: '\"{...}\"'"
-_EMPTY = "; an empty one is written {}"
+_EMPTY = "; {} leaves its keys at their defaults"
 
 
 def key(default: Any, help: str, config: str | None = None, names: str | None = None) -> Any:
@@ -42,7 +42,7 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Builds the dataclass `kind` from a mapping. Errors name the key's full path, the rule and the value."""
     if not isinstance(values, Mapping):
         written = _as_mapping(kind, values)
-        way_out = f"; it is written {written}" if written else _EMPTY if values is None else ""
+        way_out = f"; it is written {written}" if written else _EMPTY if values is None or values is True else ""
         raise TypeError(f"{where or 'recipe'}: must be a mapping, got {type(values).__name__} {values!r}{way_out}")
     fields = fields_of(kind)
     problems: list[Exception] = [

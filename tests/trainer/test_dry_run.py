@@ -258,6 +258,16 @@ def if_answered(prompts: list[str], completions: list[str], answer: list[int | N
     return [value and float(value % 2) for value in answer]
 
 
+class OfLength:
+    """A reward with a state, of which a recipe must name an instance."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        return [float(len(text) == self.length) for text in completions]
+
+
 def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
@@ -274,6 +284,10 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
         (
             ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:without_columns'}}]"],
             r"^phases\.1\.rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
+        ),
+        (
+            ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:OfLength'}}]"],
+            r"^phases\.1\.rl\.rewards\.0\.name: must .*, got '.*', type; name an instance of the class$",
         ),
         (
             ["evaluation.samples=2", "evaluation.embedder=./none"],

@@ -27,7 +27,12 @@ from tests.trainer import small
         ({"phases": {}}, r"^phases: must be list of Phase, got dict"),
         ({"phases": [{}]}, r"^phases.0: must have either sft or rl, got \[\]$"),
         ({"phases": [{"sft": {}}, {"sft": {}, "rl": {}}]}, r"^phases.1: must have either .*, got \['sft', 'rl'\]$"),
-        ({"model": 3}, r"^model: must be a mapping, got int 3"),
+        ({"model": 3}, r"^model: must be a mapping, got int 3$"),
+        (
+            {"model": {"lora": True}},
+            r"^model.lora: must be a mapping, got bool True; \{\} leaves its keys at their defaul",
+        ),
+        ({"data": {"options": None}}, r"^data.options: must be a mapping, got NoneType None; \{\} leaves its keys at"),
         ({"data": {"task": None}}, r"^data.train: must be given without a task, got None"),
         ({"model": {"four_bit": True}}, r"^model.four_bit: requires lora, such as .*, got True"),
         ({"phases": [{"sft": {"steps": 0}}]}, r"^phases.0.sft.steps: must be positive, got 0"),

@@ -58,8 +58,11 @@ def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
     if settings.options:
         raise ValueError(f"{where}.options: requires a bundled reward, got {settings.options!r} with {settings.name!r}")
     function = _import(settings.name, where)
-    if not callable(function):
-        raise TypeError(f"{where}.name: must name a function, got {settings.name!r}, {type(function).__name__}")
+    if not callable(function) or isinstance(function, type):
+        way_out = "; name an instance of the class" if isinstance(function, type) else ""
+        raise TypeError(
+            f"{where}.name: must name a function, got {settings.name!r}, {type(function).__name__}{way_out}"
+        )
     imported: RewardFunction = function
     return imported
 
