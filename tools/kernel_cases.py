@@ -203,7 +203,8 @@ def similarity(backend: str, put: Put) -> Results:
         yield from one_prompt(size, dtype, backend, put)
     ids = put(torch.randint(0, 3, (40,)))
     valid = put(torch.rand(40) > 0.2)
-    yield gk.similarity_groups(put(torch.randn(40, 9)), ids, valid=valid, backend=backend).labels
+    for width in (9, 16):  # unaligned rows, and aligned ones, of which masked ones are not read
+        yield gk.similarity_groups(put(torch.randn(40, width)), ids, valid=valid, backend=backend).labels
 
 
 def outside_similarity(backend: str, put: Put) -> Results:
@@ -331,6 +332,12 @@ def smoke_logits_loss(backend: str, put: Put) -> Results:
     yield torch.autograd.grad(result.loss, logits)[0]
 
 
+def smoke_similarity(backend: str, put: Put) -> Results:
+    """Rows whose pieces are copied asynchronously, and masked ones that are not."""
+    vectors, valid = put(torch.randn(16, 16)), put(torch.arange(16) % 3 > 0)
+    yield gk.similarity_groups(vectors, 8, valid=valid, backend=backend).labels
+
+
 def smoke_silhouette(backend: str, put: Put) -> Results:
     yield from gk.silhouette(put(two_prompts()), put(torch.randint(0, 3, (2, 8))), backend=backend)
 
@@ -352,9 +359,7 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "sampling_correction": corrections,
     "endpoint_segments": row_cases.smoke_segments,
     "token_advantages": row_cases.smoke_token_advantages,
-    "similarity_groups": lambda backend, put: [
-        gk.similarity_groups(put(torch.randn(16, 9)), 8, backend=backend).labels
-    ],
+    "similarity_groups": smoke_similarity,
     "pairwise_cosine": lambda backend, put: [gk.pairwise_cosine(put(torch.randn(16, 9)), 8, backend=backend)],
     "cluster_distances": lambda backend, put: [gk.cluster_distances(put(two_prompts()), backend=backend).labels],
     "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),

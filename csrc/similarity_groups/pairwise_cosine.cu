@@ -119,7 +119,9 @@ __device__ __forceinline__ void load_chunk(const EmbeddingArrays<T>& in, const i
       // where rows come eight at a time, their pieces have the same places
       Piece<T>* const at = kRowsAtOnce % 8 == 0 ? to + place(row, piece) + i * kRowsAtOnce * kLinePieces
                                                 : to + place(row + i * kRowsAtOnce, piece);
-      copy_async(at, in.embeddings + begins[i] + first, begins[i] >= 0 && is_inside);
+      // the address of a piece that is not read must be aligned, too
+      const bool is_read = begins[i] >= 0 && is_inside;
+      copy_async(at, in.embeddings + (is_read ? begins[i] + first : 0), is_read);
     }
     return;
   }

@@ -147,6 +147,9 @@ inline bool take_copy(unsigned groups, Copy& copy) {
 // The destination may change at any time until the copy is waited for: it is garbage from now on, and right at the last
 // moment. Both writes are inlined, so that a race is reported at the kernel's line.
 __forceinline__ void copy_async_16(void* to, const void* from, bool is_inside, const Site& where) {
+  if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0) {
+    scheduler.fail("cp.async from an address that is not aligned", where);
+  }
   const auto words = static_cast<std::uint64_t*>(to);
   words[0] = words[1] = kGarbage;
   start_copy({words, is_inside ? static_cast<const std::uint64_t*>(from) : nullptr, 0, where});

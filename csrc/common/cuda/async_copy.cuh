@@ -23,7 +23,7 @@ __forceinline__ void wait_for_copies() {
 
 #else
 
-// Starts to copy an aligned piece; one that is not inside becomes zeros, and `from` is not read.
+// Starts to copy an aligned piece. One that is not inside becomes zeros and `from` is not read, but must be aligned.
 template <typename T>
 __device__ __forceinline__ void copy_async(Piece<T>* to, const T* from, bool is_inside) {
   asm volatile(
