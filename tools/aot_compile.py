@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_kernels.aot import AotCase  # noqa: E402 - found through the line above
-from tools.ptx import contractions  # noqa: E402
+from tools.ptx import contractions, widest_load  # noqa: E402
 
 OPS_DIR = ROOT / "grpo_kernels" / "ops"
 
@@ -72,6 +72,7 @@ class Resources:
     spilled_vgprs: int | None = None
     spilled_sgprs: int | None = None
     contractions: tuple[str, ...] | None = None  # source lines whose products PTX fuses into sums
+    widest_load: int | None = None  # bytes, from global memory
 
     @property
     def spills(self) -> bool:
@@ -279,6 +280,7 @@ def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
         compiled = _compile(case, target_name, scratch)
     if target.backend == "cuda":
         numbers, binary = parse_ptxas(log.getvalue()), compiled.asm["cubin"]
+        numbers["widest_load"] = widest_load(compiled.asm["ptx"])
         fused = tuple(contractions(compiled.asm["ptx"]))
     else:
         numbers, binary = parse_amdgcn(compiled.asm["amdgcn"]), compiled.asm["hsaco"]

@@ -1,11 +1,11 @@
-"""Reads PTX for the rounding that its source asks for."""
+"""Reads PTX for the rounding that its source asks for, and for the width of its loads."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-__all__ = ["contractions"]
+__all__ = ["contractions", "widest_load"]
 
 # Fused on purpose, or inside the math library, whose code is attributed to the line of the call.
 _FUSED_ON_PURPOSE = re.compile(r"\b(fma|exp|expm1|log|log1p)f?\(")
@@ -28,6 +28,12 @@ def contractions(ptx: str) -> list[str]:
             lines.add(where)
     texts = [f"{Path(file).name}:{number}: {_source_line(file, number)}" for file, number in sorted(lines)]
     return [text for text in texts if _FUSED_ON_PURPOSE.search(text) is None]
+
+
+def widest_load(ptx: str) -> int:
+    """Bytes of the widest load from global memory; 0 without any."""
+    loads = re.findall(r"\bld\.global\.(?:[a-z]+[0-9]*::\w+\.|[a-z]+\.)*(?:v(\d)\.)?[bsuf](\d+)", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)
 
 
 def _source_line(file: str, number: int) -> str:

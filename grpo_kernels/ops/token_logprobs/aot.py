@@ -16,7 +16,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
     backward_rows = rows | {"grad_logprobs_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}
     backward_rows |= dict.fromkeys(("gradient_outer_stride", "gradient_inner_stride"), "i64")
     temperatures = {"temperatures_ptr": "*fp32"}
-    usual = {"CAPPED": False, "ALIGNED": True, "BLOCK": kernels._BLOCK}
+    usual = {"CAPPED": False, "ALIGNED": True}
     small = {"CAPPED": True, "ALIGNED": False, "BLOCK": kernels._SMALL_BLOCK}
 
     def without(types: dict[str, str], *names: str) -> tuple[dict[str, str], dict[str, None]]:
@@ -31,7 +31,8 @@ def _aot_cases() -> tuple[AotCase, ...]:
     copied, inplace = {"INPLACE": False}, {"INPLACE": True}
 
     def case(kernel: Any, types: dict[str, str], constants: dict[str, Any], label: str) -> AotCase:
-        is_small = constants["BLOCK"] == kernels._SMALL_BLOCK
+        is_small = "BLOCK" in constants
+        constants = {"BLOCK": kernels._BLOCK_BYTES // (4 if types["logits_ptr"] == "*fp32" else 2)} | constants
         warps = kernels._SMALL_WARPS if is_small else kernels._WARPS
         aligned = tuple(name for name in ("logits_ptr", "gradient_ptr") if name in types and not is_small)
         return AotCase(kernel, types | runtime, constants, warps, label=label, aligned=aligned)
