@@ -26,7 +26,7 @@ def forward(
     of_prompts, *results = cluster_distances(distances, modes, coefficients)
     labels = status.new_full(status.shape, -1, dtype=torch.int32)
     ids = status.new_full(status.shape, -1, dtype=torch.int64)
-    for p, (first, rows) in enumerate(_prompts(len(embeddings), order, offsets, num_groups, size)):
+    for p, (first, rows) in enumerate(_prompts(embeddings, order, offsets, num_groups, size)):
         labels[rows] = of_prompts[p, : len(rows)]
         ids[rows] = torch.where(labels[rows] < 0, -1, labels[rows].long() + first)
     return labels, ids, *results, status
@@ -38,7 +38,7 @@ def pairwise_cosine(
     """Cosine distances [P, K, K], infinite for absent, masked and non-finite rows, and the status of each row."""
     distances = embeddings.new_full((num_groups, size, size), torch.inf, dtype=torch.float32)
     status = torch.zeros(len(embeddings), dtype=torch.uint8, device=embeddings.device)
-    for p, (_, rows) in enumerate(_prompts(len(embeddings), order, offsets, num_groups, size)):
+    for p, (_, rows) in enumerate(_prompts(embeddings, order, offsets, num_groups, size)):
         x = embeddings[rows].double()
         products = torch.stack([(x * row).sum(-1) for row in x]) if len(x) else x.new_zeros(0, 0)
         norms = products.diagonal()
@@ -106,12 +106,11 @@ def silhouette(distances: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _prompts(
-    rows: int, order: Tensor | None, offsets: Tensor | None, num_groups: int, size: int
+    embeddings: Tensor, order: Tensor | None, offsets: Tensor | None, num_groups: int, size: int
 ) -> list[tuple[int, Tensor]]:
     """The first place of each prompt, and its rows."""
     bounds = [p * size for p in range(num_groups + 1)] if offsets is None else offsets.tolist()
-    device = None if offsets is None else offsets.device
-    order = torch.arange(rows, device=device) if order is None else order
+    order = torch.arange(len(embeddings), device=embeddings.device) if order is None else order
     return [(bounds[p], order[bounds[p] : bounds[p + 1]]) for p in range(num_groups)]
 
 
