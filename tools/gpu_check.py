@@ -42,6 +42,7 @@ ROOT = Path(__file__).parent.parent.resolve()
 WORK = ROOT / "build" / "gpu_check"
 WHEELS = ROOT / ".wheels"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+ON_CPU = re.compile("parity|distributed|sharded")  # tests of peers and of process groups, which run on the CPU
 REFUSED = r"Device not supported[^\n]*"  # the sanitizer's message in a sandbox without access to the driver
 
 
@@ -211,14 +212,13 @@ class Plan:
         return steps
 
     def tests(self) -> list[Step]:
-        shares = max(1, min(8, self.machine["cores"] // 2))
+        shares = max(1, min(14, self.machine["cores"] - 2))
         pytest = ["-m", "pytest", "-p", "tools.gpu_tests", "-p", "no:cacheprovider", "--import-mode=append"]
         folder = ROOT / "tests" / "ops"
         pytest += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
         pytest += ["--stand-ins", *self.patience] if self.rehearsal else []
         pattern = "token_logprobs/test_*.py" if self.rehearsal else "**/test_*.py"
-        # the peers run on the CPU
-        files = [str(path) for path in sorted(folder.glob(pattern)) if "parity" not in path.name]
+        files = [str(path) for path in sorted(folder.glob(pattern)) if not ON_CPU.search(path.name)]
         steps = []
         for share in range(1, shares + 1):
             lines = self.results / f"tests_{share}.jsonl"
