@@ -35,8 +35,9 @@ def run(
 ) -> dict[str, Tensor]:
     device = device_of(backend)
     arguments = {k: (v.to(device, dtype) if v.is_floating_point() else v.to(device)) for k, v in given.items()}
-    leaves = {name: arguments[name].requires_grad_() for name in ("hidden", "weight", "bias") if name in arguments}
-    result = gk.linear_logprobs(**arguments, return_entropy=entropy, backend=backend, **options)
+    leaves = {k: arguments[k].detach().requires_grad_() for k in ("hidden", "weight", "bias") if k in arguments}
+    options = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    result = gk.linear_logprobs(**arguments | leaves, return_entropy=entropy, backend=backend, **options)
     torch.manual_seed(2)
     upstream = torch.randn(2, *result.logprobs.shape, dtype=F64).to(result.logprobs)
     upstream[:, ::4] = 0  # rows without a gradient
@@ -45,7 +46,7 @@ def run(
         total = total + (result.entropy * upstream[1]).sum()
     total.backward()
     results = {"logprobs": result.logprobs} | ({} if result.entropy is None else {"entropy": result.entropy})
-    return results | {name: leaf.grad for name, leaf in leaves.items()}
+    return {name: value.cpu() for name, value in (results | {n: leaf.grad for n, leaf in leaves.items()}).items()}
 
 
 @needs_cpu_kernels

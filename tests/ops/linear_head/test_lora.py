@@ -43,7 +43,8 @@ def run(
     others = {name: value for name, value in values.items() if name not in NAMES}
     loss = function(leaves, others, backend=backend, **options)
     (loss * 1.5).backward()
-    return {"loss": loss.detach()} | {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    gradients = {name: leaf.grad.cpu() for name, leaf in leaves.items() if leaf.grad is not None}
+    return {"loss": loss.detach().cpu()} | gradients
 
 
 def with_adapter(leaves: dict[str, Tensor], others: dict[str, Any], **options: Any) -> Tensor:

@@ -80,10 +80,12 @@ def run(given: dict[str, Any], backend: str, dtype: torch.dtype = F64, **options
         return value.to(device, dtype) if value.is_floating_point() else value.to(device)
 
     arguments = {name: moved(value) for name, value in given.items()}
-    leaves = {name: arguments[name].requires_grad_() for name in ("hidden", "weight", "bias")}
-    result = gk.linear_policy_loss(backend=backend, **arguments, **options)
+    # leaves of their own: a second call with the same tensors would add to the first one's gradients
+    leaves = {name: arguments[name].detach().requires_grad_() for name in ("hidden", "weight", "bias")}
+    result = gk.linear_policy_loss(backend=backend, **arguments | leaves, **options)
     (result.loss * 1.5).backward()
-    return {"loss": result.loss, "metrics": result.metrics.tensor} | {n: leaf.grad for n, leaf in leaves.items()}
+    results = {"loss": result.loss, "metrics": result.metrics.tensor} | {n: leaf.grad for n, leaf in leaves.items()}
+    return {name: value if value is None else value.cpu() for name, value in results.items()}
 
 
 @needs_cpu_kernels

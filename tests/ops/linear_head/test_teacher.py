@@ -307,11 +307,11 @@ def test_halves(backend: str) -> None:
     arguments = {k: v.bfloat16() if v.is_floating_point() else v for k, v in exact.items()}
     options = {"config": CONFIGS["dapo"], "chunk_size": 8, "teacher": teacher(shape=(2, WIDTH))}
     got, gold = taught(arguments, backend, **options), taught(exact, "reference", **options)
-    torch.testing.assert_close(got["loss"].cpu().double(), gold["loss"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got["loss"].cpu().double(), gold["loss"].cpu(), rtol=1e-5, atol=1e-6)
     for what in ("by hidden", "by weight", "by bias"):
         # two roundings, of terms whose largest is that of the result; Triton's interpreter truncates
         allowed = 4 * torch.finfo(torch.bfloat16).eps * float(gold[what].abs().max())
-        assert float((got[what].cpu().double() - gold[what]).abs().max()) <= allowed, what
+        assert float((got[what].cpu().double() - gold[what].cpu()).abs().max()) <= allowed, what
 
 
 @pytest.mark.parametrize("target", [VOCABULARY, VOCABULARY + 1, -1])

@@ -33,7 +33,7 @@ NAN = float("nan")
 def loss_of(backend: str, name: str = "grpo", **options: Any) -> tuple[Tensor, Tensor]:
     """A loss and the leaf that it has a gradient for; the logits are not a leaf."""
     arguments = {k: v.to(device_of(backend)) for k, v in cast(batch(name), torch.float32).items()}
-    leaf = arguments.pop("logits").requires_grad_()
+    leaf = arguments.pop("logits").detach().requires_grad_()
     options = {"config": CONFIGS[name], "backend": backend} | options
     return gk.logits_policy_loss(leaf * 1, **arguments, **options).loss, leaf
 
@@ -77,11 +77,13 @@ def test_no_tokens(backend: str, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_tokens_of_any_strides_are_overwritten(backend: str) -> None:
-    row, tokens = torch.zeros(5, requires_grad=True), torch.zeros(2, 0)
+    device = device_of(backend)
+    row, tokens = torch.zeros(5, device=device, requires_grad=True), torch.zeros(2, 0, device=device)
+    advantages = torch.ones(2, device=device)
     with gk.use_backend(backend):
-        loss = gk.logits_policy_loss(row.expand(2, 0, 5), tokens.long(), tokens, torch.ones(2), inplace=True).loss
+        loss = gk.logits_policy_loss(row.expand(2, 0, 5), tokens.long(), tokens, advantages, inplace=True).loss
     loss.backward()
-    assert loss == 0 and torch.equal(row.grad, torch.zeros(5))
+    assert loss == 0 and torch.equal(row.grad, torch.zeros_like(row))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -117,7 +119,7 @@ def test_an_upstream_gradient_scales(backend: str) -> None:
 @needs_cpu_kernels
 def test_the_gradient_is_handed_over_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = cast(batch("grpo"), torch.float32)
-    logits = arguments.pop("logits").requires_grad_()
+    logits = arguments.pop("logits").detach().requires_grad_()
     forward, addresses = op.forward, []
 
     def traced(*args: Any) -> tuple[Tensor, ...]:
@@ -139,7 +141,7 @@ def test_without_a_gradient_the_logits_are_only_read(backend: str, inplace: bool
     loss = gk.logits_policy_loss(**arguments, inplace=inplace, **options).loss
     assert not loss.requires_grad and torch.equal(arguments["logits"], before)
     with torch.no_grad():
-        logits = arguments.pop("logits").requires_grad_() * 1
+        logits = arguments.pop("logits").detach().requires_grad_() * 1
         again = gk.logits_policy_loss(logits, **arguments, inplace=inplace, **options).loss
     assert torch.equal(again, loss) and torch.equal(logits, before)
     logits = logits.requires_grad_() * 1
@@ -169,7 +171,7 @@ def test_in_place_writes_over_the_logits_and_nothing_beside_them(backend: str, d
 @pytest.mark.parametrize("backend", KERNELS)
 def test_in_place_tells_whoever_needs_the_logits(backend: str) -> None:
     arguments = {k: v.to(device_of(backend)) for k, v in cast(batch("grpo"), torch.float32).items()}
-    computed = arguments.pop("logits").requires_grad_() * 1
+    computed = arguments.pop("logits").detach().requires_grad_() * 1
     other = computed.square().sum()  # saves the logits for its own backward
     gk.logits_policy_loss(computed, **arguments, inplace=True, backend=backend)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -92,7 +92,7 @@ def test_logits_that_cannot_be_overwritten() -> None:
 def test_in_place_under_compile() -> None:
     torch.compiler.reset()
     arguments = batch("grpo")
-    logits = arguments.pop("logits").requires_grad_()
+    logits = arguments.pop("logits").detach().requires_grad_()
 
     def loss(leaf: torch.Tensor) -> torch.Tensor:
         return gk.logits_policy_loss(leaf * 2, **arguments, inplace=True).loss

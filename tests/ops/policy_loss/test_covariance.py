@@ -200,7 +200,7 @@ def test_at_least_one_token_and_none_of_none(backend: str, name: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradcheck(backend: str, name: str) -> None:
     batch = {key: value.to(device_of(backend)) for key, value in draw().items()}
-    logprobs = batch.pop("logprobs").requires_grad_()
+    logprobs = batch.pop("logprobs").detach().requires_grad_()
     # of all tokens within the bounds, as the random choice changes with every bit of a log-prob
     config = dataclasses.replace(CONFIGS[name], cov_ratio=1.0 if name == "clip_cov" else 0.05)
     run = lambda lp: gk.policy_loss(lp, **batch, config=config, backend=backend).loss  # noqa: E731

@@ -77,7 +77,7 @@ def test_every_schedule_gives_the_same_bits(name: str) -> None:
     for seed in range(4):
         emulation.set_schedule(seed)
         arguments = batch()
-        leaf = arguments.pop("logprobs").requires_grad_()
+        leaf = arguments.pop("logprobs").detach().requires_grad_()
         result = gk.policy_loss(leaf, **arguments, config=CONFIGS[name], backend="cuda")
         results.append((torch.autograd.grad(result.loss, leaf)[0], result.metrics.tensor.nan_to_num(-1)))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
@@ -122,7 +122,7 @@ def quads(width: int, rows: int, mask: str, by_row: bool, offset: int) -> dict[s
 def assert_same_loss(config: gk.LossConfig, arguments: dict[str, Tensor]) -> None:
     def run(backend: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, float]]:
         own = {k: v.to(dtype) if v.is_floating_point() else v for k, v in arguments.items()}
-        leaf = own.pop("logprobs").requires_grad_()
+        leaf = own.pop("logprobs").detach().requires_grad_()
         result = gk.policy_loss(leaf, **own, config=config, backend=backend)
         return torch.autograd.grad(result.loss, leaf)[0], result.metrics.to_dict()
 

@@ -68,7 +68,7 @@ def run(
         name: value.to(device, dtype) if value.is_floating_point() else value.to(device)
         for name, value in batch.items()
     }
-    leaf = moved.pop("logprobs").requires_grad_()
+    leaf = moved.pop("logprobs").detach().requires_grad_()
     result = gk.policy_loss(leaf, **moved, config=config, backend=backend)
     return result, torch.autograd.grad(result.loss, leaf)[0].cpu()
 

@@ -123,12 +123,17 @@ def run(
     device = device_of(backend)
 
     def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: moved(part) for name, part in value.items()}
         if not isinstance(value, Tensor):
             return value
         return value.to(device, dtype) if value.is_floating_point() and value.dim() else value.to(device)
 
     kwargs = {name: moved(value) for name, value in arguments.items()}
-    logprobs, entropy = kwargs.pop("logprobs").requires_grad_(), kwargs.pop("entropy").requires_grad_()
+    logprobs, entropy = (
+        kwargs.pop("logprobs").detach().requires_grad_(),
+        kwargs.pop("entropy").detach().requires_grad_(),
+    )
     old, advantages = kwargs.pop("old_logprobs"), kwargs.pop("advantages")
     result = gk.policy_loss(logprobs, old, advantages, entropy=entropy, config=config, backend=backend, **kwargs)
     (1.7 * result.loss).backward()

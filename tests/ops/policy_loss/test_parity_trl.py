@@ -164,7 +164,7 @@ def ours(backend: str, batch: Batch, options: dict[str, Any], ratio: Tensor | No
         value = value.to(device)
         return torch.where(batch.mask.to(device), value, NAN) if value.shape == batch.mask.shape else value
 
-    logprobs, entropy = (moved(x).requires_grad_() for x in (batch.logprobs, batch.entropy))
+    logprobs, entropy = (moved(x).detach().requires_grad_() for x in (batch.logprobs, batch.entropy))
     fields = trl_fields(options)
     arguments: dict[str, Any] = {"config": gk.LossConfig.trl(**fields)}
     if options["beta"]:

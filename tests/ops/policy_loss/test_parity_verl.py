@@ -131,7 +131,7 @@ def ours(backend: str, batch: Batch, fields: dict[str, Any], weights: bool = Fal
     def moved(value: Tensor) -> Tensor:
         return torch.where(batch.mask, value, NAN).to(device)
 
-    logprobs, entropy = (moved(x).requires_grad_() for x in (batch.logprobs, batch.entropy))
+    logprobs, entropy = (moved(x).detach().requires_grad_() for x in (batch.logprobs, batch.entropy))
     arguments |= {"mask": batch.mask.to(device), "entropy": entropy, "backend": backend}
     if fields.get("use_kl_loss"):
         arguments["ref_logprobs"] = moved(batch.ref)

@@ -306,7 +306,7 @@ def test_loss_of(backend: str, name: str, fields: dict[str, Any], expected: Expe
     want = expected(b)
     (want_gradient,) = torch.autograd.grad(want, b.lp)
     moved = Batch(*(value.detach().to(device_of(backend)) for value in b))
-    leaf = moved.lp.requires_grad_()
+    leaf = moved.lp.detach().requires_grad_()
     result = gk.policy_loss(
         leaf,
         moved.old,

@@ -56,7 +56,7 @@ def test_loss_and_gradient(backend: str, name: str) -> None:
     (gradient,) = torch.autograd.grad(expected, batch["logprobs"])
     assert 0 < dropped.sum() < batch["mask"].sum()
     moved = {key: value.detach().to(device_of(backend)) for key, value in batch.items()}
-    leaf = moved["logprobs"].requires_grad_()
+    leaf = moved["logprobs"] = moved["logprobs"].detach().requires_grad_()
     config = gk.LossConfig.prime_rl(**fields)
     result = gk.policy_loss(
         leaf,

@@ -37,7 +37,7 @@ def check(
     (want_gradient,) = torch.autograd.grad(want, leaf)
     device = device_of(backend)
     moved: dict[str, Any] = {name: value.detach().to(device) for name, value in arguments.items()}
-    moved["logprobs"].requires_grad_()
+    moved["logprobs"] = moved["logprobs"].detach().requires_grad_()
     result = gk.policy_loss(**moved, config=config, backend=backend)
     (gradient,) = torch.autograd.grad(result.loss, moved["logprobs"])
     # a few roundings of terms below 10, in float64
@@ -100,7 +100,7 @@ def test_mean_of_ratios_far_apart_does_not_overflow(backend: str) -> None:
     now = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     old = torch.tensor([[-120.0, 110.0], [120.0, -110.0]])
     device = device_of(backend)
-    leaf = now.to(device).requires_grad_()
+    leaf = now.to(device).detach().requires_grad_()
     result = gk.policy_loss(
         leaf,
         old.to(device),
@@ -128,7 +128,7 @@ def test_shaping_of_luffy(backend: str) -> None:
     (want,) = torch.autograd.grad((terms * mask).sum() / mask.sum(), leaf)
     slope = gamma * now.exp() / (now.exp() + gamma).square()
     device = device_of(backend)
-    moved = now.to(device).requires_grad_()
+    moved = now.to(device).detach().requires_grad_()
     result = gk.policy_loss(
         moved,
         old.to(device),

@@ -140,7 +140,7 @@ def run(
             return value
         return value.detach().to(device, dtype) if value.is_floating_point() else value.to(device)
 
-    leaf, kwargs = moved(lp).requires_grad_(), {name: moved(value) for name, value in arguments.items()}
+    leaf, kwargs = moved(lp).detach().requires_grad_(), {name: moved(value) for name, value in arguments.items()}
     log_z = kwargs["log_z"].requires_grad_() if "log_z" in kwargs else None
     result = gk.policy_loss(leaf, **kwargs, config=config, backend=backend)
     leaves = [leaf] if log_z is None else [leaf, log_z]

@@ -119,7 +119,7 @@ def test_linear_policy_loss_in_float32_on_triton(backend: str, name: str) -> Non
     def moved(value: Tensor) -> Tensor:
         return value.to(device, torch.float32) if value.is_floating_point() else value.to(device)
 
-    leaves = {name: moved(positions[name]).requires_grad_() for name in ("hidden", "weight")}
+    leaves = {name: moved(positions[name]).detach().requires_grad_() for name in ("hidden", "weight")}
     arguments: dict[str, Any] = {"targets": moved(positions["targets"]), "chunk_size": 4}
     arguments |= {name: moved(value) for name, value in terms.items()}
     got = finished(gk.linear_policy_loss(**leaves, **arguments, config=config, backend=backend), leaves)

@@ -78,7 +78,7 @@ def run(data: dict[str, Tensor], variant: str, backend: str = "triton", **more: 
         del arguments["sampling_logprobs"]
     if not config.ratio.startswith("segment"):
         del arguments["segments"]
-    logprobs = arguments.pop("logprobs").requires_grad_()
+    logprobs = arguments.pop("logprobs").detach().requires_grad_()
     arguments["entropy"].requires_grad_()
     advantages = torch.tensor([1.0, -0.5, 2.0, -1.5], dtype=logprobs.dtype, device=DEVICE)
     result = gk.policy_loss(

@@ -125,5 +125,5 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: floa
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            got[name].cpu(), value, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
+            got[name].cpu(), value.cpu(), rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
         )

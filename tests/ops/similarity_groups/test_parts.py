@@ -87,7 +87,7 @@ def test_tree_is_that_of_scipy(backend: str, linkage: str) -> None:
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tree_of_the_largest_prompts(backend: str, linkage: str) -> None:
-    for size in (64, 256) if backend in FAST else (64,):
+    for size in sizes_for(backend, 64, 256) if backend in FAST else (64,):
         _, _, distances = ragged(backend, 1, size) if backend in FAST else (0, 0, grid_distances(1, size, 1000))
         result = gk.agglomerate(distances.to(device_of(backend)), linkage=linkage, backend=backend)
         expected = tree(distances.cpu().double().numpy(), linkage)
