@@ -20,7 +20,8 @@ namespace grpo_kernels {
 namespace {
 
 constexpr float kAbsent = INFINITY;
-constexpr int64_t kNoRow = -1;
+// Negative, and a multiple of 16 bytes: the copy of a piece that is not read must have an aligned address, too.
+constexpr int64_t kNoRow = -16;
 
 // The tile of a block: its prompt, and the positions of its first row and first column there.
 struct Tile {
@@ -119,9 +120,7 @@ __device__ __forceinline__ void load_chunk(const EmbeddingArrays<T>& in, const i
       // where rows come eight at a time, their pieces have the same places
       Piece<T>* const at = kRowsAtOnce % 8 == 0 ? to + place(row, piece) + i * kRowsAtOnce * kLinePieces
                                                 : to + place(row + i * kRowsAtOnce, piece);
-      // the address of a piece that is not read must be aligned, too
-      const bool is_read = begins[i] >= 0 && is_inside;
-      copy_async(at, in.embeddings + (is_read ? begins[i] + first : 0), is_read);
+      copy_async(at, in.embeddings + begins[i] + first, begins[i] >= 0 && is_inside);
     }
     return;
   }
