@@ -1,13 +1,14 @@
 # Every target sets up what it needs: a virtual environment, pinned packages and the build.
 #   make train             run the default recipe and report what it learned
-#   make test              run the whole test suite on the CPU
+#   make test              run a selection of the tests on the CPU, ten minutes
+#   make test-all          run all tests on the CPU, hours
 #   make lint              run ruff, mypy and clang-format
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
 #   make test-arm64        cross-compile the CPU kernels for arm64, test them under an emulator, and link them for macOS
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
-#   make nightly           run everything slower than .ci/run: floor, grids, engine, soak, GPU rehearsal, benchmarks, results
+#   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, GPU rehearsal, benchmarks, results
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
@@ -43,15 +44,19 @@ ENGINE_PIP_FLAGS ?=
 DIST := .venv-dist
 DOCS := .venv-docs
 
-.PHONY: train test test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
+.PHONY: train test test-all test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
 	bench-quick wheel docs dist gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
 
-# One thread per worker, as there is a worker per core. Tests of several threads set their number.
+# One thread per worker, as there is a worker per core. Tests of several threads set their number. A file stays with one
+# worker, so that what its tests share is made once.
 test: $(VENV)/built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile tests
+
+test-all: $(VENV)/built
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --all tests
 
 # Register budgets hold for the pinned Triton; with an older one spills are reported but allowed.
 test-floor: $(VENV)/built $(FLOOR)/packages

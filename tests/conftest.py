@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import defaultdict
+from collections.abc import Hashable
 
 import torch
 
@@ -39,24 +40,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-grid", action="store_true", help="run all cases of large grids, and nightly tests")
+    parser.addoption("--all", action="store_true", help="run all cases of parametrized tests, and tests marked full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out nightly tests, and thins grids: to every pair of values, but at most a tenth of slow Triton cases."""
-    if config.getoption("--whole-grid"):
+    """Leaves out tests marked `full`, and of parametrized tests all cases but a cover for each backend."""
+    if config.getoption("--all"):
         return
-    grids: dict[tuple[str, bool, int], dict[str, thinning.Case]] = defaultdict(dict)
+    left_out = {item.nodeid for item in items if item.get_closest_marker("full") is not None}
+    grids: dict[tuple[str, Hashable, int], dict[str, thinning.Case]] = defaultdict(dict)
     for item in items:
-        grid = item.get_closest_marker("grid")
-        if grid is not None and isinstance(item, pytest.Function) and "[" in item.name:
-            is_triton = "triton" in item.name.partition("[")[2].rstrip("]").split("-")
+        if item.nodeid not in left_out and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             case = thinning.values_of(item.callspec.params)
-            strength = grid.kwargs.get("strength", 2)
-            grids[item.nodeid.partition("[")[0], is_triton, strength][item.nodeid] = case
-    left_out = {item.nodeid for item in items if item.get_closest_marker("nightly") is not None}
-    for (_, is_triton, strength), cases in grids.items():
-        left_out |= cases.keys() - thinning.thinned(cases, strength, is_slow=is_triton)
+            strength = 2 if item.get_closest_marker("pairs") else 1
+            grids[item.nodeid.partition("[")[0], case.get("backend"), strength][item.nodeid] = case
+    for (_, backend, strength), cases in grids.items():
+        left_out |= cases.keys() - thinning.thinned(cases, strength, is_slow=backend == repr("triton"))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 

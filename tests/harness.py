@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,8 @@ def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str =
         f"{what}: error {float(error.max()):.3g} at {worst} (got {got[finite].flatten()[worst]:.9g}, gold "
         f"{gold[finite].flatten()[worst]:.9g}), allowed {allowed:.3g}"
     )
+
+
+def quick(values: Iterable[Any], *wanted: Any) -> list[Any]:
+    """Values of a parameter, of which without --all only the wanted ones run."""
+    return [value if value in wanted else pytest.param(value, marks=pytest.mark.full) for value in values]

@@ -45,6 +45,7 @@ def test_build_uses_the_programs_of_this_environment(tmp_path: Path, has_package
     assert configure.startswith(f"{folder} cmake -S") and build.startswith(f"{folder} cmake --build")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_architectures_are_those_that_nvcc_supports(tmp_path: Path) -> None:
     command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DGRPO_WITH_CUDA=ON", "-DCMAKE_CUDA_COMPILER=nvcc"]

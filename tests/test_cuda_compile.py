@@ -50,7 +50,7 @@ def resources(source: Path, architecture: str, folder: Path) -> list[tuple[str, 
     return [(k, int(r), int(s[0]) + int(s[1])) for k, r, s in zip(kernels, registers, spills, strict=True)]
 
 
-@pytest.mark.nightly
+@pytest.mark.full
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: name_of(p))
 def test_compiles_without_spills(source: Path, architecture: str, tmp_path: Path) -> None:
@@ -92,6 +92,7 @@ def compile_to_ptx(command: list[str], target: Path) -> str:
     return target.read_text()
 
 
+@pytest.mark.full
 def test_sources_that_decide_round_as_the_host_does(tmp_path: Path) -> None:
     commands = build_commands(tmp_path)
     for source in ROUND_AS_WRITTEN:

@@ -319,6 +319,7 @@ def test_any_thread_may_launch(library: ctypes.CDLL) -> None:
     assert right == [True] * 80
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("memory", "report", "kernel"),
     [
@@ -397,6 +398,7 @@ def test_a_launch_needs_a_guard_for_the_device_of_its_stream(tmp_path: Path) -> 
     assert done.stdout == "1 3"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("source", ["selftest.cu", "selftest_races.cu"])
 def test_same_source_compiles_with_nvcc(source: str, tmp_path: Path) -> None:
@@ -404,6 +406,7 @@ def test_same_source_compiles_with_nvcc(source: str, tmp_path: Path) -> None:
     compile_([*command, str(EMULATION / source), "-o", str(tmp_path / "selftest.o")])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_stream_header_compiles_with_nvcc(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("torch")

@@ -66,6 +66,7 @@ def test_the_notebook_has_the_cells_of_the_script() -> None:
     assert outputs.count("display_data") == 2 and outputs.count("stream") > 4
 
 
+@pytest.mark.full
 def test_tutorial(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")

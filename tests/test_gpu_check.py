@@ -227,6 +227,7 @@ def test_nothing_runs_beside_timings() -> None:
     assert all(len(stage.parts) == 1 for stage in gpu_check.STAGES if gpu_check.ALONE & {*stage.parts})
 
 
+@pytest.mark.full
 def test_left_over_time_goes_to_the_next_part(machine: Machine) -> None:
     """The peers' share is a sixth of the time, but they get all that the timings leave."""
     machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("timings",), 10), gpu_check.Stage(("peers",), 2)))
@@ -373,6 +374,7 @@ def test_wheels_are_installed(machine: Machine) -> None:
     assert (machine.folder / "work" / "site" / "grpo_kernels").exists()  # written by the mocked pip
 
 
+@pytest.mark.full
 def test_a_hanging_part_is_stopped_with_its_children_and_keeps_its_results(machine: Machine) -> None:
     machine.patch.setattr(gpu_check, "STAGES", (gpu_check.Stage(("build",), 3), gpu_check.Stage(("tests",), 2)))
     began = time.monotonic()
@@ -394,6 +396,7 @@ def is_running(process: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_the_archive_survives_a_signal(machine: Machine, kind: signal.Signals) -> None:
     machine.prepare(hang=["benchmarks.timings"])
@@ -447,6 +450,7 @@ def run_plugin(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, gpu_lines.results(gpu_lines.read(folder / "lines"))
 
 
+@pytest.mark.full
 def test_the_plugin_records_tests(tmp_path: Path) -> None:
     (tmp_path / "test_chooses.py").write_text(CHOOSES)
     for share in (1, 2):
@@ -466,6 +470,7 @@ def test_of(case):
 """
 
 
+@pytest.mark.full
 def test_the_plugin_resumes_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / "test_dies.py").write_text(DIES)
     status, lines = run_plugin(tmp_path)
@@ -486,6 +491,7 @@ def test_three(): pass
 """
 
 
+@pytest.mark.full
 def test_the_plugin_ends_a_process_whose_gpu_has_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_stuck.py").write_text(STUCK)
     status, lines = run_plugin(tmp_path)

@@ -298,7 +298,6 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @needs_compilers
-@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("architecture", list(gpu_model.ARCHITECTURES))
 def test_known_kernels(samples: Any, architecture: str) -> None:
     result = samples(architecture)
@@ -408,6 +407,7 @@ def overruns(budget: Budget, prediction: dict[str, Any]) -> list[str]:
     return [f"{name} {result[name]}, budget {getattr(budget, name)}" for name in at_least + at_most]
 
 
+@pytest.mark.full
 @needs_compilers
 def test_budgets(tmp_path: Path) -> None:
     """One test for all calls, because their kernels take half a minute to compile."""
@@ -433,6 +433,7 @@ def test_an_overrun_is_seen() -> None:
     ]
 
 
+@pytest.mark.full
 @needs_compilers
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_stands_beside_ours(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_every_op_is_captured() -> None:
 # Two streams
 
 
+@pytest.mark.full
 @without_gpu
 @pytest.mark.parametrize(
     ("name", "backend"),
@@ -140,6 +141,7 @@ def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend
         assert_same_bits(hosts(results), want)
 
 
+@pytest.mark.full
 @without_gpu
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("diversity", *IN_TRITON)])
 def test_two_threads_at_once_change_nothing(name: str) -> None:

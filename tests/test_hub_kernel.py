@@ -76,6 +76,7 @@ def universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
+@pytest.mark.full
 @needs_kernels
 def test_kernels_loads_the_universal_variant(universal: Path) -> None:
     facts = load(universal, "reference")
@@ -84,7 +85,7 @@ def test_kernels_loads_the_universal_variant(universal: Path) -> None:
 
 
 @needs_kernels
-@pytest.mark.nightly
+@pytest.mark.full
 def test_kernels_prefers_the_compiled_variant(tmp_path: Path) -> None:
     assert hub_kernel.main([str(tmp_path), "--compiled", "cpu"]) == 0
     facts = load(tmp_path, "cpu")

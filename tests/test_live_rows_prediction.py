@@ -16,6 +16,7 @@ SIZE = prediction.Size(1648, 151936, 4096)
 LOOPS = [prediction.Loop(name, 200, 0, 4, 150, {"tensor": 1024.0}) for name in ("to_hidden", "to_weight")]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or find_nvdisasm() is None, reason="needs Triton and nvdisasm"
 )

@@ -51,6 +51,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return loaded
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", range(ORDERED))
 def test_ordered_accesses_are_no_race(library: ctypes.CDLL, kind: int) -> None:
     for seed in range(20):
@@ -58,6 +59,7 @@ def test_ordered_accesses_are_no_race(library: ctypes.CDLL, kind: int) -> None:
         assert library.selftest_ordered(kind) == 0, library.selftest_error().decode()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", range(len(RACING)))
 def test_a_race_is_reported_in_every_schedule(library: ctypes.CDLL, kind: int) -> None:
     lines = {n for n, text in enumerate(SOURCE.read_text().splitlines(), 1) if text.endswith(f"// race {kind}")}

@@ -59,12 +59,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @needs_no_gpu
-@pytest.mark.nightly
+@pytest.mark.full
 def test_kernels_stay_inside_their_arrays() -> None:
     done = run_address_sanitizer(build.library("address"))
     assert done.returncode == 0 and "clean" in done.stdout, done.stderr[-4000:]
 
 
+@pytest.mark.full
 def test_an_access_outside_is_reported() -> None:
     done = run_address_sanitizer(build.library("address", "group_advantages"), "planted")
     assert done.returncode != 0
@@ -72,7 +73,7 @@ def test_an_access_outside_is_reported() -> None:
 
 
 @needs_no_gpu
-@pytest.mark.nightly
+@pytest.mark.full
 def test_kernels_have_no_races() -> None:
     """No kernel has a race; tests/test_races.py tests the detector itself on planted ones."""
     done = run(build.library("races"))

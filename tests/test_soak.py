@@ -107,6 +107,7 @@ def test_the_report_of_a_crash_has_its_seed() -> None:
         fuzzing.run_worker([sys.executable, "-c", "import sys; sys.exit(7)"], {})
 
 
+@pytest.mark.full
 def test_a_leak_is_found() -> None:
     kept: list[Any] = []
     assert "bytes a call" in leaks.leaks(leaks.growth(lambda: kept.append(torch.empty(40)), 2000, 50), 2000)

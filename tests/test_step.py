@@ -44,6 +44,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.full
 def test_document(document: dict[str, Any]) -> None:
     assert document.keys() == {"machine", "device", "model", "steps", "rows", "totals"}
     assert document["device"] == "cpu" and document["steps"] == 2 and document["model"]["model"] == MODEL
@@ -53,6 +54,7 @@ def test_document(document: dict[str, Any]) -> None:
         assert 0 <= row["seconds_low"] <= row["seconds_median"] <= row["seconds_high"], row
 
 
+@pytest.mark.full
 def test_every_phase_was_timed(document: dict[str, Any]) -> None:
     for row in document["rows"]:
         assert row["seconds_low"] > 0, row
@@ -94,6 +96,7 @@ class Fake:
         pass
 
 
+@pytest.mark.full
 def test_unequal_numbers_of_tokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "runners", lambda *_: {"one": Fake(2 * 96), "other": Fake(2 * 96 - 1)})
     with pytest.raises(RuntimeError, match=re.escape("all must sample 192 tokens, got {'one': 192, 'other': 191}")):

@@ -1,8 +1,10 @@
-"""Thinned grids lose no value of a parameter and no pair of values."""
+"""The cases that run by default lose no value of a parameter, or where it is asked for no pair of values."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -44,14 +46,14 @@ def test_with_strength_1_every_value_stays() -> None:
     assert len(kept) <= 22
 
 
-def test_slow_cases_are_every_value_or_a_tenth_but_one_at_least() -> None:
+def test_slow_cases_are_every_value_or_a_twentieth_but_one_at_least() -> None:
     cases = product(AXES)
     kept = thinning.thinned(cases, is_slow=True)
-    assert len(kept) == 12 and kept == thinning.thinned(dict(reversed(cases.items())), is_slow=True)
+    assert len(kept) == 6 and kept == thinning.thinned(dict(reversed(cases.items())), is_slow=True)
     assert len(thinning.thinned(dict(itertools.islice(cases.items(), 3)), is_slow=True)) == 1
     wide = product({axis: values[:3] for axis, values in AXES.items()} | {"seed": [str(i) for i in range(9)]})
-    assert len(thinning.thinned(wide, is_slow=True)) >= 9
-    assert thinning.thinned(wide, is_slow=True) == thinning.thinned(wide, strength=1)
+    assert len(thinning.thinned(wide, is_slow=True)) == 8
+    assert thinning.thinned(wide, is_slow=True) < thinning.thinned(wide, strength=1)
 
 
 def test_entries_of_a_dict_are_parameters() -> None:
@@ -65,51 +67,60 @@ def test_entries_of_a_dict_are_parameters() -> None:
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="grids are whole on a GPU")
-def test_a_grid_is_thinned_unless_asked_for_whole(pytester: pytest.Pytester) -> None:
+@pytest.fixture
+def outcomes(pytester: pytest.Pytester) -> Callable[..., dict[str, int]]:
+    """Runs the collection of tests/conftest.py on a source, and counts the outcomes."""
     pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
-    pytester.makeini("[pytest]\nmarkers = grid")
-    pytester.makepyfile(
-        """
-        import pytest
+    pytester.makeini("[pytest]\nmarkers =\n    pairs\n    full")
 
-        @pytest.mark.grid
-        @pytest.mark.parametrize("size", [(0, 1), (1, 0), (2, 2), (3, 1)])
-        @pytest.mark.parametrize("name", ["a", "b"])
-        @pytest.mark.parametrize("backend", ["cpu", "triton"])
-        @pytest.mark.parametrize("kind", range(5))
-        def test_grid(kind, backend, name, size):
-            pass
+    def run(source: str, *options: str) -> dict[str, int]:
+        pytester.makepyfile(source)
+        counts: dict[str, int] = pytester.runpytest_inprocess("-p", "no:cacheprovider", *options).parseoutcomes()
+        return counts
 
-        @pytest.mark.parametrize("size", range(30))
-        def test_other(size):
-            pass
-        """
-    )
-    outcome = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
-    assert outcome["passed"] == 30 + 4 + outcome["passed"] - 34 and 54 <= outcome["passed"] <= 66
-    assert outcome["passed"] + outcome["deselected"] == 110
-    # 30 outside the grid, 4 of Triton's 40, and elsewhere at least every pair of kind and size
-    assert 30 + 4 + 20 <= outcome["passed"] <= 30 + 4 + 30
-    assert pytester.runpytest_inprocess("-p", "no:cacheprovider", "--whole-grid").parseoutcomes() == {"passed": 110}
+    return run
 
 
-def test_nightly_tests_run_with_the_whole_grid_alone(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("from tests.conftest import pytest_addoption, pytest_collection_modifyitems")
-    pytester.makeini("[pytest]\nmarkers =\n    grid\n    nightly")
-    pytester.makepyfile(
-        """
-        import pytest
+PARAMETRIZED = """
+import pytest
 
-        @pytest.mark.nightly
-        @pytest.mark.parametrize("size", range(3))
-        def test_long(size):
-            pass
+{mark}
+@pytest.mark.parametrize("size", [(0, 1), (1, 0), (2, 2), (3, 1)])
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "triton"])
+@pytest.mark.parametrize("kind", range(5))
+def test_grid(kind, backend, name, size):
+    pass
 
-        def test_short():
-            pass
-        """
-    )
-    quick = pytester.runpytest_inprocess("-p", "no:cacheprovider").parseoutcomes()
-    assert quick == {"passed": 1, "deselected": 3}
-    assert pytester.runpytest_inprocess("-p", "no:cacheprovider", "--whole-grid").parseoutcomes() == {"passed": 4}
+@pytest.mark.parametrize("size", range(30))
+def test_other(size):
+    pass
+"""
+
+
+def test_every_value_runs_on_each_backend_unless_all_cases_are_asked_for(outcomes: Any) -> None:
+    source = PARAMETRIZED.format(mark="")
+    counts = outcomes(source)
+    # 30 of the other test, 2 of Triton's 40, and elsewhere at least each of the five kinds
+    assert 30 + 2 + 2 * 5 <= counts["passed"] <= 30 + 2 + 2 * 8 and counts["passed"] + counts["deselected"] == 150
+    assert outcomes(source, "--all") == {"passed": 150}
+
+
+def test_pairs_run_where_they_are_asked_for(outcomes: Any) -> None:
+    counts = outcomes(PARAMETRIZED.format(mark="@pytest.mark.pairs"))
+    assert 30 + 2 + 2 * 20 <= counts["passed"] <= 30 + 2 + 2 * 30
+
+
+def test_tests_marked_full_run_with_all_alone(outcomes: Any) -> None:
+    source = """
+import pytest
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", range(3))
+def test_long(size):
+    pass
+
+def test_short():
+    pass
+"""
+    assert outcomes(source) == {"passed": 1, "deselected": 3} and outcomes(source, "--all") == {"passed": 4}

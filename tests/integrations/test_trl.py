@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from tests.harness import quick
 from tests.integrations import tiny_trl
 
 # Metrics that depend on the wall clock or on Trainer's own counters.
@@ -94,7 +95,7 @@ def assert_same_records(ours: Record, theirs: Record) -> None:
         torch.testing.assert_close(ours.weights[name], weight, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("loss_type", TRL_LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", quick(TRL_LOSS_TYPES, "grpo", "vespo"))
 def test_twenty_steps_of_every_loss(tmp_path: Path, loss_type: str) -> None:
     ours, theirs = (trained(kind, tmp_path, loss_type=loss_type) for kind in (Ours, Theirs))
     assert_same(ours, theirs)
@@ -124,7 +125,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
+@pytest.mark.parametrize("options", quick(OPTIONS, *OPTIONS[::3]), ids=lambda options: ",".join(options))
 def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     ours, theirs = (trained(kind, tmp_path, max_steps=8, **options) for kind in (Ours, Theirs))
     assert_same(ours, theirs)

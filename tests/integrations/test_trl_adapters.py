@@ -162,6 +162,7 @@ def test_grpo_trains_the_adapter(tmp_path: Path) -> None:
     assert divergences[0] == 0 and divergences[-1] > 0
 
 
+@pytest.mark.full
 def test_trainers_that_are_imported_after_the_patch_accept_the_adapter() -> None:
     """In a process of its own: TRL imports its trainers when they are first used, and the patch imports GRPO alone."""
     code = """

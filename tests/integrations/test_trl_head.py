@@ -36,6 +36,7 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import head as _head
 from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from tests.harness import quick
 from tests.integrations import tiny_trl, tiny_vision
 from tests.integrations.test_trl import OPTIONS, Ours, Theirs, assert_same, trained
 from tests.integrations.test_trl_parts import TWO, made, micro_batch
@@ -46,14 +47,14 @@ class Fused(Ours):
         super().__init__(*arguments, head="fused", **options)
 
 
-@pytest.mark.parametrize("loss_type", TRL_LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", quick(TRL_LOSS_TYPES, "dapo", "sapo"))
 def test_steps_of_every_loss(tmp_path: Path, loss_type: str) -> None:
     fused, theirs = (trained(kind, tmp_path, loss_type=loss_type, max_steps=6) for kind in (Fused, Theirs))
     assert_same(fused, theirs)
     assert max(abs(loss) for loss in fused.losses) > 1e-3
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(options))
+@pytest.mark.parametrize("options", quick(OPTIONS, *OPTIONS[1:10:4]), ids=lambda options: ",".join(options))
 def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
     fused, ours = (trained(kind, tmp_path, max_steps=5, **options) for kind in (Fused, Ours))
     assert_same(fused, ours)
@@ -336,7 +337,7 @@ def test_a_policy_that_has_not_changed_has_ratios_of_one(tmp_path: Path) -> None
     assert 0 <= seen[0].to_dict()["ratio_spread_sum"] < 15 * (10 * 2**-22) ** 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes(tmp_path: Path) -> None:
     """DistributedDataParallel looks in the forward for the parameters of a step, among them the head's."""
     logs = []

@@ -351,6 +351,7 @@ def test_a_head_in_parts_is_left_to_trl(monkeypatch: pytest.MonkeyPatch) -> None
         unpatch_trl()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "RLOO"])
 def test_other_trainers_learn_the_same_when_patched(tmp_path: Path, kind: str) -> None:
     from datasets import Dataset
@@ -400,7 +401,7 @@ def test_other_trainers_learn_the_same_when_patched(tmp_path: Path, kind: str) -
 TWO = Path(__file__).parent / "two_trl.py"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes(tmp_path: Path) -> None:
     """Compares losses and metrics over all ranks, including the entropy threshold of the kept share of tokens."""
     outputs = {}

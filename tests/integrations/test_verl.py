@@ -69,6 +69,7 @@ def in_new_process(folder: Path, policy: str, code: str, **variables: str) -> su
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=folder)
 
 
+@pytest.mark.full
 def test_plugin_waits_for_the_registries(tmp_path: Path) -> None:
     done = in_new_process(
         tmp_path,
@@ -91,6 +92,7 @@ def test_plugin_waits_for_the_registries(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_plugin_fails_aloud(tmp_path: Path) -> None:
     done = in_new_process(
         tmp_path,
@@ -120,6 +122,7 @@ def test_plugin_fails_aloud(tmp_path: Path) -> None:
     assert "needs verl 0.9.1 or later, got 0.8.2" in done.stderr and "must not be registered yet" in done.stderr
 
 
+@pytest.mark.full
 def test_patch_by_an_external_module(tmp_path: Path) -> None:
     """verl imports external modules before its plug-ins, while verl itself is only partly imported."""
     (tmp_path / "my_patches.py").write_text("from grpo_kernels.integrations.verl import patch_verl\npatch_verl()\n")

@@ -378,7 +378,7 @@ def test_adapters_elsewhere_are_trained() -> None:
     torch.testing.assert_close(results[1][1], results[0][1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_a_head_that_fsdp2_shards_by_itself(tmp_path: Path) -> None:
     """verl makes an untied lm_head a unit of its own. Gradients are means over two ranks, as in one process."""
@@ -444,6 +444,7 @@ def test_a_chunk_size_is_obeyed() -> None:
         FusedLinearForPPO(impl_backend="grpo")
 
 
+@pytest.mark.full
 def test_name_is_known_in_a_new_process(tmp_path: Path) -> None:
     done = in_new_process(
         tmp_path,

@@ -111,6 +111,7 @@ SCORES = torch.tensor([1.0, 0.0, 0.5, 1.0, 0.0, 0.25, 1.0, 1.0])
 LABELS = [0, 0, 1, 1, 0, 1, 1, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["returned", "column"])
 def test_labels_of_similar_responses(queue: Any, patched: None, kind: str) -> None:
     """Returned by the reward function beside the score, or put into the queue by a worker."""
@@ -128,6 +129,7 @@ def test_labels_of_similar_responses(queue: Any, patched: None, kind: str) -> No
     assert_of_responses(got, want)
 
 
+@pytest.mark.full
 def test_embeddings_of_similar_responses(queue: Any, patched: None) -> None:
     embeddings = torch.eye(3)[torch.tensor([0, 0, 1, 1, 2, 2, 1, 1])] + 0.01
     extras = [{"similarity_embeddings": row} for row in embeddings.tolist()]

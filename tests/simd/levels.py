@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,9 +24,9 @@ def library(source: str, level: str) -> ctypes.CDLL:
     facts = Path("/proc/cpuinfo")
     if level != "baseline" and not (facts.exists() and NEEDS[level] in facts.read_text()):
         pytest.skip(f"no {level} here")
-    target = Path(tempfile.mkdtemp()) / f"{level}.so"
     command = [str(build.compiler()), "-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     command += ["-Wno-psabi", "-fPIC", "-shared", f"-DGRPO_SIMD={level}", *FLAGS[level]]
     command += [f"-I{build.ROOT / folder}" for folder in ("csrc", "tests/emulation")]
-    subprocess.run([*command, str(build.ROOT / "tests/simd" / source), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    command.append(str(build.ROOT / "tests/simd" / source))
+    name = f"{Path(source).stem}-{level}"
+    return ctypes.CDLL(str(build.cached(name, lambda target: build.run([*command, "-o", str(target)]))))

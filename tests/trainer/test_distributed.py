@@ -24,6 +24,7 @@ from grpo_trainer import distributed
 from grpo_trainer.train import train
 from safetensors.torch import load_file
 
+from tests.harness import quick
 from tests.trainer import small
 from tests.trainer.test_train import lines, stopped_after, timeless
 
@@ -70,10 +71,11 @@ RUNS = {
 STOP = (1, 2)
 VALUE_HEAD = 32 + 1  # weights and bias; in every process whole
 RESUMED = ("group_ppo", "sharded_values", "sharded_critic")
+QUICK = ("grpo", "group_ppo", "sharded", "sharded_critic")  # without --all
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the runs of one process, one/NAME, and of two processes, two/NAME."""
     top = tmp_path_factory.mktemp("runs")
     torch.set_num_threads(1)
@@ -84,8 +86,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "overrides": [*ODD, "phases.1.rl.steps=1", f"phases.1.rl.rewards.0.name='{HERE}:is_different_in_each'"],
         },
     ]
+    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     with pytest.MonkeyPatch.context() as patch:
         for name, overrides in RUNS.items():
+            if name not in wanted:
+                continue
             train(small.recipe(top / "one" / name, *overrides))
             cases.append({"folder": f"{top}/two/{name}", "overrides": overrides})
             if name in RESUMED:
@@ -153,12 +158,12 @@ def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {f"{path.stem}.{name}": value for path in files for name, value in load_file(path).items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", quick(RUNS, *QUICK))
 def test_two_processes_match_a_single_one(folder: Path, name: str) -> None:
     assert_same(folder / "one" / name, folder / "two" / name)
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", quick(RESUMED, *QUICK))
 def test_runs_resume_with_another_number_of_processes(folder: Path, name: str) -> None:
     train(small.recipe(folder / "two_then_one" / name, *RUNS[name]), resume=True)
     assert_same(folder / "one" / name, folder / "two_then_one" / name)
@@ -204,6 +209,7 @@ def test_failures_in_one_process_end_all(folder: Path) -> None:
     assert errors == [f"ProcessError: process 1: RewardError: {said}", f"RewardError: {said}"]
 
 
+@pytest.mark.full
 def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
     """A forward pass fails while the other process waits for it."""
     recipe = tmp_path / "recipe.yaml"

@@ -142,6 +142,7 @@ def published(name: str, folder: Path) -> Recipe:
     return load(name, [f"model.path={folder}", f"output={folder / 'run'}"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_GPU)
 def test_recipes_of_published_systems_are_estimated_at_their_size(name: str, tmp_path: Path) -> None:
     recipe = published(name, tmp_path)

@@ -19,6 +19,7 @@ from grpo_trainer.tiny import train_tokenizer
 from grpo_trainer.train import train
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from tests.harness import quick
 from tests.trainer.published_models import CONFIGS
 from tests.trainer.test_dry_run import ON_GPU
 from tests.trainer.test_policy import CORPUS
@@ -130,7 +131,7 @@ def test_published_settings(name: str) -> None:
     assert {path: value(path) for path in PUBLISHED[name]} == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("name", quick(ON_GPU, "group_ppo-gpu", "reply-gpu"))
 def test_two_steps_of_a_small_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = stand_in(name, tmp_path)
     if recipe.model.four_bit:

@@ -176,6 +176,7 @@ log.close()
 """
 
 
+@pytest.mark.full
 def test_the_progress_bar_fits_a_narrow_terminal() -> None:
     """Time left, reward and tokens a second are readable in 80 columns."""
     pty = pytest.importorskip("pty")

@@ -383,6 +383,7 @@ def test_the_least_recently_used_judgement_is_dropped() -> None:
 # ---------------------------------------------------------------------------------------------------------------- runs
 
 
+@pytest.mark.full
 def test_a_resumed_run_repeats_the_judgements_in_its_file(tmp_path: Path) -> None:
     """The judge's answers change with every request: with the file, the resumed run still ends with the same bits."""
 

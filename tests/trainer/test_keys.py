@@ -106,6 +106,7 @@ def test_every_key_has_an_entry() -> None:
     assert set(keys(Recipe)) == set(CASES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("key", CASES)
 def test_every_key_changes_something(seen: Any, key: str) -> None:
     case = CASES[key]

@@ -89,6 +89,7 @@ def test_results_are_in_order_and_prompts_are_whole(pool: RayEmbedderPool) -> No
     assert uneven[:, 2].tolist() == [0.0] + [1.0] * 9 + [10.0] * 14
 
 
+@pytest.mark.full
 def test_batches_of_an_actor_that_died_are_repeated(
     pool: RayEmbedderPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,6 +101,7 @@ def test_batches_of_an_actor_that_died_are_repeated(
     assert "RayEmbedderPool: worker" in caplog.text and f"restart {pool.restarts}, its batch is repeated" in caplog.text
 
 
+@pytest.mark.full
 def test_an_actor_that_died_while_it_was_idle(pool: RayEmbedderPool) -> None:
     before = pool.restarts
     ray.kill(pool.actors[0])
@@ -107,6 +109,7 @@ def test_an_actor_that_died_while_it_was_idle(pool: RayEmbedderPool) -> None:
     assert pool.restarts == before + 1
 
 
+@pytest.mark.full
 def test_batches_are_not_repeated_for_ever(pool: RayEmbedderPool, tmp_path: Path) -> None:
     for i in range(9):
         (tmp_path / str(i)).touch()
@@ -144,6 +147,7 @@ def test_actors_that_cannot_be_placed_are_an_error(cluster: None) -> None:
     assert pool.actors == [] and ray.is_initialized()
 
 
+@pytest.mark.full
 def test_as_the_trainers_embedder(cluster: None, tmp_path: Path) -> None:
     """Actors end with their run: the cluster has room for two, and three runs in a row find it."""
 

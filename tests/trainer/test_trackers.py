@@ -155,6 +155,7 @@ def test_a_tracker_that_refuses_the_run_is_named(tmp_path: Path, monkeypatch: py
         train(small.recipe(tmp_path, *SHORT, "logging.to=[wandb]"))
 
 
+@pytest.mark.full
 def test_wandb_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():

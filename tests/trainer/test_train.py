@@ -31,6 +31,7 @@ from grpo_trainer.report import write_report
 from grpo_trainer.rewards import RewardError, require_columns
 from grpo_trainer.train import Trainer, train
 
+from tests.harness import quick
 from tests.trainer import small
 
 
@@ -161,7 +162,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", quick((1, 5), 1))
+def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     """A run killed at several moments and resumed each time ends like an uninterrupted one."""
     more = ["checkpoints.every=1", "phases.1.rl.steps=6"]
     code = (
@@ -178,7 +180,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     def saved() -> int:
         return events.read_text().count('"checkpoint"') if events.exists() else 0
 
-    for moment in range(5):
+    for moment in range(kills):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         before, give_up = saved(), time.time() + 120
         while process.poll() is None and time.time() < give_up and saved() == before:

@@ -156,6 +156,7 @@ def test_ties_are_cut_as_on_the_cpu(proxy: str, rule: str, size: int) -> None:
             assert torch.equal(ids, wanted), f"{width}, {tau}: {int((ids != wanted).sum())} ids differ"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [3, 16, 40, 5000])
 @pytest.mark.parametrize("rule", RULES)
 def test_segments_of_every_length(rule: str, size: int) -> None:

@@ -36,8 +36,6 @@ from tests.ops.endpoint_segments.batches import (
 )
 from tests.strategies import laid_out
 
-pytestmark = pytest.mark.grid
-
 DISCOUNTS = ((1.0, 1.0), (0.97, 0.9), (0.9, 1.0), (1.0, 0.8), (1.0, 0.0), (0.0, 1.0))
 SIZES = (1, 2, 3, 16, 1000)
 TAUS = (1e-3, 0.5, 1.0, 1.7, 6.0, 1e6)

@@ -28,7 +28,6 @@ from tests.ops.endpoint_segments.batches import (
 )
 
 # thinned to at most one case in ten for Triton's interpreter
-pytestmark = pytest.mark.grid
 
 
 def picked(result: gk.EndpointSegments, rows: Any) -> gk.EndpointSegments:

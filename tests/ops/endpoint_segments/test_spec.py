@@ -35,8 +35,6 @@ from tests.ops.endpoint_segments.batches import (
 )
 
 # thinned to at most one case in ten for Triton's interpreter
-pytestmark = pytest.mark.grid
-
 DISCOUNTS = ((1.0, 1.0), (0.97, 0.9), (1.0, 0.0), (0.5, 1.0))
 
 

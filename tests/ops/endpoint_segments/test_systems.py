@@ -26,7 +26,6 @@ from tests.ops.endpoint_segments.batches import (
 )
 
 # thinned to at most one case in ten for Triton's interpreter
-pytestmark = pytest.mark.grid
 
 
 def with_outcome(batch: Batch, outcome: float) -> Batch:

@@ -29,8 +29,6 @@ from tests.ops.endpoint_segments.batches import (
 )
 
 # thinned to at most one case in ten for Triton's interpreter
-pytestmark = pytest.mark.grid
-
 # Every setting matters: on this batch, each one changes the result.
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -39,7 +39,7 @@ def test_no_kernel_is_compiled_again_for_another_number(tmp_path: Path) -> None:
     assert not [line for line in lines if line.endswith("FREE")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_loop_over_segments_ends_on_amd(tmp_path: Path) -> None:
     """Triton 3.7 for AMD folds a while loop's condition to true if constants make it true in the first iteration."""
     code = (

@@ -92,7 +92,6 @@ def in_rows(result: gk.EndpointSegments, lengths: tuple[int, ...]) -> gk.Endpoin
     return gk.EndpointSegments(*flat, *result[4:])
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize(("rule", "proxy"), RULES)
 @pytest.mark.parametrize("critic", [True, False])
 def test_rows_and_segments_across_windows(backend: str, rule: str, proxy: str, critic: bool) -> None:
@@ -161,7 +160,6 @@ def test_tokens_of_no_row(backend: str) -> None:
     assert len(none.num_segments) == 0
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("name", ["rewards", "values", "logprobs", "old_logprobs"])
 @pytest.mark.parametrize("what", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("credit", ["endpoint", "broadcast"])

@@ -118,7 +118,6 @@ def test_values_with_subgroups_and_rare_settings_match_float64_reference(
 
 
 # A group of 5000 rows needs several blocks; the second size leaves the last block ragged.
-@pytest.mark.grid
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "opo", "grpo_passk", "trl-batch", "verl-gdpo"])
 @pytest.mark.parametrize("sizes", [[5000], [1, 4097, 3]], ids=str)
@@ -184,7 +183,6 @@ def test_half_rewards_are_computed_in_float32(backend: str, dtype: torch.dtype) 
 # Unscored rows
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: str) -> None:
@@ -215,7 +213,6 @@ def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: 
 # Invariances. The kernels must match bit for bit; the reference sums in an order that torch chooses.
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_shuffling_the_rows_permutes_the_result(backend: str, name: str) -> None:
@@ -233,7 +230,6 @@ def test_shuffling_the_rows_permutes_the_result(backend: str, name: str) -> None
     for_all(backend, check, examples=20)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("name", GROUP_ONLY)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) -> None:
@@ -248,7 +244,6 @@ def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) ->
 
 
 # 7 is no power of two, 64 fills warps, 300 needs more than one block of threads.
-@pytest.mark.grid
 @pytest.mark.parametrize(("count", "size"), [(9, 1), (11, 7), (3, 64), (2, 300)])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_int_groups_equal_ids_equal_renamed_and_interleaved_ids(backend: str, count: int, size: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.communication import Communication
-from tests.harness import assert_raises, runnable_backends
+from tests.harness import assert_raises, quick, runnable_backends
 from tests.ops.linear_head import test_policy_loss_edges as edges
 
 pytestmark = pytest.mark.skipif(
@@ -299,7 +299,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=quick((2, 4), 2))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """All cases of all ranks from one start of the processes."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")

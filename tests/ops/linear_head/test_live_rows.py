@@ -106,6 +106,7 @@ def test_products_match_float64(shape: tuple[int, int, int], device: torch.devic
         check(batch(shape, HALVES[number], pattern, device), torch.float32, add=number == 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pattern", ["all", "none", "last", "mixed", "odd"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_products_of_many_tiles(pattern: str, dtype: torch.dtype, device: torch.device, small_tiles: None) -> None:

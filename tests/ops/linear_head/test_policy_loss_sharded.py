@@ -15,7 +15,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.linear_head.head import Shard
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
-from tests.harness import assert_raises, runnable_backends
+from tests.harness import assert_raises, quick, runnable_backends
 from tests.ops.linear_head import test_policy_loss_edges as edges
 
 pytestmark = pytest.mark.skipif(
@@ -113,7 +113,7 @@ def worker(rank: int, size: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=SHARES)
+@pytest.fixture(scope="module", params=quick(SHARES, 2))
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All cases of all ranks from one start of the processes."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")

@@ -14,7 +14,6 @@ from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 from tests.ops.policy_loss.test_spec import LOSSES, ragged, segments_of
 
-pytestmark = pytest.mark.grid
 F64 = torch.float64
 CASES = [(backend, dtype) for dtype in (F64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]

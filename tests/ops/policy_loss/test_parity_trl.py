@@ -19,7 +19,6 @@ from tests.strategies import NAN
 
 pytest.importorskip("trl")
 
-pytestmark = pytest.mark.grid
 CASES = [(backend, dtype) for dtype in (torch.float64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
 

@@ -25,7 +25,6 @@ with warnings.catch_warnings():
     from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
 
-pytestmark = pytest.mark.grid
 CASES = [(backend, dtype) for dtype in (torch.float64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
 MODES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")

@@ -13,7 +13,6 @@ import grpo_kernels as gk
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 
-pytestmark = pytest.mark.grid
 F64 = torch.float64
 BACKENDS = runnable_backends(SUPPORTS, F64)
 CASES = [(backend, dtype) for dtype in (F64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]

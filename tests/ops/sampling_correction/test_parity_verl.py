@@ -21,7 +21,6 @@ with warnings.catch_warnings():
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo import rollout_corr_helper as verl
 
-pytestmark = pytest.mark.grid
 BACKENDS = runnable_backends(SUPPORTS)
 # thresholds that some tokens and rows of the batches are beyond, in verl's notation
 THRESHOLDS = {

@@ -13,7 +13,7 @@ from tests import emulation
 from tests.harness import needs_cpu_kernels
 from tests.ops.similarity_groups.prompts import INF, LINKAGES, assert_same, grid_distances
 
-pytestmark = [emulation.only, pytest.mark.grid]
+pytestmark = emulation.only
 # Around multiples of a warp, and of the sizes from which on nearest clusters are kept (97) and the matrix is in global
 # memory (162).
 EDGES = (1, 2, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 128, 129, 161, 162)
@@ -71,6 +71,7 @@ def test_distances_are_those_of_float64_at_any_depth(depth: int, dtype: torch.dt
     torch.testing.assert_close(got.double(), wanted.fill_diagonal_(0), rtol=0, atol=2.4e-7)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("size", "depth"), [(65, 40), (128, 520), (130, 328), (256, 72)])
 def test_no_distance_depends_on_the_tiles(size: int, depth: int, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from tests.harness import device_of, needs_cpu_kernels
+from tests.harness import device_of, needs_cpu_kernels, quick
 from tests.ops.similarity_groups.prompts import (
     BACKENDS,
     FAST,
@@ -28,8 +28,6 @@ from tests.ops.similarity_groups.prompts import (
     tree,
     wanted,
 )
-
-pytestmark = pytest.mark.grid
 
 # The second implementation sums in another order, so a score at a threshold may fall on either side. Therefore no
 # threshold is a ratio of small integers, and cuts that tie mathematically are within the tolerance.
@@ -131,7 +129,7 @@ def test_chosen_partition_is_that_of_scikit_learn(backend: str, case: str, linka
 
 
 @pytest.mark.parametrize("linkage", LINKAGES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", quick(BACKENDS, "cpu", "cuda", "reference"))
 def test_every_cut_and_its_silhouette_is_that_of_scikit_learn(backend: str, linkage: str) -> None:
     pytest.importorskip("sklearn")
     peer = peer_of("small", backend)
@@ -154,7 +152,6 @@ def test_every_cut_and_its_silhouette_is_that_of_scikit_learn(backend: str, link
 # float64
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -178,7 +175,6 @@ def large_of(backend: str) -> list[int]:
     return [64] if backend not in FAST else sizes_for(backend, 64, 128, 255, 256)
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize(("backend", "size"), [(b, size) for b in BACKENDS for size in large_of(b)])
 def test_large_prompts_have_the_groups_that_float64_gives(backend: str, size: int, linkage: str) -> None:
@@ -190,7 +186,6 @@ def test_large_prompts_have_the_groups_that_float64_gives(backend: str, size: in
     assert_wanted(gk.cluster_distances(distances, config=config, backend=backend), wanted(distances, config))
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("levels", [1, 2, 5])
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,8 +26,6 @@ from tests.ops.similarity_groups.prompts import (
     tree,
 )
 
-pytestmark = pytest.mark.grid
-
 SINGLE = torch.finfo(torch.float32).eps
 # Heights are computed in float64 from the same distances and rounded to float32 once, by half an ulp; a whole ulp
 # leaves room for Triton's summation order.

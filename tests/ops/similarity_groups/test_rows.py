@@ -24,8 +24,6 @@ from tests.ops.similarity_groups.prompts import (
     sizes_for,
 )
 
-pytestmark = pytest.mark.grid
-
 WIDTHS = (1, 7, 8, 31, 512, 513, 1024, 1500)
 Status = gk.RowStatus
 
@@ -54,7 +52,6 @@ def assert_same_prompt(whole: gk.SimilarityGroups, rows: Tensor, prompt: int, al
 # Duplicates
 
 
-@pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -26,8 +26,6 @@ from tests.ops.similarity_groups.prompts import (
     wanted,
 )
 
-pytestmark = pytest.mark.grid
-
 Verdict = gk.Verdict
 NOTHING: dict[str, Any] = {"min_silhouette": -1.0, "distance_floor": 0.0}  # disables both thresholds
 

@@ -9,8 +9,6 @@ import grpo_kernels as gk
 from tests.harness import device_of
 from tests.ops.similarity_groups.prompts import BACKENDS, FAST, KERNELS, share_of, sizes_for
 
-pytestmark = pytest.mark.grid
-
 Verdict = gk.Verdict
 
 

@@ -15,8 +15,6 @@ from grpo_kernels.ops.token_advantages.registration import FORWARD
 from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, needs_cpu_kernels
 from tests.ops.token_advantages.batches import BACKENDS, F32, F64, FAST, INF, NAN, Batch, batch_of, expected
 
-pytestmark = pytest.mark.grid
-
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
 DISCOUNTS = ((1.0, 1.0), (0.97, 0.9), (0.9, 1.0), (1.0, 0.8), (1.0, 0.0), (0.0, 1.0))
 

@@ -282,7 +282,7 @@ def test_number_of_threads_changes_no_bit() -> None:
     assert_same(results[2], results[0])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("backend", [b for b in FAST if b in KERNELS])
 def test_more_than_2_to_the_31_elements(backend: str) -> None:
     rows, vocabulary = 70_000, 30_720  # 2.15e9, and more rows than a grid's second dimension takes
