@@ -91,6 +91,7 @@ def rotate_rounds(library: ctypes.CDLL, second_barrier: bool) -> bool:
     return list(values) == [(i + 5) % 96 for i in range(96)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block", [32, 128, 1024])
 def test_block_reduction(library: ctypes.CDLL, block: int) -> None:
     assert seeds_right(library, lambda: row_sums(library, block, barrier=True)) == len(SEEDS)
@@ -339,6 +340,7 @@ def test_overrun_is_caught_by_address_sanitizer(sanitized: Path, memory: str, re
     assert "selftest.cu" in wrong.stderr and f"in {kernel}" in wrong.stderr, wrong.stderr
 
 
+@pytest.mark.full
 def test_errors_leave_nothing_behind(sanitized: Path) -> None:
     done = subprocess.run([sanitized, "errors"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr

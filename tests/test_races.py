@@ -78,6 +78,7 @@ def test_a_race_is_reported_in_every_schedule(library: ctypes.CDLL, kind: int) -
             assert (block, thread) != (earlier_block, earlier_thread), message
 
 
+@pytest.mark.full
 def test_the_next_launch_starts_anew(library: ctypes.CDLL) -> None:
     assert library.selftest_racing(0) == 1
     assert library.selftest_ordered(0) == 0, library.selftest_error().decode()

@@ -60,6 +60,7 @@ def test_every_phase_was_timed(document: dict[str, Any]) -> None:
         assert row["seconds_low"] > 0, row
 
 
+@pytest.mark.full
 def test_phases_add_up(document: dict[str, Any]) -> None:
     # the median of two steps is their mean
     for each in document["totals"]:
@@ -67,6 +68,7 @@ def test_phases_add_up(document: dict[str, Any]) -> None:
         assert parts == pytest.approx(each["seconds_median"], rel=0.02, abs=2e-3)
 
 
+@pytest.mark.full
 def test_table(document: dict[str, Any]) -> None:
     lines = step.table(document).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == [*step.PHASES, "total"]

@@ -47,7 +47,7 @@ class Fused(Ours):
         super().__init__(*arguments, head="fused", **options)
 
 
-@pytest.mark.parametrize("loss_type", quick(TRL_LOSS_TYPES, "dapo", "sapo"))
+@pytest.mark.parametrize("loss_type", quick(TRL_LOSS_TYPES, "sapo"))
 def test_steps_of_every_loss(tmp_path: Path, loss_type: str) -> None:
     fused, theirs = (trained(kind, tmp_path, loss_type=loss_type, max_steps=6) for kind in (Fused, Theirs))
     assert_same(fused, theirs)

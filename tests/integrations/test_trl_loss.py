@@ -60,6 +60,7 @@ def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
     assert floor.isinf()
 
 
+@pytest.mark.full
 def test_micro_batches_of_segments_add_up_to_the_batch(tmp_path: Path) -> None:
     """With SGD, to which the size of a gradient matters, unlike to Adam."""
     changes = {"scale_rewards": "none", "use_bias_correction_kl": False, "optim": "sgd", "learning_rate": 0.5}

@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from grpo_kernels.integrations.verl import head as _head
 
 
+@pytest.mark.full
 def test_every_change_of_logits_in_transformers_is_known() -> None:
     """Reads transformers' sources for models with an lm_head whose results are changed."""
     known = {*_head._SOFTCAPS, *_head._SCALES, _head._SCALING, "final_logit_softcapping"}

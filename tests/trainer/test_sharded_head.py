@@ -103,6 +103,7 @@ def test_gradients_are_those_of_one_process(ranks: list[dict[Any, Any]], share: 
             torch.testing.assert_close(rank[share, chunk_size]["gradients"][name], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 @pytest.mark.parametrize("share", SHARE)
 def test_the_head_is_gathered_once_each_way(ranks: list[dict[Any, Any]], share: bool, chunk_size: int | None) -> None:

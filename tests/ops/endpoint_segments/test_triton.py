@@ -22,6 +22,7 @@ def printed_by(code: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.full
 def test_no_kernel_is_compiled_again_for_another_number(tmp_path: Path) -> None:
     """Triton must specialize scalar arguments, other than constexpr settings, on their type alone."""
     code = (

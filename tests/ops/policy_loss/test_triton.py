@@ -108,6 +108,7 @@ def assert_equal_bits(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> Non
         assert torch.equal(a.nan_to_num(nan=-7.0), b.nan_to_num(nan=-7.0)), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_neither_padding_nor_packing_changes_a_bit(variant: str) -> None:
     narrow = run(batch(width=1500), variant)

@@ -13,7 +13,15 @@ import grpo_kernels as gk
 from grpo_kernels import registry
 from grpo_kernels.ops.sampling_correction import registration as op
 from grpo_kernels.ops.sampling_correction.config import STATISTICS, WEIGHT_LEVELS
-from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import (
+    INDUCTOR,
+    assert_within_budget,
+    cpu_threads,
+    device_of,
+    needs_cpu_kernels,
+    quick,
+    runnable_backends,
+)
 from tests.ops.sampling_correction.batches import NAN, make_batch
 
 BACKENDS = runnable_backends(op.SUPPORTS)
@@ -143,7 +151,7 @@ def test_opcheck(backend: str, packed: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("backend", quick([None, *BACKENDS], None, "cuda"))
 def test_compiles_into_one_graph(backend: str | None) -> None:
     device = device_of(backend or "cpu")
 
