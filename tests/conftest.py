@@ -55,7 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             strength = 2 if item.get_closest_marker("pairs") else 1
             grids[item.nodeid.partition("[")[0], case.get("backend"), strength][item.nodeid] = case
     for (_, backend, strength), cases in grids.items():
-        left_out |= cases.keys() - thinning.thinned(cases, strength, is_slow=backend == repr("triton"))
+        left_out |= cases.keys() - thinning.thinned(
+            cases, strength, is_slow=backend == repr("triton") and strength == 1
+        )
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
 

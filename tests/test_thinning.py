@@ -108,7 +108,7 @@ def test_every_value_runs_on_each_backend_unless_all_cases_are_asked_for(outcome
 
 def test_pairs_run_where_they_are_asked_for(outcomes: Any) -> None:
     counts = outcomes(PARAMETRIZED.format(mark="@pytest.mark.pairs"))
-    assert 30 + 2 + 2 * 20 <= counts["passed"] <= 30 + 2 + 2 * 30
+    assert 30 + 3 * 20 <= counts["passed"] <= 30 + 3 * 30
 
 
 def test_tests_marked_full_run_with_all_alone(outcomes: Any) -> None:

@@ -22,11 +22,21 @@ def ids_of(kind: str) -> torch.Tensor:
         "sparse": ids * 0x9E3779B97F4A7C1,
         "one group has most rows": torch.where(torch.rand(ROWS) < 0.9, 17, ids),
         "all but one in one group": (torch.arange(ROWS) != 5).long(),
+        "sorted within each task": torch.arange(ROWS) % 2**14 // 8,
     }[kind]
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense", "negative", "gaps", "sparse", "one group has most rows", "all but one in one group"]
+    "kind",
+    [
+        "dense",
+        "negative",
+        "gaps",
+        "sparse",
+        "one group has most rows",
+        "all but one in one group",
+        "sorted within each task",
+    ],
 )
 @pytest.mark.parametrize("config", ["grpo", "trl-batch"])
 def test_many_unsorted_rows_match_float64_reference(kind: str, config: str) -> None:

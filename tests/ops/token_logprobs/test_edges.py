@@ -157,6 +157,7 @@ def test_ignored_rows_are_zero_whatever_they_hold(backend: str) -> None:
         assert torch.equal(field[[1, 3, 4]], torch.zeros_like(field[:3]))
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("cpu", "reference")])
 @pytest.mark.parametrize("target", [-1, -99, 70, 2**40])
 def test_a_target_that_is_no_column_gives_nan_where_it_cannot_be_an_error(backend: str, target: int) -> None:
