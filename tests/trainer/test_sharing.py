@@ -66,10 +66,12 @@ def test_missing_rewards_stay_missing_and_take_no_share() -> None:
     assert share_rewards(nothing, CLUSTERS, 6, 1.0).isnan().all()
 
 
-def advantages(name: str, **similarity: object) -> torch.Tensor:
+EMBEDDINGS = torch.eye(5, dtype=torch.float32)[CLUSTERS]
+
+
+def advantages(name: str, embeddings: torch.Tensor = EMBEDDINGS, **similarity: object) -> torch.Tensor:
     settings = build(Algorithm, {"name": name, "similarity": similarity or None})
     rollout = cast(Rollout, SimpleNamespace(group_size=6))
-    embeddings = torch.eye(5, dtype=torch.float32)[CLUSTERS]
     rewards, weights = REWARDS.float(), torch.ones(1)
     return assign_credit(
         Plan.of(settings, 8), rollout, rewards, weights, embeddings if similarity else None, None
@@ -86,3 +88,10 @@ def test_advantages_are_computed_from_shared_rewards() -> None:
     computed = advantages("similarity_group_grpo", within=0.0, between=1.0, sharing=1.0)
     expected = gk.group_advantages(share_rewards(REWARDS.float(), CLUSTERS, 6, 1.0), 6).advantages
     assert torch.equal(computed, expected)
+
+
+def test_a_response_without_an_embedding_has_no_advantage() -> None:
+    spoilt = EMBEDDINGS.clone()
+    spoilt[4] = math.nan
+    computed = advantages("similarity_group_grpo", spoilt, within=1.0, between=1.0)
+    assert computed[4] == 0 and computed[[0, 1, 2, 3, 5]].all()
