@@ -188,6 +188,14 @@ def test_the_number_of_threads_changes_nothing(turns: bool) -> None:
 
 
 @on_backends
+def test_a_row_does_not_continue_the_turn_that_ends_the_row_before(backend: str) -> None:
+    batch = batch_of(3, 4, 20, turns=True)
+    one_turn = dataclasses.replace(batch, turns=torch.zeros_like(batch.turns))
+    assert_expected(one_turn, gk.TokenAdvantageConfig(gamma=0.9, lam=0.7), backend, F32)
+    assert_expected(one_turn.packed(), gk.TokenAdvantageConfig(gamma=0.9, lam=0.7), backend, F32)
+
+
+@on_backends
 def test_rows_do_not_depend_on_each_other_without_whitening(backend: str) -> None:
     batch = batch_of(3, 6, 50, turns=True)
     config = gk.TokenAdvantageConfig(whiten="none", gamma=0.9, lam=0.7)
