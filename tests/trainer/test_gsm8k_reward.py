@@ -33,6 +33,8 @@ TEXTS: list[tuple[str, str, float]] = [
     ("answered", "it depends", 0),
     ("answered", "####", 0),
     ("length", SOLUTION, 1),
+    ("length", "a" * 50 + "\n#### 72", 0),
+    ("length", "a" * 51 + "\n#### 72", 1),
     ("length", "so " * 100 + "#### 72", 0),
     ("length", " " * 400 + "\n#### 72", 0),
     ("length", "#### 72 " + SOLUTION, 0),  # what follows the answer is not the solution
