@@ -185,6 +185,13 @@ def test_equal_rewards_teach_nothing() -> None:
     assert not tokens.any()
 
 
+def test_epsilon_of_the_patched_function() -> None:
+    batch = of_advantages.VerlBatch(of_advantages.RAGGED, "normal")
+    arguments = batch.tokens(batch.scores), batch.mask, batch.uids
+    got, _ = _verl_advantages.grpo_outcome_advantage(*arguments, epsilon=0.5)
+    assert_rows("fused_grpo", batch, got, batch.peer("grpo", index=batch.uids, epsilon=0.5), eps=0.5)
+
+
 def of_trainer(name: Any, batch: of_advantages.VerlBatch, config: Any = None, **columns: Any) -> Any:
     data = tiny_verl.trainer_batch(batch.tokens(batch.scores), batch.mask, batch.uids, **columns)
     return ray_trainer.compute_advantage(data, name, config={} if config is None else config)
