@@ -52,7 +52,11 @@ def recording(select: Callable[..., str], device: str = "cuda") -> Callable[...,
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     share, shares = (int(number) for number in config.getoption("--shard").split("/"))
-    on_gpu = [item for item in items if backend_of(item) not in ("cpu", "reference") and "verl" not in item.name]
+    on_gpu = [
+        item
+        for item in items
+        if backend_of(item) not in ("cpu", "reference") and "verl" not in getattr(item, "originalname", "")
+    ]
     recorder = config.pluginmanager.get_plugin("gpu_lines")
     done = recorder.lines.known if recorder else {}
     selected = [item for item in on_gpu if digest(item) % shares == share - 1 and item.nodeid not in done]

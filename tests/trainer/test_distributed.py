@@ -86,7 +86,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             "overrides": [*ODD, "phases.1.rl.steps=1", f"phases.1.rl.rewards.0.name='{HERE}:is_different_in_each'"],
         },
     ]
-    wanted = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = {*QUICK, *(item.callspec.params.get("name") for item in here)}
     with pytest.MonkeyPatch.context() as patch:
         for name, overrides in RUNS.items():
             if name not in wanted:
