@@ -1,11 +1,12 @@
 """Trains and differentiates models that FSDP2 shards, in each of two processes.
 
-python -m torch.distributed.run --nproc-per-node=2 fsdp_trl.py FOLDER
+python -m torch.distributed.run --nproc-per-node=2 fsdp_trl.py FOLDER [gradients] [training]
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -97,13 +98,12 @@ def main() -> None:
     accelerate.Accelerator.prepare_model = lambda self, lm, *rest, **options: (
         lm if isinstance(lm, FSDPModule) else prepare(self, lm, *rest, **options)
     )
-    results: dict[Any, Any] = {
-        (kind, outputs, has_labels): differentiated(kind, outputs, has_labels)
-        for kind in KINDS[1:]
-        for outputs in OUTPUTS
-        for has_labels in (True, False)
-    }
-    results |= {kind: trained(kind) for kind in KINDS}
+    results: dict[Any, Any] = {}
+    if "gradients" in sys.argv:
+        for kind, outputs, has_labels in itertools.product(KINDS[1:], OUTPUTS, (True, False)):
+            results[kind, outputs, has_labels] = differentiated(kind, outputs, has_labels)
+    if "training" in sys.argv:
+        results |= {kind: trained(kind) for kind in KINDS}
     gc.collect()  # as in two_trl.py
     torch.save(results, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
     dist.destroy_process_group()

@@ -23,15 +23,18 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
 ]
 WORKER = Path(fsdp_trl.__file__)
+TRAINING = "test_the_trainer_learns_as_with_replicated_weights"
 CASES = [(kind, outputs, has) for kind in fsdp_trl.KINDS[1:] for outputs in fsdp_trl.OUTPUTS for has in (True, False)]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
+    trains = any(getattr(item, "originalname", "") == TRAINING for item in request.session.items)
+    parts = ("gradients", "training") if trains else ("gradients",)
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = subprocess.run(
-        [*launch, str(WORKER), str(folder)], timeout=300, cwd=WORKER.parents[2], capture_output=True, text=True
+        [*launch, str(WORKER), str(folder), *parts], timeout=300, cwd=WORKER.parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -71,6 +74,7 @@ def test_the_head_is_gathered_once(ranks: list[dict[Any, Any]], has_labels: bool
         ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", fsdp_trl.KINDS[1:])
 def test_the_trainer_learns_as_with_replicated_weights(ranks: list[dict[Any, Any]], kind: str) -> None:
     for rank in ranks:

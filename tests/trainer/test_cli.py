@@ -29,6 +29,7 @@ from grpo_trainer.recipe import Model, Recipe, bundled, load
 from grpo_trainer.rewards import BUNDLED
 from grpo_trainer.tasks import TASKS
 
+from tests import harness
 from tests.trainer import small
 from tests.trainer.test_keys import keys
 from tests.trainer.test_train import lines, timeless, weights
@@ -408,7 +409,7 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["weights", "optimizer", "flush"])
+@pytest.mark.parametrize("where", harness.quick(("weights", "optimizer", "flush"), "weights"))
 def test_a_full_disk_leaves_the_last_checkpoint(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
