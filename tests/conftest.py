@@ -21,6 +21,8 @@ from tests import interpreter, thinning
 from tests.emulation import build
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
+# without --all
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("project"), max_examples=20)
 # for machines on which the first draw, which imports much, takes a minute
 hypothesis.settings.register_profile(
     "slow", hypothesis.settings.get_profile("project"), suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -29,6 +31,8 @@ hypothesis.settings.load_profile("project")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not (config.getoption("--all") or config.getoption("--hypothesis-profile", None)):
+        hypothesis.settings.load_profile("quick")
     # xdist already uses every core
     torch.set_num_threads(2 if not hasattr(config, "workerinput") else 1)
     if backends.interpreting() and importlib.util.find_spec("triton") is not None:

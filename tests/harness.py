@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +81,11 @@ def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str =
         f"{what}: error {float(error.max()):.3g} at {worst} (got {got[finite].flatten()[worst]:.9g}, gold "
         f"{gold[finite].flatten()[worst]:.9g}), allowed {allowed:.3g}"
     )
+
+
+def examples(count: int) -> int:
+    """Examples that a test of random inputs draws; without --all a third of them."""
+    return max(1, count * hypothesis.settings.default.max_examples // 60)
 
 
 def quick(values: Iterable[Any], *wanted: Any) -> list[Any]:

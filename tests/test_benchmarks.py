@@ -294,6 +294,7 @@ def test_quick_measurements_use_one_thread_and_steady_providers() -> None:
     assert list(result["providers"]) == ["mean"] and result["bars"] == [] and result["memory"] == {}
 
 
+@pytest.mark.full
 def test_memory_is_the_peak_without_the_results() -> None:
     size = 32 * 2**20
     case = small_case(
@@ -312,6 +313,7 @@ def test_memory_is_the_peak_without_the_results() -> None:
 # Results
 
 
+@pytest.mark.full
 def test_results_survive_json(tmp_path: Path) -> None:
     result = result_of(measure.measure(small_case(), CPU, LIMITS))
     run.write(tmp_path / "a.json", result)
@@ -348,6 +350,7 @@ def test_the_runner_lists_and_measures(
     assert result["cases"][0]["bars"][0]["limit"] == 25
 
 
+@pytest.mark.full
 def test_the_first_of_each_op_comes_first_and_the_budget_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,6 +369,7 @@ def test_the_first_of_each_op_comes_first_and_the_budget_ends_it(
     assert "left out: sum, b" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_failing_case_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> Any:
         raise MemoryError("no room")
@@ -431,6 +435,7 @@ def results() -> list[dict[str, Any]]:
     return [result_of(measure.measure(small_case(), CPU, LIMITS)), result_of(sweeps=[sweep])]
 
 
+@pytest.mark.full
 def test_plots_are_light_and_dark(results: list[dict[str, Any]], tmp_path: Path) -> None:
     total = {"seconds_median": 0.2}
     rows = [{"who": who, "phase": phase, "seconds_median": 0.1} for who in "ab" for phase in ("model", "rest")]
@@ -493,6 +498,7 @@ def test_a_feature_that_a_package_lacks_is_reported() -> None:
     assert provider.missing(CPU) == "torch 2.11 has none"
 
 
+@pytest.mark.full
 def test_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.compare", "--help"], cwd=ROOT, capture_output=True, text=True

@@ -177,6 +177,7 @@ def test_the_page(machine: Machine) -> None:
     assert "it takes less" in page and "What failed" not in page
 
 
+@pytest.mark.full
 def test_the_tables_come_from_the_archive(machine: Machine) -> None:
     machine.run()
     document = machine.folder / "performance.md"
@@ -186,6 +187,7 @@ def test_the_tables_come_from_the_archive(machine: Machine) -> None:
     assert "A GPU, driver 1, 4 cores" in text and "| cuda | 20 us | 10 us |" in text and "outdated" not in text
 
 
+@pytest.mark.full
 def test_it_leaves_two_files(machine: Machine) -> None:
     machine.run()
     assert {path.name for path in machine.out.iterdir() if path.suffix} == {"summary.md", "gpu_check.tar.gz"}
@@ -216,6 +218,7 @@ def test_time_is_under_nine_minutes(machine: Machine) -> None:
     assert sum(seconds for seconds, _, _ in chosen) == pytest.approx(300)  # the chosen parts share all of the time
 
 
+@pytest.mark.full
 def test_the_most_valuable_comes_first(machine: Machine) -> None:
     order = [row["part"] for row in machine.run()[1].values()]
     firsts = list(dict.fromkeys(order))
@@ -278,12 +281,14 @@ def test_a_missing_python(machine: Machine) -> None:
         gpu_check.main(["--python", "/no/python"])
 
 
+@pytest.mark.full
 def test_after_a_failed_build_the_other_parts_run(machine: Machine) -> None:
     status, steps = machine.run(fail=["pip"])
     assert status == 1 and steps["build build"]["why"] == "exit status 1"
     assert steps["values triton"]["state"] == steps["timings timings"]["state"] == "ok"
 
 
+@pytest.mark.full
 def test_a_failed_test_is_on_the_page_with_its_first_lines(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,11 +332,13 @@ def test_a_process_that_always_dies_is_given_up(machine: Machine) -> None:
     assert status == 1 and steps["tests 1/2"]["why"] == "exit status 3"
 
 
+@pytest.mark.full
 def test_errors_of_the_sanitizer(machine: Machine) -> None:
     status, steps = machine.run(summary="========= ERROR SUMMARY: 3 errors")
     assert status == 1 and {steps[f"sanitizer {tool}"]["state"] for tool in gpu_check.TOOLS} == {"FAILED"}
 
 
+@pytest.mark.full
 def test_a_refused_sanitizer_is_no_failure(machine: Machine) -> None:
     status, steps = machine.run(
         summary="========= Error: Device not supported. See the manual", **{"sanitizer status": 1}
@@ -340,6 +347,7 @@ def test_a_refused_sanitizer_is_no_failure(machine: Machine) -> None:
     assert status == 0 and row["state"] == "refused" and row["why"] == "Device not supported. See the manual"
 
 
+@pytest.mark.full
 def test_a_missing_sanitizer_is_left_out_with_a_reason(machine: Machine) -> None:
     (machine.folder / "compute-sanitizer").unlink()
     machine.patch.setenv("CUDA_HOME", str(machine.folder))
@@ -361,6 +369,7 @@ def test_parity_tests_do_not_run_on_the_gpu(machine: Machine) -> None:
     assert len(files) > 20 and not any("parity" in file for file in files)
 
 
+@pytest.mark.full
 def test_missing_packages_are_reported(machine: Machine) -> None:
     status, steps = machine.run(facts=FACTS | {"lacks": ["matplotlib", "transformers", "trl"]})
     assert status == 0 and steps["step step"]["state"] == steps["trainer default recipe"]["state"] == "left out"
@@ -385,6 +394,7 @@ def test_a_hanging_part_is_stopped_with_its_children_and_keeps_its_results(machi
     assert not is_running(int((machine.out / "child").read_text()))
 
 
+@pytest.mark.full
 def test_stopped_values_are_a_failure(machine: Machine) -> None:
     (machine.folder / "work" / "package" / "grpo_kernels").mkdir(parents=True)
     status, steps = machine.run("--parts", "values", "--seconds", "2", hang=["tools.kernel_cases"])

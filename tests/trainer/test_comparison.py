@@ -189,6 +189,7 @@ def test_page_and_front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(list((tmp_path / "out" / "plots").glob("*.png"))) >= 2 * 7
 
 
+@pytest.mark.full
 def test_more_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, Any] = {}
     real = plots.draw_panels
@@ -239,6 +240,7 @@ def test_settings_that_differ_between_evaluations_are_named(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.full
 def test_rewards_that_differ_are_named(tmp_path: Path) -> None:
     """Each run's evaluations have the rewards of its own RL phase, and stand in one column."""
     folders = [run(tmp_path / name, name) for name in "abc"]

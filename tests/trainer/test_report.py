@@ -259,6 +259,7 @@ def test_text_of_strangers_is_never_an_element(tmp_path: Path) -> None:
     assert "<i>" in reader.text
 
 
+@pytest.mark.full
 def test_values_that_no_run_writes_do_not_stop_the_report(tmp_path: Path) -> None:
     folder = run_folders.write(tmp_path / "run", steps=4)
     odd: list[run_folders.Line] = [
@@ -412,6 +413,7 @@ def test_band_of_the_reward_counts_prompts(tmp_path: Path, monkeypatch: pytest.M
     assert [value - low for value, low in zip(curve.y, curve.low, strict=True)] == pytest.approx([half] * 2)
 
 
+@pytest.mark.full
 def test_the_time_of_other_runs_stands_beside(tmp_path: Path) -> None:
     here = run_folders.write(tmp_path / "here", steps=3, rich=False)
     other = run_folders.write(tmp_path / "other", name="another <b>run</b>", steps=3, rich=False)

@@ -18,6 +18,7 @@ from tests.harness import (
     assert_within_budget,
     cpu_threads,
     device_of,
+    examples,
     needs_cpu_kernels,
     quick,
     runnable_backends,
@@ -39,12 +40,12 @@ DISTINCT = ("grpo", "rloo", "opo", "maxrl", "gdpo", "grpo_passk", "reinforce_plu
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
 
 
-def for_all(backend: str, check: Callable[[Batch], None], examples: int = 40, columns: tuple[int, ...] = (1,)) -> None:
+def for_all(backend: str, check: Callable[[Batch], None], count: int = 40, columns: tuple[int, ...] = (1,)) -> None:
     """Runs the check on random batches; fast backends get more and larger ones."""
     fast = backend in FAST
     rows = 200 if fast else 60
     batch = st.sampled_from(columns).flatmap(lambda c: batches(max_rows=rows, columns=c))
-    settings(max_examples=examples if fast else max(2, examples // 10))(given(batch)(check))()
+    settings(max_examples=examples(count) if fast else max(2, count // 10))(given(batch)(check))()
 
 
 def run(
@@ -215,7 +216,7 @@ def test_unscored_rows_count_for_nothing_whatever_they_hold(backend: str, name: 
         whole, part = run(batch, name, backend), run(batch, name, backend, rows=kept)
         torch.testing.assert_close(whole.advantages[kept.to(rewards.device)], part.advantages, rtol=1e-6, atol=1e-6)
     else:
-        for_all(backend, check, examples=20)
+        for_all(backend, check, count=20)
 
 
 # Invariances. The kernels must match bit for bit; the reference sums in an order that torch chooses.
@@ -235,7 +236,7 @@ def test_shuffling_the_rows_permutes_the_result(backend: str, name: str) -> None
             assert torch.allclose(shuffled.advantages, expected.advantages, rtol=1e-6, atol=1e-6 * scale)
             assert torch.equal(shuffled.degenerate, expected.degenerate)
 
-    for_all(backend, check, examples=20)
+    for_all(backend, check, count=20)
 
 
 @pytest.mark.parametrize("name", GROUP_ONLY)
@@ -248,7 +249,7 @@ def test_a_group_does_not_change_with_its_neighbours(backend: str, name: str) ->
             expected = gk.GroupAdvantages(*(field[own.to(field.device)] for field in whole))
             assert_same(run(batch, name, backend, rows=own), expected, f"{name} group {group}")
 
-    for_all(backend, check, examples=20)
+    for_all(backend, check, count=20)
 
 
 # 7 is no power of two, 64 fills warps, 300 needs more than one block of threads.
@@ -285,7 +286,7 @@ def test_repeated_calls_agree_to_the_bit(backend: str) -> None:
         for name in ("grpo", "verl-gdpo", "trl-rloo-normalized", "gpg", "batch_std"):
             assert_same(run(batch, name, backend), run(batch, name, backend), name)
 
-    for_all(backend, check, examples=20, columns=(1, 3))
+    for_all(backend, check, count=20, columns=(1, 3))
 
 
 @needs_cpu_kernels
