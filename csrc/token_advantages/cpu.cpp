@@ -54,6 +54,8 @@ bool walk_turns(const TokenAdvantageSettings& settings, const TokenBatch<T>& bat
   for (int64_t t = first + batch.length(row) - 1; t >= first; --t) {
     if (!batch.mask[t]) {
       batch.advantages[t] = batch.returns[t] = 0;
+      const double carried = carried_reward(settings, batch.rewards[t]);
+      entering += carried, next_return += carried;
       continue;
     }
     const double reward = static_cast<double>(batch.rewards[t]);

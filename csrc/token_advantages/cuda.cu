@@ -95,9 +95,9 @@ __global__ void GRPO_WALK_BOUNDS walk_kernel(const __grid_constant__ TokenArrays
 #pragma unroll
       for (int j = kRowItems - 1; j >= 0; --j) {
         advantages[j] = returns[j] = 0;
-        if (!tokens.is_valid(j)) continue;
         const double token_return = is_scored ? tokens.reward(j) + entering : tokens.value(j);
         entering = tokens.map(in.settings, j)(entering);
+        if (!tokens.is_valid(j)) continue;
         returns[j] = static_cast<T>(token_return);
         advantages[j] = static_cast<T>(is_scored ? token_return - tokens.value(j) : 0);
         if (!kHasTurns) sums.add(advantages[j]);

@@ -43,12 +43,16 @@ GRPO_HD bool walk(const TokenAdvantageSettings& settings, const T* rewards, cons
                   int64_t count, T* advantages, T* returns) {
   const Quad factor = broadcast(settings.gamma * settings.lam), share = broadcast(settings.gamma * (1 - settings.lam));
   const Quad one = broadcast(1);
+  const QuadBits is_carried = settings.carry_rewards ? ~QuadBits{} : QuadBits{};
   QuadBits scored = ~QuadBits{};
   double entering = 0;
   const auto visit = [&](const QuadBits& counts, const Quad& raw_reward, const Quad& raw_value, Quad& advantage,
                          Quad& token_return) {
     const Quad reward = where(counts, raw_reward, Quad{}), value = where(counts, raw_value, Quad{});
-    const QuadMap own{where(counts, factor, one), share * value + where(counts, factor, Quad{}) * reward};
+    // as carried_reward: of tokens that do not count, and a number
+    const QuadBits is_number = (QuadBits)(raw_reward - raw_reward == Quad{});
+    const Quad carried = where(is_carried & is_number & ~counts, raw_reward, Quad{});
+    const QuadMap own{where(counts, factor, one), share * value + where(counts, factor, Quad{}) * reward + carried};
     const QuadMap all = own.after_lanes<1>().template after_lanes<2>();
     const Quad behind_factor = __builtin_shufflevector(all.factor, one, 1, 2, 3, 4);
     const Quad behind_shift = __builtin_shufflevector(all.shift, Quad{}, 1, 2, 3, 4);

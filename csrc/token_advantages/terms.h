@@ -17,6 +17,7 @@ GRPO_CODES(TokenWhiten, int, kNone, kTokens);
 // In the order of TokenAdvantageConfig.modes and TokenAdvantageConfig.coefficients.
 #define GRPO_TOKEN_ADVANTAGE_SETTINGS(MODE, COEFFICIENT) \
   MODE(TokenWhiten, whiten)                              \
+  MODE(bool, carry_rewards)                              \
   COEFFICIENT(gamma)                                     \
   COEFFICIENT(lam)                                       \
   COEFFICIENT(whiten_eps)
@@ -30,6 +31,12 @@ struct TokenAdvantageSettings {
 GRPO_HD AffineMap step_map(const TokenAdvantageSettings& settings, double reward, double value) {
   const double factor = settings.gamma * settings.lam;
   return {factor, settings.gamma * (1 - settings.lam) * value + factor * reward};
+}
+
+// The reward of a token that does not count, for the last token before it that does. What is no number is padding.
+template <typename T>
+GRPO_HD double carried_reward(const TokenAdvantageSettings& settings, T reward) {
+  return settings.carry_rewards && reward - reward == 0 ? static_cast<double>(reward) : 0;
 }
 
 // The normalisation over the batch: 0 for a single token, and where all are equal.

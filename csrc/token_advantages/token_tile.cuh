@@ -123,6 +123,7 @@ struct TokenTile {
     return 0;
   }
   __device__ __forceinline__ AffineMap map(const TokenAdvantageSettings& settings, int j) const {
+    if (!is_valid(j)) return {1, carried_reward(settings, rewards[j])};
     if (kHasTurns && (roles.firsts >> j & 1) == 0) return {1, reward(j)};
     return step_map(settings, reward(j), value(j));
   }
@@ -131,7 +132,7 @@ struct TokenTile {
     AffineMap own = kIdentity;
 #pragma unroll
     for (int j = kRowItems - 1; j >= 0; --j) {
-      if (is_valid(j)) own = map(settings, j)(own);
+      own = map(settings, j)(own);
     }
     return own;
   }

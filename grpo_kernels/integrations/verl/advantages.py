@@ -87,7 +87,7 @@ def gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Replaces verl's function, which has these arguments."""
-    settings = gk.TokenAdvantageConfig("gae", gamma=float(gamma), lam=float(lam))
+    settings = gk.TokenAdvantageConfig("gae", gamma=float(gamma), lam=float(lam), carry_rewards=False)
     return _of_tokens(token_level_rewards, values, response_mask, settings)
 
 
@@ -97,7 +97,7 @@ def reinforce_plus_plus_advantage(
     """Replaces verl's function, which ignores further arguments, too."""
     if config is None:
         raise ValueError("reinforce_plus_plus: config must be verl's algorithm section, which has gamma, got None")
-    settings = gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=float(config.gamma))
+    settings = gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=float(config.gamma), carry_rewards=False)
     return _of_tokens(token_level_rewards, None, response_mask, settings)
 
 

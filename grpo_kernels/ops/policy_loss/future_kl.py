@@ -12,7 +12,7 @@ from grpo_kernels.ops.policy_loss.arguments import policy_tokens, spread_rows
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.registration import FUTURE_KL, Policy
 from grpo_kernels.ops.token_advantages import registration as token_advantages
-from grpo_kernels.ops.token_advantages.config import WHITEN_NONE, Plan
+from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
 
 
 class _Settings(NamedTuple):
@@ -53,10 +53,10 @@ def _weights(
 ) -> Tensor:
     moved = lp - old if valid is None else torch.where(valid, lp - old, 0)
     summed = torch.where(moved > settings.log_cap, 0, moved)
-    plan = Plan(whiten=WHITEN_NONE, gamma=settings.gamma, lam=1.0, whiten_eps=0.0)
+    config = TokenAdvantageConfig("reinforce", gamma=settings.gamma)
     everywhere = torch.ones_like(lp, dtype=torch.bool)
     scan = token_advantages.FORWARD[backend]
-    future: Tensor = scan(summed, None, everywhere, policy.cu_seqlens, None, [plan.whiten], list(plan[1:]))[1]
+    future: Tensor = scan(summed, None, everywhere, policy.cu_seqlens, None, config.modes, config.coefficients)[1]
     weights = future.exp().clamp(settings.low, settings.high)
     is_risky = (moved > settings.log_safety) & (spread_rows(policy.advantages, policy, lp) < 0)
     return torch.where(is_risky, weights.clamp(settings.safe_low, settings.safe_high), weights)

@@ -39,13 +39,14 @@ def token_advantages(
 ) -> TokenAdvantages:
     """Computes GAE or discounted returns over the tokens of each row, and normalises them over the batch.
 
-    Tokens outside the mask are skipped as if they were not there. A row with a NaN reward is not scored: its advantages
-    are 0 and its returns are its values. Nothing waits for the GPU. There is no gradient.
+    Tokens outside the mask are skipped as if they were not there, except for their rewards, which belong to the token
+    before them (config.carry_rewards). A row with a NaN reward is not scored: its advantages are 0 and its returns are
+    its values. Nothing waits for the GPU. There is no gradient.
 
     Args:
         rewards: per token, [B, T] or packed [M] with `cu_seqlens`
         values: a critic's value before each token, in the shape of rewards; required by "gae", otherwise refused
-        mask: in the shape of rewards; nonzero tokens count, None means all. Other slots are not read
+        mask: in the shape of rewards; nonzero tokens count, None means all. Of other slots only finite rewards are read
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         turns: integers in the shape of rewards; neighbouring tokens that count and have the same number form a turn,
             which acts as one step. Tokens with a negative number do not count

@@ -24,17 +24,18 @@ def _aot_cases() -> tuple[AotCase, ...]:
         return AotCase(kernel, signature, constants, warps, label=label, options=EXACT)
 
     wide, narrow = {"BLOCK": kernels._TILE}, {"BLOCK": kernels._NARROWEST}
+    carries = {"CARRY": True}
     chunked = wide | {"CHUNKS": kernels._MAX_CHUNKS}
     padded, no_values, whole = {"bounds_ptr": None}, {"values_ptr": None}, {"chunks_ptr": None}
     return (
         case(kernels._roles_kernel, "packed", wide),
         case(kernels._roles_kernel, "narrow", narrow | padded, 1),
-        case(kernels._maps_kernel, "packed", wide),
-        case(kernels._maps_kernel, "padded, fp64", wide | padded | no_values, **double),
-        case(kernels._walk_kernel, "packed", chunked | whole),
-        case(kernels._walk_kernel, "chunks", chunked | padded),
-        case(kernels._walk_kernel, "padded, fp64", chunked | padded | no_values, **double),
-        case(kernels._walk_kernel, "narrow", narrow | {"CHUNKS": kernels._MAX_CHUNKS} | padded | whole, 1),
+        case(kernels._maps_kernel, "packed", wide | carries),
+        case(kernels._maps_kernel, "padded, fp64", wide | carries | padded | no_values, **double),
+        case(kernels._walk_kernel, "packed", chunked | carries | whole),
+        case(kernels._walk_kernel, "chunks", chunked | carries | padded),
+        case(kernels._walk_kernel, "padded, fp64", chunked | carries | padded | no_values, **double),
+        case(kernels._walk_kernel, "narrow", narrow | carries | {"CHUNKS": kernels._MAX_CHUNKS} | padded | whole, 1),
         case(kernels._turns_kernel, "packed", wide),
         case(kernels._turns_kernel, "padded, fp64", wide | padded, **double),
         case(kernels._norm_kernel, "", {"BLOCK": kernels._RECORDS_AT_ONCE}),

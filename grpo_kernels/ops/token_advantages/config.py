@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
-from grpo_kernels.checks import choices, config_or_name, finite, unknown
+from grpo_kernels.checks import boolean, choices, config_or_name, finite, unknown
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/token_advantages/terms.h repeats them for C++.
@@ -17,6 +17,7 @@ class Plan(NamedTuple):
     """A TokenAdvantageConfig as the kernels read it: codes first, then numbers."""
 
     whiten: int
+    carry_rewards: int
     gamma: float
     lam: float
     whiten_eps: float
@@ -42,6 +43,8 @@ class TokenAdvantageConfig(PlannedConfig):
         lam: weight of later temporal differences; must be 1 without values
         whiten: "none", or "tokens": (A - mean) / sqrt(var + whiten_eps) over all tokens of the batch
         whiten_eps: see `whiten`
+        carry_rewards: a reward at a token that does not count belongs to the last token before it that does, whose
+            action led to it; False leaves such rewards out, as verl does
     """
 
     # The None defaults exist only until __post_init__ has filled them in, hence the ignores.
@@ -50,6 +53,7 @@ class TokenAdvantageConfig(PlannedConfig):
     lam: float = None  # type: ignore[assignment]
     whiten: str = None  # type: ignore[assignment]
     whiten_eps: float = None  # type: ignore[assignment]
+    carry_rewards: bool = True
 
     _presets: ClassVar[dict[str, TokenAdvantageConfig]] = {}
 
@@ -61,6 +65,7 @@ class TokenAdvantageConfig(PlannedConfig):
             if getattr(self, field) is None:
                 object.__setattr__(self, field, default)
         choices(self, whiten=WHITENS)
+        boolean(where, carry_rewards=self.carry_rewards)
         finite(where, "whiten_eps", self.whiten_eps, minimum=0.0)
         for field in ("gamma", "lam"):
             finite(where, field, getattr(self, field), minimum=0.0)
@@ -72,6 +77,7 @@ class TokenAdvantageConfig(PlannedConfig):
             )
         plan = Plan(
             whiten=WHITENS.index(self.whiten),
+            carry_rewards=self.carry_rewards,
             gamma=self.gamma,
             lam=self.lam,
             whiten_eps=self.whiten_eps,

@@ -34,12 +34,14 @@ def forward(
         return tokens.reshape(-1)[rows] if rewards.numel() else tokens.new_zeros(rows.shape)
 
     valid = by_row(mask) & inside
-    reward = torch.where(valid, by_row(rewards).double(), 0)
+    reward = torch.where(inside, by_row(rewards).double(), 0)
+    # at tokens that do not count, what is no number is padding
+    reward = torch.where(valid | (reward.isfinite() & bool(plan.carry_rewards)), reward, 0)
     value = torch.zeros_like(reward) if values is None else torch.where(valid, by_row(values).double(), 0)
     turn = None if turns is None else by_row(turns)
     returns = _returns(reward, value, valid, turn, plan)
     # A row with a NaN reward has no advantages and keeps its values.
-    scored = ~reward.isnan().any(1, keepdim=True)
+    scored = ~(reward.isnan() & valid).any(1, keepdim=True)
     returns = torch.where(scored, returns, value)
     advantages = torch.where(scored, returns - value, 0)
     if turn is not None:
@@ -49,9 +51,10 @@ def forward(
         advantages = _whitened(advantages.to(rewards.dtype).double(), valid & scored, plan.whiten_eps)
 
     def by_token(result: Tensor) -> Tensor:
-        empty = torch.zeros(rewards.numel(), dtype=rewards.dtype, device=rewards.device)
-        flat = empty.scatter(0, rows[valid], result.to(rewards.dtype)[valid])
-        return flat.view(rewards.shape)
+        # slots that do not count go behind the last token: picking the others would wait for their number
+        behind = torch.where(valid, rows, rewards.numel()).reshape(-1)
+        flat = torch.zeros(rewards.numel() + 1, dtype=rewards.dtype, device=rewards.device)
+        return flat.scatter(0, behind, result.to(rewards.dtype).reshape(-1))[:-1].view(rewards.shape)
 
     return by_token(advantages), by_token(returns)
 
@@ -61,13 +64,16 @@ def _returns(reward: Tensor, value: Tensor, valid: Tensor, turn: Tensor | None, 
     rows, width = reward.shape
     returns = torch.zeros_like(reward)
     next_return, next_value = reward.new_zeros(2, rows)
+    carried = reward.new_zeros(rows)
     next_turn = torch.full((rows,), -1, device=reward.device)
     for t in reversed(range(width)):
         entering = plan.gamma * ((1 - plan.lam) * next_value + plan.lam * next_return)
         if turn is not None:
             entering = torch.where(turn[:, t] == next_turn, next_return, entering)
             next_turn = torch.where(valid[:, t], turn[:, t], next_turn)
-        next_return = torch.where(valid[:, t], reward[:, t] + entering, next_return)
+        carried = carried + reward[:, t]
+        next_return = torch.where(valid[:, t], carried + entering, next_return)
+        carried = torch.where(valid[:, t], 0, carried)
         next_value = torch.where(valid[:, t], value[:, t], next_value)
         returns[:, t] = torch.where(valid[:, t], next_return, 0)
     return returns

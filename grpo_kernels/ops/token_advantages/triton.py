@@ -62,10 +62,12 @@ def _at(tile, place, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_steps(rewards_ptr, values_ptr, roles_ptr, token, inside):
-    """Roles, rewards and values of tokens; 0 where a token does not count."""
+def _load_steps(rewards_ptr, values_ptr, roles_ptr, token, inside, CARRY: tl.constexpr):
+    """Roles, rewards and values of tokens; 0 where a token does not count, but for rewards that are carried."""
     role = tl.load(roles_ptr + token, mask=inside, other=0)
-    reward = tl.load(rewards_ptr + token, mask=role != 0, other=0.0).to(tl.float64)
+    reward = tl.load(rewards_ptr + token, mask=inside if CARRY else role != 0, other=0.0).to(tl.float64)
+    if CARRY:  # what is no number is padding
+        reward = tl.where((role != 0) | (reward - reward == 0), reward, 0.0)
     value = tl.zeros_like(reward)
     if values_ptr is not None:
         value = tl.load(values_ptr + token, mask=role != 0, other=0.0).to(tl.float64)
@@ -111,6 +113,7 @@ def _maps_kernel(
     width: "i64",
     gamma: "fp64",
     lam: "fp64",
+    CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """chunks[3, rows, programs]: factor and shift of the chunk's map, and whether every reward is a number."""
@@ -124,7 +127,7 @@ def _maps_kernel(
     num_missing = tl.zeros([BLOCK], tl.int32)
     for tile in range(tl.cdiv(last - first, BLOCK) - 1, -1, -1):
         token = first + tile * BLOCK + place
-        role, reward, value = _load_steps(rewards_ptr, values_ptr, mask_ptr, token, token < last)
+        role, reward, value = _load_steps(rewards_ptr, values_ptr, mask_ptr, token, token < last, CARRY)
         maps = _step_maps(role, reward, value, gamma, lam)
         factor, shift = tl.associative_scan(maps, 0, _compose, reverse=True)
         factor, shift = _at(factor, 0, BLOCK), _at(shift, 0, BLOCK)
@@ -191,6 +194,7 @@ def _walk_kernel(
     total: "i64",
     gamma: "fp64",
     lam: "fp64",
+    CARRY: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -218,12 +222,12 @@ def _walk_kernel(
     num_missing = tl.zeros([BLOCK], tl.int32)
     for tile in range(tl.cdiv(last - first, BLOCK) - 1, -1, -1):
         token = first + tile * BLOCK + place
-        role, reward, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token + 1, token + 1 < last)
+        role, reward, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token + 1, token + 1 < last, CARRY)
         maps = _step_maps(role, reward, value, gamma, lam)
         factor, shift = tl.associative_scan(maps, 0, _compose, reverse=True)
         entering = factor * carry + shift
         carry = _at(entering, 0, BLOCK)
-        role, reward, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token, token < last)
+        role, reward, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token, token < last, CARRY)
         token_return = reward + entering
         advantage = tl.where(role != 0, token_return - value, 0.0)
         token_return = tl.where(role != 0, token_return, 0.0)
@@ -238,7 +242,7 @@ def _walk_kernel(
         tl.store(moments_ptr + record, 0.0)
         for tile in range(first, last, BLOCK):
             token = tile + place
-            role, _, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token, token < last)
+            role, _, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token, token < last, CARRY)
             tl.store(advantages_ptr + token, tl.zeros([BLOCK], tl.float64), mask=token < last)
             tl.store(returns_ptr + token, value, mask=token < last)
     behind = tl.where(row == rows - 1, total, end)
@@ -347,7 +351,8 @@ def forward(
     modes: list[int],
     coefficients: list[float],
 ) -> tuple[Tensor, Tensor]:
-    whiten, gamma, lam, epsilon = Plan(*modes, *coefficients)
+    whiten, carry, gamma, lam, epsilon = Plan(*modes, *coefficients)
+    carry = bool(carry)
     total = rewards.numel()
     rows, width = rewards.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, 0)
     bounds = None if cu_seqlens is None else packed_bounds("token_advantages", cu_seqlens, total)
@@ -370,9 +375,9 @@ def forward(
         _roles_kernel[(rows,)](mask.view(torch.uint8), turns, bounds, roles, width, **tiles)
     if chunks > 1:
         maps = doubles(3, records)
-        _maps_kernel[grid](rewards, values, roles, bounds, maps, rows, width, gamma, lam, **tiles)
+        _maps_kernel[grid](rewards, values, roles, bounds, maps, rows, width, gamma, lam, CARRY=carry, **tiles)
     arrays = rewards, values, roles, bounds, maps, advantages, returns, moments
-    _walk_kernel[grid](*arrays, rows, width, total, gamma, lam, CHUNKS=_MAX_CHUNKS, **tiles)
+    _walk_kernel[grid](*arrays, rows, width, total, gamma, lam, CARRY=carry, CHUNKS=_MAX_CHUNKS, **tiles)
     if turns is not None:
         _turns_kernel[(rows,)](roles, bounds, advantages, returns, moments, rows, width, **tiles)
     if whiten == config.WHITEN_TOKENS:

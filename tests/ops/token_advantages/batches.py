@@ -65,12 +65,14 @@ class Batch:
         return Batch(rewards, pack(self.values), pack(self.mask), pack(self.turns), bounds)
 
     def with_garbage(self) -> Batch:
-        """NaN and wrong turns in slots that do not count."""
+        """NaN and wrong turns in slots that do not count; rewards in gaps stay, those of padding are no numbers."""
         assert self.mask is not None
         junk = ~self.mask
+        is_padding = self.mask.flip(1).cumsum(1).flip(1) == 0
+        no_numbers = torch.where(torch.arange(junk.shape[1]) % 2 == 0, NAN, INF)
         return dataclasses.replace(
             self,
-            rewards=torch.where(junk, NAN, self.rewards),
+            rewards=torch.where(is_padding, no_numbers, self.rewards),
             values=None if self.values is None else torch.where(junk, NAN, self.values),
             turns=None if self.turns is None else torch.where(junk, 7, self.turns),
         )
@@ -116,10 +118,24 @@ def steps_of(batch: Batch, row: tuple[int, int]) -> list[list[int]]:
     return [list(turn) for _, turn in itertools.groupby((t for t in tokens if turns[t] >= 0), turns.__getitem__)]
 
 
+def carried(batch: Batch) -> list[float]:
+    """Rewards of tokens that do not count at the last token before them that does, if they are numbers."""
+    rewards = batch.rewards.double().flatten().tolist()
+    for row in batch.rows():
+        counts = {t for step in steps_of(batch, row) for t in step}
+        last = None
+        for t in range(*row):
+            if t in counts:
+                last = t
+            elif last is not None and math.isfinite(rewards[t]):
+                rewards[last] += rewards[t]
+    return rewards
+
+
 def expected(batch: Batch, config: gk.TokenAdvantageConfig | str) -> tuple[Tensor, Tensor]:
     """Advantages and returns by the temporal differences of steps."""
     config = gk.TokenAdvantageConfig.of(config)
-    rewards = batch.rewards.double().flatten().tolist()
+    rewards = carried(batch) if config.carry_rewards else batch.rewards.double().flatten().tolist()
     values = [0.0] * len(rewards) if batch.values is None else batch.values.double().flatten().tolist()
     advantages, returns, scored = [0.0] * len(rewards), [0.0] * len(rewards), []
     for row in batch.rows():

@@ -29,7 +29,7 @@ def test_verl_gae(backend: str, gamma: float, lam: float) -> None:
     batch = batch_of(11, 6, 40)
     assert batch.mask is not None
     wanted = peers.verl("gae")(batch.rewards, batch.values, batch.mask.double(), gamma, lam)
-    got = batch.run(gk.TokenAdvantageConfig(gamma=gamma, lam=lam), backend)
+    got = batch.run(gk.TokenAdvantageConfig(gamma=gamma, lam=lam, carry_rewards=False), backend)
     for ours, theirs in zip(got, wanted, strict=True):
         assert_close(ours, theirs, batch.mask)
 
@@ -42,7 +42,7 @@ def test_verl_reinforce_plus_plus(backend: str, gamma: float) -> None:
     batch = batch_of(12, 6, 40, values=False)
     assert batch.mask is not None
     wanted = peers.verl("reinforce_plus_plus")(batch.rewards, batch.mask.double(), config=AlgoConfig(gamma=gamma))
-    got = batch.run(gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=gamma), backend)
+    got = batch.run(gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=gamma, carry_rewards=False), backend)
     for ours, theirs in zip(got, wanted, strict=True):
         assert_close(ours, theirs, batch.mask)
 
