@@ -78,9 +78,6 @@ class ReferenceHead(NamedTuple):
     bias: Tensor | None = None
 
 
-_LARGEST_PARTS: dict[tuple[Any, ...], int] = {}
-
-
 class Shard(NamedTuple):
     """The columns `start`, `start` + 1, ... of the vocabulary, `columns` many, that this rank of a group holds."""
 
@@ -95,13 +92,14 @@ class Shard(NamedTuple):
         return torch.where(targets == IGNORED, IGNORED, torch.where(is_here, column, self.columns))
 
     def rows_per_chunk(self, rows: int, like: Tensor) -> int:
-        """By the largest part of any rank, as all take part in the same all-reduces: one more, and a wait, at first."""
-        key = (self.group, dist.get_world_size(self.group), self.start, self.columns)
-        if key not in _LARGEST_PARTS:
-            largest = torch.tensor(self.columns, device=like.device)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-            _LARGEST_PARTS[key] = int(largest)
-        return rows_per_chunk(rows, _LARGEST_PARTS[key], like.device.type, like.dtype)
+        """By the largest part of any rank, as all must take part in the same all-reduces.
+
+        It costs an all-reduce, and a wait, in every call: a rank that remembered the answer for its own part would skip
+        the one that another rank, whose part has changed, still waits in.
+        """
+        largest = torch.tensor(self.columns, device=like.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return rows_per_chunk(rows, int(largest), like.device.type, like.dtype)
 
     def combine(self, op: str, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and log-sum-exps over the columns of all ranks, in one all-reduce.

@@ -100,8 +100,11 @@ def worker(rank: int, size: int, folder: str) -> None:
     first = sum(SHARES[size][:rank])
     shard = first, first + SHARES[size][rank]
     result: dict[str, Any] = {case: run(case, shard, counts) for case in CASES}
-    columns = 10**5 * (rank + 1)
-    result["rows of a chunk"] = Shard(None, rank, columns).rows_per_chunk(4096, torch.empty(0))
+    # the last rank has ever more columns, the others as many as before
+    for largest in (size, 2 * size):
+        columns = 10**5 * (largest if rank == size - 1 else rank + 1)
+        rows = Shard(None, rank, columns).rows_per_chunk(4096, torch.empty(0))
+        result.setdefault("rows of a chunk", []).append(rows)
     arguments = batch("chunks")
     arguments |= {key: arguments[key][slice(*shard)] for key in ("weight", "bias")}
     arguments["targets"][0, 0] = edges.VOCABULARY
@@ -161,9 +164,9 @@ def test_bytes_that_are_communicated(ranks: list[dict[str, Any]]) -> None:
 
 def test_chunks_are_those_of_the_largest_part(ranks: list[dict[str, Any]]) -> None:
     """Otherwise the ranks would wait for each other in different all-reduces."""
-    largest = rows_per_chunk(4096, 10**5 * len(ranks), "cpu", torch.float32)
-    assert {rank["rows of a chunk"] for rank in ranks} == {largest}
-    assert largest != rows_per_chunk(4096, 10**5, "cpu", torch.float32)
+    by_columns = [rows_per_chunk(4096, 10**5 * n, "cpu", torch.float32) for n in (1, len(ranks), 2 * len(ranks))]
+    assert [rank["rows of a chunk"] for rank in ranks] == [by_columns[1:]] * len(ranks)
+    assert len(set(by_columns)) == 3
 
 
 def test_a_target_that_is_no_column(ranks: list[dict[str, Any]]) -> None:
