@@ -6,6 +6,7 @@ value per group, with rows padded to [P, K].
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -116,26 +117,69 @@ def packed_bounds(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 class TokenRows:
-    """Maps tokens, padded [B, T] or packed [M], to rows (`count` for tokens of no row); sums and spreads over rows."""
+    """Rows of tokens, padded [B, T] or packed [M]: reduces over the tokens of each row, and spreads over them.
+
+    The order of every sum is fixed, also in the gradient, so that results repeat bit for bit on a GPU without torch's
+    deterministic mode; nothing is copied from the host or waits.
+    """
 
     def __init__(self, op: str, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
-        if cu_seqlens is None:
-            bounds = torch.arange(shape[0] + 1, device=device) * shape[1]
-        else:
-            bounds = packed_bounds(op, cu_seqlens, shape[0])
-        self.count, self.starts = len(bounds) - 1, bounds[:-1]
-        self.of = torch.searchsorted(bounds[1:], torch.arange(shape.numel(), device=device), right=True)
+        self._place = torch.arange(shape.numel(), device=device)
+        self._shape, self._bounds, self._row = shape, None, None
+        self.count = shape[0]
+        if cu_seqlens is not None:
+            self._bounds = packed_bounds(op, cu_seqlens, shape[0])
+            self._row = torch.searchsorted(self._bounds[1:], self._place, right=True)
+            self.count = len(self._bounds) - 1
+
+    def within(self, flags: Tensor) -> Tensor:
+        """The flags of tokens of a row; False for those of no row."""
+        return flags if self._row is None else flags & (self._row < self.count)
+
+    def starts(self) -> Tensor:
+        """The first place of each row."""
+        if self._bounds is not None:
+            return self._bounds[:-1]
+        return torch.arange(self.count, device=self._place.device) * self._shape[1]
 
     def sum(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.count + 1).index_add(0, self.of, values)[:-1]
+        """Sums [..., B] over the tokens [..., N] of each row, which are floats."""
+        if self._bounds is not None:
+            return reduce_runs(values, self._bounds, "sum", 0.0)
+        return values.view(*values.shape[:-1], *self._shape).sum(-1)
+
+    def extremes(self, values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest value of each row, infinite where it has none."""
+        least, most = (torch.where(where, values, none) for none in (math.inf, -math.inf))
+        if self._bounds is not None:
+            smallest = reduce_runs(least, self._bounds, "min", math.inf)
+            return smallest, reduce_runs(most, self._bounds, "max", -math.inf)
+        if values.numel() == 0:
+            return values.new_full((self.count,), math.inf), values.new_full((self.count,), -math.inf)
+        return least.view(self._shape).amin(1), most.view(self._shape).amax(1)
+
+    def last(self, flags: Tensor) -> Tensor:
+        """Place of the last such token of each row, -1 where there is none."""
+        last = self.extremes(self._place.double(), flags)[1]
+        return torch.where(last.isinf(), -1, last).long()
 
     def spread(self, values: Tensor) -> Tensor:
-        return torch.cat([values, values.new_zeros(1)])[self.of]
+        """One value for each token from one for each row; 0 for tokens of no row."""
+        if self._row is None:
+            return values[:, None].expand(self._shape).reshape(-1)
+        return torch.cat([values, values.new_zeros(1)])[self._row]
 
-    def last(self, flagged: Tensor) -> Tensor:
-        """Position of the last such token of each row, -1 where there is none."""
-        position = torch.where(flagged, torch.arange(len(flagged), device=flagged.device), -1)
-        return position.new_full((self.count + 1,), -1).scatter_reduce(0, self.of, position, "amax")[:-1]
+
+def reduce_runs(values: Tensor, bounds: Tensor, how: str, initial: float) -> Tensor:
+    """Reduces values [..., N] to one [..., B] for each run bounds[i] to bounds[i + 1] - 1, `initial` where it is empty.
+
+    The sum, minimum or maximum, in a fixed order.
+    """
+    if values.numel() == 0:
+        return (initial + values.sum(-1, keepdim=True)).expand(*values.shape[:-1], len(bounds) - 1)
+    by_token = values.movedim(-1, 0).contiguous()
+    reduced = torch.segment_reduce(by_token, how, offsets=bounds, axis=0, unsafe=True, initial=initial)
+    return reduced.movedim(0, -1)
 
 
 class GroupLayout(NamedTuple):

@@ -124,7 +124,10 @@ def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
     names += ["groups"] if config.loss in ("gvpo", "real") else ["log_z"] if config.loss == "flowrl" else []
     names += ["sampling_logprobs"] if config.correction != "none" else []
     names += ["kinds"] if config.cross_entropy_coef != 1 else []
-    return {"config": config, "normalizer": inputs["tokens"]} | {name: inputs[name] for name in names}
+    normalizer: Any = inputs["tokens"]
+    if config.ratio == "segment":
+        normalizer = {"segments": inputs["tokens"] / 2, "tokens": inputs["tokens"]}
+    return {"config": config, "normalizer": normalizer} | {name: inputs[name] for name in names}
 
 
 CLIP = gk.LossConfig.trl(loss_type="dapo", beta=0.1)
@@ -299,7 +302,7 @@ def draw_taught(dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 def loss_with_teacher(inputs: Inputs, backend: str) -> list[Tensor]:
-    teacher = gk.Teacher(inputs["teacher_ids"], inputs["teacher_logprobs"], coef=0.5)
+    teacher = gk.Teacher(inputs["teacher_ids"], inputs["teacher_logprobs"], coef=0.5, normalizer=inputs["tokens"])
     return linear_loss(BONUS, teacher=teacher, chunk_size=8).call(inputs, backend)
 
 

@@ -40,6 +40,8 @@ DATA_DEPENDENT = {
     aten.unique_consecutive,
     aten.unique_dim,
 }
+# Their kernels add with atomics, unless torch's deterministic mode chooses others.
+UNORDERED = {aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce}
 FROM_THE_HOST = {torch.as_tensor, torch.asarray, torch.tensor, Tensor.new_tensor}
 CPU = torch.device("cpu")
 # Their kernels take a number on the host as a parameter; other ops would copy it.
@@ -140,6 +142,7 @@ class Gpu(TorchDispatchMode):
             return func(*args, **kwargs)
         check_waits(func, args, kwargs, tensors, gpu)
         check_devices(func, gpu)
+        check_order(func, args, gpu)
         self.check_memory(func, gpu)
         if func.name().startswith(OURS) and not has_kernel(func, "CPU"):
             with self, Factories():  # Python that calls other ops
@@ -229,6 +232,12 @@ def check_waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpu: l
         raise Waits(f"{func}: copies between the host and a GPU")
     if gpu and any(tensor.dim() > 0 or name.rstrip("_") not in TAKE_HOST_NUMBERS for tensor in host):
         raise Waits(f"{func}: takes tensors on the host, of shapes {[list(tensor.shape) for tensor in host]}")
+
+
+def check_order(func: Any, args: Any, gpu: list[GpuTensor]) -> None:
+    """An addition of floating-point numbers must not depend on which thread comes first."""
+    adds = func.overloadpacket in UNORDERED and not {"amin", "amax"} & {arg for arg in args if isinstance(arg, str)}
+    assert not (adds and any(tensor.is_floating_point() for tensor in gpu)), f"{func} adds in an order that varies"
 
 
 def check_devices(what: object, gpu: list[GpuTensor]) -> None:

@@ -85,6 +85,17 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
 @on_each_backend
 @pytest.mark.parametrize("name", CASES)
 def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str) -> None:
+    check_replays(gpu, name, backend)
+
+
+@without_gpu
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("policy_loss", "sampling_correction"))])
+def test_the_reference_is_captured_too(gpu: Gpu, name: str) -> None:
+    """It waits for nothing, copies nothing from the host, and adds in a fixed order."""
+    check_replays(gpu, name, "reference")
+
+
+def check_replays(gpu: Gpu, name: str, backend: str) -> None:
     case = CASES[name]
     first, second = drawn(case, 1), drawn(case, 2)
     # also the warm-up, after which anything kept between calls is memory from outside of the capture
@@ -92,7 +103,7 @@ def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str)
     assert any(not torch.equal(a, b) for a, b in zip(*expected, strict=True)), "the inputs change nothing"
     static = put(gpu, first)
     graph, results = captured(gpu, case, static, backend)
-    assert gpu.kernels > 0 or name in ("diversity", "optimal_token_baseline")
+    assert gpu.kernels > 0 or backend == "reference" or name in ("diversity", "optimal_token_baseline")
     assert_same_bits(hosts(results), expected[0])
     for inputs, want in ((second, expected[1]), (first, expected[0])):
         overwrite(static, inputs)

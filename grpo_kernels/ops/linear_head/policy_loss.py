@@ -39,6 +39,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_policy,
     check_reads_reference,
     check_rows,
+    check_units,
     participants,
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
@@ -134,7 +135,8 @@ def linear_policy_loss(
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
         vocab_start: first column held by this rank, if the rows of weight, bias, ref_weight and ref_bias are split over
             process_group, as in linear_logprobs. All ranks give the same arguments otherwise, and get the same loss.
-            One all-reduce per chunk forward, and one of the gradient of the hidden states
+            One all-reduce per chunk forward, and one of the gradient of the hidden states; without chunk_size, one more
+            and a wait for the size of the largest part
         process_group: ranks that hold the other columns
         invariant: compute a row's part of the loss and its gradient by hidden states bit for bit alike whatever the
             other rows and their number are, given the normalizer, as in linear_logprobs; None means as in
@@ -173,7 +175,8 @@ def linear_policy_loss(
     rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
-    lesson = _check_teacher(teacher, targets, head, vocab_start)
+    check_units(layout, config, policy, normalizer, want_entropy)
+    lesson = _check_teacher(teacher, targets, head, vocab_start, normalizer)
     inputs = _Inputs(layout, config, head, reference, policy, rows, want_entropy, index, weight_grad, lesson)
     if support is not None:
         check_whole(_OP, lora=lora)
@@ -218,7 +221,7 @@ class _Inputs(NamedTuple):
 
 
 def _check_teacher(
-    teacher: Teacher | None, targets: Tensor, head: Head, vocab_start: int | None
+    teacher: Teacher | None, targets: Tensor, head: Head, vocab_start: int | None, normalizer: Normalizer | None
 ) -> distillation_op.Lesson | None:
     if teacher is None:
         return None
@@ -227,6 +230,11 @@ def _check_teacher(
     if vocab_start is not None:
         raise ValueError(
             f"{_OP}: vocab_start must be None with teacher, whose ids may be columns of any rank, got {vocab_start}"
+        )
+    if normalizer is not None and teacher.weights is None and teacher.normalizer is None:
+        raise ValueError(
+            f"{_OP}: teacher.normalizer must be given with normalizer, as the teacher's tokens would be counted in "
+            "this call alone, got None; or give teacher.weights"
         )
     fields = (field.name for field in dataclasses.fields(teacher))
     names = distillation.Naming(_OP, **{field: f"teacher.{field}" for field in fields})

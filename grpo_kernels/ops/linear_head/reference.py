@@ -28,8 +28,9 @@ def forward(
     entries: Entries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = token_logprobs.wide
-    if entries is not None:  # NaN in a row that is not read would reach the gradient of the weight
-        hidden = torch.where(sampled_support.takes_part(entries)[:, None], hidden, 0)
+    is_read = targets != IGNORED if entries is None else sampled_support.takes_part(entries)
+    # NaN in a row that is not read would reach the gradients of weight and adapter
+    hidden = torch.where(is_read[:, None], hidden, 0)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = wide(hidden) @ wide(weight).T
         if lora_a is not None and lora_b is not None:

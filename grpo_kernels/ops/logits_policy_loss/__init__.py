@@ -14,6 +14,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_entropy,
     check_policy,
     check_rows,
+    check_units,
     participants,
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
@@ -101,6 +102,7 @@ def logits_policy_loss(
     rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     check_entropy(layout, config, want_entropy)
+    check_units(layout, config, policy, normalizer, want_entropy)
     chosen = backends.select(_OP, backend, layout.device.type, logits.dtype, op.SUPPORTS, layout.device.index)
     targets = torch.where(takes_part, targets, IGNORED)
     check_targets(_OP, targets, logits.shape[-1], chosen)

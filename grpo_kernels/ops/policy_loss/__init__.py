@@ -16,6 +16,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
     check_entropy,
     check_policy,
     check_rows,
+    check_units,
     find_entropy_floor,
     needs_entropy_gradient,
     participants,
@@ -116,6 +117,7 @@ def policy_loss(
     rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     entropy = layout.floats("entropy", entropy, detach=False)
     entropy_floor = check_entropy(layout, config, entropy is not None, entropy_floor)
+    check_units(layout, config, policy, normalizer, entropy is not None)
     return compute(layout, config, layout.number(logprobs), entropy, entropy_floor, policy, rows, backend)
 
 

@@ -25,6 +25,13 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
 _COUNTED = ("tokens", "rows", "segments", "cross_entropy")
+# What the means of an aggregation divide by; sums and local means do not read a normalizer.
+_UNITS = {
+    "token-mean": "tokens",
+    "seq-mean-token-mean": "rows",
+    "seq-mean-token-sum": "rows",
+    "seq-mean-token-sum-norm": "rows",
+}
 
 
 class RowInputs(NamedTuple):
@@ -150,9 +157,7 @@ def check_policy(
     weights = layout.per_token("weights", weights, _NUMBERS)
     if weights is not None:
         checks.constant(layout.op, "weights", weights)
-    _check_unit(layout, config, normalizer)
-    others = _of_other_terms(config, normalizer) if config.is_of_sequences else normalizer
-    counts, normalizers = _normalizers(layout, config, others)
+    counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
         old_logprobs=layout.floats("old_logprobs", old_logprobs),
         advantages=layout.per_row_or_token("advantages", advantages, config.is_of_sequences),
@@ -217,26 +222,49 @@ def _unit(config: LossConfig) -> str:
     """The unit that the mean of the policy terms is over."""
     if config.is_of_sequences:
         return "groups" if config.loss in GROUP_LOSSES else "rows"
-    if config.aggregation.startswith("seq-mean"):
-        return "rows"
-    return "segments" if config.ratio.startswith("segment") else "tokens"
+    if config.aggregation == "token-mean" and config.ratio.startswith("segment"):
+        return "segments"
+    return _UNITS.get(config.aggregation, "tokens")
 
 
-def _check_unit(layout: Layout, config: LossConfig, normalizer: Normalizer | None) -> None:
-    """Refuses a dict that lacks the one divisor it is most likely given for, which would be counted here instead."""
-    unit = _unit(config)
-    if not isinstance(normalizer, Mapping) or unit in normalizer or not set(normalizer) & set(_COUNTED[:-1]):
+def check_units(
+    layout: Layout, config: LossConfig, policy: Policy, normalizer: Normalizer | None, has_entropy: bool
+) -> None:
+    """Refuses a normalizer without a unit that is read, which would be counted here alone: micro-batches and ranks
+    would then add up to something else than the whole batch."""
+    if normalizer is None:
         return
-    if config.is_of_sequences or config.aggregation != "token-sum":
-        mean = f"loss={config.loss!r}" if config.is_of_sequences else f"aggregation={config.aggregation!r}"
-        raise ValueError(f"{layout.op}: normalizer must have {unit!r}, the unit of {mean}, got {normalizer!r}")
+    units = _units_read(config, policy, has_entropy)
+    if isinstance(normalizer, Mapping):
+        for unit, setting in units.items():
+            if unit not in normalizer:
+                rule = f"normalizer must have {unit!r}, the unit of {setting}"
+                raise ValueError(f"{layout.op}: {rule}, got {normalizer!r}")
+    elif units.keys() - {_unit(config)}:
+        named = " and ".join(f"{unit!r} for {setting}" for unit, setting in units.items())
+        raise ValueError(f"{layout.op}: normalizer must be a dict with {named}, got {normalizer!r}")
 
 
-def _of_other_terms(config: LossConfig, normalizer: Normalizer | None) -> Normalizer | None:
-    """The normalizers of KL and entropy beside a loss of whole rows, whose unit is a group or a row."""
-    if not isinstance(normalizer, Mapping):
-        return None
-    return {name: count for name, count in normalizer.items() if name != "groups" or config.loss not in GROUP_LOSSES}
+def _units_read(config: LossConfig, policy: Policy, has_entropy: bool) -> dict[str, str]:
+    """The units whose number divides a term of the loss, each with the first setting that reads it."""
+    units: dict[str, str] = {}
+
+    def read(field: str) -> None:
+        aggregation = getattr(config, field) or config.aggregation
+        if aggregation in _UNITS:
+            units.setdefault(_UNITS[aggregation], f"{field}={aggregation!r}")
+
+    if config.is_of_sequences:
+        units[_unit(config)] = f"loss={config.loss!r}"
+    elif config.aggregation in _UNITS:
+        units[_unit(config)] = f"aggregation={config.aggregation!r}"
+    if policy.ref_logprobs is not None and config.kl != "none":
+        read("kl_aggregation")
+    if has_entropy:
+        read("entropy_aggregation")
+    if policy.kinds is not None and config.cross_entropy_aggregation is not None:
+        units["cross_entropy"] = f"cross_entropy_aggregation={config.cross_entropy_aggregation!r}"
+    return units
 
 
 def _with_cross_entropy(policy: Policy, counted: Tensor) -> Tensor:
@@ -409,6 +437,8 @@ def _normalizers(
         return [math.nan] * (len(_COUNTED) - 1), None
     if not isinstance(normalizer, Mapping):
         normalizer = {_unit(config): normalizer}
+    if config.loss in GROUP_LOSSES:  # check_rows reads their own unit
+        normalizer = {name: count for name, count in normalizer.items() if name != "groups"}
     numbers: dict[str, float] = dict.fromkeys(_COUNTED, math.nan)
     tensors: dict[str, Tensor] = {}
     for name, value in normalizer.items():

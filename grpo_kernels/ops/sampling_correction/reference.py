@@ -89,22 +89,12 @@ def _tokens(old: Tensor, sampling: Tensor, mask: Tensor | None, cu_seqlens: Tens
     rows = TokenRows("sampling_correction", old.shape, cu_seqlens, old.device)
     old, sampling = old.reshape(-1), sampling.reshape(-1)
     valid = torch.ones_like(old, dtype=torch.bool) if mask is None else mask.reshape(-1)
-    valid = valid & (rows.of < rows.count)
+    valid = rows.within(valid)
     log_ratio = old - sampling
     scored = valid & ~log_ratio.isnan()
     old, sampling, log_ratio = (torch.where(scored, values, 0) for values in (old, sampling, log_ratio))
     limited = log_ratio.clamp(-plan.bound, plan.bound)
     return _Tokens(rows, valid, scored, old, sampling, log_ratio, limited)
-
-
-def _extremes(rows: TokenRows, values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each row, infinite where it has none."""
-    found = []
-    for how, none in (("amin", math.inf), ("amax", -math.inf)):
-        filled = torch.where(where, values, none).double()
-        result = filled.new_full((rows.count + 1,), none).scatter_reduce(0, rows.of, filled, how)
-        found.append(result[:-1])
-    return found[0], found[1]
 
 
 def _where_active(active: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +126,7 @@ def _weights(tokens: _Tokens, plan: Plan) -> tuple[Tensor, dict[str, Tensor]]:
         found = rows.sum(flags.double())
         return (found > 0).double() if of_rows else found
 
-    lightest, heaviest = _extremes(rows, weights, valid)
+    lightest, heaviest = rows.extremes(weights.double(), valid)
     return weights, {
         "rows": torch.ones_like(count),
         "active_rows": active.double(),
@@ -170,7 +160,7 @@ def _divergences(tokens: _Tokens, plan: Plan) -> dict[str, Tensor]:
     old, sampling = (-rows.sum(values.double()) / size for values in (tokens.old, tokens.sampling))
     gap = old - sampling
     ratio = torch.where(scored, limited.exp(), 0)
-    smallest, largest = _extremes(rows, tokens.log_ratio, scored)
+    smallest, largest = rows.extremes(tokens.log_ratio.double(), scored)
 
     def of_active(values: Tensor) -> Tensor:
         return torch.where(active, values, 0)
@@ -223,7 +213,7 @@ def _rejection(
     active, size = count > 0, count.clamp(min=1)
     values = _estimate(tokens, estimator)
     total = rows.sum(values.double())
-    smallest, largest = _extremes(rows, values, scored)
+    smallest, largest = rows.extremes(values.double(), scored)
     if level == LEVEL_TOKEN:
         above, below = scored & (values > high), scored & (values < low)
         rejected = above | below

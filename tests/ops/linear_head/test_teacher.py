@@ -182,6 +182,15 @@ def test_fields_of_the_teacher(fields: dict[str, Any]) -> None:
     assert_close(taught(arguments), apart(arguments))
 
 
+def test_a_teacher_beside_a_normalizer_needs_its_own() -> None:
+    """Its tokens would be counted in this call alone, so that micro-batches would not add up to the batch."""
+    arguments = batch() | {"normalizer": 7.0}
+    with pytest.raises(ValueError, match=r"^linear_policy_loss: teacher.normalizer must be given with normalizer, as "):
+        taught(arguments | {"teacher": teacher()})
+    for fields in ({"normalizer": 7.0}, {"weights": torch.ones(ROWS, WIDTH)}):
+        assert taught(arguments | {"teacher": teacher(**fields)})["loss"].isfinite()
+
+
 def test_tokens_without_a_part_hold_anything() -> None:
     """They are too few to be left out of the products."""
     arguments = batch("dapo") | {"config": CONFIGS["dapo"], "teacher": teacher(mask=torch.ones(ROWS, WIDTH))}

@@ -97,7 +97,7 @@ class Run:
         leaves = {k: moved[k].detach().clone().requires_grad_() for k in ("logprobs", "entropy") if k in moved}
         result = gk.policy_loss(**moved | leaves, config=config, backend=backend)
         grads = torch.autograd.grad(result.loss, list(leaves.values()), allow_unused=True)
-        self.loss, self.metrics = result.loss.detach().cpu(), result.metrics
+        self.config, self.loss, self.metrics = config, result.loss.detach().cpu(), result.metrics
         self.tensor = result.metrics.tensor.cpu()
         self.grads = {
             k: torch.zeros_like(leaf).cpu() if g is None else g.cpu()
@@ -360,7 +360,8 @@ def test_half_precision_is_computed_in_float32(backend: str, name: str, half: to
 @pytest.mark.parametrize("loss", ["clip", "sapo", "cispo"])
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_ratio_beyond_the_largest_number(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
-    """A clipped term stays clipped and a term without advantage stays 0; TRL returns NaN here."""
+    """A clipped term stays clipped and a term without advantage stays 0; TRL returns NaN here. That also holds for a
+    token that the old policy could not sample at all."""
     mask = torch.ones(2, 3, dtype=torch.bool)
     kwargs: dict[str, Any] = {
         "logprobs": torch.full((2, 3), -0.5),
@@ -375,3 +376,9 @@ def test_ratio_beyond_the_largest_number(backend: str, dtype: torch.dtype, loss:
     assert run.loss.isfinite() and not run.grads["logprobs"][1].any()
     first = run.grads["logprobs"][0]
     assert (first < 0).all() if loss == "cispo" else not first.any()
+    for advantages in (kwargs["advantages"], -kwargs["advantages"]):
+        kwargs["advantages"], kwargs["old_logprobs"] = advantages, torch.full((2, 3), -3000.0, dtype=dtype)
+        want = Run(backend, kwargs, run.config)
+        kwargs["old_logprobs"][0, 1:] = -INF
+        got = Run(backend, kwargs, run.config)
+        assert torch.equal(got.loss, want.loss) and torch.equal(got.grads["logprobs"], want.grads["logprobs"])

@@ -159,6 +159,44 @@ def test_normalizer_without_the_unit_of_the_aggregation() -> None:
     refused(ValueError, "normalizer must have 'rows'", normalizer={"tokens": 3}, weights=None, config=by_row)
 
 
+BY_ROW, NO_KL = "seq-mean-token-mean", {"ref_logprobs": None}
+# Fields of a config, other arguments, and the unit that one term of the loss reads beside that of the policy term.
+OTHER_UNITS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "kl": ({"kl": "k3", "kl_coef": 0.1, "kl_aggregation": BY_ROW}, {"entropy": None}, "rows", "kl_aggregation"),
+    "kl, measured": ({"kl": "k3", "kl_aggregation": BY_ROW}, {"entropy": None}, "rows", "kl_aggregation"),
+    "entropy": ({"entropy_coef": 0.1, "entropy_aggregation": BY_ROW}, NO_KL, "rows", "entropy_aggregation"),
+    "segments": ({"kl": "k3", "ratio": "segment"}, {"entropy": None, "kinds": None}, "tokens", "kl_aggregation"),
+    "segments, entropy": ({"ratio": "segment"}, NO_KL | {"kinds": None}, "tokens", "entropy_aggregation"),
+    "cross-entropy": (
+        {"cross_entropy_aggregation": "token-mean"},
+        NO_KL | {"entropy": None},
+        "cross_entropy",
+        "cross_entropy_aggregation",
+    ),
+    "groups": (
+        {"loss": "gvpo", "kl": "k3"},
+        {"groups": 3, "entropy": None, "kinds": None, "is_weights": None},
+        "tokens",
+        "kl_aggregation",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_UNITS)
+def test_normalizer_without_the_unit_of_another_term(case: str) -> None:
+    """That unit would be counted in this call alone, so that micro-batches would not add up to the batch."""
+    fields, changes, unit, setting = OTHER_UNITS[case]
+    config = gk.LossConfig(**fields)
+    own = "groups" if config.loss == "gvpo" else "segments" if config.ratio == "segment" else "tokens"
+    others = {"weights": None, "sampling_logprobs": None, "config": config} | changes
+    missing = f"normalizer must have {unit!r}, the unit of {setting}="
+    refused(ValueError, missing, normalizer={own: 3}, **others)
+    both = f"normalizer must be a dict with {own!r} for "
+    refused(ValueError, both, f"{unit!r} for {setting}=", "got 3", normalizer=3, **others)
+    given = {name: value for name, value in (ARGUMENTS | others).items() if value is not None}
+    assert gk.policy_loss(**given, normalizer={own: 3, unit: 2}).loss.isfinite()
+
+
 @pytest.mark.parametrize("name", ["advantages", "is_weights", "weights", "normalizer"])
 def test_factors_of_the_loss_that_require_grad(name: str) -> None:
     value = {"normalizer": torch.ones(())} | ARGUMENTS

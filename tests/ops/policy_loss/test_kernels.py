@@ -115,6 +115,8 @@ def random_arguments(choose: random.Random, config: gk.LossConfig) -> dict[str, 
         arguments["normalizer"] = choose.choice(
             [known, {"tokens": torch.tensor(11), "rows": 3.0, "segments": torch.tensor(5)}]
         )
+        if config.cross_entropy_aggregation is not None:
+            arguments["normalizer"]["cross_entropy"] = 2.0
     if config.loss != "geo_mean" and not config.ratio.startswith("segment") and choose.random() < 0.3:
         arguments["kinds"] = torch.randint(SELECTED, (rows, width))
     if choose.random() < 0.3:

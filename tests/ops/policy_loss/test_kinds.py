@@ -146,7 +146,8 @@ def test_components_with_counts_of_their_own(backend: str) -> None:
     assert_near(result.loss, expected)
     config = gk.LossConfig(clip_low=None, clip_high=None, cross_entropy_aggregation="token-mean")
     device = device_of(backend)
-    for counts in ({"tokens": float(policy.sum())}, {"tokens": policy.sum().to(device)}):
+    counted = {"tokens": policy.sum(), "cross_entropy": imitated.sum()}
+    for counts in ({k: float(n) for k, n in counted.items()}, {k: n.to(device) for k, n in counted.items()}):
         result, _ = run(backend, batch, normalizer=counts, config=config)
         assert_near(result.loss, expected)
 

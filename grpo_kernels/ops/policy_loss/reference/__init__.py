@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from grpo_kernels.groups import TokenRows
+from grpo_kernels.groups import TokenRows, reduce_runs
 from grpo_kernels.ops.policy_loss.config import (
     AVERAGE,
     CISPO,
@@ -32,6 +32,7 @@ from grpo_kernels.ops.policy_loss.config import (
     KL_ABS,
     KL_COV,
     KL_NONE,
+    METRICS,
     POLICY,
     POLICY_CROSS_ENTROPY,
     REFERENCE_KL,
@@ -47,9 +48,9 @@ from grpo_kernels.ops.policy_loss.config import (
     VESPO,
     Plan,
 )
-from grpo_kernels.ops.policy_loss.reference import metrics as measure
 from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
-from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
+from grpo_kernels.ops.policy_loss.reference.metrics import measure
+from grpo_kernels.ops.policy_loss.reference.rows import Correction, Terms, Tokens
 
 
 def forward(
@@ -74,8 +75,7 @@ def forward(
     plan = Plan(*modes, *coefficients)
     rows = TokenRows("policy_loss", logprobs.shape, cu_seqlens, logprobs.device)
     valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)
-    if cu_seqlens is not None:
-        valid = valid & (rows.of < rows.count)
+    valid = rows.within(valid)
     if segments is not None:
         valid = valid & (segments.reshape(-1) >= 0)
 
@@ -139,13 +139,19 @@ def forward(
     if plan.cross_entropy_coef != 0:
         loss = loss + plan.cross_entropy_coef * cross_entropy_loss
 
-    parts = (loss, policy_loss, kl_loss, entropy_loss)
-    scalars = [part.detach().double() for part in parts] + measure.counts(rows, counted, kept, here)
-    scalars += measure.clipping(rows, valid, terms, counters, plan)
-    scalars += measure.sums(rows, tokens, terms, torch.where(regularized, kl, 0), entropies, counters, plan)
-    scalars += measure.mismatch(valid, old, sampling_logprobs, correction, correction_by_row, dropped)
-    scalars += [cross_entropy_loss, valid.sum()]
-    return loss.to(lp.dtype), torch.stack([value.detach().double() for value in scalars])
+    weight, gap = torch.full((2, *old.shape), math.nan, dtype=old.dtype, device=old.device)
+    if correction is not None:
+        weight = torch.where(valid, correction, math.nan)
+    if sampling_logprobs is not None:
+        gap = torch.where(valid, (old - sampling_logprobs.reshape(-1)).abs(), math.nan)
+    mismatch = Correction(weight, correction_by_row, gap, dropped)
+    parts = {"loss": loss, "policy_loss": policy_loss, "kl_loss": kl_loss, "entropy_loss": entropy_loss}
+    table = {name: part.detach().double() for name, part in parts.items()}
+    table["cross_entropy_loss"] = cross_entropy_loss.detach().double()
+    table |= measure(
+        rows, tokens, terms, counters, counted, here, torch.where(regularized, kl, 0), entropies, mismatch, plan
+    )
+    return loss.to(lp.dtype), torch.stack([table[name] for name in METRICS])
 
 
 def _correction(
@@ -189,7 +195,9 @@ def _off_policy(
 
 def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan) -> Terms:
     lp, valid = tokens.lp, tokens.valid
-    d, here, score = lp - tokens.old, valid, lp
+    # a token that the old policy could not sample: far beyond where the ratio stops, but finite, also in sums of rows
+    old = tokens.old.clamp(min=-math.sqrt(torch.finfo(lp.dtype).max))
+    d, here, score = lp - old, valid, lp
     if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN, AVERAGE, GEOMETRIC_AVERAGE):
         mean = rows.sum(torch.where(valid, d, 0)) / rows.sum(valid.to(d.dtype)).clamp(min=1)
         of_row = rows.spread(mean)
@@ -207,7 +215,7 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     d = d.clamp(plan.clamp_low, plan.clamp_high)
     # an infinite ratio would make NaN of the terms that are clipped or have no advantage
     limit = math.floor(math.log(torch.finfo(d.dtype).max))
-    return Terms(here, score, torch.where(d > limit, limit + d - d.detach(), d).exp())
+    return Terms(here, score, torch.where(d > limit, limit + (d - d.detach()), d).exp())
 
 
 def _joint(
@@ -215,21 +223,25 @@ def _joint(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Mask of the last tokens of segments, and a function that gives every token its segment's sum (or mean)."""
     assert segments is not None
-    position = torch.arange(len(valid), device=valid.device)
-    key = rows.spread(rows.starts) + segments.reshape(-1)
-    ascending = torch.where(valid, key, -1).cummax(0).values == key
-    fits = ascending & (key <= rows.spread(rows.last(valid)))
+    # the place of a segment is that of a token of its row, so that places ascend along all tokens
+    place = rows.spread(rows.starts()) + segments.reshape(-1)
+    reached = torch.where(valid, place, -1).cummax(0).values
+    fits = (reached == place) & (place <= rows.spread(rows.last(valid)))
     torch._assert_async((fits | ~valid).all(), "policy_loss: segments must ascend from 0 along each row")
-    key = torch.where(valid, key, 0)
+    reached = reached.clamp(0, max(len(place) - 1, 0))
+    bounds = torch.searchsorted(reached, torch.arange(len(place) + 1, device=place.device))
+    count = reduce_runs(valid.double(), bounds, "sum", 0.0)
 
     def joint(values: Tensor) -> Tensor:
-        sums = torch.zeros_like(values).index_add(0, key, torch.where(valid, values, 0))
+        sums = reduce_runs(torch.where(valid, values, 0), bounds, "sum", 0.0)
         if plan.ratio == SEGMENT_MEAN:
-            sums = sums / torch.zeros_like(values).index_add(0, key, valid.to(values.dtype)).clamp(min=1)
-        return sums[key]
+            sums = sums / count.to(values.dtype).clamp(min=1)
+        return sums[reached]
 
-    last = torch.full_like(position, -1).scatter_reduce(0, key, torch.where(valid, position, -1), "amax")
-    return valid & (last[key] == position), joint
+    position = torch.arange(len(valid), dtype=torch.float64, device=valid.device)
+    last = reduce_runs(torch.where(valid, position, -1), bounds, "max", -1.0)
+    is_last = valid & (last[reached] == position)
+    return is_last, joint
 
 
 def _geometric(rows: TokenRows, tokens: Tokens, plan: Plan) -> Terms:
@@ -336,7 +348,7 @@ def _score_function(
 
 def _by_sign(positive: Tensor, value: float, other: float, like: Tensor) -> Tensor:
     """Selects one of two numbers at each token. torch.where alone would round them to float32."""
-    return torch.where(positive, like.new_tensor(value), like.new_tensor(other))
+    return torch.where(positive, like.new_full((), value), like.new_full((), other))
 
 
 def _trusted(lp: Tensor, old: Tensor, advantage: Tensor, plan: Plan) -> Tensor:

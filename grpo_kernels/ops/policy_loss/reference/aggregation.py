@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from grpo_kernels.ops.policy_loss.config import (
     TOKEN_SUM,
     Plan,
 )
+
+# Places of the units in a normalizer.
+TOKENS, ROWS, SEGMENTS = range(3)
 
 
 class Shares:
@@ -32,33 +37,34 @@ class Shares:
         plan: Plan,
     ) -> None:
         self.rows, self.valid, self.kept, self.here, self.weights, self.plan = rows, valid, kept, here, weights, plan
-        known = torch.tensor(counts, dtype=torch.float64, device=valid.device)
-        if normalizers is not None:
-            known = torch.where(normalizers[:-1].isnan(), known, normalizers[:-1])
-        self.tokens, self.row_count, self.segments = known
+        self.normalizers, self.counts = normalizers, counts
 
     def of(self, aggregation: int, policy: bool = False) -> Tensor:
         if aggregation == LOCAL_TOKEN_MEAN:
-            return self.kept / self.kept.sum().double().clamp(min=1)
+            return self.kept.double() / self.kept.sum().clamp(min=1)
         if self.weights is not None:
             return self.weights
-        by_segment = policy and self.plan.by_segment
-        members = self.here if policy else self.valid
+        members = (self.here if policy else self.valid).double()
         if aggregation == TOKEN_SUM:
-            return members.double()
+            return members
         if aggregation == TOKEN_MEAN:
-            return members / _known(self.segments if by_segment else self.tokens, members.sum())
-        per_row = self.rows.sum(members.double())
-        counted = (self.rows.sum(self.valid.double()) > 0).sum()
+            return members / self._divisor(SEGMENTS if policy and self.plan.by_segment else TOKENS, members.sum())
         if self.plan.count_empty_rows or (policy and self.plan.loss == GEO_MEAN):
-            counted = torch.full_like(counted, self.rows.count)
-        share = 1 / _known(self.row_count, counted).expand(self.rows.count)
+            counted = members.new_full((), self.rows.count)
+        else:
+            counted = (self.rows.sum(self.valid.double()) > 0).sum().double()
+        share = (1 / self._divisor(ROWS, counted)).expand(self.rows.count)
         if aggregation == ROW_TOKEN_MEAN:
-            share = share / per_row.clamp(min=1)
+            share = share / self.rows.sum(members).clamp(min=1)
         if aggregation == ROW_TOKEN_NORM:
             share = share / self.plan.max_length
         return self.rows.spread(share) * members
 
-
-def _known(normalizer: Tensor, counted: Tensor) -> Tensor:
-    return torch.where(normalizer.isnan(), counted.clamp(min=1), normalizer)
+    def _divisor(self, unit: int, counted: Tensor) -> Tensor:
+        """The number of units in the normalizer, or counted here."""
+        number = self.counts[unit]
+        here = counted.clamp(min=1) if math.isnan(number) else counted.new_full((), number)
+        if self.normalizers is None:
+            return here
+        known = self.normalizers[unit]
+        return torch.where(known.isnan(), here, known)

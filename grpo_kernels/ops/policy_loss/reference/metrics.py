@@ -1,4 +1,4 @@
-"""The measurements of the specification of policy_loss, in the order of METRICS in config.py."""
+"""The measurements of the specification of policy_loss, by the names of METRICS in config.py."""
 
 from __future__ import annotations
 
@@ -9,88 +9,104 @@ from torch import Tensor
 
 from grpo_kernels.groups import TokenRows
 from grpo_kernels.ops.policy_loss.config import GEO_MEAN, KL_COV, TOKEN, Plan
-from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens
+from grpo_kernels.ops.policy_loss.reference.rows import Correction, Terms, Tokens
+
+Table = dict[str, Tensor]
 
 
-def counts(rows: TokenRows, counted: Tensor, kept: Tensor, here: Tensor) -> list[Tensor]:
-    active = rows.sum(counted.double()) > 0
-    return [torch.full_like(active.sum(), rows.count), active.sum(), counted.sum(), here.sum(), kept.sum()]
-
-
-def clipping(rows: TokenRows, valid: Tensor, terms: Terms, counters: dict[str, Tensor], plan: Plan) -> list[Tensor]:
-    where = valid if plan.loss == GEO_MEAN else terms.here
-    count = rows.sum(where.double())
-    fractions = {}
-    for side in ("low", "high"):
-        fraction = rows.sum((counters[side] & where).double()) / count
-        fractions[side] = torch.where(count > 0, fraction, math.nan)
-    return [
-        *((counters[name] & where).sum() for name in ("low", "high", "clipped", "dual")),
-        *(fractions[side].nansum() for side in ("low", "high")),
-        _extreme(fractions["low"], "min"),
-        _extreme(fractions["high"], "max"),
-    ]
-
-
-def _extreme(values: Tensor, how: str) -> Tensor:
-    """The smallest or largest value that is not NaN; NaN if there is none."""
-    none = math.inf if how == "min" else -math.inf
-    filled = torch.cat([torch.where(values.isnan(), none, values), values.new_full((1,), none)])
-    extreme = filled.min() if how == "min" else filled.max()
-    return torch.where((~values.isnan()).any(), extreme, math.nan)
-
-
-def sums(
+def measure(
     rows: TokenRows,
     tokens: Tokens,
     terms: Terms,
+    counters: Table,
+    counted: Tensor,
+    with_term: Tensor,
     kl: Tensor,
     entropies: Tensor | None,
-    counters: dict[str, Tensor],
+    correction: Correction,
     plan: Plan,
-) -> list[Tensor]:
+) -> Table:
+    """Counts, sums and extremes over the tokens and over the rows, each kind in one reduction.
+
+    Args:
+        counted: tokens that take part, whatever their kind
+        with_term: those that the mean of the policy terms counts
+        kl: 0 for tokens without one
+    """
+    where = tokens.valid if plan.loss == GEO_MEAN else terms.here
+    clipped = {side: counters[side] & where for side in ("low", "high", "clipped", "dual")}
+    ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
+    phi = torch.where(terms.here, counters["phi"], 0)
+    gap = correction.gap
+    weight = correction.of_tokens if correction.of_rows is None else correction.of_rows
+
+    flags = torch.stack((counted, where, clipped["low"], clipped["high"], terms.here))
+    num_counted, number, low, high, num_terms = rows.sum(flags.double()).unbind()
+    low_fraction, high_fraction = (torch.where(number > 0, side / number, math.nan) for side in (low, high))
+
+    of_tokens = {
+        "tokens": counted,
+        "terms": with_term,
+        "kept_tokens": tokens.kept,
+        **{f"{side}_clipped".replace("clipped_clipped", "clipped"): flags for side, flags in clipped.items()},
+        "log_ratio_sum": torch.where(tokens.valid, _log_ratio(tokens, plan), 0),
+        "kl_sum": kl,
+        "entropy_sum": torch.zeros_like(kl) if entropies is None else entropies,
+        "ratio_sum": _numbers(ratio),
+        "ratio_spread_sum": _numbers((ratio - 1).square()),
+        "phi_sum": phi,
+        "gap_sum": _numbers(gap),
+        "gap_count": ~gap.isnan(),
+        "off_policy_tokens": correction.dropped,
+        "policy_tokens": tokens.valid,
+    }
+    of_rows = {
+        "rows": torch.ones_like(number),
+        "active_rows": num_counted > 0,
+        "low_clipped_rows": _numbers(low_fraction),
+        "high_clipped_rows": _numbers(high_fraction),
+        "phi_rows": rows.sum(phi.double()) / num_terms.clamp(min=1),
+    }
+    weighted = of_tokens if correction.of_rows is None else of_rows
+    weighted |= {
+        "is_sum": _numbers(weight),
+        "is_square_sum": _numbers(weight.square()),
+        "is_count": ~weight.isnan(),
+    }
+    smallest = {"low_clipped_min": low_fraction}, {"ratio_min": ratio}
+    largest = {"high_clipped_max": high_fraction}, {"ratio_max": ratio, "gap_max": gap}
+    of_weight = int(correction.of_rows is None)
+    smallest[of_weight]["is_min"] = largest[of_weight]["is_max"] = weight
+    return _sums(of_tokens) | _sums(of_rows) | _extremes(smallest[0], largest[0]) | _extremes(smallest[1], largest[1])
+
+
+def _log_ratio(tokens: Tokens, plan: Plan) -> Tensor:
     d = (tokens.lp - tokens.old).detach()
     if plan.loss == KL_COV:
         d = d.abs()
-    if plan.ratio == TOKEN:
-        d = d.clamp(plan.clamp_low, plan.clamp_high)
-    ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
-    phi = torch.where(terms.here, counters["phi"], 0)
-    phi_of_row = rows.sum(phi) / rows.sum(terms.here.to(phi.dtype)).clamp(min=1)
-    entropy_sum = torch.zeros_like(d).sum() if entropies is None else entropies.sum()
-    return [
-        torch.where(tokens.valid, d, 0).sum(),
-        kl.sum(),
-        entropy_sum,
-        ratio.nansum(),
-        (ratio - 1).square().nansum(),
-        _extreme(ratio, "min"),
-        _extreme(ratio, "max"),
-        phi.sum(),
-        phi_of_row.sum(),
-    ]
+    return d.clamp(plan.clamp_low, plan.clamp_high) if plan.ratio == TOKEN else d
 
 
-def mismatch(
-    valid: Tensor,
-    old: Tensor,
-    sampling: Tensor | None,
-    correction: Tensor | None,
-    correction_by_row: Tensor | None,
-    dropped: Tensor,
-) -> list[Tensor]:
-    none = torch.full_like(old, math.nan)
-    weights = none if correction is None else torch.where(valid, correction, math.nan)
-    weights = weights if correction_by_row is None else correction_by_row
-    gap = none if sampling is None else torch.where(valid, (old - sampling.reshape(-1)).abs(), math.nan)
-    return [
-        weights.nansum(),
-        (weights**2).nansum(),
-        _extreme(weights, "min"),
-        _extreme(weights, "max"),
-        (~weights.isnan()).sum(),
-        gap.nansum(),
-        _extreme(gap, "max"),
-        (~gap.isnan()).sum(),
-        dropped.sum(),
-    ]
+def _numbers(values: Tensor) -> Tensor:
+    """0 where there is NaN."""
+    return torch.where(values.isnan(), 0, values)
+
+
+def _sums(values: Table) -> Table:
+    """Sums in float64, of flags in one reduction and of numbers in another."""
+    sums: Table = {}
+    for is_flag in (True, False):
+        chosen = {name: value for name, value in values.items() if (value.dtype == torch.bool) == is_flag}
+        total = torch.stack([value.detach() for value in chosen.values()]).sum(1, dtype=torch.float64)
+        sums |= dict(zip(chosen, total.unbind(), strict=True))
+    return sums
+
+
+def _extremes(smallest: Table, largest: Table) -> Table:
+    """The smallest and the largest values that are not NaN; NaN if there are none."""
+    values = torch.stack([*smallest.values(), *(-value for value in largest.values())]).detach().double()
+    is_missing = values.isnan()
+    filled = torch.cat([torch.where(is_missing, math.inf, values), values.new_full((len(values), 1), math.inf)], 1)
+    least = torch.where(is_missing.all(1), math.nan, filled.amin(1)).unbind()
+    named = dict(zip((*smallest, *largest), least, strict=True))
+    return {name: -value if name in largest else value for name, value in named.items()}

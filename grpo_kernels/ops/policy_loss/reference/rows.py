@@ -24,3 +24,12 @@ class Terms(NamedTuple):
     here: Tensor  # bool, one per token
     score: Tensor  # log-prob of what the ratio is of
     ratio: Tensor
+
+
+class Correction(NamedTuple):
+    """Weights for the mismatch between sampler and trainer, and what is measured of it; NaN where there is none."""
+
+    of_tokens: Tensor
+    of_rows: Tensor | None  # where all tokens of a row have one weight
+    gap: Tensor  # absolute difference of log-probs of sampler and old policy
+    dropped: Tensor  # tokens of rows that are too far from the policy
