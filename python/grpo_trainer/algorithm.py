@@ -176,7 +176,13 @@ class Credit:
 
 
 def assign_credit(
-    plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, embeddings: Tensor | None, values: Tensor | None
+    plan: Plan,
+    rollout: Rollout,
+    rewards: Tensor,
+    weights: Tensor,
+    embeddings: Tensor | None,
+    values: Tensor | None,
+    counted: Tensor | None = None,
 ) -> Credit:
     """Computes the advantages of a rollout.
 
@@ -187,7 +193,13 @@ def assign_credit(
         weights: [R] weight of each reward.
         embeddings: [N, D] of the responses, rows of NaN for excluded ones; for algorithms with clusters.
         values: [N, T] of the critic; for algorithms with a critic.
+        counted: [N, T] response tokens that truncation and rejection leave in the loss; None: all. A response with none
+            of them has no advantage, and the others are not compared with it.
     """
+    if counted is not None:
+        is_left_out = ~counted.any(1, keepdim=True)
+        rewards = rewards.masked_fill(is_left_out, torch.nan)
+        embeddings = None if embeddings is None else embeddings.masked_fill(is_left_out, torch.nan)
     totals = total_rewards(rewards, weights)
     if plan.segments is not None:
         assert values is not None
@@ -196,7 +208,9 @@ def assign_credit(
         assert embeddings is not None
         credit = _credit_sets(plan, rollout, totals, embeddings)
     else:
-        credit = _credit_responses(plan, rollout, rewards, weights, embeddings)
+        credit = _credit_responses(plan, rollout, rewards, weights, embeddings, counted)
+    if counted is not None:
+        credit.mask = counted if credit.mask is None else credit.mask & counted
     if totals.isnan().any():  # unscored responses carry no signal and must not enter the divisors either
         mask = rollout.batch.mask if credit.mask is None else credit.mask
         credit.mask = mask & ~totals.isnan()[:, None]
@@ -212,12 +226,19 @@ def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
 
 
 def _credit_responses(
-    plan: Plan, rollout: Rollout, rewards: Tensor, weights: Tensor, embeddings: Tensor | None
+    plan: Plan,
+    rollout: Rollout,
+    rewards: Tensor,
+    weights: Tensor,
+    embeddings: Tensor | None,
+    counted: Tensor | None,
 ) -> Credit:
     assert plan.advantage is not None
     size = rollout.group_size
     config = dataclasses.replace(plan.advantage, reward_weights=tuple(weights.tolist()))
-    lengths = rollout.lengths if config.needs_lengths else None
+    lengths = None
+    if config.needs_lengths:
+        lengths = rollout.lengths if counted is None else counted.sum(1)
     if plan.similarity is None:
         return Credit(gk.group_advantages(rewards, size, lengths=lengths, config=config).advantages)
     assert embeddings is not None
@@ -273,14 +294,14 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
 
 
 def _keep_largest(credit: Credit, rollout: Rollout, ratio: float) -> None:
-    """Masks all but the given share of each group with the largest absolute advantages."""
-    size = rollout.group_size
-    magnitude = credit.advantages.abs()
-    magnitude = (magnitude if magnitude.dim() == 1 else magnitude.amax(1)).view(-1, size)
-    count = max(1, round(ratio * size))
-    order = magnitude.sort(stable=True, dim=1, descending=True).indices
-    is_kept = torch.zeros_like(magnitude, dtype=torch.bool).scatter_(1, order[:, :count], True).flatten()
+    """Masks all but the given share of each group's responses in the loss, with the largest absolute advantages."""
     mask = rollout.batch.mask if credit.mask is None else credit.mask
+    is_in_loss = mask.any(1).view(-1, rollout.group_size)
+    magnitude = credit.advantages.abs()
+    magnitude = (magnitude if magnitude.dim() == 1 else magnitude.amax(1)).view_as(is_in_loss)
+    order = torch.where(is_in_loss, magnitude, -1).sort(stable=True, dim=1, descending=True).indices
+    count = (ratio * is_in_loss.sum(1, keepdim=True).double()).round().clamp(min=1)
+    is_kept = ((order.argsort(dim=1) < count) & is_in_loss).flatten()
     credit.mask = mask & is_kept[:, None]
     credit.metrics["train/kept_rows"] = float(is_kept.sum())
 

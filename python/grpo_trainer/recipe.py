@@ -140,7 +140,10 @@ class Rollout:
     max_new_tokens: int = key(32, "longer responses are cut off and count as truncated")
     min_new_tokens: int = key(0, "number of tokens before the end may be sampled")
     batch: int = key(512, "responses sampled together, in all processes; transformers: of prompts sorted by length")
-    mask_truncated: bool = key(False, "exclude truncated responses from the loss")
+    truncated: Literal["vote", "leave_out"] = key(
+        "vote",
+        "vote: truncated responses take part with their rewards; leave_out: neither in the loss nor in baselines",
+    )
     engine: Literal["transformers", "vllm"] = key("transformers", "sample with the policy itself, or with vLLM")
     vllm: Vllm = key(Vllm, "settings of engine: vllm")
 

@@ -39,7 +39,10 @@ class Theirs(_Recorded, GRPOTrainer):  # type: ignore[misc]
 
 
 class Ours(_Recorded, FusedGRPOTrainer):
-    pass
+    """With TRL's numbers where a completion is masked."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **({} if "segments" in options else {"masked_rows": "vote"}), **options)
 
 
 def trained(kind: type, folder: Path, **changes: Any) -> Any:

@@ -54,6 +54,11 @@ from tests.integrations.test_trl_parts import letters, made
         ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none", "loss_type": "vespo"}, "loss_type must not be"),
         ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none"}, "use_bias_correction_kl must be False"),
         (
+            {"segments": gk.SegmentConfig(), "masked_rows": "vote"},
+            {"scale_rewards": "none"},
+            "masked_rows must be 'leave_out' with segments, which need tokens to take part, got 'vote'",
+        ),
+        (
             {"segments": gk.SegmentConfig()},
             {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
             "multi_objective_aggregation must be 'sum_then_normalize'",
@@ -76,6 +81,7 @@ def test_refused_at_construction(tmp_path: Path, options: Any, changes: Any, mes
         ({"segments": 3}, "segments must be of SegmentConfig, got int 3$"),
         ({"embedder": "minilm", "similarity": gk.SimilarityConfig()}, "embedder must be a function .* str 'minilm'"),
         ({"backend": "gpu"}, "backend must be one of .*, got 'gpu'"),
+        ({"masked_rows": "leave-out"}, r"masked_rows must be one of leave_out, vote, got 'leave-out' \(did you mean"),
     ],
 )
 def test_arguments_of_another_type(tmp_path: Path, options: Any, message: str) -> None:

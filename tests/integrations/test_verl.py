@@ -461,8 +461,7 @@ def test_columns_that_are_no_labels_or_vectors(column: str, values: Any, error: 
     token = _verl_advantages.BATCH.set(SimpleNamespace(batch={}, non_tensor_batch={column: held}))
     try:
         with pytest.raises(error, match=message):
-            _verl_advantages._clusters(
-                "similarity_group_grpo", torch.zeros(2, dtype=torch.int64), gk.SimilarityConfig()
-            )
+            ids, valid = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
+            _verl_advantages._clusters("similarity_group_grpo", ids, valid, gk.SimilarityConfig())
     finally:
         _verl_advantages.BATCH.reset(token)

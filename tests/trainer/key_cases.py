@@ -354,7 +354,7 @@ CASES: dict[str, Case] = {
     ROLLOUT + "max_new_tokens": ran(3, metric("rollout/length_max")),
     ROLLOUT + "min_new_tokens": ran(6, metric("rollout/length_mean")),
     ROLLOUT + "batch": ran(4, calls("_sample")),
-    ROLLOUT + "mask_truncated": ran(True, metric("train/tokens")),
+    ROLLOUT + "truncated": ran("leave_out", metric("train/nonzero_advantages")),
     # an error of the engine: it is not installed, or has no code for heads of size 16
     ROLLOUT + "engine": made("vllm", construction_error),
     ROLLOUT + "vllm.dtype": made("bfloat16", engine_options, VLLM),

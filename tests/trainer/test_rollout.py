@@ -167,10 +167,10 @@ def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
 
 
 @pytest.mark.parametrize("algorithm", ["dr_grpo", "group_ppo"])
-def test_mask_truncated_excludes_truncated_responses(
+def test_truncated_responses_are_left_out_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
-    more = (f"phases.1.rl.algorithm.name={algorithm}", "phases.1.rl.rollout.mask_truncated=true")
+    more = (f"phases.1.rl.algorithm.name={algorithm}", "phases.1.rl.rollout.truncated=leave_out")
     trainer = Trainer(small.recipe(tmp_path, *more))
     ending(trainer.policy, 2.0)
     arguments = captured(trainer, monkeypatch)

@@ -58,6 +58,14 @@ from tests.trainer import small
         ),
         ({"phases": [{"rl": {"rollout": {"batch": 0}}}]}, r"^phases.0.rl.rollout.batch: must be positive, got 0"),
         (
+            {"phases": [{"rl": {"rollout": {"mask_truncated": True}}}]},
+            r"^phases.0.rl.rollout.mask_truncated: no such key; the nearest is 'truncated', all are batch, ",
+        ),
+        (
+            {"phases": [{"rl": {"rollout": {"truncated": "leave-out"}}}]},
+            r"^phases.0.rl.rollout.truncated: must be one of 'vote', 'leave_out', got 'leave-out'; the nearest is ",
+        ),
+        (
             {"phases": [{"rl": {"rollout": {"min_new_tokens": 40}}}]},
             r"^phases.0.rl.rollout.min_new_tokens: must not exceed max_new_tokens, got 40",
         ),

@@ -27,6 +27,7 @@ _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: o
 # Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
+_MASKED_ROWS = ("leave_out", "vote")
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -43,6 +44,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             `norm` scales
         head: "logprobs" computes log-probs and then the loss; "fused" computes the loss from hidden states within the
             forward, in three matrix products instead of four, for the scored tokens alone
+        masked_rows: "leave_out" compares completions with those of their group that have a token in the loss; "vote"
+            with all, as TRL does, also with those that mask_truncated_completions or a tool mask empties
         backend: of grpo_kernels; None means the first that can
     """
 
@@ -58,6 +61,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         loss: gk.LossConfig | None = None,
         segments: gk.SegmentConfig | None = None,
         head: str = "logprobs",
+        masked_rows: str = "leave_out",
         backend: str | None = None,
         **options: Any,
     ) -> None:
@@ -93,6 +97,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_loss(loss)
         if head not in fused_head.HEADS:
             raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
+        if masked_rows not in _MASKED_ROWS:
+            raise unknown("FusedGRPOTrainer", "masked_rows", masked_rows, _MASKED_ROWS)
         parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
         keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in options:
@@ -101,7 +107,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.advantages, self.policy_term = advantages, loss
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
-        self.head, self._head_call = head, fused_head.logprobs
+        self.head, self._head_call, self.masked_rows = head, fused_head.logprobs, masked_rows
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
         self._entropy_window = torch.zeros(2, dtype=torch.float64)
         self._check_options()
@@ -146,15 +152,28 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         by_reward = self.multi_objective_aggregation == "normalize_then_sum"
         config = self.advantages or gk.AdvantageConfig.of("trl-gdpo" if by_reward else _ADVANTAGES[self.scale_rewards])
         config = dataclasses.replace(config, reward_weights=tuple(self.reward_weights.tolist()))
-        lengths = self.accelerator.gather(_mask(output).sum(1)) if config.needs_lengths else None
+        lengths: Tensor | None = None
+        valid: Tensor | None = None
+        if config.needs_lengths or self.masked_rows == "leave_out":
+            counts = self.accelerator.gather(_mask(output).sum(1))
+            lengths = counts if config.needs_lengths else None
+            valid = counts > 0 if self.masked_rows == "leave_out" else None
         subgroups = None
         if self.similarity is not None:
-            clusters = gk.similarity_groups(self._embeddings, size, config=self.similarity, backend=self.kernel_backend)
+            clusters = gk.similarity_groups(
+                self._embeddings, size, valid=valid, config=self.similarity, backend=self.kernel_backend
+            )
             subgroups = clusters.labels
             for name, value in gk.similarity_metrics(clusters).items():
                 self._metrics[mode][name].append(value)
         return gk.group_advantages(
-            self._scored, size, subgroups=subgroups, lengths=lengths, config=config, backend=self.kernel_backend
+            self._scored,
+            size,
+            subgroups=subgroups,
+            valid=valid,
+            lengths=lengths,
+            config=config,
+            backend=self.kernel_backend,
         ).advantages
 
     def _add_segments(self, output: dict[str, Any], size: int, mode: str) -> None:
@@ -405,6 +424,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return
         rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
         rules = [
+            (
+                "masked_rows",
+                self.masked_rows,
+                self.masked_rows == "leave_out",
+                "must be 'leave_out' with segments, which need tokens to take part",
+            ),
             ("scale_rewards", self.scale_rewards, self.scale_rewards == "none", "must be 'none' with segments"),
             (
                 "importance_sampling_level",

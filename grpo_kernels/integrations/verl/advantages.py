@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,6 +22,10 @@ BATCH: ContextVar[Any] = ContextVar("grpo_kernels_verl_batch", default=None)
 OPTIONS = "grpo_kernels"
 LABELS, EMBEDDINGS, SEGMENTS = "similarity_labels", "similarity_embeddings", "segment_ids"
 NAMES = "similarity_group_labels"  # of the published implementation: texts such as "uid_0"
+# whether responses without a token in the loss take part in the statistics of their group, as they do in verl
+MASKED_ROWS, LEAVE_OUT, VOTE = "masked_rows", "leave_out", "vote"
+# uid of the rows that verl's v1 trainer appends to make a batch divisible
+_PAD_UID = re.compile(r"pad[0-9a-f]{32}")
 
 PRESETS = {
     "fused_grpo": "verl-grpo",
@@ -51,18 +57,49 @@ def estimator(name: str) -> Estimator:
         config: Any = None,
         reward_baselines: Any = None,  # passed to every estimator except verl's own GAE and GRPO
     ) -> tuple[Tensor, Tensor]:
-        if index is None:
-            raise ValueError(f"{name}: index must be given, which verl takes from the batch's 'uid', got None")
-        ids = gk.group_ids(index.tolist(), device=token_level_rewards.device)
-        if len(ids) != len(token_level_rewards):
-            raise ValueError(f"{name}: index must have {len(token_level_rewards)} uids, got {len(ids)}")
         with torch.no_grad():
             if name == "group_ppo":
-                return _of_segments(token_level_rewards, response_mask, ids, config)
-            return _of_responses(name, token_level_rewards, response_mask, ids, config)
+                return _of_segments(token_level_rewards, response_mask, index, config)
+            advantages = response_advantages(name, token_level_rewards, response_mask.sum(-1), index, config)
+            return to_tokens(advantages, token_level_rewards, response_mask)
 
     estimate.__name__ = estimate.__qualname__ = name
     return estimate
+
+
+def response_advantages(name: str, token_level_rewards: Tensor, counts: Tensor, index: Any, config: Any) -> Tensor:
+    """Advantages [B] of responses, of each of which `counts` [B] tokens are in the loss."""
+    ids = _ids(name, index, token_level_rewards)
+    clustering = gk.SimilarityConfig if name == "similarity_group_grpo" else None
+    options, vote = _without_masked_rows(name, options_of(config))
+    of_advantages, of_clusters = _options(name, options, gk.AdvantageConfig, clustering, (MASKED_ROWS,))
+    settings = gk.AdvantageConfig.of(PRESETS[name])
+    if settings.scale == "std" and config is not None and not config.get("norm_adv_by_std_in_grpo", True):
+        of_advantages = {"scale": "none"} | of_advantages
+    rewards = token_level_rewards.detach().sum(-1)
+    if name == "fused_gdpo":
+        rewards, weights = _columns(name, config, rewards)
+        of_advantages = {"reward_weights": weights} | of_advantages
+    settings = dataclasses.replace(settings, **of_advantages)
+    valid = ~is_pad(index, counts) if vote else counts > 0
+    kwargs: dict[str, Any] = {}
+    if clustering is not None:
+        kwargs["subgroups"] = _clusters(name, ids, valid, gk.SimilarityConfig(**of_clusters))
+    if settings.needs_lengths:
+        kwargs["lengths"] = counts
+    return gk.group_advantages(rewards, ids, valid=valid, config=settings, **kwargs).advantages
+
+
+def is_pad(index: Any, counts: Tensor) -> Tensor:
+    """Rows [B] that verl's v1 trainer appended to make a batch divisible: those with its uid and without tokens."""
+    named = [isinstance(uid, str) and _PAD_UID.fullmatch(uid) is not None for uid in index.tolist()]
+    return torch.tensor(named, dtype=torch.bool, device=counts.device) & (counts == 0)
+
+
+def to_tokens(advantages: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] of advantages [B]."""
+    tokens = advantages.to(rewards.dtype)[:, None] * mask
+    return tokens, tokens
 
 
 def grpo_outcome_advantage(
@@ -80,7 +117,7 @@ def grpo_outcome_advantage(
     ids = gk.group_ids(index.tolist(), device=token_level_rewards.device)
     with torch.no_grad():
         result = gk.group_advantages(token_level_rewards.detach().sum(-1), ids, config=settings)
-        return _to_tokens(result.advantages, token_level_rewards, response_mask)
+        return to_tokens(result.advantages, token_level_rewards, response_mask)
 
 
 def gae_advantage_return(
@@ -140,31 +177,10 @@ def _of_tokens(
     return result.advantages.to(rewards.dtype), result.returns.to(rewards.dtype)
 
 
-def _of_responses(
-    name: str, token_level_rewards: Tensor, response_mask: Tensor, ids: Tensor, config: Any
-) -> tuple[Tensor, Tensor]:
-    clustering = gk.SimilarityConfig if name == "similarity_group_grpo" else None
-    of_advantages, of_clusters = _options(name, config, gk.AdvantageConfig, clustering)
-    settings = gk.AdvantageConfig.of(PRESETS[name])
-    if settings.scale == "std" and config is not None and not config.get("norm_adv_by_std_in_grpo", True):
-        of_advantages = {"scale": "none"} | of_advantages
-    rewards = token_level_rewards.detach().sum(-1)
-    if name == "fused_gdpo":
-        rewards, weights = _columns(name, config, rewards)
-        of_advantages = {"reward_weights": weights} | of_advantages
-    settings = dataclasses.replace(settings, **of_advantages)
-    kwargs: dict[str, Any] = {}
-    if clustering is not None:
-        kwargs["subgroups"] = _clusters(name, ids, gk.SimilarityConfig(**of_clusters))
-    if settings.needs_lengths:
-        kwargs["lengths"] = response_mask.sum(-1)
-    result = gk.group_advantages(rewards, ids, config=settings, **kwargs)
-    return _to_tokens(result.advantages, token_level_rewards, response_mask)
-
-
-def _of_segments(rewards: Tensor, mask: Tensor, ids: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+def _of_segments(rewards: Tensor, mask: Tensor, index: Any, config: Any) -> tuple[Tensor, Tensor]:
     name = "group_ppo"
-    fields, _ = _options(name, config, gk.SegmentConfig, None)
+    ids = _ids(name, index, rewards)
+    fields, _ = _options(name, options_of(config), gk.SegmentConfig, None)
     for field in ("gamma", "lam"):
         if field in fields:
             raise ValueError(f"{name}: {field} must be set as algorithm.{field}, got algorithm.{OPTIONS}.{field}")
@@ -191,18 +207,33 @@ def _of_segments(rewards: Tensor, mask: Tensor, ids: Tensor, config: Any) -> tup
     return segments.advantages.to(rewards.dtype), segments.returns.to(rewards.dtype)
 
 
-def _to_tokens(advantages: Tensor, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    tokens = advantages.to(rewards.dtype)[:, None] * mask
-    return tokens, tokens
+def _ids(name: str, index: Any, rewards: Tensor) -> Tensor:
+    """Numbers of the rows' uids."""
+    if index is None:
+        raise ValueError(f"{name}: index must be given, which verl takes from the batch's 'uid', got None")
+    ids = gk.group_ids(index.tolist(), device=rewards.device)
+    if len(ids) != len(rewards):
+        raise ValueError(f"{name}: index must have {len(rewards)} uids, got {len(ids)}")
+    return ids
 
 
-def _options(name: str, config: Any, first: type, second: type | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options in algorithm.grpo_kernels as fields of the two classes."""
-    options = options_of(config)
+def _without_masked_rows(name: str, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The other options, and whether responses without a token in the loss vote."""
+    choice = options.get(MASKED_ROWS, LEAVE_OUT)
+    if choice not in (LEAVE_OUT, VOTE):
+        raise unknown(name, f"algorithm.{OPTIONS}.{MASKED_ROWS}", choice, (LEAVE_OUT, VOTE))
+    return {key: value for key, value in options.items() if key != MASKED_ROWS}, choice == VOTE
+
+
+def _options(
+    name: str, options: dict[str, Any], first: type, second: type | None, others: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options in algorithm.grpo_kernels as fields of the two classes; `others` are keys beside them, for errors."""
     fields = [_fields(kind) for kind in (first, second) if kind is not None]
     for key in options:
         if not any(key in names for names in fields):
-            raise unknown(name, f"keys of algorithm.{OPTIONS}", key, [field for names in fields for field in names])
+            known = [*(field for names in fields for field in names), *others]
+            raise unknown(name, f"keys of algorithm.{OPTIONS}", key, known)
     parts = [{key: value for key, value in options.items() if key in names} for names in fields]
     return parts[0], parts[1] if len(parts) > 1 else {}
 
@@ -224,6 +255,16 @@ def options_of(config: Any) -> dict[str, Any]:
 def _fields(kind: type) -> list[str]:
     # the estimator follows from the name
     return [field.name for field in dataclasses.fields(kind) if field.init and field.name != "estimator"]
+
+
+@contextlib.contextmanager
+def processing(batch: Any) -> Iterator[None]:
+    """Within this context estimators see the whole batch."""
+    token = BATCH.set(batch)
+    try:
+        yield
+    finally:
+        BATCH.reset(token)
 
 
 def _batch(name: str) -> Any:
@@ -261,7 +302,7 @@ def _columns(name: str, config: Any, like: Tensor) -> tuple[Tensor, tuple[float,
     return torch.stack(columns, 1).to(like.device), None if weights is None else tuple(float(w) for w in weights)
 
 
-def _clusters(name: str, ids: Tensor, settings: gk.SimilarityConfig) -> Tensor:
+def _clusters(name: str, ids: Tensor, valid: Tensor, settings: gk.SimilarityConfig) -> Tensor:
     columns = {key: _column(name, key) for key in (LABELS, EMBEDDINGS, NAMES)}
     held = [key for key, column in columns.items() if column is not None]
     if len(held) != 1:
@@ -293,7 +334,7 @@ def _clusters(name: str, ids: Tensor, settings: gk.SimilarityConfig) -> Tensor:
         if len(sizes) > 1:
             raise ValueError(f"{name}: {EMBEDDINGS!r} must hold vectors of one size, got sizes {sorted(sizes)}")
         vectors = torch.from_numpy(np.asarray(embeddings.tolist(), dtype=np.float32))
-    return gk.similarity_groups(vectors.to(ids.device), ids, config=settings).labels
+    return gk.similarity_groups(vectors.to(ids.device), ids, valid=valid, config=settings).labels
 
 
 def _numbered(name: str, labels: Any, count: int) -> Tensor:

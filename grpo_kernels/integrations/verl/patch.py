@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from verl.trainer.ppo import core_algos
 
 from grpo_kernels.checks import boolean
@@ -125,20 +126,22 @@ def _swap(name: str, old: Any, new: Any) -> None:
 def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compute_advantage(data: Any, adv_estimator: Any, *arguments: Any, **options: Any) -> Any:
-        config = options.get("config", arguments[4] if len(arguments) > 4 else None)
+        config = _config_of(arguments, options)
         name = str(getattr(adv_estimator, "value", adv_estimator))
         if advantages.options_of(config) and name not in advantages.ESTIMATORS:
             raise ValueError(
                 f"compute_advantage: algorithm.{advantages.OPTIONS} must be left out unless adv_estimator is one of "
                 f"{', '.join(advantages.ESTIMATORS)}, got {name!r}"
             )
-        token = advantages.BATCH.set(data)
-        try:
+        with advantages.processing(data):
             return original(data, adv_estimator, *arguments, **options)
-        finally:
-            advantages.BATCH.reset(token)
 
     return compute_advantage
+
+
+def _config_of(arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """verl's algorithm section among the arguments after adv_estimator."""
+    return options.get("config", arguments[4] if len(arguments) > 4 else None)
 
 
 def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any]:
@@ -146,9 +149,9 @@ def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any
     def compute_advantage_for_multi_trajectories(
         data: Any, batch_keys: Sequence[str], adv_estimator: Any, *arguments: Any, **options: Any
     ) -> Any:
-        """As verl does for 'grpo', gives all outputs of a session the advantage of its last one."""
-        name = str(getattr(adv_estimator, "value", adv_estimator))
-        queue.add_columns(data, name, options.get("config", arguments[4] if len(arguments) > 4 else None))
+        """As verl does for 'grpo', gives all outputs of a session one advantage, from the reward of its last one."""
+        name, config = str(getattr(adv_estimator, "value", adv_estimator)), _config_of(arguments, options)
+        queue.add_columns(data, name, config)
         if adv_estimator not in advantages.ESTIMATORS:
             return original(data, batch_keys, adv_estimator, *arguments, **options)
         sessions, last = _sessions(batch_keys)
@@ -161,13 +164,16 @@ def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any
                 f"{adv_estimator}: every session must have one output, as an output's advantages are those of its own "
                 f"tokens, got {len(batch_keys)} outputs of {len(last)} sessions"
             )
-        of_last = module.compute_advantage(data.select_idxs(list(last.values())), adv_estimator, *arguments, **options)
-        # advantages are equal at all tokens that count and 0 elsewhere
-        tokens = of_last.batch["advantages"]
-        place = of_last.batch["response_mask"].long().argmax(1, keepdim=True)
+        final, mask = data.select_idxs(list(last.values())), data.batch["response_mask"]
         number = {session: i for i, session in enumerate(last)}
-        scores = tokens.gather(1, place)[[number[session] for session in sessions]]
-        data.batch["advantages"] = data.batch["returns"] = scores * data.batch["response_mask"]
+        of_row = torch.tensor([number[session] for session in sessions], device=mask.device)
+        # a session whose last output is masked still votes if another one has tokens in the loss
+        counts = mask.new_zeros(len(last), dtype=torch.int64).index_add(0, of_row, mask.sum(1).long())
+        with torch.no_grad(), advantages.processing(final):
+            rewards, uids = final.batch["token_level_rewards"], final.non_tensor_batch["uid"]
+            of_session = advantages.response_advantages(name, rewards, counts, uids, config)
+        tokens, returns = advantages.to_tokens(of_session[of_row], rewards, mask)
+        data.batch["advantages"], data.batch["returns"] = tokens, returns
         return data
 
     return compute_advantage_for_multi_trajectories

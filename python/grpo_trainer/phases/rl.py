@@ -94,20 +94,21 @@ class RlRun(PhaseRun):
         with self.timed("embed"):
             embeddings = None if self.embedder is None else self._embed(self.embedder, rollout).to(policy.device)
         with self.timed("model"):
-            correction = self._correct(rollout)
+            mask = rollout.batch.mask
+            if settings.truncated == "leave_out":
+                mask = mask & ~rollout.truncated[:, None]
+            correction = self._correct(rollout, mask)
+            mask = mask if correction is None else correction.mask
             reference = self._reference_logprobs(rollout, step)
             values = self._values(rollout) if self.plan.segments is not None else None
         with self.timed("advantage"):
-            credit = assign_credit(self.plan, rollout, rewards, weights, embeddings, values)
+            counted = None if mask is rollout.batch.mask else mask
+            credit = assign_credit(self.plan, rollout, rewards, weights, embeddings, values, counted)
             threshold = None if self.plan.threshold is None else self.plan.threshold.value
             segments = [] if credit.segments is None else [credit.segments]
             distributed.assert_identical(f"advantages of step {step}", credit.advantages, *segments, threshold)
-            if settings.mask_truncated:
-                mask = rollout.batch.mask if credit.mask is None else credit.mask
-                credit.mask = mask & ~rollout.truncated[:, None]
-            if correction is not None:
-                credit.mask = correction.mask if credit.mask is None else credit.mask & correction.mask
-                credit.is_weights = None if self.plan.correction.weights == "none" else correction.weights
+            if correction is not None and self.plan.correction.weights != "none":
+                credit.is_weights = correction.weights
             totals = total_rewards(rewards, weights)
             metrics = rollout_metrics(rollout, totals, rewards, self.rewards, credit, reference)
             if trainer.seconds["generate"] > 0:  # a benchmark times the parts by a clock of its own
@@ -219,8 +220,11 @@ class RlRun(PhaseRun):
         return roll_out(self.trainer.policy, items, self.settings.rollout, generator)
 
     @torch.no_grad()
-    def _correct(self, rollout: Rollout) -> gk.SamplingCorrection | None:
-        """Scores the tokens of another engine again, and weighs the mismatch; None where the policy itself sampled."""
+    def _correct(self, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection | None:
+        """Scores the tokens of another engine again, and weighs the mismatch of those in the mask.
+
+        None where the policy itself sampled.
+        """
         if self.engine is None:
             return None
         with evaluating(self.trainer.policy):
@@ -229,7 +233,7 @@ class RlRun(PhaseRun):
         return gk.sampling_correction(
             scored,
             by_engine,
-            mask=rollout.batch.mask,
+            mask=mask,
             config=self.plan.correction,
             backend=self.trainer.policy.backend,
         )

@@ -1,0 +1,182 @@
+"""Responses without a token in the loss, because they were truncated or rejected.
+
+The fault to notice: their rewards are part of what the other responses to the prompt are compared with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from grpo_trainer.algorithm import ALGORITHMS, Credit, Plan, _keep_largest, assign_credit
+from grpo_trainer.phases.rl import RlRun
+from grpo_trainer.recipe import Algorithm
+from grpo_trainer.rollout import Rollout
+from grpo_trainer.settings import build
+from grpo_trainer.train import Trainer
+
+import grpo_kernels as gk
+from tests.trainer import small
+from tests.trainer.test_rollout import captured, ending, fake_rollout
+
+HERE = "tests.trainer.test_counting"
+RLOO = ("phases.1.rl.algorithm.name=rloo", f"phases.1.rl.rewards=[{{name: '{HERE}:best_if_truncated'}}]")
+SIZE, WIDTH = 6, 5
+LENGTHS = torch.tensor([3, 5, 1, 2, 4, 3, 5, 5, 2, 1, 3, 4])
+# a prompt with two such responses, and one with three
+LEFT_OUT = torch.tensor([0, 1, 0, 0, 1, 0, 1, 0, 1, 1, 0, 0], dtype=torch.bool)
+
+
+def best_if_truncated(prompts: list[str], completions: list[str], truncated: list[bool], **_: Any) -> list[float]:
+    """A reward of 100 for truncated responses, and a small one that varies for the others."""
+    return [
+        100.0 if is_cut else len(text) % 7 / 8 for text, is_cut in zip(completions, truncated, strict=True)
+    ]  # multiples of 1/8 have exact means
+
+
+def credited(settings: dict[str, Any], rewards: Tensor, embeddings: Tensor, counted: Tensor | None) -> Credit:
+    mask = torch.arange(WIDTH) < LENGTHS[:, None]
+    random = torch.Generator().manual_seed(5)
+    logprobs, values = (-torch.rand(len(LENGTHS), WIDTH, generator=random) for _ in range(2))
+    batch = SimpleNamespace(mask=mask)
+    rollout = cast(Rollout, SimpleNamespace(group_size=SIZE, batch=batch, lengths=mask.sum(1), logprobs=logprobs))
+    plan = Plan.of(build(Algorithm, settings), WIDTH)
+    return assign_credit(plan, rollout, rewards[:, None], torch.ones(1), embeddings, values, counted)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"name": name} for name in ALGORITHMS),
+        {"name": "similarity_group_grpo", "similarity": {"sharing": 1.0, "between": 0.5}},
+        {"name": "group_ppo", "segments": {"norm": "prompt"}},
+        {"name": "group_ppo", "sparse": True},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_what_is_left_out_decides_nothing(settings: dict[str, Any]) -> None:
+    """Neither its reward nor its text changes the credit of another response."""
+    random = torch.Generator().manual_seed(1)
+    counted = (torch.arange(WIDTH) < LENGTHS[:, None]) & ~LEFT_OUT[:, None]
+    credits = []
+    for scale in (1.0, -100.0):
+        rewards = torch.randn(12, generator=random) * scale
+        embeddings = torch.randn(12, 4, generator=random)
+        rewards[~LEFT_OUT] = torch.tensor([0.5, 1.0, 0.0, 0.75, 0.25, 1.0, 0.0])
+        embeddings[~LEFT_OUT] = torch.eye(4)[[0, 0, 1, 2, 3, 3, 1]]
+        credits.append(credited(settings, rewards, embeddings, counted))
+    first, second = credits
+    assert first.mask is not None and second.mask is not None
+    assert torch.equal(first.mask, second.mask) and not first.mask[LEFT_OUT].any()
+    assert first.mask[~LEFT_OUT].any(1).all()
+    assert first.advantages.any() and torch.equal(first.advantages, second.advantages)
+    assert not first.advantages[LEFT_OUT].any()
+
+
+def test_statistics_are_those_of_the_others() -> None:
+    rewards = torch.tensor([1.0, 9, 2, 4, 9, 1, 9, 0, 9, 9, 3, 0])
+    counted = (torch.arange(WIDTH) < LENGTHS[:, None]) & ~LEFT_OUT[:, None]
+    got = credited({"name": "rloo"}, rewards, torch.zeros(12, 1), counted).advantages
+    want = [1 - 7 / 3, 0, 2 - 2, 4 - 4 / 3, 0, 1 - 7 / 3, 0, -1.5, 0, 0, 3, -1.5]
+    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-6, atol=1e-6)
+
+
+def test_lengths_are_those_of_tokens_in_the_loss() -> None:
+    rewards = torch.tensor([1.0, 0, 0, 0, 0, 0] * 2)
+    counted = torch.arange(WIDTH) < torch.tensor([2, 0, 1, 2, 0, 3] * 2)[:, None]
+    got = credited({"name": "opo"}, rewards, torch.zeros(12, 1), counted).advantages
+    baseline = 2 / 8
+    want = torch.tensor([1 - baseline, 0, -baseline, -baseline, 0, -baseline] * 2)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_share_of_the_responses_in_the_loss_is_kept() -> None:
+    rollout = fake_rollout(8, 8, 3)
+    credit = Credit(torch.tensor([5.0, 4, 3, 2, 1, 0.5, 0.2, 0.1]), rollout.batch.mask.clone())
+    assert credit.mask is not None
+    credit.mask[:4] = False
+    _keep_largest(credit, rollout, 0.5)
+    assert credit.mask.any(1).tolist() == [False] * 4 + [True, True, False, False]
+    assert credit.metrics["train/kept_rows"] == 2
+
+
+def expected_of(arguments: dict[str, Any], rewards: Tensor, left_out: Tensor) -> Tensor:
+    """RLOO over the responses that are not left out, prompt by prompt."""
+    size = arguments["rollout"].group_size
+    want = torch.zeros_like(rewards)
+    for start in range(0, len(rewards), size):
+        rows = [row for row in range(start, start + size) if not left_out[row]]
+        for row in rows if len(rows) > 1 else []:
+            others = [float(rewards[other]) for other in rows if other != row]
+            want[row] = float(rewards[row]) - sum(others) / len(others)
+    return want
+
+
+def rewards_of(arguments: dict[str, Any]) -> Tensor:
+    rollout = arguments["rollout"]
+    return torch.tensor(best_if_truncated([], rollout.texts, rollout.truncated.tolist()))
+
+
+def test_truncated_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small.recipe(tmp_path, *RLOO, "phases.1.rl.rollout.truncated=leave_out"))
+    ending(trainer.policy, 2.0)
+    arguments = captured(trainer, monkeypatch)
+    cut = arguments["rollout"].truncated
+    assert 0 < int(cut.sum()) < len(cut)
+    want = expected_of(arguments, rewards_of(arguments), cut)
+    assert want.any()
+    torch.testing.assert_close(arguments["credit"].advantages, want, rtol=1e-5, atol=1e-6)
+
+
+def test_truncated_responses_vote_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(small.recipe(tmp_path, *RLOO))
+    ending(trainer.policy, 2.0)
+    arguments = captured(trainer, monkeypatch)
+    cut = arguments["rollout"].truncated
+    assert 0 < int(cut.sum()) < len(cut)
+    want = expected_of(arguments, rewards_of(arguments), torch.zeros_like(cut))
+    torch.testing.assert_close(arguments["credit"].advantages, want, rtol=1e-5, atol=1e-4)
+
+
+def test_rewards_are_reported_of_all_responses(tmp_path: Path) -> None:
+    trainer = Trainer(small.recipe(tmp_path, *RLOO, "phases.1.rl.rollout.truncated=leave_out"))
+    ending(trainer.policy, 2.0)
+    settings = trainer.recipe.phases[1].rl
+    assert settings is not None
+    metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0
+    assert 0 < metrics["rollout/truncated"] < 1
+
+
+@pytest.mark.parametrize("truncated", ["vote", "leave_out"])
+def test_rejected_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: str) -> None:
+    """The mismatch of every third response is large, and rejects all of its tokens."""
+    masks: list[Tensor] = []
+
+    def correct(self: RlRun, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection:
+        masks.append(mask)
+        by_engine = rollout.logprobs.clone()
+        by_engine[::3] -= 5
+        config = gk.CorrectionConfig(rejections=(("seq_mean_k1", -1.0, 1.0),))
+        return gk.sampling_correction(rollout.logprobs, by_engine, mask=mask, config=config)
+
+    monkeypatch.setattr(RlRun, "_correct", correct)
+    trainer = Trainer(small.recipe(tmp_path, *RLOO, f"phases.1.rl.rollout.truncated={truncated}"))
+    ending(trainer.policy, 2.0)
+    arguments = captured(trainer, monkeypatch)
+    rollout, credit = arguments["rollout"], arguments["credit"]
+    left_out = torch.arange(len(rollout.texts)) % 3 == 0
+    if truncated == "leave_out":
+        left_out |= rollout.truncated
+        assert not masks[0][rollout.truncated].any()  # nor do they count in the statistics of the correction
+    assert not credit.mask[left_out].any() and credit.mask[~left_out].any(1).all()
+    want = expected_of(arguments, rewards_of(arguments), left_out)
+    torch.testing.assert_close(credit.advantages, want, rtol=1e-5, atol=1e-4)
