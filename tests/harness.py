@@ -56,10 +56,52 @@ def assert_raises(error: type[Exception], start: str, parts: Iterable[str], call
         assert part in message, f"{part!r} is not in {message!r}"
 
 
-def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str = "result") -> None:
+# Largest relative error of a GPU's ex2.approx (PTX ISA), with which our CUDA kernels and Triton's take exponentials of
+# logits. On the host exponentials are exact to the last digit.
+EXP2_ERROR = 2.0**-22
+
+
+def logprob_error(backend: str, working: Tensor, gold: Tensor, softcap: float = 0.0) -> float:
+    """How far a kernel's log-probs may be from float64 on a GPU; 0 on the host, where budgets alone suffice.
+
+    Twice the error of the reference in the working dtype, as for any result, and EXP2_ERROR: with every exponential off
+    by this share of itself, so is their sum, and its logarithm by as much. A softcap takes a quotient of two sums with
+    an exponential, (1 - d) / (1 + d): it is off by once and a half that, of the cap, in the target's logit and in the
+    normalizer.
+    """
+    if device_of(backend).type != "cuda":
+        return 0.0
+    return 2 * float((working.double() - gold).abs().max()) + EXP2_ERROR * (1 + 3 * softcap)
+
+
+def reach(call: Callable[[Tensor], dict[str, Tensor]], shape: torch.Size, error: float) -> dict[str, float]:
+    """How far each result moves, to first order, where each log-prob is off by at most `error`; empty if by nothing.
+
+    Args:
+        call: results in float64, by name, from offsets of the log-probs. Differences of calls, unlike a gradient, see
+            weights that are detached.
+        shape: of the log-probs.
+        error: of each of them.
+    """
+    offsets = torch.zeros(shape, dtype=torch.float64)
+    if error == 0:
+        return {}
+    whole = call(offsets)
+    moves = {name: torch.zeros_like(result) for name, result in whole.items()}
+    for token in range(offsets.numel()):
+        offsets.view(-1)[token] = error
+        for name, result in call(offsets).items():
+            moves[name] += (result - whole[name]).abs()
+        offsets.view(-1)[token] = 0
+    return {name: float(move.max()) for name, move in moves.items()}
+
+
+def assert_within_budget(
+    got: Tensor, working: Tensor, gold: Tensor, what: str = "result", inherited: float = 0.0
+) -> None:
     """Checks that a result is at most twice as far from float64 as the reference in its dtype, plus a few ulps.
 
-    Non-finite values must match everywhere.
+    Non-finite values must match everywhere. `inherited` is the error that the result may have from that of its inputs.
     """
     got, working, gold = got.detach().cpu(), working.detach().cpu(), gold.detach().cpu()
     assert got.shape == gold.shape, f"{what}: shape {list(got.shape)} instead of {list(gold.shape)}"
@@ -75,7 +117,7 @@ def assert_within_budget(got: Tensor, working: Tensor, gold: Tensor, what: str =
     if error.numel() == 0:
         return
     floor = 4 * torch.finfo(got.dtype).eps * float(gold[finite].abs().max())
-    allowed = 2 * float(budget.max()) + floor
+    allowed = 2 * float(budget.max()) + floor + inherited
     worst = int(error.argmax())
     assert float(error.max()) <= allowed, (
         f"{what}: error {float(error.max()):.3g} at {worst} (got {got[finite].flatten()[worst]:.9g}, gold "

@@ -400,6 +400,48 @@ def test_a_launch_needs_a_guard_for_the_device_of_its_stream(tmp_path: Path) -> 
     assert done.stdout == "1 3"
 
 
+SIZES_SOURCE = """
+#include <cstdio>
+#include <latch>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include "common/cuda/launch.h"
+__global__ void nothing() {}
+thread_local int bytes = 0;
+int main() {
+  constexpr int kSmall = 60 * 1024, kLarge = 100 * 1024;
+  std::latch both_read(2), large_is_set(1), small_is_set(1);
+  grpo_kernels::emulation::dynamic_shared_limits.after_call = [&](bool has_set) {
+    if (!has_set) both_read.arrive_and_wait();
+    if (!has_set && bytes == kSmall) large_is_set.wait();
+    if (has_set) (bytes == kLarge ? large_is_set : small_is_set).count_down();
+    if (has_set && bytes == kLarge) small_is_set.wait();
+  };
+  std::string errors[2];
+  const auto launch = [&errors](int thread, int size) {
+    bytes = size;
+    try {
+      grpo_kernels::launch(nothing, 1, 1, size, nullptr);
+    } catch (const std::runtime_error& error) { errors[thread] = error.what(); }
+  };
+  std::thread large(launch, 0, kLarge), small(launch, 1, kSmall);
+  large.join();
+  small.join();
+  std::printf("%s;%s", errors[0].c_str(), errors[1].c_str());
+}
+"""
+
+
+def test_two_threads_launch_with_shared_memory_of_two_sizes(tmp_path: Path) -> None:
+    """The second has read the kernel's limit before the first raises it, and raises it before the first launches."""
+    source = tmp_path / "sizes.cu"
+    source.write_text(SIZES_SOURCE)
+    compile_(["g++", *EMULATED, "-pthread", str(source), "-o", str(tmp_path / "sizes")])
+    done = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == ";"
+
+
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize("source", ["selftest.cu", "selftest_races.cu"])

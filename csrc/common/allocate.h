@@ -13,8 +13,13 @@ namespace grpo_kernels {
 
 using torch::stable::Tensor;
 
-// Set by tests to fill new host memory with NaN (integers: -1), which exposes elements that no kernel wrote.
+// Set by tests to fill new host memory with NaN (integers: -1), which exposes elements that no kernel wrote. Emulated
+// kernels, whose library has no way to set it, always have it filled.
+#ifdef GRPO_KERNELS_EMULATE
+inline bool poison_allocations = true;
+#else
 inline bool poison_allocations = false;
+#endif
 
 // An uninitialised contiguous tensor on the device of `like`. Calls the C shim, because torch::stable::new_empty goes
 // through the dispatcher, which takes longer than a small op.

@@ -35,8 +35,8 @@ __device__ int64_t walk_back(const PolicyBatch<T>& in, int64_t last, int64_t row
   return in.plan.ratio == Ratio::kSegmentMean ? size : 1;
 }
 
-// Writes the joint log ratio and log-prob of every segment at its last token; returns how many of the thread's tokens
-// have a segment id that does not ascend from 0 along the row.
+// Writes the joint log ratio and log-prob of every segment at its last token, and 0 elsewhere, where they are loaded
+// and not used; returns how many of the thread's tokens have a segment id that does not ascend from 0 along the row.
 template <typename T>
 __device__ double gather_segments(const PolicyArrays<T>& arrays, const PolicyBatch<T>& in, int64_t row,
                                   const Team& team) {
@@ -44,6 +44,7 @@ __device__ double gather_segments(const PolicyArrays<T>& arrays, const PolicyBat
   double misplaced = 0;
   for (int64_t t = first + team.rank; t < last; t += team.size) {
     arrays.terms[t] = false;
+    arrays.log_ratios[t] = arrays.scores[t] = 0;
     if (!in.is_valid(t)) continue;
     const int64_t next = next_valid(in, t, last);
     const bool descends = next < last && in.segments[next] < in.segments[t];

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cuda_emulator_attributes.h"
 #include "cuda_emulator_schedule.h"
 
 #define __global__

@@ -238,7 +238,9 @@ ERRORS = {
     "vllm.gpu_memory_utilization: must be in": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
     "model.lora.rank: must be at most 512": ("model.lora={rank: 600}",),
     "algorithm.correction: CorrectionConfig: weights must be": ("phases.1.rl.algorithm.correction={weights: tokens}",),
-    "correction: weights must be 'none' for loss: 'real'": ("phases.1.rl.algorithm={name: rloo, loss: {loss: real}}",),
+    "algorithm.loss.loss: must be a loss of tokens, .* got 'real' with 'rloo'": (
+        "phases.1.rl.algorithm={name: rloo, loss: {loss: real}}",
+    ),
     "correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment": (
         "phases.1.rl.algorithm={name: group_ppo, correction: {weights: token}}",
     ),

@@ -36,9 +36,30 @@
 
 namespace grpo_kernels {
 
+inline void check_cuda(cudaError_t status, const char* action) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string(action) + ": " + cudaGetErrorString(status));
+}
+
+// The most shared memory that a block can have on the current device, in bytes: from 64 KiB (sm_75) over 99 (sm_86,
+// sm_89, sm_120) to 227 (sm_90, sm_100).
+inline std::size_t shared_memory_limit();
+
+// Lets a block of the kernel have `bytes` of dynamic shared memory. The limit belongs to the kernel on this device, not
+// to a launch: it is raised to the most there is, as one of just `bytes` could lower what another thread has raised and
+// not launched with yet.
+template <typename... Parameters>
+void allow_dynamic_shared(void (*kernel)(Parameters...), std::size_t bytes) {
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "reading kernel attributes");
+  // the part of the default 48 KiB that is left depends on the kernel's static arrays
+  if (bytes <= static_cast<std::size_t>(attributes.maxDynamicSharedSizeBytes)) return;
+  const auto most = static_cast<int>(shared_memory_limit() - attributes.sharedSizeBytes);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+             "raising the dynamic shared memory limit");
+}
+
 #ifdef GRPO_KERNELS_EMULATE
 
-// The most shared memory that a block can have, in bytes; on a GPU, that of the current device.
 inline std::size_t shared_memory_limit() { return emulation::shared_memory_limit; }
 
 // The device that a DeviceGuard made current. current_stream() of torch_stream.h returns a device index +
@@ -57,18 +78,16 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t sh
                 "kernel parameters are passed by value, bytewise");
   const auto device = static_cast<int>(reinterpret_cast<std::intptr_t>(stream)) - kStreamOffset;
   if (device != emulated_device) throw std::runtime_error("kernel launch: no DeviceGuard");
+  if (shared_bytes > 0) allow_dynamic_shared(kernel, shared_bytes);
   const std::tuple<Parameters...> values(std::forward<Arguments>(arguments)...);
   auto thread = [kernel, &values] { std::apply(kernel, values); };
-  emulation::scheduler.run_grid(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, thread);
+  const auto* const address = reinterpret_cast<const void*>(kernel);
+  emulation::dynamic_shared_limits.check_launch(address, shared_bytes);
+  emulation::scheduler.run_grid(address, grid, block, shared_bytes, thread);
 }
 
 #else
 
-inline void check_cuda(cudaError_t status, const char* action) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(action) + ": " + cudaGetErrorString(status));
-}
-
-// From 64 KiB (sm_75) over 99 (sm_86, sm_89, sm_120) to 227 (sm_90, sm_100).
 inline std::size_t shared_memory_limit() {
   constexpr int kCachedDevices = 64;
   static std::atomic<int> limits[kCachedDevices];  // 0: not queried yet
@@ -90,16 +109,7 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, std::size_t sh
             Arguments&&... arguments) {
   static_assert(sizeof...(Parameters) == sizeof...(Arguments), "wrong number of kernel arguments");
   static_assert((std::is_convertible_v<Arguments, Parameters> && ...), "wrong type of kernel argument");
-  if (shared_bytes > 0) {
-    // the part of the default 48 KiB that is left depends on the kernel's static arrays
-    cudaFuncAttributes attributes;
-    check_cuda(cudaFuncGetAttributes(&attributes, kernel), "reading kernel attributes");
-    if (shared_bytes > static_cast<std::size_t>(attributes.maxDynamicSharedSizeBytes)) {
-      check_cuda(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-          "raising the dynamic shared memory limit");
-    }
-  }
+  if (shared_bytes > 0) allow_dynamic_shared(kernel, shared_bytes);
   const cudaStream_t cuda_stream = static_cast<cudaStream_t>(stream);
   // clang-format off: it splits the closing chevrons.
   kernel<<<grid, block, shared_bytes, cuda_stream>>>(std::forward<Arguments>(arguments)...);

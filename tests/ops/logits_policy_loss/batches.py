@@ -101,8 +101,13 @@ def run(given: dict[str, Any], backend: str, scale: float = 1.0, **options: Any)
     return {"loss": result.loss.detach(), "metrics": result.metrics.tensor, "gradient": leaf.grad}
 
 
-def composed(given: dict[str, Any], scale: float = 1.0, **options: Any) -> dict[str, Tensor]:
-    """The reference of policy_loss on torch's log-softmax of the logits, with torch's own gradient."""
+def composed(
+    given: dict[str, Any], scale: float = 1.0, offsets: Tensor | float = 0.0, **options: Any
+) -> dict[str, Tensor]:
+    """The reference of policy_loss on torch's log-softmax of the logits, with torch's own gradient.
+
+    `offsets` are added to the log-probs.
+    """
     given = given | options
     leaf = given.pop("logits").detach().clone().requires_grad_()
     targets, mask = given.pop("targets"), given.pop("mask", None)
@@ -116,7 +121,7 @@ def composed(given: dict[str, Any], scale: float = 1.0, **options: Any) -> dict[
     config = given["config"]
     has_entropy = given.pop("return_entropy", False) or config.entropy_coef != 0 or config.top_entropy_quantile < 1
     entropy = -(log_softmax.exp() * log_softmax).sum(-1) if has_entropy else None
-    result = gk.policy_loss(logprobs, mask=mask, entropy=entropy, backend="reference", **given)
+    result = gk.policy_loss(logprobs + offsets, mask=mask, entropy=entropy, backend="reference", **given)
     (result.loss * scale).backward()
     assert leaf.grad is not None
     return {"loss": result.loss.detach(), "metrics": result.metrics.tensor, "gradient": leaf.grad}

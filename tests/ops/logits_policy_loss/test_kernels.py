@@ -6,10 +6,12 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
+import grpo_kernels as gk
 from grpo_kernels.ops.logits_policy_loss.registration import SUPPORTS
 from grpo_kernels.ops.policy_loss.config import METRICS
-from tests.harness import assert_within_budget, runnable_backends
+from tests.harness import assert_within_budget, logprob_error, reach, runnable_backends
 from tests.ops.logits_policy_loss.batches import (
     BACKENDS,
     CONFIGS,
@@ -54,9 +56,19 @@ def test_float32_loses_no_more_than_torch_does(backend: str, name: str) -> None:
     options = {"config": CONFIGS[name], "scale": 1.5, **SCALED}
     got = run(cast(exact, torch.float32), backend, **options)
     working, gold = composed(cast(exact, torch.float32), **options), composed(exact, **options)
+
+    def moved(offsets: Tensor) -> dict[str, Tensor]:
+        results = composed(exact, offsets=offsets, **options)
+        return {what: results[what] for what in ("loss", "gradient")}
+
+    logprobs = (
+        gk.token_logprobs(cast(exact, dtype)["logits"], exact["targets"], backend="reference", **SCALED).logprobs
+        for dtype in (torch.float32, F64)
+    )
+    inherited = reach(moved, exact["targets"].shape, logprob_error(backend, *logprobs, softcap=SCALED["softcap"]))
     for what in ("loss", "gradient"):
         assert got[what].dtype == torch.float32
-        assert_within_budget(got[what], working[what], gold[what], what)
+        assert_within_budget(got[what], working[what], gold[what], what, inherited.get(what, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -103,6 +103,16 @@ def test_opposite_rows_are_at_distance_two_and_orthogonal_ones_at_one(backend: s
 # Zero vectors and non-finite rows
 
 
+def distance_error(products: int, backend: str) -> float:
+    """Largest error of the distance of two rows whose sums have so many products other than 0.
+
+    The inner product, and either norm by half, is off by one rounding of 1 a product, and 1 - s by one more. Tensor
+    cores cut off the digits of each product, which is up to two roundings; the emulator's those of the sum alone.
+    """
+    is_cut = backend == "cuda" and device_of(backend).type == "cuda"
+    return (2 * products * (2 if is_cut else 1) + 1) * 2.0**-24
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_zero_vectors_are_at_distance_one_from_all_others(backend: str, dtype: torch.dtype) -> None:
@@ -145,8 +155,8 @@ def test_row_with_a_square_beyond_float32_is_not_finite(backend: str) -> None:
     assert got.status.tolist() == [0, Status.NOT_FINITE, Status.NOT_FINITE, 0, 0]
     in_use = [0, 3, 4]
     wanted = torch.tensor([[0, 1 - 0.5**0.5, 1 - 0.5**0.5], [1 - 0.5**0.5, 0, 0], [1 - 0.5**0.5, 0, 0]])
-    # 1 - s is rounded relative to 1
-    torch.testing.assert_close(cosine(rows, backend)[in_use][:, in_use], wanted, rtol=0, atol=4e-7)
+    error = distance_error(2, backend)
+    torch.testing.assert_close(cosine(rows, backend)[in_use][:, in_use], wanted, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
