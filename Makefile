@@ -12,6 +12,7 @@
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
+#   make bench-commits     time HEAD and the commit BASE alternately and fail if a call is slower; minutes and builds
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
 #   make dist              build the sdist and the wheels of every build mode into dist/, and check them
 #   make docs              build the documentation into site/
@@ -45,7 +46,7 @@ DIST := .venv-dist
 DOCS := .venv-docs
 
 .PHONY: train test test-all test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
-	bench-quick wheel docs dist gpu-check gpu-rehearsal size clean
+	bench-quick bench-commits wheel docs dist gpu-check gpu-rehearsal size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -115,6 +116,9 @@ bench: $(VENV)/built
 # ratio once, a slower kernel every time.
 bench-quick: $(VENV)/built
 	$(BIN)/python -m benchmarks.compare benchmarks/baseline.json --tries 3
+
+bench-commits: $(VENV)/built
+	$(BIN)/python -m benchmarks.commits $(or $(BASE),$(error BASE must name a commit: make bench-commits BASE=main))
 
 wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .
