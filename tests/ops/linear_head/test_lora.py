@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.harness import assert_raises, assert_within_budget, device_of, needs_cpu_kernels, runnable_backends
+from tests.ops.linear_head import test_policy_loss_edges as edges
 from tests.ops.linear_head import test_policy_loss_kernels as kernels
 
 KERNELS = [name for name in runnable_backends(SUPPORTS) if name != "reference"]
@@ -214,3 +215,22 @@ def test_errors() -> None:
     support = torch.tensor([0, 1, 2]), torch.tensor([0, 1, 2, 3])
     with pytest.raises(ValueError, match="lora must be None with support, got tuple"):
         gk.linear_logprobs(hidden, weight, targets, lora=(a, b, 1.0), support=support)
+
+
+@pytest.mark.parametrize("memory", ["fast", "low"])
+@pytest.mark.parametrize("compact", [None, False])
+def test_masked_tokens_reach_no_gradient_of_the_reference(memory: str, compact: bool | None) -> None:
+    """Nor that of an adapter: 0 times NaN is NaN."""
+    given = edges.batch()
+    factors = [torch.randn(RANK, edges.HIDDEN, dtype=F64), torch.randn(edges.VOCABULARY, RANK, dtype=F64)]
+
+    def gradients() -> dict[str, Tensor]:
+        adapter = [factor.clone().requires_grad_() for factor in factors]
+        options = {"config": "grpo", "memory": memory, "compact": compact, "lora": (*adapter, SCALE)}
+        got = edges.run(given, backend="reference", **options)
+        return got | {f"by factor {i}": factor.grad for i, factor in enumerate(adapter)}
+
+    expected = gradients()
+    given["hidden"][~given["mask"]] = torch.nan
+    given["hidden"][0, 2] = torch.inf  # its target is ignored
+    edges.assert_same(gradients(), expected)
