@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_lines, tables
+from benchmarks import gpu_lines
 from tests.emulation import build
 from tools import gpu_check, gpu_summary
 
@@ -177,23 +177,6 @@ def test_the_page(machine: Machine) -> None:
     assert "it takes less" in page and "What failed" not in page
 
 
-@pytest.mark.full
-def test_the_tables_come_from_the_archive(machine: Machine) -> None:
-    machine.run()
-    document = machine.folder / "performance.md"
-    document.write_text("<!-- measured on cuda -->\noutdated\n<!-- end of cuda -->\n")
-    tables.main([str(machine.out / "gpu_check.tar.gz"), "--into", str(document)])
-    text = document.read_text()
-    assert "A GPU, driver 1, 4 cores" in text and "| cuda | 20 us | 10 us |" in text and "outdated" not in text
-
-
-@pytest.mark.full
-def test_it_leaves_two_files(machine: Machine) -> None:
-    machine.run()
-    assert {path.name for path in machine.out.iterdir() if path.suffix} == {"summary.md", "gpu_check.tar.gz"}
-    assert (machine.out / "gpu_check.tar.gz").stat().st_size < 16 * 2**20
-
-
 def test_long_logs_lose_their_beginning(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
@@ -286,16 +269,6 @@ def test_after_a_failed_build_the_other_parts_run(machine: Machine) -> None:
     status, steps = machine.run(fail=["pip"])
     assert status == 1 and steps["build build"]["why"] == "exit status 1"
     assert steps["values triton"]["state"] == steps["timings timings"]["state"] == "ok"
-
-
-@pytest.mark.full
-def test_a_failed_test_is_on_the_page_with_its_first_lines(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, steps = machine.run(fail=["pytest"], state="failed", why="AssertionError: 1 is not 2")
-    assert status == 1 and steps["tests 1/2"]["state"] == "FAILED" and steps["step step"]["state"] == "ok"
-    assert "AssertionError: 1 is not 2" in machine.page().partition("## What failed")[2]
-    assert "this is pytest" in capsys.readouterr().out  # the end of the log
 
 
 def test_an_op_without_a_passed_test_fails(machine: Machine) -> None:
