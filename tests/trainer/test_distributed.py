@@ -73,7 +73,7 @@ STOP = (1, 2)
 VALUE_HEAD = 32 + 1  # weights and bias; in every process whole
 RESUMED = ("group_ppo", "sharded_values", "sharded_critic")
 # Without --all.
-QUICK = ("grpo", "group_ppo", "sharded", "sharded_critic")
+QUICK = ("grpo", "sharded", "sharded_critic")
 QUICK_RESUMED = ("sharded_critic",)
 
 
@@ -193,6 +193,7 @@ def test_each_process_has_its_part_of_the_weights(folder: Path) -> None:
     assert parts("sharded_critic")[0]["all"] == 2 * parts("sharded")[0]["all"] + VALUE_HEAD
 
 
+@pytest.mark.full
 def test_the_threshold_of_segments_moves_alike(folder: Path) -> None:
     """The threshold must also change, or the test would show nothing."""
     states = [
