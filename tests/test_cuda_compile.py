@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.ptx import contractions
+from tools.ptx import contractions, widest_load
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*/*.cu"))
@@ -24,6 +24,8 @@ SOURCES = sorted((ROOT / "csrc").glob("*/*.cu"))
 ROUND_AS_WRITTEN = tuple(
     f"{op}/cuda.cu" for op in ("group_advantages", "similarity_groups", "endpoint_segments", "sampling_correction")
 )
+# Kernels that stream through tokens or rewards.
+WIDE = tuple(f"{op}/cuda.cu" for op in ("policy_loss", "group_advantages", "endpoint_segments", "token_logprobs"))
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 
@@ -90,6 +92,13 @@ def compile_to_ptx(command: list[str], target: Path) -> str:
     done = subprocess.run(command, cwd=target.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target.read_text()
+
+
+@pytest.mark.full
+def test_aligned_arrays_are_read_16_bytes_at_a_time(tmp_path: Path) -> None:
+    commands = build_commands(tmp_path)
+    widths = {source: widest_load(compile_to_ptx(commands[source], tmp_path / "source.ptx")) for source in WIDE}
+    assert widths == dict.fromkeys(WIDE, 16)
 
 
 @pytest.mark.full
