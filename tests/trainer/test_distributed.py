@@ -194,11 +194,12 @@ def test_each_process_has_its_part_of_the_weights(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_threshold_of_segments_moves_alike(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["group_ppo"])
+def test_the_threshold_of_segments_moves_alike(folder: Path, name: str) -> None:
     """The threshold must also change, or the test would show nothing."""
     states = [
         [json.loads((at / "state.json").read_text())["threshold"] for at in sorted((path / "checkpoints").iterdir())]
-        for path in (folder / "one" / "group_ppo", folder / "two" / "group_ppo")
+        for path in (folder / "one" / name, folder / "two" / name)
     ]
     assert states[0] == states[1] and len({value for value in states[0] if value is not None}) > 1
 
