@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment, pinned packages and the build.
 #   make train             run the default recipe and report what it learned
-#   make test              run a selection of the tests on the CPU, about eleven minutes
+#   make test              run a selection of the tests on the CPU, about ten minutes
 #   make test-all          run all tests on the CPU, hours
 #   make lint              run ruff, mypy and clang-format
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton

@@ -281,7 +281,7 @@ def test_name_of_a_linkage_is_its_default_config(backend: str, linkage: str) -> 
 
 
 @needs_cpu_kernels
-@pytest.mark.parametrize("linkage", LINKAGES)
+@pytest.mark.parametrize("linkage", quick(LINKAGES, "ward", "average"))
 @pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cpu"])
 def test_labels_are_those_of_the_cpu(backend: str, linkage: str) -> None:
     """Compares labels of 20,000 prompts (fewer in Triton's interpreter) whose distances differ by rounding."""
