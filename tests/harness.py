@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 from torch import Tensor
@@ -127,6 +126,8 @@ def assert_within_budget(
 
 def examples(count: int) -> int:
     """Examples that a test of random inputs draws; without --all a third of them."""
+    import hypothesis  # the environment of the engine's tests has none
+
     return max(1, count * hypothesis.settings.default.max_examples // 60)
 
 
