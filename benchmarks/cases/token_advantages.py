@@ -33,6 +33,7 @@ def make(rows: int, length: int, device: torch.device, seed: int = 0) -> Respons
     rewards[:, -1] = torch.rand(rows, generator=rng)
     values = 0.1 * torch.randn(rows, length, generator=rng)
     mask = torch.rand(rows, length, generator=rng) < 0.9
+    mask[:, -1] = True  # verl drops rewards at other tokens
     turns = (torch.arange(length, dtype=torch.int32) // 512).expand(rows, length).contiguous()
     return Responses(rewards.to(device), values.to(device), mask.to(device), turns.to(device))
 
