@@ -19,6 +19,7 @@ from tests.harness import quick
 from tests.integrations import fsdp_trl, tiny_trl
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
 ]

@@ -313,6 +313,7 @@ def test_rows_without_tokens_change_nothing_unless_they_are_counted(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_same_input_gives_the_same_bits(backend: str, dtype: torch.dtype, name: str) -> None:

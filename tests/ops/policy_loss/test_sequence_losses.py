@@ -336,6 +336,7 @@ def test_gradcheck(backend: str, name: str) -> None:
     assert torch.autograd.gradcheck(loss, leaves, eps=1e-6, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gvpo", "real", "flowrl"])
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_compiles_into_one_graph(backend: str | None, name: str) -> None:
