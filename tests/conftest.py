@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, so that the collector need not walk through it again and again."""
+    """Excludes imported modules and collected tests from garbage collection, which would walk through them often."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py leaves behind, on the mocked machine of test_gpu_check.py."""
+"""Files and page that tools/gpu_check.py leaves behind, on the mocked machine of test_gpu_check.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts in verl's batches.
+"""Counting in verl's batches.
 
 The faults to notice: the reward of a response without a token in the loss is part of the statistics of the others; a
 session whose last output has no token in the loss loses its advantage; rows that verl's v1 trainer appends to make a
@@ -61,7 +61,7 @@ def data_of(rewards: Any, lengths: Any, uids: Any, **columns: Any) -> DataProto:
 
 
 def columns_of(name: str, rows: Any = slice(None)) -> dict[str, Any]:
-    """What an estimator reads beside rewards and uids."""
+    """Further columns that an estimator reads."""
     if name == "similarity_group_grpo":
         return {"similarity_embeddings": EMBEDDINGS[rows].numpy()}
     if name == "fused_gdpo":

@@ -25,7 +25,7 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
 _COUNTED = ("tokens", "rows", "segments", "cross_entropy")
-# What the means of an aggregation divide by; sums and local means do not read a normalizer.
+# Divisor of the means of each aggregation; sums and local means do not read a normalizer.
 _UNITS = {
     "token-mean": "tokens",
     "seq-mean-token-mean": "rows",

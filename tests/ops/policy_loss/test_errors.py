@@ -184,7 +184,7 @@ OTHER_UNITS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", OTHER_UNITS)
 def test_normalizer_without_the_unit_of_another_term(case: str) -> None:
-    """That unit would be counted in this call alone, so that micro-batches would not add up to the batch."""
+    """The missing unit would be counted in this call alone, so that micro-batches would not add up to the batch."""
     fields, changes, unit, setting = OTHER_UNITS[case]
     config = gk.LossConfig(**fields)
     own = "groups" if config.loss == "gvpo" else "segments" if config.ratio == "segment" else "tokens"

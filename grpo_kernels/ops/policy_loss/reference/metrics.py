@@ -34,13 +34,15 @@ def measure(
         kl: 0 for tokens without one
     """
     where = tokens.valid if plan.loss == GEO_MEAN else terms.here
-    clipped = {side: counters[side] & where for side in ("low", "high", "clipped", "dual")}
+    low_clipped, high_clipped, clipped, dual_clipped = (
+        counters[name] & where for name in ("low", "high", "clipped", "dual")
+    )
     ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
     phi = torch.where(terms.here, counters["phi"], 0)
     gap = correction.gap
     weight = correction.of_tokens if correction.of_rows is None else correction.of_rows
 
-    flags = torch.stack((counted, where, clipped["low"], clipped["high"], terms.here))
+    flags = torch.stack((counted, where, low_clipped, high_clipped, terms.here))
     num_counted, number, low, high, num_terms = rows.sum(flags.double()).unbind()
     low_fraction, high_fraction = (torch.where(number > 0, side / number, math.nan) for side in (low, high))
 
@@ -48,7 +50,10 @@ def measure(
         "tokens": counted,
         "terms": with_term,
         "kept_tokens": tokens.kept,
-        **{f"{side}_clipped".replace("clipped_clipped", "clipped"): flags for side, flags in clipped.items()},
+        "low_clipped": low_clipped,
+        "high_clipped": high_clipped,
+        "clipped": clipped,
+        "dual_clipped": dual_clipped,
         "log_ratio_sum": torch.where(tokens.valid, _log_ratio(tokens, plan), 0),
         "kl_sum": kl,
         "entropy_sum": torch.zeros_like(kl) if entropies is None else entropies,
