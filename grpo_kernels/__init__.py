@@ -12,7 +12,6 @@ from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, 
 from grpo_kernels.ops.linear_distillation_loss import DistillationLoss, Teacher, linear_distillation_loss
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
-from grpo_kernels.ops.logits_policy_loss import logits_policy_loss
 from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
@@ -76,7 +75,6 @@ __all__ = [
     "linear_distillation_loss",
     "linear_logprobs",
     "linear_policy_loss",
-    "logits_policy_loss",
     "optimal_token_baseline",
     "pairwise_cosine",
     "policy_loss",

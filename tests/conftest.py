@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Ops that keep CUDA alone on a GPU: of their interpreted cases, each file as a whole has its share.
-_LOSING_TRITON = ("endpoint_segments", "group_advantages", "logits_policy_loss", "policy_loss", "sampling_correction")
+_LOSING_TRITON = ("endpoint_segments", "group_advantages", "sampling_correction")
 _LOSING_TRITON += ("similarity_groups",)
 
 

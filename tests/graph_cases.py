@@ -187,25 +187,6 @@ def from_source(shape: tuple[int, ...], source: Inputs) -> Inputs:
     return policy | source | {"targets": torch.randint(0, COLUMNS, shape)}
 
 
-def logits_loss(config: gk.LossConfig, dtype: torch.dtype, shape: tuple[int, ...], inplace: bool) -> Case:
-    def draw() -> Inputs:
-        return from_source(shape, {"logits": torch.randn(*shape, COLUMNS).to(dtype).requires_grad_()})
-
-    def call(inputs: Inputs, backend: str) -> list[Tensor]:
-        result = gk.logits_policy_loss(
-            inputs["logits"] * 1,
-            inputs["targets"],
-            inputs["old_logprobs"],
-            inputs["advantages"],
-            inplace=inplace,
-            backend=backend,
-            **policy_arguments(inputs, config),
-        )
-        return with_gradients(inputs, result.loss * 3, result.metrics.tensor)
-
-    return Case(draw, call)
-
-
 def draw_head(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (ROWS, WIDTH)) -> Inputs:
     return from_source(
         shape,
@@ -335,6 +316,7 @@ def loss_over_support(inputs: Inputs, backend: str) -> list[Tensor]:
 
 
 PADDED, PACKED = (ROWS, WIDTH), (TOKENS,)
+WITHOUT_TRITON = ("policy_loss",)  # how the names of their cases begin
 CASES: dict[str, Case] = {
     "group_advantages": advantages("grpo"),
     "group_advantages of ids": advantages("rloo", "groups", "valid"),
@@ -358,10 +340,6 @@ CASES: dict[str, Case] = {
     "policy_loss of the top entropies": policy_loss(TOP, PADDED),
     "sampling_correction": correction(PADDED),
     "sampling_correction of packed rows": correction(PACKED),
-    "logits_policy_loss": logits_loss(CLIP, torch.float32, PADDED, False),
-    "logits_policy_loss of halves": logits_loss(BONUS, torch.bfloat16, PACKED, False),
-    "logits_policy_loss in place": logits_loss(CLIP, torch.bfloat16, PADDED, True),
-    "logits_policy_loss of float16": logits_loss(SEQUENCES, torch.float16, PADDED, False),
     "linear_logprobs": Case(draw_head, linear_logprobs),
     "linear_logprobs of halves": Case(lambda: draw_head(torch.bfloat16), linear_logprobs),
     "linear_logprobs at positions": Case(draw_head, linear_logprobs_at_positions),

@@ -134,10 +134,6 @@ BARS = {
         for h in HEADS
         for x in ("naive autograd", "trl")
     ),
-    ("logits_policy_loss", "clip", "ratio at least", "trl", 2),
-    ("logits_policy_loss", "clip", "ratio at least", "torch, log_softmax", 2),
-    ("logits_policy_loss", "clip", "memory below", "the logits", 1.1),
-    ("logits_policy_loss", "in place, from a head", "memory below", "the logits", 1.1),
     ("endpoint_segments", "norm=none", "ratio at least", "a loop over tokens", 200),
     ("endpoint_segments", "norm=none", "exponent below", "", 1.1),
     ("endpoint_segments", "norm=none", "growth at most", "", 2),

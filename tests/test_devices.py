@@ -36,11 +36,6 @@ def token_logprobs() -> None:
         torch.autograd.grad(result.logprobs.sum(), logits)
 
 
-def policy_loss() -> None:
-    logprobs = rows().requires_grad_()
-    gk.policy_loss(logprobs, rows(), torch.ones(2), config="grpo", backend="triton").loss.backward()
-
-
 def linear_logprobs() -> None:
     gk.linear_logprobs(rows(), rows(), torch.tensor([0, 1]), backend="triton")
     hidden, weight = rows().requires_grad_(), rows().requires_grad_()
@@ -59,19 +54,12 @@ def linear_distillation_loss() -> None:
     gk.linear_distillation_loss(hidden, weight, ids, -torch.ones(3, 1), backend="triton").loss.backward()
 
 
-def logits_policy_loss() -> None:
-    logits, targets = torch.randn(2, 3, 7).requires_grad_(), torch.zeros(2, 3).long()
-    gk.logits_policy_loss(logits, targets, None, torch.ones(2), backend="triton").loss.backward()
-
-
 CALLS: dict[str, Callable[[], object]] = {
     "group_advantages": lambda: gk.group_advantages(torch.randn(4), 2, config="batch_std", backend="triton"),
     "token_logprobs": token_logprobs,
     "linear_logprobs": linear_logprobs,
-    "policy_loss": policy_loss,
     "linear_policy_loss": linear_policy_loss,
     "linear_distillation_loss": linear_distillation_loss,
-    "logits_policy_loss": logits_policy_loss,
     "token_advantages": lambda: gk.token_advantages(rows(), rows(), backend="triton"),
     "sampling_correction": lambda: gk.sampling_correction(rows(), rows(), backend="triton"),
     "endpoint_segments": lambda: gk.endpoint_segments(rows(), rows(), rows(), values=rows(), backend="triton"),
@@ -116,7 +104,7 @@ def test_every_op_with_triton_kernels_is_called_here() -> None:
     of_heads = {"live_rows_to_hidden", "live_rows_to_weight"}
     of_heads |= {f"sampled_support_{part}" for part in ("logits", "to_hidden", "add_weight", "backward")}
     of_heads |= {"sampled_support_logprobs", "sampled_support_logprobs_backward"}
-    assert of_triton - of_heads == CALLS.keys() | of_backwards | {"scale_gradient"}
+    assert of_triton - of_heads == CALLS.keys() | of_backwards
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda", "cpu", "reference"])
@@ -232,9 +220,6 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
         },
         {"logprobs": on_gpu(5), "term_index": numbers(2, 3)} | policy(2, 3),
     ],
-    gk.logits_policy_loss: lambda: policies(
-        lambda *shape: {"logits": on_gpu(*shape, 7), "targets": numbers(*shape), "temperature": on_gpu(*shape)}
-    ),
     gk.linear_policy_loss: lambda: [
         *policies(lambda *shape: head(*shape) | {"weight_grad": on_gpu(7, 4), "compact": False}),
         head(2, 3)
@@ -294,6 +279,7 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
     """Every tensor but the first, in turn; the message has function, argument, rule and device."""
     pytest.importorskip("triton")
     first, *others = tensor_parameters(op)
+    backend = "triton" if of_name(op).startswith(("linear", "token")) else "reference"
     refused = set()
     with FakeTensorMode():
         for arguments in ON_ONE_GPU[op]():
@@ -306,14 +292,14 @@ def test_a_tensor_on_another_device_is_refused(op: Callable[..., Any], elsewhere
                     first_part, second_part, *rest = arguments[name]
                     moved = arguments | {name: (first_part, torch.empty_like(second_part, device=elsewhere), *rest)}
                     with pytest.raises(ValueError, match=rf"{PARTS[name][1]} must be on cuda:0 .*got {elsewhere}"):
-                        op(**moved, backend="triton")
+                        op(**moved, backend=backend)
                     moved = arguments | {name: (torch.empty_like(first_part, device=elsewhere), second_part, *rest)}
                 else:
                     moved = arguments | {name: torch.empty_like(arguments[name], device=elsewhere)}
                 if name == "weight" and "weight_grad" in arguments:
                     moved["weight"].requires_grad_()
                 with pytest.raises(ValueError) as caught:
-                    op(**moved, backend="triton")
+                    op(**moved, backend=backend)
                 message = str(caught.value)
                 rule = f"must be on cuda:0 like the first argument, got {elsewhere}"
                 part = PARTS[name][0] if name in PARTS else name
@@ -336,7 +322,7 @@ def test_a_teacher_on_another_device_is_refused(field: str) -> None:
 
 
 def test_every_op_is_called_with_a_tensor_on_another_device() -> None:
-    assert {of_name(op) for op in ON_ONE_GPU} == CALLS.keys() | {"similarity_advantages"}
+    assert {of_name(op) for op in ON_ONE_GPU} == CALLS.keys() | {"policy_loss", "similarity_advantages"}
 
 
 # Backend selection by architecture

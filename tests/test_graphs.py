@@ -6,7 +6,7 @@ Each call runs on the GPU of tests/simulated_gpu.py, which captures and replays 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -18,7 +18,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.graph_cases import CASES, WAITING
+from tests.graph_cases import CASES, WAITING, WITHOUT_TRITON
 from tests.graph_inputs import Case, Inputs
 from tests.simulated_gpu import Factories, Gpu, GpuTensor, Step, Waits, replay
 
@@ -29,7 +29,16 @@ without_gpu = pytest.mark.skipif(
     torch.cuda.is_available() or "cuda" not in backends._emulated,
     reason="for the kernels emulated on the host; tests/ops/test_graphs_gpu.py captures on a GPU",
 )
-on_each_backend = pytest.mark.parametrize("backend", ["cuda", "triton"])
+
+
+def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Each case with each of its backends."""
+    return [
+        (name, backend)
+        for name in names
+        for backend in ("cuda", "triton")
+        if backend == "cuda" or not name.startswith(WITHOUT_TRITON)
+    ]
 
 
 @pytest.fixture
@@ -82,8 +91,7 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @without_gpu
-@on_each_backend
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "backend"), pairs(CASES))
 def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str) -> None:
     check_replays(gpu, name, backend)
 
@@ -112,8 +120,7 @@ def check_replays(gpu: Gpu, name: str, backend: str) -> None:
 
 
 @without_gpu
-@on_each_backend
-@pytest.mark.parametrize("name", WAITING)
+@pytest.mark.parametrize(("name", "backend"), pairs(WAITING))
 def test_documented_settings_wait(gpu: Gpu, name: str, backend: str) -> None:
     case = WAITING[name]
     static = put(gpu, drawn(case, 1))
@@ -136,7 +143,7 @@ def test_every_op_is_captured() -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     # the interpreter is slow, so of Triton one case of each op
-    [(name, backend) for name in CASES for backend in ("cuda", "triton") if backend == "cuda" or " " not in name],
+    [(name, backend) for name, backend in pairs(CASES) if backend == "cuda" or " " not in name],
 )
 def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend: str) -> None:
     """After every kernel of one stream, the other runs its next one."""

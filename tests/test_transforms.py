@@ -21,7 +21,6 @@ TEACHER = (torch.randint(7, (2, 3, 2)), -torch.ones(2, 3, 2))
 OPS: dict[str, tuple[str, Tensor, Callable[[Tensor], Any]]] = {
     "policy_loss": ("logprobs", LOGPROBS, lambda x: gk.policy_loss(x, OLD, ADVANTAGES).loss),
     "token_logprobs": ("logits", LOGITS, lambda x: gk.token_logprobs(x, TARGETS).logprobs.sum()),
-    "logits_policy_loss": ("logits", LOGITS, lambda x: gk.logits_policy_loss(x, TARGETS, OLD, ADVANTAGES).loss),
     "linear_logprobs": ("hidden", HIDDEN, lambda x: gk.linear_logprobs(x, WEIGHT, TARGETS).logprobs.sum()),
     "linear_policy_loss": (
         "hidden",

@@ -24,7 +24,6 @@ OPS = (
     "linear_distillation_loss",
     "policy_loss",
     "linear_policy_loss",
-    "logits_policy_loss",
     "sampling_correction",
     "endpoint_segments",
     "token_advantages",

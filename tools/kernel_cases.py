@@ -108,18 +108,6 @@ def outside_logprobs(backend: str, put: Put) -> Results:
     yield torch.autograd.grad(result.logprobs.sum(), logits)[0].isnan().any(1)
 
 
-def logits_losses(backend: str, put: Put) -> Results:
-    """Rows of either alignment, a token that takes no part, and the gradient over the logits or apart."""
-    for columns, dtype in ((31, torch.bfloat16), (1041, torch.float32)):
-        for inplace in (False, True):
-            logits = put(torch.randn(2, 3, columns).to(dtype)).requires_grad_()
-            targets = put(torch.tensor([[0, -100, columns - 1], [1, 2, 3]]))
-            advantages, old = put(torch.tensor([1.0, -1.0])), put(-3 - torch.rand(2, 3))
-            options: dict[str, Any] = {"config": LOSSES["entropy"], "inplace": inplace, "backend": backend}
-            loss = gk.logits_policy_loss(logits * 1, targets, old, advantages, **options).loss
-            yield from (loss.detach(), torch.autograd.grad(loss, logits)[0])
-
-
 def linear_losses(dtype: torch.dtype, backend: str, put: Put) -> Results:
     hidden, weight = (put(torch.randn(shape).to(dtype)).requires_grad_() for shape in ((2, 4, 16), (64, 16)))
     targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
@@ -262,16 +250,18 @@ CASES = {
     "linear_halves": Case(functools.partial(linear_losses, torch.bfloat16), HEAD),
     "kept": Case(support_cases.kept, set(), ("triton",)),
     "outside_kept": Case(support_cases.outside_kept, set(), ("triton",)),
-    "logits_losses": Case(logits_losses, HEAD | {"logits_policy_loss.rows_kernel"}),
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
             kernels("policy_loss", "count", "reduce", "scale", LOSS_KERNELS.get(name, "rows")),
+            ("cuda",),
         )
         for name in LOSSES
     },
     "outside_losses": Case(
-        outside_losses, kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce", "scale")
+        outside_losses,
+        kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce", "scale"),
+        ("cuda",),
     ),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale")),
     "corrections": Case(corrections, kernels("sampling_correction", "rows")),
@@ -324,14 +314,6 @@ def smoke_loss(backend: str, put: Put) -> Results:
     yield from one_loss(gk.LossConfig.trl(loss_type="dapo", beta=0.1), torch.arange(70).expand(4, 70), 4, backend, put)
 
 
-def smoke_logits_loss(backend: str, put: Put) -> Results:
-    logits = put(torch.randn(2, 4, 64)).requires_grad_()
-    targets, old = put(torch.randint(0, 64, (2, 4))), put(-4 - torch.rand(2, 4))
-    result = gk.logits_policy_loss(logits, targets, old, put(torch.randn(2)), backend=backend)
-    yield result.loss.detach()
-    yield torch.autograd.grad(result.loss, logits)[0]
-
-
 def smoke_similarity(backend: str, put: Put) -> Results:
     """Rows whose pieces are copied asynchronously, and masked ones that are not."""
     vectors, valid = put(torch.randn(16, 16)), put(torch.arange(16) % 3 > 0)
@@ -355,7 +337,6 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "policy_loss": smoke_loss,
     "linear_distillation_loss": smoke_distillation,
     "linear_policy_loss": functools.partial(linear_losses, torch.float32),
-    "logits_policy_loss": smoke_logits_loss,
     "sampling_correction": corrections,
     "endpoint_segments": row_cases.smoke_segments,
     "token_advantages": row_cases.smoke_token_advantages,
@@ -365,6 +346,7 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),
     "silhouette": smoke_silhouette,
 }
+WITHOUT_TRITON = {"policy_loss"}
 
 
 def as_double(tensor: Tensor) -> Tensor:
@@ -469,7 +451,7 @@ def main() -> None:
         )
         for name in options.cases or runs
         for backend in options.backend
-        if options.smoke or backend in CASES[name].backends
+        if (backend in CASES[name].backends if not options.smoke else backend != "triton" or name not in WITHOUT_TRITON)
     }
     share = dict(list(items.items())[first - 1 :: step])
     if options.results is not None:

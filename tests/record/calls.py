@@ -185,15 +185,16 @@ def linear_policy_loss(case: Case, way: Way) -> Results:
     return _loss(result, leaves, way)
 
 
-def logits_policy_loss(case: Case, way: Way) -> Results:
+def loss_of_logits(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     logits = (batch["hidden"] @ batch["weight"].T).requires_grad_()
     config = config_of(gk.LossConfig, case.method)
     old_and_advantages = _old_and_advantages(case, batch)
     arguments = _of_tokens(case, batch)
-    result = gk.logits_policy_loss(
-        logits, batch["targets"], *old_and_advantages, config=config, **arguments, **way.options
-    )
+    logprobs, entropy = gk.token_logprobs(logits, batch["targets"], return_entropy=True, **way.options)
+    arguments["mask"] = arguments["mask"] & (batch["targets"] != -100)
+    arguments["entropy"] = entropy if config.entropy_coef != 0 else None
+    result = gk.policy_loss(logprobs, *old_and_advantages, config=config, **arguments, **way.options)
     return _loss(result, {"logits": logits}, way)
 
 

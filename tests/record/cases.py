@@ -323,7 +323,7 @@ def _head() -> Iterator[tuple[str, Case]]:
     for name in ("lora", "positions", "index"):
         yield f"head log-probs/{name}", Case("linear_logprobs", {}, (name,))
     for kind in ("grpo", "vespo"):
-        yield f"logits/{kind}", Case("logits_policy_loss", {"trl": {"loss_type": kind, "entropy_coef": 0.01}})
+        yield f"logits/{kind}", Case("loss_of_logits", {"trl": {"loss_type": kind, "entropy_coef": 0.01}})
 
 
 CASES: dict[str, Case] = {}

@@ -25,7 +25,7 @@ from tests.record.write import CASES
 RECORD = write.read()
 F32, F64 = torch.float32, torch.float64
 ULPS = 4 * torch.finfo(F32).eps
-PACKED = ("policy_loss", "linear_policy_loss", "logits_policy_loss", "sampling_correction", "token_advantages")
+PACKED = ("policy_loss", "linear_policy_loss", "loss_of_logits", "sampling_correction", "token_advantages")
 QUICK = (Way(), Way("kernel", layout="packed"), Way("kernel", memory="low"), Way("kernel", F32))
 
 

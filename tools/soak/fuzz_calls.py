@@ -180,14 +180,6 @@ def loss_arguments(draw: Draw, rows: int, width: int) -> dict[str, Any]:
     return arguments
 
 
-def logits_policy_loss(draw: Draw) -> Call:
-    draw.dtype = draw.choose.choice((*WIDE, *HALVES))
-    rows, width, columns = draw.choose.choice((1, 2, 4)), draw.size(1), draw.choose.choice((1, 2, 31, 64, 129))
-    arguments = {"logits": draw.normal(rows, width, columns), "targets": torch.randint(0, columns, (rows, width))}
-    arguments |= loss_arguments(draw, rows, width) | scaling(draw)
-    return Call("logits_policy_loss", arguments, ("logits",))
-
-
 def linear_policy_loss(draw: Draw) -> Call:
     rows, width = draw.choose.choice((1, 2, 4)), draw.size(1)
     arguments, columns = head(draw, rows * width)
@@ -326,7 +318,6 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
         gigpo_advantages,
         policy_loss,
         token_logprobs,
-        logits_policy_loss,
         linear_logprobs,
         linear_policy_loss,
         linear_distillation_loss,

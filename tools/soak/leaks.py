@@ -35,7 +35,6 @@ CASES = (
     "policy_loss",
     "policy_loss of segments",
     "sampling_correction",
-    "logits_policy_loss",
     "linear_logprobs",
     "linear_distillation_loss",
     "linear_policy_loss",

@@ -18,7 +18,7 @@ from tools.soak.outcome import Outcome
 THREADS, ROUNDS = 4, 25
 BACKEND = "cpu"
 WITHOUT_PRODUCTS = (
-    *("group_advantages", "gigpo_advantages", "token_logprobs", "policy_loss", "logits_policy_loss"),
+    *("group_advantages", "gigpo_advantages", "token_logprobs", "policy_loss"),
     *("endpoint_segments", "token_advantages"),
 )
 

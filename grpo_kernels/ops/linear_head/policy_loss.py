@@ -31,6 +31,7 @@ from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.linear_head.sizes import HALVES
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
+from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,
     Normalizer,
@@ -193,7 +194,7 @@ def linear_policy_loss(
         inputs = inputs._replace(head=head)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
     chunking = None
-    if is_fast and not (lesson is not None and torch.compiler.is_compiling()):
+    if is_fast and not (torch.compiler.is_compiling() and _needs_eager(lesson, chosen)):
         shares = None if lesson is None else lesson.shares
         split = split_rows(layout, head, policy, config, index, shares) if is_compact else (None, chosen_rows)
         sizes = index, size, shard, is_invariant, chosen
@@ -203,6 +204,11 @@ def linear_policy_loss(
         measured = head.targets != IGNORED if is_compact else chosen_rows
         return _with_low_memory(inputs, measured, targets.shape, size, shard, is_invariant, chosen)
     return _in_chunks(inputs, chunking, targets.shape, shard, chosen)
+
+
+def _needs_eager(lesson: distillation_op.Lesson | None, backend: str) -> bool:
+    """Whether the chunks cannot be one traced op, in which neither a teacher nor the reference has a gradient."""
+    return lesson is not None or policy_loss.beside(backend) == "reference"
 
 
 class _Inputs(NamedTuple):
@@ -322,7 +328,7 @@ def _with_low_memory(
         other = head.of(reference)
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
-    result = compute(layout, config, logprobs, entropy, None, policy, rows, backend)
+    result = compute(layout, config, logprobs, entropy, None, policy, rows, policy_loss.beside(backend))
     return _add_divergence(result, inputs, shape, chunk_size, backend)
 
 
@@ -348,7 +354,8 @@ def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.
         policy = policy._replace(ref_logprobs=_by_term(ref_logprobs, layout, index))
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
     entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
-    result = compute(layout, config, _by_term(logprobs, layout, index), entropy_of_all, None, policy, rows, chosen)
+    by_term, of_loss = _by_term(logprobs, layout, index), policy_loss.beside(chosen)
+    result = compute(layout, config, by_term, entropy_of_all, None, policy, rows, of_loss)
     return _add_divergence(result, inputs, shape, None, chosen)
 
 

@@ -325,8 +325,9 @@ class _Batch:
         if self.reference is not None:
             policy = policy._replace(ref_logprobs=self._by_term(self.ref_logprobs))
         entropy = None if self.entropy is None else self._by_term(self.entropy)
-        loss, metrics, *by_term = policy_loss.FORWARD[self.products.backend](
-            self._by_term(self.logprobs), entropy, None, *policy, self.chunking.needs_entropy_gradient
+        backend = policy_loss.beside(self.products.backend)
+        loss, metrics, *by_term = policy_loss.apply_with_gradients(
+            backend, self._by_term(self.logprobs), entropy, policy, self.chunking.needs_entropy_gradient
         )
         by_logprob, by_entropy = map(self._by_row, by_term)
         return loss, metrics, by_logprob, by_entropy

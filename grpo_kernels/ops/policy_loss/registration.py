@@ -20,7 +20,7 @@ from grpo_kernels.ops.policy_loss.config import METRICS
 _reference = importlib.import_module(f"{__package__}.reference")
 
 _WIDE = (torch.float32, torch.float64)
-SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
+SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 
 
 class Policy(NamedTuple):
@@ -166,10 +166,8 @@ SELECT = registry.define(
 SCALE = registry.define(
     "scale_gradient",
     "(Tensor(a!) gradient, Tensor upstream) -> ()",
-    dict.fromkeys(("cuda", "triton"), (torch.bfloat16, torch.float16, *_WIDE)),
+    {"cuda": (torch.bfloat16, torch.float16, *_WIDE)},
     lambda gradient, upstream: None,
-    folder=__package__,
-    function="scale_gradient",
 )
 
 
@@ -186,3 +184,26 @@ def apply(
         return cast(tuple[Tensor, Tensor], _reference.forward(logprobs, entropy, entropy_floor, *policy))
     loss, metrics, _, _ = FORWARD[backend](logprobs, entropy, entropy_floor, *policy, needs_entropy_gradient)
     return loss, metrics
+
+
+def apply_with_gradients(
+    backend: str, logprobs: Tensor, entropy: Tensor | None, policy: Policy, needs_entropy_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, metrics, and the gradients by log-probs and entropy, flat; for callers that are not traced."""
+    if backend != "reference":
+        results = FORWARD[backend](logprobs, entropy, None, *policy, needs_entropy_gradient)
+        return cast(tuple[Tensor, Tensor, Tensor, Tensor], results)
+    with torch.enable_grad():
+        leaves = [logprobs.detach().requires_grad_()]
+        if needs_entropy_gradient:
+            entropy = cast(Tensor, entropy).detach().requires_grad_()
+            leaves.append(entropy)
+        loss, metrics = apply(backend, leaves[0], entropy, None, policy, needs_entropy_gradient)
+        gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
+    by_logprob, *rest = (gradient.reshape(-1) for gradient in gradients)
+    return loss.detach(), metrics, by_logprob, rest[0] if rest else by_logprob.new_empty(0)
+
+
+def beside(head: str) -> str:
+    """The backend of the loss where that of the LM head is `head`; Triton has none."""
+    return "reference" if head == "triton" else head

@@ -43,6 +43,12 @@ def head(dtype: torch.dtype, rows: int = ROWS, width: int = WIDTH) -> dict[str, 
     }
 
 
+def loss_of_logits(logits: Tensor, targets: Tensor, advantages: Tensor, **options: Any) -> Tensor:
+    takes_part = options.pop("mask", True) & (targets != -100)
+    logprobs = gk.token_logprobs(logits, targets, backend="reference").logprobs
+    return gk.policy_loss(logprobs, options.pop("old", None), advantages, mask=takes_part, backend="reference").loss
+
+
 def moved(arguments: dict[str, Tensor], backend: str, dtype: torch.dtype) -> dict[str, Tensor]:
     device = device_of(backend)
     result = {name: value.to(device, dtype if value.dtype == F64 else None) for name, value in arguments.items()}
@@ -116,10 +122,8 @@ def test_linear_policy_loss(
     policy = {"old_logprobs": old.float(), "advantages": advantages.float()}
     by_logits = gold_by_logits(
         arguments,
-        lambda logits: (
-            gk.logits_policy_loss(
-                logits, arguments["targets"], old.float().double(), advantages.float().double(), backend="reference"
-            ).loss
+        lambda logits: loss_of_logits(
+            logits, arguments["targets"], advantages.float().double(), old=old.float().double()
         ),
     )
     leaves = moved(arguments, backend, dtype)
@@ -243,9 +247,7 @@ def test_idle_rows_are_left_out_on_the_device(
     advantages[2, 5:9] = 0
     by_logits = gold_by_logits(
         arguments,
-        lambda logits: (
-            gk.logits_policy_loss(logits, arguments["targets"], None, advantages.double(), backend="reference").loss
-        ),
+        lambda logits: loss_of_logits(logits, arguments["targets"], advantages.double()),
     )
     leaves, device = moved(arguments, backend, torch.bfloat16), device_of(backend)
     options: dict[str, Any] = {"compact": "device", "backend": backend}
@@ -270,16 +272,7 @@ def test_positions_are_the_only_rows(backend: str) -> None:
     advantages = torch.randn(ROWS, generator=torch.Generator().manual_seed(4))
     by_logits = gold_by_logits(
         arguments,
-        lambda logits: (
-            gk.logits_policy_loss(
-                logits,
-                arguments["targets"],
-                None,
-                advantages.double(),
-                mask=mask & chosen,
-                backend="reference",
-            ).loss
-        ),
+        lambda logits: loss_of_logits(logits, arguments["targets"], advantages.double(), mask=mask & chosen),
     )
     device = device_of(backend)
     leaves = moved(arguments, backend, torch.bfloat16)

@@ -25,8 +25,7 @@ from tests.harness import (
 
 BACKENDS = runnable_backends(op.SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# Triton's interpreter is 1000 times slower.
-CASES = {name: 4 if name == "triton" and not torch.cuda.is_available() else 30 for name in KERNELS}
+CASES = 30
 
 
 def random_config(choose: random.Random) -> gk.LossConfig:
@@ -159,7 +158,7 @@ def run(
 @pytest.mark.parametrize("backend", KERNELS)
 def test_any_settings_equal_the_reference_in_float64(backend: str, seed: int) -> None:
     choose = random.Random(seed)
-    for case in range(CASES[backend]):
+    for case in range(CASES):
         config = random_config(choose)
         arguments = random_arguments(choose, config)
         got, gold = (run(config, arguments, name, torch.float64) for name in (backend, "reference"))
@@ -224,7 +223,7 @@ def test_the_spread_of_ratios(backend: str) -> None:
 @pytest.mark.parametrize("backend", KERNELS)
 def test_float32_loses_no_more_than_torch_does(backend: str, seed: int) -> None:
     choose = random.Random(seed)
-    for _ in range(CASES[backend]):
+    for _ in range(CASES):
         config = random_config(choose)
         # a value at a bound can fall on either side of it in float32
         if config.top_entropy_quantile < 1 or config.off_policy_threshold is not None or config.correction != "none":

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from grpo_kernels.aot import EXACT
 from grpo_kernels.groups import packed_bounds
-from grpo_kernels.ops.policy_loss.triton.terms import clamp, exp, exp_remainders
 from grpo_kernels.ops.sampling_correction import config
+from grpo_kernels.ops.sampling_correction.triton.numbers import clamp, exp, exp_remainders
 from grpo_kernels.ops.sampling_correction.triton.rejections import (
     K1,
     K2,

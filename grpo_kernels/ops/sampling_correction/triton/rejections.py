@@ -5,8 +5,8 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from grpo_kernels.ops.policy_loss.triton.terms import clamp, exp, exp_remainders, load
 from grpo_kernels.ops.sampling_correction import config
+from grpo_kernels.ops.sampling_correction.triton.numbers import clamp, exp, exp_remainders, load
 
 # Kernels read module-level names only as constexprs.
 K1, K2, K3 = tl.constexpr(config.K1), tl.constexpr(config.K2), tl.constexpr(config.K3)
