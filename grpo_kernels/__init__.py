@@ -1,5 +1,6 @@
 """Fused CPU, Triton and CUDA kernels for GRPO-style reinforcement learning of language models."""
 
+from grpo_kernels import variants
 from grpo_kernels.backends import available_backends, use_backend
 from grpo_kernels.invariance import use_invariant
 from grpo_kernels.ops.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
@@ -15,6 +16,7 @@ from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
 from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.policy_loss.shares import token_shares
 from grpo_kernels.ops.sampling_correction import SamplingCorrection, sampling_correction
 from grpo_kernels.ops.sampling_correction.config import CorrectionConfig
 from grpo_kernels.ops.sampling_correction.metrics import CorrectionMetrics
@@ -86,6 +88,8 @@ __all__ = [
     "similarity_metrics",
     "token_advantages",
     "token_logprobs",
+    "token_shares",
     "use_backend",
     "use_invariant",
+    "variants",
 ]

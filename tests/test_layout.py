@@ -49,7 +49,7 @@ SHARED = {
     "public": {"backends", "checks", "groups", "invariance", "shared_positions"},
 }
 TOP = {
-    "__init__": {"backends", "invariance", "ops"},
+    "__init__": {"backends", "invariance", "ops", "variants"},
     "__main__": {"backends", "grpo_kernels"},
     "aot": set(),
     "backends": {"checks", "compiled"},
@@ -59,6 +59,7 @@ TOP = {
     "invariance": set(),
     "plans": {"checks"},
     "shared_positions": {"checks"},
+    "variants": {"checks", "groups", "ops"},
     "registry": {"backends"},
 }
 # Third-party packages that modules may import at the top.
