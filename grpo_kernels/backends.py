@@ -22,7 +22,7 @@ BACKENDS = ("cuda", "triton", "cpu", "reference")
 
 # Automatic order. Interpreted Triton also runs on the CPU, but only when requested by name.
 _CPU_ORDER = ("cpu", "reference")
-_GPU_ORDER = ("cuda", "triton", "reference")
+_GPU_ORDER = ("cuda", "triton", "cpu", "reference")
 
 # Device types of each backend; None means any.
 DEVICES: dict[str, set[str] | None] = {
@@ -31,6 +31,9 @@ DEVICES: dict[str, set[str] | None] = {
     "cpu": {"cpu"},
     "reference": None,
 }
+# Ops whose CPU kernels also take tensors on GPUs of these types, in copies; registry.define adds them.
+through_host: set[str] = set()
+COPIED = ("cuda", "xpu")
 
 Supports = Mapping[str, tuple[torch.dtype, ...]]  # dtypes by backend
 Limits = Mapping[str, str]  # by backend, the reason why it cannot run this particular call
@@ -78,19 +81,21 @@ def select(
     """Name of the backend that runs this call of `op`."""
     choice = requested or _forced
     candidates = _CPU_ORDER if device_type == "cpu" else _GPU_ORDER
+
+    def refused(name: str) -> str | None:
+        return refusal(name, device_type, dtype, supports, device_index, limits, op)
+
     if choice is not None:
         _checked(choice, f"{op}: backend")
-        reason = refusal(choice, device_type, dtype, supports, device_index, limits)
+        reason = refused(choice)
         if reason is None:
             return choice
-        others = [
-            name for name in candidates if refusal(name, device_type, dtype, supports, device_index, limits) is None
-        ]
+        others = [name for name in candidates if refused(name) is None]
         setting = "backend=" if requested else "GRPO_KERNELS_BACKEND or use_backend, which chose it, with "
         way_out = f"; use {setting}{others[0]!r} or leave it out" if others else ""
         raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
     for name in candidates:
-        if refusal(name, device_type, dtype, supports, device_index, limits) is None:
+        if refused(name) is None:
             return name
     reasons = "".join(f"; {name}: {limits[name]}" for name in candidates if name in limits)
     raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}{reasons}")
@@ -103,11 +108,13 @@ def refusal(
     supports: Supports,
     device_index: int | None = None,
     limits: Limits = _NO_LIMITS,
+    op: str = "",
 ) -> str | None:
-    """Reason why the backend cannot take such tensors, or None."""
+    """Reason why the backend cannot take such tensors, or None. `op` is for ops whose CPU kernels take copies."""
     if backend not in supports:
         return "it is not implemented for this op"
-    if not runs_on(backend, device_type):
+    is_copied = backend == "cpu" and op in through_host and device_type in COPIED
+    if not (is_copied or runs_on(backend, device_type)):
         return f"it does not run on {device_type} tensors"
     if dtype not in supports[backend]:
         return f"it takes {dtype_names(supports[backend])}, not {dtype_names((dtype,))}"

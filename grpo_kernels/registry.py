@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 
+from grpo_kernels import backends
 from grpo_kernels.backends import Supports  # also imports the compiled implementations
 
 # The name of the package, which differs in a copy loaded from the kernels hub; so does that of its ops.
@@ -35,6 +36,7 @@ def define(
     function: str = "forward",
     cuda: _Function | None = None,
     implementation: _Function | None = None,
+    on_host: tuple[str, ...] = (),
 ) -> dict[str, Callable[..., Any]]:
     """Defines <op>_<backend> for every backend in `supports` and returns the callables by backend name.
 
@@ -44,11 +46,19 @@ def define(
         folder, function: the package of the op and the function that implements it in its reference.py and triton.
         cuda: what the CUDA backend does around a compiled op; None if the compiled op is <op>_cuda itself.
         implementation: a function of the backend's name and the arguments, for ops built on other ops.
+        on_host: backends that get copies of tensors on a GPU, for an op without a gradient: "cpu", which is chosen
+            where the CUDA library is missing, and "reference" if it reads values.
     """
     callables: dict[str, Callable[..., Any]] = {}
+    if "cpu" in on_host:
+        backends.through_host.add(op)
     for backend in supports:
         name = f"{op}_{backend}"
-        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        # parts of a graph that torch.compile captures must not wait
+        waits = (torch.Tag.cudagraph_unsafe,) if backend in on_host else ()
+        _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, *waits))
+        for key in [device.upper() for device in backends.COPIED] if waits else []:
+            _library.impl(name, functools.partial(_through_host, op, backend), key)
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if implementation is not None:
             _library.impl(name, functools.partial(implementation, backend), "CompositeExplicitAutograd")
@@ -122,6 +132,43 @@ def first_derivative(op: str, gradient: torch.Tensor) -> torch.Tensor:
     if is_first or torch._C._are_functorch_transforms_active():
         return gradient
     return cast(torch.Tensor, _Undifferentiable.apply(gradient.detach().requires_grad_(), op))
+
+
+def _through_host(op: str, backend: str, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Runs the op on the host: copies its tensors there, together, waits for them, and copies the results back."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+    device = tensors[0].device
+    _refuse_capture(op, backend, device)
+    copies = iter(_copied(tensors, torch.device("cpu")))
+    results = overload(op, backend)(*(next(copies) if isinstance(value, torch.Tensor) else value for value in args))
+    # results of a torch op must not share memory
+    return tuple(result.clone() for result in _copied(results, device))
+
+
+def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copies tensors as one array of bytes, in which the widest elements come first, so that all are aligned."""
+    by_width = sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
+    # a contiguous tensor with one element may have any stride, which a view in another dtype refuses
+    flat = [tensors[index].contiguous().as_strided((tensors[index].numel(),), (1,)) for index in by_width]
+    data = torch.cat([values.view(torch.uint8) for values in flat]).to(device)
+    pieces = data.split([values.nbytes for values in flat])
+    copies = {
+        index: piece.view(tensors[index].dtype).view(tensors[index].shape)
+        for index, piece in zip(by_width, pieces, strict=True)
+    }
+    return [copies[index] for index in range(len(tensors))]
+
+
+def _refuse_capture(op: str, backend: str, device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    with module.device(device):
+        if not module.is_current_stream_capturing():
+            return
+    reason = backends.missing("cuda", device.index)
+    raise RuntimeError(
+        f"{op}: backend {backend!r} must not be captured, as it waits for the GPU; call it before the capture, or use "
+        "'cuda'" + (f", which cannot run here: {reason}" if reason else "")
+    )
 
 
 def define_compiled(schema: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels import backends
 from tests.graph_groups import (
     diversity,
     draw_embeddings,
@@ -388,6 +389,10 @@ CASES: dict[str, Case] = {
     ),
     "diversity": Case(draw_embeddings, diversity),
 }
+
+# Ops that call two whose CPU kernels take copies of a GPU's tensors, and the cases of all of these.
+OF_TWO_COPIED = ("gigpo_advantages", "similarity_advantages")
+COPIED = [name for name in CASES if name.partition(" ")[0] in (*backends.through_host, *OF_TWO_COPIED)]
 
 
 def waiting(run: Callable[[Inputs, str], Any], draw: Callable[[], Inputs] = draw_head) -> Case:

@@ -4,7 +4,8 @@ Tensors claim to be on a GPU, so that Python takes the branches that it takes th
 Every torch op on them and every kernel passes through one place, `Gpu`. CUDA kernels run in the emulator, Triton's in
 the interpreter, and torch's own on the CPU. Refused are ops that a GPU could run only by waiting for the host or the
 host for it, ops on tensors of several devices, kernels outside of a guard for their device and, while capturing, memory
-that neither the capture allocated nor the caller declared as an input.
+that neither the capture allocated nor the caller declared as an input. Copies of whole tensors between the host and the
+GPU are recorded instead where a test expects them.
 
 What compiled code does between its checks and its launches is not seen; tests/test_graphs.py reads its sources.
 """
@@ -124,6 +125,7 @@ class Gpu(TorchDispatchMode):
         self.known: dict[int, Tensor] = {}  # memory that a capture may use, by its storage
         self.guarded: list[torch.device] = []
         self.kernels = 0  # launches of Triton's kernels, and calls of compiled ops
+        self.transfers: list[str] | None = None  # devices that tensors were copied to; None refuses such copies
 
     def put(self, tensor: Tensor, index: int = 0) -> GpuTensor:
         """Copies a host tensor to the GPU, as an input of later captures."""
@@ -140,11 +142,15 @@ class Gpu(TorchDispatchMode):
         target = kwargs.get("device")
         if not gpu and (target is None or target.type != "meta"):
             return func(*args, **kwargs)
+        if self.transfers is not None and self.steps is None and is_transfer(func, args, target):
+            self.transfers.append("host" if gpu else "GPU")
+            copy = host_of(args[0]).clone()
+            return copy if gpu else self._wrapped(copy, torch.device("cuda", 0))
         check_waits(func, args, kwargs, tensors, gpu)
         check_devices(func, gpu)
         check_order(func, args, gpu)
         self.check_memory(func, gpu)
-        if func.name().startswith(OURS) and not has_kernel(func, "CPU"):
+        if func.name().startswith(OURS) and (not has_kernel(func, "CPU") or func.name().endswith("_cpu")):
             with self, Factories():  # Python that calls other ops
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
         if target is not None:
@@ -214,6 +220,13 @@ def replay(*graphs: list[Step]) -> None:
 
 def has_kernel(func: Any, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def is_transfer(func: Any, args: Any, target: torch.device | None) -> bool:
+    """Whether an op copies a tensor between the host and the GPU, whose own have another type here."""
+    to_gpu = target is not None and target.type == "meta"
+    copies = func.overloadpacket in (aten._to_copy, aten.to)
+    return copies and target is not None and isinstance(args[0], GpuTensor) != to_gpu
 
 
 def check_waits(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpu: list[GpuTensor]) -> None:

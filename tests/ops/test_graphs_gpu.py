@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.graph_cases import CASES, WAITING, WITHOUT_TRITON
+from tests.graph_cases import CASES, COPIED, WAITING, WITHOUT_TRITON
 from tests.graph_inputs import Inputs
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_graphs.md"
@@ -116,6 +117,34 @@ def test_two_streams_at_once_change_nothing(name: str, backend: str) -> None:
     for results, want in zip(runs, expected, strict=True):
         for result in results:
             assert_same_bits(result, want)
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_cpu_kernels_take_copies_and_refuse_a_capture(name: str) -> None:
+    if reason := backends.missing("cpu"):
+        pytest.skip(reason)
+    inputs, call = drawn(name, 1), CASES[name].call
+    results = call(inputs, "cpu")
+    assert {result.device.type for result in results} == {"cuda"}
+    assert_same_bits(results, call(drawn(name, 1, "cpu"), "cpu"))
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="'cpu' must not be captured"):
+        call(inputs, "cpu")
+
+
+@pytest.mark.full
+def test_a_graph_of_torch_compile_leaves_copies_out() -> None:
+    if reason := backends.missing("cpu"):
+        pytest.skip(reason)
+    rewards = torch.rand(8, device="cuda")
+
+    @torch.compile(mode="reduce-overhead")
+    def twice(rewards: Tensor) -> Tensor:
+        return 2 * gk.group_advantages(rewards.square(), 4, backend="cpu").advantages
+
+    want = 2 * gk.group_advantages(rewards.square(), 4, backend="cpu").advantages
+    for _ in range(3):  # a warm-up, the capture, a replay
+        torch.testing.assert_close(twice(rewards), want)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -102,7 +102,8 @@ def endpoint_segments(
     """Cuts each response into segments whose tokens can share one advantage, and computes it.
 
     The result feeds policy_loss: segments=result.segment_ids with ratio="segment", or mask=result.endpoint_mask. It has
-    no gradient. A value that is not finite at a token that counts is an error on the CPU.
+    no gradient. A value that is not finite at a token that counts is an error on the CPU. Nothing waits for a GPU that
+    has the CUDA kernels; without them the CPU kernel takes copies, for which it waits.
 
     Args:
         rewards: per token, [B, T] or packed [M] with `cu_seqlens`

@@ -65,4 +65,12 @@ def _cuda(
     return cast(tuple[Tensor, ...], results)
 
 
-FORWARD = registry.define("endpoint_segments", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda)
+FORWARD = registry.define(
+    "endpoint_segments",
+    SCHEMA,
+    SUPPORTS,
+    _fake,
+    folder=__package__,
+    cuda=_cuda,
+    on_host=("cpu", "reference"),
+)

@@ -50,7 +50,8 @@ def group_advantages(
     """Normalises the rewards of each group: (reward - mean) / (std + eps) and its variants.
 
     A group whose rewards are all equal gives exactly 0 and is flagged in `degenerate`. Statistics are two-pass and
-    deterministic. Nothing waits for the GPU. There is no gradient: rewards that require grad are refused.
+    deterministic. Nothing waits for a GPU that has the CUDA kernels; without them the CPU kernel takes copies, for
+    which it waits. There is no gradient: rewards that require grad are refused.
 
     Args:
         rewards: [N] or, for several rewards, [N, R]; NaN means not scored: left out of the statistics, advantage 0

@@ -42,7 +42,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     plan = Plan(*modes, *coefficients)
     columns = rewards if rewards.dim() == 2 else rewards[:, None]
-    weight = columns.new_tensor(weights) if weights else columns.new_ones(columns.shape[1])
+    factors = weights or [1.0] * columns.shape[1]
+    weight = torch.cat([columns.new_full((1,), factor) for factor in factors])  # without a copy to a GPU
     takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if valid is None else valid
     if subgroups is not None:
         takes_part = takes_part & (subgroups >= 0)

@@ -42,4 +42,4 @@ def _cuda(
     return cast(tuple[Tensor, ...], results)
 
 
-FORWARD = registry.define("group_advantages", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda)
+FORWARD = registry.define("group_advantages", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda, on_host=("cpu",))

@@ -53,7 +53,7 @@ def similarity_groups(
     """Clusters the responses of each prompt by cosine similarity; the silhouette chooses the number of groups.
 
     Prompts come in ascending order of their ids. The result of a prompt depends only on its own responses and their
-    order. There is no gradient.
+    order. There is no gradient. On a GPU without the CUDA kernels the CPU kernel takes copies, for which it waits.
 
     Args:
         embeddings: [N, D]; float32, bfloat16 or float16; need not be normalised
@@ -81,7 +81,8 @@ def cluster_distances(
     """Computes similarity_groups from distances [P, K, K], as returned by pairwise_cosine.
 
     Distances are symmetric, at least 0, and 0 on the diagonal; a place whose diagonal is infinite is left out. With
-    linkage="ward" they are taken as cosine distances. labels, group_ids and status have shape [P, K].
+    linkage="ward" they are taken as cosine distances. labels, group_ids and status have shape [P, K]. Waits for a GPU
+    without the CUDA kernels, as similarity_groups does.
     """
     settings = SimilarityConfig.of(config, "cluster_distances")
     distances = check_distances("cluster_distances", distances)

@@ -1,4 +1,7 @@
-"""The parts of similarity_groups as functions of their own: distances, trees and silhouettes."""
+"""The parts of similarity_groups as functions of their own: distances, trees and silhouettes.
+
+Like similarity_groups they wait for a GPU without the CUDA kernels, whose tensors the CPU kernels take in copies.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ SUPPORTS = {
     "reference": (*_EMBEDDINGS, torch.float64),
 }
 OF_DISTANCES = dict.fromkeys(SUPPORTS, _FLOAT)
+_ON_HOST = ("cpu", "reference")  # its reference reads distances to merge the nearest
 _MAX_ROWS = {"triton": 64}  # a tile of their distances stays in registers
 
 _LAYOUT = "Tensor embeddings, Tensor? order, Tensor? offsets, int num_groups, int size, Tensor? valid"
@@ -107,6 +108,7 @@ FORWARD = registry.define(
     _fake_groups,
     folder=__package__,
     cuda=_cuda_groups,
+    on_host=_ON_HOST,
 )
 COSINE = registry.define(
     "pairwise_cosine",
@@ -115,6 +117,7 @@ COSINE = registry.define(
     _fake_cosine,
     folder=__package__,
     function="pairwise_cosine",
+    on_host=_ON_HOST,
 )
 CLUSTERS = registry.define(
     "cluster_distances",
@@ -124,6 +127,7 @@ CLUSTERS = registry.define(
     folder=__package__,
     function="cluster_distances",
     cuda=_cuda_clusters,
+    on_host=_ON_HOST,
 )
 TREE = registry.define(
     "agglomerate",
@@ -132,6 +136,7 @@ TREE = registry.define(
     _fake_tree,
     folder=__package__,
     function="agglomerate",
+    on_host=_ON_HOST,
 )
 SILHOUETTE = registry.define(
     "silhouette",
@@ -140,4 +145,5 @@ SILHOUETTE = registry.define(
     _fake_silhouette,
     folder=__package__,
     function="silhouette",
+    on_host=_ON_HOST,
 )
