@@ -17,23 +17,25 @@ from benchmarks.tables import timing_rows
 
 MOST_LOG = 400_000  # bytes kept from the end of a log
 MOST_FAILURES = 40  # shown on the page
-OPS = (
-    "group_advantages",
-    "token_logprobs",
-    "linear_logprobs",
-    "linear_distillation_loss",
-    "policy_loss",
-    "linear_policy_loss",
-    "sampling_correction",
-    "endpoint_segments",
-    "token_advantages",
-    "similarity_groups",
-    "pairwise_cosine",
-    "cluster_distances",
-    "agglomerate",
-    "silhouette",
-)
 BACKENDS = ("cuda", "triton")
+# Those that each op has kernels for
+OPS = {
+    "group_advantages": BACKENDS,
+    "token_logprobs": BACKENDS,
+    "linear_logprobs": BACKENDS,
+    "linear_distillation_loss": BACKENDS,
+    "policy_loss": ("cuda",),
+    "linear_policy_loss": BACKENDS,
+    "sampling_correction": BACKENDS,
+    "endpoint_segments": BACKENDS,
+    "token_advantages": BACKENDS,
+    "similarity_groups": BACKENDS,
+    "pairwise_cosine": BACKENDS,
+    "cluster_distances": BACKENDS,
+    "agglomerate": BACKENDS,
+    "silhouette": BACKENDS,
+}
+PAIRS = [(op, backend) for op, backends in OPS.items() for backend in backends]
 Result = dict[str, Any]
 
 
@@ -56,7 +58,7 @@ def ran_on(lines: dict[str, gpu_lines.Line]) -> Counter[str]:
 
 
 def lacking(counts: Counter[str]) -> list[str]:
-    return [f"{op} on {backend}" for op in OPS for backend in BACKENDS if not counts[f"{op}:{backend}"]]
+    return [f"{op} on {backend}" for op, backend in PAIRS if not counts[f"{op}:{backend}"]]
 
 
 def load(path: Path) -> Result:
@@ -100,7 +102,9 @@ def page(folder: Path) -> str:
     parts.append("## Tests and cases")
     parts.append(", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none")
     table = ["| passed | " + " | ".join(BACKENDS) + " |", "|---|" + "---|" * len(BACKENDS)]
-    table += [f"| {op} | " + " | ".join(str(counts[f"{op}:{backend}"]) for backend in BACKENDS) + " |" for op in OPS]
+    for op, backends in OPS.items():
+        passed = [str(counts[f"{op}:{backend}"]) if backend in backends else "" for backend in BACKENDS]
+        table.append(f"| {op} | {' | '.join(passed)} |")
     parts.append("\n".join(table))
     if bad := failures(lines):
         parts += ["## What failed", "\n".join(bad)]

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks import gpu_lines
+from grpo_kernels import registry
 from grpo_kernels.ops.similarity_groups import registration
 from tools import row_cases, support_cases
 from tools.correction_cases import corrections
@@ -263,7 +264,7 @@ CASES = {
         kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce", "scale"),
         ("cuda",),
     ),
-    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale")),
+    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale"), ("cuda",)),
     "corrections": Case(corrections, kernels("sampling_correction", "rows")),
     "segments": Case(
         row_cases.segments,
@@ -346,7 +347,6 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),
     "silhouette": smoke_silhouette,
 }
-WITHOUT_TRITON = {"policy_loss"}
 
 
 def as_double(tensor: Tensor) -> Tensor:
@@ -451,7 +451,7 @@ def main() -> None:
         )
         for name in options.cases or runs
         for backend in options.backend
-        if (backend in CASES[name].backends if not options.smoke else backend != "triton" or name not in WITHOUT_TRITON)
+        if (hasattr(registry.ops, f"{name}_{backend}") if options.smoke else backend in CASES[name].backends)
     }
     share = dict(list(items.items())[first - 1 :: step])
     if options.results is not None:
