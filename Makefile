@@ -8,7 +8,7 @@
 #   make test-arm64        cross-compile the CPU kernels for arm64, test them under an emulator, and link them for macOS
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
-#   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, GPU rehearsal, benchmarks, results
+#   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
@@ -17,7 +17,6 @@
 #   make dist              build the sdist and the wheels of every build mode into dist/, and check them
 #   make docs              build the documentation into site/
 #   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
-#   make gpu-rehearsal     run every part of it without a GPU, with stand-ins for the kernels; half an hour
 #   make size              count lines per folder
 PYTHON ?= python3
 VENV := .venv
@@ -46,7 +45,7 @@ DIST := .venv-dist
 DOCS := .venv-docs
 
 .PHONY: train test test-all test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
-	bench-quick bench-commits wheel docs dist gpu-check gpu-rehearsal size clean
+	bench-quick bench-commits wheel docs dist gpu-check size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer arithmetic --fresh
@@ -135,10 +134,6 @@ dist: $(DIST)/packages
 gpu-check:
 	$(PYTHON) -m tools.gpu_check
 
-gpu-rehearsal: $(VENV)/built $(FLOOR)/rehearsal
-	tools/gpu_wheels.sh $$($(FLOOR_BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-	$(BIN)/python -m tools.gpu_rehearsal --python $(FLOOR_BIN)/python
-
 size:
 	@$(PYTHON) tools/size.py
 
@@ -189,11 +184,4 @@ $(DIST)/packages: tools/constraints.txt tools/constraints-dist.txt
 $(DOCS)/packages: tools/constraints-docs.txt
 	$(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet -c tools/constraints-docs.txt mkdocs-material 'mkdocstrings[python]' ruff
-	touch $@
-
-# The packages of a GPU machine's image, besides torch.
-$(FLOOR)/rehearsal: $(FLOOR)/packages
-	grep -v '^numpy=' tools/constraints.txt > $(FLOOR)/constraints.txt
-	$(FLOOR_BIN)/python -m pip install --quiet -c $(FLOOR)/constraints.txt numpy==2.3.5 accelerate matplotlib \
-		pandas pyarrow pyyaml scikit-learn sentence-transformers transformers xxhash
 	touch $@

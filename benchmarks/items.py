@@ -14,31 +14,25 @@ from typing import Any
 from benchmarks import gpu_lines
 
 Result = dict[str, Any]
+_PATIENCE = 90  # seconds until a measurement counts as hung, if there is a file
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     late = "seconds after which no further case starts; the first case of each op runs first, and omissions are listed"
     parser.add_argument("--budget", type=float, default=math.inf, help=late)
     parser.add_argument("--lines", type=Path, help="a file that gets a line per case; cases in it are not repeated")
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=90,
-        help="seconds until a case counts as hung, with --lines; default: %(default)s",
-    )
 
 
 class Items:
-    def __init__(self, lines: Path | None, budget: float, patience: float = 90) -> None:
+    def __init__(self, lines: Path | None, budget: float) -> None:
         """
         Args:
             lines: A file with a line per measurement, including those of earlier processes; None for no file.
             budget: Seconds after which no measurement starts.
-            patience: Seconds after which a measurement counts as hung, if there is a file.
         """
         self.stop = time.monotonic() + budget
         self.folder = tempfile.TemporaryDirectory()
-        self.lines = gpu_lines.Lines(lines or Path(self.folder.name) / "lines", patience if lines else 1e6)
+        self.lines = gpu_lines.Lines(lines or Path(self.folder.name) / "lines", _PATIENCE if lines else 1e6)
         self.results = [line["found"] for line in self.lines.known.values() if line["state"] == "passed"]
         self.left_out: list[str] = []
         self.error = ""

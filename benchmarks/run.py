@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = usable(options.device)
     limits: dict[str, float] = {} if options.quick else ceiling(device)
     to_measure = [case for case in selected if case.quick or not options.quick]
-    measurements = Items(options.lines, options.budget, options.patience)
+    measurements = Items(options.lines, options.budget)
     results = measurements.results
     result = document(device, results, limits)
     if options.date:

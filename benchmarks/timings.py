@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(
             f"timings: no case of {options.op or 'any op'} on {options.device} has {options.case!r} in its name"
         )
-    measurements = Items(options.lines, options.budget, options.patience)
+    measurements = Items(options.lines, options.budget)
     result = document(device, [], limits)
     for timing in measurements.run(items):
         show(timing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from benchmarks import gpu_lines
 from grpo_kernels import registry
 from tests.emulation import build
+from tests.test_help import parser_of
 from tools import gpu_check, gpu_summary
 
 FACTS = {
@@ -194,7 +196,7 @@ def test_long_logs_lose_their_beginning(tmp_path: Path) -> None:
 
 def test_time_is_under_nine_minutes(machine: Machine) -> None:
     machine.prepare()
-    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None)
     stages = gpu_check.stages_of(plan, list(gpu_check.PARTS), 530)
     assert sum(seconds for seconds, _, _ in stages) == pytest.approx(530)
     chosen = gpu_check.stages_of(plan, ["timings", "step"], 300)
@@ -243,6 +245,21 @@ def test_list_runs_nothing(machine: Machine, capsys: pytest.CaptureFixture[str])
     output = capsys.readouterr().out
     assert "--tool racecheck" in output and "--shard=2/2" in output
     assert "benchmarks.step --device cuda --steps 4" in output
+
+
+def test_the_tools_take_the_options_they_are_given(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.prepare()
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None)
+    checked = set()
+    for _, _, steps in gpu_check.stages_of(plan, list(gpu_check.PARTS), 530):
+        for command in (step.command for step in steps if "-m" in step.command):
+            name, *options = command[command.index("-m") + 1 :]
+            if name.startswith(("tools.", "benchmarks.")):
+                with monkeypatch.context() as patch:
+                    parser = parser_of(importlib.import_module(name).main, patch)
+                parser.parse_args(options)
+                checked.add(name)
+    assert checked == {"tools.kernel_cases", *(f"benchmarks.{name}" for name in ("timings", "run", "step", "scaling"))}
 
 
 @pytest.mark.parametrize(
@@ -332,13 +349,13 @@ def test_a_missing_sanitizer_is_left_out_with_a_reason(machine: Machine) -> None
 
 
 def test_the_sanitizer_looks_at_our_kernels(machine: Machine) -> None:
-    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None)
     for step in plan.sanitizer():
         assert ("kernel_substring=grpo_kernels" in step.command) == (step.name != "initcheck")
 
 
 def test_parity_tests_do_not_run_on_the_gpu(machine: Machine) -> None:
-    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None, False)
+    plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None)
     files = [argument for argument in plan.tests()[0].command if argument.endswith(".py")]
     assert len(files) > 20 and not any("parity" in file for file in files)
 

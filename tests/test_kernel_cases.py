@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import gpu_lines
 from tests import emulation
 from tests.emulation import build
 from tests.harness import quick
@@ -38,6 +40,25 @@ def test_a_case_launches_the_kernels_it_says_and_gives_the_reference(name: str) 
     launched = emulation.launched(lambda: results.append(kernel_cases.check(name, CPU)))
     assert launched == kernel_cases.CASES[name].kernels
     assert results[0] > 0
+
+
+@emulation.only
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("name", kernel_cases.SMOKE)
+def test_a_small_call_of_each_op_gives_the_reference(name: str, backend: str) -> None:
+    assert kernel_cases.compare(kernel_cases.SMOKE[name], name, backend, CPU) > 0
+
+
+@emulation.only
+def test_lines_are_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = tmp_path / "lines"
+    command = f"kernel_cases token_logprobs agglomerate --smoke --device cpu --share 1/2 --results {lines}"
+    monkeypatch.setattr("sys.argv", command.split())
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            kernel_cases.main()
+        assert ended.value.code == 0
+        assert [line["state"] for line in gpu_lines.read(lines)] == ["begun", "passed"]
 
 
 @emulation.only

@@ -90,7 +90,7 @@ assert not wrong, wrong
 """
 
 
-def machine_of(python: str, environment: dict[str, str], is_rehearsal: bool = False) -> dict[str, Any]:
+def machine_of(python: str, environment: dict[str, str]) -> dict[str, Any]:
     modules = sorted(set().union(*NEEDS.values()))
     try:
         done = subprocess.run(
@@ -103,7 +103,7 @@ def machine_of(python: str, environment: dict[str, str], is_rehearsal: bool = Fa
     if done.returncode != 0:
         raise SystemExit(f"gpu-check: --python must be a Python with torch, got {python!r}: {done.stderr[-2000:]}")
     facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if facts["gpu"] is None and not is_rehearsal:
+    if facts["gpu"] is None:
         raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {facts['torch']} sees none")
     if [int(number) for number in re.findall(r"\d+", str(facts["torch"]))[:2]] < [2, 11]:
         raise SystemExit(f"gpu-check: torch must be 2.11 or later, got {facts['torch']}")
@@ -133,12 +133,9 @@ def install_wheels(python: str, folder: Path) -> Path | None:
 class Plan:
     """The steps for one machine."""
 
-    def __init__(self, python: str, machine: dict[str, Any], results: Path, site: Path | None, rehearsal: bool) -> None:
-        self.python, self.machine, self.results, self.rehearsal = python, machine, results, rehearsal
+    def __init__(self, python: str, machine: dict[str, Any], results: Path, site: Path | None) -> None:
+        self.python, self.machine, self.results = python, machine, results
         self.package = WORK / "package"
-        device = "cpu" if rehearsal else "cuda"
-        self.on_device = ["--device", device]
-        self.patience = ["--patience", "600"] if rehearsal else []  # the stand-ins are slow
         paths = [
             str(ROOT),
             str(ROOT / "python"),
@@ -146,7 +143,7 @@ class Plan:
             *os.environ.get("PYTHONPATH", "").split(":"),
         ]
         common = {
-            "TRITON_INTERPRET": "1" if rehearsal else "0",
+            "TRITON_INTERPRET": "0",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
             "TRITON_CACHE_DIR": str(WORK / "triton"),
@@ -164,11 +161,10 @@ class Plan:
         return Step(part, name, [self.python, *command], **settings)
 
     def build(self) -> list[Step]:
-        capability = "".join(map(str, self.machine["capability"] or (9, 0)))
+        capability = "".join(map(str, self.machine["capability"]))
         flags = {"GRPO_KERNELS_BUILD": "cuda", "CMAKE_ARGS": f"-DGRPO_CUDA_ARCHITECTURES={capability}-real"}
         install = '"$0" -m pip install --no-index --no-build-isolation --no-deps --upgrade'
-        works = "cpu" if self.rehearsal else "cpu cuda triton"
-        then = f'{install} --target "$1" "$2" && cd "$1" && "$0" -c "$3" {works}'
+        then = f'{install} --target "$1" "$2" && cd "$1" && "$0" -c "$3" cpu cuda triton'
         command = ["bash", "-c", then, self.python, str(self.package), str(ROOT), CHECK_BACKENDS]
         return [Step("build", "build", command, self.of_package | flags, WORK)]
 
@@ -181,9 +177,8 @@ class Plan:
         for share in range(1, shares + 1):
             name = backend if shares == 1 else f"{backend} {share}/{shares}"
             lines = self.results / f"{part}_{backend}_{share}.jsonl"
-            command = ["-m", "tools.kernel_cases", "--backend", backend, "--results", str(lines), *self.on_device]
+            command = ["-m", "tools.kernel_cases", "--backend", backend, "--results", str(lines)]
             command += ["--share", f"{share}/{shares}"] + (["--smoke"] if part == "smoke" else [])
-            command += self.patience
             steps.append(self.step(part, name, command, lines=lines, **more))
         return steps
 
@@ -216,9 +211,7 @@ class Plan:
         pytest = ["-m", "pytest", "-p", "tools.gpu_tests", "-p", "no:cacheprovider", "--import-mode=append"]
         folder = ROOT / "tests" / "ops"
         pytest += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
-        pytest += ["--stand-ins", *self.patience] if self.rehearsal else []
-        pattern = "token_logprobs/test_*.py" if self.rehearsal else "**/test_*.py"
-        files = [str(path) for path in sorted(folder.glob(pattern)) if not ON_CPU.search(path.name)]
+        files = [str(path) for path in sorted(folder.glob("**/test_*.py")) if not ON_CPU.search(path.name)]
         steps = []
         for share in range(1, shares + 1):
             lines = self.results / f"tests_{share}.jsonl"
@@ -227,40 +220,32 @@ class Plan:
         return steps
 
     def benchmark(self, part: str, module: str, *options: str, resumes: bool = True, **more: Any) -> Step:
-        command = [
-            "-m",
-            f"benchmarks.{module}",
-            *self.on_device,
-            *options,
-            "--json",
-            str(self.results / f"{part}.json"),
-        ]
+        command = ["-m", f"benchmarks.{module}", "--device", "cuda", *options]
+        command += ["--json", str(self.results / f"{part}.json")]
         if resumes:
             more["lines"] = self.results / f"{part}.lines"
-            command += ["--lines", str(more["lines"]), *self.patience]
+            command += ["--lines", str(more["lines"])]
         return self.step(part, part, command, is_optional=True, fills_time=True, **more)
 
     def trainer(self) -> list[Step]:
         command = ["-m", "grpo_trainer", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
-        command += ["--smoke"] if self.rehearsal else []
         return [self.step("trainer", "default recipe", command, is_optional=True, fills_time=True)]
 
     def steps(self, part: str) -> list[Step]:
         shares = max(1, self.machine["cores"] - 6)
-        small = ["--op", "group_advantages"] if self.rehearsal else []
         make = {
             "build": self.build,
             "smoke triton": lambda: self.cases("smoke", "triton", 1),
             "values triton": lambda: self.cases("values", "triton", shares),
             "smoke": lambda: self.cases("smoke", "cuda", 1),
             "values": lambda: self.cases("values", "cuda", max(1, min(4, shares))),
-            "timings": lambda: [self.benchmark("timings", "timings", *small)],
-            "peers": lambda: [self.benchmark("peers", "run", *small, "--rounds", "5", "--budget", "1000")],
+            "timings": lambda: [self.benchmark("timings", "timings")],
+            "peers": lambda: [self.benchmark("peers", "run", "--rounds", "5", "--budget", "1000")],
             "sanitizer": self.sanitizer,
             "trainer": self.trainer,
             "tests": self.tests,
-            "step": lambda: [self.benchmark("step", "step", "--steps", "3" if self.rehearsal else "4", resumes=False)],
-            "scaling": lambda: [self.benchmark("scaling", "scaling", *small, resumes=False)],
+            "step": lambda: [self.benchmark("step", "step", "--steps", "4", resumes=False)],
+            "scaling": lambda: [self.benchmark("scaling", "scaling", resumes=False)],
         }
         return make[part]()
 
@@ -308,7 +293,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run; default: all")
     parser.add_argument("--seconds", type=float, default=530, help="time for all parts; default: %(default)s")
     parser.add_argument("--python", default=sys.executable, help="the Python that has torch; default: this one")
-    parser.add_argument("--rehearsal", action="store_true", help="run without a GPU, with stand-ins for the kernels")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)
     deadline = time.monotonic()
@@ -316,8 +300,8 @@ def main(arguments: list[str] | None = None) -> None:
     python = os.path.abspath(shutil.which(options.python) or options.python)  # steps run in other folders
     results = WORK / "results"
     site = None if options.list else install_wheels(python, WHEELS)
-    machine = machine_of(python, {"PYTHONPATH": str(site)} if site else {}, options.rehearsal)
-    plan = Plan(python, machine, results, site, options.rehearsal)
+    machine = machine_of(python, {"PYTHONPATH": str(site)} if site else {})
+    plan = Plan(python, machine, results, site)
     stages = stages_of(plan, options.parts, options.seconds)
     if options.list:
         for seconds, _, steps in stages:

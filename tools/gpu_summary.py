@@ -93,7 +93,7 @@ def page(folder: Path) -> str:
     counts, states = ran_on(lines), Counter(line["state"] for line in lines.values())
     machine = check.get("machine", {})
     facts = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "lacks")
-    parts = [f"# GPU check: {machine.get('gpu') or 'no GPU, a rehearsal'}", facts, "## Steps"]
+    parts = [f"# GPU check: {machine.get('gpu', 'unknown GPU')}", facts, "## Steps"]
     table = ["| part | step | state | seconds | |", "|---|---|---|---|---|"]
     for row in check.get("steps", []):
         state = f"**{row['state']}**" if row["state"] == "FAILED" else row["state"]

@@ -22,28 +22,26 @@ import torch
 from benchmarks import gpu_lines
 from grpo_kernels import backends
 
+_PATIENCE = 60  # seconds until a test counts as hung
 _ran: set[str] = set()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", default="1/1", help="I/N: the I-th of N disjoint shares of the tests")
     parser.addoption("--results", type=Path, help="a file that gets a line per test")
-    parser.addoption("--patience", type=float, default=60, help="seconds until a test counts as hung")
-    parser.addoption("--stand-ins", action="store_true", help="record calls on CPU tensors, in a rehearsal")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    device = "cpu" if config.getoption("--stand-ins") else "cuda"
-    backends.select = recording(backends.select, device)
+    backends.select = recording(backends.select)
     if config.getoption("--results"):
-        lines = gpu_lines.Lines(config.getoption("--results"), config.getoption("--patience"))
+        lines = gpu_lines.Lines(config.getoption("--results"), _PATIENCE)
         config.pluginmanager.register(Recorder(lines), "gpu_lines")
 
 
-def recording(select: Callable[..., str], device: str = "cuda") -> Callable[..., str]:
+def recording(select: Callable[..., str]) -> Callable[..., str]:
     def call(op: str, requested: str | None, where: Any, *rest: Any) -> str:
         chosen = select(op, requested, where, *rest)
-        if str(getattr(where, "type", where)) == device and not torch.compiler.is_compiling():
+        if str(getattr(where, "type", where)) == "cuda" and not torch.compiler.is_compiling():
             _ran.add(f"{op}:{chosen}")
         return chosen
 

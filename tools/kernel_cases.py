@@ -240,6 +240,8 @@ def kernels(source: str, *names: str) -> set[str]:
 
 HEAD = kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce", "scale")
 ROW_KERNELS = kernels("token_advantages", "roles", "maps", "walk", "turns", "norm", "whiten")
+_PATIENCE = 120  # seconds until an item of --results counts as hung
+
 CASES = {
     "every_config": Case(every_config, kernels("group_advantages", "groups"), ("cuda",)),
     "every_size": Case(every_size, kernels("group_advantages", "groups", "finish"), ("cuda",)),
@@ -388,9 +390,9 @@ def enable_stand_ins() -> None:
     backends.enable_emulated_cuda()
 
 
-def report(items: dict[str, Callable[[], int]], path: Path, patience: float) -> int:
+def report(items: dict[str, Callable[[], int]], path: Path) -> int:
     """Runs the items without a result in the file, writes a line for each, and returns the exit status."""
-    lines = gpu_lines.Lines(path, patience)
+    lines = gpu_lines.Lines(path, _PATIENCE)
     for item, run in items.items():
         if item in lines.known:
             continue
@@ -427,12 +429,6 @@ def main() -> None:
     parser.add_argument(
         "--results", type=Path, help="a file that gets a line per item; default: stop at the first failure"
     )
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=120,
-        help="seconds until an item of --results counts as hung; default: %(default)s",
-    )
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
@@ -455,7 +451,7 @@ def main() -> None:
     }
     share = dict(list(items.items())[first - 1 :: step])
     if options.results is not None:
-        sys.exit(report(share, options.results, options.patience))
+        sys.exit(report(share, options.results))
     for item, run in share.items():
         print(f"{item}: {run()} results", flush=True)
     if error := gpu_lines.device_error():

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Shell commands by name, run from the root.
 PARTS: dict[str, str] = {
     "test-all": "make test-all",
-    "gpu-rehearsal": "make gpu-rehearsal",
     "test-floor": "make test-floor",
     "test-engine": "make test-engine",
     "soak": "make soak PARTS=",
