@@ -349,7 +349,6 @@ CASES: dict[str, Case] = {
     "linear_policy_loss": linear_loss(CLIP, chunk_size=8),
     "linear_policy_loss with a teacher": Case(draw_taught, loss_with_teacher),
     "linear_policy_loss of halves": linear_loss(BONUS, lambda: draw_head(torch.bfloat16)),
-    "linear_policy_loss without idle rows": linear_loss(CLIP, lambda: draw_head(torch.bfloat16), compact="device"),
     "linear_policy_loss with a reference head": linear_loss(CLIP, draw_with_reference, chunk_size=8),
     "linear_policy_loss at positions": linear_loss(CLIP, at_positions=True),
     "linear_policy_loss at positions in little memory": linear_loss(CLIP, at_positions=True, memory="low"),

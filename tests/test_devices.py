@@ -101,8 +101,7 @@ def test_every_op_with_triton_kernels_is_called_here() -> None:
     of_triton = {name.removesuffix("_triton") for name in names if name.endswith("_triton")}
     of_backwards = {"token_logprobs_backward", "linear_logprobs_backward"}
     of_backwards |= {"token_logprobs_backward_inplace", "token_logprobs_backward_rounded"}
-    of_heads = {"live_rows_to_hidden", "live_rows_to_weight"}
-    of_heads |= {f"sampled_support_{part}" for part in ("logits", "to_hidden", "add_weight", "backward")}
+    of_heads = {f"sampled_support_{part}" for part in ("logits", "to_hidden", "add_weight", "backward")}
     of_heads |= {"sampled_support_logprobs", "sampled_support_logprobs_backward"}
     assert of_triton - of_heads == CALLS.keys() | of_backwards
 

@@ -23,13 +23,12 @@ LAYERS = {
     "reference": {"reference", "config"},
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
-    "registration": {"registration", "reference", "config", "chunks", "head", "precomputed", "sizes", "live_rows"},
-    "chunks": {"registration", "reference", "config", "head", "invariant", "sizes", "live_rows"},
+    "registration": {"registration", "reference", "config", "chunks", "head", "precomputed", "sizes"},
+    "chunks": {"registration", "reference", "config", "head", "invariant", "sizes"},
     "precomputed": {"registration", "head"},
     "head": {"sizes", "config"},
     "invariant": set(),
     "sizes": set(),
-    "live_rows": set(),
     "public": {"public", "registration", "config", "head", "invariant", "sizes"},
 }
 # Top-level modules of the package that each layer may import.
@@ -45,7 +44,6 @@ SHARED = {
     "head": set(),
     "invariant": set(),
     "sizes": set(),
-    "live_rows": {"registry"},
     "public": {"backends", "checks", "groups", "invariance", "shared_positions"},
 }
 TOP = {

@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 
-from grpo_kernels.ops.linear_head import live_rows
 from tests.harness import quick
 from tools import kernel_cases
 
@@ -53,12 +52,3 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", quick(("outside_losses", "outside_segments", "outside_logprobs"), "outside_logprobs"))
 def test_kernels_stay_inside_their_arrays(name: str, watched: None) -> None:
     assert list(kernel_cases.CASES[name].run("triton", lambda tensor: tensor))
-
-
-def test_products_of_live_rows_stay_inside_their_matrices(watched: None) -> None:
-    """The last tile of each dimension is ragged, and a list of all blocks is as long as its memory."""
-    for rows, columns, width in ((65, 129, 257), (128, 64, 1)):
-        by_logits, weight = torch.randn(rows, columns).half(), torch.randn(columns, width).half()
-        hidden, is_live = torch.randn(rows, width).half(), torch.ones(rows, dtype=torch.bool)
-        live_rows.to_hidden(by_logits, weight, is_live, torch.empty_like(hidden))
-        live_rows.to_weight(by_logits, hidden, is_live, torch.empty_like(weight), True)

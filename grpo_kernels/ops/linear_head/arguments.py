@@ -240,14 +240,12 @@ def check_invariant(op: str, invariant: bool | None, **others: object) -> tuple[
 
 
 def check_invariant_loss(
-    op: str, invariant: bool | None, config: LossConfig, compact: bool | str | None, **others: object
+    op: str, invariant: bool | None, config: LossConfig, **others: object
 ) -> tuple[bool, backends.Limits]:
     """As check_invariant, for the terms of a loss, too."""
     is_invariant, limits = check_invariant(op, invariant, **others)
     if not is_invariant:
         return False, limits
-    if compact == "device":
-        raise ValueError(f"{op}: compact must not be 'device' with invariant, got 'device'; its blocks depend on rows")
     if config.ranks_tokens:
         raise ValueError(
             f"{op}: invariant must be False where terms depend on other rows or later tokens (top_entropy_quantile, "

@@ -25,7 +25,6 @@ def chunking_of(
     config: LossConfig,
     want_entropy: bool,
     split: tuple[Tensor | None, Tensor | None],
-    skips_idle: bool,
     index: Tensor | None,
     chunk_size: int | None,
     shard: Shard | None,
@@ -67,7 +66,6 @@ def chunking_of(
         ends,
         size,
         product_rows=chunk_size or 0,
-        skips_idle=skips_idle,
         term_index=index,
         invariant=invariant,
     )

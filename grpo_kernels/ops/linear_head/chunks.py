@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head import live_rows
 from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.invariant import Blocks, whole_blocks
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_product
@@ -225,25 +224,18 @@ class Products:
             out += self.head.bias
         return hidden, logits
 
-    def to_hidden(self, by_logits: Tensor, is_live: Tensor | None, by_reduced: Tensor | None) -> Tensor:
-        shape, dtype = (len(by_logits), self.weight.shape[1]), self.head.hidden.dtype
-        is_final = is_live is not None and by_reduced is None
-        result = by_logits.new_empty(shape, dtype=dtype if is_final else self.head.wide)
-        if is_live is not None:
-            live_rows.to_hidden(by_logits, self.weight, is_live, result)
-        elif self.blocks is not None:
+    def to_hidden(self, by_logits: Tensor, by_reduced: Tensor | None) -> Tensor:
+        if self.blocks is not None:
             result = self.blocks.to_hidden(by_logits, self.head.wide)
         else:
+            result = by_logits.new_empty((len(by_logits), self.weight.shape[1]), dtype=self.head.wide)
             multiply(by_logits, self.weight, result)
         if self.adapter is not None and by_reduced is not None:
             result.addmm_(by_reduced, self.adapter.a)
-        return result.to(dtype)
+        return result.to(self.head.hidden.dtype)
 
-    def to_weight(self, by_logits: Tensor, hidden: Tensor, is_live: Tensor | None, total: Tensor, add: bool) -> None:
-        if is_live is not None:
-            live_rows.to_weight(by_logits, hidden.contiguous(), is_live, total, add)
-        else:
-            multiply(by_logits.t(), hidden, total, add)
+    def to_weight(self, by_logits: Tensor, hidden: Tensor, total: Tensor, add: bool) -> None:
+        multiply(by_logits.t(), hidden, total, add)
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
@@ -277,7 +269,6 @@ class Gradients:
         product_rows: rows of one pair of products; 0 means chosen from the shapes
         into: tensor that the weight's gradient is added to, instead of a new one
         sparse: some rows get no gradient, so start from 0
-        skips_idle: leave blocks of rows without a gradient out of the products, decided on the device
     """
 
     def __init__(
@@ -288,7 +279,6 @@ class Gradients:
         product_rows: int,
         into: Tensor | None = None,
         sparse: bool = False,
-        skips_idle: bool = False,
     ) -> None:
         head, self.products = products.head, products
         self.needs_hidden, self.needs_weight, self.needs_bias, self.needs_lora_a, self.needs_lora_b = needs
@@ -296,7 +286,6 @@ class Gradients:
         if sparse:
             self.hidden.zero_()
         self.staged: Tensor | None = None
-        self.is_live: Tensor | None = None  # of the rows in `staged`
         self.waiting: list[slice | Tensor] = []  # places of the rows in `staged`
         self.count = 0
         if products.in_halves:
@@ -306,8 +295,6 @@ class Gradients:
             self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
             if products.invariant:
                 self.staged.zero_()  # blocks are read whole
-            if skips_idle:
-                self.is_live = self.staged.new_empty(len(self.staged), dtype=torch.bool)
         self.into, self.is_written = into, into is not None
         if into is None:
             is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= UNSPLIT
@@ -336,16 +323,12 @@ class Gradients:
             return
         if self.staged is None:
             by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, by_apart)
-            self._multiply(by_logits, chunk.hidden, rows, None)
+            self._multiply(by_logits, chunk.hidden, rows)
             return
         if self.count + count > len(self.staged):
             self._multiply_waiting()
         place = slice(self.count, self.count + count)
         self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], by_apart)
-        if self.is_live is not None:
-            self.is_live[place] = _has_grad(by_logprob, by_entropy)
-            if by_apart is not None:
-                self.is_live[place] |= (by_apart != 0).any(1)
         self.waiting.append(rows)
         self.count += count
 
@@ -365,23 +348,22 @@ class Gradients:
             return
         rows = _joined(self.waiting, self.staged.device)
         by_logits = self.staged[: self.count, : self.products.columns]
-        is_live = None if self.is_live is None else self.is_live[: self.count]
-        self._multiply(by_logits, self.products.head.hidden[rows], rows, is_live)
+        self._multiply(by_logits, self.products.head.hidden[rows], rows)
         self.waiting.clear()
         self.count = 0
 
-    def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor, is_live: Tensor | None) -> None:
+    def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor) -> None:
         adapter, by_reduced = self.products.adapter, None
         if adapter is not None and (self.needs_hidden or self.needs_lora_a):
             by_reduced = adapter.to_reduced(by_logits)
         if self.needs_hidden:
-            self.hidden[rows] = self.products.to_hidden(by_logits, is_live, by_reduced)
+            self.hidden[rows] = self.products.to_hidden(by_logits, by_reduced)
         if self.needs_lora_a and by_reduced is not None:
             self.lora_a.addmm_(by_reduced.t(), hidden.to(by_reduced.dtype))
         if self.needs_lora_b and adapter is not None:
             adapter.add_to_b(by_logits, hidden, self.lora_b)
         if self.needs_weight:
-            self.products.to_weight(by_logits, hidden, is_live, self.weight, add=self.is_written)
+            self.products.to_weight(by_logits, hidden, self.weight, add=self.is_written)
             self.is_written = True
         if self.needs_bias:
             self.bias += by_logits.sum(0, dtype=self.bias.dtype)
@@ -406,15 +388,9 @@ def rows_with_grad(*gradients: Tensor | None) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or present[0].device.type != "cpu":
         return None
-    has_grad = _has_grad(*present)
-    rows = has_grad.nonzero().squeeze(1)
-    return None if len(rows) == len(has_grad) else rows
-
-
-def _has_grad(*gradients: Tensor | None) -> Tensor:
-    """Rows where any gradient is not 0, of at least one."""
-    first, *others = (gradient for gradient in gradients if gradient is not None)
+    first, *others = present
     has_grad = first != 0
     for gradient in others:
         has_grad |= gradient != 0
-    return has_grad
+    rows = has_grad.nonzero().squeeze(1)
+    return None if len(rows) == len(has_grad) else rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from grpo_kernels.ops.linear_head.chunking import chunking_of, split_rows
 from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
-from grpo_kernels.ops.linear_head.sizes import HALVES
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.arguments import (
@@ -93,7 +91,7 @@ def linear_policy_loss(
     return_entropy: bool = False,
     config: LossConfig | str = "grpo",
     memory: str = "fast",
-    compact: bool | str | None = None,
+    compact: bool | None = None,
     chunk_size: int | None = None,
     weight_grad: Tensor | None = None,
     vocab_start: int | None = None,
@@ -130,8 +128,7 @@ def linear_policy_loss(
             on tokens of other chunks; and with term_index and a sequence ratio in more than one chunk
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
-            others out without that. "device" is for a GPU and half precision: tokens without a gradient are left out
-            of the two products in blocks of 64 rows, without a wait, by products of Triton's instead of cuBLAS's
+            others out without that
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
         vocab_start: first column held by this rank, if the rows of weight, bias, ref_weight and ref_bias are split over
@@ -142,7 +139,7 @@ def linear_policy_loss(
         invariant: compute a row's part of the loss and its gradient by hidden states bit for bit alike whatever the
             other rows and their number are, given the normalizer, as in linear_logprobs; None means as in
             use_invariant. Ratios of sequences run with memory="low" and on the CPU only. Not for losses that compare
-            rows, nor for compact="device"
+            rows
     """
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
@@ -150,7 +147,7 @@ def linear_policy_loss(
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
     others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index, "teacher": teacher}
-    is_invariant, limits = check_invariant_loss(_OP, invariant, config, compact, **others)
+    is_invariant, limits = check_invariant_loss(_OP, invariant, config, **others)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
     places = check_positions(_OP, positions, targets)
     layout, takes_part, head = _participants(head, targets, mask, cu_seqlens, segments, places, index)
@@ -186,7 +183,6 @@ def linear_policy_loss(
         return _over_support(inputs, support, targets.shape, chosen)
     chosen = _select(layout, head, op.SUPPORTS, limits, backend)
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
-    skips_idle = _skips_idle(compact, head, weight_grad, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
     if places is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
@@ -198,9 +194,10 @@ def linear_policy_loss(
         shares = None if lesson is None else lesson.shares
         split = split_rows(layout, head, policy, config, index, shares) if is_compact else (None, chosen_rows)
         sizes = index, size, shard, is_invariant, chosen
-        chunking = chunking_of(layout, head, policy, config, want_entropy, split, skips_idle, *sizes)
+        chunking = chunking_of(layout, head, policy, config, want_entropy, split, *sizes)
     if chunking is None:
-        _check_low(is_fast and skips_idle, weight_grad, head)
+        otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
+        check_weight_grad(_OP, weight_grad, head, False, otherwise)
         measured = head.targets != IGNORED if is_compact else chosen_rows
         return _with_low_memory(inputs, measured, targets.shape, size, shard, is_invariant, chosen)
     return _in_chunks(inputs, chunking, targets.shape, shard, chosen)
@@ -277,14 +274,6 @@ def _add_divergence(
     measured = divergence.view(shape), mass.view(shape)
     result.metrics.distillation = distillation.DistillationLoss(loss.detach(), *measured)
     return result._replace(loss=result.loss + loss)
-
-
-def _check_low(skips_idle: bool, weight_grad: Tensor | None, head: Head) -> None:
-    """Refuses what is only possible with memory="fast"."""
-    if skips_idle:
-        raise ValueError(f"{_OP}: compact must not be 'device' where memory='low' runs (see memory), got 'device'")
-    otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
-    check_weight_grad(_OP, weight_grad, head, False, otherwise)
 
 
 def _with_low_memory(
@@ -399,7 +388,7 @@ def _participants(
 
 
 def _check_form(
-    hidden: Tensor, cu_seqlens: Tensor | None, term_index: Tensor | None, memory: str, compact: bool | str | None
+    hidden: Tensor, cu_seqlens: Tensor | None, term_index: Tensor | None, memory: str, compact: bool | None
 ) -> None:
     if term_index is None and hidden.dim() != (3 if cu_seqlens is None else 2):
         raise ValueError(
@@ -407,10 +396,8 @@ def _check_form(
         )
     if memory not in ("fast", "low"):
         raise ValueError(f"{_OP}: memory must be 'fast' or 'low', got {memory!r}")
-    if compact not in (None, True, False, "device"):
-        raise ValueError(f"{_OP}: compact must be True, False, 'device' or None, got {compact!r}")
-    if compact == "device" and memory == "low":
-        raise ValueError(f"{_OP}: compact must not be 'device' with memory='low', got 'device'")
+    if compact not in (None, True, False):
+        raise ValueError(f"{_OP}: compact must be True, False or None, got {compact!r}")
 
 
 def _select(
@@ -419,33 +406,10 @@ def _select(
     return backends.select(_OP, backend, layout.device.type, head.hidden.dtype, supports, layout.device.index, limits)
 
 
-def _skips_idle(compact: bool | str | None, head: Head, weight_grad: Tensor | None, backend: str) -> bool:
-    if compact != "device":
-        return False
-    if backend not in ("cuda", "triton") or head.weight.dtype not in HALVES:
-        raise ValueError(
-            f"{_OP}: compact must not be 'device' but on a GPU with bfloat16 or float16, got backend {backend!r} and "
-            f"{head.weight.dtype}; True leaves the rows out there, too"
-        )
-    # rows that do not start at multiples of 16 bytes would be read one element at a time
-    if head.weight.shape[1] % 16 != 0 or not head.weight.is_contiguous():
-        raise ValueError(
-            f"{_OP}: weight must be contiguous with a multiple of 16 columns for compact='device', got "
-            f"{list(head.weight.shape)} with strides {head.weight.stride()}"
-        )
-    if isinstance(weight_grad, Tensor) and not weight_grad.is_contiguous():
-        raise ValueError(
-            f"{_OP}: weight_grad must be contiguous for compact='device', got strides {weight_grad.stride()}"
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise RuntimeError(f"{_OP}: compact='device' needs Triton, which is not installed; compact=True does without")
-    return True
-
-
-def _is_compact(compact: bool | str | None, layout: Layout) -> bool:
+def _is_compact(compact: bool | None, layout: Layout) -> bool:
     if compact is None:
         compact = layout.device.type == "cpu"
-    return compact is True and not torch.compiler.is_compiling()
+    return compact and not torch.compiler.is_compiling()
 
 
 def _at_positions(head: Head, places: Tensor) -> tuple[Tensor, Head]:

@@ -232,7 +232,6 @@ class Chunking(NamedTuple):
         ends: ends of the sequences among the rows with a gradient, where chunks may end; None means anywhere
         chunk_rows: rows of a chunk
         product_rows: rows of a product for the gradients in half precision; 0 means chosen from the shapes
-        skips_idle: leave blocks of rows without a gradient out of these products, decided on the device
         term_index: the row of every term of the loss, -1 for padding; None means that they are the rows
         invariant: the bits of a row's results do not depend on other rows
     """
@@ -245,14 +244,13 @@ class Chunking(NamedTuple):
     ends: list[int] | None
     chunk_rows: int
     product_rows: int
-    skips_idle: bool
     term_index: Tensor | None
     invariant: bool
 
 
 _CHUNKING_SCHEMA = (
     "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
-    "int[]? ends, int chunk_rows, int product_rows, bool skips_idle, Tensor? term_index, bool invariant"
+    "int[]? ends, int chunk_rows, int product_rows, Tensor? term_index, bool invariant"
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
@@ -368,7 +366,7 @@ def loss_forward(
     batch = _Batch(products, reference, policy, chunking, shard)
     on_cpu = head.hidden.device.type == "cpu"
     is_sparse = on_cpu or with_grad is not None
-    gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse, chunking.skips_idle)
+    gradients = Gradients(products, needs, total, chunking.product_rows, into, is_sparse)
     results = None
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(before, size):

@@ -370,8 +370,6 @@ def test_what_cannot_be_invariant_is_refused() -> None:
     for name, value in (("lora", pair), ("term_index", torch.arange(4)[None])):
         with pytest.raises(ValueError, match=f"linear_logprobs: invariant must be False with {name}, got True"):
             gk.linear_logprobs(hidden, weight, targets, invariant=True, **{name: value})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="linear_policy_loss: compact must not be 'device' with invariant"):
-        gk.linear_policy_loss(*loss, compact="device", invariant=True)
     for config in ({"loss": "gvpo"}, {"top_entropy_quantile": 0.5}, {"loss": "clip_cov"}, {"future_kl_half_life": 3.0}):
         with pytest.raises(ValueError, match="linear_policy_loss: invariant must be False where terms depend on other"):
             gk.linear_policy_loss(*loss, config=gk.LossConfig(**config), invariant=True)  # type: ignore[arg-type]
