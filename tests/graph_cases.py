@@ -160,6 +160,26 @@ def policy_loss(config: gk.LossConfig, shape: tuple[int, ...]) -> Case:
     return Case(draw, call)
 
 
+def variants(inputs: Inputs, backend: str) -> list[Tensor]:
+    lp, old, advantages = (inputs[name] for name in ("logprobs", "old_logprobs", "advantages"))
+    rows = {"mask": inputs["mask"], "cu_seqlens": inputs.get("cu_seqlens")}
+    of = gk.variants
+    shares = gk.token_shares(**rows, aggregation="seq-mean-token-mean")
+    loss = of.gvpo_loss(lp, old, advantages, inputs["groups"], **rows)
+    loss = loss + of.real_loss(lp, old, advantages, inputs["groups"], count=inputs["tokens"], **rows)
+    loss = loss + of.flowrl_loss(lp, old, inputs["ref_logprobs"], advantages, inputs["log_z"], **rows)
+    loss = loss + of.kl_cov_penalty(lp, old, advantages, shares, ratio=0.2, **rows)
+    loss = loss + of.average_logprobs(lp, old, **rows).sum() + of.geometric_average_logprobs(lp, old, **rows).sum()
+    results = [
+        shares,
+        of.off_policy_mask(lp, inputs["sampling_logprobs"], advantages, threshold=0.01, **rows),
+        of.high_entropy_mask(inputs["entropy"], quantile=0.5, **rows),
+        of.clip_cov_weights(lp, old, advantages, ratio=0.2, bounds=(-1.0, 1.0), **rows),
+        of.future_kl_weights(lp, old, advantages, half_life=2.0, cap=1.2, safety=1.1, **rows),
+    ]
+    return with_gradients({"logprobs": lp}, loss, *results)
+
+
 CORRECTION = gk.CorrectionConfig(
     weights="token",
     weight_max=1.1,
@@ -387,6 +407,8 @@ CASES: dict[str, Case] = {
         ),
     ),
     "diversity": Case(draw_embeddings, diversity),
+    "variants": Case(lambda: draw_policy(PADDED), variants),
+    "variants of packed rows": Case(lambda: draw_policy(PACKED), variants),
 }
 
 # Ops that call two whose CPU kernels take copies of a GPU's tensors, and the cases of all of these.

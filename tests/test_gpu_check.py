@@ -180,20 +180,6 @@ def test_the_page(machine: Machine) -> None:
     assert "it takes less" in page and "What failed" not in page
 
 
-def test_long_logs_lose_their_beginning(tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    results.mkdir()
-    (results / "a.log").write_bytes(os.urandom(2 * gpu_summary.MOST_LOG) + b"the end")
-    gpu_summary.bundle(results, tmp_path / "out")
-    with tarfile.open(tmp_path / "out" / "gpu_check.tar.gz") as archive:
-        assert set(archive.getnames()) == {"a.log", "summary.md"}
-        file = archive.extractfile("a.log")
-        assert file is not None
-        text = file.read()
-    assert text.startswith(b"[its beginning is left out]") and text.endswith(b"the end")
-    assert len(text) < gpu_summary.MOST_LOG + 100
-
-
 def test_time_is_under_nine_minutes(machine: Machine) -> None:
     machine.prepare()
     plan = gpu_check.Plan(str(machine.python), FACTS, machine.out, None)

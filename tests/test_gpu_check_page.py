@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tarfile
+from pathlib import Path
+
 import pytest
 
 from benchmarks import tables
 from tests.test_gpu_check import Machine, machine
+from tools import gpu_summary
 
 __all__ = ["machine"]  # a fixture
 pytestmark = pytest.mark.full
@@ -33,3 +38,17 @@ def test_a_failed_test_is_on_the_page_with_its_first_lines(
     assert status == 1 and steps["tests 1/2"]["state"] == "FAILED" and steps["step step"]["state"] == "ok"
     assert "AssertionError: 1 is not 2" in machine.page().partition("## What failed")[2]
     assert "this is pytest" in capsys.readouterr().out  # the end of the log
+
+
+def test_long_logs_lose_their_beginning(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "a.log").write_bytes(os.urandom(2 * gpu_summary.MOST_LOG) + b"the end")
+    gpu_summary.bundle(results, tmp_path / "out")
+    with tarfile.open(tmp_path / "out" / "gpu_check.tar.gz") as archive:
+        assert set(archive.getnames()) == {"a.log", "summary.md"}
+        file = archive.extractfile("a.log")
+        assert file is not None
+        text = file.read()
+    assert text.startswith(b"[its beginning is left out]") and text.endswith(b"the end")
+    assert len(text) < gpu_summary.MOST_LOG + 100
