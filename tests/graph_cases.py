@@ -337,7 +337,6 @@ def loss_over_support(inputs: Inputs, backend: str) -> list[Tensor]:
 
 
 PADDED, PACKED = (ROWS, WIDTH), (TOKENS,)
-WITHOUT_TRITON = ("policy_loss",)  # how the names of their cases begin
 CASES: dict[str, Case] = {
     "group_advantages": advantages("grpo"),
     "group_advantages of ids": advantages("rloo", "groups", "valid"),

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tools.kernel_cases import has_kernel
+
 Inputs = dict[str, Tensor]
 ROWS, WIDTH, HIDDEN, COLUMNS = 4, 4, 16, 32
 TOKENS = ROWS * WIDTH
+GPU_BACKENDS = ("cuda", "triton")
 
 
 class Case(NamedTuple):
@@ -18,6 +21,13 @@ class Case(NamedTuple):
 
     draw: Callable[[], Inputs]
     call: Callable[[Inputs, str], list[Tensor]]
+
+
+def runs_on(name: str, backend: str) -> bool:
+    """Whether the op of a case has a kernel on a backend. Ops that are made of others run on each."""
+    op = name.partition(" ")[0]
+    own = [other for other in GPU_BACKENDS if has_kernel(op, other)]
+    return backend in own or not own
 
 
 def present(*results: Any) -> list[Tensor]:

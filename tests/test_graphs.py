@@ -18,26 +18,17 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.graph_cases import CASES, WAITING, WITHOUT_TRITON
-from tests.graph_inputs import Case, Inputs
+from tests.graph_cases import CASES, WAITING
+from tests.graph_inputs import GPU_BACKENDS, Case, Inputs, runs_on
 from tests.simulated_gpu import Factories, Gpu, GpuTensor, Step, Waits, replay
 
 IN_TRITON = "linear_policy_loss over a support"  # also with the CUDA backend
 CSRC = Path(__file__).parent.parent / "csrc"
+EACH = [(name, backend) for name in CASES for backend in GPU_BACKENDS if runs_on(name, backend)]
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available() or "cuda" not in backends._emulated,
     reason="for the kernels emulated on the host; tests/ops/test_graphs_gpu.py captures on a GPU",
 )
-
-
-def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Each case with each of its backends."""
-    return [
-        (name, backend)
-        for name in names
-        for backend in ("cuda", "triton")
-        if backend == "cuda" or not name.startswith(WITHOUT_TRITON)
-    ]
 
 
 @pytest.fixture
@@ -90,7 +81,7 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize(("name", "backend"), pairs(CASES))
+@pytest.mark.parametrize(("name", "backend"), EACH)
 def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str) -> None:
     check_replays(gpu, name, backend)
 
@@ -123,7 +114,8 @@ def check_replays(gpu: Gpu, name: str, backend: str) -> None:
 
 
 @without_gpu
-@pytest.mark.parametrize(("name", "backend"), pairs(WAITING))
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("name", WAITING)
 def test_documented_settings_wait(gpu: Gpu, name: str, backend: str) -> None:
     case = WAITING[name]
     static = put(gpu, drawn(case, 1))
@@ -146,7 +138,7 @@ def test_every_op_is_captured() -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     # the interpreter is slow, so of Triton one case of each op
-    [(name, backend) for name, backend in pairs(CASES) if backend == "cuda" or " " not in name],
+    [(name, backend) for name, backend in EACH if backend == "cuda" or " " not in name],
 )
 def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend: str) -> None:
     """After every kernel of one stream, the other runs its next one."""
@@ -164,7 +156,9 @@ def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend
 
 @pytest.mark.full
 @without_gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("diversity", IN_TRITON)])
+@pytest.mark.parametrize(
+    "name", [name for name, backend in EACH if backend == "cuda" and name not in ("diversity", *IN_TRITON)]
+)
 def test_two_threads_at_once_change_nothing(name: str) -> None:
     """Calls of CUDA kernels only, as the state of Triton's interpreter is global."""
     case = CASES[name]

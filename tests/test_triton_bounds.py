@@ -11,6 +11,7 @@ import torch
 from tests.harness import quick
 from tools import kernel_cases
 
+OUTSIDE = ("outside_losses", "outside_segments", "outside_token_advantages", "outside_logprobs", "outside_kept")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 
 
@@ -49,6 +50,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_masked_store", checked_store)
 
 
-@pytest.mark.parametrize("name", quick(("outside_losses", "outside_segments", "outside_logprobs"), "outside_logprobs"))
+@pytest.mark.parametrize("name", quick(OUTSIDE, "outside_logprobs"))
 def test_kernels_stay_inside_their_arrays(name: str, watched: None) -> None:
     assert list(kernel_cases.CASES[name].run("triton", lambda tensor: tensor))

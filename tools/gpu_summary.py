@@ -28,7 +28,7 @@ OPS = {
     "linear_policy_loss": BACKENDS,
     "sampling_correction": BACKENDS,
     "endpoint_segments": BACKENDS,
-    "token_advantages": BACKENDS,
+    "token_advantages": ("triton",),
     "similarity_groups": BACKENDS,
     "pairwise_cosine": BACKENDS,
     "cluster_distances": BACKENDS,

@@ -239,7 +239,6 @@ def kernels(source: str, *names: str) -> set[str]:
 
 
 HEAD = kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce", "scale")
-ROW_KERNELS = kernels("token_advantages", "roles", "maps", "walk", "turns", "norm", "whiten")
 _PATIENCE = 120  # seconds until an item of --results counts as hung
 
 CASES = {
@@ -276,10 +275,8 @@ CASES = {
         row_cases.outside_segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
     ),
-    "token_advantages": Case(row_cases.token_advantages, ROW_KERNELS),
-    "outside_token_advantages": Case(
-        row_cases.outside_token_advantages, ROW_KERNELS - {"token_advantages.maps_kernel"}
-    ),
+    "token_advantages": Case(row_cases.token_advantages, set(), ("triton",)),
+    "outside_token_advantages": Case(row_cases.outside_token_advantages, set(), ("triton",)),
     "similarity": Case(similarity, kernels("similarity_groups", "cosine", "cluster")),
     "outside_similarity": Case(outside_similarity, kernels("similarity_groups", "cosine", "cluster"), ("cuda",)),
     "similarity_parts": Case(similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette")),
@@ -349,6 +346,11 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),
     "silhouette": smoke_silhouette,
 }
+
+
+def has_kernel(op: str, backend: str) -> bool:
+    """Whether an op has a kernel of its own on a backend."""
+    return hasattr(registry.ops, f"{op}_{backend}")
 
 
 def as_double(tensor: Tensor) -> Tensor:
@@ -447,7 +449,7 @@ def main() -> None:
         )
         for name in options.cases or runs
         for backend in options.backend
-        if (hasattr(registry.ops, f"{name}_{backend}") if options.smoke else backend in CASES[name].backends)
+        if (has_kernel(name, backend) if options.smoke else backend in CASES[name].backends)
     }
     share = dict(list(items.items())[first - 1 :: step])
     if options.results is not None:

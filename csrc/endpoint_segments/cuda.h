@@ -1,9 +1,13 @@
 #pragma once
 
-#include "common/row_blocks.h"
 #include "endpoint_segments/scan.h"
 
 namespace grpo_kernels {
+
+// A block works on a row, tile by tile, and a thread on neighbouring tokens of a tile.
+constexpr int kRowItems = 8;                                 // tokens of a thread
+constexpr int kShortRowThreads = 32, kLongRowThreads = 256;  // of the block that works on a row
+constexpr int64_t kLongRow = 512;                            // mean length from which rows get the larger blocks
 
 // The state of a row between launches. For a row with an input that is not finite, own_return and sums.squares are NaN
 // and the moments are empty.

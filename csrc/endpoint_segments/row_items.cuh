@@ -1,7 +1,7 @@
 #pragma once
 
-#include "common/cuda/row_items.cuh"
 #include "endpoint_segments/cuda.h"
+#include "endpoint_segments/row_scans.cuh"
 
 // The tokens of a row as the threads of a block hold them, and recurrences from the last token to the first as scans of
 // affine maps.

@@ -13,19 +13,20 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.graph_cases import CASES, COPIED, WAITING, WITHOUT_TRITON
-from tests.graph_inputs import Inputs
+from tests.graph_cases import CASES, COPIED, WAITING
+from tests.graph_inputs import GPU_BACKENDS, Inputs, runs_on
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_graphs.md"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.fixture(params=["cuda", "triton"])
+@pytest.fixture(params=GPU_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     if reason := backends.missing(request.param):
         pytest.skip(reason)
-    if request.param == "triton" and request.node.callspec.params.get("name", "").startswith(WITHOUT_TRITON):
-        pytest.skip("it has no Triton kernel")
+    name = request.node.callspec.params["name"]
+    if not runs_on(name, request.param):
+        pytest.skip(f"{name.partition(' ')[0]} has no such kernel")
     return str(request.param)
 
 

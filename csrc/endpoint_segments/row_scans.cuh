@@ -6,7 +6,7 @@
 #include "common/cuda/pieces.cuh"
 #include "common/cuda/team.cuh"
 #include "common/ranged_moments.h"
-#include "common/row_blocks.h"
+#include "endpoint_segments/cuda.h"
 
 // The tokens of a row as the threads of a block hold them, kRowItems neighbouring ones each; scans of affine maps, and
 // moments of what the threads hold.
