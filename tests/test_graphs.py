@@ -157,7 +157,7 @@ def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend
 @pytest.mark.full
 @without_gpu
 @pytest.mark.parametrize(
-    "name", [name for name, backend in EACH if backend == "cuda" and name not in ("diversity", *IN_TRITON)]
+    "name", [name for name, backend in EACH if backend == "cuda" and name not in ("diversity", IN_TRITON)]
 )
 def test_two_threads_at_once_change_nothing(name: str) -> None:
     """Calls of CUDA kernels only, as the state of Triton's interpreter is global."""

@@ -26,10 +26,6 @@ def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", record)
     with gk.use_backend("triton"):
-        rewards, ids = torch.randn(8), torch.arange(8) // 4
-        shrunk = gk.AdvantageConfig("grpo", shrinkage=1.0)
-        gk.group_advantages(rewards, ids, subgroups=torch.arange(8) % 2, config=shrunk)
-        gk.group_advantages(rewards, 4, config="batch_std")
         distances = gk.pairwise_cosine(torch.randn(8, 5), 4)
         gk.similarity_groups(torch.randn(8, 5), 4)
         gk.agglomerate(distances)
@@ -38,7 +34,6 @@ def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> Non
         config = gk.SegmentConfig(norm="prompt")
         gk.endpoint_segments(*tokens, mask, groups=torch.tensor([0, 0]), config=config)
     kernels = {
-        "group_advantages": ("parents", "groups", "moments", "finish"),
         "similarity_groups": ("products", "distances", "tree", "cuts", "silhouette"),
         "endpoint_segments": ("returns", "baselines", "tokens", "scale", "cuts", "credits", "moments", "results"),
     }

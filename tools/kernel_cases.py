@@ -64,8 +64,6 @@ def advantages(names: tuple[str, ...], sizes: tuple[int, ...], backend: str, put
 every_config = functools.partial(advantages, gk.AdvantageConfig.names(), (7, 40))
 # Groups of a lane, a warp and a block.
 every_size = functools.partial(advantages, ("gdpo", "grpo_passk"), (0, 1, 7, 40, 2100))
-# A few compile-time settings, each of which takes Triton seconds.
-few_advantages = functools.partial(advantages, ("grpo", "rloo", "gdpo"), (40,))
 
 
 def shrunk_advantages(backend: str, put: Put) -> Results:
@@ -244,9 +242,8 @@ _PATIENCE = 120  # seconds until an item of --results counts as hung
 CASES = {
     "every_config": Case(every_config, kernels("group_advantages", "groups"), ("cuda",)),
     "every_size": Case(every_size, kernels("group_advantages", "groups", "finish"), ("cuda",)),
-    "few_advantages": Case(few_advantages, kernels("group_advantages", "groups")),
-    "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "groups")),
-    "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "finish")),
+    "shrunk_advantages": Case(shrunk_advantages, kernels("group_advantages", "parent_stats", "groups"), ("cuda",)),
+    "large_advantages": Case(large_advantages, kernels("group_advantages", "groups", "finish"), ("cuda",)),
     "logprobs": Case(logprobs, kernels("token_logprobs", "forward", "backward")),
     "outside_logprobs": Case(outside_logprobs, kernels("token_logprobs", "forward", "backward")),
     "linear_halves": Case(functools.partial(linear_losses, torch.bfloat16), HEAD),

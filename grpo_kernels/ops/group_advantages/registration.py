@@ -11,7 +11,7 @@ from grpo_kernels import registry
 from grpo_kernels.groups import sort_rows
 
 _WIDE = (torch.float32, torch.float64)
-SUPPORTS = {"cuda": _WIDE, "triton": _WIDE, "cpu": _WIDE, "reference": _WIDE}
+SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 
 SCHEMA = (
     "(Tensor rewards, Tensor? groups, int group_size, Tensor? subgroups, Tensor? valid, Tensor? lengths, "

@@ -36,6 +36,13 @@ def test_launches(name: str, rows: int, expected: int) -> None:
     assert launches(lambda: gk.group_advantages(rewards, 4, config=name, backend="cuda")) == expected
 
 
+def test_more_columns_than_kernel_arguments_name_a_way_out() -> None:
+    rewards = torch.randn(4, 65)
+    with pytest.raises(RuntimeError, match="at most 64 columns on backend 'cuda', got 65; use backend='cpu' or 'refer"):
+        gk.group_advantages(rewards, 2, backend="cuda")
+    assert torch.isfinite(gk.group_advantages(rewards, 2, backend="cpu").advantages).all()
+
+
 @pytest.mark.parametrize("name", ["grpo", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline"])
 def test_same_bits_under_every_schedule(name: str) -> None:
     rewards = torch.randn(300, 2)

@@ -36,7 +36,7 @@ CENTRED = [n for n, c in PRESETS.items() if c.center in ("mean", "leave_one_out"
 # One name for each code path.
 DISTINCT = ("grpo", "rloo", "opo", "maxrl", "gdpo", "grpo_passk", "reinforce_plus_plus_baseline", "batch_std", "gpg")
 
-# Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
+# The emulated CUDA is 10 to 1000 times slower.
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
 
 
