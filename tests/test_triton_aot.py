@@ -29,7 +29,6 @@ OPS = sorted(path.name for path in OPS_DIR.iterdir() if (path / "triton.py").exi
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 ROUND_AS_WRITTEN = {
     "similarity_groups",
-    "endpoint_segments",
     "sampling_correction",
 }  # they decide by comparing numbers
 

@@ -1,4 +1,4 @@
-"""Interpreted Triton kernels never access memory outside a tensor, whatever the offsets and segment counts hold."""
+"""Interpreted Triton kernels never access memory outside a tensor, whatever targets, ids and offsets hold."""
 
 from __future__ import annotations
 

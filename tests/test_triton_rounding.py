@@ -30,11 +30,7 @@ def test_launches_ask_for_no_contraction(monkeypatch: pytest.MonkeyPatch) -> Non
         gk.similarity_groups(torch.randn(8, 5), 4)
         gk.agglomerate(distances)
         gk.silhouette(distances, torch.zeros(2, 4, dtype=torch.int64))
-        tokens, mask = torch.randn(3, 2, 6), torch.ones(2, 6, dtype=torch.bool)
-        config = gk.SegmentConfig(norm="prompt")
-        gk.endpoint_segments(*tokens, mask, groups=torch.tensor([0, 0]), config=config)
     kernels = {
         "similarity_groups": ("products", "distances", "tree", "cuts", "silhouette"),
-        "endpoint_segments": ("returns", "baselines", "tokens", "scale", "cuts", "credits", "moments", "results"),
     }
     assert launched == {f"{op}.{name}_kernel": False for op, names in kernels.items() for name in names}

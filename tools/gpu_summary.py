@@ -27,7 +27,7 @@ OPS = {
     "policy_loss": ("cuda",),
     "linear_policy_loss": BACKENDS,
     "sampling_correction": BACKENDS,
-    "endpoint_segments": BACKENDS,
+    "endpoint_segments": ("cuda",),
     "token_advantages": ("triton",),
     "similarity_groups": BACKENDS,
     "pairwise_cosine": BACKENDS,

@@ -267,10 +267,12 @@ CASES = {
     "segments": Case(
         row_cases.segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
+        ("cuda",),
     ),
     "outside_segments": Case(
         row_cases.outside_segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
+        ("cuda",),
     ),
     "token_advantages": Case(row_cases.token_advantages, set(), ("triton",)),
     "outside_token_advantages": Case(row_cases.outside_token_advantages, set(), ("triton",)),

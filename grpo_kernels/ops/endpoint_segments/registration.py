@@ -12,7 +12,7 @@ from grpo_kernels.groups import packed_bounds, sort_rows
 from grpo_kernels.ops.endpoint_segments.config import NORM_PROMPT, Plan
 
 _FLOATS = (torch.float32, torch.float64)
-SUPPORTS = {"cuda": _FLOATS, "triton": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
+SUPPORTS = {"cuda": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
 
 SCHEMA = (
     "(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask, Tensor? values, Tensor? cu_seqlens, "

@@ -20,7 +20,7 @@ F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
+# The emulated CUDA is 10 to 1000 times slower.
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
 # A cut test closer to a tie than this can go either way, depending on the summation order.
 TIE = 1e-9

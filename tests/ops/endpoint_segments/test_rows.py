@@ -27,8 +27,6 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# thinned to at most one case in ten for Triton's interpreter
-
 
 def picked(result: gk.EndpointSegments, rows: Any) -> gk.EndpointSegments:
     fields: dict[str, Any] = {name: getattr(result, name)[rows] for name in result._fields[:5]}

@@ -34,7 +34,6 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# thinned to at most one case in ten for Triton's interpreter
 DISCOUNTS = ((1.0, 1.0), (0.97, 0.9), (1.0, 0.0), (0.5, 1.0))
 
 

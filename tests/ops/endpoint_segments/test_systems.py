@@ -25,8 +25,6 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# thinned to at most one case in ten for Triton's interpreter
-
 
 def with_outcome(batch: Batch, outcome: float) -> Batch:
     """The batch with a single reward per row, at its last token."""

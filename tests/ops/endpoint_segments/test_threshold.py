@@ -28,7 +28,6 @@ from tests.ops.endpoint_segments.batches import (
     width_for,
 )
 
-# thinned to at most one case in ten for Triton's interpreter
 # Every setting matters: on this batch, each one changes the result.
 
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
