@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import grpo_kernels as gk
 
@@ -25,7 +23,6 @@ def measure(rank: int, folder: str, rows: int, width: int, columns: int, repeats
     """Alternates both, one thread each; while one process computes alone, the other waits for it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     hidden = torch.randn(1, rows, width)
     targets = torch.randint(columns // 2, (1, rows))
@@ -36,15 +33,15 @@ def measure(rank: int, folder: str, rows: int, width: int, columns: int, repeats
     for repeat in range(repeats + 1):  # the first one warms up
         for is_split in (False, True):
             leaf = hidden.clone().requires_grad_()
-            states: torch.Tensor = leaf
             weight = half.clone().requires_grad_()
-            if is_split:
-                weight = DTensor.from_local(half.clone(), mesh, [Shard(0)]).requires_grad_()
-                states = DTensor.from_local(leaf, mesh, [Replicate()])
+            first, group = (rank * len(half), dist.group.WORLD) if is_split else (None, None)
             dist.barrier()
             start, busy_before = time.perf_counter(), time.process_time()
             if is_split or rank == 0:
-                gk.linear_policy_loss(states, weight, targets, old, advantages, backend="cpu").loss.backward()
+                loss = gk.linear_policy_loss(
+                    leaf, weight, targets, old, advantages, vocab_start=first, process_group=group, backend="cpu"
+                ).loss
+                loss.backward()
             dist.barrier()
             if repeat > 0:
                 seconds[is_split].append(time.perf_counter() - start)

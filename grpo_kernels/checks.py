@@ -47,6 +47,19 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
     return value
 
 
+def local(op: str, name: str, value: Any) -> Any:
+    """This rank's tensor of a DTensor that every rank has whole; anything else than a DTensor as it is."""
+    if type(value).__name__ != "DTensor":
+        return value
+    sizes = value.device_mesh.shape
+    if any(size > 1 and not one.is_replicate() for size, one in zip(sizes, value.placements, strict=True)):
+        raise ValueError(
+            f"{op}: {name} must be whole on every rank, got a DTensor with placements {value.placements}; "
+            f"{name}.full_tensor(grad_placements=[Partial()]) gathers it, with the sum of the ranks' gradients"
+        )
+    return value.to_local()
+
+
 def _as_tensor(value: object) -> str:
     """How a value becomes the tensor that it stands for, as the end of an error."""
     if isinstance(value, list | tuple) or type(value).__name__ == "ndarray":

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer import utils
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
@@ -62,7 +62,7 @@ def loss(lm: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def differentiated(kind: str, outputs: str, has_labels: bool) -> dict[str, Any]:
     """Gradients, and what the pass communicates; the second process may have no labels."""
     lm = model(kind)
-    add_fused_lm_head(lm, outputs=OUTPUTS[outputs])
+    utils.add_fused_lm_head(lm, outputs=OUTPUTS[outputs])  # as the trainers do, after the patch
     rank = dist.get_rank()
     with Communication() as communication:
         total = loss(lm, rows(rank, has_labels or rank == 0))

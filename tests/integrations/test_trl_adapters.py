@@ -21,7 +21,8 @@ import trl.trainer.utils as host
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from grpo_kernels.integrations.trl import patch_trl, unpatch_trl
+import grpo_kernels as gk
+from grpo_kernels.integrations.trl import adapters, patch_trl, unpatch_trl
 from tests.integrations import tiny_trl
 
 
@@ -194,6 +195,28 @@ def test_trl_alone_refuses(tmp_path: Path) -> None:
     unpatch_trl()
     with pytest.raises(ValueError, match="PEFT adapter"):
         grpo(tmp_path)
+
+
+def test_without_peft_a_forward_knows_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 may shard it."""
+    unpatch_trl()
+    monkeypatch.setattr(adapters, "is_peft_available", lambda: False)
+    patch_trl()
+    assert vars(host)["add_fused_lm_head"] is adapters._add_fused_lm_head
+    model = AutoModelForCausalLM.from_pretrained(tiny_trl.model())
+    host.add_fused_lm_head(model)
+    seen: list[Any] = []
+    linear_logprobs = gk.linear_logprobs
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        seen.append(adapters.current())
+        return linear_logprobs(*args, **options)
+
+    monkeypatch.setattr(gk, "linear_logprobs", recorded)
+    fused(model)
+    assert seen == [adapters.Call((model.lm_head, model))] and adapters.current() == adapters.Call()
+    unpatch_trl()
+    assert vars(host)["add_fused_lm_head"] is not adapters._add_fused_lm_head
 
 
 def test_sft_trains_the_adapter(tmp_path: Path) -> None:

@@ -325,9 +325,9 @@ def test_hyperclovax_multiplies() -> None:
     config = SimpleNamespace(model_type="hyperclovax", logits_scaling=4.0)
     config.get_text_config = lambda: config
     fake = SimpleNamespace(config=config, lm_head=torch.nn.Linear(2, 3))
-    assert _head.head_options(fake)[1:] == (None, 4.0)
+    assert _head.head_options(fake)[1:3] == (None, 4.0)
     config.model_type = "granite"
-    assert _head.head_options(fake)[1:] == (None, 0.25)
+    assert _head.head_options(fake)[1:3] == (None, 0.25)
 
 
 # ----------------------------------------------------------------------------------------------------- refusals

@@ -1,4 +1,7 @@
-"""PEFT's adapters on the LM head, which TRL's trainers refuse because they read the weight of the head alone."""
+"""The model whose forward pass ends in TRL's fused head, and PEFT's adapters on that head.
+
+TRL's trainers refuse such adapters because they read the weight of the head alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import types
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import trl.trainer.utils as host
@@ -27,41 +30,56 @@ Adapter = tuple[Tensor, Tensor, float]
 _ADD, _TUNER = "add_fused_lm_head", "BaseTunerLayer"
 _TRAINERS = ("grpo", "rloo", "sft", "dpo", "kto")
 _originals: dict[str, Any] = {}
-_current: ContextVar[Adapter | None] = ContextVar("adapter", default=None)  # of the forward pass that is under way
+
+
+class Call(NamedTuple):
+    """A forward pass that is under way.
+
+    Attributes:
+        units: the head and its model, which FSDP2 may shard
+        adapter: A, B and scale of the adapter on the head, or None if its weight is all there is
+    """
+
+    units: tuple[nn.Module, ...] = ()
+    adapter: Adapter | None = None
+
+
+_current: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 def patch() -> None:
-    """Lets the trainers with a fused head accept an adapter that `current` can hand to it."""
-    if not is_peft_available() or _originals:
+    """Lets the trainers with a fused head accept an adapter, and `current` know the model of a forward pass."""
+    if _originals:
         return
-    for trainer in _TRAINERS:  # TRL imports them when they are used, and then they would take PEFT's type
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"trl.trainer.{trainer}_trainer")
-    _originals.update({_ADD: getattr(host, _ADD), _TUNER: BaseTunerLayer})
+    _originals[_ADD] = getattr(host, _ADD)
+    if is_peft_available():
+        for trainer in _TRAINERS:  # TRL imports them when they are used, and then they would take PEFT's type
+            with contextlib.suppress(ImportError):
+                importlib.import_module(f"trl.trainer.{trainer}_trainer")
+        _originals[_TUNER] = BaseTunerLayer
     _replace(_originals[_ADD], _add_fused_lm_head, _Refused)
 
 
 def unpatch() -> None:
     """Restores TRL; models that were prepared in the meantime refuse their adapters from now on."""
     if _originals:
-        add = _originals[_ADD]
-        _replace(_add_fused_lm_head, add, BaseTunerLayer)
+        _replace(_add_fused_lm_head, _originals[_ADD], _originals.get(_TUNER))
         _originals.clear()
 
 
-def _replace(old: Any, new: Any, tuner: type) -> None:
+def _replace(old: Any, new: Any, tuner: type | None) -> None:
     """In every module of TRL that prepares a fused head."""
     for path in [path for path in sys.modules if path.split(".")[0] == "trl"]:
         module = sys.modules[path]
         if vars(module).get(_ADD) is old:
             setattr(module, _ADD, new)
-            if _TUNER in vars(module):
+            if _TUNER in _originals and _TUNER in vars(module):
                 setattr(module, _TUNER, tuner)
 
 
-def current() -> Adapter | None:
-    """A, B and scale of the adapter on the head that TRL multiplies by, or None if its weight is all there is."""
-    return _current.get()
+def current() -> Call:
+    """The forward pass that calls the fused head; without units in a model that was prepared before the patch."""
+    return _current.get() or Call()
 
 
 def merged(weight: Tensor, adapter: Adapter) -> Tensor:
@@ -77,7 +95,13 @@ def of_dtype(adapter: Adapter, dtype: torch.dtype) -> Adapter:
     return a.to(wanted), b.to(wanted), scale
 
 
+def _is_tuner(head: nn.Module) -> bool:
+    return is_peft_available() and isinstance(head, BaseTunerLayer)
+
+
 def _adapter_of(head: nn.Module) -> Adapter | None:
+    if not is_peft_available():
+        return None
     _refuse(head)
     if not isinstance(head, LoraLinear) or head.disable_adapters or head.merged:
         return None
@@ -137,7 +161,7 @@ def _add_fused_lm_head(
     model: Any, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False, outputs: Sequence[str] = ("log_probs",)
 ) -> None:
     head = model.get_output_embeddings()
-    if cast_lm_head_to_fp32 and isinstance(head, BaseTunerLayer):
+    if cast_lm_head_to_fp32 and _is_tuner(head):
         raise ValueError("patch_trl: cast_lm_head_to_fp32 must be False with an adapter on the LM head, got True")
     _originals[_ADD](model, temperature, cast_lm_head_to_fp32, outputs)
     fused = model.forward.__func__
@@ -147,9 +171,9 @@ def _add_fused_lm_head(
         if not fused_lm_head:
             return fused(self, *args, **kwargs)
         head = self.get_output_embeddings()
-        if not _originals and isinstance(head, BaseTunerLayer):
+        if not _originals and _is_tuner(head):
             raise RuntimeError("unpatch_trl: the LM head must have no adapter after it, as TRL would ignore it")
-        token = _current.set(_adapter_of(head))
+        token = _current.set(Call((head, self), _adapter_of(head)))
         try:
             return fused(self, *args, fused_lm_head=True, **kwargs)
         finally:

@@ -70,7 +70,7 @@ def head_calls(compute: HeadCall) -> Iterator[None]:
         ) -> tuple[Tensor | None, ...]:
             weight = weight.to(hidden.dtype)
             bias = None if bias is None else bias.to(hidden.dtype)
-            lora = adapters.current()
+            lora = adapters.current().adapter
             lora = None if lora is None else adapters.of_dtype(lora, hidden.dtype)
             head = HeadInputs(hidden, weight, bias, targets, temperature, softcap, logit_scale, lora)
             return *compute(head, outputs), None, None, None

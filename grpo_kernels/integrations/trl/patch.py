@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 import grpo_kernels as gk
 from grpo_kernels.checks import boolean
+from grpo_kernels.integrations.sharded import dtype_of, gathered
 from grpo_kernels.integrations.trl import adapters
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
@@ -85,32 +86,31 @@ class _Head:
         logit_scale: float,
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
-        lora, is_partitioned = adapters.current(), is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
+        units, lora = adapters.current()
+        is_partitioned = is_deepspeed_zero3_enabled()  # type: ignore[no-untyped-call]
         if lora is not None and is_partitioned:
             raise RuntimeError(
                 "patch_trl: the LM head must have no adapter under ZeRO-3, got one; only its weight is here"
             )
-        is_sharded = type(weight).__name__ == "DTensor"
-        # a rank without targets takes part in the others' collectives
-        has_nothing = len(targets) == 0 and not is_sharded
-        lora = None if lora is None else (_whole(lora[0]), _whole(lora[1]), lora[2])
         # under ZeRO-3 the head is gathered only here, and TRL gathers it again for its own backward
-        if not set(outputs) <= {"log_probs", "entropy"} or has_nothing or is_partitioned:
-            weight, bias = _whole(weight), _whole(bias)
+        is_theirs = not set(outputs) <= {"log_probs", "entropy"} or is_partitioned
+        # a rank without targets takes part in the others' collectives, and in their dtype
+        dtype = None if is_theirs else dtype_of(hidden)
+        weight, bias = (gathered("patch_trl", value, units, dtype) for value in (weight, bias))
+        if lora is not None:
+            lora = (*(gathered("patch_trl", factor, units) for factor in lora[:2]), lora[2])
+        if is_theirs or len(targets) == 0:
             weight = weight if lora is None else adapters.merged(weight, lora)
             results: tuple[Tensor | None, ...] = _originals[_HEAD].apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
             return results
-        if torch.is_autocast_enabled(hidden.device.type):
-            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        if not is_sharded:  # what is gathered takes the dtype of the hidden states
-            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        hidden = hidden.to(dtype)
         result = gk.linear_logprobs(
             hidden,
-            weight,
+            weight.to(dtype),
             targets,
-            bias=bias,
+            bias=None if bias is None else bias.to(dtype),
             lora=None if lora is None else adapters.of_dtype(lora, hidden.dtype),
             temperature=temperature,
             softcap=softcap,
@@ -118,18 +118,6 @@ class _Head:
             return_entropy="entropy" in outputs,
         )
         return result.logprobs, result.entropy, None, None, None
-
-
-def _whole(value: Any) -> Any:
-    """A sharded parameter, gathered. Its gradient is the mean over the ranks, as FSDP2's is."""
-    if type(value).__name__ != "DTensor":
-        return value
-    from torch.distributed.tensor import Partial
-
-    shards, ranks = value.view_as(value), value.device_mesh.size()
-    if shards.requires_grad:
-        shards.register_hook(lambda gradient: gradient / ranks)
-    return shards.full_tensor(grad_placements=[Partial()] * value.device_mesh.ndim)
 
 
 def selective_log_softmax(

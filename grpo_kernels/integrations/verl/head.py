@@ -20,6 +20,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 
 import grpo_kernels as gk
 from grpo_kernels import checks
+from grpo_kernels.integrations.sharded import dtype_of, gathered
 
 BACKEND = "grpo_kernels"  # value of fused_kernel_options.impl_backend
 _WHERE = f"impl_backend={BACKEND!r}"
@@ -42,6 +43,7 @@ class HeadOptions(NamedTuple):
     bias: Tensor | None
     softcap: float | None
     logit_scale: float
+    units: tuple[torch.nn.Module, ...] = ()  # the head and its model, which FSDP2 may shard
 
 
 # Options of the model whose forward is running; None in a direct call of FusedLinearForPPO.
@@ -65,11 +67,13 @@ class FusedLinearForPPO(_THEIR_HEAD):  # type: ignore[misc]
             theirs: tuple[Tensor, Tensor] = super().forward(hidden_states, vocab_weights, input_ids, temperature)
             return theirs
         options = _OPTIONS.get() or HeadOptions(None, None, 1.0)
+        dtype = dtype_of(hidden_states)
+        weight, bias = (gathered(_WHERE, value, options.units, dtype) for value in (vocab_weights, options.bias))
         logprobs, entropy = gk.linear_logprobs(
             hidden_states,
-            vocab_weights,
+            weight,
             input_ids,
-            bias=options.bias,
+            bias=bias,
             temperature=temperature,
             softcap=options.softcap,
             logit_scale=options.logit_scale,
@@ -108,7 +112,8 @@ def head_options(model: Any) -> HeadOptions:
     if _SCALING in settings and not settings.keys() & set(_SCALES):
         is_factor = config.model_type == "hyperclovax"  # in Granite it is a divisor
         scale = settings[_SCALING] if is_factor else 1 / settings[_SCALING]
-    return HeadOptions(model.lm_head.bias, next((settings[c] for c in _SOFTCAPS if c in settings), None), scale)
+    softcap = next((settings[c] for c in _SOFTCAPS if c in settings), None)
+    return HeadOptions(model.lm_head.bias, softcap, scale, (model.lm_head, model))
 
 
 def register() -> None:
@@ -144,7 +149,7 @@ def _with_options(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Never:
-    """Stands for DTensor in verl's forwards, so that they hand over a sharded weight, which the op gathers.
+    """Stands for DTensor in verl's forwards, so that they hand over a sharded weight, which is gathered here.
 
     Their full_tensor() would keep each rank's part of its own gradient, and lose those of the other ranks.
     """

@@ -14,7 +14,6 @@ from grpo_kernels.ops.linear_distillation_loss.arguments import (
     check_lesson,
 )
 from grpo_kernels.ops.linear_head.arguments import DEPENDENT, check_chunk_size, check_head, check_weight_grad
-from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 
 __all__ = ["DistillationLoss", "Teacher", "linear_distillation_loss"]
@@ -23,7 +22,6 @@ _OP = "linear_distillation_loss"
 _NAMES = Naming(_OP, ids="teacher_ids", logprobs="teacher_logprobs")
 
 
-@takes_dtensors(_OP, can_split=False)
 def linear_distillation_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -70,7 +68,7 @@ def linear_distillation_loss(
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     invariance.refuse(_OP, DEPENDENT["teacher"])
-    checks.tensor(_OP, "hidden", hidden, checks.FLOATS)
+    hidden = checks.tensor(_OP, "hidden", checks.local(_OP, "hidden", hidden), checks.FLOATS)
     tokens = hidden.shape[:-1]
     targets = torch.zeros(tokens, dtype=torch.long, device=hidden.device)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)

@@ -34,6 +34,9 @@ def check_head(
     lora: tuple[Tensor, Tensor, float] | None,
 ) -> Head:
     """The head with its rows flattened to [N]."""
+    hidden, weight, bias = (
+        checks.local(op, name, value) for name, value in (("hidden", hidden), ("weight", weight), ("bias", bias))
+    )
     checks.tensor(op, "hidden", hidden, checks.FLOATS)
     checks.tensor(op, "weight", weight, checks.FLOATS)
     checks.tensor(op, "targets", targets, checks.INTEGERS)
@@ -86,7 +89,7 @@ def _check_lora(
         raise TypeError(
             f"{op}: lora must be a tuple of A [r, H], B [V, r] and a scale, got {type(lora).__name__}{size}"
         )
-    a, b, scale = lora
+    a, b, scale = (checks.local(op, "lora", value) for value in lora)
     checks.finite(op, "the scale of lora", scale)
     dtypes = (hidden.dtype, torch.promote_types(hidden.dtype, torch.float32))
     for name, value in (("A of lora", a), ("B of lora", b)):
@@ -120,6 +123,8 @@ def check_reference(
         if ref_bias is not None:
             raise ValueError(f"{op}: ref_bias must be None without ref_weight, got a tensor; both come from the policy")
         ref_weight, ref_bias = head.weight.detach(), head.bias
+    ref_hidden = checks.local(op, "ref_hidden", ref_hidden)
+    ref_weight, ref_bias = checks.local(op, "ref_weight", ref_weight), checks.local(op, "ref_bias", ref_bias)
     checks.tensor(op, "ref_hidden", ref_hidden, checks.FLOATS)
     checks.tensor(op, "ref_weight", ref_weight, checks.FLOATS)
     columns, width = len(head.weight), ref_weight.shape[-1]

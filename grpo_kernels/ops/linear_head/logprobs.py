@@ -17,7 +17,6 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_shard,
     check_whole,
 )
-from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.invariant import rows_within
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _OP = "linear_logprobs"
 
 
-@takes_dtensors(_OP)
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -62,9 +60,8 @@ def linear_logprobs(
 
     Args:
         hidden: [..., H], one row per target (shift first); bfloat16, float16, float32, float64 on the CPU
-        weight: [V, H] of the same dtype; no gradient is computed for it unless it requires one. A DTensor stays a split
-            vocabulary, is local or is gathered once, as its placements are; then hidden must be a replicated DTensor,
-            or process_group the ranks with the same rows, or weight a parameter of FSDP2
+        weight: [V, H] of the same dtype; no gradient is computed for it unless it requires one. A DTensor must be whole
+            on every rank
         targets: integers [...]; -100 gives log-prob and entropy 0 and no gradient
         bias: [V]
         lora: (A [r, H], B [V, r], scale) of an adapter of the head. It adds scale * (hidden @ A.T) @ B.T to the logits

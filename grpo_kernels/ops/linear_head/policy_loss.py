@@ -25,7 +25,6 @@ from grpo_kernels.ops.linear_head.arguments import (
     check_whole,
 )
 from grpo_kernels.ops.linear_head.chunking import chunking_of, split_rows
-from grpo_kernels.ops.linear_head.distributed_weight import takes_dtensors
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
 from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 _OP = "linear_policy_loss"
 
 
-@takes_dtensors(_OP)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,

@@ -238,18 +238,3 @@ def test_the_ranks_meet_once_each_way(ranks: list[dict[Any, Any]], case: str) ->
 def test_a_target_that_is_no_column_of_one_rank(ranks: list[dict[Any, Any]], which: int | str) -> None:
     for rank in ranks:
         assert "linear_logprobs: targets must be columns of exactly one rank" in rank["error", which]
-
-
-@pytest.mark.parametrize("name", ["bias", "targets"])
-def test_a_tensor_of_all_ranks_is_refused(name: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    arguments: dict[str, Any] = batch("plain")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        arguments[name] = distribute_tensor(arguments[name], init_device_mesh("cpu", (1,)), [Replicate()])
-        with pytest.raises(TypeError, match=f"linear_logprobs: {name} must be a tensor of this rank, got DTensor"):
-            gk.linear_logprobs(**arguments)
-    finally:
-        dist.destroy_process_group()
