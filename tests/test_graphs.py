@@ -6,7 +6,7 @@ Each call runs on the GPU of tests/simulated_gpu.py, which captures and replays 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier

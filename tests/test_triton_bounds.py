@@ -11,7 +11,7 @@ import torch
 from tests.harness import quick
 from tools import kernel_cases
 
-OUTSIDE = ("outside_losses", "outside_segments", "outside_token_advantages", "outside_logprobs", "outside_kept")
+OUTSIDE = ("outside_token_advantages", "outside_logprobs", "outside_kept")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 
 

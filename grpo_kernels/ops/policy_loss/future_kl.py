@@ -55,7 +55,7 @@ def _weights(
     summed = torch.where(moved > settings.log_cap, 0, moved)
     config = TokenAdvantageConfig("reinforce", gamma=settings.gamma)
     everywhere = torch.ones_like(lp, dtype=torch.bool)
-    scan = token_advantages.FORWARD[backend]
+    scan = token_advantages.FORWARD["triton" if backend == "cuda" else backend]
     future: Tensor = scan(summed, None, everywhere, policy.cu_seqlens, None, config.modes, config.coefficients)[1]
     weights = future.exp().clamp(settings.low, settings.high)
     is_risky = (moved > settings.log_safety) & (spread_rows(policy.advantages, policy, lp) < 0)
