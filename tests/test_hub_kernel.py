@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness import quick
+
 hub_kernel = pytest.importorskip("tools.hub_kernel", reason="tests are run from outside the checkout")
 # `kernels` is kept apart from the other packages, as transformers behaves differently where it is installed.
 HUB = Path(sys.prefix) / "hub"
@@ -107,6 +109,42 @@ def test_kernels_accepts_the_project(tmp_path: Path) -> None:
     )
     assert done.stdout.lower().count("'") == 2 * len(hub_kernel.UNIVERSAL), done.stderr
     assert (tmp_path / "torch-ext" / "grpo_kernels" / "ops" / "policy_loss" / "__init__.py").exists()
+
+
+WITHOUT_LIBRARIES = """
+import importlib.util, json, sys
+import torch
+
+spec = importlib.util.spec_from_file_location(sys.argv[1], sys.argv[2])
+gk = sys.modules[sys.argv[1]] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gk)
+rewards, tokens = torch.tensor([1.0, 0.0, 0.5, 0.5]), torch.full((2, 3), -0.5)
+assert "grpo_kernels" not in sys.modules
+print(json.dumps({
+    "cpu": gk.available_backends()["cpu"],
+    "advantages": gk.group_advantages(rewards, 2, config="dr_grpo").advantages.tolist(),
+    "segments": gk.endpoint_segments(tokens, tokens, tokens, values=tokens).segment_ids.tolist(),
+    "labels": gk.similarity_groups(torch.eye(3), 3).labels.tolist(),
+    "score": gk.silhouette(1 - torch.eye(3)[None], torch.tensor([[0, 0, 1]])).score.tolist(),
+}))
+"""
+
+
+@pytest.mark.parametrize("backend", quick(hub_kernel.UNIVERSAL, "cuda"))
+def test_ops_without_triton_are_plain_torch_in_the_universal_variants(universal: Path, backend: str) -> None:
+    folder = universal / "build" / f"torch-{backend}"
+    name = json.loads((folder / "metadata.json").read_text())["id"]
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES, name, str(folder / "__init__.py")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=universal, env=os.environ | {"PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts.pop("cpu").startswith("CPU kernels: not built")
+    assert facts == {
+        "advantages": [0.5, -0.5, 0.0, 0.0],
+        "segments": [[0, 0, 0], [0, 0, 0]],
+        "labels": [0, 0, 0],
+        "score": [0.0],
+    }
 
 
 def test_no_variant_names_the_installed_package(universal: Path) -> None:
