@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Ops that keep CUDA alone on a GPU: of their interpreted cases, each file as a whole has its share.
-_LOSING_TRITON = ("sampling_correction", "similarity_groups")
+_LOSING_TRITON = ("sampling_correction",)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ class Case(NamedTuple):
 def runs_on(name: str, backend: str) -> bool:
     """Whether the op of a case has a kernel on a backend. Ops that are made of others run on each."""
     op = name.partition(" ")[0]
-    op = {"gigpo_advantages": "group_advantages"}.get(op, op)
+    op = {"gigpo_advantages": "group_advantages", "similarity_advantages": "similarity_groups"}.get(op, op)
     own = [other for other in GPU_BACKENDS if has_kernel(op, other)]
     return backend in own or not own
 

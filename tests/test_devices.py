@@ -61,11 +61,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_distillation_loss": linear_distillation_loss,
     "token_advantages": lambda: gk.token_advantages(rows(), rows(), backend="triton"),
     "sampling_correction": lambda: gk.sampling_correction(rows(), rows(), backend="triton"),
-    "similarity_groups": lambda: gk.similarity_groups(torch.randn(4, 3), 4, backend="triton"),
-    "pairwise_cosine": lambda: gk.pairwise_cosine(torch.randn(4, 3), 4, backend="triton"),
-    "cluster_distances": lambda: gk.cluster_distances(1 - torch.eye(4)[None], backend="triton"),
-    "agglomerate": lambda: gk.agglomerate(1 - torch.eye(4)[None], backend="triton"),
-    "silhouette": lambda: gk.silhouette(1 - torch.eye(4)[None], torch.tensor([[0, 0, 1, 1]]), backend="triton"),
 }
 
 
@@ -261,7 +256,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
 
 
 # without a Triton kernel
-OTHERS = {"endpoint_segments", "group_advantages", "policy_loss", "similarity_advantages"}
+OTHERS = {"policy_loss", "similarity_advantages", *backends.through_host}
 
 
 def of_name(op: Callable[..., Any]) -> str:

@@ -175,7 +175,7 @@ def test_the_page(machine: Machine) -> None:
     machine.run()
     page = machine.page()
     assert page.startswith("# GPU check: A GPU\n") and page == machine.archive()["summary.md"]
-    assert "| build | build | ok |" in page and "| silhouette | 3 | 3 |" in page  # once in each share and once in smoke
+    assert "| build | build | ok |" in page and "| silhouette | 3 |  |" in page  # once in each share and once in smoke
     assert "| sum, of ten, float32 | cuda | 20 us | 10 us | 9 us | 4.0 | 75% | 3 | 1 |" in page
     assert "it takes less" in page and "What failed" not in page
 

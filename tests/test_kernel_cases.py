@@ -12,7 +12,7 @@ from benchmarks import gpu_lines
 from tests import emulation
 from tests.emulation import build
 from tests.harness import quick
-from tools import kernel_cases
+from tools import gpu_summary, kernel_cases
 
 CPU = torch.device("cpu")
 OF_CUDA = [name for name, case in kernel_cases.CASES.items() if "cuda" in case.backends]
@@ -44,8 +44,7 @@ def test_a_case_launches_the_kernels_it_says_and_gives_the_reference(name: str) 
 
 
 @emulation.only
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("name", kernel_cases.SMOKE)
+@pytest.mark.parametrize(("name", "backend"), gpu_summary.PAIRS)
 def test_a_small_call_of_each_op_gives_the_reference(name: str, backend: str) -> None:
     assert kernel_cases.compare(kernel_cases.SMOKE[name], name, backend, CPU) > 0
 

@@ -28,7 +28,6 @@ OPS_DIR = ROOT / "grpo_kernels" / "ops"
 OPS = sorted(path.name for path in OPS_DIR.iterdir() if (path / "triton.py").exists() or (path / "triton").exists())
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942"]
 ROUND_AS_WRITTEN = {
-    "similarity_groups",
     "sampling_correction",
 }  # they decide by comparing numbers
 

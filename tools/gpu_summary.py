@@ -29,11 +29,11 @@ OPS = {
     "sampling_correction": BACKENDS,
     "endpoint_segments": ("cuda",),
     "token_advantages": ("triton",),
-    "similarity_groups": BACKENDS,
-    "pairwise_cosine": BACKENDS,
-    "cluster_distances": BACKENDS,
-    "agglomerate": BACKENDS,
-    "silhouette": BACKENDS,
+    "similarity_groups": ("cuda",),
+    "pairwise_cosine": ("cuda",),
+    "cluster_distances": ("cuda",),
+    "agglomerate": ("cuda",),
+    "silhouette": ("cuda",),
 }
 PAIRS = [(op, backend) for op, backends in OPS.items() for backend in backends]
 Result = dict[str, Any]

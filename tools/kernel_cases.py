@@ -209,7 +209,7 @@ def outside_similarity(backend: str, put: Put) -> Results:
 
 
 def large_similarity(backend: str, put: Put) -> Results:
-    """Prompts whose matrix exceeds shared memory, which Triton does not support."""
+    """Prompts whose matrix exceeds shared memory."""
     yield from one_prompt(256, torch.float32, backend, put)
     yield from parts(200, backend, put)
 
@@ -276,9 +276,11 @@ CASES = {
     ),
     "token_advantages": Case(row_cases.token_advantages, set(), ("triton",)),
     "outside_token_advantages": Case(row_cases.outside_token_advantages, set(), ("triton",)),
-    "similarity": Case(similarity, kernels("similarity_groups", "cosine", "cluster")),
+    "similarity": Case(similarity, kernels("similarity_groups", "cosine", "cluster"), ("cuda",)),
     "outside_similarity": Case(outside_similarity, kernels("similarity_groups", "cosine", "cluster"), ("cuda",)),
-    "similarity_parts": Case(similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette")),
+    "similarity_parts": Case(
+        similarity_parts, kernels("similarity_groups", "cluster", "tree", "silhouette"), ("cuda",)
+    ),
     "large_similarity": Case(
         large_similarity,
         kernels("similarity_groups", "cosine", "cluster", "tree", "silhouette"),

@@ -62,15 +62,13 @@ def similarity_groups(
         num_groups, max_size: with ids, the number of prompts and the largest number of responses of one (at most 256).
             Finding them waits for a GPU once. Larger values add empty prompts at the end
         config: a SimilarityConfig or the name of a linkage: "single", "complete", "average", "ward"
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "cuda", "cpu" or "reference"; None means the first that can
     """
     settings = SimilarityConfig.of(config, _OP)
     vectors = check_embeddings(_OP, embeddings)
     mask = check_valid(_OP, valid, vectors)
     layout = check_layout(_OP, groups, vectors, num_groups, max_size, MAX_ROWS)
-    chosen = backends.select(
-        _OP, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index, op.too_large(layout.size)
-    )
+    chosen = backends.select(_OP, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index)
     results = op.FORWARD[chosen](vectors, *layout, mask, settings.modes, settings.coefficients)
     return SimilarityGroups(*results)
 
@@ -93,7 +91,6 @@ def cluster_distances(
         distances.dtype,
         op.OF_DISTANCES,
         distances.device.index,
-        op.too_large(distances.shape[1]),
     )
     labels, count, score, best_k, verdict = op.CLUSTERS[chosen](distances, settings.modes, settings.coefficients)
     first = torch.arange(labels.shape[0], device=labels.device)[:, None] * labels.shape[1]

@@ -60,9 +60,7 @@ def pairwise_cosine(
     vectors = check_embeddings(name, embeddings)
     mask = check_valid(name, valid, vectors)
     layout = check_layout(name, groups, vectors, num_groups, max_size, MAX_ROWS)
-    chosen = backends.select(
-        name, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index, op.too_large(layout.size)
-    )
+    chosen = backends.select(name, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index)
     distances: Tensor = op.COSINE[chosen](vectors, *layout, mask)[0]
     return distances
 
@@ -76,7 +74,7 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
         distances: [P, K, K]
         linkage: "single", "complete", "average" or "ward" (of cosine distances d on unit vectors, with the heights of
             sqrt(2 d))
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "cuda", "cpu" or "reference"; None means the first that can
     """
     name = "agglomerate"
     if linkage not in LINKAGES:
@@ -89,7 +87,6 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
         distances.dtype,
         op.OF_DISTANCES,
         distances.device.index,
-        op.too_large(distances.shape[1]),
     )
     return Dendrogram(*op.TREE[chosen](distances, LINKAGES.index(linkage)))
 
@@ -103,7 +100,7 @@ def silhouette(
         distances: [P, K, K], as returned by pairwise_cosine
         labels: integers [P, K], or [N] with the groups that the distances were made from; negative means left out
         groups: an int or ids [N], see similarity_groups
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "cuda", "cpu" or "reference"; None means the first that can
     """
     name = "silhouette"
     distances = check_distances(name, distances)
@@ -116,7 +113,6 @@ def silhouette(
         distances.dtype,
         op.OF_DISTANCES,
         distances.device.index,
-        op.too_large(distances.shape[1]),
     )
     prompts, size = distances.shape[:2]
     if groups is None:

@@ -13,24 +13,13 @@ _EMBEDDINGS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT = (torch.float32,)
 SUPPORTS = {
     "cuda": _EMBEDDINGS,
-    "triton": _EMBEDDINGS,
     "cpu": _EMBEDDINGS,
     "reference": (*_EMBEDDINGS, torch.float64),
 }
 OF_DISTANCES = dict.fromkeys(SUPPORTS, _FLOAT)
 _ON_HOST = ("cpu", "reference")  # its reference reads distances to merge the nearest
-_MAX_ROWS = {"triton": 64}  # a tile of their distances stays in registers
 
 _LAYOUT = "Tensor embeddings, Tensor? order, Tensor? offsets, int num_groups, int size, Tensor? valid"
-
-
-def too_large(size: int) -> dict[str, str]:
-    """Reason for each backend that cannot handle prompts of `size` rows."""
-    return {
-        backend: f"it takes prompts of at most {most} rows, got {size}"
-        for backend, most in _MAX_ROWS.items()
-        if size > most
-    }
 
 
 def _per_prompt(like: Tensor, prompts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

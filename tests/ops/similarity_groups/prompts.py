@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,13 +11,12 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import backends
 from grpo_kernels.ops.similarity_groups.registration import SUPPORTS
 from tests.harness import runnable_backends
 
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# The reference loops over prompts; Triton's interpreter and the emulated CUDA are 10 to 1000 times slower.
+# The reference loops over prompts; the emulated CUDA is 10 to 1000 times slower.
 FAST = ("cpu",) if not torch.cuda.is_available() else tuple(KERNELS)
 LINKAGES = ("single", "complete", "average", "ward")
 HALVES = (torch.bfloat16, torch.float16)
@@ -27,16 +25,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 def sizes_for(backend: str, *sizes: int) -> list[int]:
-    """The prompt sizes among `sizes` that the backend supports and, without a GPU, handles quickly."""
-    most = 64 if backend == "triton" else 256
-    return [size for size in sizes if size <= (most if backend in FAST else min(most, 40))]
-
-
-def next_to(value: float, toward: float, backend: str) -> float:
-    """The next number in the dtype in which the backend compares limits: float32 in Triton's interpreter."""
-    if backend == "triton" and backends.interpreting():
-        return float(np.nextafter(np.float32(value), np.float32(toward)))
-    return math.nextafter(value, toward)
+    """The prompt sizes among `sizes` that the backend handles quickly."""
+    return [size for size in sizes if size <= (256 if backend in FAST else 40)]
 
 
 def share_of(backend: str, count: int) -> int:
@@ -247,7 +237,7 @@ def assert_same(got: NamedTuple, expected: NamedTuple) -> None:
 
 
 def assert_wanted(got: gk.SimilarityGroups, expected: Wanted) -> None:
-    """Checks a result of cluster_distances; scores are rounded to float32 once, and Triton sums in another order."""
+    """Checks a result of cluster_distances; scores are rounded to float32 once, and NumPy sums in another order."""
     for field in ("labels", "num_groups", "best_k", "verdict"):
         one, other = getattr(got, field).cpu().numpy(), getattr(expected, field)
         assert np.array_equal(one, other), (

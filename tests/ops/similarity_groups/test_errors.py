@@ -13,7 +13,7 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels.backends import runs_on
 from grpo_kernels.ops.similarity_groups.config import COLLAPSES
-from tests.harness import assert_raises, device_of, needs_cpu_kernels
+from tests.harness import assert_raises, needs_cpu_kernels
 from tests.ops.similarity_groups.prompts import BACKENDS, INF, LINKAGES, NAN
 
 OF_EMBEDDINGS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (gk.similarity_groups, gk.pairwise_cosine)}
@@ -444,14 +444,3 @@ def test_backend_that_cannot_run_names_its_reason(op: str, monkeypatch: pytest.M
 def test_dtype_that_a_backend_does_not_take(op: str) -> None:
     with pytest.raises(RuntimeError, match=f"^{op}: backend 'cpu' cannot run here: .*float64; use backend='reference'"):
         OF_EMBEDDINGS[op](torch.zeros(6, 4, dtype=torch.float64), 3, backend="cpu")
-
-
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name == "triton"])
-def test_prompts_that_are_too_large_for_triton_name_the_limit(backend: str) -> None:
-    device = device_of(backend)
-    for call in (
-        lambda: gk.similarity_groups(torch.randn(65, 4, device=device), 65, backend=backend),
-        lambda: gk.cluster_distances(torch.zeros(1, 65, 65, device=device), backend=backend),
-    ):
-        with pytest.raises((RuntimeError, ValueError), match="64"):
-            call()

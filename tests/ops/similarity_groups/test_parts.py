@@ -16,6 +16,7 @@ from tests.ops.similarity_groups.prompts import (
     DTYPES,
     FAST,
     INF,
+    KERNELS,
     LINKAGES,
     assert_same,
     batch_of,
@@ -28,7 +29,7 @@ from tests.ops.similarity_groups.prompts import (
 
 SINGLE = torch.finfo(torch.float32).eps
 # Heights are computed in float64 from the same distances and rounded to float32 once, by half an ulp; a whole ulp
-# leaves room for Triton's summation order.
+# leaves room for another order of sums.
 HEIGHTS: dict[str, Any] = {"rtol": SINGLE, "atol": 0.0}
 
 
@@ -142,10 +143,33 @@ def test_labels_of_a_prompt_are_a_cut_of_its_tree(backend: str, linkage: str) ->
         assert [lowest.index(place) for place in lowest] == [labels.index(label) for label in labels]
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 16, 17, 33])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_parts_have_the_bits_of_the_reference(backend: str, size: int, steps: int | None) -> None:
+    """Two prompts, the second with unused places; with `steps`, distances are multiples of 1 / steps with many ties."""
+    values = torch.rand(2, size, size)
+    values = values if steps is None else (values * steps).round() / steps
+    distances = values.triu(1) + values.triu(1).mT
+    left_out = torch.rand(size) < 0.3
+    distances[1] = distances[1].masked_fill(left_out | left_out[:, None], INF)
+    linkage = LINKAGES[(size + (steps is None)) % 4]
+    config = gk.SimilarityConfig(linkage, min_silhouette=0.0, collapse="singletons")
+    labels = (torch.arange(2 * size).view(2, size) * 7) % 5 - 1
+    results = []
+    for name in (backend, "reference"):
+        on_device, of_places = distances.to(device_of(name)), labels.to(device_of(name))
+        groups = gk.cluster_distances(on_device, config=config, backend=name)
+        tree = gk.agglomerate(on_device, linkage=linkage, backend=name)
+        results.append((groups, tree, gk.silhouette(on_device, of_places, backend=name)))
+    for got, expected in zip(*results, strict=True):
+        assert_same(got, expected)
+
+
 # Silhouettes
 
-# A sample is at most 1 and rounded to float32 once, by at most 6e-8; so is the mean, which Triton sums in another
-# order.
+# A sample is at most 1 and rounded to float32 once, by at most 6e-8; so is the mean, which
+# scikit-learn sums in another order.
 SCORES: dict[str, Any] = {"rtol": 0, "atol": 2 * SINGLE}
 
 

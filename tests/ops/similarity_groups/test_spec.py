@@ -19,7 +19,6 @@ from tests.ops.similarity_groups.prompts import (
     batch_of,
     canonical,
     grid_distances,
-    next_to,
     share_of,
     sizes_for,
     tree,
@@ -138,7 +137,7 @@ def test_distance_floor_is_met_by_distances_up_to_it_and_comes_before_a_good_cut
     pairs = symmetric(4, 0.25, {(0, 1): 2**-10, (2, 3): 2**-10})
     score = 1 - 2**-8
     assert_prompt(clusters(pairs, backend, distance_floor=0.25), [0] * 4, score, 2, Verdict.ALL_SAME)
-    below = next_to(0.25, 0, backend)
+    below = math.nextafter(0.25, 0)
     assert_prompt(clusters(pairs, backend, distance_floor=below), [0, 0, 1, 1], score, 2, Verdict.CLUSTERED)
     single = {"collapse": "singletons", "different": "singletons", "different_at": 0.0}
     assert_prompt(clusters(pairs, backend, distance_floor=0.3, **single), [0] * 4, score, 2, Verdict.ALL_SAME)
@@ -156,7 +155,7 @@ def test_distance_floor_is_the_documented_one_by_default(backend: str) -> None:
 def test_all_different_is_further_apart_than_different_at(backend: str) -> None:
     """With equal distances, every cut has silhouette 0."""
     equal = symmetric(5, 0.5)
-    below = next_to(0.5, 0, backend)
+    below = math.nextafter(0.5, 0)
     assert_prompt(clusters(equal, backend, different_at=below), [0] * 5, 0.0, 2, Verdict.ALL_DIFFERENT)
     assert_prompt(clusters(equal, backend, different_at=0.5), [0] * 5, 0.0, 2, Verdict.UNCLEAR)
     assert_prompt(clusters(symmetric(5, 0.29), backend), [0] * 5, 0.0, 2, Verdict.UNCLEAR)
@@ -246,7 +245,7 @@ def test_k_is_chosen_within_its_limits(backend: str, settings: dict[str, Any], k
 @pytest.mark.parametrize("linkage", LINKAGES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_cut_that_is_not_good_enough_collapses_but_is_reported(backend: str, linkage: str) -> None:
-    threshold = next_to(0.875, 1, backend)
+    threshold = math.nextafter(0.875, 1)
     got = clusters(nested(), backend, linkage, k_max=3, min_silhouette=threshold)
     assert_prompt(got, [0] * 8, 0.875, 3, Verdict.UNCLEAR)
 
