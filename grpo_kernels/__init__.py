@@ -2,7 +2,6 @@
 
 from grpo_kernels import variants
 from grpo_kernels.backends import available_backends, use_backend
-from grpo_kernels.invariance import use_invariant
 from grpo_kernels.ops.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
 from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
 from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
@@ -90,6 +89,5 @@ __all__ = [
     "token_logprobs",
     "token_shares",
     "use_backend",
-    "use_invariant",
     "variants",
 ]

@@ -118,7 +118,6 @@ BARS = {
     *(("linear_policy_loss", head, "memory below", "naive autograd", 0.15) for head in HEADS),
     *(("linear_policy_loss", f"{head}, one row in 16", "ratio at least", "all rows", 10) for head in HEADS),
     *(("linear_policy_loss", f"{head}, half the advantages 0", "ratio at least", "all rows", 1.4) for head in HEADS),
-    *(("linear_policy_loss", f"{head}, invariant", "cost at most", "the default", 1.3) for head in HEADS),
     *(("linear_policy_loss", clip, "memory below", "the logits", 0.4) for clip in CLIPPED),
     *(
         ("linear_policy_loss", f"{head}, an adapter of rank 16", "ratio at least", "merged weight", 1.2)

@@ -24,12 +24,11 @@ LAYERS = {
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
     "registration": {"registration", "reference", "config", "chunks", "head", "precomputed", "sizes"},
-    "chunks": {"registration", "reference", "config", "head", "invariant", "sizes"},
+    "chunks": {"registration", "reference", "config", "head", "sizes"},
     "precomputed": {"registration", "head"},
     "head": {"sizes", "config"},
-    "invariant": set(),
     "sizes": set(),
-    "public": {"public", "registration", "config", "head", "invariant", "sizes"},
+    "public": {"public", "registration", "config", "head", "sizes"},
 }
 # Top-level modules of the package that each layer may import.
 SHARED = {
@@ -42,19 +41,17 @@ SHARED = {
     "chunks": set(),
     "precomputed": set(),
     "head": set(),
-    "invariant": set(),
     "sizes": set(),
-    "public": {"backends", "checks", "groups", "invariance", "shared_positions"},
+    "public": {"backends", "checks", "groups", "shared_positions"},
 }
 TOP = {
-    "__init__": {"backends", "invariance", "ops", "variants"},
+    "__init__": {"backends", "ops", "variants"},
     "__main__": {"backends", "grpo_kernels"},
     "aot": set(),
     "backends": {"checks", "compiled"},
     "checks": set(),
     "compiled": set(),
     "groups": {"checks"},
-    "invariance": set(),
     "plans": {"checks"},
     "shared_positions": {"checks"},
     "variants": {"checks", "groups", "ops"},

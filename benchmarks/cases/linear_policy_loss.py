@@ -130,7 +130,6 @@ def cases(shape: Shape) -> list[Case]:
         sparse,
         half,
         adapted(shape, common),
-        invariant(shape, common),
         *(clipped(shape, share, common) for share in CLIP_RATES if shape.device == "cpu"),
     ]
 
@@ -145,20 +144,6 @@ def adapted(shape: Shape, common: dict[str, Any]) -> Case:
         adapter,
         (Provider("merged weight", merged),),
         (Bar("ratio at least", 1.2, "merged weight"),),
-        **common,
-    )
-
-
-def invariant(shape: Shape, common: dict[str, Any]) -> Case:
-    return Case(
-        OP,
-        f"{shape}, invariant",
-        shape.model,
-        Floor(flops=3 * shape.products),
-        lambda device, seed: Inputs(shape, device, seed),
-        lambda i: ours(i, invariant=True),
-        (Provider("the default", ours),),
-        (Bar("cost at most", 1.3, "the default"),),
         **common,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels import backends, checks, invariance
+from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_distillation_loss import registration as op
 from grpo_kernels.ops.linear_distillation_loss.arguments import (
     DistillationLoss,
@@ -13,7 +13,7 @@ from grpo_kernels.ops.linear_distillation_loss.arguments import (
     Teacher,
     check_lesson,
 )
-from grpo_kernels.ops.linear_head.arguments import DEPENDENT, check_chunk_size, check_head, check_weight_grad
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
 from grpo_kernels.ops.linear_head.registration import SUPPORTS
 
 __all__ = ["DistillationLoss", "Teacher", "linear_distillation_loss"]
@@ -67,7 +67,6 @@ def linear_distillation_loss(
         weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
-    invariance.refuse(_OP, DEPENDENT["teacher"])
     hidden = checks.tensor(_OP, "hidden", checks.local(_OP, "hidden", hidden), checks.FLOATS)
     tokens = hidden.shape[:-1]
     targets = torch.zeros(tokens, dtype=torch.long, device=hidden.device)

@@ -8,18 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels import backends, checks, invariance
+from grpo_kernels import checks
 from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
-from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.token_logprobs import check_scaling, check_targets
-
-# Why a row's bits depend on other rows with these arguments.
-DEPENDENT = {
-    "vocab_start": "an all-reduce sums in its own order",
-    "lora": "the products of the pair have as many rows as a chunk",
-    "term_index": "rows sum the gradients of several terms",
-    "teacher": "torch's exp and log in float64 depend on a value's place",
-}
 
 
 def check_head(
@@ -231,35 +222,6 @@ def check_weight_grad(op: str, weight_grad: Tensor | None, head: Head, is_added:
         raise ValueError(f"{op}: weight_grad must be a plain tensor for a weight that requires grad, got {got}")
     if not is_added:
         raise ValueError(f"{op}: weight_grad must be None {otherwise}, got a tensor")
-
-
-def check_invariant(op: str, invariant: bool | None, **others: object) -> tuple[bool, backends.Limits]:
-    """Whether to compute each row as if it were alone, and reasons why backends cannot; refuses these arguments."""
-    is_invariant = invariance.resolve(op, invariant)
-    if not is_invariant:
-        return False, {}
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"{op}: invariant must be False with {name}, got True; {DEPENDENT[name]}")
-    return True, {"reference": "its products have as many rows as the call, so that a row depends on their number"}
-
-
-def check_invariant_loss(
-    op: str, invariant: bool | None, config: LossConfig, **others: object
-) -> tuple[bool, backends.Limits]:
-    """As check_invariant, for the terms of a loss, too."""
-    is_invariant, limits = check_invariant(op, invariant, **others)
-    if not is_invariant:
-        return False, limits
-    if config.ranks_tokens:
-        raise ValueError(
-            f"{op}: invariant must be False where terms depend on other rows or later tokens (top_entropy_quantile, "
-            f"future_kl_half_life, clip_cov, kl_cov, gvpo, real, flowrl), got True with loss={config.loss!r}"
-        )
-    if config.couples_tokens:
-        reason = "its sums over a sequence depend on the sequence's place and on the lengths of others (invariant)"
-        limits = {**limits, "cuda": reason, "triton": reason}
-    return True, limits
 
 
 def check_whole(op: str, **arguments: object) -> None:

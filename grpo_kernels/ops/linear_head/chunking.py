@@ -9,7 +9,6 @@ from torch import Tensor
 
 from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.head import Head, Shard
-from grpo_kernels.ops.linear_head.invariant import rows_within
 from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 from grpo_kernels.ops.policy_loss.arguments import Layout
 from grpo_kernels.ops.policy_loss.config import POLICY, LossConfig
@@ -28,12 +27,9 @@ def chunking_of(
     index: Tensor | None,
     chunk_size: int | None,
     shard: Shard | None,
-    invariant: bool,
-    backend: str,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
-    # which sequences fit into a chunk depends on the longest
-    if config.ranks_tokens or (invariant and config.couples_tokens):
+    if config.ranks_tokens:
         return None
     without_grad, with_grad = split
     rows = len(head.targets) if with_grad is None else len(with_grad)
@@ -42,8 +38,6 @@ def chunking_of(
         size = chunk_size or shard.rows_per_chunk(rows + others, head.weight)
     else:
         size = chunk_size or _rows_per_chunk(rows, others, head)
-    if invariant:
-        size = rows_within(size, len(head.weight), backend == "cpu")
     ends = None
     if config.couples_tokens and rows > size:
         if index is not None:
@@ -67,7 +61,6 @@ def chunking_of(
         size,
         product_rows=chunk_size or 0,
         term_index=index,
-        invariant=invariant,
     )
 
 

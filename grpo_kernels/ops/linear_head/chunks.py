@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.invariant import Blocks, whole_blocks
 from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
@@ -109,7 +108,6 @@ class Products:
         size: rows of the largest chunk
         pad_column: append a column of logits that are -inf, for targets that belong to another rank's columns
         tile: memory of the logits, where another head of this vocabulary has some; None means its own
-        invariant: the bits of a row's logits and gradient do not depend on other rows
     """
 
     def __init__(
@@ -119,9 +117,8 @@ class Products:
         size: int,
         pad_column: bool = False,
         tile: Tensor | None = None,
-        invariant: bool = False,
     ) -> None:
-        self.backend, self.head, self.invariant = backend, head, invariant
+        self.backend, self.head = backend, head
         self.columns = head.weight.shape[0]
         self.adapter = None if head.lora is None else Adapter(head.wide, *head.lora)
         # The CPU's half products would round their results.
@@ -129,21 +126,14 @@ class Products:
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
         self.logit_columns = self.columns + pad_column
         self.tile = self.matrix(size, head.wide) if tile is None else tile
-        self.blocks: Blocks | None = None
-        if invariant:
-            by_logits_dtype = self.weight.dtype if self.in_halves else head.wide
-            self.blocks = Blocks(multiply, self.weight, self.tile, by_logits_dtype, backend == "cpu")
 
     def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
         """Memory for [rows, logit_columns].
 
-        Rows are aligned on a GPU, for fast products and kernels; on a CPU with a padding column, as a product took a
-        third longer with rows of an odd length; and in invariant blocks.
+        Rows are aligned on a GPU, for fast products and kernels, and on a CPU with a padding column, as a product took
+        a third longer with rows of an odd length.
         """
-        is_plain = self.backend == "cpu" and self.logit_columns == self.columns and not self.invariant
-        alignment = 1 if is_plain else _ALIGNMENT
-        if self.invariant:
-            rows = whole_blocks(rows, self.columns, self.backend == "cpu")
+        alignment = 1 if self.backend == "cpu" and self.logit_columns == self.columns else _ALIGNMENT
         stride = -(-self.logit_columns // alignment) * alignment
         return token_logprobs.empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
 
@@ -214,10 +204,7 @@ class Products:
         if self.logit_columns > self.columns:
             logits[:, self.columns] = -torch.inf  # the gradient of the last chunk may be there
         out = logits[:, : self.columns]
-        if self.blocks is None:
-            multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
-        else:
-            self.blocks.to_logits(hidden, self.tile[:, : self.columns])
+        multiply(hidden.to(self.weight.dtype), self.weight.t(), out)
         if self.adapter is not None:
             self.adapter.add_to_logits(hidden, out)
         if self.head.bias is not None:
@@ -225,11 +212,8 @@ class Products:
         return hidden, logits
 
     def to_hidden(self, by_logits: Tensor, by_reduced: Tensor | None) -> Tensor:
-        if self.blocks is not None:
-            result = self.blocks.to_hidden(by_logits, self.head.wide)
-        else:
-            result = by_logits.new_empty((len(by_logits), self.weight.shape[1]), dtype=self.head.wide)
-            multiply(by_logits, self.weight, result)
+        result = by_logits.new_empty((len(by_logits), self.weight.shape[1]), dtype=self.head.wide)
+        multiply(by_logits, self.weight, result)
         if self.adapter is not None and by_reduced is not None:
             result.addmm_(by_reduced, self.adapter.a)
         return result.to(self.head.hidden.dtype)
@@ -293,8 +277,6 @@ class Gradients:
             shape, processors = tuple(head.weight.shape), _processors(head.weight.device)
             size = product_rows or rows_per_product(rows, chunk_rows, shape, self.needs_weight, processors)
             self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
-            if products.invariant:
-                self.staged.zero_()  # blocks are read whole
         self.into, self.is_written = into, into is not None
         if into is None:
             is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= UNSPLIT

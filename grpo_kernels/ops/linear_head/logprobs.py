@@ -12,13 +12,11 @@ from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import (
     check_chunk_size,
     check_head,
-    check_invariant,
     check_positions,
     check_shard,
     check_whole,
 )
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.invariant import rows_within
 from grpo_kernels.ops.linear_head.sharded import apply_sharded
 from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 from grpo_kernels.ops.sampled_support import check_support
@@ -50,7 +48,6 @@ def linear_logprobs(
     chunk_size: int | None = None,
     vocab_start: int | None = None,
     process_group: ProcessGroup | None = None,
-    invariant: bool | None = None,
     backend: str | None = None,
 ) -> TokenLogprobs:
     """Computes token_logprobs(hidden @ weight.T + bias, targets) without materialising the logits or their gradient.
@@ -80,9 +77,6 @@ def linear_logprobs(
             Targets count over all columns. Hidden states must be equal on all ranks, and their gradient is complete on
             each. One all-reduce forward, one backward
         process_group: ranks that hold the other columns
-        invariant: compute the log-prob, the entropy and the gradient of a row of hidden states bit for bit alike
-            whatever the other rows and their number are; None means as in use_invariant. Not for the gradient of
-            weight and bias, nor with vocab_start or the reference backend
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
@@ -93,12 +87,10 @@ def linear_logprobs(
         raise ValueError(f"{_OP}: positions must be None with term_index, which picks the results, got a tensor")
     places = check_positions(_OP, positions, targets)
     device = hidden.device
-    others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index}
-    is_invariant, limits = check_invariant(_OP, invariant, **others)
     if support is not None:
         check_whole(_OP, lora=lora, chunk_size=chunk_size, vocab_start=vocab_start, process_group=process_group)
-        return _over_support(head, support, targets.shape, positions, places, index, return_entropy, limits, backend)
-    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index, limits)
+        return _over_support(head, support, targets.shape, positions, places, index, return_entropy, backend)
+    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, op.SUPPORTS, device.index)
     if places is not None:
         # Not _replace: torch.compile of torch 2.11 fails if its result outlives a graph break, as a mask causes.
         temperatures = None if head.row_temperature is None else head.row_temperature[places]
@@ -106,10 +98,8 @@ def linear_logprobs(
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
     product_rows = size or 0
     size = size or rows_per_chunk(len(head.hidden), len(head.weight), device.type, head.weight.dtype)
-    if is_invariant:
-        size = rows_within(size, len(head.weight), chosen == "cpu")
     if shard is None:
-        logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size, product_rows, is_invariant)
+        logprobs, entropy, _ = op.apply_logprobs(chosen, head, return_entropy, size, product_rows)
     else:
         logprobs, entropy = apply_sharded(chosen, shard, head, return_entropy, size, product_rows)
     is_mask = positions is not None and positions.dtype == torch.bool
@@ -130,7 +120,6 @@ def _over_support(
     places: Tensor | None,
     index: Tensor | None,
     return_entropy: bool,
-    limits: backends.Limits,
     backend: str | None,
 ) -> TokenLogprobs:
     """Rows at other places than these are ignored, which costs nothing here."""
@@ -140,7 +129,7 @@ def _over_support(
         head = Head(*head.factors, ignored, head.row_temperature, *head.numbers)
     entries = check_support(_OP, support, head.targets, len(head.weight))
     supports, device = sampled_support.SUPPORTS, head.hidden.device
-    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index, limits)
+    chosen = backends.select(_OP, backend, device.type, head.hidden.dtype, supports, device.index)
     logprobs, entropy = op.apply_support(chosen, head, entries, return_entropy)
 
     def shaped(result: Tensor) -> Tensor:

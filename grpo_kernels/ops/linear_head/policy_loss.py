@@ -17,7 +17,6 @@ from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.arguments import (
     check_chunk_size,
     check_head,
-    check_invariant_loss,
     check_positions,
     check_reference,
     check_shard,
@@ -94,7 +93,6 @@ def linear_policy_loss(
     weight_grad: Tensor | None = None,
     vocab_start: int | None = None,
     process_group: ProcessGroup | None = None,
-    invariant: bool | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
     """Computes policy_loss(linear_logprobs(hidden, weight, targets).logprobs, ...) in three matrix products, not four.
@@ -134,18 +132,12 @@ def linear_policy_loss(
             One all-reduce per chunk forward, and one of the gradient of the hidden states; without chunk_size, one more
             and a wait for the size of the largest part
         process_group: ranks that hold the other columns
-        invariant: compute a row's part of the loss and its gradient by hidden states bit for bit alike whatever the
-            other rows and their number are, given the normalizer, as in linear_logprobs; None means as in
-            use_invariant. Ratios of sequences run with memory="low" and on the CPU only. Not for losses that compare
-            rows
     """
     config = LossConfig.of(config, _OP)
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     checks.boolean(_OP, return_entropy=return_entropy)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
-    others = {"vocab_start": vocab_start, "lora": lora, "term_index": term_index, "teacher": teacher}
-    is_invariant, limits = check_invariant_loss(_OP, invariant, config, **others)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
     places = check_positions(_OP, positions, targets)
     layout, takes_part, head = _participants(head, targets, mask, cu_seqlens, segments, places, index)
@@ -177,9 +169,9 @@ def linear_policy_loss(
     if support is not None:
         check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
-        chosen = _select(layout, head, sampled_support.SUPPORTS, limits, backend)
+        chosen = _select(layout, head, sampled_support.SUPPORTS, backend)
         return _over_support(inputs, support, targets.shape, chosen)
-    chosen = _select(layout, head, op.SUPPORTS, limits, backend)
+    chosen = _select(layout, head, op.SUPPORTS, backend)
     shard = check_shard(_OP, vocab_start, process_group, head, chosen)
     is_compact = _is_compact(compact, layout)
     chosen_rows = None
@@ -191,13 +183,12 @@ def linear_policy_loss(
     if is_fast and not (torch.compiler.is_compiling() and _needs_eager(lesson, chosen)):
         shares = None if lesson is None else lesson.shares
         split = split_rows(layout, head, policy, config, index, shares) if is_compact else (None, chosen_rows)
-        sizes = index, size, shard, is_invariant, chosen
-        chunking = chunking_of(layout, head, policy, config, want_entropy, split, *sizes)
+        chunking = chunking_of(layout, head, policy, config, want_entropy, split, index, size, shard)
     if chunking is None:
         otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
         check_weight_grad(_OP, weight_grad, head, False, otherwise)
         measured = head.targets != IGNORED if is_compact else chosen_rows
-        return _with_low_memory(inputs, measured, targets.shape, size, shard, is_invariant, chosen)
+        return _with_low_memory(inputs, measured, targets.shape, size, shard, chosen)
     return _in_chunks(inputs, chunking, targets.shape, shard, chosen)
 
 
@@ -280,7 +271,6 @@ def _with_low_memory(
     shape: torch.Size,
     chunk_size: int | None,
     shard: Shard | None,
-    invariant: bool,
     backend: str,
 ) -> PolicyLoss:
     """The loss of log-probs that the backward computes again, for tokens of a mask, at positions, or for all."""
@@ -300,7 +290,6 @@ def _with_low_memory(
             chunk_size=chunk_size,
             vocab_start=None if shard is None else shard.start,
             process_group=None if shard is None else shard.group,
-            invariant=invariant,
             backend=backend,
         )
         return shaped(result.logprobs), None if result.entropy is None else shaped(result.entropy)
@@ -398,10 +387,8 @@ def _check_form(
         raise ValueError(f"{_OP}: compact must be True, False or None, got {compact!r}")
 
 
-def _select(
-    layout: Layout, head: Head, supports: backends.Supports, limits: backends.Limits, backend: str | None
-) -> str:
-    return backends.select(_OP, backend, layout.device.type, head.hidden.dtype, supports, layout.device.index, limits)
+def _select(layout: Layout, head: Head, supports: backends.Supports, backend: str | None) -> str:
+    return backends.select(_OP, backend, layout.device.type, head.hidden.dtype, supports, layout.device.index)
 
 
 def _is_compact(compact: bool | None, layout: Layout) -> bool:

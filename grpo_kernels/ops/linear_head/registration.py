@@ -41,11 +41,11 @@ _MAX_SHARE = 0.75  # above this share of rows with a gradient, leaving the other
 
 
 def logprobs_forward(
-    backend: str, head: Head, want_entropy: bool, chunk_rows: int, pad_column: bool = False, invariant: bool = False
+    backend: str, head: Head, want_entropy: bool, chunk_rows: int, pad_column: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies (empty unless wanted) and log-sum-exps of all rows."""
     total = len(head.hidden)
-    products = Products(backend, head, min(chunk_rows, total), pad_column, invariant=invariant)
+    products = Products(backend, head, min(chunk_rows, total), pad_column)
     logprobs = head.hidden.new_empty(total, dtype=head.wide)
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
     normalizer = logprobs.new_empty(total, dtype=torch.float64)
@@ -68,7 +68,6 @@ def logprobs_backward(
     needs: list[bool],
     chunk_rows: int,
     product_rows: int,
-    invariant: bool = False,
     pad_column: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of the head's factors, from logits that are computed again for rows with a gradient."""
@@ -79,7 +78,7 @@ def logprobs_backward(
     if selected is None:
         head = head.without(is_ignored)
     total = len(head.hidden) if selected is None else len(selected)
-    products = Products(backend, head, min(chunk_rows, total), pad_column, invariant=invariant)
+    products = Products(backend, head, min(chunk_rows, total), pad_column)
     gradients = Gradients(products, needs, total, product_rows, sparse=selected is not None)
     with torch.autocast(head.hidden.device.type, enabled=False):
         for part in chunks(total, chunk_rows):
@@ -91,18 +90,16 @@ def logprobs_backward(
         return gradients.finish()
 
 
-LOGPROBS_SCHEMA = (
-    f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows, int product_rows, bool invariant) -> (Tensor, Tensor, Tensor)"
-)
+LOGPROBS_SCHEMA = f"({HEAD_SCHEMA}, bool want_entropy, int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor)"
 BACKWARD_SCHEMA = (
     f"(Tensor? grad_logprobs, Tensor? grad_entropy, {HEAD_SCHEMA}, Tensor normalizer, Tensor? entropy, bool[] needs, "
-    "int chunk_rows, int product_rows, bool invariant) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "int chunk_rows, int product_rows) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def _logprobs_op(backend: str, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    want_entropy, chunk_rows, _, invariant = args[_HEAD:]  # products of the gradients are for the backward
-    return logprobs_forward(backend, Head(*args[:_HEAD]), want_entropy, chunk_rows, invariant=invariant)
+    want_entropy, chunk_rows, _ = args[_HEAD:]  # products of the gradients are for the backward
+    return logprobs_forward(backend, Head(*args[:_HEAD]), want_entropy, chunk_rows)
 
 
 def _logprobs_backward_op(
@@ -119,7 +116,7 @@ def _fake_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_logprobs_backward(_: Tensor | None, __: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return fake_gradients(Head(*args[:_HEAD]), args[-4])
+    return fake_gradients(Head(*args[:_HEAD]), args[-3])
 
 
 def fake_gradients(head: Head, needs: list[bool]) -> tuple[Tensor, ...]:
@@ -193,13 +190,12 @@ LOGPROBS_BACKWARD = registry.define(
 
 
 def apply_logprobs(
-    backend: str, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int, invariant: bool
+    backend: str, head: Head, want_entropy: bool, chunk_rows: int, product_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs and entropies, both differentiable, and the log-sum-exp of every row."""
     if backend == "reference":
         return cast(tuple[Tensor, Tensor, Tensor], _reference.forward(*head, want_entropy))
-    sizes = (chunk_rows, product_rows, invariant)
-    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, *sizes))
+    return cast(tuple[Tensor, Tensor, Tensor], LOGPROBS[backend](*head, want_entropy, chunk_rows, product_rows))
 
 
 def apply_support(
@@ -233,7 +229,6 @@ class Chunking(NamedTuple):
         chunk_rows: rows of a chunk
         product_rows: rows of a product for the gradients in half precision; 0 means chosen from the shapes
         term_index: the row of every term of the loss, -1 for padding; None means that they are the rows
-        invariant: the bits of a row's results do not depend on other rows
     """
 
     shape: list[int]
@@ -245,12 +240,11 @@ class Chunking(NamedTuple):
     chunk_rows: int
     product_rows: int
     term_index: Tensor | None
-    invariant: bool
 
 
 _CHUNKING_SCHEMA = (
     "int[] shape, bool want_entropy, bool needs_entropy_gradient, Tensor? without_grad, Tensor? with_grad, "
-    "int[]? ends, int chunk_rows, int product_rows, Tensor? term_index, bool invariant"
+    "int[]? ends, int chunk_rows, int product_rows, Tensor? term_index"
 )
 LOSS_SCHEMA = (
     f"({HEAD_SCHEMA}, {REFERENCE_SCHEMA}, {POLICY_SCHEMA}, {_CHUNKING_SCHEMA}, bool[] needs) -> "
@@ -291,8 +285,8 @@ class _Batch:
         self.reference: Products | None = None
         if reference.hidden is not None and reference.weight is not None:
             other = head.of(reference)
-            like_policy = (products.logit_columns > products.columns, products.tile, products.invariant)
-            self.reference = Products(products.backend, other, len(products.tile), *like_policy)
+            has_padding = products.logit_columns > products.columns
+            self.reference = Products(products.backend, other, len(products.tile), has_padding, products.tile)
             self.ref_logprobs = torch.zeros_like(self.logprobs)
 
     def measure(self, rows: slice | Tensor, term: Term | None = None) -> Chunk:
@@ -362,7 +356,7 @@ def loss_forward(
         is_row = chunking.term_index is None  # then the mask is that of the rows, an eighth of the bytes
         head = head.without(~policy.mask.reshape(-1) if is_row else head.targets == IGNORED)
     largest, is_padded = min(size, max(total, before)), shard is not None or term is not None
-    products = Products(backend, head, largest, is_padded, invariant=chunking.invariant)
+    products = Products(backend, head, largest, is_padded)
     batch = _Batch(products, reference, policy, chunking, shard)
     on_cpu = head.hidden.device.type == "cpu"
     is_sparse = on_cpu or with_grad is not None

@@ -34,7 +34,7 @@ def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[Any
     temperature = torch.rand(5, device=arguments["hidden"].device) + 0.5 if full else None
     lora = adapter(arguments["weight"]) if full else (None, None)
     head = (*leaves, *lora, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5, 0.3)
-    return head, full, 3, 3, not full
+    return head, full, 3, 3
 
 
 def adapter(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def test_opcheck_of_the_backward(backend: str, needs: list[bool]) -> None:
     head, *rest = forward_arguments(backend, True, torch.bfloat16)
     head = tuple(value.detach() if isinstance(value, Tensor) else value for value in head)
     logprobs, entropy, normalizer = LOGPROBS[backend](*head, *rest)
-    upstream, saved = (torch.randn_like(logprobs), torch.randn_like(entropy)), (normalizer, entropy, needs, 3, 3, False)
+    upstream, saved = (torch.randn_like(logprobs), torch.randn_like(entropy)), (normalizer, entropy, needs, 3, 3)
     op = registry.overload("linear_logprobs_backward", backend)
     torch.library.opcheck(op, (*upstream, *head, *saved))
     torch.library.opcheck(op, (upstream[0], None, *head, *saved))

@@ -393,7 +393,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str, list[str]]] = {
     "coef": ({"teacher": teacher(coef=math.nan)}, ValueError, "teacher.coef must", ["nan"]),
     "mask": ({"teacher": teacher(mask=torch.ones(3))}, ValueError, "teacher.mask must", ["[3]"]),
     "split": ({"teacher": teacher(), "vocab_start": 0}, ValueError, "vocab_start must be None with teacher", ["0"]),
-    "invariant": ({"teacher": teacher(), "invariant": True}, ValueError, "invariant must be False with teacher", []),
 }
 
 
