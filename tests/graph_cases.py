@@ -105,7 +105,8 @@ def draw_policy(shape: tuple[int, ...]) -> Inputs:
         "segments": segment_ids((ROWS, WIDTH)).reshape(shape),
         "ref_logprobs": old + 0.1 * torch.randn(shape),
         "sampling_logprobs": old + 0.1 * torch.randn(shape),
-        "kinds": torch.randint(4, shape),
+        "policy_mask": torch.rand(shape) < 0.6,
+        "is_weights": torch.rand(shape) + 0.5,
         "groups": torch.randint(3, (ROWS,)),
         "log_z": torch.randn(ROWS),
         "tokens": torch.rand(()) + 9,
@@ -115,16 +116,12 @@ def draw_policy(shape: tuple[int, ...]) -> Inputs:
     return inputs | ({"cu_seqlens": bounds()} if len(shape) == 1 else {})
 
 
-def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
-    """Inputs that the config uses, without log-probs, old log-probs and advantages."""
-    names = ["mask"]
+def policy_arguments(inputs: Inputs, config: gk.LossConfig, *optional: str) -> dict[str, Any]:
+    """Inputs that the config uses, and optional ones, without log-probs, old log-probs and advantages."""
+    names = ["mask", *optional]
     names += ["cu_seqlens"] if "cu_seqlens" in inputs else []
     names += ["segments"] if config.ratio == "segment" and "cu_seqlens" not in inputs else []
-    needs_reference = config.kl != "none" or config.loss == "flowrl"
-    names += ["ref_logprobs"] if needs_reference and "ref_logprobs" in inputs else []
-    names += ["groups"] if config.loss in ("gvpo", "real") else ["log_z"] if config.loss == "flowrl" else []
-    names += ["sampling_logprobs"] if config.correction != "none" else []
-    names += ["kinds"] if config.cross_entropy_coef != 1 else []
+    names += ["ref_logprobs"] if config.kl != "none" and "ref_logprobs" in inputs else []
     normalizer: Any = inputs["tokens"]
     if config.ratio == "segment":
         normalizer = {"segments": inputs["tokens"] / 2, "tokens": inputs["tokens"]}
@@ -134,18 +131,10 @@ def policy_arguments(inputs: Inputs, config: gk.LossConfig) -> dict[str, Any]:
 CLIP = gk.LossConfig.trl(loss_type="dapo", beta=0.1)
 SEQUENCES = gk.LossConfig.trl(loss_type="grpo", importance_sampling_level="sequence", beta=0.1)
 SEGMENTS = gk.LossConfig(ratio="segment", kl="k3", kl_coef=0.1)
-CORRECTED = gk.LossConfig(correction="token_truncate", correction_max=2.0)
-DRAWN = gk.LossConfig(loss="clip_cov", cov_ratio=0.2, cov_bounds=(-1.0, 1.0))
-MIXED = gk.LossConfig(cross_entropy_coef=0.5)
 BONUS = gk.LossConfig(entropy_coef=0.01)
-FUTURE = gk.LossConfig(future_kl_half_life=2.0, future_kl_clip=(0.8, 1.2), future_kl_cap=1.2, future_kl_safety=1.1)
-GVPO = gk.LossConfig(loss="gvpo")
-REAL = gk.LossConfig(loss="real")
-FLOWRL = gk.LossConfig(loss="flowrl")
-TOP = gk.LossConfig(entropy_coef=0.01, top_entropy_quantile=0.5)
 
 
-def policy_loss(config: gk.LossConfig, shape: tuple[int, ...]) -> Case:
+def policy_loss(config: gk.LossConfig, shape: tuple[int, ...], *optional: str) -> Case:
     needs_entropy = config.entropy_coef != 0
 
     def draw() -> Inputs:
@@ -153,7 +142,8 @@ def policy_loss(config: gk.LossConfig, shape: tuple[int, ...]) -> Case:
         return inputs if needs_entropy else {name: value for name, value in inputs.items() if name != "entropy"}
 
     def call(inputs: Inputs, backend: str) -> list[Tensor]:
-        arguments = policy_arguments(inputs, config) | {"entropy": inputs.get("entropy"), "backend": backend}
+        arguments = policy_arguments(inputs, config, *optional)
+        arguments |= {"entropy": inputs.get("entropy"), "backend": backend}
         result = gk.policy_loss(inputs["logprobs"], inputs["old_logprobs"], inputs["advantages"], **arguments)
         return with_gradients(inputs, result.loss * inputs["tokens"], result.metrics.tensor)
 
@@ -349,15 +339,9 @@ CASES: dict[str, Case] = {
     "policy_loss": policy_loss(CLIP, PADDED),
     "policy_loss of sequences": policy_loss(SEQUENCES, PACKED),
     "policy_loss of segments": policy_loss(SEGMENTS, PADDED),
-    "policy_loss of corrected tokens": policy_loss(CORRECTED, PADDED),
-    "policy_loss of tokens of every kind": policy_loss(MIXED, PADDED),
-    "policy_loss of drawn tokens": policy_loss(DRAWN, PACKED),
-    "policy_loss with weights of the future": policy_loss(FUTURE, PADDED),
-    "policy_loss of GVPO": policy_loss(GVPO, PACKED),
-    "policy_loss of REAL": policy_loss(REAL, PADDED),
-    "policy_loss of FlowRL": policy_loss(FLOWRL, PACKED),
+    "policy_loss of weighted tokens": policy_loss(CLIP, PADDED, "is_weights"),
+    "policy_loss with a policy mask": policy_loss(CLIP, PACKED, "policy_mask"),
     "policy_loss with an entropy bonus": policy_loss(BONUS, PACKED),
-    "policy_loss of the top entropies": policy_loss(TOP, PADDED),
     "sampling_correction": correction(PADDED),
     "sampling_correction of packed rows": correction(PACKED),
     "linear_logprobs": Case(draw_head, linear_logprobs),
@@ -377,7 +361,6 @@ CASES: dict[str, Case] = {
     "linear_policy_loss of halves with an adapter": Case(lambda: draw_adapted(torch.bfloat16), loss_with_adapter),
     "linear_policy_loss of shared positions": Case(draw_tree, loss_of_tree),
     "linear_policy_loss of sequences": linear_loss(SEQUENCES, chunk_size=2 * WIDTH),
-    "linear_policy_loss of GVPO": linear_loss(GVPO, chunk_size=8),
     "linear_policy_loss of packed sequences": linear_loss(SEQUENCES, lambda: draw_head(shape=PACKED)),
     "endpoint_segments": segments(PADDED, "values", norm="batch"),
     "endpoint_segments of prompts": segments(PACKED, "groups", norm="prompt"),

@@ -82,11 +82,7 @@ HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entrop
 CLIPPED = [f"{head}, PPO with {share}% clipped" for head in HEADS for share in (0, 5, 30, 50)]
 TAUGHT = (("ratio at least", "two losses", 1.6), ("cost at most", "linear_policy_loss", 1.2))
 SIZES = (8, 16, 32, 64)
-VARIANTS = (
-    *("the same again", "ipo", "icepop", "topr", "clip_cov", "kl_cov", "kinds", "average", "geometric_average"),
-    *("gspo", "token_truncate", "sequence_mask", "geometric_mask", "is_weights"),
-    *("GVPO", "REAL", "FlowRL", "FIPO"),
-)
+SETTINGS = ("the same again", "ipo", "icepop", "topr", "gspo", "is_weights", "policy_mask")
 BARS = {
     ("group_advantages", "groups of 8", "ratio at least", "verl-grpo", 300),
     ("group_advantages", "groups of 8", "ratio at least", "trl", 5),
@@ -111,7 +107,7 @@ BARS = {
     ("policy_loss", "one small call", "microseconds at most", "", 60),
     ("policy_loss", "half the tokens, packed", "ratio at least", "all tokens", 1.6),
     ("policy_loss", "one token in 16 of many, packed", "ratio at least", "all tokens", 8),
-    *(("policy_loss", "clip, and other losses", "ratio at most", variant, 1.5) for variant in VARIANTS),
+    *(("policy_loss", "clip, and other losses", "ratio at most", setting, 1.5) for setting in SETTINGS),
     *(("linear_logprobs", f"{HEADS[0]}, verl's actor", "memory below", f"verl, {x}", 0.3) for x in ("fused", "logits")),
     *(("linear_policy_loss", head, "cost at most", "three bare products", 1.15) for head in HEADS),
     *(("linear_policy_loss", head, "ratio at least", peer, 1) for head in HEADS for peer in HEAD_PEERS),

@@ -32,8 +32,6 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
         "Ratio": loss.RATIOS,
         "Kl": [name for name in loss.KLS if not name.endswith("+")],  # kl_straight is a separate mode
         "Aggregation": loss.AGGREGATIONS,
-        "Correction": loss.CORRECTIONS,
-        "Kind": loss.KINDS,
     },
     "sampling_correction": {
         "WeightLevel": correction.WEIGHT_LEVELS,

@@ -60,6 +60,10 @@ def test_configs_are_dicts_and_json(config: Any) -> None:
         (lambda: gk.AdvantageConfig(epsilon=1e-4), "in an AdvantageConfig it is eps"),  # type: ignore[call-arg]
         (lambda: gk.AdvantageConfig(scale_rewards="none"), "AdvantageConfig('trl-group'), 'trl-batch' and 'trl-none'"),  # type: ignore[call-arg]
         (lambda: gk.LossConfig(kl_beta=0.1), "it is kl_coef"),  # type: ignore[call-arg]
+        (lambda: gk.LossConfig(loss="clip_cov"), "it composes: see gk.variants"),
+        (lambda: gk.LossConfig(loss="gvpo"), "it is gk.variants.gvpo_loss"),
+        (lambda: gk.LossConfig.verl(loss_mode="kl_cov"), "and add gk.variants.kl_cov_penalty(...)"),
+        (lambda: gk.LossConfig.trl(top_entropy_quantile=0.2), "pass policy_mask=gk.variants.high_entropy_mask(...)"),
         (lambda: gk.LossConfig.trl(temperature=0.7), "it is an argument of the ops that take logits or hidden states"),
         (lambda: gk.LossConfig.verl(adv_estimator="grpo"), "AdvantageConfig('verl-grpo') and so on"),
         (

@@ -131,13 +131,10 @@ def flags(*shape: int) -> torch.Tensor:
 
 
 def policies(source: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
-    """Arguments of a loss, with `kinds` and `weights`, which excludes `normalizer`, packed, and of whole rows."""
+    """Arguments of a loss, with `weights`, which excludes `normalizer`, and packed."""
     arguments = source(2, 3) | policy(2, 3)
-    weighted = arguments | {"weights": on_gpu(2, 3), "kinds": numbers(2, 3), "normalizer": None}
-    plain = {"segments": None, "sampling_logprobs": None, "is_weights": None}
-    grouped = arguments | plain | {"groups": numbers(2), "config": gk.LossConfig(loss="gvpo")}
-    flow = arguments | plain | {"log_z": on_gpu(2), "config": gk.LossConfig(loss="flowrl")}
-    return [arguments, weighted, source(6) | policy(6) | {"cu_seqlens": numbers(3)}, grouped, flow]
+    weighted = arguments | {"weights": on_gpu(2, 3), "normalizer": None}
+    return [arguments, weighted, source(6) | policy(6) | {"cu_seqlens": numbers(3)}]
 
 
 def policy(*shape: int) -> dict[str, Any]:
@@ -145,9 +142,9 @@ def policy(*shape: int) -> dict[str, Any]:
         "old_logprobs": on_gpu(*shape),
         "advantages": on_gpu(2),
         "mask": flags(*shape),
+        "policy_mask": flags(*shape),
         "segments": numbers(*shape),
         "ref_logprobs": on_gpu(*shape),
-        "sampling_logprobs": on_gpu(*shape),
         "is_weights": on_gpu(2),
         "normalizer": on_gpu(),
         "config": gk.LossConfig(kl="k3", kl_coef=0.1),
@@ -202,14 +199,6 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
     ],
     gk.policy_loss: lambda: [
         *policies(lambda *shape: {"logprobs": on_gpu(*shape), "entropy": on_gpu(*shape)}),
-        {
-            "logprobs": on_gpu(2, 3),
-            "old_logprobs": None,
-            "advantages": on_gpu(2),
-            "entropy": on_gpu(2, 3),
-            "entropy_floor": on_gpu(),
-            "config": gk.LossConfig(top_entropy_quantile=0.5),
-        },
         {"logprobs": on_gpu(5), "term_index": numbers(2, 3)} | policy(2, 3),
     ],
     gk.linear_policy_loss: lambda: [

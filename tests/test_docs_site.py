@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,16 +64,18 @@ def documented_arguments(function: Any) -> set[str]:
     return {name.strip().lstrip("*") for line in lines for name in line.split(",")}
 
 
-@pytest.mark.parametrize("name", sorted({*gk.__all__} - {"__version__"}))
+@pytest.mark.parametrize(
+    "name", sorted({*gk.__all__} - {"__version__"}) + [f"variants.{name}" for name in gk.variants.__all__]
+)
 def test_documented_arguments_exist(name: str) -> None:
-    value = getattr(gk, name)
+    value = operator.attrgetter(name)(gk)
     if inspect.isroutine(value) or inspect.isclass(value):
         unknown = documented_arguments(value) - set(inspect.signature(value).parameters)
         assert not unknown, f"{name}: Args names {unknown}, which the signature lacks"
 
 
 def test_arguments_are_found() -> None:
-    assert {"hidden", "weight", "log_z", "softcap"} <= documented_arguments(gk.linear_policy_loss)
+    assert {"hidden", "weight", "is_weights", "softcap"} <= documented_arguments(gk.linear_policy_loss)
 
 
 def anchors_of(text: str) -> set[str]:

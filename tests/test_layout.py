@@ -18,8 +18,10 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 # A file's name is its layer. In a folder of ops/, __init__.py holds the public function; files not listed here are
 # parts of it.
 LAYERS = {
-    "config": {"config", "peers"},
-    "peers": {"peers"},
+    "config": {"config", "peers", "trl_fields", "verl_fields"},
+    "peers": set(),
+    "trl_fields": set(),
+    "verl_fields": set(),
     "reference": {"reference", "config"},
     "triton": {"triton", "config"},
     "aot": {"triton", "config"},
@@ -34,6 +36,8 @@ LAYERS = {
 SHARED = {
     "config": {"checks", "plans"},
     "peers": {"checks"},
+    "trl_fields": {"checks"},
+    "verl_fields": {"checks"},
     "reference": {"groups"},
     "triton": {"aot", "groups"},
     "aot": {"aot"},
@@ -91,8 +95,8 @@ def imports_of(path: Path) -> set[str]:
 def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     """Whether one module of the package may import another; both are given without the leading grpo_kernels."""
     if importer[0] == "integrations":
-        # public names, their own folder, and modules that translate the peers' settings
-        return not imported or imported[0] in ("checks", *importer[:1]) or imported[-1] == "peers"
+        # public names, their own folder, and modules that translate the fields of TRL's and verl's configs
+        return not imported or imported[0] in ("checks", *importer[:1]) or imported[-1].endswith("_fields")
     if importer[0] != "ops":
         return (imported[0] if imported else "grpo_kernels") in TOP[importer[0]]
     layer = layer_of(importer[2:])
@@ -100,7 +104,7 @@ def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
         return False
     if imported[0] != "ops":
         return imported[0] in SHARED[layer]
-    if layer in ("reference", "triton", "config", "peers") and imported[1] != importer[1]:
+    if layer in ("reference", "triton", "config") and imported[1] != importer[1]:
         # a formula stands in one place per language
         return layer in ("reference", "triton") and layer_of(imported[2:]) in (layer, "config")
     return layer_of(imported[2:]) in LAYERS[layer]

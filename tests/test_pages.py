@@ -42,12 +42,14 @@ def settings() -> list[str]:
 @pytest.mark.parametrize("setting", sorted(set(settings())))
 def test_every_setting_is_made(setting: str) -> None:
     config = eval(setting, {"gk": gk})
-    assert isinstance(config, gk.LossConfig | gk.AdvantageConfig | gk.TokenAdvantageConfig)
+    assert isinstance(config, gk.LossConfig | gk.CorrectionConfig | gk.AdvantageConfig | gk.TokenAdvantageConfig)
 
 
 def test_every_system_and_method_has_its_settings() -> None:
-    named = [cells for cells in rows(read("which_loss.md")) if any(cell.startswith("`gk.") for cell in cells)]
-    assert len(named) > 30
+    text = read("which_loss.md")
+    others = text.partition("## From another system")[2].partition("\n## ")[0]  # tests/ops/policy_loss evaluates them
+    named = [cells for cells in rows(text.replace(others, "")) if any(cell.startswith("`gk.") for cell in cells)]
+    assert len(named) > 25
     for name, *advantages, loss in named:
         assert all(re.match(r"`gk\.(Token)?AdvantageConfig\(", cell) for cell in advantages), name
         assert re.match(r"`gk\.LossConfig[.(]", loss), name
@@ -58,7 +60,8 @@ def test_names_beside_settings_are_names() -> None:
     for name in re.findall(r"`(trl-[\w-]+)`", text):
         gk.AdvantageConfig(name)
     fields = [re.findall(r"`(\w+)`", cells[1]) for cells in rows(text.partition("## From a formula")[2])]
-    assert len(fields) == 5 and all(hasattr(gk.LossConfig(), name) for names in fields for name in names)
+    known = {*vars(gk.LossConfig()), *inspect.signature(gk.policy_loss).parameters}
+    assert len(fields) == 5 and all(name in known for names in fields for name in names)
 
 
 def test_a_row_as_one_segment_is_trls_rloo() -> None:
@@ -104,6 +107,17 @@ def test_an_example_prints_what_the_page_says(name: str) -> None:
     with contextlib.redirect_stdout(printed):
         exec(code, {})
     assert promised and printed.getvalue().splitlines() == promised
+
+
+def test_every_function_of_variants_is_shown_in_a_loss() -> None:
+    setting, *blocks = re.findall(r"```python\n(.*?)```", read("variants.md"), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(setting, scope)
+    for block in blocks:
+        exec(block, scope)
+        (gradient,) = torch.autograd.grad(scope.pop("loss"), scope["logprobs"])
+        assert gradient.isfinite().all() and gradient.any() and not gradient[~scope["mask"]].any(), block
+    assert all(f"gk.variants.{name}(" in "".join(blocks) for name in gk.variants.__all__)
 
 
 def examples(section: str) -> list[str]:

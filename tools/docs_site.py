@@ -49,7 +49,7 @@ def api_page() -> str:
     sections: dict[str, list[str]] = {}
     for name, path in public_names(API["grpo_kernels"]).items():
         parts = path.split(".")
-        section = parts[2] if parts[1] == "ops" else "backends and batches"
+        section = parts[2] if parts[1] == "ops" else parts[1] if name == parts[1] else "backends and batches"
         sections.setdefault(section, []).append(f"::: grpo_kernels.{name}" if name == parts[-2] else f"::: {path}")
     text = ["# API reference", "All names of `import grpo_kernels as gk`, and those of the integrations."]
     for section in sorted(sections):

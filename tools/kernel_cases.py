@@ -124,9 +124,10 @@ LOSSES = {
     "cispo": gk.LossConfig(loss="cispo", kl="k3", kl_coef=0.1),
     "gspo": gk.LossConfig(ratio="sequence", kl="k3", kl_coef=0.1),
     "entropy": gk.LossConfig(entropy_coef=0.01),
-    "kinds": gk.LossConfig(cross_entropy_coef=0.5),
+    "policy_mask": gk.LossConfig(),
 }
-LOSS_KERNELS = dict.fromkeys(("clip", "cispo", "entropy", "kinds"), "tokens") | {"gspo": "sequences"}  # others: rows
+OF_TOKENS = ("clip", "cispo", "entropy", "policy_mask")
+LOSS_KERNELS = dict.fromkeys(OF_TOKENS, "tokens") | {"gspo": "sequences"}  # others: rows
 
 
 def losses(name: str, backend: str, put: Put) -> Results:
@@ -136,7 +137,8 @@ def losses(name: str, backend: str, put: Put) -> Results:
     for is_packed in (False, True):
         places = place if is_packed else torch.arange(70).expand(4, 70)
         bounds = put(torch.tensor([0, *lengths]).cumsum(0)) if is_packed else None
-        yield from one_loss(LOSSES[name], places, 4, backend, put, cu_seqlens=bounds)
+        policy_mask = put(places % 4 > 0) if name == "policy_mask" else None
+        yield from one_loss(LOSSES[name], places, 4, backend, put, cu_seqlens=bounds, policy_mask=policy_mask)
 
 
 def many_losses(backend: str, put: Put) -> Results:
@@ -160,7 +162,6 @@ def one_loss(config: gk.LossConfig, places: Tensor, rows: int, backend: str, put
         entropy=entropy,
         ref_logprobs=near[1] if config.kl != "none" else None,
         segments=segments if config.ratio == "segment" else None,
-        kinds=put(places % 4) if config.cross_entropy_coef != 1 else None,
         config=config,
         backend=backend,
         **options,

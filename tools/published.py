@@ -10,205 +10,235 @@ from typing import NamedTuple
 
 class Variant(NamedTuple):
     name: str
-    setting: str  # an expression of `gk`
+    setting: str  # an expression of `gk` and the names of arguments
     source: str
-    test: str  # below tests/ops, with its function
+    test: str  # below tests, with its function
 
 
 LOSSES = (
     Variant(
         "IPO",
-        "gk.LossConfig.prime_rl(type='ipo')",
+        "gk.LossConfig(loss='ipo', clip_low=0.3, clip_high=0.3)",
         "prime-rl#3418, #3526",
-        "policy_loss/test_prime_rl.py::test_loss_and_gradient",
+        "variants/test_losses.py::test_loss_gradient_and_clipped_tokens",
     ),
     Variant(
         "IcePop",
-        "gk.LossConfig.prime_rl(type='icepop')",
+        "gk.LossConfig(loss='icepop', clip_low=0.8, clip_high=4.0)",
         "prime-rl#3418, #3526",
-        "policy_loss/test_prime_rl.py::test_loss_and_gradient",
+        "variants/test_losses.py::test_loss_gradient_and_clipped_tokens",
     ),
     Variant(
         "TOPR",
         "gk.LossConfig(loss='topr')",
         "arXiv 2503.14286, Trinity-RFT, ROLL",
-        "policy_loss/test_published.py::test_topr",
-    ),
-    Variant(
-        "Clip-Cov",
-        "gk.LossConfig.verl(loss_mode='clip_cov')",
-        "arXiv 2505.22617, verl, SkyRL",
-        "policy_loss/test_parity_verl.py::test_the_draw_of_clip_cov_is_one_of_verls",
-    ),
-    Variant(
-        "KL-Cov",
-        "gk.LossConfig.verl(loss_mode='kl_cov')",
-        "arXiv 2505.22617, verl, SkyRL",
-        "policy_loss/test_parity_verl.py::test_registered_losses",
-    ),
-    Variant(
-        "positive-example NLL",
-        "gk.LossConfig(cross_entropy_coef=0.1, cross_entropy_aggregation='token-mean')",
-        "VAPO (arXiv 2504.05118), cosmos-rl, NeMo-RL",
-        "policy_loss/test_kinds.py::test_cross_entropy_of_positive_examples",
-    ),
-    Variant(
-        "policy gradient, cross-entropy and reference KL in one batch",
-        "gk.policy_loss(*tokens, kinds=kinds)",
-        "prime-rl",
-        "policy_loss/test_kinds.py::test_components_with_counts_of_their_own",
-    ),
-    Variant(
-        "CHORD",
-        "gk.policy_loss(*tokens, kinds=kinds, weights=weights)",
-        "arXiv 2508.11408, Trinity-RFT, ms-swift",
-        "policy_loss/test_kinds.py::test_chord",
-    ),
-    Variant(
-        "LUFFY's shaping",
-        "gk.policy_loss(*tokens, kinds=kinds, weights=weights)",
-        "arXiv 2504.14945",
-        "policy_loss/test_published.py::test_shaping_of_luffy",
-    ),
-    Variant(
-        "ratio levels `average` and `geometric_average`",
-        "gk.LossConfig.art(importance_sampling_level='average')",
-        "OpenPipe ART",
-        "policy_loss/test_published.py::test_ratio_levels_of_art",
-    ),
-    Variant("ROLL's `tis`", "gk.LossConfig.roll(pg_variant='tis')", "ROLL", "policy_loss/test_peers.py::test_loss_of"),
-    Variant(
-        "cosmos-rl's `aipo_rho`",
-        "gk.LossConfig.cosmos(aipo_rho=2.0)",
-        "arXiv 2505.24034, cosmos-rl",
-        "policy_loss/test_peers.py::test_loss_of",
-    ),
-    Variant(
-        "ROLL's `kimi15`",
-        "gk.LossConfig.roll(pg_variant='kimi15')",
-        "arXiv 2501.12599, ROLL",
-        "policy_loss/test_peers.py::test_loss_of",
+        "variants/test_losses.py::test_loss_gradient_and_clipped_tokens",
     ),
     Variant(
         "on-policy distillation",
-        "gk.LossConfig(loss='reinforce')",
-        "NeMo-RL, ROLL; advantages are the teacher's log-probs minus the sampler's",
-        "policy_loss/test_published.py::test_on_policy_distillation",
+        "gk.policy_loss(logprobs, old_logprobs, teacher_logprobs - old_logprobs, config=gk.LossConfig('reinforce'))",
+        "NeMo-RL, ROLL",
+        "variants/test_mixtures.py::test_on_policy_distillation",
     ),
     Variant(
-        "GVPO",
-        "gk.LossConfig(loss='gvpo')",
-        "arXiv 2504.19599 and its verl recipe",
-        "policy_loss/test_sequence_losses.py::test_published_formula",
+        "ROLL's `tis`",
+        "gk.LossConfig('cispo', clip_low=1.0, clip_high=0.0)",
+        "ROLL",
+        "ops/policy_loss/test_which_loss.py::test_row_is_the_systems_loss",
     ),
     Variant(
-        "REAL",
-        "gk.LossConfig.swift(loss_type='real')",
-        "arXiv 2602.05630, ms-swift",
-        "policy_loss/test_sequence_losses.py::test_published_formula",
+        "ROLL's `kimi15`",
+        "gk.LossConfig('dro', dro_beta=0.1)",
+        "arXiv 2501.12599, ROLL",
+        "ops/policy_loss/test_which_loss.py::test_row_is_the_systems_loss",
     ),
     Variant(
-        "FlowRL",
-        "gk.LossConfig(loss='flowrl', clip_high=0.28)",
-        "arXiv 2509.15207 and its verl recipe",
-        "policy_loss/test_sequence_losses.py::test_published_formula",
+        "cosmos-rl's `aipo_rho`",
+        "gk.LossConfig(clip_low=None, clip_high=1.0, delta=2.0)",
+        "arXiv 2505.24034, cosmos-rl",
+        "ops/policy_loss/test_which_loss.py::test_row_is_the_systems_loss",
+    ),
+)
+COMPOSED = (
+    Variant(
+        "Clip-Cov",
+        "gk.variants.clip_cov_weights(logprobs, old_logprobs, advantages)",
+        "arXiv 2505.22617, verl, SkyRL",
+        "variants/test_tokens.py::test_clip_cov_drops_tokens_within_the_bounds",
+    ),
+    Variant(
+        "KL-Cov",
+        "gk.variants.kl_cov_penalty(logprobs, old_logprobs, advantages, gk.token_shares(mask))",
+        "arXiv 2505.22617, verl, SkyRL",
+        "variants/test_tokens.py::test_kl_cov_takes_the_highest_covariances",
+    ),
+    Variant(
+        "OPSM",
+        "gk.variants.off_policy_mask(logprobs, sampling_logprobs, advantages, threshold=0.1)",
+        "DeepSeek-V3.2, TRL, cosmos-rl",
+        "variants/test_tokens.py::test_off_policy_rows_of_negative_advantage_are_dropped",
+    ),
+    Variant(
+        "tokens of high entropy",
+        "gk.variants.high_entropy_mask(entropy, mask, 0.2)",
+        "arXiv 2506.01939, TRL",
+        "variants/test_tokens.py::test_high_entropies_are_those_of_a_quantile",
     ),
     Variant(
         "FIPO",
-        "gk.LossConfig.swift(loss_type='fipo', delta=10.0)",
+        "gk.variants.future_kl_weights(logprobs, old_logprobs, advantages, cap=10.0)",
         "arXiv 2603.19835, ms-swift",
-        "policy_loss/test_future_kl.py::test_published_formula",
+        "variants/test_tokens.py::test_future_kl_weights_are_the_published_ones",
+    ),
+    Variant(
+        "GVPO",
+        "gk.variants.gvpo_loss(logprobs, old_logprobs, rewards, groups)",
+        "arXiv 2504.19599 and its verl recipe",
+        "variants/test_rows.py::test_published_formula",
+    ),
+    Variant(
+        "REAL",
+        "gk.variants.real_loss(logprobs, old_logprobs, rewards, groups)",
+        "arXiv 2602.05630, ms-swift",
+        "variants/test_rows.py::test_published_formula",
+    ),
+    Variant(
+        "FlowRL",
+        "gk.variants.flowrl_loss(logprobs, old_logprobs, ref_logprobs, rewards, log_z, clip_high=0.28)",
+        "arXiv 2509.15207 and its verl recipe",
+        "variants/test_rows.py::test_published_formula",
+    ),
+    Variant(
+        "ratio level `average`",
+        "gk.variants.average_logprobs(logprobs, old_logprobs)",
+        "OpenPipe ART",
+        "variants/test_tokens.py::test_ratio_levels_of_art",
+    ),
+    Variant(
+        "ratio level `geometric_average`",
+        "gk.variants.geometric_average_logprobs(logprobs, old_logprobs)",
+        "OpenPipe ART",
+        "variants/test_tokens.py::test_ratio_levels_of_art",
+    ),
+    Variant(
+        "positive-example NLL",
+        "loss - 0.1 * logprobs[rewarded].mean()",
+        "VAPO (arXiv 2504.05118), cosmos-rl, NeMo-RL",
+        "variants/test_mixtures.py::test_cross_entropy_of_positive_examples",
+    ),
+    Variant(
+        "policy gradient and cross-entropy with counts of their own",
+        "loss - logprobs[imitated].mean()",
+        "prime-rl",
+        "variants/test_mixtures.py::test_components_with_counts_of_their_own",
+    ),
+    Variant(
+        "CHORD",
+        "(1 - mu) * loss - mu * (probs * (1 - probs) * logprobs)[expert].mean()",
+        "arXiv 2508.11408, Trinity-RFT, ms-swift",
+        "variants/test_mixtures.py::test_chord",
+    ),
+    Variant(
+        "LUFFY's shaping",
+        "loss - (gk.token_shares(mask) * advantages * probs / (probs + 0.1))[expert].sum()",
+        "arXiv 2504.14945",
+        "variants/test_mixtures.py::test_shaping_of_luffy",
     ),
 )
 CORRECTIONS = (
     Variant(
         "truncated and masked weights of tokens, rows and their geometric means",
-        "gk.LossConfig(correction='geometric_mask', correction_max=2.0)",
+        "gk.CorrectionConfig(weights='geometric', weight_max=2.0, outside='mask')",
         "TRL, verl, SkyRL",
-        "policy_loss/test_corrections.py::test_a_correction_is_its_importance_weights",
+        "ops/sampling_correction/test_spec.py::test_geometric_weights_are_the_means_of_log_ratios",
     ),
     Variant(
         "the eleven rejections of verl",
         "gk.CorrectionConfig.verl(rollout_rs='seq_mean_k1', rollout_rs_threshold='0.5_2.0')",
         "verl",
-        "sampling_correction/test_parity_verl.py::test_equals_verl",
+        "ops/sampling_correction/test_parity_verl.py::test_equals_verl",
     ),
     Variant(
         "TRL's corrections",
         "gk.CorrectionConfig.trl()",
         "TRL",
-        "sampling_correction/test_parity_trl.py::test_equals_trl",
+        "ops/sampling_correction/test_parity_trl.py::test_equals_trl",
     ),
     Variant(
         "SkyRL's masks and veto",
         "gk.CorrectionConfig.skyrl(outlier_token_is_threshold_low=1e-4)",
         "SkyRL#1665",
-        "sampling_correction/test_spec.py::test_equals_skyrl",
+        "ops/sampling_correction/test_spec.py::test_equals_skyrl",
     ),
     Variant(
         "KPop",
         "gk.CorrectionConfig(rejections=(('token_binary_kl', None, 0.05),))",
         "verl#6800",
-        "sampling_correction/test_spec.py::test_a_rejection_drops_what_is_outside_of_its_bounds",
+        "ops/sampling_correction/test_spec.py::test_a_rejection_drops_what_is_outside_of_its_bounds",
     ),
     Variant(
         "M2PO",
         "gk.CorrectionConfig(m2_threshold=0.04)",
         "arXiv 2510.01161, AReaL",
-        "sampling_correction/test_spec.py::test_m2po_drops_the_largest_squares",
+        "ops/sampling_correction/test_spec.py::test_m2po_drops_the_largest_squares",
     ),
 )
 ADVANTAGES = (
-    Variant("GAE", "gk.TokenAdvantageConfig('gae')", "verl, SkyRL", "token_advantages/test_parity.py::test_verl_gae"),
+    Variant(
+        "GAE", "gk.TokenAdvantageConfig('gae')", "verl, SkyRL", "ops/token_advantages/test_parity.py::test_verl_gae"
+    ),
     Variant(
         "REINFORCE++ of tokens",
         "gk.TokenAdvantageConfig('reinforce_plus_plus')",
         "verl, SkyRL",
-        "token_advantages/test_parity.py::test_verl_reinforce_plus_plus",
+        "ops/token_advantages/test_parity.py::test_verl_reinforce_plus_plus",
     ),
     Variant(
         "advantages of turns",
         "gk.token_advantages(rewards, values, mask=mask, turns=turns)",
         "verl#7244, ROLL",
-        "token_advantages/test_parity.py::test_turns_as_roll_agentic_reinforce",
+        "ops/token_advantages/test_parity.py::test_turns_as_roll_agentic_reinforce",
     ),
     Variant(
         "step REINFORCE",
         "gk.TokenAdvantageConfig('reinforce')",
         "ROLL",
-        "token_advantages/test_parity.py::test_step_rewards_as_roll_step_reinforce",
+        "ops/token_advantages/test_parity.py::test_step_rewards_as_roll_step_reinforce",
     ),
     Variant(
         "GiGPO",
         "gk.gigpo_advantages(rewards, returns, 4, states)",
         "arXiv 2505.10978, ROLL",
-        "group_advantages/test_gigpo.py::test_both_levels_are_normalised_and_added",
+        "ops/group_advantages/test_gigpo.py::test_both_levels_are_normalised_and_added",
     ),
     Variant(
         "optimal token baseline and its TIR variant",
         "gk.optimal_token_baseline(*tokens, groups, places='rank')",
         "verl",
-        "token_advantages/test_optimal_baseline.py::test_verl",
+        "ops/token_advantages/test_optimal_baseline.py::test_verl",
     ),
     Variant(
         "moving average of an agent's rewards (RAE)",
         "gk.EmaBaseline(decay=0.95)",
         "SPIRAL, prime-rl",
-        "group_advantages/test_running.py::test_as_a_loop_over_the_rows",
+        "ops/group_advantages/test_running.py::test_as_a_loop_over_the_rows",
     ),
     Variant(
-        "running norms", "gk.RunningNorm()", "ROLL", "group_advantages/test_running.py::test_as_a_loop_over_the_rows"
+        "running norms",
+        "gk.RunningNorm()",
+        "ROLL",
+        "ops/group_advantages/test_running.py::test_as_a_loop_over_the_rows",
     ),
     Variant(
         "SPO",
         "gk.ValueTracker(half_life=0.06, rho_min=0.875, rho_max=0.96)",
         "arXiv 2509.13232",
-        "group_advantages/test_running.py::test_as_a_loop_over_the_rows",
+        "ops/group_advantages/test_running.py::test_as_a_loop_over_the_rows",
     ),
     Variant(
         "leave-one-out standard deviation",
         "gk.AdvantageConfig('nemo-grpo')",
         "NeMo-RL",
-        "group_advantages/test_leave_one_out.py::test_each_row_against_the_others",
+        "ops/group_advantages/test_leave_one_out.py::test_each_row_against_the_others",
     ),
 )

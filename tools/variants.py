@@ -12,17 +12,17 @@ from pathlib import Path
 
 from grpo_kernels import AdvantageConfig, LossConfig
 from grpo_kernels.ops.policy_loss import config as loss
-from grpo_kernels.ops.policy_loss import peers
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.verl_fields import VERL_LOSSES, VERL_REFUSED
 from tools import published as known
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARKS = ("<!-- variants, written by tools/variants.py -->", "<!-- end of variants -->")
 FIELDS = {
-    "loss": (*loss.LOSSES, *loss.SEQUENCE_LOSSES),
+    "loss": loss.LOSSES,
     "ratio": loss.RATIOS,
     "kl": loss.KLS,
     "aggregation": loss.AGGREGATIONS,
-    "correction": loss.CORRECTIONS,
 }
 # Fields without a default.
 REQUIRED = {"dro": {"dro_beta": 1.0}}
@@ -62,30 +62,15 @@ def loss_rows(configs: Mapping[str, LossConfig], sentence: str, name: str) -> st
 
 def policy_loss() -> str:
     choices = [(f"`{name}`", ", ".join(f"`{value}`" for value in values)) for name, values in FIELDS.items()]
-    trl = {name: LossConfig.trl(loss_type=name) for name in peers.TRL_LOSS_TYPES}
-    verl = {name: LossConfig.verl(loss_mode=name, **REQUIRED.get(name, {})) for name in peers.VERL_LOSSES}
-    prime_rl = {name: LossConfig.prime_rl(type=name) for name in peers.PRIME_RL_DEFAULTS}
-    skyrl = {name: LossConfig.skyrl(policy_loss_type=name) for name in peers.SKYRL_LOSSES}
-    roll = {name: LossConfig.roll(pg_variant=name) for name in peers.ROLL_VARIANTS}
-    cosmos = {name: LossConfig.cosmos(variant=name) for name in peers.COSMOS_VARIANTS}
-    cosmos["aipo_rho=2"] = LossConfig.cosmos(aipo_rho=2.0)
-    art = {name: LossConfig.art(importance_sampling_level=name, ppo=True) for name in peers.ART_LEVELS}
-    swift = {name: LossConfig.swift(loss_type=name) for name in peers.SWIFT_LOSS_TYPES}
-    areal = {"eps_clip": LossConfig.areal(), "use_sapo_loss": LossConfig.areal(use_sapo_loss=True)}
-    refused = ", ".join(f"`{name}`" for name in peers.VERL_REFUSED)
+    trl = {name: LossConfig.trl(loss_type=name) for name in TRL_LOSS_TYPES}
+    verl = {name: LossConfig.verl(loss_mode=name, **REQUIRED.get(name, {})) for name in VERL_LOSSES}
+    refused = [(f"`{name}`", instead) for name, instead in VERL_REFUSED.items()]
     return "\n\n".join(
         [
             table(("field of `LossConfig`", "values"), choices),
             loss_rows(trl, "`LossConfig.trl(loss_type=...)`, with TRL's defaults.", "TRL's `loss_type`"),
             loss_rows(verl, "`LossConfig.verl(loss_mode=...)`, with verl's defaults.", "verl's `loss_mode`"),
-            loss_rows(prime_rl, "`LossConfig.prime_rl(type=...)`, with prime-rl's defaults.", "prime-rl's `type`"),
-            loss_rows(skyrl, "`LossConfig.skyrl(policy_loss_type=...)`, with SkyRL's defaults.", "`policy_loss_type`"),
-            loss_rows(areal, "`LossConfig.areal(...)`, with AReaL's defaults.", "AReaL's loss"),
-            loss_rows(roll, "`LossConfig.roll(pg_variant=...)`, with ROLL's defaults.", "ROLL's `pg_variant`"),
-            loss_rows(cosmos, "`LossConfig.cosmos(variant=...)`, with cosmos-rl's defaults.", "cosmos-rl's `variant`"),
-            loss_rows(art, "`LossConfig.art(importance_sampling_level=..., ppo=True)`.", "ART's level"),
-            loss_rows(swift, "`LossConfig.swift(loss_type=...)`, with ms-swift's defaults.", "ms-swift's `loss_type`"),
-            f"Refused: verl's {refused}, SkyRL's {', '.join(f'`{name}`' for name in peers.SKYRL_REFUSED)}.",
+            table(("refused `loss_mode`", "instead"), refused),
         ]
     )
 
@@ -103,12 +88,14 @@ def group_advantages() -> str:
 def published() -> str:
     def rows(variants: tuple[known.Variant, ...]) -> str:
         cells = [(v.name, f"`{v.setting}`", v.source, f"`{v.test}`") for v in variants]
-        return table(("variant", "setting", "source", "test below `tests/ops`"), cells)
+        return table(("variant", "here", "source", "test below `tests`"), cells)
 
     return "\n\n".join(
         [
             "## Losses",
             rows(known.LOSSES),
+            "## Masks, weights and terms beside a loss",
+            rows(known.COMPOSED),
             "## Mismatch between sampler and trainer",
             rows(known.CORRECTIONS),
             "## Advantages",

@@ -39,9 +39,7 @@ class Batch:
         self.logprobs = logprobs.to(device).requires_grad_()
         self.old, self.ref, self.chosen = old.to(device), ref.to(device), chosen.to(device)
         self.mask = torch.ones_like(self.chosen)
-        self.sampling = self.old + 0.1 * noise().to(device)
         self.is_weights = (0.1 * noise()).exp().to(device)
-        self.kinds = (torch.arange(width) % 4 == 0).to(torch.int8).expand(rows, width).contiguous().to(device)
         self.cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), chosen.sum(1).cumsum(0)]).to(device)
         self.packed = [t.detach()[self.chosen] for t in (self.logprobs, self.old, self.ref)]
         self.packed[0].requires_grad_()
@@ -114,50 +112,64 @@ def verl(b: Batch) -> Tensor:
     return b.gradient(loss + BETA * core_algos.agg_loss(kl, b.mask, "token-mean"))
 
 
-def beyond_a_token(config: gk.LossConfig) -> Call:
-    """A loss that looks at whole rows, groups of eight of them, or later tokens."""
+def setting(arguments: dict[str, str] | None = None, **fields: Any) -> Call:
+    """Our call with settings that PPO's clipped loss does not have; arguments are attributes of the batch."""
+    config = gk.LossConfig(**fields)
 
     def call(b: Batch) -> Tensor:
-        more: dict[str, Any] = {"groups": 8} if config.loss in ("gvpo", "real") else {}
-        if config.loss == "flowrl":
-            more = {"log_z": b.advantages, "ref_logprobs": b.ref}
+        more: dict[str, Any] = {name: getattr(b, attribute) for name, attribute in (arguments or {}).items()}
         return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=config, **more).loss)
 
     return call
 
 
-def variant(inputs: tuple[str, ...] = (), **fields: Any) -> Call:
-    """Our call with settings that PPO's clipped loss does not have, and with the inputs that they need."""
-    config = gk.LossConfig(**fields)
+SETTINGS = {
+    "the same again": setting(),
+    "ipo": setting(loss="ipo"),
+    "icepop": setting(loss="icepop"),
+    "topr": setting(loss="topr"),
+    "gspo": setting(ratio="sequence"),
+    "is_weights": setting({"is_weights": "is_weights"}),
+    "policy_mask": setting({"policy_mask": "chosen"}),
+}
+
+
+def composed(function: str) -> Call:
+    """PPO's clipped loss with what a function of gk.variants computes from the log-probs, or a loss of its own."""
+    of_variant = getattr(gk.variants, function)
 
     def call(b: Batch) -> Tensor:
-        arguments = {ARGUMENTS[name]: getattr(b, name) for name in inputs}
-        return b.gradient(gk.policy_loss(b.logprobs, b.old, b.advantages, mask=b.mask, config=config, **arguments).loss)
+        tokens = b.logprobs, b.old, b.advantages
+        if function.endswith("_loss"):
+            return b.gradient(of_variant(*tokens, 8, mask=b.mask))
+        if function.endswith("_logprobs"):
+            averaged = of_variant(*tokens[:2], mask=b.mask)
+            return b.gradient(gk.policy_loss(averaged, *tokens[1:], mask=b.mask, config=gk.LossConfig()).loss)
+        weights = of_variant(*tokens, mask=b.mask)
+        return b.gradient(gk.policy_loss(*tokens, mask=b.mask, is_weights=weights, config=gk.LossConfig()).loss)
 
     return call
 
 
-ARGUMENTS = {"sampling": "sampling_logprobs", "is_weights": "is_weights", "kinds": "kinds"}
-BY_SAMPLER = {"inputs": ("sampling",), "correction_max": 2.0}
+def flowrl(b: Batch) -> Tensor:
+    return b.gradient(gk.variants.flowrl_loss(b.logprobs, b.old, b.ref, b.advantages, b.advantages, mask=b.mask))
+
+
+def kl_cov(b: Batch) -> Tensor:
+    tokens, unclipped = (b.logprobs, b.old, b.advantages), gk.LossConfig(clip_low=None, clip_high=None)
+    penalty = gk.variants.kl_cov_penalty(*tokens, gk.token_shares(b.mask), mask=b.mask)
+    return b.gradient(gk.policy_loss(*tokens, mask=b.mask, config=unclipped).loss + penalty)
+
+
 VARIANTS = {
-    "the same again": variant(),
-    "ipo": variant(loss="ipo"),
-    "icepop": variant(loss="icepop"),
-    "topr": variant(loss="topr"),
-    "clip_cov": variant(loss="clip_cov"),
-    "kl_cov": variant(loss="kl_cov"),
-    "kinds": variant(inputs=("kinds",)),
-    "average": variant(ratio="average"),
-    "geometric_average": variant(ratio="geometric_average"),
-    "gspo": variant(ratio="sequence"),
-    "token_truncate": variant(correction="token_truncate", **BY_SAMPLER),
-    "sequence_mask": variant(correction="sequence_mask", **BY_SAMPLER),
-    "geometric_mask": variant(correction="geometric_mask", **BY_SAMPLER),
-    "is_weights": variant(inputs=("is_weights",)),
-    "GVPO": beyond_a_token(gk.LossConfig(loss="gvpo")),
-    "REAL": beyond_a_token(gk.LossConfig(loss="real")),
-    "FlowRL": beyond_a_token(gk.LossConfig(loss="flowrl")),
-    "FIPO": beyond_a_token(gk.LossConfig(future_kl_half_life=32.0)),
+    "GVPO": composed("gvpo_loss"),
+    "REAL": composed("real_loss"),
+    "FlowRL": flowrl,
+    "FIPO": composed("future_kl_weights"),
+    "Clip-Cov": composed("clip_cov_weights"),
+    "KL-Cov": kl_cov,
+    "average": composed("average_logprobs"),
+    "geometric_average": composed("geometric_average_logprobs"),
 }
 
 # float32 gradients of 1e-6, against the largest of them
@@ -225,18 +237,30 @@ CASES = [
         devices=("cpu",),
         bars=(Bar("microseconds at most", 60),),
     ),
-    # no slower than 1.5 times the loss that they vary
+    # settings of the kernel: no slower than 1.5 times the loss that they vary
     Case(
         OP,
         "clip, and other losses",
         "256 responses of 2,048 tokens, one thread",
         Floor(bytes=13 * ROWS * WIDTH),
         of(),
-        variant(),
-        tuple(Provider(name, call, agrees=False) for name, call in VARIANTS.items()),
-        tuple(Bar("ratio at most", 1.5, name) for name in VARIANTS),
+        setting(),
+        tuple(Provider(name, call, agrees=False) for name, call in SETTINGS.items()),
+        tuple(Bar("ratio at most", 1.5, name) for name in SETTINGS),
         devices=("cpu",),
         pairs=40,
+        one_thread=True,
+    ),
+    # plain torch beside the kernel, without a bar
+    Case(
+        OP,
+        "clip, and variants",
+        "256 responses of 2,048 tokens, one thread",
+        Floor(bytes=13 * ROWS * WIDTH),
+        of(),
+        setting(),
+        tuple(Provider(name, call, agrees=False) for name, call in VARIANTS.items()),
+        devices=("cpu",),
         one_thread=True,
     ),
     # so many that both sides run on several threads

@@ -38,11 +38,9 @@ pybind11::dict kernel_codes() {
   GRPO_EXPORT(loss, Ratio);
   GRPO_EXPORT(loss, Kl);
   GRPO_EXPORT(loss, Aggregation);
-  GRPO_EXPORT(loss, Correction);
   GRPO_EXPORT(correction, WeightLevel);
   GRPO_EXPORT(correction, Level);
   GRPO_EXPORT(correction, Estimator);
-  GRPO_EXPORT(loss, Kind);
   GRPO_EXPORT(similarity, Linkage);
   GRPO_EXPORT(similarity, Collapse);
   GRPO_EXPORT(similarity, Verdict);

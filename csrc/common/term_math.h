@@ -18,9 +18,6 @@ GRPO_HD const T* offset_or_null(const T* array, int64_t offset) {
   return array == nullptr ? nullptr : array + offset;
 }
 
-// Whether the set, a bit mask, has the kind.
-GRPO_HD bool is_kind_of(uint32_t kinds, int8_t kind) { return (kinds >> (kind & 31) & 1) != 0; }
-
 // One number at a time.
 template <typename T>
 struct ScalarTermMath {
@@ -68,7 +65,6 @@ struct ScalarTermMath {
   GRPO_HD static bool load_flags(const bool* from, int64_t) { return from == nullptr || *from; }
   GRPO_HD static void store_flags(bool* to, int64_t, bool flag) { *to = flag; }
   GRPO_HD static bool not_negative(const int32_t* from, int64_t) { return *from >= 0; }
-  GRPO_HD static bool of_kinds(uint32_t kinds, const int8_t* from, int64_t) { return is_kind_of(kinds, *from); }
 };
 
 // NaN stays NaN.

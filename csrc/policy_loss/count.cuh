@@ -15,13 +15,11 @@ constexpr int kThreads = 256;
 template <typename T>
 __device__ PolicyBatch<T> batch_of(const PolicyArrays<T>& arrays) {
   PolicyBatch<T> batch = arrays.batch;
-  if (arrays.entropy_floor != nullptr) batch.entropy_floor = arrays.entropy_floor[0];
   if (arrays.normalizers != nullptr) {
     const double tokens = arrays.normalizers[0], rows = arrays.normalizers[1], segments = arrays.normalizers[2];
     if (!isnan(tokens)) batch.normalizers.tokens = tokens;
     if (!isnan(rows)) batch.normalizers.rows = rows;
     if (!isnan(segments)) batch.normalizers.segments = segments;
-    batch.normalizers.cross_entropy = arrays.normalizers[3];
   }
   return batch;
 }
@@ -47,8 +45,6 @@ __device__ Counts count_tokens(const PolicyBatch<T>& in, int64_t first, int64_t 
   for (int64_t t = first; t < last; t += stride) {
     if (!in.is_valid(t)) continue;
     counts.tokens += 1;
-    counts.kept_tokens += in.is_kept(t) ? 1 : 0;
-    counts.policy_tokens += in.has_policy_term(t) ? 1 : 0;
     if (in.plan.by_segment()) {
       counts.terms += ends_segment(in, t, next_valid(in, t, row_end), row_end) ? 1 : 0;
     }
@@ -89,23 +85,16 @@ template <typename T>
 __device__ Counts count_row(const PolicyBatch<T>& in, int64_t row, const Team& team, double* shared) {
   const int64_t first = in.start(row), count = in.length(row);
   Counts counts;
-  if (in.segments != nullptr || in.entropy != nullptr || in.kinds != nullptr) {
+  if (in.segments != nullptr) {
     counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
-    counts.kept_tokens = team_sum(team, counts.kept_tokens, shared);
     counts.terms = team_sum(team, counts.terms, shared);
     counts.tokens = team_sum(team, counts.tokens, shared);
-    if (in.kinds != nullptr) {
-      counts.policy_tokens = team_sum(team, counts.policy_tokens, shared);
-    } else {
-      counts.policy_tokens = counts.tokens;
-    }
   } else {
     counts.tokens = count;
     if (in.mask != nullptr) counts.tokens = team_sum(team, count_mask(in.mask + first, count, team), shared);
-    counts.kept_tokens = counts.policy_tokens = counts.tokens;
   }
   if (in.plan.loss == Loss::kGeoMean) {
-    counts.terms = counts.kept_tokens > 0 ? 1 : 0;
+    counts.terms = counts.tokens > 0 ? 1 : 0;
   } else if (!in.plan.by_segment()) {
     counts.terms = counts.tokens;
   }
@@ -114,12 +103,10 @@ __device__ Counts count_row(const PolicyBatch<T>& in, int64_t row, const Team& t
   return counts;
 }
 
-// policy_tokens, which no share depends on, are left to the thread.
 __device__ Counts team_counts(Counts counts, const Team& team, double* shared) {
   counts.rows = team_sum(team, counts.rows, shared);
   counts.active_rows = team_sum(team, counts.active_rows, shared);
   counts.tokens = team_sum(team, counts.tokens, shared);
-  counts.kept_tokens = team_sum(team, counts.kept_tokens, shared);
   counts.terms = team_sum(team, counts.terms, shared);
   return counts;
 }

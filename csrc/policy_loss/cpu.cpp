@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <mutex>
 #include <vector>
 
 #include "common/allocate.h"
@@ -13,8 +12,6 @@
 #include "common/scratch.h"
 #include "common/simd/levels.h"
 #include "policy_loss/flags.h"
-#include "policy_loss/row_steps_cpu.h"
-#include "policy_loss/selection.h"
 #include "policy_loss/simd.h"
 #include "policy_loss/tensors.h"
 
@@ -40,13 +37,8 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   } else {
     for (int64_t t = first; t < last; ++t) tokens += in.is_valid(t);
   }
-  if (in.entropy_floor > -INFINITY || in.kinds != nullptr) {
-    GRPO_SIMD_CALL(count_policy, in, row, counts.policy_tokens, counts.kept_tokens);
-  } else {
-    counts.policy_tokens = counts.kept_tokens = static_cast<double>(tokens);
-  }
   int64_t terms = tokens;
-  if (in.plan.loss == Loss::kGeoMean) terms = counts.kept_tokens > 0;
+  if (in.plan.loss == Loss::kGeoMean) terms = tokens > 0;
   if (in.plan.by_segment()) {
     terms = 0;
     int32_t previous = -1;
@@ -89,7 +81,7 @@ class SparseTokens {
     if (valid * kSparse > span) {
       PolicyTokens<T> part = tokens_;
       for (const T** array : arrays(part)) *array = offset_or_null(*array, first_);
-      part.kinds = offset_or_null(part.kinds, first_);
+      part.policy_mask = offset_or_null(part.policy_mask, first_);
       part.mask = valid == span ? nullptr : part.mask + first_;
       part.gradient += first_;
       GRPO_SIMD_CALL(policy_tokens, part, plan, kind, span, sums);
@@ -105,19 +97,19 @@ class SparseTokens {
     return eight == 0;
   }
 
-  static std::array<const T**, 8> arrays(PolicyTokens<T>& tokens) {
-    return {&tokens.logprobs,   &tokens.old_logprobs, &tokens.ref_logprobs, &tokens.sampling_logprobs,
-            &tokens.is_weights, &tokens.entropy,      &tokens.weights,      &tokens.advantages};
+  static std::array<const T**, 7> arrays(PolicyTokens<T>& tokens) {
+    return {&tokens.logprobs, &tokens.old_logprobs, &tokens.ref_logprobs, &tokens.is_weights,
+            &tokens.entropy,  &tokens.weights,      &tokens.advantages};
   }
 
   void run_packed(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
     static thread_local std::vector<int32_t> indices;
     static thread_local std::vector<T> memory;
-    static thread_local std::vector<int8_t> kinds;
+    static thread_local std::vector<char> flags;
     indices.resize(last_ - first_ + 8);
     const int64_t count = find_true(tokens_.mask, first_, last_, indices.data());
     PolicyTokens<T> part = tokens_;
-    memory.resize(9 * count);
+    memory.resize(8 * count);
     T* packed = memory.data();
     for (const T** array : arrays(part)) {
       if (*array == nullptr) continue;
@@ -125,10 +117,10 @@ class SparseTokens {
       *array = packed;
       packed += count;
     }
-    if (part.kinds != nullptr) {
-      kinds.resize(count);
-      for (int64_t i = 0; i < count; ++i) kinds[i] = part.kinds[indices[i]];
-      part.kinds = kinds.data();
+    if (part.policy_mask != nullptr) {
+      flags.resize(count);
+      for (int64_t i = 0; i < count; ++i) flags[i] = part.policy_mask[indices[i]];
+      part.policy_mask = reinterpret_cast<const bool*>(flags.data());
     }
     part.mask = nullptr;
     part.gradient = packed;
@@ -182,28 +174,27 @@ class WholeRow {
       tokens_.terms = reinterpret_cast<const bool*>(scratch.terms.data());
     }
     if (plan_.by_segment()) gather_segments(scratch);
-    if (plan_.loss == Loss::kGeoMean) mark_last_kept_token(scratch);
+    if (plan_.loss == Loss::kGeoMean) mark_last_token(scratch);
+    const WalkKind kind = in_.walk_kind();
     PolicySums row_sums;
-    const WalkKind kind = in_.lane_kind();
     if (tokens_.terms == nullptr && tokens_.segments == nullptr) {
       run_tokens(tokens_, plan_, kind, last_ - first_, row_sums);
     } else {
-      GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, kind, last_ - first_, row_sums);
+      GRPO_SIMD_CALL(policy_tokens, tokens_, plan_, WalkKind::kAny, last_ - first_, row_sums);
     }
     if (plan_.by_segment()) spread_over_segments(scratch);
-    if (plan_.spreads_over_row()) {
-      const double members = plan_.loss == Loss::kGeoMean ? counts_.kept_tokens : counts_.policy_tokens;
-      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(members, 1.0));
+    if (plan_.spreads_over_row() && kind != WalkKind::kPlainSequence) {
+      const T share = static_cast<T>(row_sums.ratio_gradient / std::max(counts_.tokens, 1.0));
       GRPO_SIMD_CALL(add_row_share, in, row_, share, tokens_.gradient - first_);
     }
     sums.merge(row_sums);
   }
 
  private:
-  // GMPO has one term per row, held by the last kept token.
-  void mark_last_kept_token(RowScratch<T>& scratch) const {
+  // GMPO has one term per row, held by the last token that counts.
+  void mark_last_token(RowScratch<T>& scratch) const {
     for (int64_t t = last_ - 1; t >= first_; --t) {
-      if (!in_.is_kept(t)) continue;
+      if (!in_.is_valid(t)) continue;
       scratch.terms[t - first_] = 1;
       return;
     }
@@ -275,7 +266,7 @@ void for_each_row(const PolicyBatch<T>& in, double nanoseconds_per_token, Visit 
 template <typename T>
 void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double* metrics) {
   std::vector<Counts> counts(in.rows);
-  for_each_row(in, in.segments == nullptr && in.kinds == nullptr ? kCountCost : kEntropyCost,
+  for_each_row(in, in.segments == nullptr ? kCountCost : kEntropyCost,
                [&](int64_t row) { counts[row] = count_row(in, row); });
   Counts batch;
   for (const Counts& row : counts) batch.add(row);
@@ -297,7 +288,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     }
     std::vector<PolicySums> parts(tasks.size());
     const int64_t count = static_cast<int64_t>(tasks.size());
-    const WalkKind kind = in.lane_kind();
+    const WalkKind kind = in.walk_kind();
     const double cost = (in.plan.loss == Loss::kClip ? kClipCost : kTermCost) * (sizeof(T) / sizeof(float));
     divide(count, threads_for(cost * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -308,7 +299,7 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     for (size_t i = 0; i < tasks.size(); ++i) sums[tasks[i].row].merge(parts[i]);
     if (in.is_weights_by_row) {
       for (int64_t row = 0; row < in.rows; ++row) {
-        if (counts[row].policy_tokens > 0) sums[row].add_is_weight(in.is_weights[row]);
+        if (counts[row].tokens > 0) sums[row].add_is_weight(in.is_weights[row]);
       }
     }
   }
@@ -324,80 +315,21 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     all.merge(sums[row]);
     row_metrics.add(counts[row], sums[row], in.plan);
   }
-  write_metrics(in.plan, batch, all, row_metrics, metrics);
-}
-
-// The tokens of a row that Clip-Cov (where the query is bounded) or KL-Cov may choose. `place` is that of the last
-// token before the row.
-template <typename T>
-void add_candidates(const PolicyBatch<T>& in, int64_t row, CovarianceQuery query, int64_t place, Selection& selection) {
-  static thread_local std::vector<CovarianceMatch> matches(kTokensPerTask);
-  const T low = static_cast<T>(in.plan.low), high = static_cast<T>(in.plan.high);
-  const int64_t last = in.start(row) + in.length(row);
-  for (int64_t first = in.start(row); first < last; first += kTokensPerTask) {
-    if (!query.is_bounded) query.low = std::max(query.low, selection.least());
-    const int64_t count = std::min(kTokensPerTask, last - first);
-    const int64_t found = GRPO_SIMD_CALL(find_covariances, in, row, first, count, query, place, matches.data());
-    for (int64_t i = 0; i < found; ++i) {
-      const CovarianceMatch& match = matches[i];
-      if (!query.is_bounded) {
-        selection.add({match.covariance, match.token});
-        continue;
-      }
-      const T logprob = in.logprobs[match.token];
-      const double key = -static_cast<double>(selection_hash(static_cast<float>(logprob), match.place));
-      if (!selection.takes(key)) continue;  // before an exponential
-      const auto advantage = static_cast<T>(in.advantage(row, match.token));
-      if (in.old_logprobs != nullptr && is_clipped(logprob, in.old_logprobs[match.token], advantage, low, high))
-        continue;
-      selection.add({key, match.token});
-    }
-  }
-}
-
-// Writes kSelected to `kinds` for the chosen tokens.
-template <typename T>
-void select_tokens(const PolicyBatch<T>& in, CovarianceQuery query, double ratio, int8_t* kinds) {
-  const double cost = kEntropyCost * static_cast<double>(in.tokens);
-  std::vector<CovarianceSums> rows(in.rows);
-  for_each_row(in, kEntropyCost, [&](int64_t row) { rows[row] = GRPO_SIMD_CALL(covariance_sums, in, row); });
-  CovarianceSums batch;
-  std::vector<int64_t> places(in.rows);
-  for (int64_t row = 0; row < in.rows; ++row) {
-    places[row] = static_cast<int64_t>(batch.tokens);
-    batch.tokens += rows[row].tokens;
-    batch.advantage += rows[row].advantage;
-    batch.logprob += rows[row].logprob;
-  }
-  query.advantage = batch.advantage / std::max(batch.tokens, 1.0);
-  query.logprob = batch.logprob / std::max(batch.tokens, 1.0);
-  const int64_t count = std::max<int64_t>(static_cast<int64_t>(batch.tokens * ratio), 1);
-  Selection chosen(count);
-  std::mutex mutex;  // the choice does not depend on the order of the threads
-  divide(in.rows, threads_for(cost), [&](int64_t begin, int64_t end) {
-    Selection selection(count);
-    for (int64_t row = begin; row < end; ++row) add_candidates(in, row, query, places[row], selection);
-    const std::lock_guard<std::mutex> lock(mutex);
-    chosen.add(selection);
-  });
-  for (const SelectionCandidate& candidate : chosen.prune()) {
-    kinds[candidate.token] = static_cast<int8_t>(Kind::kSelected);
-  }
+  write_metrics(in.plan, batch, all, row_metrics, in.policy_mask != nullptr, metrics);
 }
 
 }  // namespace
 
-PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
-                                  std::optional<Tensor> old_logprobs, Tensor advantages, std::optional<Tensor> mask,
+PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> old_logprobs,
+                                  Tensor advantages, std::optional<Tensor> mask, std::optional<Tensor> policy_mask,
                                   std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                  std::optional<Tensor> kinds, std::optional<Tensor> ref_logprobs,
-                                  std::optional<Tensor> sampling_logprobs, std::optional<Tensor> is_weights,
+                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> is_weights,
                                   std::optional<Tensor> weights, std::optional<Tensor> normalizers,
                                   std::vector<double> counts, std::vector<int64_t> modes,
                                   std::vector<double> coefficients, bool needs_entropy_gradient) {
-  PolicyInputs inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, kinds,
-                                      ref_logprobs, sampling_logprobs, is_weights, entropy, entropy_floor, weights,
-                                      normalizers, counts, modes, coefficients);
+  PolicyInputs inputs =
+      policy_inputs(logprobs, entropy, old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs,
+                    is_weights, weights, normalizers, counts, modes, coefficients);
   if (normalizers) {
     const double* const values = optional_data<double>(normalizers);
     for (int i = 0; i < 3; ++i) inputs.counts[i] = std::isnan(values[i]) ? counts[i] : values[i];
@@ -408,9 +340,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
   const PolicyResults results(inputs, needs_entropy_gradient);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    PolicyBatch<T> in = inputs.batch<T>();
-    if (normalizers) in.normalizers.cross_entropy = optional_data<double>(normalizers)[3];
-    if (entropy_floor) in.entropy_floor = *optional_data<T>(entropy_floor);
+    const PolicyBatch<T> in = inputs.batch<T>();
     T* const gradient = data_of<T>(results.gradient);
     advise_huge_pages(gradient, inputs.tokens * sizeof(T));
     T* const entropy_gradient = needs_entropy_gradient ? data_of<T>(results.entropy_gradient) : nullptr;
@@ -426,36 +356,8 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
   return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
 }
 
-// The kinds with the tokens that Clip-Cov or KL-Cov chooses; see select_tokens in ops/policy_loss/covariance.py. The
-// bounds are those of the covariance, for Clip-Cov alone, and of the ratio.
-Tensor select_tokens_cpu(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
-                         std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens, std::optional<Tensor> kinds,
-                         bool is_bounded, double ratio, std::vector<double> bounds) {
-  GRPO_CHECK(bounds.size() == 4, kOp, ": bounds must have 4 numbers, got ", bounds.size());
-  PolicyPlan plan{};
-  plan.low = bounds[2], plan.high = bounds[3];
-  const int64_t tokens = logprobs.numel(), rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0);
-  const PolicyInputs inputs{logprobs, old_logprobs, advantages, mask, cu_seqlens,      {},   kinds, {},    {}, {},
-                            {},       {},           {},         {},   {NAN, NAN, NAN}, plan, rows,  tokens};
-  check_inputs(inputs);
-  const int64_t* const starts = optional_data<int64_t>(cu_seqlens);
-  if (starts != nullptr) check_packed_bounds(kOp, starts, rows, tokens);
-  std::array<int64_t, 2> sizes{};
-  for (int64_t d = 0; d < logprobs.dim(); ++d) sizes[d] = logprobs.size(d);
-  const Tensor result = empty_tensor(logprobs, sizes.data(), logprobs.dim(), aoti_torch_dtype_int8());
-  int8_t* const codes = data_of<int8_t>(result);
-  kinds ? std::copy_n(optional_data<int8_t>(kinds), tokens, codes) : std::fill_n(codes, tokens, int8_t{0});
-  const CovarianceQuery query{0, 0, is_bounded ? bounds[0] : -INFINITY, bounds[1], is_bounded};
-  inputs.is_double() ? select_tokens(inputs.batch<double>(), query, ratio, codes)
-                     : select_tokens(inputs.batch<float>(), query, ratio, codes);
-  return result;
-}
-
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
   library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
-  library.impl("policy_row_sums_cpu", TORCH_BOX(&grpo_kernels::policy_row_sums_cpu));
-  library.impl("policy_future_kl_cpu", TORCH_BOX(&grpo_kernels::policy_future_kl_cpu));
-  library.impl("select_tokens_cpu", TORCH_BOX(&grpo_kernels::select_tokens_cpu));
 }

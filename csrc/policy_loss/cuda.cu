@@ -32,9 +32,29 @@ __device__ int64_t row_of_task(const PolicyArrays<T>& arrays, int64_t task) {
   return low;
 }
 
-// Four blocks of 64 registers a thread hide the latency of memory; the other kinds would spill.
-template <typename T, WalkKind kKind>
-__global__ void __launch_bounds__(kThreads, is_bare(kKind) ? 4 : 1)
+// The sums and counts of a warp's task.
+template <typename T, bool kQuads, WalkKind kKind>
+__device__ PolicyPart part_of(const PolicyArrays<T>& arrays, const PolicyBatch<T>& in, const PolicyTokens<T>& tokens,
+                              const Shares& shares, int64_t first, int64_t count, const Team& team) {
+  PolicyPart part;
+  if constexpr (kQuads) {
+    part.sums =
+        walk_quads<kKind>(tokens, arrays, static_cast<int>(first), static_cast<int>(count), team, part.counts.tokens);
+  } else {
+    part.counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
+    part.counts.tokens = team_sum(team, part.counts.tokens, nullptr);
+    part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
+    for (int64_t k = team.rank; arrays.entropy_gradient != nullptr && k < count; k += team.size) {
+      arrays.entropy_gradient[first + k] = in.entropy_gradient(first + k, shares);
+    }
+  }
+  part.counts.terms = part.counts.tokens;
+  return part;
+}
+
+// Four blocks of 64 registers a thread hide the latency of memory; without quads the kernel would spill.
+template <typename T, bool kQuads, WalkKind kKind>
+__global__ void __launch_bounds__(kThreads, kQuads ? 4 : 1)
     tokens_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
   clear_behind_rows(arrays);
@@ -53,27 +73,7 @@ __global__ void __launch_bounds__(kThreads, is_bare(kKind) ? 4 : 1)
     const int64_t first = in.start(row) + offset, count = left < kTokensPerTask ? left : kTokensPerTask;
     const Shares shares = in.shares(batch, arrays.row_counts == nullptr ? Counts{} : arrays.row_counts[row]);
     const PolicyTokens<T> tokens = tokens_of(in, row, first, shares, arrays.gradient);
-    if constexpr (is_bare(kKind)) {
-      part.sums =
-          walk_quads<kKind>(tokens, arrays, static_cast<int>(first), static_cast<int>(count), team, part.counts.tokens);
-      part.counts.kept_tokens = part.counts.policy_tokens = part.counts.tokens;
-    } else {
-      part.counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
-      part.counts.tokens = team_sum(team, part.counts.tokens, nullptr);
-      part.counts.kept_tokens = team_sum(team, part.counts.kept_tokens, nullptr);
-      if (in.kinds != nullptr) {
-        part.counts.policy_tokens = team_sum(team, part.counts.policy_tokens, nullptr);
-      } else {
-        part.counts.policy_tokens = part.counts.tokens;
-      }
-      part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
-    }
-    part.counts.terms = part.counts.tokens;
-    if (!is_bare(kKind) && arrays.entropy_gradient != nullptr) {
-      for (int64_t k = team.rank; k < count; k += team.size) {
-        arrays.entropy_gradient[first + k] = in.entropy_gradient(first + k, shares);
-      }
-    }
+    part = part_of<T, kQuads, kKind>(arrays, in, tokens, shares, first, count, team);
   }
   if (team.rank == 0) arrays.parts[task] = part;
 }
@@ -81,45 +81,29 @@ __global__ void __launch_bounds__(kThreads, is_bare(kKind) ? 4 : 1)
 template <typename T>
 using Kernel = void (*)(PolicyArrays<T>);
 
+// Whether four tokens at a time can be taken: without other limits than the clipping itself, and with positions of 32
+// bits, which may be two steps of a block behind the last.
 template <typename T>
-bool has_kl(const PolicyBatch<T>& batch) {
-  return batch.plan.kl != Kl::kNone && batch.ref_logprobs != nullptr;
-}
-
-// Positions of tokens are 32 bits wide in the bare kinds, and may be two steps of a block behind the last.
-template <typename T>
-WalkKind bare_kind_of(const PolicyArrays<T>& arrays) {
+bool takes_quads(const PolicyArrays<T>& arrays) {
   const bool is_short = arrays.batch.tokens < INT32_MAX - 8 * kThreads;
-  return is_short ? arrays.batch.bare_kind(arrays.coefficients) : WalkKind::kAny;
+  return sizeof(T) == 4 && is_short && !arrays.coefficients.has_limits();
 }
 
 template <typename T>
 Kernel<T> tokens_kernel_of(const PolicyArrays<T>& arrays) {
-  const PolicyBatch<T>& batch = arrays.batch;
+  if (arrays.batch.walk_kind() != WalkKind::kPlainClip) return tokens_kernel<T, false, WalkKind::kAny>;
   if constexpr (sizeof(T) == 4) {
-    const WalkKind bare = bare_kind_of(arrays);
-    const bool with_kl = has_kl(batch);
-    if (bare == WalkKind::kBareClip) {
-      return with_kl ? tokens_kernel<T, WalkKind::kBareClipK3> : tokens_kernel<T, WalkKind::kBareClip>;
-    }
-    if (bare == WalkKind::kBareCispo) {
-      return with_kl ? tokens_kernel<T, WalkKind::kBareCispoK3> : tokens_kernel<T, WalkKind::kBareCispo>;
-    }
+    if (takes_quads(arrays)) return tokens_kernel<T, true, WalkKind::kPlainClip>;
   }
-  const WalkKind kind = batch.walk_kind();
-  if (kind == WalkKind::kClip) return tokens_kernel<T, WalkKind::kClip>;
-  return kind == WalkKind::kPlainClip ? tokens_kernel<T, WalkKind::kPlainClip> : tokens_kernel<T, WalkKind::kAny>;
+  return tokens_kernel<T, false, WalkKind::kPlainClip>;
 }
 
 template <typename T>
 Kernel<T> rows_kernel_of(const PolicyArrays<T>& arrays) {
-  const PolicyBatch<T>& batch = arrays.batch;
   if constexpr (sizeof(T) == 4) {
-    if (bare_kind_of(arrays) == WalkKind::kBareSequence) {
-      return has_kl(batch) ? sequences_kernel<WalkKind::kBareSequenceK3> : sequences_kernel<WalkKind::kBareSequence>;
-    }
+    if (arrays.batch.walk_kind() == WalkKind::kPlainSequence && takes_quads(arrays)) return sequences_kernel;
   }
-  return batch.walk_kind() == WalkKind::kAny ? rows_kernel<T, WalkKind::kAny> : rows_kernel<T, WalkKind::kClip>;
+  return rows_kernel<T>;
 }
 
 }  // namespace

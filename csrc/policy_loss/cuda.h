@@ -26,10 +26,9 @@ struct alignas(8) DoneCounter {
 // Raw device pointers; null where an argument was not given.
 template <typename T>
 struct PolicyArrays {
-  PolicyBatch<T> batch;                    // the next two replace its entropy_floor and normalizers, where given
+  PolicyBatch<T> batch;                    // `normalizers` replaces its, where given
   TermCoefficients<T> coefficients;        // converted once, as threads would do it again for every token
-  const T* entropy_floor;                  // [1]
-  const double* normalizers;               // [4]: tokens, rows, segments, cross-entropy
+  const double* normalizers;               // [3]: tokens, rows, segments
   int64_t tasks_per_row, tasks;            // tasks_per_row: of padded rows
   T *gradient, *entropy_gradient;          // [tokens]
   Counts *row_counts, *block_counts;       // [rows], [kCountBlocks]; null if no share depends on them

@@ -18,17 +18,16 @@ namespace grpo_kernels {
 // loss, metrics, gradient, entropy_gradient, and whether segment ids ascend: [1] for ratios of segments, else [0]
 using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> entropy_floor,
-                                   std::optional<Tensor> old_logprobs, Tensor advantages, std::optional<Tensor> mask,
+PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> old_logprobs,
+                                   Tensor advantages, std::optional<Tensor> mask, std::optional<Tensor> policy_mask,
                                    std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                   std::optional<Tensor> kinds, std::optional<Tensor> ref_logprobs,
-                                   std::optional<Tensor> sampling_logprobs, std::optional<Tensor> is_weights,
+                                   std::optional<Tensor> ref_logprobs, std::optional<Tensor> is_weights,
                                    std::optional<Tensor> weights, std::optional<Tensor> normalizers,
                                    std::vector<double> counts, std::vector<int64_t> modes,
                                    std::vector<double> coefficients, bool needs_entropy_gradient) {
-  const PolicyInputs inputs = policy_inputs(logprobs, old_logprobs, advantages, mask, cu_seqlens, segments, kinds,
-                                            ref_logprobs, sampling_logprobs, is_weights, entropy, entropy_floor,
-                                            weights, normalizers, counts, modes, coefficients);
+  const PolicyInputs inputs =
+      policy_inputs(logprobs, entropy, old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs,
+                    is_weights, weights, normalizers, counts, modes, coefficients);
   const int64_t rows = inputs.rows, tokens = inputs.tokens;
   const bool by_segment = inputs.plan.by_segment();
   const PolicyResults results(inputs, needs_entropy_gradient);
@@ -41,7 +40,6 @@ PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entrop
     PolicyArrays<T> arrays{};
     arrays.batch = inputs.batch<T>();
     arrays.coefficients = TermCoefficients<T>(inputs.plan);
-    arrays.entropy_floor = optional_data<T>(entropy_floor);
     arrays.normalizers = optional_data<double>(normalizers);
     arrays.tasks_per_row = std::max<int64_t>(1, (arrays.batch.width + kTokensPerTask - 1) / kTokensPerTask);
     arrays.tasks = count_tasks(arrays);

@@ -11,37 +11,24 @@ namespace grpo_kernels {
 
 // In the order of the names in grpo_kernels/ops/policy_loss/config.py; tests/test_codes.py compares them.
 GRPO_CODES(Loss, int64_t, kClip, kCispo, kSapo, kVespo, kGeoMean, kDppoTv, kDppoKl, kReinforce, kDro, kIpo, kIcepop,
-           kTopr, kClipCov, kKlCov);
-GRPO_CODES(Ratio, int64_t, kToken, kSequence, kSequenceToken, kSegment, kSegmentMean, kAverage, kGeometricAverage);
+           kTopr);
+GRPO_CODES(Ratio, int64_t, kToken, kSequence, kSequenceToken, kSegment, kSegmentMean);
 GRPO_CODES(Kl, int64_t, kNone, kK1, kK2, kK3, kAbs);
 GRPO_CODES(Aggregation, int64_t, kTokenMean, kTokenSum, kSeqMeanTokenMean, kSeqMeanTokenSum, kSeqMeanTokenSumNorm,
            kLocalTokenMean);
-GRPO_CODES(Correction, int64_t, kNone, kTokenTruncate, kTokenMask, kSequenceTruncate, kSequenceMask, kGeometricTruncate,
-           kGeometricMask);
-GRPO_CODES(Kind, int64_t, kPolicy, kCrossEntropy, kReferenceKl, kCounted, kPolicyCrossEntropy, kSelected);
-
-// Sets of kinds of tokens, as bits.
-constexpr uint32_t kind_bit(Kind kind) { return 1u << static_cast<int64_t>(kind); }
-constexpr uint32_t kSelectedKinds = kind_bit(Kind::kSelected);
-constexpr uint32_t kPolicyKinds = kind_bit(Kind::kPolicy) | kind_bit(Kind::kPolicyCrossEntropy) | kSelectedKinds;
-constexpr uint32_t kCrossEntropyKinds = kind_bit(Kind::kCrossEntropy) | kind_bit(Kind::kPolicyCrossEntropy);
-constexpr uint32_t kKindsWithTerms = ~kind_bit(Kind::kCounted);
-// of the KL to the reference and the entropy bonus
-constexpr uint32_t kRegularizedKinds = kPolicyKinds | kind_bit(Kind::kReferenceKl);
 
 // In the order of LossConfig.modes and LossConfig.coefficients.
 // clang-format off: it would nest the entries
 #define GRPO_POLICY_SETTINGS(MODE, COEFFICIENT)                                                           \
   MODE(Loss, loss) MODE(Ratio, ratio) MODE(Kl, kl) MODE(bool, kl_straight) MODE(bool, kl_unbiased)        \
   MODE(Aggregation, aggregation) MODE(Aggregation, kl_aggregation) MODE(Aggregation, entropy_aggregation) \
-  MODE(bool, count_empty_rows) MODE(Correction, correction)                                               \
+  MODE(bool, count_empty_rows)                                                                            \
   COEFFICIENT(low) COEFFICIENT(high) COEFFICIENT(dual_clip) COEFFICIENT(cap)                              \
   COEFFICIENT(sapo_pos) COEFFICIENT(sapo_neg)                                                             \
   COEFFICIENT(k_pos) COEFFICIENT(lambda_pos) COEFFICIENT(k_neg) COEFFICIENT(lambda_neg)                   \
-  COEFFICIENT(dro_beta) COEFFICIENT(cov_kl_coef) COEFFICIENT(clamp_low) COEFFICIENT(clamp_high)                                    \
+  COEFFICIENT(dro_beta) COEFFICIENT(clamp_low) COEFFICIENT(clamp_high)                                    \
   COEFFICIENT(kl_coef) COEFFICIENT(kl_clamp_in) COEFFICIENT(kl_clamp_out)                                 \
-  COEFFICIENT(entropy_coef) COEFFICIENT(cross_entropy_coef) COEFFICIENT(max_length)                       \
-  COEFFICIENT(correction_min) COEFFICIENT(correction_max) COEFFICIENT(off_policy_threshold)
+  COEFFICIENT(entropy_coef) COEFFICIENT(max_length)
 // clang-format on
 
 struct PolicyPlan {
@@ -49,23 +36,11 @@ struct PolicyPlan {
 
   GRPO_HD bool by_segment() const { return ratio == Ratio::kSegment || ratio == Ratio::kSegmentMean; }
   GRPO_HD bool by_sequence() const { return ratio == Ratio::kSequence || ratio == Ratio::kSequenceToken; }
-  // Whether the ratio is a mean of the token's and the row's.
-  GRPO_HD bool mixes_ratios() const { return ratio == Ratio::kAverage || ratio == Ratio::kGeometricAverage; }
-  // By the geometric mean of a row's ratios, not by their product.
-  GRPO_HD bool corrects_means() const {
-    return correction == Correction::kGeometricTruncate || correction == Correction::kGeometricMask;
-  }
-  GRPO_HD bool corrects_sequences() const {
-    return correction == Correction::kSequenceTruncate || correction == Correction::kSequenceMask || corrects_means();
-  }
   // Whether gradient through the ratio goes to every token of the row.
-  GRPO_HD bool spreads_over_row() const {
-    return ratio == Ratio::kSequence || mixes_ratios() || loss == Loss::kGeoMean;
-  }
+  GRPO_HD bool spreads_over_row() const { return ratio == Ratio::kSequence || loss == Loss::kGeoMean; }
   // Whether a token's term depends on other tokens of its row.
   GRPO_HD bool couples_tokens() const {
-    return by_segment() || by_sequence() || mixes_ratios() || loss == Loss::kVespo || loss == Loss::kGeoMean ||
-           corrects_sequences() || off_policy_threshold < INFINITY;
+    return by_segment() || by_sequence() || loss == Loss::kVespo || loss == Loss::kGeoMean;
   }
 };
 
@@ -73,23 +48,19 @@ struct PolicyPlan {
 struct Counts {
   double rows = 0;
   double active_rows = 0;  // rows with at least one valid token
-  double tokens = 0, kept_tokens = 0, terms = 0;
-  double policy_tokens = 0;  // tokens with a policy term
+  double tokens = 0, terms = 0;
 
   GRPO_HD void add(const Counts& row) {
     rows += row.rows;
     active_rows += row.active_rows;
     tokens += row.tokens;
-    kept_tokens += row.kept_tokens;
     terms += row.terms;
-    policy_tokens += row.policy_tokens;
   }
 };
 
 // Counts over the whole batch from the caller, as this call may hold only a part of it; NaN: use this call's count.
 struct Normalizers {
   double tokens = NAN, rows = NAN, segments = NAN;
-  double cross_entropy = NAN;  // tokens with a cross-entropy; NaN: its mean is that of the policy terms
 };
 
 GRPO_HD double normalizer_or(double normalizer, double count) {
@@ -104,7 +75,7 @@ GRPO_HD double share_of(const PolicyPlan& plan, Aggregation aggregation, const N
     case Aggregation::kTokenSum:
       return 1;
     case Aggregation::kLocalTokenMean:
-      return 1 / (batch.kept_tokens > 1 ? batch.kept_tokens : 1);
+      return 1 / (batch.tokens > 1 ? batch.tokens : 1);
     case Aggregation::kTokenMean:
       if (is_policy && plan.by_segment()) return 1 / normalizer_or(normalizers.segments, batch.terms);
       return 1 / normalizer_or(normalizers.tokens, is_policy ? batch.terms : batch.tokens);
@@ -119,29 +90,28 @@ GRPO_HD double share_of(const PolicyPlan& plan, Aggregation aggregation, const N
 }
 
 struct Shares {
-  double policy, kl, entropy, cross_entropy;
+  double policy, kl, entropy;
 };
 
 GRPO_HD Shares shares_of(const PolicyPlan& plan, const Normalizers& normalizers, const Counts& batch,
                          const Counts& row) {
-  const double policy = share_of(plan, plan.aggregation, normalizers, batch, row, true);
-  return {policy, share_of(plan, plan.kl_aggregation, normalizers, batch, row, false),
-          share_of(plan, plan.entropy_aggregation, normalizers, batch, row, false),
-          isnan(normalizers.cross_entropy) ? policy : 1 / normalizers.cross_entropy};
+  return {share_of(plan, plan.aggregation, normalizers, batch, row, true),
+          share_of(plan, plan.kl_aggregation, normalizers, batch, row, false),
+          share_of(plan, plan.entropy_aggregation, normalizers, batch, row, false)};
 }
 
-// Sums over tokens, of numbers (SUM) and flags (COUNT). The four losses are weighted by the aggregation;
+// Sums over tokens, of numbers (SUM) and flags (COUNT). The three losses are weighted by the aggregation;
 // ratio_gradient is the derivative of the row's loss with respect to its log ratio, where plan.spreads_over_row();
-// ratio_spread_sum sums (ratio - 1)^2, gap_sum |old - sampling log-prob|.
+// ratio_spread_sum sums (ratio - 1)^2; kept_tokens counts tokens whose policy term counts.
 // clang-format off
 #define GRPO_POLICY_SUMS(SUM, COUNT)                                                                \
-  SUM(policy_loss) SUM(kl_loss) SUM(entropy_loss) SUM(cross_entropy_loss) SUM(ratio_gradient)       \
+  SUM(policy_loss) SUM(kl_loss) SUM(entropy_loss) SUM(ratio_gradient)                               \
   SUM(log_ratio_sum) SUM(kl_sum) SUM(entropy_sum) SUM(ratio_sum) SUM(ratio_spread_sum) SUM(phi_sum) \
-  SUM(is_sum) SUM(is_square_sum) SUM(gap_sum)                                                       \
+  SUM(is_sum) SUM(is_square_sum)                                                                    \
   COUNT(low_clipped) COUNT(high_clipped) COUNT(clipped) COUNT(dual_clipped)                         \
-  COUNT(is_count) COUNT(gap_count) COUNT(off_policy_tokens)
+  COUNT(is_count) COUNT(kept_tokens)
 #define GRPO_POLICY_EXTREMES(MINIMUM, MAXIMUM) \
-  MINIMUM(ratio_min) MAXIMUM(ratio_max) MINIMUM(is_min) MAXIMUM(is_max) MAXIMUM(gap_max)
+  MINIMUM(ratio_min) MAXIMUM(ratio_max) MINIMUM(is_min) MAXIMUM(is_max)
 // clang-format on
 
 struct PolicySums {
@@ -170,7 +140,6 @@ struct PolicySums {
     policy_loss *= shares.policy;
     kl_loss *= shares.kl;
     entropy_loss *= shares.entropy;
-    cross_entropy_loss *= shares.cross_entropy;
   }
 
   GRPO_HD void add_is_weight(double weight) {
@@ -188,7 +157,7 @@ struct RowMetrics {
   double low_clipped_min = INFINITY, high_clipped_max = -INFINITY;
 
   GRPO_HD void add(const Counts& row, const PolicySums& sums, const PolicyPlan& plan) {
-    const double count = plan.by_segment() ? row.terms : row.policy_tokens;
+    const double count = plan.by_segment() ? row.terms : row.tokens;
     if (!(count > 0)) return;
     const double low = sums.low_clipped / count, high = sums.high_clipped / count;
     low_clipped_rows += low;
@@ -210,8 +179,7 @@ struct RowMetrics {
 // A term whose coefficient is 0 is only measured, and may overflow without harm to the loss.
 GRPO_HD double total_loss(const PolicyPlan& plan, const PolicySums& sums) {
   return sums.policy_loss + (plan.kl_coef != 0 ? plan.kl_coef * sums.kl_loss : 0) -
-         (plan.entropy_coef != 0 ? plan.entropy_coef * sums.entropy_loss : 0) +
-         (plan.cross_entropy_coef != 0 ? plan.cross_entropy_coef * sums.cross_entropy_loss : 0);
+         (plan.entropy_coef != 0 ? plan.entropy_coef * sums.entropy_loss : 0);
 }
 GRPO_HD double finite_or_nan(double extreme) { return isinf(extreme) ? NAN : extreme; }
 
@@ -225,7 +193,7 @@ GRPO_HD double finite_or_nan(double extreme) { return isinf(extreme) ? NAN : ext
   METRIC(active_rows, batch.active_rows)                                     \
   METRIC(tokens, batch.tokens)                                               \
   METRIC(terms, batch.terms)                                                 \
-  METRIC(kept_tokens, batch.kept_tokens)                                     \
+  METRIC(kept_tokens, sums.kept_tokens)                                      \
   METRIC(low_clipped, sums.low_clipped)                                      \
   METRIC(high_clipped, sums.high_clipped)                                    \
   METRIC(clipped, sums.clipped)                                              \
@@ -247,13 +215,7 @@ GRPO_HD double finite_or_nan(double extreme) { return isinf(extreme) ? NAN : ext
   METRIC(is_square_sum, sums.is_square_sum)                                  \
   METRIC(is_min, sums.is_count > 0 ? sums.is_min : NAN)                      \
   METRIC(is_max, sums.is_count > 0 ? sums.is_max : NAN)                      \
-  METRIC(is_count, sums.is_count)                                            \
-  METRIC(gap_sum, sums.gap_sum)                                              \
-  METRIC(gap_max, sums.gap_count > 0 ? sums.gap_max : NAN)                   \
-  METRIC(gap_count, sums.gap_count)                                          \
-  METRIC(off_policy_tokens, sums.off_policy_tokens)                          \
-  METRIC(cross_entropy_loss, sums.cross_entropy_loss)                        \
-  METRIC(policy_tokens, batch.policy_tokens)
+  METRIC(is_count, sums.is_count)
 
 #define GRPO_METRIC(name, value) +1
 constexpr int kPolicyMetrics = 0 GRPO_POLICY_METRICS(GRPO_METRIC);
@@ -262,8 +224,9 @@ constexpr int kPolicyMetrics = 0 GRPO_POLICY_METRICS(GRPO_METRIC);
 constexpr const char* kPolicyMetricNames = GRPO_POLICY_METRICS(GRPO_METRIC);
 #undef GRPO_METRIC
 
-GRPO_HD void write_metrics(const PolicyPlan& plan, const Counts& batch, const PolicySums& sums, const RowMetrics& rows,
-                           double* metrics) {
+GRPO_HD void write_metrics(const PolicyPlan& plan, const Counts& batch, PolicySums sums, const RowMetrics& rows,
+                           bool has_policy_mask, double* metrics) {
+  if (!has_policy_mask) sums.kept_tokens = batch.tokens;
 #define GRPO_METRIC(name, value) *metrics++ = value;
   GRPO_POLICY_METRICS(GRPO_METRIC)
 #undef GRPO_METRIC

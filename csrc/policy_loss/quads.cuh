@@ -5,7 +5,7 @@
 #include "common/cuda/team.cuh"
 #include "policy_loss/cuda.h"
 
-// The bare kinds of losses, four tokens a thread.
+// The plain walks of PPO's loss without limits beyond the clipping itself, four tokens a thread.
 namespace grpo_kernels {
 namespace {
 
@@ -15,7 +15,6 @@ __device__ __forceinline__ float warp_sum(float value) {
 }
 
 // Four neighbouring tokens of a lane.
-template <WalkKind kKind>
 struct TokenQuad {
   float logprobs[4], old_logprobs[4], ref_logprobs[4], advantages[4], gradient[4];
   bool is_valid[4];
@@ -25,7 +24,7 @@ struct TokenQuad {
   __device__ __forceinline__ void for_each_array(const PolicyBatch<float>& in, float row_advantage, const Copy& copy) {
     copy(in.logprobs, logprobs);
     copy(in.old_logprobs, old_logprobs);
-    if constexpr (is_bare_k3(kKind)) copy(in.ref_logprobs, ref_logprobs);
+    if (in.ref_logprobs != nullptr) copy(in.ref_logprobs, ref_logprobs);
     if (!in.advantages_by_row) {
       copy(in.advantages, advantages);
     } else {
@@ -74,7 +73,7 @@ struct TokenQuad {
   }
 };
 
-// As walk_tokens, for a bare kind, with the sums of each warp of the team and its number of valid tokens. Sums of lanes
+// As walk_tokens, with the sums of each warp of the team and its number of valid tokens. Sums of lanes
 // are added in float32: a thread has few enough tokens. The sums that are left out here are 0. Tokens are those from
 // `first` on in the arrays of the batch, whose addresses take no registers.
 template <WalkKind kKind>
@@ -84,15 +83,15 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   __shared__ __align__(16) unsigned char shared_shares[kMaxWarps * sizeof(Shares)];
   Shares* const shares = reinterpret_cast<Shares*>(shared_shares);
   if (threadIdx.x % kWarp == 0) shares[threadIdx.x / kWarp] = tokens.shares;
-  TokenQuad<kKind> quad;
+  TokenQuad quad;
   PolicyTokens<float> own = tokens;
   own.logprobs = quad.logprobs;
   own.old_logprobs = quad.old_logprobs;
-  own.ref_logprobs = quad.ref_logprobs;
+  own.ref_logprobs = tokens.ref_logprobs == nullptr ? nullptr : quad.ref_logprobs;
   own.advantages = quad.advantages;
   own.mask = quad.is_valid;
   own.gradient = quad.gradient;
-  PolicyWalk<ScalarTermMath<float>, kKind> walk(own, arrays.batch.plan, arrays.coefficients);
+  PolicyWalk<ScalarTermMath<float>, kKind> walk(own, arrays.batch.plan, arrays.coefficients.without_limits());
   const PolicyBatch<float>& in = arrays.batch;
   const bool is_aligned = arrays.is_aligned;
   const int last = first + count;
@@ -126,7 +125,7 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   sums.low_clipped = warp_sum(walk.sums.low_clipped);
   sums.high_clipped = warp_sum(walk.sums.high_clipped);
   sums.dual_clipped = warp_sum(walk.sums.dual_clipped);
-  sums.clipped = is_bare_cispo(kKind) ? warp_sum(walk.sums.clipped) : sums.low_clipped + sums.high_clipped;
+  sums.clipped = sums.low_clipped + sums.high_clipped;
   float lowest = walk.extremes.ratio_min, highest = walk.extremes.ratio_max;
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     lowest = fminf(lowest, __shfl_xor_sync(kAllLanes, lowest, offset));

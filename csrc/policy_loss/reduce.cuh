@@ -14,7 +14,8 @@ constexpr int kReduceThreads = 512, kPartsPerBlock = 64;
 
 template <typename T>
 __device__ void write_results(const PolicyArrays<T>& arrays, const PolicyTotal& total) {
-  write_metrics(arrays.batch.plan, total.part.counts, total.part.sums, total.rows, arrays.metrics);
+  write_metrics(arrays.batch.plan, total.part.counts, total.part.sums, total.rows, arrays.batch.policy_mask != nullptr,
+                arrays.metrics);
   arrays.loss[0] = static_cast<T>(arrays.metrics[0]);
   if (arrays.segments_ascend != nullptr) arrays.segments_ascend[0] = total.part.misplaced_segments == 0;
 }
@@ -101,14 +102,12 @@ __device__ PolicyTotal total_of_rows(const PolicyArrays<T>& arrays, bool has_who
       const PolicyPart& part = arrays.parts[task];
       own.counts.tokens += part.counts.tokens;
       own.counts.terms += part.counts.terms;
-      own.counts.policy_tokens += part.counts.policy_tokens;
       own.sums.low_clipped += part.sums.low_clipped;
       own.sums.high_clipped += part.sums.high_clipped;
       own.sums.phi_sum += part.sums.phi_sum;
     }
     own.counts.tokens = team_sum(lanes, own.counts.tokens, nullptr);
     own.counts.terms = team_sum(lanes, own.counts.terms, nullptr);
-    own.counts.policy_tokens = team_sum(lanes, own.counts.policy_tokens, nullptr);
     own.sums.low_clipped = team_sum(lanes, own.sums.low_clipped, nullptr);
     own.sums.high_clipped = team_sum(lanes, own.sums.high_clipped, nullptr);
     own.sums.phi_sum = team_sum(lanes, own.sums.phi_sum, nullptr);
@@ -117,7 +116,7 @@ __device__ PolicyTotal total_of_rows(const PolicyArrays<T>& arrays, bool has_who
     if (has_whole_rows) continue;  // the rest is in the part of the row
     total.part.counts.rows += 1;
     total.part.counts.active_rows += own.counts.tokens > 0 ? 1 : 0;
-    if (batch.is_weights_by_row && own.counts.policy_tokens > 0) {
+    if (batch.is_weights_by_row && own.counts.tokens > 0) {
       total.part.sums.add_is_weight(static_cast<double>(batch.is_weights[row]));
     }
   }

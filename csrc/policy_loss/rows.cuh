@@ -75,20 +75,20 @@ __device__ void spread_over_segments(const PolicyArrays<T>& arrays, const Policy
   }
 }
 
-// GMPO has one term per row, held by the last kept token.
+// GMPO has one term per row, held by the last token that counts.
 template <typename T>
-__device__ void mark_last_kept_token(const PolicyArrays<T>& arrays, const PolicyBatch<T>& in, int64_t row,
-                                     const Team& team, double* shared) {
+__device__ void mark_last_token(const PolicyArrays<T>& arrays, const PolicyBatch<T>& in, int64_t row, const Team& team,
+                                double* shared) {
   const int64_t first = in.start(row), last = first + in.length(row);
-  double last_kept = -1;
+  double last_valid = -1;
   for (int64_t t = first + team.rank; t < last; t += team.size) {
-    if (in.is_kept(t)) last_kept = static_cast<double>(t);
+    if (in.is_valid(t)) last_valid = static_cast<double>(t);
   }
-  last_kept = team_max(team, last_kept, shared);
-  for (int64_t t = first + team.rank; t < last; t += team.size) arrays.terms[t] = static_cast<double>(t) == last_kept;
+  last_valid = team_max(team, last_valid, shared);
+  for (int64_t t = first + team.rank; t < last; t += team.size) arrays.terms[t] = static_cast<double>(t) == last_valid;
 }
 
-template <typename T, WalkKind kKind>
+template <typename T>
 __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
   clear_behind_rows(arrays);
@@ -104,7 +104,7 @@ __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ Policy
     PolicyTokens<T> tokens = tokens_of(in, row, first, shares, arrays.gradient);
     row_statistics(in, row, team, shared).finish(in, row, part.counts, tokens, part.sums);
     if (in.plan.by_segment() || in.plan.loss == Loss::kGeoMean) tokens.terms = arrays.terms + first;
-    if (in.plan.loss == Loss::kGeoMean) mark_last_kept_token(arrays, in, row, team, shared);
+    if (in.plan.loss == Loss::kGeoMean) mark_last_token(arrays, in, row, team, shared);
     if (in.plan.by_segment()) {
       part.misplaced_segments = team_sum(team, gather_segments(arrays, in, row, team), shared);
       tokens.log_ratios = arrays.log_ratios + first;
@@ -112,12 +112,12 @@ __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ Policy
       tokens.term_gradient = arrays.term_gradient + first;
     }
     __syncthreads();
-    const PolicySums sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, shared);
+    const PolicySums sums = team_sums(walk_tokens<T, WalkKind::kAny>(tokens, in.plan, count, team), team, shared);
     __syncthreads();
     if (in.plan.by_segment()) spread_over_segments(arrays, in, row, team);
     if (in.plan.spreads_over_row()) {
-      const double members = in.plan.loss == Loss::kGeoMean ? part.counts.kept_tokens : part.counts.policy_tokens;
-      const T share = static_cast<T>(sums.ratio_gradient / (members > 1 ? members : 1));
+      const double members = part.counts.tokens > 1 ? part.counts.tokens : 1;
+      const T share = static_cast<T>(sums.ratio_gradient / members);
       for (int64_t k = team.rank; k < count; k += team.size) {
         add_row_gradient<WideTermMath>(in, row, first + k, 1, share, arrays.gradient);
       }

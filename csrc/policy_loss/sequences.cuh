@@ -71,9 +71,7 @@ __device__ void write_sums(const PolicySums& warp_sums, PolicySums* shared, Poli
 }
 
 // As many blocks as there are registers for without spills.
-template <WalkKind kKind>
-__global__ void __launch_bounds__(kThreads, is_bare_k3(kKind) ? 3 : 4)
-    sequences_kernel(const __grid_constant__ PolicyArrays<float> arrays) {
+__global__ void __launch_bounds__(kThreads, 3) sequences_kernel(const __grid_constant__ PolicyArrays<float> arrays) {
   __shared__ double shared[kMaxWarps];
   __shared__ __align__(16) unsigned char shared_sums[kMaxWarps * sizeof(PolicySums)];
   clear_behind_rows(arrays);
@@ -87,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, is_bare_k3(kKind) ? 3 : 4)
   PolicyTokens<float> tokens = tokens_of(in, row, first, Shares{}, arrays.gradient);
   Counts counts;
   counts.tokens = measure_row(tokens, arrays.is_aligned, count, team, shared);
-  counts.terms = counts.kept_tokens = counts.policy_tokens = counts.tokens;
+  counts.terms = counts.tokens;
   counts.rows = 1;
   counts.active_rows = counts.tokens > 0 ? 1 : 0;
   tokens.shares = in.shares(batch, counts);
@@ -96,7 +94,7 @@ __global__ void __launch_bounds__(kThreads, is_bare_k3(kKind) ? 3 : 4)
     arrays.parts[row].misplaced_segments = 0;
   }
   double valid_of_warp;
-  const PolicySums sums = walk_quads<kKind>(tokens, arrays, first, count, team, valid_of_warp);
+  const PolicySums sums = walk_quads<WalkKind::kPlainSequence>(tokens, arrays, first, count, team, valid_of_warp);
   write_sums(sums, reinterpret_cast<PolicySums*>(shared_sums), arrays.parts[blockIdx.x].sums);
 }
 

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -21,8 +20,8 @@ struct PolicyInputs {
   Tensor logprobs;
   std::optional<Tensor> old_logprobs;
   Tensor advantages;
-  std::optional<Tensor> mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs, is_weights, entropy,
-      entropy_floor, weights, normalizers;
+  std::optional<Tensor> mask, policy_mask, cu_seqlens, segments, ref_logprobs, is_weights, entropy, weights,
+      normalizers;
   std::vector<double> counts;  // normalizers known to the host: tokens, rows, segments; NaN: not known
   PolicyPlan plan;
   int64_t rows, tokens;
@@ -31,13 +30,12 @@ struct PolicyInputs {
   bool is_by_row(const Tensor& values) const { return values.dim() != logprobs.dim() || values.numel() != tokens; }
   bool is_double() const { return logprobs.scalar_type() == torch::headeronly::ScalarType::Double; }
 
-  // entropy_floor and normalizers are left to the backend, which reads them where they are.
+  // normalizers are left to the backend, which reads them where they are.
   template <typename T>
   PolicyBatch<T> batch() const {
     return {static_cast<const T*>(logprobs.const_data_ptr()),
             optional_data<T>(old_logprobs),
             optional_data<T>(ref_logprobs),
-            optional_data<T>(sampling_logprobs),
             optional_data<T>(is_weights),
             optional_data<T>(entropy),
             optional_data<T>(weights),
@@ -45,13 +43,12 @@ struct PolicyInputs {
             is_by_row(advantages),
             is_weights && is_by_row(*is_weights),
             optional_data<bool>(mask),
+            optional_data<bool>(policy_mask),
             optional_data<int32_t>(segments),
-            optional_data<int8_t>(kinds),
             optional_data<int64_t>(cu_seqlens),
             rows,
             cu_seqlens ? 0 : logprobs.size(1),
             tokens,
-            -std::numeric_limits<T>::infinity(),
             {counts[0], counts[1], counts[2]},
             plan};
   }
@@ -66,31 +63,26 @@ inline void check_inputs(const PolicyInputs& in) {
   check_array(op, "old_logprobs", in.old_logprobs, in.tokens, dtype);
   check_array(op, "advantages", in.advantages, advantages, dtype);
   check_array(op, "mask", in.mask, in.tokens, ScalarType::Bool);
+  check_array(op, "policy_mask", in.policy_mask, in.tokens, ScalarType::Bool);
   check_array(op, "cu_seqlens", in.cu_seqlens, in.rows + 1, ScalarType::Long);
   check_array(op, "segments", in.segments, in.tokens, ScalarType::Int);
-  check_array(op, "kinds", in.kinds, in.tokens, ScalarType::Char);
   check_array(op, "ref_logprobs", in.ref_logprobs, in.tokens, dtype);
-  check_array(op, "sampling_logprobs", in.sampling_logprobs, in.tokens, dtype);
   check_array(op, "is_weights", in.is_weights, is_weights, dtype);
   check_array(op, "entropy", in.entropy, in.tokens, dtype);
-  check_array(op, "entropy_floor", in.entropy_floor, 1, dtype);
   check_array(op, "weights", in.weights, in.tokens, dtype);
-  check_array(op, "normalizers", in.normalizers, 4, ScalarType::Double);
+  check_array(op, "normalizers", in.normalizers, 3, ScalarType::Double);
   GRPO_CHECK(in.segments || !in.plan.by_segment(), op, ": segments must be given for this ratio, got none");
-  GRPO_CHECK(!in.kinds || (!in.plan.by_segment() && in.plan.loss != Loss::kGeoMean), op,
-             ": kinds must be left out where terms are segments or rows, got a tensor");
-  GRPO_CHECK(in.sampling_logprobs || in.plan.correction == Correction::kNone, op,
-             ": sampling_logprobs must be given for this correction, got none");
+  GRPO_CHECK(!in.policy_mask || in.plan.loss != Loss::kGeoMean, op,
+             ": policy_mask must be left out where terms are rows, got a tensor");
 }
 
-inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> old_logprobs, Tensor advantages,
-                                  std::optional<Tensor> mask, std::optional<Tensor> cu_seqlens,
-                                  std::optional<Tensor> segments, std::optional<Tensor> kinds,
-                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> sampling_logprobs,
-                                  std::optional<Tensor> is_weights, std::optional<Tensor> entropy,
-                                  std::optional<Tensor> entropy_floor, std::optional<Tensor> weights,
-                                  std::optional<Tensor> normalizers, std::vector<double> counts,
-                                  const std::vector<int64_t>& modes, const std::vector<double>& coefficients) {
+inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> old_logprobs,
+                                  Tensor advantages, std::optional<Tensor> mask, std::optional<Tensor> policy_mask,
+                                  std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
+                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> is_weights,
+                                  std::optional<Tensor> weights, std::optional<Tensor> normalizers,
+                                  std::vector<double> counts, const std::vector<int64_t>& modes,
+                                  const std::vector<double>& coefficients) {
   const char* const op = PolicyInputs::kOp;
   GRPO_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
              ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
@@ -98,9 +90,9 @@ inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> old_log
   check_float_or_double(op, "logprobs", logprobs);
   const PolicyPlan plan = check_settings<PolicyPlan>(op, modes, coefficients);
   const int64_t rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0), tokens = logprobs.numel();
-  const PolicyInputs in{
-      logprobs,   old_logprobs, advantages,    mask,    cu_seqlens,  segments, kinds, ref_logprobs, sampling_logprobs,
-      is_weights, entropy,      entropy_floor, weights, normalizers, counts,   plan,  rows,         tokens};
+  const PolicyInputs in{logprobs, old_logprobs, advantages, mask,    policy_mask, cu_seqlens,
+                        segments, ref_logprobs, is_weights, entropy, weights,     normalizers,
+                        counts,   plan,         rows,       tokens};
   check_inputs(in);
   return in;
 }

@@ -11,8 +11,8 @@ namespace grpo_kernels {
 // clang-format off
 #define GRPO_TERM_COEFFICIENTS(COEFFICIENT)                                                        \
   COEFFICIENT(low) COEFFICIENT(high) COEFFICIENT(dual_clip) COEFFICIENT(cap) COEFFICIENT(sapo_pos) \
-  COEFFICIENT(sapo_neg) COEFFICIENT(dro_beta) COEFFICIENT(cov_kl_coef) COEFFICIENT(clamp_low) COEFFICIENT(clamp_high)       \
-  COEFFICIENT(kl_clamp_in) COEFFICIENT(kl_clamp_out) COEFFICIENT(correction_min) COEFFICIENT(correction_max)
+  COEFFICIENT(sapo_neg) COEFFICIENT(dro_beta) COEFFICIENT(clamp_low) COEFFICIENT(clamp_high)       \
+  COEFFICIENT(kl_clamp_in) COEFFICIENT(kl_clamp_out)
 // clang-format on
 template <typename Scalar>
 struct TermCoefficients {
@@ -49,11 +49,9 @@ template <typename Math>
 struct TermInput {
   using V = typename Math::Value;
   V logprob, old_logprob, advantage;
-  V log_ratio;                      // of the token, the row or the segment
-  V score;                          // log-prob of the token or segment
-  V phi_positive, phi_other;        // VESPO's weight of the row, for advantages >= 0 and < 0
-  V ratio;                          // of the term where it is a mean of ratios, else from log_ratio
-  typename Math::Flag is_selected;  // by Clip-Cov or KL-Cov
+  V log_ratio;                // of the token, the row or the segment
+  V score;                    // log-prob of the token or segment
+  V phi_positive, phi_other;  // VESPO's weight of the row, for advantages >= 0 and < 0
 };
 
 template <typename Math>
@@ -71,56 +69,11 @@ struct Term {
   Flag dual_clipped;               // limited by dual_clip, or by the ratio cap of dppo
 };
 
-// A mean of the token's ratio and its row's, and the share of its derivative that goes through the token's.
+// Clamps the log ratio and exponentiates it.
 template <typename Math>
-struct MixedRatio {
-  typename Math::Value log_ratio, own_share;
-};
-
-template <typename Math>
-GRPO_HD MixedRatio<Math> mixed_ratio(Ratio kind, const typename Math::Value& of_token,
-                                     const typename Math::Value& of_row) {
-  using V = typename Math::Value;
-  const V zero = Math::all(0), one = Math::all(1), half = Math::all(static_cast<typename Math::Scalar>(0.5));
-  if (kind == Ratio::kGeometricAverage) return {half * (of_token + of_row), half};
-  // in the larger one's terms, so that nothing overflows
-  const V gap = of_token - of_row;
-  const auto is_below = gap < zero;
-  const V decay = Math::exp(Math::select(is_below, gap, -gap));
-  const V log_ratio = Math::select(is_below, of_row, of_token) + Math::log(half * (one + decay));
-  return {log_ratio, Math::select(is_below, decay, one) / (one + decay)};
-}
-
-template <typename Math>
-GRPO_HD typename Math::Value half_ratio(const typename Math::Value& log_ratio,
-                                        const TermCoefficients<typename Math::Scalar>& n) {
-  using T = typename Math::Scalar;
-  constexpr T kLn2 = T(0.693147180559945309);
-  return Math::all(T(0.5)) * Math::exp(Math::at_most(Math::all(n.log_limit + kLn2), log_ratio));
-}
-
-// The arithmetic mean of the token's ratio and its row's, of which `row_half` is a half. Without a logarithm, which
-// takes longer than the rest of a term; the largest ratio is that of log_limit.
-template <typename Math>
-GRPO_HD typename Math::Value average_ratio(const typename Math::Value& of_token, const typename Math::Value& row_half,
-                                           const TermCoefficients<typename Math::Scalar>& n,
-                                           typename Math::Value& own_share) {
-  using T = typename Math::Scalar;
-  const auto token_half = half_ratio<Math>(of_token, n), ratio = token_half + row_half;
-  own_share = Math::select(ratio > Math::all(0), token_half / ratio, Math::all(0));
-  return Math::at_most(Math::all(sizeof(T) == 4 ? T(1.6516362549940018e38) : T(8.2184074615549724e307)), ratio);
-}
-
-// Clamps the log ratio and exponentiates it, unless the ratio is given.
-template <typename Math>
-GRPO_HD void set_ratio(const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n, bool has_ratio,
-                       Term<Math>& term) {
+GRPO_HD void set_ratio(const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n, Term<Math>& term) {
   term.log_ratio = in.log_ratio;
   term.is_unclamped = Math::negate(Math::none());
-  if (has_ratio) {
-    term.ratio = in.ratio;
-    return;
-  }
   if (n.clamps_ratio) {
     term.log_ratio = clamp_to<Math>(in.log_ratio, n.clamp_low, n.clamp_high);
     term.is_unclamped = (in.log_ratio >= Math::all(n.clamp_low)) & (in.log_ratio <= Math::all(n.clamp_high));
@@ -198,26 +151,6 @@ GRPO_HD void masked_term(Loss loss, const TermInput<Math>& in, const TermCoeffic
   term.by_ratio = Math::select(term.is_unclamped, term.value, zero);
 }
 
-// Clip-Cov drops the selected tokens, KL-Cov adds |d| to their terms.
-template <typename Math>
-GRPO_HD void covariance_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n,
-                             Term<Math>& term) {
-  using V = typename Math::Value;
-  const V zero = Math::all(0), one = Math::all(1);
-  if (loss == Loss::kClipCov) {
-    clip_term<Math>(in, n, term);
-    term.clipped = in.is_selected;
-    term.value = Math::select(in.is_selected, zero, term.value);
-    term.by_ratio = Math::select(in.is_selected, zero, term.by_ratio);
-    return;
-  }
-  const V sign = Math::select(in.log_ratio < zero, -one, Math::select(in.log_ratio > zero, one, zero));
-  term.log_ratio = sign * in.log_ratio;
-  term.by_ratio = -in.advantage * term.ratio;
-  term.by_score = Math::select(in.is_selected, sign * Math::all(n.cov_kl_coef), zero);
-  term.value = term.by_ratio + Math::select(in.is_selected, term.log_ratio * Math::all(n.cov_kl_coef), zero);
-}
-
 // DPPO: whether the divergence is within its bound, or the probability moved against the advantage. The divergence is
 // that of the two outcomes "this token" and "any other".
 template <typename Math>
@@ -269,12 +202,11 @@ GRPO_HD void score_term(Loss loss, const TermInput<Math>& in, const TermCoeffici
 }
 
 template <typename Math>
-GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n,
-                               bool has_ratio) {
+GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermCoefficients<typename Math::Scalar>& n) {
   Term<Math> term;
   term.by_score = term.by_ratio = term.weight = Math::all(0);
   term.low_clipped = term.high_clipped = term.clipped = term.dual_clipped = Math::none();
-  set_ratio<Math>(in, n, has_ratio, term);
+  set_ratio<Math>(in, n, term);
   switch (loss) {
     case Loss::kClip:
       clip_term<Math>(in, n, term);
@@ -295,10 +227,6 @@ GRPO_HD Term<Math> policy_term(Loss loss, const TermInput<Math>& in, const TermC
     case Loss::kIpo:
     case Loss::kIcepop:
       masked_term<Math>(loss, in, n, term);
-      break;
-    case Loss::kClipCov:
-    case Loss::kKlCov:
-      covariance_term<Math>(loss, in, n, term);
       break;
     default:
       score_term<Math>(loss, in, n, term);
@@ -335,21 +263,6 @@ GRPO_HD KlTerm<Math> kl_term(Kl kind, const typename Math::Value& log_ratio,
     kl.slope = Math::select(inside, kl.slope, zero);
   }
   return kl;
-}
-
-// The importance weight for rollout mismatch of a token, or of a row from the sum or mean of its log ratios.
-template <typename Math>
-GRPO_HD typename Math::Value correction_weight(const PolicyPlan& plan, const typename Math::Value& log_ratio,
-                                               const TermCoefficients<typename Math::Scalar>& n) {
-  using V = typename Math::Value;
-  const V ratio = Math::exp(log_ratio);
-  if (plan.correction == Correction::kTokenTruncate || plan.correction == Correction::kSequenceTruncate ||
-      plan.correction == Correction::kGeometricTruncate) {
-    return clamp_to<Math>(ratio, n.correction_min, n.correction_max);
-  }
-  const auto below = ratio < Math::all(n.correction_min);
-  const auto above = ratio > Math::all(n.correction_max);
-  return Math::select(below | above, Math::all(0), ratio);
 }
 
 }  // namespace grpo_kernels

@@ -25,34 +25,20 @@ struct StepExtremes {
 #undef GRPO_MAXIMUM
 };
 
-// Which of the valid tokens have any term, a policy term, and a KL and an entropy term; and those that were selected.
-template <typename Math>
-struct TokenKinds {
-  typename Math::Flag has_term, has_policy, is_regularized, is_selected;
-};
-
 template <typename Math, WalkKind kKind>
 struct PolicyWalk {
   using M = Math;
   using T = typename Math::Scalar;
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
-  static constexpr bool kIsAny = kKind == WalkKind::kAny, kIsSequence = is_bare_sequence(kKind);
-  static constexpr bool kIsClip = !kIsAny && loss_of(kKind) == Loss::kClip;
-  static constexpr bool kIsCispo = !kIsAny && loss_of(kKind) == Loss::kCispo;
-  static constexpr bool kIsBare = is_bare(kKind), kHasKinds = is_of_kinds(kKind);
-  static constexpr bool kHasPlainInputs = kKind >= WalkKind::kPlainClip;
-  static constexpr bool kIsReinforce = !kIsAny && loss_of(kKind) == Loss::kReinforce;
-  static constexpr bool kIsWeighted = kKind == WalkKind::kWeightedClip;
-  static constexpr bool kIsSampled = kKind == WalkKind::kSampledClip;
-  static constexpr bool kIsRow = kKind == WalkKind::kRowClip || kIsSampled;
-  static constexpr bool kIsPlain = kHasPlainInputs && !kIsRow;  // and token ratios
+  static constexpr bool kIsAny = kKind == WalkKind::kAny, kIsSequence = kKind == WalkKind::kPlainSequence;
+  static constexpr bool kIsClip = kKind == WalkKind::kPlainClip || kIsSequence;
+  static constexpr bool kIsToken = !kIsAny && !kIsSequence;
 
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
   const PolicyPlan plan;
   const TermCoefficients<T> coefficients;
-  const T policy_share, kl_share, cross_entropy_slope;
-  V row_half;  // half of the row's ratio, where ratios are averaged
+  const T policy_share, kl_share;
   StepSums<Math> sums;
   StepExtremes<Math> extremes;
 
@@ -63,26 +49,21 @@ struct PolicyWalk {
                      const TermCoefficients<T>& term_coefficients)
       : in(tokens),
         plan(policy_plan),
-        coefficients(kIsBare ? term_coefficients.without_limits() : term_coefficients),
+        coefficients(term_coefficients),
         policy_share(static_cast<T>(tokens.shares.policy)),
-        kl_share(static_cast<T>(policy_plan.kl_coef * tokens.shares.kl)),
-        cross_entropy_slope(static_cast<T>(-policy_plan.cross_entropy_coef * tokens.shares.cross_entropy)) {
-    if (averages_ratios()) row_half = half_ratio<M>(M::all(tokens.row_log_ratio), coefficients);
-  }
+        kl_share(static_cast<T>(policy_plan.kl_coef * tokens.shares.kl)) {}
 
   // Repeat what kKind implies, so that the compiler drops the other branches.
-  GRPO_HD bool has(const void* optional) const { return !kHasPlainInputs && optional != nullptr; }
-  GRPO_HD bool has_kinds() const { return kHasKinds || (kIsAny && in.kinds != nullptr); }
-  GRPO_HD Loss loss() const { return kIsAny ? plan.loss : loss_of(kKind); }
-  GRPO_HD Kl kl_kind() const { return kHasPlainInputs ? Kl::kK3 : plan.kl; }
-  GRPO_HD bool is_local_kl() const { return !kHasPlainInputs && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
-  // Whether no limit asks for the logarithm of the mean. Only where that is fast: elsewhere it would take registers.
-  GRPO_HD bool averages_ratios() const { return kIsRow && plan.ratio == Ratio::kAverage && !coefficients.clamps_ratio; }
-  GRPO_HD bool is_token_ratio() const { return !kIsSequence && (kIsPlain || plan.ratio == Ratio::kToken); }
+  GRPO_HD bool has(const void* optional) const { return kIsAny && optional != nullptr; }
+  GRPO_HD bool has_weights() const { return !kIsClip && in.is_weights != nullptr; }
+  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : plan.loss; }
+  GRPO_HD Kl kl_kind() const { return kIsAny ? plan.kl : Kl::kK3; }
+  GRPO_HD bool is_local_kl() const { return kIsAny && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
+  GRPO_HD bool is_token_ratio() const { return kIsToken || (kIsAny && plan.ratio == Ratio::kToken); }
 
   // Fills in the sums that follow from others.
   GRPO_HD void complete_sums() {
-    if (!has(in.weights) && !is_local_kl()) sums.kl_loss = sums.kl_sum;
+    if (!has(in.weights)) sums.kl_loss = sums.kl_sum;
     if (kIsClip) sums.clipped = sums.low_clipped + sums.high_clipped;
   }
 
@@ -91,23 +72,10 @@ struct PolicyWalk {
     return M::select(is_valid, M::load(values + k, left), M::all(0));
   }
 
-  // The importance weight of the policy term for rollout mismatch, and its metrics.
-  GRPO_HD V importance_weight(int64_t k, int64_t left, const Flag& is_valid, const V& old_logprob) {
+  // The importance weight of the policy term, and its metrics.
+  GRPO_HD V importance_weight(int64_t k, int64_t left, const Flag& is_valid) {
     V weight = M::all(in.row_is_weight);
-    if (kIsSampled || has(in.sampling_logprobs)) {
-      const V gap = old_logprob - load(in.sampling_logprobs, k, left, is_valid);
-      const Flag is_scored = is_valid & (gap == gap);  // the sampler may report NaN
-      const V scored_gap = M::select(is_scored, gap, M::all(0));
-      const V size = M::higher(scored_gap, -scored_gap);
-      sums.gap_sum += size;
-      M::count(sums.gap_count, is_scored);
-      extremes.gap_max = M::higher(size, extremes.gap_max);  // 0 where not scored, which is no more than any gap
-      if (plan.correction == Correction::kTokenTruncate || plan.correction == Correction::kTokenMask) {
-        weight = correction_weight<M>(plan, scored_gap, coefficients);
-        add_is_weight(weight, is_valid);
-      }
-    }
-    if (kIsWeighted || has(in.is_weights)) {
+    if (has_weights()) {
       weight = load(in.is_weights, k, left, is_valid);
       add_is_weight(weight, is_valid);
     }
@@ -125,30 +93,20 @@ struct PolicyWalk {
     extremes.is_max = M::higher(M::select(is_valid, weight, M::all(-INFINITY)), extremes.is_max);
   }
 
-  // Adds the entropy term; returns which tokens are kept for their entropy.
-  GRPO_HD Flag add_entropy(int64_t k, int64_t left, const TokenKinds<Math>& kinds, const V& weight) {
-    if (!has(in.entropy)) return kinds.has_policy;
-    const V entropy = load(in.entropy, k, left, kinds.is_regularized);
-    const Flag is_kept = kinds.has_policy & (entropy >= M::all(in.entropy_floor));
+  GRPO_HD void add_entropy(int64_t k, int64_t left, const Flag& is_valid, const V& weight) {
+    if (!has(in.entropy)) return;
+    const V entropy = load(in.entropy, k, left, is_valid);
     sums.entropy_sum += entropy;
     const bool is_local = plan.entropy_aggregation == Aggregation::kLocalTokenMean;
-    sums.entropy_loss += is_local ? M::select(is_kept, entropy, M::all(0)) : entropy * weight;
+    sums.entropy_loss += is_local ? entropy : entropy * weight;
+  }
+
+  // The valid tokens whose policy term counts; without a policy mask the caller knows their number.
+  GRPO_HD Flag kept_flags(int64_t k, int64_t left, const Flag& is_valid) {
+    if (!has(in.policy_mask)) return is_valid;
+    const Flag is_kept = is_valid & M::load_flags(in.policy_mask + k, left);
+    M::count(sums.kept_tokens, is_kept);
     return is_kept;
-  }
-
-  GRPO_HD TokenKinds<Math> kinds_of(int64_t k, int64_t left, const Flag& is_valid) const {
-    if (!has_kinds()) return {is_valid, is_valid, is_valid, M::none()};
-    return {is_valid & M::of_kinds(kKindsWithTerms, in.kinds + k, left),
-            is_valid & M::of_kinds(kPolicyKinds, in.kinds + k, left),
-            is_valid & M::of_kinds(kRegularizedKinds, in.kinds + k, left),
-            is_valid & M::of_kinds(kSelectedKinds, in.kinds + k, left)};
-  }
-
-  // Adds the cross-entropy of the tokens that have it; returns its gradient.
-  GRPO_HD V add_cross_entropy(int64_t k, int64_t left, const Flag& is_valid, const V& weight, const V& logprob) {
-    const Flag is_counted = is_valid & M::of_kinds(kCrossEntropyKinds, in.kinds + k, left);
-    sums.cross_entropy_loss += M::select(is_counted, -logprob, M::all(0)) * weight;
-    return M::select(is_counted, weight * M::all(cross_entropy_slope), M::all(0));
   }
 
   // kAllValid: there is no mask, and every lane has a token.
@@ -158,32 +116,22 @@ struct PolicyWalk {
     Flag is_valid = M::negate(M::none());
     if (!kAllValid) is_valid = M::load_flags(offset_or_null(in.mask, k), left);
     if (has(in.segments)) is_valid = is_valid & M::not_negative(in.segments + k, left);
-    const TokenKinds<Math> kinds = kinds_of(k, left, is_valid);
     TermInput<M> input;
-    input.logprob = load(in.logprobs, k, left, kinds.has_term);
-    const bool is_on_policy = !kHasPlainInputs && in.old_logprobs == nullptr;
-    input.old_logprob = is_on_policy ? input.logprob : load(in.old_logprobs, k, left, kinds.is_regularized);
+    input.logprob = load(in.logprobs, k, left, is_valid);
+    const bool is_on_policy = kIsAny && in.old_logprobs == nullptr;
+    input.old_logprob = is_on_policy ? input.logprob : load(in.old_logprobs, k, left, is_valid);
     const V row_advantage = M::all(in.row_advantage);
-    const V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, kinds.has_policy);
+    const V advantage = in.advantages == nullptr ? row_advantage : load(in.advantages, k, left, is_valid);
     input.advantage = loss() == Loss::kGeoMean ? row_advantage : advantage;
-    input.is_selected = kinds.is_selected;
     input.phi_positive = M::all(in.phi_positive);
     input.phi_other = M::all(in.phi_other);
     input.score = input.logprob;
     const V token_log_ratio = input.logprob - input.old_logprob;
     input.log_ratio = token_log_ratio;
-    if (kIsSequence || (!kIsPlain && (plan.by_sequence() || loss() == Loss::kGeoMean))) {
+    if (kIsSequence || (kIsAny && (plan.by_sequence() || loss() == Loss::kGeoMean))) {
       input.log_ratio = M::all(in.row_log_ratio);
     }
-    V own_share = zero;
-    if (averages_ratios()) {
-      input.ratio = average_ratio<M>(token_log_ratio, row_half, coefficients, own_share);
-    } else if (!kIsPlain && plan.mixes_ratios()) {
-      const MixedRatio<M> mixed = mixed_ratio<M>(plan.ratio, token_log_ratio, M::all(in.row_log_ratio));
-      input.log_ratio = mixed.log_ratio;
-      own_share = mixed.own_share;
-    }
-    Flag is_term = kinds.has_policy;
+    Flag is_term = is_valid;
     if (has(in.terms)) {
       is_term = is_valid & M::load_flags(in.terms + k, left);
       if (in.log_ratios != nullptr) {
@@ -191,54 +139,41 @@ struct PolicyWalk {
         input.score = load(in.scores, k, left, is_term);
       }
     }
-    const V weight = has(in.weights) ? load(in.weights, k, left, kinds.has_term) : M::all(1);
-    const Flag is_kept = add_entropy(k, left, kinds, weight);
-    const Term<M> term = policy_term<M>(loss(), input, coefficients, averages_ratios());
+    const V weight = has(in.weights) ? load(in.weights, k, left, is_valid) : M::all(1);
+    add_entropy(k, left, is_valid, weight);
+    const Term<M> term = policy_term<M>(loss(), input, coefficients);
 
     V factor = weight;
-    if (!kIsPlain || kIsWeighted) factor = importance_weight(k, left, kinds.has_policy, input.old_logprob) * weight;
-    Flag has_loss = is_term;
-    if (loss() != Loss::kGeoMean) has_loss = has_loss & is_kept;
-    if (!kIsPlain && in.row_is_off_policy) {
-      const Flag is_dropped = kinds.has_policy & (advantage < zero);
-      M::count(sums.off_policy_tokens, is_dropped);
-      has_loss = has_loss & M::negate(is_dropped);
-    }
+    if (!kIsClip) factor = importance_weight(k, left, is_valid) * weight;
+    const Flag has_loss = is_term & kept_flags(k, left, is_valid);
     factor = M::select(has_loss, factor, zero);
     sums.policy_loss += M::select(has_loss, term.value, zero) * factor;
     const V scale = factor * M::all(policy_share);
     V score_gradient = zero;
     if (!kIsClip) score_gradient = M::select(has_loss, term.by_score, zero) * scale;
-    if (has_kinds()) score_gradient += add_cross_entropy(k, left, is_valid, weight, input.logprob);
-    V ratio_gradient = zero;
-    if (!kIsReinforce) ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
-    const V kl_weight = is_local_kl() ? M::select(is_kept, M::all(1), zero) : weight;
-    const V kl_gradient = add_kl(k, left, kinds.is_regularized, kl_weight, input.logprob, term, ratio_gradient);
-    if (!kIsPlain && plan.mixes_ratios()) {
-      const V own_gradient = ratio_gradient * own_share;
-      score_gradient += own_gradient;
-      ratio_gradient = ratio_gradient - own_gradient;
-    }
+    V ratio_gradient = M::select(has_loss, term.by_ratio, zero) * scale;
+    const V kl_weight = is_local_kl() ? M::all(1) : weight;
+    const V kl_gradient = add_kl(k, left, is_valid, kl_weight, input.logprob, term, ratio_gradient);
     store_gradient(k, left, score_gradient, ratio_gradient, kl_gradient);
-    add_metrics(kinds.has_policy, is_term, token_log_ratio, advantage, term);
+    add_metrics(is_valid, is_term, token_log_ratio, advantage, term);
   }
 
   // Adds the KL term; returns its gradient, but adds the part through the ratio to ratio_gradient.
   GRPO_HD V add_kl(int64_t k, int64_t left, const Flag& is_valid, const V& weight, const V& logprob,
                    const Term<M>& term, V& ratio_gradient) {
-    if ((kIsBare && !is_bare_k3(kKind)) || in.ref_logprobs == nullptr) return M::all(0);
+    if (in.ref_logprobs == nullptr) return M::all(0);
     const V log_ratio = logprob - load(in.ref_logprobs, k, left, is_valid);
     KlTerm<M> kl = kl_term<M>(kl_kind(), log_ratio, coefficients);
-    if (!kHasPlainInputs && plan.kl_straight) kl.slope = log_ratio;
+    if (kIsAny && plan.kl_straight) kl.slope = log_ratio;
     const V scale = M::select(is_valid, weight * M::all(kl_share), M::all(0));
-    if (!kHasPlainInputs && plan.kl_unbiased) {
+    if (kIsAny && plan.kl_unbiased) {
       kl.value *= term.ratio;
       kl.slope *= term.ratio;
       if (coefficients.has_kl) ratio_gradient += M::select(term.is_unclamped & is_valid, kl.value, M::all(0)) * scale;
     }
     kl.value = M::select(is_valid, kl.value, M::all(0));
     sums.kl_sum += kl.value;
-    if (has(in.weights) || is_local_kl()) sums.kl_loss += kl.value * weight;
+    if (has(in.weights)) sums.kl_loss += kl.value * weight;
     if (!coefficients.has_kl) return M::all(0);
     return M::select(is_valid, kl.slope, M::all(0)) * scale;
   }
@@ -249,7 +184,7 @@ struct PolicyWalk {
     if (has(in.term_gradient)) {
       M::store(in.term_gradient + k, left, score_gradient + ratio_gradient);
       gradient = kl_gradient;
-    } else if (!kIsPlain && plan.spreads_over_row()) {  // in a bare sequence all tokens have the same gradient
+    } else if (kIsAny && plan.spreads_over_row()) {  // in kPlainSequence all tokens have the same gradient
       sums.ratio_gradient += ratio_gradient;
     } else {
       gradient += ratio_gradient;
@@ -275,7 +210,7 @@ struct PolicyWalk {
       M::count(sums.low_clipped, term.low_clipped & is_term);
       M::count(sums.high_clipped, term.high_clipped & is_term);
       if (!kIsClip) M::count(sums.clipped, term.clipped & is_term);
-      if (!kIsCispo && (!kIsClip || coefficients.has_dual)) M::count(sums.dual_clipped, term.dual_clipped & is_term);
+      if (!kIsClip || coefficients.has_dual) M::count(sums.dual_clipped, term.dual_clipped & is_term);
     }
     if (loss() == Loss::kVespo) sums.phi_sum += M::select(is_term, term.weight, zero);
     sums.ratio_sum += M::select(is_term, term.ratio, zero);

@@ -100,11 +100,6 @@ class Plan:
         resolved = attempt(problems, _config, gk.LossConfig, loss, "loss")
         refuse(problems)
         assert resolved is not None
-        if resolved.correction != "none":
-            raise ValueError(
-                f"algorithm.loss.correction: must be 'none', got {resolved.correction!r}; with rollout.engine: vllm "
-                "algorithm.correction takes its place, and otherwise the policy itself samples"
-            )
         by_default = CORRECTION_OF_SEGMENTS if resolved.ratio == "segment" else CORRECTION
         correction = _config(gk.CorrectionConfig, settings.correction or by_default, "correction")
         plan = cls(settings, config, resolved, similarity, segments, threshold, correction)
@@ -118,18 +113,8 @@ class Plan:
         loss, advantage = self.loss, self.advantage
         by_segment = loss.ratio.startswith("segment") and self.segments is None
         rules: list[tuple[str, Any, bool, str]] = [
-            (
-                "loss.loss",
-                loss.loss,
-                loss.is_of_sequences,
-                "must be a loss of tokens, as micro-batches divide the responses to a prompt",
-            ),
             ("loss.ratio", loss.ratio, by_segment, "must not be of segments, which ppo and group_ppo alone have"),
         ]
-        for field in ("cross_entropy_coef", "cross_entropy_aggregation"):
-            if field in self.settings.loss:
-                rule = "has no effect, as all tokens of a response have a policy term"
-                rules.append((f"loss.{field}", self.settings.loss[field], True, rule))
         if advantage is not None:
             chosen = "center" if "center" in self.settings.advantage else "estimator"
             rule = "must not need baselines, which the trainer does not have"

@@ -238,13 +238,10 @@ ERRORS = {
     "vllm.gpu_memory_utilization: must be in": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
     "model.lora.rank: must be at most 512": ("model.lora={rank: 600}",),
     "algorithm.correction: CorrectionConfig: weights must be": ("phases.1.rl.algorithm.correction={weights: tokens}",),
-    "algorithm.loss.loss: must be a loss of tokens, .* got 'real' with 'rloo'": (
-        "phases.1.rl.algorithm={name: rloo, loss: {loss: real}}",
-    ),
     "correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment": (
         "phases.1.rl.algorithm={name: group_ppo, correction: {weights: token}}",
     ),
-    "algorithm.loss.correction: must be 'none'": ("phases.1.rl.algorithm.loss={correction: token_truncate}",),
+    "algorithm.loss.correction: no such key": ("phases.1.rl.algorithm.loss={correction: token_truncate}",),
     "vllm: requires rollout.engine: vllm": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
     "correction: requires rollout.engine: vllm": (
         f"{ROLLOUT}.engine=transformers",

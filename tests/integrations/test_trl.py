@@ -15,7 +15,7 @@ pytest.importorskip("datasets")
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.harness import quick
 from tests.integrations import tiny_trl
 

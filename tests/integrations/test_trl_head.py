@@ -35,7 +35,7 @@ from trl import GRPOConfig, GRPOTrainer
 import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import head as _head
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.harness import quick
 from tests.integrations import tiny_trl, tiny_vision
 from tests.integrations.test_trl import OPTIONS, Ours, Theirs, assert_same, trained
@@ -277,7 +277,6 @@ def test_evaluation_and_adapters(tmp_path: Path) -> None:
 def test_segments_and_another_policy_term(tmp_path: Path) -> None:
     for options, changes in (
         ({"segments": gk.SegmentConfig()}, {"scale_rewards": "none", "use_bias_correction_kl": False}),
-        # clip_cov draws tokens by place, and kl_cov has a kink at equal log-probs: rounding decides
         ({"loss": gk.LossConfig(loss="topr")}, {}),
     ):
         runs = [
@@ -385,5 +384,5 @@ def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
         made(tmp_path, head="fused", peft_config=peft.LoraConfig(r=2, target_modules=["lm_head"]))
     with pytest.raises(RuntimeError, match="needs the hidden states of 3 tokens from TRL's forward, got 2"):
         inputs = _head.HeadInputs(torch.ones(2, 4), torch.ones(3, 4), None, torch.ones(2).long(), 1.0, None, 1.0, None)
-        tokens = _head.TokenInputs(None, torch.ones(1), torch.ones(1, 3).bool(), None, None, None, None)
+        tokens = _head.TokenInputs(None, torch.ones(1), torch.ones(1, 3).bool(), None, None, None)
         _head.packed_policy_loss(inputs, tokens, torch.ones(1, 3).bool())

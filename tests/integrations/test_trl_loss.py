@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.trl import composed
 from tests.integrations.test_trl_parts import made, micro_batch
 
 TERMS = {
     "icepop": gk.LossConfig(loss="icepop", clip_high=0.1),
     "topr": gk.LossConfig(loss="topr"),
-    "average": gk.LossConfig(ratio="average"),
-    "future_kl": gk.LossConfig(future_kl_half_life=8.0, future_kl_clip=(0.8, 1.2)),
-    "clip_cov": gk.LossConfig(loss="clip_cov", cov_ratio=0.5, cov_bounds=(0.0, 5.0)),
+    "sequence": gk.LossConfig(ratio="sequence", dual_clip=3.0),
 }
 
 
-@pytest.mark.parametrize("name", TERMS)
-def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str) -> None:
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, mask: Tensor, is_weights: Tensor, **others: Any
+) -> gk.PolicyLoss:
+    weights = gk.variants.clip_cov_weights(logprobs, old_logprobs, advantages, ratio=0.5, bounds=(0.0, 5.0), mask=mask)
+    return gk.policy_loss(logprobs, old_logprobs, advantages, mask=mask, is_weights=weights * is_weights, **others)
+
+
+@pytest.mark.parametrize("head", ["logprobs", "fused"])
+@pytest.mark.parametrize("name", [*TERMS, "a function"])
+def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str, head: str) -> None:
     changes = {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False}
-    trainer, plain = made(tmp_path, changes=changes, loss=TERMS[name]), made(tmp_path, changes=changes)
+    trainer = made(tmp_path, changes=changes, head=head, loss=TERMS.get(name, clip_cov))
+    plain = made(tmp_path, changes=changes)
     inputs = micro_batch(trainer, False)
     for each in (trainer, plain):
         each.use_vllm, each.current_gradient_accumulation_steps = True, 2
@@ -34,7 +44,8 @@ def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str) -> None
     loss = trainer._compute_loss(trainer.model, dict(inputs))
     logprobs, _, _ = trainer._forward(trainer.model, inputs)
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-    want = gk.policy_loss(
+    function = gk.policy_loss if name in TERMS else clip_cov
+    want = function(
         logprobs,
         inputs["old_per_token_logps"],
         inputs["advantages"],
@@ -42,21 +53,21 @@ def test_a_policy_term_that_trl_does_not_have(tmp_path: Path, name: str) -> None
         ref_logprobs=inputs["ref_per_token_logps"],
         is_weights=inputs["importance_sampling_ratio"],
         normalizer=float(mask.sum()) * 4 * 2 / trainer.args.steps_per_generation,
-        config=dataclasses.replace(TERMS[name], kl="k3", kl_coef=0.1),
+        config=dataclasses.replace(TERMS.get(name, gk.LossConfig()), kl="k3", kl_coef=0.1),
     ).loss
     torch.testing.assert_close(loss, want, rtol=1e-6, atol=1e-7)
     assert float(plain._compute_loss(trainer.model, dict(inputs))) != pytest.approx(float(loss), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gvpo", "real", "flowrl"])
-def test_losses_of_whole_rows_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^FusedGRPOTrainer: loss\.loss must not be '{name}'"):
-        made(tmp_path, changes={}, loss=gk.LossConfig(loss=name))
+def test_a_mean_that_trl_does_not_have_is_refused(tmp_path: Path) -> None:
+    term = gk.LossConfig(loss="geo_mean", aggregation="seq-mean-token-sum")
+    with pytest.raises(ValueError, match=r"^FusedGRPOTrainer: loss\.loss must not be 'geo_mean'"):
+        made(tmp_path, changes={}, loss=term)
 
 
 def test_entropy_floor_without_tokens(tmp_path: Path) -> None:
     trainer = made(tmp_path, changes={"top_entropy_quantile": 0.5})
-    floor = trainer._entropy_floor(torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
+    floor = composed.entropy_floor(trainer, torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool))
     assert floor.isinf()
 
 

@@ -25,7 +25,7 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import patch as trl_patch
 from grpo_kernels.integrations.trl import trainer as trl_side
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.integrations import tiny_trl
 
 

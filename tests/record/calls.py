@@ -1,4 +1,4 @@
-"""The calls of the record. No other module of it knows the API, so a change of the API touches this file alone.
+"""The calls of the record. No other module of it but compose.py knows the API.
 
 A call takes a case and a way to compute it, and returns tensors by name, always in the padded layout.
 """
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.record import inputs
+from tests.record import compose, inputs
 from tests.record.cases import Case, Fields
+from tests.record.compose import old_and_advantages
 
 Results = dict[str, Tensor]
 
@@ -71,13 +72,10 @@ def config_of(kind: Any, method: Fields) -> Any:
 _TOKENS = {
     "reference": "ref_logprobs",
     "far reference": "ref_logprobs",
-    "sampler": "sampling_logprobs",
     "importance": "is_weights",
     "row importance": "is_weights",
     "segments": "segments",
-    "kinds": "kinds",
     "shares": "weights",
-    "log_z": "log_z",
     "index": "term_index",
 }
 
@@ -87,8 +85,6 @@ def _of_tokens(case: Case, batch: dict[str, Tensor]) -> dict[str, Any]:
     arguments: dict[str, Any] = {_TOKENS[name]: batch[name] for name in case.inputs if name in _TOKENS}
     arguments["mask"] = batch["mask"]
     arguments["cu_seqlens"] = batch.get("bounds")
-    if "groups" in case.inputs:
-        arguments["groups"] = inputs.GROUPS
     if "counts" in case.inputs:
         arguments["normalizer"] = {"tokens": 40.0, "rows": 8.0, "segments": torch.tensor(17)}
     if "importance of rows" in case.inputs:
@@ -96,13 +92,7 @@ def _of_tokens(case: Case, batch: dict[str, Tensor]) -> dict[str, Any]:
     return arguments
 
 
-def _old_and_advantages(case: Case, batch: dict[str, Tensor]) -> tuple[Tensor | None, Tensor]:
-    old = batch["far old"] if "far old" in case.inputs else batch["old"]
-    advantages = batch["token advantages"] if "token advantages" in case.inputs else batch["advantages"]
-    return None if "no old" in case.inputs else old, advantages
-
-
-def _loss(result: gk.PolicyLoss, leaves: dict[str, Tensor], way: Way) -> Results:
+def _loss(result: Any, leaves: dict[str, Tensor], way: Way) -> Results:
     """Loss, gradients and metrics. Leaves with an entry per token are in the layout of the call."""
     result.loss.backward()
     metrics = result.metrics
@@ -111,6 +101,8 @@ def _loss(result: gk.PolicyLoss, leaves: dict[str, Tensor], way: Way) -> Results
         if leaf.grad is not None:
             is_of_tokens = name in ("logprobs", "entropy", "hidden", "logits")
             results[f"gradient by {name}"] = way.padded(leaf.grad) if is_of_tokens else leaf.grad
+    if metrics is None:
+        return results
     results |= named("metrics", metrics.to_dict()) | named("trl", metrics.trl()) | named("verl", metrics.verl())
     if metrics.distillation is not None:
         divergence, mass = metrics.distillation.divergence, metrics.distillation.mass
@@ -121,18 +113,13 @@ def _loss(result: gk.PolicyLoss, leaves: dict[str, Tensor], way: Way) -> Results
 def policy_loss(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.tokens())
     leaves = {"logprobs": batch["logprobs"].requires_grad_()}
-    arguments = _of_tokens(case, batch)
+    arguments = _of_tokens(case, batch) | way.options
     if "entropy" in case.inputs:
         leaves["entropy"] = arguments["entropy"] = batch["entropy"].requires_grad_()
     if "log_z" in case.inputs:
-        leaves["log_z"] = arguments["log_z"].requires_grad_()
-    if "floor" in case.inputs:
-        arguments["entropy_floor"] = torch.tensor(0.75, dtype=way.dtype)
-    config = config_of(gk.LossConfig, case.method)
-    result = gk.policy_loss(
-        batch["logprobs"], *_old_and_advantages(case, batch), config=config, **arguments, **way.options
-    )
-    return _loss(result, leaves, way)
+        leaves["log_z"] = batch["log_z"].requires_grad_()
+    config, composed = compose.split(case.method)
+    return _loss(compose.loss(batch["logprobs"], case, batch, arguments, config, composed), leaves, way)
 
 
 _HEAD = {
@@ -164,22 +151,32 @@ def _of_head(case: Case, batch: dict[str, Tensor], leaves: dict[str, Tensor]) ->
 def linear_policy_loss(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     leaves = {name: batch[name].requires_grad_() for name in ("hidden", "weight")}
-    arguments = _of_tokens(case, batch) | _of_head(case, batch, leaves)
+    of_head = _of_head(case, batch, leaves)
+    arguments = _of_tokens(case, batch)
     if "reference weight" in case.inputs:
-        arguments["ref_bias"] = batch["bias"].detach() / 2
+        of_head["ref_bias"] = batch["bias"].detach() / 2
     method = {name: fields for name, fields in case.method.items() if name != "teacher"}
+    config, composed = compose.split(method)
+    chunk = None if "support" in case.inputs else 7
+    head = (batch["hidden"], batch["weight"], batch["targets"])
+    if composed:  # four products
+        has_entropy = "top_entropy_quantile" in composed
+        measured = gk.linear_logprobs(*head, return_entropy=has_entropy, chunk_size=chunk, **of_head, **way.options)
+        arguments["mask"] = arguments["mask"] & (batch["targets"] != -100)
+        arguments |= {"entropy": measured.entropy} | way.options
+        result = compose.loss(measured.logprobs, case, batch, arguments, config, composed)
+        return _loss(result, leaves, way)
     if "teacher" in case.method:
         arguments["teacher"] = gk.Teacher(batch["teacher ids"], batch["teacher logprobs"], **case.method["teacher"])
     result = gk.linear_policy_loss(
-        batch["hidden"],
-        batch["weight"],
-        batch["targets"],
-        *_old_and_advantages(case, batch),
-        config=config_of(gk.LossConfig, method),
+        *head,
+        *old_and_advantages(case, batch),
+        config=config,
         memory=way.memory,
-        chunk_size=None if "support" in case.inputs else 7,
+        chunk_size=chunk,
         return_entropy="measured entropy" in case.inputs,
         **arguments,
+        **of_head,
         **way.options,
     )
     return _loss(result, leaves, way)
@@ -188,13 +185,12 @@ def linear_policy_loss(case: Case, way: Way) -> Results:
 def loss_of_logits(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     logits = (batch["hidden"] @ batch["weight"].T).requires_grad_()
-    config = config_of(gk.LossConfig, case.method)
-    old_and_advantages = _old_and_advantages(case, batch)
+    config, _ = compose.split(case.method)
     arguments = _of_tokens(case, batch)
     logprobs, entropy = gk.token_logprobs(logits, batch["targets"], return_entropy=True, **way.options)
     arguments["mask"] = arguments["mask"] & (batch["targets"] != -100)
     arguments["entropy"] = entropy if config.entropy_coef != 0 else None
-    result = gk.policy_loss(logprobs, *old_and_advantages, config=config, **arguments, **way.options)
+    result = gk.policy_loss(logprobs, *old_and_advantages(case, batch), config=config, **arguments, **way.options)
     return _loss(result, {"logits": logits}, way)
 
 

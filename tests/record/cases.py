@@ -6,6 +6,7 @@ A case names no function or argument of the library; calls.py translates. Inputs
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -102,78 +103,242 @@ def _verl() -> Iterator[tuple[str, Case]]:
     yield "verl/sapo/temperatures", Case("policy_loss", {"verl": temperatures})
 
 
-# other systems
+# other systems, by the formulas of their losses
 
-_PEERS: dict[str, dict[str, Fields]] = {
-    "prime_rl": {
-        "ipo": {"type": "ipo", "eps": 0.05},
-        "icepop": {"type": "icepop", "ratio_low": 0.8, "ratio_high": 1.2},
+_PEERS: dict[str, Fields] = {
+    "prime_rl/ipo": {"loss": "ipo", "clip_low": 0.05, "clip_high": 0.05},
+    "prime_rl/icepop": {"loss": "icepop", "clip_low": 0.19999999999999996, "clip_high": 0.19999999999999996},
+    "skyrl/regular": {
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
     },
-    "skyrl": {
-        **{
-            kind: {"policy_loss_type": kind, "use_kl_loss": False}
-            for kind in ("regular", "dual_clip", "sapo", "gspo", "cispo", "rollout_is", "dppo", "importance_sampling")
-        },
-        "clip_cov": {
-            "policy_loss_type": "clip_cov",
-            "clip_cov": {"clip_ratio": 0.2, "clip_cov_lb": -0.5, "clip_cov_ub": 0.5},
-            "use_kl_loss": False,
-        },
-        "kl_cov": {"policy_loss_type": "kl_cov", "use_kl_loss": False},
-        "sequence_mean": {"loss_reduction": "sequence_mean", "kl_loss_coef": 0.04},
-        "norm": {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 8, "use_kl_loss": False},
-        "token tis": {
-            "off_policy_correction": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.05},
-            "use_kl_loss": False,
-        },
-        "sequence tis": {
-            "off_policy_correction": {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.05},
-            "use_kl_loss": False,
-        },
+    "skyrl/dual_clip": {
+        "dual_clip": 3.0,
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
     },
-    "areal": {
-        "ppo": {"eps_clip": 0.1, "eps_clip_higher": 0.28, "c_clip": 2.0},
-        "sequence": {"importance_sampling_level": "sequence"},
-        "sapo": {"use_sapo_loss": True},
-        "token mask": {"rejection_sampling": {"upper": 1.1}},
-        "row clamp": {"rejection_sampling": {"level": "sequence", "action": "clamp", "upper": 1.1, "lower": 0.9}},
+    "skyrl/sapo": {
+        "loss": "sapo",
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
     },
-    "roll": {
-        **{kind: {"pg_variant": kind} for kind in ("vanilla", "ppo", "tis", "topr", "cispo", "kimi15")},
-        "dual clip": {"pg_variant": "ppo", "dual_clip_loss": True, "use_kl_loss": True, "kl_loss_coef": 0.04},
+    "skyrl/gspo": {
+        "ratio": "sequence_token",
+        "log_ratio_clamp": (-math.inf, 10.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
     },
-    "cosmos": {
-        **{kind: {"variant": kind} for kind in ("grpo", "dapo", "gspo")},
-        "aipo": {"aipo_rho": 1.2},
-        "kl": {"kl_beta": 0.04, "unbiased_kl_estimate": True, "loss_type": "seq-mean-token-mean"},
-        "cap": {"behav_imp_weight_cap": 1.1, "off_policy_masking_delta": 0.05},
+    "skyrl/cispo": {
+        "loss": "cispo",
+        "clip_low": 0.0,
+        "clip_high": 5.0,
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
     },
-    "art": {
-        **{
-            f"{level}{' ppo' if ppo else ''}": {"importance_sampling_level": level, "ppo": ppo}
-            for level in ("token", "sequence", "average", "geometric_average")
-            for ppo in (False, True)
-        },
-        "truncated": {"truncated_importance_sampling": 1.1},
+    "skyrl/rollout_is": {
+        "loss": "icepop",
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
     },
-    "swift": {
-        **{
-            kind: {"loss_type": kind, "max_completion_length": 8}
-            for kind in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo")
-        },
-        "fipo both sides": {"loss_type": "fipo", "fipo_decay_rate": 2.0, "fipo_clip_high_only": False, "delta": 1.5},
+    "skyrl/dppo": {
+        "loss": "dppo_tv",
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "skyrl/importance_sampling": {
+        "clip_low": None,
+        "clip_high": None,
+        "aggregation": "token-sum",
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "skyrl/clip_cov": {
+        "loss": "clip_cov",
+        "cov_ratio": 0.2,
+        "cov_bounds": (-0.5, 0.5),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "skyrl/kl_cov": {
+        "loss": "kl_cov",
+        "cov_ratio": 0.2,
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "skyrl/sequence_mean": {
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "aggregation": "seq-mean-token-mean",
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "skyrl/norm": {
+        "log_ratio_clamp": (-20.0, 20.0),
+        "aggregation": "seq-mean-token-sum-norm",
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "max_length": 8,
+        "count_empty_rows": True,
+    },
+    "skyrl/token tis": {
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+        "correction": "token_truncate",
+        "correction_max": 1.05,
+    },
+    "skyrl/sequence tis": {
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl_aggregation": "seq-mean-token-mean",
+        "entropy_aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+        "correction": "sequence_truncate",
+        "correction_max": 1.05,
+    },
+    "areal/ppo": {"clip_low": 0.1, "clip_high": 0.28, "dual_clip": 2.0},
+    "areal/sequence": {"ratio": "sequence"},
+    "areal/sapo": {"loss": "sapo"},
+    "areal/token mask": {"correction": "token_mask", "correction_max": 1.1},
+    "areal/row clamp": {"correction": "geometric_truncate", "correction_min": 0.9, "correction_max": 1.1},
+    "roll/vanilla": {"loss": "reinforce", "aggregation": "seq-mean-token-mean"},
+    "roll/ppo": {"aggregation": "seq-mean-token-mean"},
+    "roll/tis": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.0, "aggregation": "seq-mean-token-mean"},
+    "roll/topr": {"loss": "topr", "aggregation": "seq-mean-token-mean"},
+    "roll/cispo": {"loss": "cispo", "clip_low": 0.1, "clip_high": 0.1, "aggregation": "seq-mean-token-mean"},
+    "roll/kimi15": {"loss": "dro", "dro_beta": 0.1, "aggregation": "seq-mean-token-mean"},
+    "roll/dual clip": {
+        "dual_clip": 1.4,
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (700.0, 10.0),
+        "aggregation": "seq-mean-token-mean",
+    },
+    "cosmos/grpo": {"dual_clip": 3.0, "log_ratio_clamp": (-20.0, 20.0), "count_empty_rows": True},
+    "cosmos/dapo": {"dual_clip": 3.0, "log_ratio_clamp": (-20.0, 20.0), "count_empty_rows": True},
+    "cosmos/gspo": {"ratio": "sequence", "log_ratio_clamp": (-math.inf, 10.0), "count_empty_rows": True},
+    "cosmos/aipo": {
+        "clip_low": None,
+        "clip_high": 0.19999999999999996,
+        "delta": 1.2,
+        "log_ratio_clamp": (-20.0, 20.0),
+        "count_empty_rows": True,
+    },
+    "cosmos/kl": {
+        "dual_clip": 3.0,
+        "log_ratio_clamp": (-20.0, 20.0),
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "kl_unbiased": True,
+        "aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "cosmos/cap": {
+        "dual_clip": 3.0,
+        "log_ratio_clamp": (-20.0, 20.0),
+        "count_empty_rows": True,
+        "correction": "token_mask",
+        "correction_max": 1.1,
+        "off_policy_threshold": 0.05,
+    },
+    "art/token": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    "art/token ppo": {},
+    "art/sequence": {"loss": "cispo", "ratio": "sequence", "clip_low": 1.0, "clip_high": 4.0},
+    "art/sequence ppo": {"ratio": "sequence"},
+    "art/average": {"loss": "cispo", "ratio": "average", "clip_low": 1.0, "clip_high": 4.0},
+    "art/average ppo": {"ratio": "average"},
+    "art/geometric_average": {"loss": "cispo", "ratio": "geometric_average", "clip_low": 1.0, "clip_high": 4.0},
+    "art/geometric_average ppo": {"ratio": "geometric_average"},
+    "art/truncated": {
+        "loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "correction": "token_truncate",
+        "correction_max": 1.1,
+    },
+    "swift/grpo": {
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "swift/bnpo": {"kl": "k3", "kl_coef": 0.04, "kl_clamp": (20.0, 10.0), "count_empty_rows": True},
+    "swift/dr_grpo": {
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "aggregation": "seq-mean-token-sum-norm",
+        "max_length": 8,
+        "count_empty_rows": True,
+    },
+    "swift/dapo": {"kl": "k3", "kl_coef": 0.04, "kl_clamp": (20.0, 10.0), "count_empty_rows": True},
+    "swift/cispo": {
+        "loss": "cispo",
+        "clip_low": None,
+        "clip_high": -0.8,
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "count_empty_rows": True,
+    },
+    "swift/sapo": {
+        "loss": "sapo",
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "aggregation": "seq-mean-token-mean",
+        "count_empty_rows": True,
+    },
+    "swift/real": {"loss": "real", "kl": "k3", "kl_coef": 0.04, "kl_clamp": (20.0, 10.0), "count_empty_rows": True},
+    "swift/fipo": {
+        "future_kl_half_life": 32.0,
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "count_empty_rows": True,
+    },
+    "swift/fipo both sides": {
+        "delta": 1.5,
+        "future_kl_half_life": 2.0,
+        "future_kl_clip": (0.8, 1.2),
+        "future_kl_cap": 1.5,
+        "kl": "k3",
+        "kl_coef": 0.04,
+        "kl_clamp": (20.0, 10.0),
+        "count_empty_rows": True,
     },
 }
 _SAMPLED = ("token tis", "sequence tis", "token mask", "row clamp", "cap", "truncated")
 
 
 def _peers() -> Iterator[tuple[str, Case]]:
-    for peer, variants in _PEERS.items():
-        for name, fields in variants.items():
-            has_kl = peer == "swift" or {"kl_loss_coef", "kl_beta"} & set(fields)
-            inputs = (*(["reference"] if has_kl else []), *(["sampler"] if name in _SAMPLED else []))
-            inputs = (*inputs, "groups") if name == "real" else inputs
-            yield f"{peer}/{name}", Case("policy_loss", {peer: fields}, inputs)
+    for name, fields in _PEERS.items():
+        kind = name.partition("/")[2]
+        inputs = ("reference",) if fields.get("kl") else ()
+        inputs = (*inputs, "sampler") if kind in _SAMPLED else inputs
+        inputs = (*inputs, "groups") if kind == "real" else inputs
+        yield name, Case("policy_loss", fields, inputs)
 
 
 # the formulas of the loss, by their own names
@@ -211,10 +376,6 @@ _OWN: dict[str, tuple[Fields, tuple[str, ...]]] = {
         ("entropy",),
     ),
     "entropy floor": ({"top_entropy_quantile": 0.4}, ("entropy", "floor")),
-    "geo_mean of the top": (
-        {"loss": "geo_mean", "aggregation": "seq-mean-token-sum", "top_entropy_quantile": 0.5},
-        ("entropy",),
-    ),
     "segments, given counts": ({"ratio": "segment"}, ("segments", "counts")),
     "off-policy rows": ({"off_policy_threshold": 0.05}, ()),
     **{
@@ -226,11 +387,6 @@ _OWN: dict[str, tuple[Fields, tuple[str, ...]]] = {
         for correction in (f"{level}_{what}",)
         for ratio in ("token", "sequence")
     },
-    "kinds": ({"kl": "k3", "kl_coef": 0.3}, ("kinds", "reference")),
-    "kinds with a mean": (
-        {"cross_entropy_coef": 0.5, "cross_entropy_aggregation": "token-mean", "aggregation": "seq-mean-token-mean"},
-        ("kinds",),
-    ),
     "future kl": ({"future_kl_half_life": 2.0}, ()),
     "future kl, free": (
         {"future_kl_half_life": 2.0, "future_kl_clip": None, "future_kl_cap": 1.5, "future_kl_safety": None},
@@ -282,7 +438,6 @@ def _head() -> Iterator[tuple[str, Case]]:
         "average": ({"ratio": "average"}, ()),
         "sequence_mask": ({"correction": "sequence_mask", "correction_max": 1.1}, ("sampler",)),
         "off-policy rows": ({"off_policy_threshold": 0.05}, ()),
-        "kinds": ({}, ("kinds",)),
         "future kl": ({"future_kl_half_life": 2.0}, ()),
         "gvpo": ({"loss": "gvpo"}, ("groups", "reference")),
     }

@@ -50,6 +50,11 @@ def penalty(batch: Batch, lp: Tensor, **more: Any) -> Tensor:
     return variants.kl_cov_penalty(lp, *inputs(batch)[1:], shares, mask=batch["mask"], **KL_COV | more)
 
 
+def penalty_gradient(batch: Batch, **more: Any) -> Tensor:
+    leaf = batch["logprobs"].clone().requires_grad_()
+    return torch.autograd.grad(penalty(batch, leaf, **more), leaf)[0]
+
+
 # What each function makes of a batch, with a value for each token
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "off_policy_mask": lambda b, **more: variants.off_policy_mask(*inputs(b), threshold=0.02, mask=b["mask"], **more),
@@ -60,6 +65,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "geometric_average_logprobs": lambda b, **more: variants.geometric_average_logprobs(
         *inputs(b)[:2], mask=b["mask"], **more
     ),
+    "kl_cov_penalty": penalty_gradient,
 }
 
 
@@ -80,13 +86,35 @@ def test_a_result_depends_on_the_tokens_alone(name: str) -> None:
     assert len(want.unique()) > 1
 
 
+@pytest.mark.parametrize("name", ["clip_cov_weights", "kl_cov_penalty", "high_entropy_mask"])
+def test_a_choice_does_not_depend_on_padding(name: str) -> None:
+    batch, mask = draw(), draw()["mask"]
+    want = FUNCTIONS[name](batch)[mask]
+    packed = {key: value[mask] for key, value in batch.items()}
+    bounds = torch.cat([torch.zeros(1, dtype=torch.long), mask.sum(1).cumsum(0)])
+    torch.testing.assert_close(FUNCTIONS[name](packed, cu_seqlens=bounds), want, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_float32_is_close_to_float64(name: str) -> None:
+    batch = {key: value.float() if value.dtype == F64 else value for key, value in draw().items()}
+    gold = FUNCTIONS[name](
+        {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    )
+    mask = batch["mask"]
+    torch.testing.assert_close(FUNCTIONS[name](batch)[mask].double(), gold[mask].double(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiles_into_one_graph(name: str) -> None:
     batch = {key: value.to(DEVICE) for key, value in draw().items()}
+    function = FUNCTIONS[name]
+    if function is penalty_gradient:
+        function = lambda b: penalty(b, b["logprobs"])  # noqa: E731
     torch._dynamo.reset()
-    compiled = torch.compile(FUNCTIONS[name], fullgraph=True, backend=INDUCTOR)
-    torch.testing.assert_close(compiled(batch), FUNCTIONS[name](batch), rtol=1e-14, atol=1e-14)
+    compiled = torch.compile(function, fullgraph=True, backend=INDUCTOR)
+    torch.testing.assert_close(compiled(batch), function(batch), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -187,8 +215,8 @@ def test_advantages_of_rows() -> None:
     batch = draw()
     rows, mask = batch["advantages"][:, 0], batch["mask"]
     wide = rows[:, None].expand(SHAPE)
-    results = [variants.clip_cov_weights(*inputs(batch)[:2], a, mask=mask, **CLIP_COV) for a in (rows, wide)]
-    assert torch.equal(*results)
+    for name in ("clip_cov_weights", "kl_cov_penalty", "future_kl_weights"):
+        assert torch.equal(*(FUNCTIONS[name](batch | {"advantages": a})[mask] for a in (rows, wide)))
 
 
 # FIPO
@@ -233,6 +261,8 @@ def test_future_kl_weights_are_the_published_ones(name: str) -> None:
     ]
     torch.testing.assert_close(weights[batch["mask"]], torch.tensor(want, dtype=F64)[batch["mask"]])
     assert len(weights[batch["mask"]].unique()) > 9  # not clipped everywhere
+    on_policy = variants.future_kl_weights(batch["logprobs"], None, batch["advantages"], **settings)
+    assert torch.equal(on_policy, torch.ones_like(on_policy))
 
 
 # ART's ratio levels

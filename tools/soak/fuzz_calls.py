@@ -107,10 +107,10 @@ def policy_loss(draw: Draw) -> Call:
     draw.dtype = draw.choose.choice(WIDE)
     numbers = {name: value for name, value in arguments.items() if is_float(value) and value.dim()}
     arguments |= {name: value.to(draw.dtype) for name, value in numbers.items()} | {"config": config}
-    if config.entropy_coef == 0 and config.top_entropy_quantile == 1 and draw.maybe():
+    if config.entropy_coef == 0 and draw.maybe():
         del arguments["entropy"]
     outside = arguments.get("mask")
-    if outside is not None and "kinds" not in arguments and draw.maybe():
+    if outside is not None and draw.maybe():
         for name, value in numbers.items():
             if value.shape == outside.shape and name not in ("weights", "is_weights"):
                 arguments[name] = torch.where(outside, arguments.get(name, value), NAN)

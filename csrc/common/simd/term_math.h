@@ -180,43 +180,10 @@ struct VectorMath {
     memcpy(to, &bytes, left >= kCount ? kCount : left < 0 ? 0 : left);
   }
 
-  // A bit for each lane.
-  GRPO_HD static uint32_t bits(const Flag& flags) {
-#ifdef __AVX__
-    if constexpr (sizeof(T) == 4) {
-      return static_cast<uint32_t>(_mm256_movemask_ps((Value)flags));
-    } else {
-      return static_cast<uint32_t>(_mm256_movemask_pd((Value)flags));
-    }
-#else
-    uint32_t bits = 0;
-    for (int l = 0; l < kCount; ++l) bits |= flags[l] != 0 ? 1u << l : 0;
-    return bits;
-#endif
-  }
-
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     Flag flags{};
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
     return flags;
-  }
-  GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
-#ifdef __AVX2__
-    int64_t codes = 0;
-    memcpy(&codes, from, left >= kCount ? kCount : left < 0 ? 0 : left);
-    const __m128i bytes = _mm_and_si128(_mm_cvtsi64_si128(codes), _mm_set1_epi8(31));
-    Flag bits;  // the bit of each lane's kind
-    if constexpr (sizeof(T) == 4) {
-      bits = (Flag)_mm256_sllv_epi32(_mm256_set1_epi32(1), _mm256_cvtepi8_epi32(bytes));
-    } else {
-      bits = (Flag)_mm256_sllv_epi64(_mm256_set1_epi64x(1), _mm256_cvtepi8_epi64(bytes));
-    }
-    return ((bits & static_cast<typename VectorOf<T>::Integer>(kinds)) != 0) & first(left);
-#else
-    Flag flags{};
-    for (int l = 0; l < kCount; ++l) flags[l] = l < left && is_kind_of(kinds, from[l]) ? -1 : 0;
-    return flags;
-#endif
   }
 };
 
@@ -273,12 +240,8 @@ struct TwinMath {
     One::store_flags(to, left, flags.a);
     One::store_flags(to + kHalf, left - kHalf, flags.b);
   }
-  GRPO_HD static uint32_t bits(const Flag& flags) { return One::bits(flags.a) | One::bits(flags.b) << kHalf; }
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
-  }
-  GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
-    return {One::of_kinds(kinds, from, left), One::of_kinds(kinds, from + kHalf, left - kHalf)};
   }
 };
 
@@ -379,13 +342,6 @@ struct WideMath {
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     const __mmask16 present = first(left);
     return {_mm512_mask_cmpge_epi32_mask(present, _mm512_maskz_loadu_epi32(present, from), _mm512_setzero_si512())};
-  }
-  GRPO_HD static Flag of_kinds(uint32_t kinds, const int8_t* from, int64_t left) {
-    const __mmask16 present = first(left);
-    const __m512i bits =
-        _mm512_sllv_epi32(_mm512_set1_epi32(1),
-                          _mm512_cvtepi8_epi32(_mm_and_si128(_mm_maskz_loadu_epi8(present, from), _mm_set1_epi8(31))));
-    return {_mm512_mask_test_epi32_mask(present, bits, _mm512_set1_epi32(static_cast<int>(kinds)))};
   }
 };
 

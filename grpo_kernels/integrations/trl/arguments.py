@@ -9,20 +9,12 @@ import grpo_kernels as gk
 # Fields of a LossConfig that describe its policy term. GRPOConfig has the others.
 POLICY_TERM = (
     *("loss", "ratio", "clip_low", "clip_high", "dual_clip", "delta", "ratio_cap", "sapo_temperatures", "vespo_shape"),
-    *("dro_beta", "log_ratio_clamp", "cov_ratio", "cov_bounds", "cov_kl_coef"),
-    *("future_kl_half_life", "future_kl_clip", "future_kl_cap", "future_kl_safety"),
+    *("dro_beta", "log_ratio_clamp"),
 )
 
 
-def check_loss(loss: gk.LossConfig | None) -> None:
+def check_loss(loss: gk.LossConfig) -> None:
     """Refuses what TRL decides on, and what needs inputs that are not there."""
-    if loss is None:
-        return
-    if loss.is_of_sequences:
-        raise ValueError(
-            f"FusedGRPOTrainer: loss.loss must not be {loss.loss!r}, which compares the completions of a prompt or "
-            "needs log_z: TRL shuffles completions over micro-batches, and has no such network"
-        )
     if loss.loss == "geo_mean":
         raise ValueError("FusedGRPOTrainer: loss.loss must not be 'geo_mean', whose mean is not one of loss_type's")
     if loss.ratio in ("segment", "segment_mean"):

@@ -47,7 +47,6 @@ class TokenInputs(NamedTuple):
     mask: Tensor
     ref_logprobs: Tensor | None
     is_weights: Tensor | None  # [B, 1] or [B, T]
-    sampling_logprobs: Tensor | None
     segments: Tensor | None
 
 
@@ -97,16 +96,33 @@ def _options(head: HeadInputs) -> dict[str, Any]:
     return {name: value for name, value in head._asdict().items() if name not in ("hidden", "weight", "targets")}
 
 
-def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **options: Any) -> gk.PolicyLoss:
-    """linear_policy_loss over the scored tokens of rows [B, T], whose number is that of the head's rows."""
-    rows, count = len(scored), len(head.targets)
-    lengths = scored.sum(1)
+def _places(head: HeadInputs, scored: Tensor) -> Tensor:
+    """The flattened places of the scored tokens of rows [B, T], whose number must be that of the head's rows."""
     places = scored.reshape(-1).nonzero().squeeze(1)
-    if len(places) != count:
+    if len(places) != len(head.targets):
         raise RuntimeError(
             f"FusedGRPOTrainer: head='fused' needs the hidden states of {len(places)} tokens from TRL's forward, got "
-            f"{count}; use head='logprobs'"
+            f"{len(head.targets)}; use head='logprobs'"
         )
+    return places
+
+
+def padded_logprobs(head: HeadInputs, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] of the scored tokens, 0 for the others."""
+    places = _places(head, scored)
+    values, entropy = logprobs(head, ("entropy",))
+    assert entropy is not None
+
+    def padded(value: Tensor) -> Tensor:
+        return value.new_zeros(scored.numel()).index_put((places,), value).view(scored.shape)
+
+    return padded(values), padded(entropy)
+
+
+def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **options: Any) -> gk.PolicyLoss:
+    """linear_policy_loss over the scored tokens of rows [B, T]."""
+    rows, count, places = len(scored), len(head.targets), _places(head, scored)
+    lengths = scored.sum(1)
     # One more token behind the last row. Otherwise as many tokens as rows would make values of rows those of tokens.
     extra = 1 if count == rows else 0
 

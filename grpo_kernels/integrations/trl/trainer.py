@@ -18,6 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 import grpo_kernels as gk
 from grpo_kernels.checks import instance, unknown
+from grpo_kernels.integrations.trl import composed
 from grpo_kernels.integrations.trl import head as fused_head
 from grpo_kernels.integrations.trl.arguments import POLICY_TERM, check_advantages, check_loss
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
@@ -39,11 +40,13 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         embedder: function from texts to embeddings [N, D]
         advantages: an AdvantageConfig that replaces scale_rewards and multi_objective_aggregation, for example to let
             small clusters borrow from their prompt, or to set a minimal standard deviation or a clip
-        loss: a LossConfig whose policy term replaces that of loss_type; the mean and the other terms are GRPOConfig's
+        loss: a LossConfig whose policy term replaces that of loss_type; the mean and the other terms are GRPOConfig's.
+            Or a function with the arguments of gk.policy_loss, to be called in its place, for gk.variants
         segments: group tokens into segments that share an advantage; scale_rewards must be "none", because the config's
             `norm` scales
         head: "logprobs" computes log-probs and then the loss; "fused" computes the loss from hidden states within the
-            forward, in three matrix products instead of four, for the scored tokens alone
+            forward, for the scored tokens alone, in three matrix products instead of four unless the loss is a function
+            or needs the current log-probs before its terms (off_policy_mask_threshold, top_entropy_quantile)
         masked_rows: "leave_out" compares completions with those of their group that have a token in the loss; "vote"
             with all, as TRL does, also with those that mask_truncated_completions or a tool mask empties
         backend: of grpo_kernels; None means the first that can
@@ -51,6 +54,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     entropy_coef: float
     _head_call: fused_head.HeadCall  # what the forward ends in with head="fused"
+    _kept_entropy: Tensor | None = None  # with top_entropy_quantile, the sum over the kept tokens, and their number
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         similarity: gk.SimilarityConfig | None = None,
         embedder: Callable[[Sequence[str]], Tensor] | None = None,
         advantages: gk.AdvantageConfig | None = None,
-        loss: gk.LossConfig | None = None,
+        loss: gk.LossConfig | Callable[..., gk.PolicyLoss] | None = None,
         segments: gk.SegmentConfig | None = None,
         head: str = "logprobs",
         masked_rows: str = "leave_out",
@@ -69,7 +73,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         for name, value, kind in (
             ("similarity", similarity, gk.SimilarityConfig),
             ("advantages", advantages, gk.AdvantageConfig),
-            ("loss", loss, gk.LossConfig),
+            ("loss", None if callable(loss) else loss, gk.LossConfig),
             ("segments", segments, gk.SegmentConfig),
         ):
             instance("FusedGRPOTrainer", name, value, kind)
@@ -94,7 +98,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         check_advantages(advantages, similarity)
         if loss is not None and segments is not None:
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
-        check_loss(loss)
+        if isinstance(loss, gk.LossConfig):
+            check_loss(loss)
         if head not in fused_head.HEADS:
             raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
         if masked_rows not in _MASKED_ROWS:
@@ -105,7 +110,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             if name not in keywords:
                 raise TypeError(str(unknown("FusedGRPOTrainer", "keywords", name, keywords)))
         super().__init__(*arguments, **options)
-        self.advantages, self.policy_term = advantages, loss
+        self.advantages, self.policy_term = advantages, loss if isinstance(loss, gk.LossConfig) else None
+        self.loss_function = loss if callable(loss) else None
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
         self.head, self._head_call, self.masked_rows = head, fused_head.logprobs, masked_rows
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
@@ -260,22 +266,29 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     ) -> tuple[gk.PolicyLoss, Tensor | None]:
         """The loss of a micro-batch, and the load-balancing loss of a mixture of experts."""
         corrected = self.use_vllm and self.vllm_importance_sampling_correction
-        filters = self.off_policy_mask_threshold is not None
         tokens = fused_head.TokenInputs(
             old_logprobs=inputs.get("old_per_token_logps"),
             advantages=inputs["advantages"],
             mask=_mask(inputs),
             ref_logprobs=inputs["ref_per_token_logps"] if self.beta != 0.0 else None,
             is_weights=inputs["importance_sampling_ratio"] if corrected else None,
-            sampling_logprobs=inputs.get("sampling_per_token_logps") if filters else None,
             segments=inputs.get("segment_ids"),
         )
+
+        def compose(logprobs: Tensor, entropy: Tensor) -> gk.PolicyLoss:
+            sampler = inputs.get("sampling_per_token_logps")
+            result, self._kept_entropy = composed.policy_loss(self, logprobs, entropy, tokens, sampler, options)
+            return result
+
         if self.head == "fused":
             results: list[gk.PolicyLoss] = []
 
             def compute(head: fused_head.HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, None]:
                 scored = inputs["completion_mask"] != 0
-                results.append(fused_head.packed_policy_loss(head, tokens, scored, **options))
+                if composed.needs_logprobs(self):
+                    results.append(compose(*fused_head.padded_logprobs(head, scored)))
+                else:
+                    results.append(fused_head.packed_policy_loss(head, tokens, scored, **options))
                 return results[-1].loss.expand(len(head.targets)), None  # the outputs must depend on the head
 
             self._head_call = compute
@@ -288,9 +301,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         logprobs, entropy, aux_loss = self._forward(
             model, inputs, with_entropy=True, with_aux_loss=self.aux_loss_enabled
         )
-        if self.top_entropy_quantile < 1.0 and self.accelerator.num_processes > 1:
-            options["entropy_floor"] = self._entropy_floor(entropy, tokens.mask)
-        return gk.policy_loss(logprobs, **tokens._asdict(), entropy=entropy, **options), aux_loss
+        assert entropy is not None
+        return compose(logprobs, entropy), aux_loss
 
     def _forward(
         self,
@@ -355,8 +367,6 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             beta=self.beta,
             max_completion_length=self.max_completion_length,
             entropy_coef=entropy_coef,
-            top_entropy_quantile=self.top_entropy_quantile,
-            off_policy_mask_threshold=self.off_policy_mask_threshold,
             **fields,
         )
         if self.policy_term is not None:
@@ -371,21 +381,15 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return 0.0
         return float(self.entropy_coef)
 
-    def _entropy_floor(self, entropy: Tensor | None, mask: Tensor) -> Tensor:
-        """The entropy reached by the kept share of tokens over all processes."""
-        assert entropy is not None
-        local = entropy.detach()[mask].float()
-        padded = self.accelerator.pad_across_processes(local, dim=0, pad_index=float("nan"))
-        entropies: Tensor = self.accelerator.gather(padded)
-        if entropies.numel() == 0:
-            return entropy.new_full((), float("inf"))
-        return entropies.nanquantile(1 - self.top_entropy_quantile).to(entropy.dtype)
-
     def _log_loss(self, mode: str, metrics: Any, aux_loss: Tensor | None) -> None:
         """Logs TRL's metrics under TRL's names, from one gathered vector."""
         aux = metrics.tensor.new_zeros(1) if aux_loss is None else aux_loss.detach().to(metrics.tensor).view(1)
-        gathered = self.accelerator.gather(torch.cat([metrics.tensor, aux])[None]).cpu()
-        merged = metrics.merged(gathered[:, :-1])
+        kept = torch.stack([metrics["entropy_sum"], metrics["tokens"]])
+        if self.top_entropy_quantile < 1.0:
+            assert self._kept_entropy is not None
+            kept = self._kept_entropy.to(kept)
+        gathered = self.accelerator.gather(torch.cat([metrics.tensor, kept, aux])[None]).cpu()
+        merged = metrics.merged(gathered[:, :-3])
         values, log = merged.trl(), self._metrics[mode]
         values.pop("entropy_coef", None)
         policy = values.pop("policy_loss", merged.to_dict()["policy_loss"] + self.beta * merged.to_dict()["kl_loss"])
@@ -397,9 +401,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             return
         log["policy_loss"].append(policy / len(gathered))
         if self.use_adaptive_entropy and mode == "train":
-            kept = gathered[:, metrics.names.index("kept_tokens")]
-            entropy_sum = (gathered[:, metrics.names.index("entropy_loss")] * kept).sum()
-            self._adapt_entropy(torch.stack([entropy_sum, kept.sum()]))
+            self._adapt_entropy(gathered[:, -3:-1].sum(0))
         if mode == "train" and self.accelerator.sync_gradients:
             log["entropy_coef"].append(self.entropy_coef)
 

@@ -15,14 +15,19 @@ from verl.utils.metric import AggregationType, Metric
 
 import grpo_kernels as gk
 from grpo_kernels.integrations.verl.advantages import SEGMENTS
-from grpo_kernels.ops.policy_loss.peers import VERL_DEFAULTS
+from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS
 
 VERLS = ("vanilla", "gspo", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")
-# fields of a loss that verl keeps beside its mode
-OF_MODE = {
-    "dro": ("dro_beta",),
-    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+# fields of a loss that verl keeps beside its mode, with their defaults
+OF_MODE: dict[str, dict[str, Any]] = {
+    "dro": {"dro_beta": None},
+    "clip_cov": {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
+    "kl_cov": {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
+}
+# metrics that verl does not have of a mode
+_WITHOUT = {
+    "clip_cov": ("actor/pg_clipfrac_lower",),
+    "kl_cov": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
 }
 LOSSES = {f"fused_{mode}": mode for mode in (*VERLS, "segment")}
 PPOLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
@@ -53,18 +58,12 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
                 "grpo_kernels.integrations.verl.patch_verl()"
             )
         terms = _Terms(config, mode, loss_agg_mode, config.global_batch_info, response_mask.shape[-1], False)
-        result = gk.policy_loss(
-            log_prob,
-            old_log_prob,
-            advantages,
-            mask=response_mask,
-            is_weights=rollout_is_weights,
-            normalizer=terms.normalizer,
-            config=terms.config,
+        loss, measured = terms.loss(
+            log_prob, old_log_prob, advantages, mask=response_mask, is_weights=rollout_is_weights
         )
-        metrics = result.metrics.verl()
+        metrics = measured.verl()
         del metrics["actor/pg_loss"]  # verl adds it
-        return terms.scaled(result.loss), metrics
+        return terms.scaled(loss), metrics
 
     loss.__name__ = loss.__qualname__ = name
     return loss
@@ -97,17 +96,15 @@ def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = No
         if key not in data:
             raise KeyError(f"fused_ppo_loss: data must hold {key!r} for this config, got {sorted(data.keys())}")
         kwargs[argument] = layout.of_data(data[key], -1 if argument == "segments" else 0)
-    result = gk.policy_loss(
+    loss, metrics = terms.loss(
         layout.of_model(model_output["log_probs"]),
         layout.of_data(data["old_log_probs"]),
         layout.of_data(data["advantages"]),
         mask=layout.of_data(data["response_mask"]).bool(),
         cu_seqlens=layout.cu_seqlens,
-        normalizer=terms.normalizer,
-        config=terms.config,
         **kwargs,
     )
-    return terms.scaled(result.loss), _measured(result.metrics, terms, config, entropy is not None)
+    return terms.scaled(loss), _measured(metrics, terms, config, entropy is not None)
 
 
 def _mode(name: str) -> str | None:
@@ -134,19 +131,77 @@ class _Terms:
     ):
         ranks = info.get("dp_size", 1)
         fields = {name: config.get(name, default) for name, default in VERL_DEFAULTS.items()}
-        fields |= {"loss_mode": "vanilla" if mode == "segment" else mode, "loss_agg_mode": aggregation}
-        fields |= {name: config.policy_loss.get(name, VERL_DEFAULTS[name]) for name in OF_MODE.get(mode, ())}
+        self.own = {name: config.policy_loss.get(name, default) for name, default in OF_MODE.get(mode, {}).items()}
+        self.mode = mode
+        is_variant = mode in ("segment", "clip_cov", "kl_cov")
+        fields |= {"loss_mode": "vanilla" if is_variant else mode, "loss_agg_mode": aggregation}
+        fields |= self.own if mode == "dro" else {}
         if aggregation == "seq-mean-token-sum-norm":
             length = info.get("loss_scale_factor", None)
             fields["loss_scale_factor"] = (width() if callable(width) else width) if length is None else length
         if not whole:  # verl adds these terms
             fields |= {"use_kl_loss": False, "entropy_coeff": 0}
-        self.config = _loss_config(tuple(fields.items()), mode == "segment", ranks)
+        self.config = _loss_config(tuple(fields.items()), mode, ranks)
         summed = aggregation == "token-sum"
         # gradients are averaged over ranks, so a sum is multiplied by their number
         self.scale = ranks if summed and self.config.aggregation == "token-sum" else 1
         self.other_scale = ranks if summed and self.scale == 1 else 1
         self.normalizer = self._normalizer(info, ranks)
+
+    def loss(
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, gk.PolicyLossMetrics | _VariantMetrics]:
+        """The loss before its scale. Clip-Cov and KL-Cov compose it from variants."""
+        rows: dict[str, Any] = {"mask": mask, "cu_seqlens": kwargs.get("cu_seqlens")}
+        options: dict[str, Any] = {"normalizer": self.normalizer, "config": self.config}
+        if self.mode == "clip_cov":
+            weights = gk.variants.clip_cov_weights(
+                logprobs,
+                old,
+                advantages,
+                ratio=self.own["clip_cov_ratio"],
+                bounds=(self.own["clip_cov_lb"], self.own["clip_cov_ub"]),
+                clip_low=cast(float, self.config.clip_low),
+                clip_high=cast(float, self.config.clip_high),
+                **rows,
+            )
+            given = kwargs.pop("is_weights", None)
+            result = gk.policy_loss(
+                logprobs,
+                old,
+                advantages,
+                mask=mask,
+                is_weights=weights if given is None else weights * given,
+                **kwargs,
+                **options,
+            )
+            drawn = {"actor/pg_clipfrac": ((weights == 0) & (mask != 0)).sum()}
+            return result.loss, _VariantMetrics(result.metrics, self.mode, drawn)
+        result = gk.policy_loss(logprobs, old, advantages, mask=mask, **kwargs, **options)
+        if self.mode != "kl_cov":
+            return result.loss, result.metrics
+        penalty = gk.variants.kl_cov_penalty(
+            logprobs,
+            old,
+            advantages,
+            self._shares(**rows),
+            ratio=self.own["kl_cov_ratio"],
+            coef=self.own["ppo_kl_coef"],
+            is_weights=kwargs.get("is_weights"),
+            **rows,
+        )
+        moved = {"actor/ppo_kl": torch.where(mask != 0, (logprobs - old).detach().abs(), 0).sum()}
+        return result.loss + penalty, _VariantMetrics(result.metrics, self.mode, moved, penalty.detach())
+
+    def _shares(self, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        unit = "tokens" if self.config.aggregation == "token-mean" else "rows"
+        return gk.token_shares(
+            mask,
+            cu_seqlens=cu_seqlens,
+            aggregation=self.config.aggregation,
+            count=(self.normalizer or {}).get(unit),
+            max_length=self.config.max_length,
+        )
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scale == 1 else loss * self.scale
@@ -170,10 +225,14 @@ class _Terms:
 
 
 @functools.lru_cache(maxsize=64)
-def _loss_config(fields: tuple[tuple[str, Any], ...], by_segment: bool, ranks: int) -> gk.LossConfig:
+def _loss_config(fields: tuple[tuple[str, Any], ...], mode: str, ranks: int) -> gk.LossConfig:
     config = gk.LossConfig.verl(**dict(fields))
-    if by_segment:
+    if mode == "segment":
         config = dataclasses.replace(config, ratio="segment")
+    if mode in ("clip_cov", "kl_cov"):
+        config = dataclasses.replace(config, dual_clip=None, log_ratio_clamp=None)
+    if mode == "kl_cov":
+        config = dataclasses.replace(config, clip_low=None, clip_high=None)
     if dict(fields)["loss_agg_mode"] == "token-sum" and config.aggregation != "token-sum":
         # this loss has its own aggregation, which the number of ranks does not scale
         config = dataclasses.replace(config, kl_coef=config.kl_coef * ranks, entropy_coef=config.entropy_coef * ranks)
@@ -242,7 +301,9 @@ def _expect(holds: Tensor, message: str) -> None:
         raise ValueError(f"fused_ppo_loss: {message}")
 
 
-def _measured(metrics: gk.PolicyLossMetrics, terms: _Terms, config: Any, has_entropy: bool) -> dict[str, Any]:
+def _measured(
+    metrics: gk.PolicyLossMetrics | _VariantMetrics, terms: _Terms, config: Any, has_entropy: bool
+) -> dict[str, Any]:
     info = config.global_batch_info
     is_share = info["dp_size"] > 1 or any(
         info[k] is not None for k in ("batch_num_tokens", "global_batch_size", "loss_scale_factor")
@@ -251,17 +312,34 @@ def _measured(metrics: gk.PolicyLossMetrics, terms: _Terms, config: Any, has_ent
     factors = {"actor/pg_loss": terms.scale}
     factors |= dict.fromkeys(("actor/entropy_loss", "kl_loss"), terms.scale * terms.other_scale)
     result: dict[str, Any] = {}
-    for key in _metric_names(terms.config, has_entropy):
+    for key in _metric_names(terms.config, has_entropy, _WITHOUT.get(terms.mode, ())):
         kind = of_share if key in factors else AggregationType.MEAN
         result[key] = _DeferredMetric(kind, metrics, key, factors.get(key, 1))
     return result | ({"kl_coef": config.kl_loss_coef} if config.use_kl_loss else {})
 
 
 @functools.lru_cache(maxsize=64)
-def _metric_names(config: gk.LossConfig, has_entropy: bool) -> tuple[str, ...]:
+def _metric_names(config: gk.LossConfig, has_entropy: bool, without: tuple[str, ...]) -> tuple[str, ...]:
     """Names of the metrics, without reading any from the device."""
     metrics = gk.PolicyLossMetrics(torch.zeros(len(gk.PolicyLossMetrics.names)), config, False, has_entropy)
-    return tuple(key for key in metrics.verl() if key != "kl_coef")
+    return tuple(key for key in metrics.verl() if key not in ("kl_coef", *without))
+
+
+class _VariantMetrics:
+    """verl's metrics of Clip-Cov and KL-Cov: some are sums over the tokens, and the loss has a further term."""
+
+    def __init__(
+        self, metrics: gk.PolicyLossMetrics, mode: str, sums: dict[str, Tensor], added: Tensor | None = None
+    ) -> None:
+        self._metrics, self._mode, self._sums, self._added = metrics, mode, sums, added
+
+    def verl(self) -> dict[str, float]:
+        result = {key: value for key, value in self._metrics.verl().items() if key not in _WITHOUT[self._mode]}
+        tokens = max(self._metrics.to_dict()["tokens"], 1)
+        result |= {name: float(total) / tokens for name, total in self._sums.items()}
+        if self._added is not None:
+            result["actor/pg_loss"] += float(self._added)
+        return result
 
 
 class _DeferredMetric(Metric):  # type: ignore[misc]

@@ -11,7 +11,7 @@ from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.head import Head, Shard
 from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
 from grpo_kernels.ops.policy_loss.arguments import Layout
-from grpo_kernels.ops.policy_loss.config import POLICY, LossConfig
+from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up
@@ -29,8 +29,6 @@ def chunking_of(
     shard: Shard | None,
 ) -> op.Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
-    if config.ranks_tokens:
-        return None
     without_grad, with_grad = split
     rows = len(head.targets) if with_grad is None else len(with_grad)
     others = 0 if without_grad is None else len(without_grad)
@@ -91,10 +89,9 @@ def split_rows(
     # through a sequence ratio every token gets a gradient from all terms of its sequence
     if not has_other_terms and not (by_token and config.couples_tokens):
         advantages = policy.advantages if by_token else _expand_rows(policy.advantages, layout, policy)
-        is_idle = advantages == 0
-        if policy.kinds is not None:
-            is_idle = is_idle & (policy.kinds == POLICY)
-        has_grad = takes_part & ~is_idle
+        has_grad = takes_part & (advantages != 0)
+        if policy.policy_mask is not None and not config.couples_tokens:
+            has_grad = has_grad & policy.policy_mask
     is_live = has_grad.reshape(-1) if index is None else add_up(has_grad.long(), index, len(head.targets)) > 0
     if shares is not None:
         is_live = is_live | (shares != 0)

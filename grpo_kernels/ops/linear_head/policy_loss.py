@@ -31,11 +31,9 @@ from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,
     Normalizer,
-    RowInputs,
     check_entropy,
     check_policy,
     check_reads_reference,
-    check_rows,
     check_units,
     participants,
 )
@@ -70,20 +68,17 @@ def linear_policy_loss(
     positions: Tensor | None = None,
     support: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
+    policy_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    term_index: Tensor | None = None,
     segments: Tensor | None = None,
-    kinds: Tensor | None = None,
+    term_index: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     ref_hidden: Tensor | None = None,
     ref_weight: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
     is_weights: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
-    groups: int | Tensor | None = None,
-    log_z: Tensor | None = None,
     teacher: Teacher | None = None,
     return_entropy: bool = False,
     config: LossConfig | str = "grpo",
@@ -101,8 +96,9 @@ def linear_policy_loss(
         hidden: [B, T, H] with targets [B, T], packed [M, H] with targets [M] and cu_seqlens, [..., H] with term_index
         targets: -100 excludes a token, whatever the mask says
         weight, bias, lora, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
-        old_logprobs, advantages, mask, cu_seqlens, segments, kinds, ref_logprobs, sampling_logprobs: as in policy_loss
-        is_weights, weights, normalizer, groups, log_z, config: as in policy_loss
+        old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs: as in policy_loss
+        is_weights, weights, normalizer, config: as in policy_loss. For a mask or weights that depend on the current
+            log-probs, call linear_logprobs and policy_loss, in four products
         ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
             [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
             Without ref_weight its weight and bias are those of the policy, without the adapter
@@ -119,9 +115,8 @@ def linear_policy_loss(
             vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
-            backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and
-            with top_entropy_quantile, clip_cov, kl_cov, gvpo, real, flowrl and future_kl_half_life, whose terms depend
-            on tokens of other chunks; and with term_index and a sequence ratio in more than one chunk
+            backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and with
+            term_index and a sequence ratio in more than one chunk
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that
@@ -151,21 +146,19 @@ def linear_policy_loss(
         old_logprobs=old_logprobs,
         advantages=advantages,
         mask=takes_part,
+        policy_mask=policy_mask,
         cu_seqlens=cu_seqlens,
         segments=segments,
-        kinds=kinds,
         ref_logprobs=ref_logprobs,
-        sampling_logprobs=sampling_logprobs,
         is_weights=is_weights,
         weights=weights,
         normalizer=normalizer,
     )
-    rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
-    want_entropy = return_entropy or config.entropy_coef != 0 or config.top_entropy_quantile < 1
+    want_entropy = return_entropy or config.entropy_coef != 0
     check_entropy(layout, config, want_entropy)
     check_units(layout, config, policy, normalizer, want_entropy)
     lesson = _check_teacher(teacher, targets, head, vocab_start, normalizer)
-    inputs = _Inputs(layout, config, head, reference, policy, rows, want_entropy, index, weight_grad, lesson)
+    inputs = _Inputs(layout, config, head, reference, policy, want_entropy, index, weight_grad, lesson)
     if support is not None:
         check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
@@ -205,7 +198,6 @@ class _Inputs(NamedTuple):
     head: Head
     reference: ReferenceHead
     policy: Policy
-    rows: RowInputs
     want_entropy: bool
     term_index: Tensor | None
     weight_grad: Tensor | None
@@ -299,12 +291,12 @@ def _with_low_memory(
             result = result.new_zeros(len(head.targets)).index_put((measured,), result)
         return _by_term(result, layout, inputs.term_index)
 
-    layout, config, head, reference, policy, rows, want_entropy, *_ = inputs
+    layout, config, head, reference, policy, want_entropy, *_ = inputs
     if reference.hidden is not None and reference.weight is not None:
         other = head.of(reference)
         policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
     logprobs, entropy = logprobs_of(head, want_entropy)
-    result = compute(layout, config, logprobs, entropy, None, policy, rows, policy_loss.beside(backend))
+    result = compute(layout, config, logprobs, entropy, policy, policy_loss.beside(backend))
     return _add_divergence(result, inputs, shape, chunk_size, backend)
 
 
@@ -316,7 +308,7 @@ def _check_whole(chunk_size: object, compact: object, memory: str, vocab_start: 
 
 def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.Size, chosen: str) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
-    layout, config, head, reference, policy, rows, want_entropy, index, weight_grad, _ = inputs
+    layout, config, head, reference, policy, want_entropy, index, weight_grad, _ = inputs
     entries = check_support(_OP, support, head.targets, len(head.weight))
     is_added = chosen != "reference" and torch.is_grad_enabled()
     check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
@@ -331,7 +323,7 @@ def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
     entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
     by_term, of_loss = _by_term(logprobs, layout, index), policy_loss.beside(chosen)
-    result = compute(layout, config, by_term, entropy_of_all, None, policy, rows, of_loss)
+    result = compute(layout, config, by_term, entropy_of_all, policy, of_loss)
     return _add_divergence(result, inputs, shape, None, chosen)
 
 

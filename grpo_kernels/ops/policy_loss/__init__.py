@@ -12,20 +12,14 @@ from grpo_kernels.ops.policy_loss import registration as op
 from grpo_kernels.ops.policy_loss.arguments import (
     Layout,
     Normalizer,
-    RowInputs,
     check_entropy,
     check_policy,
-    check_rows,
     check_units,
-    find_entropy_floor,
     needs_entropy_gradient,
     participants,
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
-from grpo_kernels.ops.policy_loss.covariance import select_tokens
-from grpo_kernels.ops.policy_loss.future_kl import future_kl_weights
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
-from grpo_kernels.ops.policy_loss.sequence_losses import as_policy_gradient, replace_policy_loss
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "policy_loss"
@@ -49,19 +43,15 @@ def policy_loss(
     advantages: Tensor,
     *,
     mask: Tensor | None = None,
+    policy_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    term_index: Tensor | None = None,
     segments: Tensor | None = None,
-    kinds: Tensor | None = None,
+    term_index: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
-    sampling_logprobs: Tensor | None = None,
     is_weights: Tensor | None = None,
     entropy: Tensor | None = None,
-    entropy_floor: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
-    groups: int | Tensor | None = None,
-    log_z: Tensor | None = None,
     config: LossConfig | str = "grpo",
     backend: str | None = None,
 ) -> PolicyLoss:
@@ -72,26 +62,21 @@ def policy_loss(
         old_logprobs: log-probs of the policy that the ratio refers to; None means on-policy, the detached log-probs
         advantages: one per row, [B] or [B, 1], or one per token; packed [M] with M = B is one per token
         mask: tokens that take part; None means all. Masked slots may hold NaN
+        policy_mask: tokens whose policy term counts; None means all. The means' divisors, KL, entropy bonus, clip
+            metrics and statistics of is_weights do not see it. With ratios of segments it is read at the last token of
+            each; not for geo_mean. gk.variants has functions that make one
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in logprobs and entropy, then of any
             shape, of each token; several may share one. All other arguments have the shape of term_index; -1 is padding
         segments: integers ascending from 0 along each row, -1 outside; for ratio="segment"
-        kinds: integers, one per token: 0 policy term, 1 cross-entropy, 2 reference KL alone, 3 counted alone, 4
-            policy term and cross-entropy; None means 0
         ref_logprobs: log-probs of the reference policy, for the KL term
-        sampling_logprobs: log-probs of the sampler, for config.correction and off_policy_threshold; without these only
-            for the metrics. NaN where the sampler could not score the token
-        is_weights: importance weights of the policy term, one per token, [B, 1] or [B]; instead of config.correction
-        entropy: per token, for the entropy bonus (differentiable), the metrics and top_entropy_quantile
-        entropy_floor: scalar, the floor of top_entropy_quantile found elsewhere, for example over all ranks; None
-            means to find it here
+        is_weights: importance weights of the policy term, one per token, [B, 1] or [B], for example those of
+            gk.sampling_correction
+        entropy: per token, for the entropy bonus (differentiable) and the metrics
         weights: one per token; the loss is the weighted sum of the terms instead of the aggregation's mean
         normalizer: what the aggregation divides by instead of counting: a number, a tensor, or a dict with any of
-            "tokens", "rows", "segments", "cross_entropy". The global count makes the loss independent of how a batch is
-            split into micro-batches and ranks. For gvpo and real a number is that of "groups"
-        groups: of gvpo and real: an int (groups of that many consecutive rows) or integer ids [B]. The rows of a group
-            must be in one call
-        log_z: of flowrl: [B], the log of the partition function of each row's prompt; differentiable
+            "tokens", "rows", "segments". The global count makes the loss independent of how a batch is split into
+            micro-batches and ranks
         config: a LossConfig or a TRL loss_type; LossConfig() is none of these: its loss is the mean over all tokens
         backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
     """
@@ -105,20 +90,18 @@ def policy_loss(
         old_logprobs=old_logprobs,
         advantages=advantages,
         mask=mask,
+        policy_mask=policy_mask,
         cu_seqlens=cu_seqlens,
         segments=segments,
-        kinds=kinds,
         ref_logprobs=ref_logprobs,
-        sampling_logprobs=sampling_logprobs,
         is_weights=is_weights,
         weights=weights,
         normalizer=normalizer,
     )
-    rows = check_rows(layout, config, policy, groups=groups, log_z=log_z, normalizer=normalizer)
     entropy = layout.floats("entropy", entropy, detach=False)
-    entropy_floor = check_entropy(layout, config, entropy is not None, entropy_floor)
+    check_entropy(layout, config, entropy is not None)
     check_units(layout, config, policy, normalizer, entropy is not None)
-    return compute(layout, config, layout.number(logprobs), entropy, entropy_floor, policy, rows, backend)
+    return compute(layout, config, layout.number(logprobs), entropy, policy, backend)
 
 
 def _at_terms(
@@ -145,26 +128,13 @@ def compute(
     config: LossConfig,
     logprobs: Tensor,
     entropy: Tensor | None,
-    entropy_floor: Tensor | None,
     policy: op.Policy,
-    rows: RowInputs,
     backend: str | None,
 ) -> PolicyLoss:
     """The loss of checked arguments."""
-    if entropy is not None and entropy_floor is None and config.top_entropy_quantile < 1:
-        entropy_floor = find_entropy_floor(entropy, policy, config.top_entropy_quantile)
     device = layout.device
     chosen = backends.select(layout.op, backend, device.type, logprobs.dtype, op.SUPPORTS, device.index)
-    if config.selects_tokens:
-        policy = select_tokens(logprobs, policy, config, chosen)
-    objective = None
-    if config.is_of_sequences:
-        policy, objective = as_policy_gradient(logprobs, policy, rows, config, chosen)
-    if config.future_kl_half_life is not None:
-        policy = policy._replace(is_weights=future_kl_weights(logprobs, policy, config, chosen))
     needs = needs_entropy_gradient(entropy, config)
-    loss, metrics = op.apply(chosen, logprobs, entropy, entropy_floor, policy, needs)
-    if objective is not None:
-        loss, metrics = replace_policy_loss(loss, metrics, objective)
+    loss, metrics = op.apply(chosen, logprobs, entropy, policy, needs)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, entropy is not None))

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, cast
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.groups import RowGroups
-from grpo_kernels.ops.policy_loss.config import (
-    CROSS_ENTROPY,
-    GROUP_LOSSES,
-    KINDS,
-    POLICY,
-    POLICY_CROSS_ENTROPY,
-    SELECTED,
-    LossConfig,
-)
+from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.registration import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
-_COUNTED = ("tokens", "rows", "segments", "cross_entropy")
+_COUNTED = ("tokens", "rows", "segments")
 # Divisor of the means of each aggregation; sums and local means do not read a normalizer.
 _UNITS = {
     "token-mean": "tokens",
@@ -32,14 +23,6 @@ _UNITS = {
     "seq-mean-token-sum": "rows",
     "seq-mean-token-sum-norm": "rows",
 }
-
-
-class RowInputs(NamedTuple):
-    """Arguments of the losses of whole rows: their groups, log_z [B] in float64, and the divisor of their mean."""
-
-    groups: RowGroups | None = None
-    log_z: Tensor | None = None
-    normalizer: float | Tensor | None = None
 
 
 Normalizer = float | Tensor | Mapping[str, float | Tensor]
@@ -119,7 +102,7 @@ class Layout:
             raise ValueError(f"{self.op}: {name} must have one element, got shape {list(value.shape)}")
         return self.number(value.reshape(()), detach=True)
 
-    def per_row_or_token(self, name: str, value: Tensor, is_of_rows: bool = False) -> Tensor:
+    def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
         checks.tensor(self.op, name, value, checks.FLOATS)
         checks.same_device(self.op, name, value, self.device)
         if value.shape != self.shape:
@@ -129,7 +112,7 @@ class Layout:
                     f"{list(self.shape)}, got {list(value.shape)}"
                 )
             value = value.reshape(-1)
-            if self.is_ambiguous and not is_of_rows:
+            if self.is_ambiguous:
                 value = spread_packed(value, cast(Tensor, self.cu_seqlens), self.shape[0])
         checks.constant(self.op, name, value)
         return self.number(value, detach=True)
@@ -142,34 +125,29 @@ def check_policy(
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor | None,
+    policy_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     segments: Tensor | None,
-    kinds: Tensor | None,
     ref_logprobs: Tensor | None,
-    sampling_logprobs: Tensor | None,
     is_weights: Tensor | None,
     weights: Tensor | None,
     normalizer: Normalizer | None,
 ) -> Policy:
     """Everything but log-probs and entropies, as the op takes it."""
     segments = layout.per_token("segments", segments, checks.INTEGERS)
-    kinds = layout.per_token("kinds", kinds, checks.INTEGERS)
     weights = layout.per_token("weights", weights, _NUMBERS)
     if weights is not None:
         checks.constant(layout.op, "weights", weights)
     counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
         old_logprobs=layout.floats("old_logprobs", old_logprobs),
-        advantages=layout.per_row_or_token("advantages", advantages, config.is_of_sequences),
+        advantages=layout.per_row_or_token("advantages", advantages),
         mask=layout.flags("mask", mask),
+        policy_mask=layout.flags("policy_mask", policy_mask),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
         segments=None if segments is None else segments.int(),
-        kinds=None if kinds is None else kinds.to(torch.int8),
         ref_logprobs=layout.floats("ref_logprobs", ref_logprobs),
-        sampling_logprobs=layout.floats("sampling_logprobs", sampling_logprobs),
-        is_weights=None
-        if is_weights is None
-        else layout.per_row_or_token("is_weights", is_weights, config.is_of_sequences),
+        is_weights=None if is_weights is None else layout.per_row_or_token("is_weights", is_weights),
         weights=None if weights is None else layout.number(weights, detach=True),
         normalizers=normalizers,
         counts=counts,
@@ -177,51 +155,11 @@ def check_policy(
         coefficients=config.coefficients,
     )
     _check_required(layout, config, policy, normalizer)
-    if kinds is not None:
-        counted = counted_tokens(policy, kinds)
-        _check_kinds(layout, kinds, counted)
-        if config.cross_entropy_aggregation is not None:
-            policy = policy._replace(normalizers=_with_cross_entropy(policy, counted))
     return policy
-
-
-def check_rows(
-    layout: Layout,
-    config: LossConfig,
-    policy: Policy,
-    *,
-    groups: int | Tensor | None,
-    log_z: Tensor | None,
-    normalizer: Normalizer | None,
-) -> RowInputs:
-    """The arguments that belong to losses of whole rows, which the others refuse."""
-    for name, value, losses in (("groups", groups, GROUP_LOSSES), ("log_z", log_z, ("flowrl",))):
-        if (config.loss in losses) != (value is not None):
-            rule = f"given for loss={config.loss!r}, got None"
-            if value is not None:
-                got = "a tensor" if isinstance(value, Tensor) else repr(value)
-                rule = f"left out unless loss is {' or '.join(losses)}, got {got} with loss={config.loss!r}"
-            raise ValueError(f"{layout.op}: {name} must be {rule}")
-    if not config.is_of_sequences:
-        return RowInputs()
-    if log_z is not None:
-        checks.tensor(layout.op, "log_z", log_z, checks.FLOATS)
-        checks.same_device(layout.op, "log_z", log_z, layout.device)
-        if tuple(log_z.shape) not in ((layout.rows,), (layout.rows, 1)):
-            raise ValueError(f"{layout.op}: log_z must have shape {[layout.rows]}, got {list(log_z.shape)}")
-        log_z = log_z.reshape(-1).double()
-    count = normalizer.get(_unit(config)) if isinstance(normalizer, Mapping) else normalizer
-    return RowInputs(
-        None if groups is None else RowGroups.of(layout.op, groups, policy.advantages),
-        log_z,
-        None if count is None else _check_count(layout, count),
-    )
 
 
 def _unit(config: LossConfig) -> str:
     """The unit that the mean of the policy terms is over."""
-    if config.is_of_sequences:
-        return "groups" if config.loss in GROUP_LOSSES else "rows"
     if config.aggregation == "token-mean" and config.ratio.startswith("segment"):
         return "segments"
     return _UNITS.get(config.aggregation, "tokens")
@@ -254,74 +192,13 @@ def _units_read(config: LossConfig, policy: Policy, has_entropy: bool) -> dict[s
         if aggregation in _UNITS:
             units.setdefault(_UNITS[aggregation], f"{field}={aggregation!r}")
 
-    if config.is_of_sequences:
-        units[_unit(config)] = f"loss={config.loss!r}"
-    elif config.aggregation in _UNITS:
+    if config.aggregation in _UNITS:
         units[_unit(config)] = f"aggregation={config.aggregation!r}"
     if policy.ref_logprobs is not None and config.kl != "none":
         read("kl_aggregation")
     if has_entropy:
         read("entropy_aggregation")
-    if policy.kinds is not None and config.cross_entropy_aggregation is not None:
-        units["cross_entropy"] = f"cross_entropy_aggregation={config.cross_entropy_aggregation!r}"
     return units
-
-
-def _with_cross_entropy(policy: Policy, counted: Tensor) -> Tensor:
-    """The normalizers with the number of tokens that have a cross-entropy, unless the caller gave it."""
-    assert policy.kinds is not None
-    is_imitated = (policy.kinds == CROSS_ENTROPY) | (policy.kinds == POLICY_CROSS_ENTROPY)
-    here = (counted & is_imitated).sum().double().clamp(min=1)
-    known = here.new_full((len(_COUNTED),), math.nan) if policy.normalizers is None else policy.normalizers
-    return torch.cat([known[:-1], torch.where(known[-1:].isnan(), here, known[-1:])])
-
-
-def _check_kinds(layout: Layout, kinds: Tensor, counted: Tensor) -> None:
-    """Checks the codes of the tokens that count: at once on the CPU, and by an assertion without a wait on a GPU."""
-    is_eager = layout.device.type == "cpu" and not torch.compiler.is_compiling()
-    if is_eager and (kinds.numel() == 0 or _are_within(kinds, 0, SELECTED - 1)):
-        return  # in one pass over the codes alone, an eighth of the loss itself instead of all of it
-    is_wrong = counted & ((kinds < 0) | (kinds >= SELECTED))
-    rule = f"{layout.op}: kinds must be 0 to {SELECTED - 1} ({', '.join(KINDS[:SELECTED])})"
-    if not is_eager:
-        torch._assert_async(~is_wrong.any(), rule)
-    elif bool(is_wrong.any()):
-        token = int(is_wrong.reshape(-1).int().argmax())
-        raise ValueError(f"{rule}, got {int(kinds.reshape(-1)[token])} at token {token}")
-
-
-def _are_within(values: Tensor, low: int, high: int) -> bool:
-    least, largest = values.aminmax()
-    return low <= int(least) and int(largest) <= high
-
-
-def counted_tokens(policy: Policy, like: Tensor) -> Tensor:
-    """Tokens that count, whatever their kind."""
-    counted = torch.ones_like(like, dtype=torch.bool) if policy.mask is None else policy.mask
-    if policy.segments is not None:
-        counted = counted & (policy.segments >= 0)
-    if policy.cu_seqlens is not None:
-        counted = counted & (torch.arange(len(like), device=like.device) < policy.cu_seqlens[-1])
-    return counted
-
-
-def policy_tokens(policy: Policy, like: Tensor) -> Tensor | None:
-    """Tokens with a policy term, in rows or behind the last of them; None means all."""
-    if policy.segments is None and policy.kinds is None:
-        return policy.mask
-    counted = counted_tokens(policy, like)
-    if policy.kinds is not None:
-        counted = counted & ((policy.kinds == POLICY) | (policy.kinds == POLICY_CROSS_ENTROPY))
-    return counted.contiguous()
-
-
-def spread_rows(values: Tensor, policy: Policy, like: Tensor) -> Tensor:
-    """One value per token of values that are one per row or token; 0 for tokens behind the last row."""
-    if values.shape == like.shape:
-        return values
-    if policy.cu_seqlens is None:
-        return values[:, None].expand(like.shape)
-    return spread_packed(values, policy.cu_seqlens, len(like))
 
 
 def spread_packed(values: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -357,20 +234,10 @@ def participants(
     return takes_part
 
 
-def check_entropy(
-    layout: Layout, config: LossConfig, has_entropy: bool, entropy_floor: Tensor | None = None
-) -> Tensor | None:
-    """Requires what the entropy terms of the config need; returns the floor as the op takes it."""
-    if (config.entropy_coef != 0 or config.top_entropy_quantile < 1) and not has_entropy:
-        fields = f"entropy_coef={config.entropy_coef}, top_entropy_quantile={config.top_entropy_quantile}"
-        raise ValueError(f"{layout.op}: entropy must be given for {fields}, got None")
-    floor = layout.scalar("entropy_floor", entropy_floor)
-    if floor is not None and config.top_entropy_quantile >= 1:
-        raise ValueError(
-            f"{layout.op}: entropy_floor must be left out with top_entropy_quantile=1, which keeps all tokens, "
-            "got a tensor"
-        )
-    return floor
+def check_entropy(layout: Layout, config: LossConfig, has_entropy: bool) -> None:
+    """Requires the entropy that the config's bonus needs."""
+    if config.entropy_coef != 0 and not has_entropy:
+        raise ValueError(f"{layout.op}: entropy must be given for entropy_coef={config.entropy_coef}, got None")
 
 
 def _check_required(layout: Layout, config: LossConfig, policy: Policy, normalizer: Normalizer | None) -> None:
@@ -379,53 +246,29 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
 
     if config.ratio.startswith("segment") and policy.segments is None:
         refuse("segments", f"given for ratio={config.ratio!r}", None)
-    if policy.kinds is not None and (config.ratio.startswith("segment") or config.loss == "geo_mean"):
-        fields = f"ratio={config.ratio!r}, loss={config.loss!r}"
-        refuse("kinds", "left out where terms are segments or rows", f"a tensor with {fields}")
+    if policy.policy_mask is not None and config.loss == "geo_mean":
+        refuse("policy_mask", "left out for loss='geo_mean', whose terms are rows", "a tensor")
     if config.kl_coef != 0 and policy.ref_logprobs is None:
         refuse("ref_logprobs", f"given for kl_coef={config.kl_coef}", None)
-    _check_sequences(layout, config, policy, refuse)
     if policy.ref_logprobs is not None:
         check_reads_reference(layout.op, "ref_logprobs", config)
-    if config.correction != "none" and policy.sampling_logprobs is None:
-        refuse("sampling_logprobs", f"given for correction={config.correction!r}", None)
     weights = policy.is_weights
-    shape = None if weights is None else f"a tensor of shape {list(weights.shape)}"
-    if config.correction != "none" and weights is not None:
-        refuse("is_weights", f"left out with correction={config.correction!r}", shape)
     if weights is not None and weights.shape != layout.shape and config.loss == "vespo":
-        refuse("is_weights", "one per token for loss='vespo'", shape)
+        refuse("is_weights", "one per token for loss='vespo'", f"a tensor of shape {list(weights.shape)}")
     if normalizer is None:
         return
     if policy.weights is not None:
         refuse("normalizer", "left out with weights, which are what the terms are multiplied by", normalizer)
-    if config.aggregation == "token-sum" and not isinstance(normalizer, Mapping) and not config.is_of_sequences:
+    if config.aggregation == "token-sum" and not isinstance(normalizer, Mapping):
         refuse("normalizer", "left out with aggregation='token-sum', which divides by nothing", normalizer)
 
 
 def check_reads_reference(op: str, name: str, config: LossConfig) -> None:
     """Refuses a reference, given as this argument, that the loss has no use for."""
-    if config.kl == "none" and config.loss not in ("gvpo", "flowrl"):
+    if config.kl == "none":
         raise ValueError(
             f"{op}: {name} must be left out with kl='none', got a tensor; choose a kl, with kl_coef=0 to measure only"
         )
-
-
-def _check_sequences(layout: Layout, config: LossConfig, policy: Policy, refuse: Callable[..., None]) -> None:
-    if not config.is_of_sequences:
-        return
-    loss, weights = f"loss={config.loss!r}", policy.is_weights
-    if policy.advantages.shape == layout.shape and not layout.is_ambiguous:
-        refuse("advantages", f"one per row, {[layout.rows]}, for {loss}", f"shape {list(layout.shape)}")
-    if policy.weights is not None:
-        refuse("weights", f"left out for {loss}, which is a mean of its own", "a tensor")
-    if policy.kinds is not None and config.cross_entropy_aggregation is None:
-        refuse("kinds", f"left out for {loss} unless cross_entropy_aggregation is 'token-mean'", "a tensor")
-    if config.loss == "flowrl" and policy.ref_logprobs is None:
-        refuse("ref_logprobs", f"given for {loss}", None)
-    if weights is not None and (config.loss != "flowrl" or weights.shape != (layout.rows,)):
-        rule = "one per row" if config.loss == "flowrl" else "left out"
-        refuse("is_weights", f"{rule} for {loss}", f"a tensor of shape {list(weights.shape)}")
 
 
 def _normalizers(
@@ -434,11 +277,9 @@ def _normalizers(
     """Counts of tokens, rows and segments: numbers, and a tensor if any count is one; NaN means to be counted."""
     op = layout.op
     if normalizer is None:
-        return [math.nan] * (len(_COUNTED) - 1), None
+        return [math.nan] * len(_COUNTED), None
     if not isinstance(normalizer, Mapping):
         normalizer = {_unit(config): normalizer}
-    if config.loss in GROUP_LOSSES:  # check_rows reads their own unit
-        normalizer = {name: count for name, count in normalizer.items() if name != "groups"}
     numbers: dict[str, float] = dict.fromkeys(_COUNTED, math.nan)
     tensors: dict[str, Tensor] = {}
     for name, value in normalizer.items():
@@ -450,13 +291,6 @@ def _normalizers(
             tensors[name] = count
         else:
             numbers[name] = count
-    if "cross_entropy" in normalizer and config.cross_entropy_aggregation is None:
-        raise ValueError(
-            f"{op}: normalizer must be without 'cross_entropy' for cross_entropy_aggregation=None, got {normalizer!r}"
-        )
-    cross_entropy = numbers.pop("cross_entropy")
-    if not math.isnan(cross_entropy):
-        tensors["cross_entropy"] = torch.full((), cross_entropy, dtype=torch.float64, device=layout.device)
     if not tensors:
         return list(numbers.values()), None
     unknown = torch.full((), math.nan, dtype=torch.float64, device=layout.device)
@@ -477,21 +311,6 @@ def _check_count(layout: Layout, value: float | Tensor) -> float | Tensor:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{op}: normalizer must be a positive number, got {value!r}")
     return float(value)
-
-
-def find_entropy_floor(entropy: Tensor, policy: Policy, quantile: float) -> Tensor:
-    """The entropy reached by the top `quantile` of tokens, as torch.quantile, which refuses more than 2^24 values."""
-    valid = counted_tokens(policy, entropy)
-    if policy.kinds is not None:
-        valid = valid & ((policy.kinds == POLICY) | (policy.kinds == POLICY_CROSS_ENTROPY))
-    ordered = torch.where(valid, entropy.detach(), math.inf).flatten().sort().values
-    if ordered.numel() == 0:
-        return entropy.new_zeros(())
-    # as torch.quantile does: the rank in float64, then interpolation between its two neighbours
-    rank = (valid.sum() - 1).clamp(min=0) * torch.full((), 1 - quantile, dtype=torch.float64, device=entropy.device)
-    # an index of no dimensions, also of take, would be a number that torch.compile cannot know
-    below, above = ordered.index_select(0, torch.stack((rank.floor(), rank.ceil())).long()).unbind()
-    return torch.lerp(below, above, (rank - rank.floor()).to(entropy.dtype))
 
 
 def needs_entropy_gradient(entropy: Tensor | None, config: LossConfig) -> bool:

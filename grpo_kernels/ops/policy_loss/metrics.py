@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.checks import metric_rows
-from grpo_kernels.ops.policy_loss.config import METRICS, SEQUENCE_LOSSES, LossConfig
+from grpo_kernels.ops.policy_loss.config import METRICS, LossConfig
 
 
 class PolicyLossMetrics:
@@ -63,7 +63,6 @@ class PolicyLossMetrics:
         """The metrics of TRL's GRPOTrainer that this loss has, by TRL's keys."""
         m, config = self.to_dict(), self._config
         tokens, rows, empty = max(m["tokens"], 1), max(m["rows"], 1), m["rows"] - m["active_rows"]
-        terms = max(m["policy_tokens"], 1)
         # TRL has one value per row and a mean over rows if ratio and advantage are per row
         is_per_row = config.ratio == "sequence" and self._by_row
         result = {}
@@ -74,8 +73,8 @@ class PolicyLossMetrics:
         if config.entropy_coef != 0:
             result["policy_loss"] = m["policy_loss"] + config.kl_coef * m["kl_loss"]
             result["entropy_coef"] = config.entropy_coef
-        low = m["low_clipped_rows"] / rows if is_per_row else m["low_clipped"] / terms
-        high = m["high_clipped_rows"] / rows if is_per_row else m["high_clipped"] / terms
+        low = m["low_clipped_rows"] / rows if is_per_row else m["low_clipped"] / tokens
+        high = m["high_clipped_rows"] / rows if is_per_row else m["high_clipped"] / tokens
         if config.loss in ("clip", "geo_mean"):
             result |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
             result["clip_ratio/low_min"] = 0.0 if is_per_row and empty else m["low_clipped_min"]
@@ -83,28 +82,18 @@ class PolicyLossMetrics:
         if config.loss == "cispo":
             result["cispo_clip_ratio"] = high
         if config.loss == "vespo":  # a row without tokens has ratio 1, and phi(1) = 1
-            result["vespo/phi_seq_mean"] = (m["phi_rows"] + empty) / rows if self._by_row else m["phi_sum"] / terms
-        if config.correction != "none":
-            has_gaps = m["gap_count"] > 0
-            result["sampling/sampling_logp_difference/mean"] = m["gap_sum"] / m["gap_count"] if has_gaps else 0.0
-            result["sampling/sampling_logp_difference/max"] = m["gap_max"] if has_gaps else 0.0
-            has_weights = m["is_count"] > 0
-            result["sampling/importance_sampling_ratio/min"] = m["is_min"] if has_weights else 0.0
-            result["sampling/importance_sampling_ratio/mean"] = m["is_sum"] / m["is_count"] if has_weights else 0.0
-            result["sampling/importance_sampling_ratio/max"] = m["is_max"] if has_weights else 0.0
+            result["vespo/phi_seq_mean"] = (m["phi_rows"] + empty) / rows if self._by_row else m["phi_sum"] / tokens
         return result
 
     def verl(self) -> dict[str, float]:
         """The metrics of verl's actor that this loss has, by verl's keys."""
         m, config = self.to_dict(), self._config
-        tokens = m["policy_tokens"] if m["policy_tokens"] > 0 else math.inf
+        tokens = m["tokens"] if m["tokens"] > 0 else math.inf
         result = {"actor/pg_loss": m["policy_loss"]}
         if config.loss != "reinforce":
-            # of kl_cov the sum is that of absolute values
-            result["actor/ppo_kl"] = m["log_ratio_sum"] / tokens * (1 if config.loss == "kl_cov" else -1)
-        if config.loss not in ("reinforce", "dro", "kl_cov", *SEQUENCE_LOSSES):
+            result["actor/ppo_kl"] = -m["log_ratio_sum"] / tokens
+        if config.loss not in ("reinforce", "dro"):
             result["actor/pg_clipfrac"] = m["clipped"] / tokens
-        if config.loss not in ("reinforce", "dro", "clip_cov", "kl_cov", *SEQUENCE_LOSSES):
             result["actor/pg_clipfrac_lower"] = m["dual_clipped"] / tokens
         if self._has_entropy:
             result["actor/entropy_loss"] = m["entropy_loss"]

@@ -26,19 +26,17 @@ SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 class Policy(NamedTuple):
     """Everything a policy loss is computed from except log-probs and entropies, in the order of the schema.
 
-    Tensors share one dtype, are contiguous and have no gradient. `counts` is [3], for tokens, rows and segments,
-    and `normalizers` [4], with the tokens that have a cross-entropy; NaN where the batch is to be counted, and for the
-    last, where its mean is that of the policy terms. `modes` and `coefficients` are the plan of a LossConfig.
+    Tensors share one dtype, are contiguous and have no gradient. `counts` and `normalizers` are [3], for tokens, rows
+    and segments; NaN where the batch is to be counted. `modes` and `coefficients` are the plan of a LossConfig.
     """
 
     old_logprobs: Tensor | None
     advantages: Tensor
     mask: Tensor | None
+    policy_mask: Tensor | None
     cu_seqlens: Tensor | None
     segments: Tensor | None
-    kinds: Tensor | None
     ref_logprobs: Tensor | None
-    sampling_logprobs: Tensor | None
     is_weights: Tensor | None
     weights: Tensor | None
     normalizers: Tensor | None
@@ -48,12 +46,12 @@ class Policy(NamedTuple):
 
 
 POLICY_SCHEMA = (
-    "Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? segments, "
-    "Tensor? kinds, Tensor? ref_logprobs, Tensor? sampling_logprobs, Tensor? is_weights, Tensor? weights, "
-    "Tensor? normalizers, float[] counts, int[] modes, float[] coefficients"
+    "Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? policy_mask, Tensor? cu_seqlens, "
+    "Tensor? segments, Tensor? ref_logprobs, Tensor? is_weights, Tensor? weights, Tensor? normalizers, "
+    "float[] counts, int[] modes, float[] coefficients"
 )
 SCHEMA = (
-    f"(Tensor logprobs, Tensor? entropy, Tensor? entropy_floor, {POLICY_SCHEMA}, bool needs_entropy_gradient) "
+    f"(Tensor logprobs, Tensor? entropy, {POLICY_SCHEMA}, bool needs_entropy_gradient) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 # One more result: whether segment ids ascend, [1] for ratios of segments, otherwise [0].
@@ -115,13 +113,13 @@ def scaled(op: str, backend: str, gradient: Tensor, upstream: Tensor, is_owned: 
     return gradient
 
 
-def _cuda(logprobs: Tensor, entropy: Tensor | None, entropy_floor: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+def _cuda(logprobs: Tensor, entropy: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """Checks the bounds of packed rows and the order of segments; the rest is one compiled op."""
     policy, needs_entropy_gradient = Policy(*args[:-1]), args[-1]
     if policy.cu_seqlens is not None:
         policy = policy._replace(cu_seqlens=packed_bounds("policy_loss", policy.cu_seqlens, logprobs.numel()))
     op = registry.ops._policy_loss_cuda
-    *results, ascends = op(logprobs, entropy, entropy_floor, *policy, needs_entropy_gradient)
+    *results, ascends = op(logprobs, entropy, *policy, needs_entropy_gradient)
     if ascends.numel() > 0:
         torch._assert_async(ascends.all(), "policy_loss: segments must ascend from 0 along each row")
     return tuple(results)
@@ -133,36 +131,6 @@ FORWARD = registry.define(
 )
 
 
-def _fake_row_sums(logprobs: Tensor, base: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Any:
-    rows = len(logprobs) if cu_seqlens is None else len(cu_seqlens) - 1
-    return logprobs.new_empty(2, rows, dtype=torch.float64).unbind()
-
-
-# The passes before the kernels of losses that look beyond a token, for each row or token of it. A GPU runs them as
-# torch and token_advantages; on a CPU, each pass of torch over the tokens costs a third of the loss itself.
-ROW_SUMS = registry.define(
-    "policy_row_sums",
-    "(Tensor logprobs, Tensor base, Tensor? mask, Tensor? cu_seqlens) -> (Tensor, Tensor)",
-    {"cpu": _WIDE},
-    _fake_row_sums,
-    folder=__package__,
-)
-FUTURE_KL = registry.define(
-    "policy_future_kl",
-    "(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, float[] settings) "
-    "-> Tensor",
-    {"cpu": _WIDE},
-    lambda logprobs, *_: torch.empty_like(logprobs),
-    folder=__package__,
-)
-# A CPU has a kernel, which needs no sort of all tokens.
-SELECT = registry.define(
-    "select_tokens",
-    "(Tensor logprobs, Tensor? old_logprobs, Tensor advantages, Tensor? mask, Tensor? cu_seqlens, Tensor? kinds, "
-    "bool is_bounded, float ratio, float[] bounds) -> Tensor",
-    {"cpu": _WIDE},
-    lambda logprobs, *_: torch.empty_like(logprobs, dtype=torch.int8),
-)
 SCALE = registry.define(
     "scale_gradient",
     "(Tensor(a!) gradient, Tensor upstream) -> ()",
@@ -175,14 +143,13 @@ def apply(
     backend: str,
     logprobs: Tensor,
     entropy: Tensor | None,
-    entropy_floor: Tensor | None,
     policy: Policy,
     needs_entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Loss and metrics. The loss has a gradient by log-probs and entropy."""
     if backend == "reference":
-        return cast(tuple[Tensor, Tensor], _reference.forward(logprobs, entropy, entropy_floor, *policy))
-    loss, metrics, _, _ = FORWARD[backend](logprobs, entropy, entropy_floor, *policy, needs_entropy_gradient)
+        return cast(tuple[Tensor, Tensor], _reference.forward(logprobs, entropy, *policy))
+    loss, metrics, _, _ = FORWARD[backend](logprobs, entropy, *policy, needs_entropy_gradient)
     return loss, metrics
 
 
@@ -191,14 +158,14 @@ def apply_with_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, metrics, and the gradients by log-probs and entropy, flat; for callers that are not traced."""
     if backend != "reference":
-        results = FORWARD[backend](logprobs, entropy, None, *policy, needs_entropy_gradient)
+        results = FORWARD[backend](logprobs, entropy, *policy, needs_entropy_gradient)
         return cast(tuple[Tensor, Tensor, Tensor, Tensor], results)
     with torch.enable_grad():
         leaves = [logprobs.detach().requires_grad_()]
         if needs_entropy_gradient:
             entropy = cast(Tensor, entropy).detach().requires_grad_()
             leaves.append(entropy)
-        loss, metrics = apply(backend, leaves[0], entropy, None, policy, needs_entropy_gradient)
+        loss, metrics = apply(backend, leaves[0], entropy, policy, needs_entropy_gradient)
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
     by_logprob, *rest = (gradient.reshape(-1) for gradient in gradients)
     return loss.detach(), metrics, by_logprob, rest[0] if rest else by_logprob.new_empty(0)

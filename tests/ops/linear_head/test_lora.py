@@ -64,7 +64,7 @@ def with_merged_weight(leaves: dict[str, Tensor], others: dict[str, Any], **opti
 @needs_cpu_kernels
 @pytest.mark.parametrize("frozen", [(), ("weight", "bias"), ("weight", "bias", "hidden"), ("a",), ("b", "hidden")])
 @pytest.mark.parametrize("memory", ["fast", "low"])
-@pytest.mark.parametrize("name", ["grpo", "entropy", "sequence", "quantile"])
+@pytest.mark.parametrize("name", ["grpo", "entropy", "sequence", "masked"])
 def test_gradients_are_those_of_the_merged_weight(name: str, memory: str, frozen: tuple[str, ...]) -> None:
     for extra in kernels.EXTRAS:
         arguments = kernels.batch(name, extra) | adapter()

@@ -21,7 +21,7 @@ KERNELS = [name for name in BACKENDS if name != "reference"]
 pytestmark = needs_cpu_kernels
 F64, NAN, INF = torch.float64, math.nan, math.inf
 ROWS, WIDTH, HIDDEN, VOCABULARY = 4, 7, 5, 31
-PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampling_logprobs", "segments", "mask", "targets")
+PER_TOKEN = ("old_logprobs", "ref_logprobs", "segments", "mask", "policy_mask", "targets")
 # Configs whose gradient of a token depends on the token alone, on its row, on its segment or on the whole batch.
 CONFIGS: dict[str, gk.LossConfig] = {
     "grpo": gk.LossConfig.of("grpo"),
@@ -34,10 +34,9 @@ CONFIGS: dict[str, gk.LossConfig] = {
     "vespo": gk.LossConfig(loss="vespo"),
     "geo_mean": gk.LossConfig(loss="geo_mean", aggregation="seq-mean-token-sum"),
     "dro": gk.LossConfig(loss="dro", dro_beta=0.3),
-    "corrected": gk.LossConfig(correction="sequence_truncate", correction_max=1.2, off_policy_threshold=0.05),
-    "quantile": gk.LossConfig(top_entropy_quantile=0.4),
+    "masked": gk.LossConfig(kl="k3", kl_coef=0.1, aggregation="seq-mean-token-mean"),
 }
-OF_ROWS = ("sequence", "sequence token", "segment", "vespo", "geo_mean", "corrected")
+OF_ROWS = ("sequence", "sequence token", "segment", "vespo", "geo_mean")
 
 
 def noise(*shape: int) -> Tensor:
@@ -60,8 +59,8 @@ def batch(name: str = "grpo", rows: int = ROWS) -> dict[str, Any]:
     config, old = CONFIGS[name], arguments["old_logprobs"]
     if config.kl != "none":
         arguments["ref_logprobs"] = old + 0.1 * noise(rows, WIDTH)
-    if name == "corrected":
-        arguments["sampling_logprobs"] = old + 0.1 * noise(rows, WIDTH)
+    if name == "masked":
+        arguments |= {"is_weights": noise(rows).abs(), "policy_mask": noise(rows, WIDTH) < 0.3}
     if name == "segment":
         arguments["segments"] = (torch.arange(WIDTH) // 3).repeat(rows, 1)
     return arguments
@@ -93,7 +92,7 @@ def naive(given: dict[str, Any], config: gk.LossConfig, **options: Any) -> Any:
     logits = torch.nn.functional.linear(*leaves.values())
     results = gk.token_logprobs(logits, given["targets"].clamp(min=0), return_entropy=True)
     of_policy = {k: v for k, v in given.items() if k not in ("targets", "mask", "return_entropy", *leaves)}
-    has_entropy = config.entropy_coef != 0 or config.top_entropy_quantile < 1 or given.get("return_entropy")
+    has_entropy = config.entropy_coef != 0 or given.get("return_entropy")
     of_policy |= {"mask": mask, "entropy": results.entropy if has_entropy else None, "config": config}
     result = gk.policy_loss(results.logprobs, **of_policy)
     result.loss.backward()
@@ -309,7 +308,7 @@ def test_what_masked_tokens_hold_changes_no_bit(name: str, memory: str, compact:
     expected = run(arguments, **options)
     arguments["hidden"][~arguments["mask"]] = poison
     arguments["hidden"][0, 2] = poison  # its target is ignored
-    for field in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
+    for field in ("old_logprobs", "ref_logprobs"):
         if field in arguments:
             arguments[field][~arguments["mask"]] = poison
     arguments["targets"][~arguments["mask"]] = VOCABULARY + 1
@@ -329,7 +328,7 @@ def test_what_is_behind_the_last_packed_row_changes_no_bit(name: str, memory: st
 
 @pytest.mark.parametrize("kind", ["mask", "integers", "unsorted"])
 @pytest.mark.parametrize("memory", ["fast", "low"])
-@pytest.mark.parametrize("name", ["grpo", "sequence", "quantile"])
+@pytest.mark.parametrize("name", ["grpo", "sequence", "masked"])
 def test_positions_are_a_mask(name: str, memory: str, kind: str) -> None:
     arguments, mask = batch(name), torch.rand(ROWS, WIDTH) < 0.6
     places = mask.flatten().nonzero().squeeze(1)
@@ -446,7 +445,7 @@ def halves(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("memory", ["fast", "low"])
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("quantile", "entropy")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "entropy"])
 def test_micro_batches_with_one_normalizer_add_up_to_the_batch(name: str, memory: str) -> None:
     arguments, config = batch(name), CONFIGS[name]
     whole = run(arguments, config=config, memory=memory)

@@ -32,12 +32,15 @@ def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
         assert_raises(error, f"linear_policy_loss: {parts[0]}", parts[1:], call)
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight", "targets", "bias", "mask", "positions", "segments", "advantages"])
+TENSORS = ("hidden", "weight", "targets", "bias", "mask", "policy_mask", "positions", "segments", "advantages")
+
+
+@pytest.mark.parametrize("name", TENSORS)
 def test_something_that_is_no_tensor(name: str) -> None:
     refused(TypeError, f"{name} must be a tensor", "list", **{name: [1.0]})
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "sampling_logprobs", "advantages", "is_weights"])
+@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "advantages", "is_weights"])
 def test_numbers_of_another_dtype_or_shape(name: str) -> None:
     refused(TypeError, f"{name} must be of dtype", "int64", **{name: torch.zeros(ROWS, WIDTH).long()})
     refused(ValueError, f"{name} must have", f"[{ROWS}, {WIDTH}]", "[3]", **{name: torch.zeros(3)})
@@ -85,7 +88,6 @@ def test_positions_that_are_no_places() -> None:
 def test_what_the_config_needs() -> None:
     refused(ValueError, "ref_logprobs must be given for kl_coef=0.05", config=CONFIGS["dapo"])
     refused(ValueError, "segments must be given for ratio='segment'", config=CONFIGS["segment"])
-    refused(ValueError, "sampling_logprobs must be given for correction", config=CONFIGS["corrected"])
     refused(ValueError, "normalizer must be a positive number", "0", normalizer=0)
 
 

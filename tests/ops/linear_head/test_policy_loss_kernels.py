@@ -31,10 +31,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coef": 0.1, "entropy_aggregation": "local-token-mean"},
     "vespo": {"loss": "vespo"},
     "geo_mean": {"loss": "geo_mean", "aggregation": "seq-mean-token-sum"},
-    "quantile": {"top_entropy_quantile": 0.5},
     "segment": {"ratio": "segment"},
     "dro": {"loss": "dro", "dro_beta": 0.3},
-    "corrected": {"correction": "sequence_truncate", "correction_max": 1.2},
+    "weighted": {"ratio": "sequence", "aggregation": "seq-mean-token-mean"},
+    "masked": {"kl": "k3", "kl_coef": 0.1},
 }
 EXTRAS = ("plain", "mask", "positions", "by token", "scaled")
 
@@ -59,10 +59,12 @@ def batch(name: str, extra: str = "plain", seed: int = 0) -> dict[str, Any]:
         "old_logprobs": old,
         "advantages": advantages,
     }
-    if name == "kl":
+    if name in ("kl", "masked"):
         arguments["ref_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
-    if name == "corrected":
-        arguments["sampling_logprobs"] = old + 0.1 * noise(ROWS, WIDTH)
+    if name == "weighted":
+        arguments["is_weights"] = noise(ROWS).abs()
+    if name == "masked":
+        arguments["policy_mask"] = noise(ROWS, WIDTH) > -0.3
     if name == "segment":
         arguments["segments"] = (torch.arange(WIDTH) // 3).expand(ROWS, WIDTH)
     if extra == "mask":

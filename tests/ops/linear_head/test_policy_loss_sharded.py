@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "entropy": ("dapo", {"chunk_size": 5, "return_entropy": True}),
     "scaled": ("dapo", {"chunk_size": 4, "temperature": 0.7, "softcap": 5.0, "logit_scale": 1.3}),
     "sequences": ("sequence", {"chunk_size": 2 * edges.WIDTH}),
-    "quantile": ("quantile", {"chunk_size": 4}),
+    "masked": ("masked", {"chunk_size": 4}),
     "low memory": ("dapo", {"chunk_size": 4, "memory": "low"}),
     "reference backend": ("dapo", {"backend": "reference"}),
     "reference head": ("reference head", {"chunk_size": 4}),

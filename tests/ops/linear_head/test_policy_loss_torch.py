@@ -38,8 +38,7 @@ def test_opcheck(monkeypatch: pytest.MonkeyPatch, backend: str, name: str) -> No
     arguments = {
         k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch(name, 2).items()
     }
-    arguments["sampling_logprobs"] = arguments["old_logprobs"] + 0.01
-    arguments |= {"is_weights": torch.rand(2, WIDTH), "return_entropy": True}
+    arguments |= {"policy_mask": torch.rand(2, WIDTH) < 0.8, "is_weights": torch.rand(2, WIDTH), "return_entropy": True}
     arguments = {k: v.to(device_of(backend)) if isinstance(v, Tensor) else v for k, v in arguments.items()}
     calls: list[tuple[Any, ...]] = []
     once = op.apply_loss
@@ -125,17 +124,11 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "positions": (torch.tensor([0, 1, 9]), {}),
     "mask": (torch.arange(WIDTH) % 2 == torch.zeros(ROWS, 1), {}),
     "segments": ((torch.arange(WIDTH) // 2).repeat(ROWS, 1), {"config": CONFIGS["segment"]}),
-    "kinds": ((torch.arange(WIDTH) % 4).repeat(ROWS, 1), {}),
+    "policy_mask": (torch.arange(WIDTH) % 4 == torch.zeros(ROWS, 1), {}),
     "ref_logprobs": (torch.full((ROWS, WIDTH), -1.0, dtype=F64), {"config": CONFIGS["dapo"]}),
-    "sampling_logprobs": (torch.full((ROWS, WIDTH), -6.0, dtype=F64), {"config": CONFIGS["corrected"]}),
     "is_weights": (torch.linspace(0.5, 1, ROWS, dtype=F64), {}),
     "weights": (torch.full((ROWS, WIDTH), 0.5, dtype=F64), {}),
     "normalizer": (11.0, {}),
-    "groups": (torch.arange(ROWS) // 2, {"config": gk.LossConfig(loss="gvpo")}),
-    "log_z": (
-        torch.ones(ROWS, dtype=F64),
-        {"config": gk.LossConfig(loss="flowrl"), "ref_logprobs": torch.full((ROWS, WIDTH), -1.0, dtype=F64)},
-    ),
     "config": ("dr_grpo", {}),
 }
 
@@ -173,9 +166,6 @@ def test_an_option_changes_the_result(name: str, memory: str) -> None:
         "config": "grpo",
         "segments": (torch.arange(WIDTH) // 3).repeat(ROWS, 1),
         "ref_logprobs": arguments["old_logprobs"],
-        "sampling_logprobs": arguments["old_logprobs"],
-        "groups": torch.zeros(ROWS).long(),
-        "log_z": torch.zeros(ROWS, dtype=F64),
     }
     if name == "config":  # TRL's name for it, and max_length must follow
         value = gk.LossConfig.trl(loss_type="dr_grpo", max_completion_length=9)

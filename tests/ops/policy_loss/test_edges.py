@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, METRICS, SELECTED
+from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, METRICS
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 from tests.ops.policy_loss.test_spec import LOSSES, ragged, segments_of
@@ -27,30 +27,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         kind: {"kl": kind, "kl_coef": 0.1, "kl_clamp": (20.0, 10.0)}
         for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
     },
-    **{mode: {"correction": mode, "correction_min": 0.8, "correction_max": 1.2} for mode in CORRECTIONS[1:]},
     "kl_unbiased": {"kl": "k3", "kl_coef": 0.1, "kl_unbiased": True, "ratio": "sequence"},
-    "vespo-corrected": {"loss": "vespo", "correction": "token_truncate", "correction_max": 1.2},
-    "off_policy": {"off_policy_threshold": 0.02, "with": ("sampling_logprobs",)},
-    "off_policy-old": {"off_policy_threshold": 0.02},
-    "quantile": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "entropy_aggregation": "local-token-mean"},
-    "segment-quantile": {"ratio": "segment", "top_entropy_quantile": 0.5},
-    "geo_mean-quantile": {"loss": "geo_mean", "aggregation": "seq-mean-token-sum", "top_entropy_quantile": 0.5},
+    "vespo-is": {"loss": "vespo", "with": ("is_token",)},
+    "policy_mask": {"with": ("policy_mask",), "kl": "k3", "kl_coef": 0.1, "entropy_coef": 0.1},
+    "policy_mask-sequence": {
+        "with": ("policy_mask", "is_row"),
+        "ratio": "sequence",
+        "aggregation": "seq-mean-token-mean",
+    },
+    "policy_mask-segment": {"with": ("policy_mask",), "ratio": "segment", "entropy_coef": 0.1},
+    "local": {"entropy_coef": 0.1, "entropy_aggregation": "local-token-mean"},
     "entropy": {"entropy_coef": 0.1, "kl_aggregation": "seq-mean-token-mean", "kl": "k2", "kl_coef": 0.2},
     "segment-all": {
         "ratio": "segment",
         "kl": "k3",
         "kl_coef": 0.1,
         "entropy_coef": 0.1,
-        "correction": "sequence_mask",
-        "correction_max": 1.2,
-        "off_policy_threshold": 0.02,
+        "with": ("is_row",),
     },
     "is_token": {"with": ("is_token",)},
     "is_row": {"with": ("is_row",)},
     "geo_mean-is": {"loss": "geo_mean", "aggregation": "seq-mean-token-sum", "with": ("is_token",)},
     "weights": {"with": ("weights",), "kl": "k1", "kl_coef": 0.1},
-    "kinds": {"with": ("kinds",), "kl": "k3", "kl_coef": 0.1, "cross_entropy_coef": 0.5},
-    "kinds-sequence": {"with": ("kinds",), "ratio": "sequence", "entropy_coef": 0.1},
     "token-advantages": {"with": ("token_advantages",)},
     "on-policy": {"with": ("no_old",)},
     **{f"mean-{name}": {"aggregation": name} for name in AGGREGATIONS[:-1] if not name.endswith("norm")},
@@ -77,14 +75,12 @@ def arguments(name: str, mask: Tensor, dtype: torch.dtype) -> dict[str, Any]:
         kwargs["segments"] = segments_of(mask)
     if config.kl != "none":
         kwargs["ref_logprobs"] = old + 0.3 * torch.randn(shape)
-    if config.correction != "none" or "sampling_logprobs" in extra:
-        kwargs["sampling_logprobs"] = old + 0.1 * torch.randn(shape)
-    if config.entropy_coef or config.top_entropy_quantile < 1:
+    if config.entropy_coef:
         kwargs["entropy"] = torch.rand(shape)
     if "weights" in extra:
         kwargs["weights"] = torch.randn(shape)
-    if "kinds" in extra:
-        kwargs["kinds"] = torch.randint(SELECTED, shape)
+    if "policy_mask" in extra:
+        kwargs["policy_mask"] = torch.rand(shape) < 0.6
     if "is_token" in extra or "is_row" in extra:
         kwargs["is_weights"] = torch.rand(shape if "is_token" in extra else shape[:1]) + 0.5
     return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
@@ -187,8 +183,8 @@ def test_order_of_the_rows_changes_nothing(backend: str, dtype: torch.dtype, nam
     got.assert_near(want, lambda gradient: gradient[order])
 
 
-# Without settings that are defined per micro-batch: the entropy quantile and local-token-mean
-SPLIT = [name for name in VARIANTS if "quantile" not in name]
+# Without what is defined per micro-batch
+SPLIT = [name for name in VARIANTS if name != "local"]
 
 
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
@@ -228,21 +224,6 @@ def test_what_is_merged_with_nothing_is_itself() -> None:
     rows[1, extremes] = NAN
     assert extremes and gk.PolicyLossMetrics.merge(rows).equal(rows[0])
     assert gk.PolicyLossMetrics.merge(rows[1:])[extremes].isnan().all()
-
-
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "quantile" in name])
-@pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
-def test_entropy_floor_of_more_than_is_here(backend: str, dtype: torch.dtype, name: str) -> None:
-    """Given the entropy floor of the full batch, a part keeps the same tokens as the full batch."""
-    kwargs, config = arguments(name, ragged(6), dtype), config_of(name)
-    counted = kwargs["mask"] & (kwargs["segments"] >= 0) if "segments" in kwargs else kwargs["mask"]
-    floor = kwargs["entropy"][counted].quantile(1 - config.top_entropy_quantile)
-    Run(backend, kwargs, config, entropy_floor=floor).assert_same(Run(backend, kwargs, config))
-    kept = []
-    for rows in (slice(0, 2), slice(2, 6)):
-        part = {key: value[rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
-        kept.append(Run(backend, part, config, entropy_floor=floor[None]).metrics["kept_tokens"].cpu())
-    assert sum(kept) == Run(backend, kwargs, config).metrics["kept_tokens"].cpu() > 0
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -287,7 +268,7 @@ def test_nothing_but_masked_tokens(
     assert float(run.loss) == 0 and not any(gradient.any() for gradient in run.grads.values())
     values = run.metrics.to_dict()
     assert values["rows"] == shape[0]
-    for key in ("active_rows", "tokens", "terms", "kept_tokens", "loss", "clipped", "off_policy_tokens"):
+    for key in ("active_rows", "tokens", "terms", "kept_tokens", "loss", "clipped"):
         assert values[key] == 0, key
     for result in (run.metrics.trl(), run.metrics.verl()):
         missing = {key for key, value in result.items() if value != value}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, CORRECTIONS, KLS, LOSSES, RATIOS, SEQUENCE_LOSSES
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.config import AGGREGATIONS, KLS, LOSSES, RATIOS
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.harness import assert_raises, device_of, runnable_backends
 
 BACKENDS = runnable_backends(SUPPORTS)
@@ -25,9 +25,8 @@ ARGUMENTS: dict[str, Tensor] = {
     "advantages": torch.ones(3),
     "mask": torch.ones(SHAPE, dtype=torch.bool),
     "segments": torch.zeros(SHAPE, dtype=torch.int32),
-    "kinds": torch.zeros(SHAPE, dtype=torch.int8),
+    "policy_mask": torch.ones(SHAPE, dtype=torch.bool),
     "ref_logprobs": -torch.ones(SHAPE),
-    "sampling_logprobs": -torch.ones(SHAPE),
     "is_weights": torch.ones(SHAPE),
     "entropy": torch.ones(SHAPE),
     "weights": torch.ones(SHAPE),
@@ -62,9 +61,7 @@ def test_argument_that_is_no_tensor(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    "name", ["logprobs", "old_logprobs", "advantages", "ref_logprobs", "sampling_logprobs", "is_weights", "entropy"]
-)
+@pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "advantages", "ref_logprobs", "is_weights", "entropy"])
 def test_numbers_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     refused(TypeError, name, str(dtype), **{name: ARGUMENTS[name].to(dtype)})
 
@@ -165,20 +162,8 @@ OTHER_UNITS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "kl": ({"kl": "k3", "kl_coef": 0.1, "kl_aggregation": BY_ROW}, {"entropy": None}, "rows", "kl_aggregation"),
     "kl, measured": ({"kl": "k3", "kl_aggregation": BY_ROW}, {"entropy": None}, "rows", "kl_aggregation"),
     "entropy": ({"entropy_coef": 0.1, "entropy_aggregation": BY_ROW}, NO_KL, "rows", "entropy_aggregation"),
-    "segments": ({"kl": "k3", "ratio": "segment"}, {"entropy": None, "kinds": None}, "tokens", "kl_aggregation"),
-    "segments, entropy": ({"ratio": "segment"}, NO_KL | {"kinds": None}, "tokens", "entropy_aggregation"),
-    "cross-entropy": (
-        {"cross_entropy_aggregation": "token-mean"},
-        NO_KL | {"entropy": None},
-        "cross_entropy",
-        "cross_entropy_aggregation",
-    ),
-    "groups": (
-        {"loss": "gvpo", "kl": "k3"},
-        {"groups": 3, "entropy": None, "kinds": None, "is_weights": None},
-        "tokens",
-        "kl_aggregation",
-    ),
+    "segments": ({"kl": "k3", "ratio": "segment"}, {"entropy": None}, "tokens", "kl_aggregation"),
+    "segments, entropy": ({"ratio": "segment"}, NO_KL, "tokens", "entropy_aggregation"),
 }
 
 
@@ -187,8 +172,8 @@ def test_normalizer_without_the_unit_of_another_term(case: str) -> None:
     """The missing unit would be counted in this call alone, so that micro-batches would not add up to the batch."""
     fields, changes, unit, setting = OTHER_UNITS[case]
     config = gk.LossConfig(**fields)
-    own = "groups" if config.loss == "gvpo" else "segments" if config.ratio == "segment" else "tokens"
-    others = {"weights": None, "sampling_logprobs": None, "config": config} | changes
+    own = "segments" if config.ratio == "segment" else "tokens"
+    others = {"weights": None, "config": config} | changes
     missing = f"normalizer must have {unit!r}, the unit of {setting}="
     refused(ValueError, missing, normalizer={own: 3}, **others)
     both = f"normalizer must be a dict with {own!r} for "
@@ -241,7 +226,6 @@ def test_metrics_that_cannot_be_merged() -> None:
         (gk.LossConfig(ratio="segment_mean", kl="k3"), "segments", ("ratio='segment_mean'", "None")),
         (gk.LossConfig(kl="k3", kl_coef=0.1), "ref_logprobs", ("kl_coef=0.1", "None")),
         (gk.LossConfig(kl="k3", entropy_coef=0.1), "entropy", ("entropy_coef=0.1", "None")),
-        (gk.LossConfig(kl="k3", top_entropy_quantile=0.5), "entropy", ("top_entropy_quantile=0.5", "None")),
     ],
 )
 def test_argument_that_the_config_needs(config: gk.LossConfig, missing: str, parts: tuple[str, ...]) -> None:
@@ -250,19 +234,10 @@ def test_argument_that_the_config_needs(config: gk.LossConfig, missing: str, par
 
 def test_arguments_that_contradict_the_config() -> None:
     refused(ValueError, "ref_logprobs", "kl='none'", config=gk.LossConfig())
-    masked = gk.LossConfig(kl="k3", correction="token_mask")
-    refused(ValueError, "is_weights", "correction='token_mask'", "[3, 4]", config=masked)
-    refused(ValueError, "sampling_logprobs", "correction='token_mask'", "None", config=masked, sampling_logprobs=None)
     vespo = gk.LossConfig(loss="vespo", kl="k3")
     refused(ValueError, "is_weights", "vespo", "[3]", config=vespo, is_weights=torch.ones(3))
-    refused(ValueError, "entropy_floor", "top_entropy_quantile=1", entropy_floor=torch.ones(()))
-
-
-def test_entropy_floor_that_is_no_scalar() -> None:
-    subset = gk.LossConfig(kl="k3", top_entropy_quantile=0.5)
-    refused(ValueError, "entropy_floor", "one element", "[2]", config=subset, entropy_floor=torch.ones(2))
-    refused(TypeError, "entropy_floor", "float", config=subset, entropy_floor=0.5)
-    refused(TypeError, "entropy_floor", "int64", config=subset, entropy_floor=torch.ones((), dtype=torch.long))
+    geo_mean = gk.LossConfig(loss="geo_mean", kl="k3", aggregation="seq-mean-token-sum")
+    refused(ValueError, "policy_mask", "loss='geo_mean', whose terms are rows", config=geo_mean)
 
 
 @pytest.mark.parametrize("config", [None, 3, {"loss": "clip"}, gk.LossConfig])
@@ -300,7 +275,6 @@ CHOICES = {
     "aggregation": AGGREGATIONS[:-1],
     "kl_aggregation": AGGREGATIONS,
     "entropy_aggregation": AGGREGATIONS,
-    "correction": CORRECTIONS,
 }
 
 
@@ -320,16 +294,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "dro_beta": {"loss": "dro"},
     "kl_coef": {"kl": "k1"},
     "entropy_coef": {},
-    "cross_entropy_coef": {},
-    "cov_ratio": {"loss": "clip_cov"},
-    "cov_kl_coef": {"loss": "kl_cov"},
-    "correction_min": {"correction": "token_mask"},
-    "correction_max": {"correction": "token_mask"},
-    "off_policy_threshold": {},
-    "top_entropy_quantile": {},
 }
 POSITIVE = {"delta": 0.0, "ratio_cap": 0.0, "dro_beta": 0.0, "dual_clip": 1.0}
-POSITIVE |= {"top_entropy_quantile": 0.0, "cov_ratio": 0.0}
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -344,9 +310,7 @@ def test_number_of_another_type(field: str, value: Any) -> None:
     config_refused(TypeError, field, type(value).__name__, **NUMBERS[field] | {field: value})
 
 
-@pytest.mark.parametrize(
-    "field", sorted({name for name in NUMBERS if name == "cov_ratio" or not name.endswith("_coef")})
-)
+@pytest.mark.parametrize("field", sorted({name for name in NUMBERS if not name.endswith("_coef")}))
 def test_number_below_its_least(field: str) -> None:
     config_refused(ValueError, field, "-0.5", **NUMBERS[field] | {field: -0.5})
     if field in POSITIVE:
@@ -356,9 +320,6 @@ def test_number_below_its_least(field: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"loss": "kl_cov", "cov_ratio": 1.5}, ("cov_ratio", "at most 1", "1.5")),
-        ({"loss": "clip_cov", "cov_bounds": (1.0,)}, ("cov_bounds", "2 numbers", "(1.0,)")),
-        ({"top_entropy_quantile": 1.5}, ("top_entropy_quantile", "at most 1", "1.5")),
         ({"loss": "sapo", "sapo_temperatures": (1.0,)}, ("sapo_temperatures", "2 numbers", "(1.0,)")),
         ({"loss": "sapo", "sapo_temperatures": 1.0}, ("sapo_temperatures", "2 numbers", "1.0")),
         ({"loss": "sapo", "sapo_temperatures": (1.0, 0.0)}, ("sapo_temperatures", "above 0", "0.0")),
@@ -380,9 +341,6 @@ def test_number_below_its_least(field: str) -> None:
         ({"kl_unbiased": True}, ("kl", "'none'", "kl_unbiased", "True")),
         ({"kl": "k3+", "kl_coef": 1.0, "kl_unbiased": True}, ("kl_unbiased", "'k3+'")),
         ({"kl": "k3", "kl_unbiased": True, "ratio": "segment"}, ("kl_unbiased", "'segment'")),
-        ({"correction_max": 2.0}, ("correction", "correction_max", "2.0")),
-        ({"correction": "token_mask", "ratio": "segment"}, ("correction", "token_mask", "segment")),
-        ({"correction": "sequence_mask", "loss": "vespo"}, ("correction", "sequence_mask", "vespo")),
         ({"loss": "geo_mean"}, ("aggregation", "geo_mean", "token-mean")),
         ({"loss": "dro"}, ("dro_beta", "None")),
         ({"loss": "dppo_tv", "clip_low": None}, ("clip_low", "None", "dppo")),
@@ -408,15 +366,7 @@ OWN = {
     "ratio_cap": 3.0,
     "sapo_temperatures": (1.0, 2.0),
     "dro_beta": 0.1,
-    "cov_ratio": 0.5,
-    "cov_bounds": (0.0, 1.0),
-    "cov_kl_coef": 0.5,
     "vespo_shape": (1.0, 1.0, 1.0, 1.0),
-    "gvpo_beta": 0.2,
-    "real_tau": 0.2,
-    "flowrl_beta": 1.0,
-    "flowrl_clip": "geometric",
-    "future_kl_half_life": 4.0,
     "log_ratio_clamp": (-1.0, 1.0),
     "clip_low": 0.3,
     "clip_high": 0.3,
@@ -424,25 +374,17 @@ OWN = {
 USERS = {
     "delta": {"clip"},
     "dual_clip": {"clip"},
-    "ratio_cap": {"dppo_tv", "dppo_kl", "topr", "flowrl"},
+    "ratio_cap": {"dppo_tv", "dppo_kl", "topr"},
     "sapo_temperatures": {"sapo"},
     "dro_beta": {"dro"},
-    "cov_ratio": {"clip_cov", "kl_cov"},
-    "cov_bounds": {"clip_cov"},
-    "cov_kl_coef": {"kl_cov"},
     "vespo_shape": {"vespo"},
-    "gvpo_beta": {"gvpo"},
-    "real_tau": {"real"},
-    "flowrl_beta": {"flowrl"},
-    "flowrl_clip": {"flowrl"},
-    "future_kl_half_life": {"clip"},
     "log_ratio_clamp": {"clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"},
-    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov", "flowrl"},
-    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop", "clip_cov", "flowrl"},
+    "clip_low": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
+    "clip_high": {"clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"},
 }
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, *SEQUENCE_LOSSES])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("field", OWN)
 def test_field_of_another_loss_is_refused(field: str, loss: str) -> None:
     needed: dict[str, Any] = {"loss": loss, field: OWN[field]}

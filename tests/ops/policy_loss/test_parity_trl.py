@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.peers import TRL_DEFAULTS, TRL_LOSS_TYPES
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_DEFAULTS, TRL_LOSS_TYPES
 from tests import peers_trl
 from tests.harness import device_of, runnable_backends
 from tests.strategies import NAN
@@ -155,6 +155,11 @@ def theirs(batch: Batch, options: dict[str, Any], gmpo: bool = False) -> tuple[R
     return Result(loss, logprobs, entropy, metrics | measured), ratio
 
 
+# settings of GRPOConfig that are arguments of the loss
+COMPOSED = {name for name in TRL_DEFAULTS if name.startswith("vllm")}
+COMPOSED |= {"use_vllm", "top_entropy_quantile", "off_policy_mask_threshold"}
+
+
 def ours(backend: str, batch: Batch, options: dict[str, Any], ratio: Tensor | None = None, **changes: Any) -> Result:
     """Runs our loss with masked slots filled with NaN."""
     device = device_of(backend)
@@ -165,14 +170,36 @@ def ours(backend: str, batch: Batch, options: dict[str, Any], ratio: Tensor | No
 
     logprobs, entropy = (moved(x).detach().requires_grad_() for x in (batch.logprobs, batch.entropy))
     fields = trl_fields(options)
-    arguments: dict[str, Any] = {"config": gk.LossConfig.trl(**fields)}
+    own = {name: value for name, value in fields.items() if name not in COMPOSED}
+    arguments: dict[str, Any] = {"config": gk.LossConfig.trl(**own)}
+    rows = {"mask": batch.mask.to(device)}
     if options["beta"]:
         arguments["ref_logprobs"] = moved(batch.ref)
+    measured: dict[str, float] = {}
     if "use_vllm" in fields:
-        arguments["sampling_logprobs"] = moved(batch.sampling)
+        of_sampler = {name: value for name, value in fields.items() if name.startswith("vllm")}
+        config = gk.CorrectionConfig.trl(**of_sampler)
+        correction = gk.sampling_correction(moved(batch.old), moved(batch.sampling), config=config, **rows)
+        arguments["is_weights"] = correction.weights
+        measured = correction.metrics.to_dict("trl")
     if ratio is not None:
         arguments["is_weights"] = moved(ratio)
-        arguments["config"] = gk.LossConfig.trl(**fields | {"use_vllm": False})
+    bonus: Tensor | None = None
+    if options["top_entropy_quantile"] < 1:
+        kept = gk.variants.high_entropy_mask(entropy, rows["mask"], options["top_entropy_quantile"])
+        arguments["policy_mask"] = kept
+        bonus = options["entropy_coef"] * torch.where(kept, entropy, 0).sum() / kept.sum().clamp(min=1)
+        arguments["config"] = dataclasses.replace(arguments["config"], entropy_coef=0.0)
+    if options["off_policy_mask_threshold"] is not None:
+        old = moved(batch.old) if options["old"] is not None or "use_vllm" in fields else logprobs.detach()
+        near = gk.variants.off_policy_mask(
+            logprobs,
+            moved(batch.sampling) if "use_vllm" in fields else old,
+            moved(batch.advantages),
+            threshold=options["off_policy_mask_threshold"],
+            **rows,
+        )
+        arguments["policy_mask"] = arguments.get("policy_mask", near) & near
     if options["loss_type"] in ("dapo", "cispo", "vespo"):
         arguments["normalizer"] = batch.mask.sum().to(device)
     has_old = options["old"] is not None or "use_vllm" in fields
@@ -181,12 +208,16 @@ def ours(backend: str, batch: Batch, options: dict[str, Any], ratio: Tensor | No
         logprobs,
         old,
         moved(batch.advantages),
-        mask=batch.mask.to(device),
+        **rows,
         entropy=entropy,
         backend=backend,
         **arguments | changes,
     )
-    return Result(got.loss, logprobs, entropy, got.metrics.trl())
+    metrics = got.metrics.trl()
+    if bonus is not None and options["entropy_coef"] != 0:
+        metrics |= {"policy_loss": got.loss.item(), "entropy_coef": options["entropy_coef"]}
+    loss = got.loss if bonus is None or options["entropy_coef"] == 0 else got.loss - bonus
+    return Result(loss, logprobs, entropy, metrics | measured)
 
 
 def assert_close(got: Tensor, want: Tensor, allowed: float, what: str) -> None:
@@ -245,17 +276,16 @@ def test_the_cases_reach_what_they_are_about() -> None:
     assert len({options["loss_type"] for options in combinations()}) == 8 and len(combinations()) > 300
 
 
-@pytest.mark.parametrize("quantile", [1.0, 0.5])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.4, 0.3)])
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("backend", "dtype"), CASES, ids=IDS)
 def test_gmpo_trainer(
-    backend: str, dtype: torch.dtype, empty: bool, low: float, high: float | None, beta: float, quantile: float
+    backend: str, dtype: torch.dtype, empty: bool, low: float, high: float | None, beta: float
 ) -> None:
     batch = make_batch(empty=empty).to(dtype)
     options = {name: values[0] for name, values in GRID.items()}
-    options |= {"loss_type": "grpo", "beta": beta, "top_entropy_quantile": quantile}
+    options |= {"loss_type": "grpo", "beta": beta}
     want, _ = theirs(batch, options | {"epsilon": low, "epsilon_high": high}, gmpo=True)
     config = gk.LossConfig(
         loss="geo_mean",
@@ -266,7 +296,6 @@ def test_gmpo_trainer(
         kl_coef=beta,
         kl_aggregation="seq-mean-token-mean",
         count_empty_rows=True,
-        top_entropy_quantile=quantile,
     )
     got = ours(backend, batch, options, config=config)
     # A row without tokens has no term here; in TRL its term is the constant -advantage.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.peers import VERL_DEFAULTS
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
+from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS
 from tests.harness import device_of, runnable_backends
 from tests.strategies import NAN
 
@@ -27,6 +27,7 @@ with warnings.catch_warnings():
 
 CASES = [(backend, dtype) for dtype in (torch.float64, torch.float32) for backend in runnable_backends(SUPPORTS, dtype)]
 IDS = [f"{backend}-{str(dtype)[6:]}" for backend, dtype in CASES]
+COV = {"clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), "kl_cov": ("kl_cov_ratio", "ppo_kl_coef")}
 MODES = ("vanilla", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KLS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -123,6 +124,53 @@ class Result:
         self.grads = [torch.zeros_like(x) if g is None else g for x, g in zip((logprobs, entropy), grads, strict=True)]
 
 
+def of_covariance(
+    fields: dict[str, Any],
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    entropy: Tensor,
+    arguments: dict[str, Any],
+) -> Result:
+    """Clip-Cov and KL-Cov, as docs/variants.md composes them."""
+    mode, mask = fields["loss_mode"], arguments["mask"]
+    own = {name: value for name, value in fields.items() if name not in COV[mode]} | {"loss_mode": "vanilla"}
+    config = dataclasses.replace(gk.LossConfig.verl(**own), dual_clip=None, log_ratio_clamp=None)
+    weights = arguments.pop("is_weights", None)
+    if mode == "clip_cov":
+        bounds = fields["clip_cov_lb"], fields["clip_cov_ub"]
+        drawn = gk.variants.clip_cov_weights(
+            logprobs, old, advantages, ratio=fields["clip_cov_ratio"], bounds=bounds, mask=mask
+        )
+        arguments["is_weights"] = drawn if weights is None else drawn * weights
+        got = gk.policy_loss(logprobs, old, advantages, config=config, **arguments)
+        metrics = got.metrics.verl()
+        del metrics["actor/pg_clipfrac_lower"]
+        metrics["actor/pg_clipfrac"] = float((mask & (drawn == 0)).sum() / mask.sum())
+        return Result(got.loss, logprobs, entropy, metrics)
+    config = dataclasses.replace(config, clip_low=None, clip_high=None)
+    got = gk.policy_loss(logprobs, old, advantages, is_weights=weights, config=config, **arguments)
+    unit = "tokens" if config.aggregation == "token-mean" else "rows"
+    count = (arguments.get("normalizer") or {}).get(unit)
+    shares = gk.token_shares(mask, aggregation=config.aggregation, count=count, max_length=config.max_length)
+    penalty = gk.variants.kl_cov_penalty(
+        logprobs,
+        old,
+        advantages,
+        shares,
+        ratio=fields["kl_cov_ratio"],
+        coef=fields["ppo_kl_coef"],
+        is_weights=weights,
+        mask=mask,
+    )
+    metrics = got.metrics.verl()
+    for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
+        del metrics[name]
+    metrics["actor/pg_loss"] += float(penalty)
+    metrics["actor/ppo_kl"] = float((logprobs - old).detach()[mask].abs().mean())
+    return Result(got.loss + penalty, logprobs, entropy, metrics)
+
+
 def ours(backend: str, batch: Batch, fields: dict[str, Any], weights: bool = False, **arguments: Any) -> Result:
     """Runs our loss with masked slots filled with NaN."""
     device = device_of(backend)
@@ -136,6 +184,8 @@ def ours(backend: str, batch: Batch, fields: dict[str, Any], weights: bool = Fal
         arguments["ref_logprobs"] = moved(batch.ref)
     if weights:
         arguments["is_weights"] = moved(batch.is_weights)
+    if fields["loss_mode"] in COV:
+        return of_covariance(fields, logprobs, moved(batch.old), moved(batch.advantages), entropy, arguments)
     arguments.setdefault("config", gk.LossConfig.verl(**fields))
     got = gk.policy_loss(logprobs, moved(batch.old), moved(batch.advantages), **arguments)
     return Result(got.loss, logprobs, entropy, got.metrics.verl())

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss import peers as loss_peers
-from grpo_kernels.ops.policy_loss.peers import TRL_DEFAULTS, TRL_LOSS_TYPES, VERL_DEFAULTS
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_DEFAULTS, TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS
 from grpo_kernels.ops.sampling_correction import peers as correction_peers
 
 VALUES: tuple[object, ...] = (-1, 0, 3.5, math.nan, "x", None, True, [], {}, object())
-PEERS = ("trl", "verl", "skyrl", "areal", "roll", "cosmos", "art", "swift")
 
 
-def _defaults_of(peers: ModuleType, name: str) -> dict[str, Any]:
-    module = importlib.import_module(f"{peers.__name__}.{name}") if hasattr(peers, "__path__") else peers
-    defaults: dict[str, Any] = getattr(module, f"{name.upper()}_DEFAULTS")
-    return defaults
-
-
-_CONSTRUCTORS = {getattr(gk.LossConfig, name): _defaults_of(loss_peers, name) for name in PEERS}
-_OF_CORRECTIONS = {getattr(gk.CorrectionConfig, name): _defaults_of(correction_peers, name) for name in PEERS[:3]}
+_CONSTRUCTORS = {gk.LossConfig.trl: TRL_DEFAULTS, gk.LossConfig.verl: VERL_DEFAULTS}
+_OF_CORRECTIONS = {
+    getattr(gk.CorrectionConfig, name): getattr(correction_peers, f"{name.upper()}_DEFAULTS")
+    for name in ("trl", "verl", "skyrl")
+}
 
 
 @pytest.mark.parametrize(
@@ -39,10 +33,9 @@ _OF_CORRECTIONS = {getattr(gk.CorrectionConfig, name): _defaults_of(correction_p
         ({"loss_type": "ppo"}, ("loss_type", "'ppo'", *TRL_LOSS_TYPES)),
         ({"importance_sampling_level": "row"}, ("importance_sampling_level", "'row'", "token, sequence")),
         ({"use_adaptive_entropy": True}, ("use_adaptive_entropy", "True")),
-        (
-            {"loss_type": "vespo", "use_vllm": True},
-            ("vllm_importance_sampling_mode", "token_truncate", "'sequence_mask'"),
-        ),
+        ({"use_vllm": True}, ("use_vllm", "True", "pass is_weights=gk.sampling_correction(", "CorrectionConfig.trl")),
+        ({"top_entropy_quantile": 0.5}, ("top_entropy_quantile", "0.5", "gk.variants.high_entropy_mask")),
+        ({"off_policy_mask_threshold": 0.1}, ("off_policy_mask_threshold", "0.1", "gk.variants.off_policy_mask")),
     ],
     ids=str,
 )
@@ -59,8 +52,6 @@ def test_fields_of_trl(settings: dict[str, Any], parts: tuple[str, ...]) -> None
         ("trl", {"sapo_temperature_pos": True}, "sapo_temperature_pos must be a number, got bool True"),
         ("trl", {"use_vllm": 1}, "use_vllm must be a bool, got int 1"),
         ("verl", {"clip_ratio": "0.2"}, "clip_ratio must be a number, got str '0.2'"),
-        ("cosmos", {"epsilon_low": "a"}, "epsilon_low must be a number, got str 'a'"),
-        ("swift", {"epsilon": "a"}, "epsilon must be a number, got str 'a'"),
     ],
 )
 def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: str) -> None:
@@ -78,11 +69,10 @@ def test_fields_of_another_type(peer: str, settings: dict[str, Any], message: st
             r"clip_high must be .* got nan; clip_high is made from epsilon_hi",
         ),
         (
-            gk.LossConfig.areal,
-            {"c_clip": 0.5},
-            r"dual_clip must be .* above 1, got 0\.5; dual_clip is made from c_clip$",
+            gk.LossConfig.verl,
+            {"clip_ratio_c": 0.5},
+            r"dual_clip must be .* above 1, got 0\.5; dual_clip is made from clip_ratio_c$",
         ),
-        (gk.LossConfig.cosmos, {"aipo_rho": -2}, r"delta must be .* got -2; delta is made from aipo_rho$"),
         (gk.LossConfig.trl, {"delta": -2}, r"delta must be .* above 0, got -2$"),
         (
             gk.CorrectionConfig.trl,
@@ -160,6 +150,8 @@ def test_keywords_and_losses_of_peers() -> None:
         ({"use_kl_loss": True, "kl_loss_type": "full"}, ("kl_loss_type", "'full'", "low_var_kl", "k3+")),
         ({"use_kl_loss": True, "kl_loss_type": None}, ("kl_loss_type", "None", "low_var_kl")),
         ({"loss_mode": "bypass_mode"}, ("loss_mode", "'bypass_mode'", "not implemented")),
+        ({"loss_mode": "clip_cov"}, ("loss_mode", "'clip_cov'", "gk.variants.clip_cov_weights")),
+        ({"loss_mode": "kl_cov"}, ("loss_mode", "'kl_cov'", "gk.variants.kl_cov_penalty")),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, ("loss_scale_factor", "None")),
     ],
     ids=str,
@@ -190,7 +182,6 @@ def test_metric_that_does_not_exist() -> None:
 
 # No field is ignored: the base settings and the changed field
 
-VLLM = {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"}
 TRL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "loss_type": ({}, "grpo"),
     "importance_sampling_level": ({}, "sequence"),
@@ -204,13 +195,6 @@ TRL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     **{f"vespo_{name}": ({"loss_type": "vespo"}, 1.5) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     "max_completion_length": ({"loss_type": "dr_grpo"}, 64),
     "entropy_coef": ({}, 0.1),
-    "top_entropy_quantile": ({}, 0.5),
-    "off_policy_mask_threshold": ({}, 0.5),
-    "use_vllm": ({}, True),
-    "vllm_importance_sampling_correction": (VLLM, False),
-    "vllm_importance_sampling_mode": (VLLM, "token_truncate"),
-    "vllm_importance_sampling_clip_max": (VLLM, 2.0),
-    "vllm_importance_sampling_clip_min": (VLLM, 0.5),
 }
 VERL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "loss_mode": ({}, "gspo"),
@@ -223,11 +207,6 @@ VERL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
     "tau_pos": ({"loss_mode": "sapo"}, 2.0),
     "tau_neg": ({"loss_mode": "sapo"}, 2.0),
     "dro_beta": ({"loss_mode": "dro", "dro_beta": 0.1}, 0.2),
-    "clip_cov_ratio": ({"loss_mode": "clip_cov"}, 0.1),
-    "clip_cov_lb": ({"loss_mode": "clip_cov"}, 0.5),
-    "clip_cov_ub": ({"loss_mode": "clip_cov"}, 6.0),
-    "kl_cov_ratio": ({"loss_mode": "kl_cov"}, 0.1),
-    "ppo_kl_coef": ({"loss_mode": "kl_cov"}, 0.2),
     "entropy_coeff": ({}, 0.1),
     "use_kl_loss": ({}, True),
     "kl_loss_coef": ({"use_kl_loss": True}, 0.1),
@@ -236,7 +215,9 @@ VERL_CHANGES: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def test_no_field_of_trl_is_ignored() -> None:
-    assert set(TRL_CHANGES) | {"use_adaptive_entropy"} == set(TRL_DEFAULTS)
+    refused = {"use_adaptive_entropy", "use_vllm", "top_entropy_quantile", "off_policy_mask_threshold"}
+    beside_vllm = {name for name in TRL_DEFAULTS if name.startswith("vllm_")}
+    assert set(TRL_CHANGES) | refused | beside_vllm == set(TRL_DEFAULTS)
     for field, (base, value) in TRL_CHANGES.items():
         assert gk.LossConfig.trl(**base) != gk.LossConfig.trl(**base | {field: value}), field
 

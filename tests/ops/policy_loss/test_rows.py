@@ -17,10 +17,10 @@ KERNELS = [name for name in harness.runnable_backends(op.SUPPORTS) if name != "r
 LENGTHS = (1500, 40, 0, 1025)
 VARIANTS: dict[str, dict[str, Any]] = {
     "clip": {"kl": "k3", "kl_coef": 0.1, "aggregation": "seq-mean-token-mean", "entropy_coef": 0.01},
-    "sequence": {"ratio": "sequence", "correction": "sequence_truncate", "correction_max": 2.0},
+    "sequence": {"ratio": "sequence"},
     "segment": {"ratio": "segment_mean"},
     "geo_mean": {"loss": "geo_mean", "aggregation": "token-sum"},
-    "vespo": {"loss": "vespo", "off_policy_threshold": 0.01},
+    "vespo": {"loss": "vespo"},
 }
 
 
@@ -40,7 +40,7 @@ def rows_of(length: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
         "mask": values() > 0.2,
         "segments": torch.where(values() < 0.1, -1, segments),
         "ref_logprobs": logprobs + 0.5 * (values() - 0.5),
-        "sampling_logprobs": logprobs + drift + 0.01 * values(),
+        "policy_mask": values() > 0.1,
         "entropy": values(),
     }
 
@@ -68,8 +68,8 @@ def run(data: dict[str, Tensor], variant: str, backend: str, **more: Any) -> tup
     arguments = {name: tensor.detach().clone().to(device) for name, tensor in data.items()}
     if variant != "clip":
         del arguments["ref_logprobs"]
-    if variant != "sequence":
-        del arguments["sampling_logprobs"]
+    if variant == "geo_mean":
+        del arguments["policy_mask"]
     if not config.ratio.startswith("segment"):
         del arguments["segments"]
     logprobs = arguments.pop("logprobs").detach().requires_grad_()

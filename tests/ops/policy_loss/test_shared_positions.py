@@ -23,8 +23,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "clip": {"aggregation": "token-mean"},
     "rows": {"aggregation": "seq-mean-token-mean", "entropy_coef": 0.1},
     "sequence": {"ratio": "sequence"},
-    "quantile": {"top_entropy_quantile": 0.5},
-    "clip_cov": {"loss": "clip_cov", "cov_ratio": 0.2},
 }
 CONFIG = gk.LossConfig()
 # all positions in a chunk, chunks shorter than a sample, and longer ones
@@ -139,7 +137,7 @@ def test_policy_loss(name: str, packed: bool) -> None:
         # log-probs of any shape: the index counts through all of it
         scored = gk.linear_logprobs(leaves["hidden"], leaves["weight"], positions["targets"], return_entropy=True)
         assert scored.entropy is not None
-        entropy = scored.entropy[None] if "entropy_coef" in CONFIGS[name] or name == "quantile" else None
+        entropy = scored.entropy[None] if "entropy_coef" in CONFIGS[name] else None
         result = gk.policy_loss(scored.logprobs[None], entropy=entropy, **terms, config=config, backend=backend)
         assert_close(finished(result, leaves), want)
 

@@ -19,8 +19,7 @@ CONFIGS: dict[str, gk.LossConfig] = {
     "gspo": gk.LossConfig(ratio="sequence"),
     "segment": gk.LossConfig(ratio="segment"),
     "vespo": gk.LossConfig.trl(loss_type="vespo"),
-    "clip_cov": gk.LossConfig.verl(loss_mode="clip_cov"),
-    "quantile": gk.LossConfig(top_entropy_quantile=0.5),
+    "masked": gk.LossConfig(),
 }
 
 
@@ -37,6 +36,8 @@ def arguments_of(name: str, dtype: torch.dtype = F64) -> dict[str, Any]:
     }
     if name == "kl":
         more["ref_logprobs"] = (old + 0.1).to(dtype)
+    if name == "masked":
+        more["policy_mask"] = torch.rand(3, 4, generator=generator) < 0.6
     if name == "segment":
         more["segments"] = torch.tensor([[0, 0, 1, 1]] * 3)
     return given | more
@@ -59,7 +60,7 @@ def by_parts(given: dict[str, Any], config: gk.LossConfig, **head: Any) -> dict[
     logits = leaves[0].flatten(0, 1) @ leaves[1].T + leaves[2]
     logprobs, entropy = softmax_of(logits, given | head)
     counts = (given["targets"] != -100) & policy.pop("mask")
-    want_entropy = config.entropy_coef != 0 or config.top_entropy_quantile < 1
+    want_entropy = config.entropy_coef != 0
     result = gk.policy_loss(
         torch.where(counts, logprobs.view(3, 4), 0),
         mask=counts,

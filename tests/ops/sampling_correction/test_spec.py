@@ -69,12 +69,16 @@ def test_a_rejection_drops_what_is_outside_of_its_bounds(backend: str, statistic
     assert got.metrics.to_dict()[f"{statistic}/masked_tokens"] == int((batch.mask & outside).sum())
 
 
+@pytest.mark.parametrize("outside", ["truncate", "mask"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_geometric_weights_are_the_means_of_log_ratios(backend: str) -> None:
+def test_geometric_weights_are_the_means_of_log_ratios(backend: str, outside: str) -> None:
     batch = make_batch(2)
     d = torch.where(batch.mask, batch.old - batch.sampling, 0)
-    expected = (d.sum(1) / batch.mask.sum(1).clamp(min=1)).exp().clamp(0.99, 1.01)[:, None] * batch.mask
-    got = correct(backend, batch, gk.CorrectionConfig(weights="geometric", weight_min=0.99, weight_max=1.01))
+    ratio = (d.sum(1) / batch.mask.sum(1).clamp(min=1)).exp()[:, None]
+    limited = ratio.clamp(0.99, 1.01)
+    expected = (limited if outside == "truncate" else torch.where(limited == ratio, ratio, 0)) * batch.mask
+    config = gk.CorrectionConfig(weights="geometric", weight_min=0.99, weight_max=1.01, outside=outside)
+    got = correct(backend, batch, config)
     torch.testing.assert_close(got.weights.cpu(), expected, rtol=1e-12, atol=0)
     assert torch.equal(got.mask.cpu(), batch.mask)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.policy_loss.peers import TRL_LOSS_TYPES
+from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests import peers_trl
 from tests.harness import assert_within_budget, device_of
 from tests.ops.token_logprobs.rows import BACKENDS, FAST, rows_of

@@ -10,61 +10,43 @@ from torch import Tensor
 
 from grpo_kernels.groups import TokenRows, reduce_runs
 from grpo_kernels.ops.policy_loss.config import (
-    AVERAGE,
     CISPO,
     CLIP,
-    CLIP_COV,
-    CORRECTION_NONE,
-    COUNTED,
-    CROSS_ENTROPY,
     DPPO_KL,
     DPPO_TV,
     DRO,
     GEO_MEAN,
-    GEOMETRIC_AVERAGE,
-    GEOMETRIC_MASK,
-    GEOMETRIC_TRUNCATE,
     ICEPOP,
     IPO,
     K1,
     K2,
     K3,
     KL_ABS,
-    KL_COV,
     KL_NONE,
     METRICS,
-    POLICY,
-    POLICY_CROSS_ENTROPY,
-    REFERENCE_KL,
     SAPO,
     SEGMENT_MEAN,
-    SELECTED,
     SEQUENCE,
-    SEQUENCE_MASK,
     SEQUENCE_TOKEN,
-    SEQUENCE_TRUNCATE,
-    TOKEN_TRUNCATE,
     TOPR,
     VESPO,
     Plan,
 )
 from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
 from grpo_kernels.ops.policy_loss.reference.metrics import measure
-from grpo_kernels.ops.policy_loss.reference.rows import Correction, Terms, Tokens
+from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
 
 
 def forward(
     logprobs: Tensor,
     entropy: Tensor | None,
-    entropy_floor: Tensor | None,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor | None,
+    policy_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     segments: Tensor | None,
-    kinds: Tensor | None,
     ref_logprobs: Tensor | None,
-    sampling_logprobs: Tensor | None,
     is_weights: Tensor | None,
     weights: Tensor | None,
     normalizers: Tensor | None,
@@ -79,55 +61,32 @@ def forward(
     if segments is not None:
         valid = valid & (segments.reshape(-1) >= 0)
 
-    counted, has_term, regularized, selected = valid, valid, valid, torch.zeros_like(valid)
-    if kinds is not None:
-        kind = kinds.reshape(-1)
-        has_term = counted & (kind != COUNTED)
-        selected = counted & (kind == SELECTED)
-        valid = selected | (counted & ((kind == POLICY) | (kind == POLICY_CROSS_ENTROPY)))
-        regularized = valid | (counted & (kind == REFERENCE_KL))
-
-    def clean(values: Tensor | None, where: Tensor) -> Tensor | None:
+    def clean(values: Tensor | None) -> Tensor | None:
         """Sets slots that take no part to 0, whatever they hold, and expands one value per row to one per token."""
         if values is None:
             return None
         values = rows.spread(values) if values.shape != logprobs.shape else values.reshape(-1)
-        return torch.where(where, values.to(logprobs.dtype), 0)
+        return torch.where(valid, values.to(logprobs.dtype), 0)
 
-    lp, advantage = clean(logprobs, regularized), clean(advantages, valid)
-    old = lp.detach() if old_logprobs is None else clean(old_logprobs.detach(), regularized)
-    reference, weight_of = clean(ref_logprobs, regularized), clean(weights, has_term)
-    entropies = clean(entropy, regularized)
-    kept = valid if entropy_floor is None else valid & (entropies.detach() >= entropy_floor)
-    # in a geometric mean, tokens that are not kept have left the mean itself
-    factor = torch.ones_like(lp) if plan.loss == GEO_MEAN else kept.to(lp.dtype)
+    lp, advantage = clean(logprobs), clean(advantages)
+    old = lp.detach() if old_logprobs is None else clean(old_logprobs.detach())
+    reference, weight_of, entropies = clean(ref_logprobs), clean(weights), clean(entropy)
+    kept = valid if policy_mask is None else valid & policy_mask.reshape(-1)
+    weight = _weights(rows, valid, is_weights)
 
-    correction, correction_by_row = _correction(rows, valid, old, sampling_logprobs, is_weights, plan)
-    dropped = _off_policy(rows, valid, advantage, lp.detach(), sampling_logprobs, old, plan)
-    factor = torch.where(dropped, 0, factor)
-
-    tokens = Tokens(valid, kept, lp, old, advantage, selected)
+    tokens = Tokens(valid, kept, lp, old, advantage)
     terms = _ratios(rows, tokens, segments, plan)
     # these two make one weight of the row of the tokens' weights
-    folded = plan.loss in (VESPO, GEO_MEAN) and correction_by_row is None
-    policy, counters = _policy(rows, tokens, terms, correction if folded else None, plan)
-    if correction is not None and not folded:
-        factor = factor * correction
-    policy = torch.where(terms.here, policy * factor, 0)
+    folded = plan.loss in (VESPO, GEO_MEAN) and weight.of_rows is None
+    policy, counters = _policy(rows, tokens, terms, weight.of_tokens if folded else None, plan)
+    if weight.of_tokens is not None and not folded:
+        policy = policy * weight.of_tokens
+    policy = torch.where(terms.here & kept, policy, 0)
     kl = _kl(lp, reference, terms, plan)
 
-    here = terms.here if kinds is None else counted
-    share = Shares(rows, counted, kept, here, normalizers, counts, weight_of, plan)
+    share = Shares(rows, valid, terms.here, normalizers, counts, weight_of, plan)
     policy_loss = (share.of(plan.aggregation, policy=True) * policy).sum()
-    kl_loss = (share.of(plan.kl_aggregation) * torch.where(regularized, kl, 0)).sum()
-    cross_entropy_loss = lp.new_zeros(())
-    if kinds is not None:
-        is_imitated = counted & ((kind == CROSS_ENTROPY) | (kind == POLICY_CROSS_ENTROPY))
-        of_each = share.of(plan.aggregation, policy=True)
-        if normalizers is not None:
-            mean = (1 if weight_of is None else weight_of) / normalizers[-1]
-            of_each = torch.where(normalizers[-1].isnan(), of_each, mean)
-        cross_entropy_loss = (of_each * -clean(logprobs, is_imitated)).sum()
+    kl_loss = (share.of(plan.kl_aggregation) * torch.where(valid, kl, 0)).sum()
     entropy_loss = lp.new_zeros(())
     if entropies is not None:
         entropy_loss = (share.of(plan.entropy_aggregation) * entropies).sum()
@@ -136,61 +95,20 @@ def forward(
         loss = loss + plan.kl_coef * kl_loss
     if plan.entropy_coef != 0:
         loss = loss - plan.entropy_coef * entropy_loss
-    if plan.cross_entropy_coef != 0:
-        loss = loss + plan.cross_entropy_coef * cross_entropy_loss
 
-    weight, gap = torch.full((2, *old.shape), math.nan, dtype=old.dtype, device=old.device)
-    if correction is not None:
-        weight = torch.where(valid, correction, math.nan)
-    if sampling_logprobs is not None:
-        gap = torch.where(valid, (old - sampling_logprobs.reshape(-1)).abs(), math.nan)
-    mismatch = Correction(weight, correction_by_row, gap, dropped)
     parts = {"loss": loss, "policy_loss": policy_loss, "kl_loss": kl_loss, "entropy_loss": entropy_loss}
     table = {name: part.detach().double() for name, part in parts.items()}
-    table["cross_entropy_loss"] = cross_entropy_loss.detach().double()
-    table |= measure(
-        rows, tokens, terms, counters, counted, here, torch.where(regularized, kl, 0), entropies, mismatch, plan
-    )
+    table |= measure(rows, tokens, terms, counters, torch.where(valid, kl, 0), entropies, weight, plan)
     return loss.to(lp.dtype), torch.stack([table[name] for name in METRICS])
 
 
-def _correction(
-    rows: TokenRows, valid: Tensor, old: Tensor, sampling: Tensor | None, is_weights: Tensor | None, plan: Plan
-) -> tuple[Tensor | None, Tensor | None]:
-    """Weights for rollout mismatch, one per token, and if they are of rows, one per row."""
-    if is_weights is not None:
-        by_row = is_weights.dim() == 1 and len(is_weights) != len(valid)
-        spread = rows.spread(is_weights) if by_row else is_weights.reshape(-1)
-        by_row = torch.where(rows.sum(valid.to(old.dtype)) > 0, is_weights, math.nan) if by_row else None
-        return torch.where(valid, spread, 1), by_row
-    if plan.correction == CORRECTION_NONE or sampling is None:
-        return None, None
-    # a token that the sampler could not score says nothing: ratio 1
-    gap = old - sampling.reshape(-1)
-    gap = torch.where(valid & ~gap.isnan(), gap, 0)
-    by_row = plan.correction in (SEQUENCE_TRUNCATE, SEQUENCE_MASK, GEOMETRIC_TRUNCATE, GEOMETRIC_MASK)
-    gap = rows.sum(gap) if by_row else gap
-    if plan.correction in (GEOMETRIC_TRUNCATE, GEOMETRIC_MASK):
-        gap = gap / rows.sum(valid.to(gap.dtype)).clamp(min=1)
-    ratio = gap.exp()
-    low, high = plan.correction_min, plan.correction_max
-    if plan.correction in (TOKEN_TRUNCATE, SEQUENCE_TRUNCATE, GEOMETRIC_TRUNCATE):
-        ratio = ratio.clamp(low, high)
-    else:
-        ratio = torch.where((ratio < low) | (ratio > high), 0, ratio)
-    return (rows.spread(ratio), ratio) if by_row else (ratio, None)
-
-
-def _off_policy(
-    rows: TokenRows, valid: Tensor, advantage: Tensor, lp: Tensor, sampling: Tensor | None, old: Tensor, plan: Plan
-) -> Tensor:
-    """Tokens without a policy term, as their row is too far from the policy that sampled it and their advantage < 0."""
-    if plan.off_policy_threshold == math.inf:
-        return torch.zeros_like(valid)
-    gap = (old if sampling is None else sampling.reshape(-1)) - lp
-    gap = torch.where(valid & ~gap.isnan(), gap, 0)
-    distance = rows.sum(gap) / rows.sum(valid.to(gap.dtype)).clamp(min=1)
-    return valid & (advantage < 0) & rows.spread(~(distance <= plan.off_policy_threshold))
+def _weights(rows: TokenRows, valid: Tensor, is_weights: Tensor | None) -> Weights:
+    if is_weights is None:
+        return Weights(None, None)
+    if is_weights.dim() > 1 or len(is_weights) == len(valid):
+        return Weights(torch.where(valid, is_weights.reshape(-1), 1), None)
+    of_rows = torch.where(rows.sum(valid.to(is_weights.dtype)) > 0, is_weights, math.nan)
+    return Weights(torch.where(valid, rows.spread(is_weights), 1), of_rows)
 
 
 def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan) -> Terms:
@@ -198,15 +116,10 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     # a token that the old policy could not sample: far beyond where the ratio stops, but finite, also in sums of rows
     old = tokens.old.clamp(min=-math.sqrt(torch.finfo(lp.dtype).max))
     d, here, score = lp - old, valid, lp
-    if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN, AVERAGE, GEOMETRIC_AVERAGE):
+    if plan.ratio in (SEQUENCE, SEQUENCE_TOKEN):
         mean = rows.sum(torch.where(valid, d, 0)) / rows.sum(valid.to(d.dtype)).clamp(min=1)
         of_row = rows.spread(mean)
-        d = {
-            SEQUENCE: lambda: of_row,
-            SEQUENCE_TOKEN: lambda: of_row.detach() + lp - lp.detach(),
-            AVERAGE: lambda: torch.logaddexp(d, of_row) - math.log(2),
-            GEOMETRIC_AVERAGE: lambda: (d + of_row) / 2,
-        }[plan.ratio]()
+        d = of_row if plan.ratio == SEQUENCE else of_row.detach() + lp - lp.detach()
     if plan.by_segment:
         here, joint = _joint(rows, valid, segments, plan)
         d, score = joint(d), joint(lp)
@@ -246,22 +159,22 @@ def _joint(
 
 def _geometric(rows: TokenRows, tokens: Tokens, plan: Plan) -> Terms:
     """GMPO: one term a row, whose ratio is the mean of log ratios that are clipped where that lowers the objective."""
-    kept, advantage, d = tokens.kept, tokens.advantage, tokens.lp - tokens.old
+    valid, advantage, d = tokens.valid, tokens.advantage, tokens.lp - tokens.old
     clipped = d.clamp(-plan.low, plan.high)
     pessimistic = torch.where(advantage < 0, torch.maximum(d, clipped), torch.minimum(d, clipped))
     pessimistic = torch.where(advantage == 0, 0, pessimistic)
-    count = rows.sum(kept.to(d.dtype))
-    mean = rows.sum(torch.where(kept, pessimistic, 0)) / count.clamp(min=1)
+    count = rows.sum(valid.to(d.dtype))
+    mean = rows.sum(torch.where(valid, pessimistic, 0)) / count.clamp(min=1)
     spread = rows.spread(mean)
-    at_end = kept & (torch.arange(len(d), device=d.device) == rows.spread(rows.last(kept)))
+    at_end = valid & (torch.arange(len(d), device=d.device) == rows.spread(rows.last(valid)))
     return Terms(at_end, d, spread.exp())
 
 
 def _policy(
-    rows: TokenRows, tokens: Tokens, terms: Terms, correction: Tensor | None, plan: Plan
+    rows: TokenRows, tokens: Tokens, terms: Terms, is_weights: Tensor | None, plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The terms before their weights, and what is counted of them."""
-    valid, _, lp, old, advantage, _ = tokens
+    valid, _, lp, old, advantage = tokens
     ratio, low, high = terms.ratio, plan.low, plan.high
     fixed = ratio.detach().clamp(max=plan.cap)
     none = torch.zeros_like(valid)
@@ -288,8 +201,8 @@ def _policy(
         counters |= {"clipped": (below | above) & (advantage > 0), "dual": (below | above) & (advantage < 0)}
         total = rows.sum(valid.to(ratio.dtype)).clamp(min=1)
         policy = -rows.spread(rows.sum(advantage) / total) * ratio
-        if correction is not None:
-            logs = torch.where(valid, (correction + 1e-10).log(), 0)
+        if is_weights is not None:
+            logs = torch.where(valid, (is_weights + 1e-10).log(), 0)
             policy = policy * rows.spread(rows.sum(logs) / total).exp()
         return policy, counters
     if plan.loss in (IPO, ICEPOP):
@@ -298,25 +211,16 @@ def _policy(
         counters |= {"low": position < bound, "high": position > high}
         counters["clipped"] = counters["low"] | counters["high"]
         return torch.where(counters["clipped"], 0, -advantage * ratio), counters
-    if plan.loss == CLIP_COV:
-        counters["low"] = (fixed < low) & (advantage < 0)
-        counters["high"] = (fixed > high) & (advantage > 0)
-        counters["clipped"] = tokens.selected
-        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
-        return torch.where(tokens.selected, 0, clipped), counters
-    if plan.loss == KL_COV:
-        penalty = torch.where(tokens.selected, plan.cov_kl_coef * (lp - old).abs(), 0)
-        return -advantage * ratio + penalty, counters
     if plan.loss == DRO:
         return -(lp * advantage - 0.5 * plan.dro_beta * (lp - old) ** 2), counters
-    return _score_function(rows, tokens, terms, correction, counters, plan)
+    return _score_function(rows, tokens, terms, is_weights, counters, plan)
 
 
 def _score_function(
-    rows: TokenRows, tokens: Tokens, terms: Terms, correction: Tensor | None, counters: dict[str, Tensor], plan: Plan
+    rows: TokenRows, tokens: Tokens, terms: Terms, is_weights: Tensor | None, counters: dict[str, Tensor], plan: Plan
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Losses of the form -weight * advantage * log-prob, whose weight has no gradient."""
-    valid, _, lp, old, advantage, _ = tokens
+    valid, _, lp, old, advantage = tokens
     fixed = terms.ratio.detach()
     weight = torch.ones_like(fixed)
     if plan.loss == CISPO:
@@ -335,8 +239,8 @@ def _score_function(
     if plan.loss == VESPO:
         floor = math.log(1e-8)
         log_w = rows.sum(torch.where(valid, (lp - old).detach().clamp(-20, 20), 0))
-        if correction is not None:
-            log_w = log_w + rows.sum(torch.where(valid, correction.log().clamp(floor, 20), 0))
+        if is_weights is not None:
+            log_w = log_w + rows.sum(torch.where(valid, is_weights.log().clamp(floor, 20), 0))
         log_w = rows.spread(log_w.clamp(floor, 20))
         k = _by_sign(advantage >= 0, plan.k_pos, plan.k_neg, fixed)
         rate = _by_sign(advantage >= 0, plan.lambda_pos, plan.lambda_neg, fixed).clamp(min=1e-4)

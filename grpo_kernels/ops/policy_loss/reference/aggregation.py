@@ -29,19 +29,18 @@ class Shares:
         self,
         rows: TokenRows,
         valid: Tensor,
-        kept: Tensor,
         here: Tensor,
         normalizers: Tensor | None,
         counts: list[float],
         weights: Tensor | None,
         plan: Plan,
     ) -> None:
-        self.rows, self.valid, self.kept, self.here, self.weights, self.plan = rows, valid, kept, here, weights, plan
+        self.rows, self.valid, self.here, self.weights, self.plan = rows, valid, here, weights, plan
         self.normalizers, self.counts = normalizers, counts
 
     def of(self, aggregation: int, policy: bool = False) -> Tensor:
         if aggregation == LOCAL_TOKEN_MEAN:
-            return self.kept.double() / self.kept.sum().clamp(min=1)
+            return self.valid.double() / self.valid.sum().clamp(min=1)
         if self.weights is not None:
             return self.weights
         members = (self.here if policy else self.valid).double()

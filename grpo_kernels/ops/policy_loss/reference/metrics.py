@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import TokenRows
-from grpo_kernels.ops.policy_loss.config import GEO_MEAN, KL_COV, TOKEN, Plan
-from grpo_kernels.ops.policy_loss.reference.rows import Correction, Terms, Tokens
+from grpo_kernels.ops.policy_loss.config import GEO_MEAN, TOKEN, Plan
+from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
 
 Table = dict[str, Tensor]
 
@@ -19,36 +19,30 @@ def measure(
     tokens: Tokens,
     terms: Terms,
     counters: Table,
-    counted: Tensor,
-    with_term: Tensor,
     kl: Tensor,
     entropies: Tensor | None,
-    correction: Correction,
+    weights: Weights,
     plan: Plan,
 ) -> Table:
-    """Counts, sums and extremes over the tokens and over the rows, each kind in one reduction.
-
-    Args:
-        counted: tokens that take part, whatever their kind
-        with_term: those that the mean of the policy terms counts
-        kl: 0 for tokens without one
-    """
+    """Counts, sums and extremes over the tokens and over the rows, each kind in one reduction."""
     where = tokens.valid if plan.loss == GEO_MEAN else terms.here
     low_clipped, high_clipped, clipped, dual_clipped = (
         counters[name] & where for name in ("low", "high", "clipped", "dual")
     )
     ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
     phi = torch.where(terms.here, counters["phi"], 0)
-    gap = correction.gap
-    weight = correction.of_tokens if correction.of_rows is None else correction.of_rows
+    weight = ratio.new_full(ratio.shape, math.nan)
+    if weights.of_tokens is not None:
+        weight = torch.where(tokens.valid, weights.of_tokens, math.nan)
+    weight = weight if weights.of_rows is None else weights.of_rows
 
-    flags = torch.stack((counted, where, low_clipped, high_clipped, terms.here))
+    flags = torch.stack((tokens.valid, where, low_clipped, high_clipped, terms.here))
     num_counted, number, low, high, num_terms = rows.sum(flags.double()).unbind()
     low_fraction, high_fraction = (torch.where(number > 0, side / number, math.nan) for side in (low, high))
 
     of_tokens = {
-        "tokens": counted,
-        "terms": with_term,
+        "tokens": tokens.valid,
+        "terms": terms.here,
         "kept_tokens": tokens.kept,
         "low_clipped": low_clipped,
         "high_clipped": high_clipped,
@@ -60,10 +54,6 @@ def measure(
         "ratio_sum": _numbers(ratio),
         "ratio_spread_sum": _numbers((ratio - 1).square()),
         "phi_sum": phi,
-        "gap_sum": _numbers(gap),
-        "gap_count": ~gap.isnan(),
-        "off_policy_tokens": correction.dropped,
-        "policy_tokens": tokens.valid,
     }
     of_rows = {
         "rows": torch.ones_like(number),
@@ -72,23 +62,21 @@ def measure(
         "high_clipped_rows": _numbers(high_fraction),
         "phi_rows": rows.sum(phi.double()) / num_terms.clamp(min=1),
     }
-    weighted = of_tokens if correction.of_rows is None else of_rows
+    weighted = of_tokens if weights.of_rows is None else of_rows
     weighted |= {
         "is_sum": _numbers(weight),
         "is_square_sum": _numbers(weight.square()),
         "is_count": ~weight.isnan(),
     }
     smallest = {"low_clipped_min": low_fraction}, {"ratio_min": ratio}
-    largest = {"high_clipped_max": high_fraction}, {"ratio_max": ratio, "gap_max": gap}
-    of_weight = int(correction.of_rows is None)
+    largest = {"high_clipped_max": high_fraction}, {"ratio_max": ratio}
+    of_weight = int(weights.of_rows is None)
     smallest[of_weight]["is_min"] = largest[of_weight]["is_max"] = weight
     return _sums(of_tokens) | _sums(of_rows) | _extremes(smallest[0], largest[0]) | _extremes(smallest[1], largest[1])
 
 
 def _log_ratio(tokens: Tokens, plan: Plan) -> Tensor:
     d = (tokens.lp - tokens.old).detach()
-    if plan.loss == KL_COV:
-        d = d.abs()
     return d.clamp(plan.clamp_low, plan.clamp_high) if plan.ratio == TOKEN else d
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 class Tokens(NamedTuple):
     """One entry per token, 0 for tokens that take no part."""
 
-    valid: Tensor  # with a policy term
-    kept: Tensor  # by their entropy
+    valid: Tensor
+    kept: Tensor  # by the policy mask
     lp: Tensor
     old: Tensor
     advantage: Tensor
-    selected: Tensor  # by the losses of covariance
 
 
 class Terms(NamedTuple):
@@ -26,10 +25,8 @@ class Terms(NamedTuple):
     ratio: Tensor
 
 
-class Correction(NamedTuple):
-    """Weights for the mismatch between sampler and trainer, and what is measured of it; NaN where there is none."""
+class Weights(NamedTuple):
+    """Importance weights; None where there are none."""
 
-    of_tokens: Tensor
-    of_rows: Tensor | None  # where all tokens of a row have one weight
-    gap: Tensor  # absolute difference of log-probs of sampler and old policy
-    dropped: Tensor  # tokens of rows that are too far from the policy
+    of_tokens: Tensor | None
+    of_rows: Tensor | None  # where all tokens of a row have one weight; NaN for rows without tokens

@@ -17,11 +17,6 @@ VERL_DEFAULTS: dict[str, Any] = {
     "tau_pos": 1.0,
     "tau_neg": 1.05,
     "dro_beta": None,
-    "clip_cov_ratio": 0.0002,
-    "clip_cov_lb": 1.0,
-    "clip_cov_ub": 5.0,
-    "kl_cov_ratio": 0.0002,
-    "ppo_kl_coef": 0.1,
     "entropy_coeff": 0,
     "use_kl_loss": False,
     "kl_loss_coef": 0.001,
@@ -38,11 +33,11 @@ VERL_LOSSES: dict[str, tuple[str, str, tuple[float, float] | None]] = {
     "dppo_kl": ("dppo_kl", "token", (-20.0, 20.0)),
     "geo_mean": ("geo_mean", "token", None),
     "dro": ("dro", "token", None),
-    "clip_cov": ("clip_cov", "token", None),
-    "kl_cov": ("kl_cov", "token", None),
 }
 VERL_REFUSED = {
     "bypass_mode": "choose 'vanilla', or LossConfig(loss='reinforce') with is_weights",
+    "clip_cov": "take LossConfig(clip_low=..., clip_high=...) with is_weights=gk.variants.clip_cov_weights(...)",
+    "kl_cov": "take LossConfig(clip_low=None, clip_high=None), and add gk.variants.kl_cov_penalty(...)",
 }
 _VERL_AGGREGATIONS = (
     "token-mean",
@@ -81,7 +76,7 @@ def verl_fields(**fields: Any) -> dict[str, Any]:
         )
     loss, ratio, clamp = VERL_LOSSES[mode]
     own: dict[str, Any] = {"loss": loss, "ratio": ratio, "log_ratio_clamp": clamp}
-    if loss in ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "clip_cov"):
+    if loss in ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl"):
         for side in ("low", "high"):
             value = f[f"clip_ratio_{side}"]
             own[f"clip_{side}"] = f["clip_ratio"] if value is None else value
@@ -93,10 +88,6 @@ def verl_fields(**fields: Any) -> dict[str, Any]:
         own["sapo_temperatures"] = (f["tau_pos"], f["tau_neg"])
     if mode == "dro":
         own["dro_beta"] = f["dro_beta"]
-    if mode == "clip_cov":
-        own |= {"cov_ratio": f["clip_cov_ratio"], "cov_bounds": (f["clip_cov_lb"], f["clip_cov_ub"])}
-    if mode == "kl_cov":
-        own |= {"cov_ratio": f["kl_cov_ratio"], "cov_kl_coef": f["ppo_kl_coef"]}
     if f["use_kl_loss"]:
         own |= _verl_kl(where, f["kl_loss_type"], f["kl_loss_coef"])
     forced = {"sapo": "seq-mean-token-mean", "geo_mean": "seq-mean-token-sum"}.get(mode, aggregation)

@@ -58,6 +58,7 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
             f"{where}: use_adaptive_entropy must be False, got True; its controller belongs to the trainer, which "
             "passes the entropy_coef of the step"
         )
+    _check_composed(where, f)
     finite(where, "epsilon", f["epsilon"])
     high = f["epsilon"] if f["epsilon_high"] is None else f["epsilon_high"]
     own: dict[str, Any] = {
@@ -70,17 +71,6 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
     }.get(kind, {"loss": "clip", "clip_low": f["epsilon"], "clip_high": high, "delta": f["delta"]})
     if f["beta"] != 0.0:
         own |= {"kl": "k3", "kl_coef": f["beta"], "kl_unbiased": f["use_bias_correction_kl"]}
-    if f["use_vllm"] and f["vllm_importance_sampling_correction"]:
-        own |= {
-            "correction": f["vllm_importance_sampling_mode"],
-            "correction_min": f["vllm_importance_sampling_clip_min"],
-            "correction_max": f["vllm_importance_sampling_clip_max"],
-        }
-        if kind == "vespo" and own["correction"] not in ("token_truncate", "token_mask"):
-            raise ValueError(
-                f"{where}: vllm_importance_sampling_mode must be token_truncate or token_mask for vespo, "
-                f"got {own['correction']!r}"
-            )
     return dict(
         ratio=level,
         aggregation=_TRL_AGGREGATIONS[kind],
@@ -88,7 +78,24 @@ def trl_fields(**fields: Any) -> dict[str, Any]:
         max_length=f["max_completion_length"] if kind == "dr_grpo" else None,
         count_empty_rows=True,
         entropy_coef=f["entropy_coef"],
-        top_entropy_quantile=f["top_entropy_quantile"],
-        off_policy_threshold=f["off_policy_mask_threshold"],
         **own,
     )
+
+
+def _check_composed(where: str, f: dict[str, Any]) -> None:
+    """Refuses settings that are no part of the loss, but of its arguments."""
+    if f["use_vllm"] and f["vllm_importance_sampling_correction"]:
+        raise ValueError(
+            f"{where}: use_vllm must be False with vllm_importance_sampling_correction, got True; pass is_weights="
+            "gk.sampling_correction(..., config=gk.CorrectionConfig.trl(...)).weights"
+        )
+    if f["top_entropy_quantile"] != 1.0:
+        raise ValueError(
+            f"{where}: top_entropy_quantile must be 1, got {f['top_entropy_quantile']!r}; pass policy_mask="
+            "gk.variants.high_entropy_mask(...)"
+        )
+    if f["off_policy_mask_threshold"] is not None:
+        raise ValueError(
+            f"{where}: off_policy_mask_threshold must be None, got {f['off_policy_mask_threshold']!r}; pass "
+            "policy_mask=gk.variants.off_policy_mask(...)"
+        )
