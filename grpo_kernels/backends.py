@@ -101,6 +101,15 @@ def select(
     raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}{reasons}")
 
 
+def check_reference(op: str, requested: str | None) -> None:
+    """Refuses a kernel that is requested of an op without any."""
+    if _checked(requested, f"{op}: backend") not in (None, "reference"):
+        raise RuntimeError(
+            f"{op}: backend {requested!r} cannot run here: the op is plain torch on every device; "
+            "use backend='reference' or leave it out"
+        )
+
+
 def refusal(
     backend: str,
     device_type: str,

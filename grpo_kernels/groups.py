@@ -124,13 +124,15 @@ class TokenRows:
     """
 
     def __init__(self, op: str, shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> None:
-        self._place = torch.arange(shape.numel(), device=device)
-        self._shape, self._bounds, self._row = shape, None, None
+        self._shape, self._device, self._bounds, self._row = shape, device, None, None
         self.count = shape[0]
         if cu_seqlens is not None:
             self._bounds = packed_bounds(op, cu_seqlens, shape[0])
-            self._row = torch.searchsorted(self._bounds[1:], self._place, right=True)
+            self._row = torch.searchsorted(self._bounds[1:], self._places(), right=True)
             self.count = len(self._bounds) - 1
+
+    def _places(self) -> Tensor:
+        return torch.arange(self._shape.numel(), device=self._device)
 
     def within(self, flags: Tensor) -> Tensor:
         """The flags of tokens of a row; False for those of no row."""
@@ -140,13 +142,17 @@ class TokenRows:
         """The first place of each row."""
         if self._bounds is not None:
             return self._bounds[:-1]
-        return torch.arange(self.count, device=self._place.device) * self._shape[1]
+        return torch.arange(self.count, device=self._device) * self._shape[1]
 
     def sum(self, values: Tensor) -> Tensor:
         """Sums [..., B] over the tokens [..., N] of each row, which are floats."""
         if self._bounds is not None:
             return reduce_runs(values, self._bounds, "sum", 0.0)
         return values.view(*values.shape[:-1], *self._shape).sum(-1)
+
+    def counts(self, flags: Tensor) -> Tensor:
+        """Number of the flags of each row, in float64."""
+        return self.sum(flags.double()) if self._bounds is not None else flags.view(self._shape).sum(1).double()
 
     def extremes(self, values: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
         """The smallest and the largest value of each row, infinite where it has none."""
@@ -160,7 +166,7 @@ class TokenRows:
 
     def last(self, flags: Tensor) -> Tensor:
         """Place of the last such token of each row, -1 where there is none."""
-        last = self.extremes(self._place.double(), flags)[1]
+        last = self.extremes(self._places().double(), flags)[1]
         return torch.where(last.isinf(), -1, last).long()
 
     def spread(self, values: Tensor) -> Tensor:

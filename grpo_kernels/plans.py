@@ -1,4 +1,4 @@
-"""The base of the configs that kernels read as a plan: a list of integers and a list of floats."""
+"""The bases of all configs, and of those that kernels read as a plan: a list of integers and a list of floats."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from grpo_kernels.checks import ELSEWHERE, unknown
 
-C = TypeVar("C", bound="PlannedConfig")
+C = TypeVar("C", bound="CheckedConfig")
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedConfig:
-    """A config with its plan, derived when it is created. torch.compile traces that, too."""
-
-    if TYPE_CHECKING:  # they are no fields, which dataclasses.asdict would list and the config would not take
-        modes: list[int] = dataclasses.field(init=False)
-        coefficients: list[float] = dataclasses.field(init=False)
+class CheckedConfig:
+    """A config that refuses unknown keywords. torch.compile traces its creation, too."""
 
     _meant: ClassVar[dict[str, str]] = {}  # keywords of peers, and what is meant by them
 
@@ -36,6 +32,15 @@ class PlannedConfig:
                     )
                 )
         return super().__new__(cls)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedConfig(CheckedConfig):
+    """A config with its plan, derived when it is created."""
+
+    if TYPE_CHECKING:  # they are no fields, which dataclasses.asdict would list and the config would not take
+        modes: list[int] = dataclasses.field(init=False)
+        coefficients: list[float] = dataclasses.field(init=False)
 
     def _set_plan(self, plan: Any, first_coefficient: str) -> None:
         """Sets `modes` to the fields of a named tuple before this one, and `coefficients` to the others."""

@@ -48,10 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run all cases of parametrized tests, and tests marked full")
 
 
-# Ops that keep CUDA alone on a GPU: of their interpreted cases, each file as a whole has its share.
-_LOSING_TRITON = ("sampling_correction",)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out tests marked `full`, and of parametrized tests all cases but a cover for each backend."""
     if config.getoption("--all"):
@@ -63,8 +59,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case = thinning.values_of(item.callspec.params)
             strength = 2 if item.get_closest_marker("pairs") else 1
             grid, backend = item.nodeid.partition("[")[0], case.get("backend")
-            if backend == repr("triton") and item.path.parent.name in _LOSING_TRITON:
-                case, strength, grid = {**case, "test": grid}, 1, str(item.path)
             grids[grid, backend, strength][item.nodeid] = case
     for (_, backend, strength), cases in grids.items():
         left_out |= cases.keys() - thinning.thinned(

@@ -187,7 +187,7 @@ def correction(shape: tuple[int, ...]) -> Case:
         }
 
     def call(inputs: Inputs, backend: str) -> list[Tensor]:
-        result = gk.sampling_correction(**inputs, config=CORRECTION, backend=backend)
+        result = gk.sampling_correction(**inputs, config=CORRECTION)
         return [result.weights, result.mask, result.metrics.tensor]
 
     return Case(draw, call)

@@ -12,7 +12,6 @@ import grpo_kernels as gk
 from grpo_kernels.ops.endpoint_segments import config as segments
 from grpo_kernels.ops.group_advantages import config as advantages
 from grpo_kernels.ops.policy_loss import config as loss
-from grpo_kernels.ops.sampling_correction import config as correction
 from grpo_kernels.ops.similarity_groups import RowStatus
 from grpo_kernels.ops.similarity_groups import config as similarity
 from grpo_kernels.ops.token_advantages import config as token_advantages
@@ -33,11 +32,6 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
         "Kl": [name for name in loss.KLS if not name.endswith("+")],  # kl_straight is a separate mode
         "Aggregation": loss.AGGREGATIONS,
     },
-    "sampling_correction": {
-        "WeightLevel": correction.WEIGHT_LEVELS,
-        "Level": correction.LEVELS,
-        "Estimator": correction.ESTIMATORS,
-    },
     "similarity_groups": {
         "Linkage": similarity.LINKAGES,
         "Collapse": similarity.COLLAPSES,
@@ -54,7 +48,6 @@ ENUMERATIONS: dict[str, dict[str, Sequence[str]]] = {
 PLANS: dict[str, tuple[type, Any]] = {
     "group_advantages": (advantages.Plan, advantages.AdvantageConfig()),
     "policy_loss": (loss.Plan, loss.LossConfig()),
-    "sampling_correction": (correction.Plan, correction.CorrectionConfig()),
     "similarity_groups": (similarity.Plan, similarity.SimilarityConfig()),
     "endpoint_segments": (segments.Plan, segments.SegmentConfig()),
     "token_advantages": (token_advantages.Plan, token_advantages.TokenAdvantageConfig()),
@@ -102,13 +95,6 @@ def test_settings_are_in_the_same_order(codes: dict[str, dict[str, Any]], op: st
 
 def test_metrics_are_in_the_same_order(codes: dict[str, dict[str, Any]]) -> None:
     assert tuple(codes["policy_loss"]["metrics"].split()) == loss.METRICS
-
-
-def test_columns_of_the_table_are_in_the_same_order(codes: dict[str, dict[str, Any]]) -> None:
-    row = correction.ROW_SUMS + correction.ROW_MINIMA + correction.ROW_MAXIMA
-    rejection = correction.REJECTION_SUMS + correction.REJECTION_MINIMA + correction.REJECTION_MAXIMA
-    assert tuple(codes["sampling_correction"]["row"].split()) == row
-    assert tuple(codes["sampling_correction"]["rejection"].split()) == rejection
 
 
 def test_limits_are_the_same(codes: dict[str, dict[str, Any]]) -> None:

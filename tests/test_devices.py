@@ -60,7 +60,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "linear_policy_loss": linear_policy_loss,
     "linear_distillation_loss": linear_distillation_loss,
     "token_advantages": lambda: gk.token_advantages(rows(), rows(), backend="triton"),
-    "sampling_correction": lambda: gk.sampling_correction(rows(), rows(), backend="triton"),
 }
 
 
@@ -245,7 +244,7 @@ ON_ONE_GPU: dict[Callable[..., Any], Callable[[], list[dict[str, Any]]]] = {
 
 
 # without a Triton kernel
-OTHERS = {"policy_loss", "similarity_advantages", *backends.through_host}
+OTHERS = {"policy_loss", "sampling_correction", "similarity_advantages", *backends.through_host}
 
 
 def of_name(op: Callable[..., Any]) -> str:

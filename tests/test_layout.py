@@ -64,8 +64,11 @@ TOP = {
 # Third-party packages that modules may import at the top.
 OUTSIDE = {"torch"}
 OPS = sorted(p.parent.name for p in (PACKAGE / "ops").glob("*/__init__.py"))
-# Ops built on the kernels of other ops, and the layers that they have themselves.
+# Ops without kernels, whose public function calls the reference.
+PLAIN_TORCH = {"sampling_correction"}
+# They, ops built on the kernels of other ops, and the layers that they have themselves.
 COMPOSED = {
+    **dict.fromkeys(PLAIN_TORCH, ("reference.py",)),
     "linear_distillation_loss": ("reference.py", "registration.py"),
     "linear_head": ("reference.py", "registration.py"),
 }
@@ -107,6 +110,8 @@ def is_allowed(importer: tuple[str, ...], imported: tuple[str, ...]) -> bool:
     if layer in ("reference", "triton", "config") and imported[1] != importer[1]:
         # a formula stands in one place per language
         return layer in ("reference", "triton") and layer_of(imported[2:]) in (layer, "config")
+    if layer == "public" and imported[1] == importer[1] and importer[1] in PLAIN_TORCH:
+        return layer_of(imported[2:]) in LAYERS[layer] | {"reference"}
     return layer_of(imported[2:]) in LAYERS[layer]
 
 

@@ -65,7 +65,8 @@ def test_a_silhouette_may_differ_by_the_rounding_of_distances_alone(monkeypatch:
         return result._replace(silhouette=result.silhouette + (1e-2 if backend == "cpu" else 0.0))
 
     # rows so similar that float32 keeps a few digits of their distances
-    seeds = (14570542022067, 14570542055675)
+    seeds = (3226, 3689)
+    monkeypatch.setattr(fuzz_calls, "CALLS", {"similarity_groups": fuzz_calls.similarity_groups})
     assert [fuzz.try_seed(seed, "cpu", Counter()) for seed in seeds] == [None, None]
     with monkeypatch.context() as patch:
         patch.setattr(fuzz, "NUDGES", 0)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from grpo_kernels.aot import AotCase  # noqa: E402 - found through the line above
-from tools.ptx import contractions, widest_load  # noqa: E402
+from tools.ptx import widest_load  # noqa: E402
 
 OPS_DIR = ROOT / "grpo_kernels" / "ops"
 
@@ -71,7 +71,6 @@ class Resources:
     scalar_registers: int | None = None
     spilled_vgprs: int | None = None
     spilled_sgprs: int | None = None
-    contractions: tuple[str, ...] | None = None  # source lines whose products PTX fuses into sums
     widest_load: int | None = None  # bytes, from global memory
 
     @property
@@ -281,11 +280,9 @@ def compile_case(case: AotCase, target_name: str, scratch: str) -> Resources:
     if target.backend == "cuda":
         numbers, binary = parse_ptxas(log.getvalue()), compiled.asm["cubin"]
         numbers["widest_load"] = widest_load(compiled.asm["ptx"])
-        fused = tuple(contractions(compiled.asm["ptx"]))
     else:
         numbers, binary = parse_amdgcn(compiled.asm["amdgcn"]), compiled.asm["hsaco"]
-        fused = None
-    return Resources(shared_bytes=compiled.metadata.shared, binary_bytes=len(binary), contractions=fused, **numbers)
+    return Resources(shared_bytes=compiled.metadata.shared, binary_bytes=len(binary), **numbers)
 
 
 def _child(pipe: Connection, case: AotCase, target_name: str, scratch: str) -> None:

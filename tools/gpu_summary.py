@@ -26,7 +26,6 @@ OPS = {
     "linear_distillation_loss": BACKENDS,
     "policy_loss": ("cuda",),
     "linear_policy_loss": BACKENDS,
-    "sampling_correction": BACKENDS,
     "endpoint_segments": ("cuda",),
     "token_advantages": ("triton",),
     "similarity_groups": ("cuda",),

@@ -31,7 +31,6 @@ from benchmarks import gpu_lines
 from grpo_kernels import registry
 from grpo_kernels.ops.similarity_groups import registration
 from tools import row_cases, support_cases
-from tools.correction_cases import corrections
 from tools.row_cases import WRONG_BOUNDS, Put, Results
 
 
@@ -264,7 +263,6 @@ CASES = {
         ("cuda",),
     ),
     "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale"), ("cuda",)),
-    "corrections": Case(corrections, kernels("sampling_correction", "rows")),
     "segments": Case(
         row_cases.segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
@@ -339,7 +337,6 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "policy_loss": smoke_loss,
     "linear_distillation_loss": smoke_distillation,
     "linear_policy_loss": functools.partial(linear_losses, torch.float32),
-    "sampling_correction": corrections,
     "endpoint_segments": row_cases.smoke_segments,
     "token_advantages": row_cases.smoke_token_advantages,
     "similarity_groups": smoke_similarity,

@@ -1,4 +1,5 @@
-"""sampling_correction against the installed verl: truncated token weights, two rejections and all metrics.
+"""sampling_correction against the installed verl: its default weights of rows, and weights of tokens with two
+rejections; both with all metrics.
 
 Lower bound on bytes per token: 4 each for both log-probs, 1 for the mask, 5 written: 14.
 """
@@ -6,21 +7,22 @@ Lower bound on bytes per token: 4 each for both log-probs, 1 for the mask, 5 wri
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks.case import Case, Floor, Make, Provider, Same, Sweep
+from benchmarks.case import Bar, Call, Case, Floor, Make, Provider, Same, Sweep
 
-OP, ROWS, WIDTH = "sampling_correction", 256, 2048
+OP, ROWS, WIDTH, LONG = "sampling_correction", 256, 2048, 16_384
 FIELDS = {
     "rollout_is": "token",
     "rollout_is_threshold": 2.0,
     "rollout_rs": "token_k1,seq_mean_k3",
     "rollout_rs_threshold": "0.5_2.0,0.01",
 }
-CONFIG = gk.CorrectionConfig.verl(**FIELDS)
+DEFAULTS = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 M2PO = gk.CorrectionConfig(m2_threshold=0.005)
 
 
@@ -29,19 +31,26 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         old = -torch.rand(rows, width, generator=generator)
         self.old = old.to(device)
-        self.sampling = (old + 0.1 * torch.randn(rows, width, generator=generator)).clamp(max=-1e-3).to(device)
+        noise = 4 / width**0.5 * torch.randn(rows, width, generator=generator)  # a product around 1 in any length
+        self.sampling = (old + noise).clamp(max=-1e-3).to(device)
         lengths = torch.randint(width // 2, width + 1, (rows, 1), generator=generator)
         self.mask = (torch.arange(width) < lengths).to(device)
         self.weights = self.mask.float()  # verl multiplies by it
 
 
-def of(rows: int = ROWS) -> Make:
-    return lambda device, seed: Batch(rows, WIDTH, device, seed)
+def of(rows: int = ROWS, width: int = WIDTH) -> Make:
+    return lambda device, seed: Batch(rows, width, device, seed)
 
 
-def ours(b: Batch) -> tuple[Tensor, Tensor]:
-    result = gk.sampling_correction(b.old, b.sampling, mask=b.mask, config=CONFIG)
-    return result.weights, result.mask.float()
+def ours(fields: dict[str, Any]) -> Call:
+    config = gk.CorrectionConfig.verl(**fields)
+
+    def call(b: Batch) -> tuple[Tensor, Tensor]:
+        result = gk.sampling_correction(b.old, b.sampling, mask=b.mask, config=config)
+        result.metrics.to_dict("verl")
+        return result.weights, result.mask.float()
+
+    return call
 
 
 def m2po(b: Batch) -> tuple[Tensor, Tensor]:
@@ -54,25 +63,41 @@ def measured(b: Batch) -> tuple[Tensor, Tensor]:
     return result.weights, result.mask.float()
 
 
-def verl(b: Batch) -> tuple[Tensor, Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from verl.trainer.ppo import rollout_corr_helper
-    weights, mask, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
-        b.old, b.sampling, b.weights, **FIELDS
-    )
-    return weights.batch["rollout_is_weights"] * mask, mask
+def verl(fields: dict[str, Any]) -> Provider:
+    def call(b: Batch) -> tuple[Tensor, Tensor]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from verl.trainer.ppo import rollout_corr_helper
+        correct = rollout_corr_helper.compute_rollout_correction_and_rejection_mask
+        weights, mask, _ = correct(b.old, b.sampling, b.weights, **fields)
+        return weights.batch["rollout_is_weights"] * mask, mask
+
+    return Provider("verl", call, package="verl")
 
 
 CASES = [
+    Case(
+        OP,
+        "verl's defaults",
+        "256 responses of up to 16,384 tokens",
+        Floor(bytes=14 * ROWS * LONG),
+        of(width=LONG),
+        ours(DEFAULTS),
+        (verl(DEFAULTS),),
+        (Bar("ratio at least", 1, "verl"), Bar("memory below", 2, "verl")),
+        same=Same(rtol=1e-4),  # of sums of up to 16,384 log ratios in float32
+        pairs=5,
+        returned=lambda b: 8 * b.old.numel(),
+    ),
     Case(
         OP,
         "token weights and two rejections",
         "256 responses of up to 2,048 tokens",
         Floor(bytes=14 * ROWS * WIDTH),
         of(),
-        ours,
-        (Provider("verl", verl, package="verl"),),
+        ours(FIELDS),
+        (verl(FIELDS),),
+        (Bar("ratio at least", 1, "verl"),),
         same=Same(rtol=1e-5),
     ),
     # the choice of the largest square, in its own passes over the tokens
@@ -96,7 +121,7 @@ SWEEPS = [
         "tokens",
         tuple(2**e for e in range(8, 25, 2)),
         lambda device, size: Batch(max(1, size // WIDTH), min(size, WIDTH), device, 0),
-        ours,
+        ours(FIELDS),
         Floor(bytes=14),
         fit_from=2**18,
     )

@@ -3,7 +3,6 @@
 #include "endpoint_segments/scan.h"
 #include "group_advantages/statistics.h"
 #include "policy_loss/plan.h"
-#include "sampling_correction/plan.h"
 #include "similarity_groups/rules.h"
 #include "token_advantages/terms.h"
 #include "token_logprobs/softmax.h"
@@ -26,7 +25,6 @@ pybind11::dict kernel_codes() {
   pybind11::dict advantages = settings_names<AdvantagePlan>(), loss = settings_names<PolicyPlan>();
   pybind11::dict similarity = settings_names<SimilaritySettings>(), segments = settings_names<SegmentSettings>();
   pybind11::dict token_advantages = settings_names<TokenAdvantageSettings>(), logprobs;
-  pybind11::dict correction = settings_names<CorrectionSettings>();
 #define GRPO_EXPORT(codes, Enum) codes[#Enum] = k##Enum##Names
   GRPO_EXPORT(advantages, Center);
   GRPO_EXPORT(advantages, Scale);
@@ -38,9 +36,6 @@ pybind11::dict kernel_codes() {
   GRPO_EXPORT(loss, Ratio);
   GRPO_EXPORT(loss, Kl);
   GRPO_EXPORT(loss, Aggregation);
-  GRPO_EXPORT(correction, WeightLevel);
-  GRPO_EXPORT(correction, Level);
-  GRPO_EXPORT(correction, Estimator);
   GRPO_EXPORT(similarity, Linkage);
   GRPO_EXPORT(similarity, Collapse);
   GRPO_EXPORT(similarity, Verdict);
@@ -52,14 +47,11 @@ pybind11::dict kernel_codes() {
   GRPO_EXPORT(token_advantages, TokenWhiten);
 #undef GRPO_EXPORT
   loss["metrics"] = kPolicyMetricNames;
-  correction["row"] = kRowNames;
-  correction["rejection"] = kRejectionNames;
   similarity["max_rows"] = kMaxItems;
   logprobs["ignored_target"] = kIgnoredTarget;
   pybind11::dict codes;
   codes["group_advantages"] = advantages;
   codes["policy_loss"] = loss;
-  codes["sampling_correction"] = correction;
   codes["similarity_groups"] = similarity;
   codes["endpoint_segments"] = segments;
   codes["token_advantages"] = token_advantages;

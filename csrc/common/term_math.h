@@ -9,8 +9,8 @@
 // lanes (Math over vectors, common/simd/term_math.h) share them. A Math has Value, Flag, Scalar, and exp, expm1, log,
 // select, select_flag, negate, all, none; lower and higher return their second argument if the first is NaN, and
 // at_most(limit, x) and at_least(limit, x) keep a NaN in x. For walks over arrays it has Counter, count, load,
-// load_flags, store and store_flags; the last four touch the first `left` elements only. A Math over doubles also loads
-// and stores arrays of floats.
+// load_flags and store; the last three touch the first `left` elements only. A Math over doubles also loads and stores
+// arrays of floats.
 namespace grpo_kernels {
 
 template <typename T>
@@ -63,7 +63,6 @@ struct ScalarTermMath {
     *to = static_cast<To>(value);
   }
   GRPO_HD static bool load_flags(const bool* from, int64_t) { return from == nullptr || *from; }
-  GRPO_HD static void store_flags(bool* to, int64_t, bool flag) { *to = flag; }
   GRPO_HD static bool not_negative(const int32_t* from, int64_t) { return *from >= 0; }
 };
 

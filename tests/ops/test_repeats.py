@@ -19,7 +19,6 @@ from grpo_kernels.ops.endpoint_segments.registration import SUPPORTS as OF_SEGME
 from grpo_kernels.ops.group_advantages.registration import SUPPORTS as OF_GROUPS
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS as OF_POLICY
 from grpo_kernels.ops.sampled_support.registration import SUPPORTS as OVER_SUPPORT
-from grpo_kernels.ops.sampling_correction.registration import SUPPORTS as OF_CORRECTION
 from grpo_kernels.ops.similarity_groups.registration import SUPPORTS as OF_SIMILARITY
 from grpo_kernels.ops.token_advantages.registration import SUPPORTS as OF_TOKENS
 from grpo_kernels.ops.token_logprobs.registration import SUPPORTS as OF_LOGITS
@@ -185,7 +184,7 @@ CASES: dict[str, Case] = {
     "linear_policy_loss of shared positions": Case(linear_loss("term_index"), OF_LOGITS),
     "linear_policy_loss over a support": Case(loss_over_support, OVER_SUPPORT),
     "linear_distillation_loss": Case(distillation, OF_LOGITS),
-    "sampling_correction": Case(correction, OF_CORRECTION),
+    "sampling_correction": Case(correction, {"reference": (torch.float32, torch.float64)}),
     "endpoint_segments of a batch": segments("batch"),
     "endpoint_segments of prompts": segments("prompt"),
     "token_advantages": Case(token_advantages, OF_TOKENS),

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.sampling_correction.config import STATISTICS
 from tests.ops.policy_loss import test_kernels as policy_cases
 
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 130)
@@ -213,23 +212,6 @@ def tokens(draw: Draw, *names: str) -> dict[str, Any]:
     return numbers | {"mask": mask} | ({"cu_seqlens": draw.bounds(shape[0])} if is_packed else {})
 
 
-def sampling_correction(draw: Draw) -> Call:
-    arguments = tokens(draw, "old_logprobs", "sampling_logprobs")
-    names = draw.choose.sample(STATISTICS, draw.choose.randint(0, 3))
-    rejections = [(name, None if "k1" not in name else -0.6, 0.5) for name in names]
-    fields: dict[str, Any] = {"rejections": tuple(rejections)}
-    fields["weights"] = draw.choose.choice(("none", "token", "sequence", "geometric"))
-    if fields["weights"] != "none":
-        fields |= {
-            "weight_max": 1.3,
-            "batch_normalize": draw.maybe(),
-            "outside": draw.choose.choice(("truncate", "mask")),
-        }
-    if draw.maybe(0.3):
-        fields["m2_threshold"] = 0.04
-    return Call("sampling_correction", arguments | {"config": gk.CorrectionConfig(**fields)})
-
-
 def token_advantages(draw: Draw) -> Call:
     estimator = draw.choose.choice(gk.TokenAdvantageConfig.names())
     arguments = tokens(draw, "rewards", *(["values"] if estimator == "gae" else []))
@@ -321,7 +303,6 @@ CALLS: dict[str, Callable[[Draw], Call]] = {
         linear_logprobs,
         linear_policy_loss,
         linear_distillation_loss,
-        sampling_correction,
         token_advantages,
         endpoint_segments,
         similarity_groups,

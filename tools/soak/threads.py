@@ -43,7 +43,7 @@ def runnable(seed: int, without_products: bool = False) -> dict[str, tuple[Case,
     Args:
         seed: of the inputs.
         without_products: leave out ops that need ops of torch which it divides: products of hidden states and of
-            embeddings, and the search of M2PO's ceiling.
+            embeddings, and those of sampling_correction.
     """
     cases = {}
     for name, case in graph_cases.CASES.items():

@@ -174,12 +174,6 @@ struct VectorMath {
     return flags;
   }
 
-  GRPO_HD static void store_flags(bool* to, int64_t left, const Flag& flags) {
-    typedef int8_t Bytes __attribute__((vector_size(kCount)));
-    const Bytes bytes = -__builtin_convertvector(flags, Bytes);  // a true lane is -1
-    memcpy(to, &bytes, left >= kCount ? kCount : left < 0 ? 0 : left);
-  }
-
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     Flag flags{};
     for (int l = 0; l < kCount; ++l) flags[l] = l < left && from[l] >= 0 ? -1 : 0;
@@ -235,10 +229,6 @@ struct TwinMath {
   }
   GRPO_HD static Flag load_flags(const bool* from, int64_t left) {
     return {One::load_flags(from, left), One::load_flags(offset_or_null(from, kHalf), left - kHalf)};
-  }
-  GRPO_HD static void store_flags(bool* to, int64_t left, const Flag& flags) {
-    One::store_flags(to, left, flags.a);
-    One::store_flags(to + kHalf, left - kHalf, flags.b);
   }
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     return {One::not_negative(from, left), One::not_negative(from + kHalf, left - kHalf)};
@@ -336,9 +326,6 @@ struct WideMath {
     const __m128i bytes = _mm_maskz_loadu_epi8(first(left), from);
     return {_mm_test_epi8_mask(bytes, bytes)};
   }
-  GRPO_HD static void store_flags(bool* to, int64_t left, const Flag& flags) {
-    _mm_mask_storeu_epi8(to, first(left), _mm_maskz_set1_epi8(flags.bits, 1));
-  }
   GRPO_HD static Flag not_negative(const int32_t* from, int64_t left) {
     const __mmask16 present = first(left);
     return {_mm512_mask_cmpge_epi32_mask(present, _mm512_maskz_loadu_epi32(present, from), _mm512_setzero_si512())};
@@ -376,13 +363,6 @@ GRPO_HD void fold(const Twin<Lanes>& twin, double& sum) {
 template <typename Lanes>
 GRPO_HD const Twin<Lanes>& halves(const Twin<Lanes>& twin) {
   return twin;
-}
-
-// Moves a sum from lanes to a double; the lanes start again at 0.
-template <typename Lanes>
-GRPO_HD void flush_sum(Lanes& lanes, double& sum) {
-  fold(lanes, sum);
-  lanes = Lanes{};
 }
 
 template <typename Lanes>

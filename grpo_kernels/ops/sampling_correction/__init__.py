@@ -9,10 +9,10 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.policy_loss.arguments import Layout
-from grpo_kernels.ops.sampling_correction import registration as op
-from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_widths
+from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_names
 from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
 from grpo_kernels.ops.sampling_correction.metrics import CorrectionMetrics
+from grpo_kernels.ops.sampling_correction.reference import Batch, correct
 
 _OP = "sampling_correction"
 _LEAST_MEAN = 1e-8  # weights with a smaller mean are not normalized, as in verl
@@ -53,9 +53,10 @@ def sampling_correction(
         config: weights and rejections; None means neither, only the metrics
         group: a torch.distributed process group whose batches count as one for m2_threshold and batch_normalize; None
             means this batch alone
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: None or "reference", which is plain torch on every device
     """
     config = _checked_config(config)
+    backends.check_reference(_OP, backend)
     layout = Layout.of(_OP, old_logprobs, cu_seqlens, name="old_logprobs")
     old = layout.number(old_logprobs, detach=True)
     checks.tensor(_OP, "sampling_logprobs", sampling_logprobs, checks.FLOATS)
@@ -64,13 +65,9 @@ def sampling_correction(
     assert sampling is not None
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     _check_old(old, valid, bounds)
-    batch = op.Batch(old, sampling, valid, bounds, None)
-    chosen = backends.select(_OP, backend, layout.device.type, old.dtype, op.SUPPORTS, layout.device.index)
-    if config.m2_threshold is not None:
-        batch = batch._replace(m2_ceiling=_m2_ceiling(batch, config.m2_threshold, group, chosen))
-    weights, kept, table = op.FORWARD[chosen](
-        *batch, config.statistics, config.bounds, config.modes, config.coefficients
-    )
+    batch = Batch(old, sampling, valid, bounds)
+    ceiling = None if config.m2_threshold is None else _m2_ceiling(batch, config.m2_threshold, group)
+    weights, kept, table = correct(batch, ceiling, config)
     metrics = CorrectionMetrics(_reduce(table, config), config, old.numel())
     if config.batch_normalize:
         weights = weights / _mean_weight(metrics, config, group).to(weights.dtype)
@@ -98,18 +95,19 @@ def _checked_config(config: CorrectionConfig | None) -> CorrectionConfig:
     return config
 
 
-def _m2_ceiling(batch: op.Batch, threshold: float, group: Any, backend: str) -> Tensor:
+def _m2_ceiling(batch: Batch, threshold: float, group: Any) -> Tensor:
     log_ratio = batch.old_logprobs - batch.sampling_logprobs
     scored = batch.mask
     if batch.cu_seqlens is not None:
         is_of_row = torch.arange(log_ratio.numel(), device=log_ratio.device) < batch.cu_seqlens[-1]
         scored = is_of_row if scored is None else scored & is_of_row
-    return find_m2_ceiling(log_ratio, scored, threshold, group, backend)
+    return find_m2_ceiling(log_ratio, scored, threshold, group)
 
 
 def _reduce(table: Tensor, config: CorrectionConfig) -> Tensor:
     """Sums, minima and maxima over the rows of the table."""
-    parts = torch.split(table, list(table_widths(len(config.statistics))), dim=1)
+    names = table_names(tuple(name for name, *_ in config.rejections))
+    parts = torch.split(table, [len(own) for own in names], dim=1)
     if table.shape[0] == 0:
         ends = (0.0, float("inf"), float("-inf"))
         return torch.cat([part.new_full((part.shape[1],), end) for part, end in zip(parts, ends, strict=True)])

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from grpo_kernels.checks import boolean, choices, finite, of_peer, unknown
 from grpo_kernels.ops.sampling_correction.peers import skyrl_fields, trl_fields, verl_fields
-from grpo_kernels.plans import PlannedConfig
+from grpo_kernels.plans import CheckedConfig
 
-# Names, and the codes that kernels know them by: their positions. csrc/sampling_correction/plan.h repeats them for C++.
 WEIGHT_LEVELS = ("none", "token", "sequence", "geometric")
-WEIGHT_NONE, WEIGHT_TOKEN, WEIGHT_SEQUENCE, WEIGHT_GEOMETRIC = range(len(WEIGHT_LEVELS))
-# The passes that find M2PO's ceiling: bits to the right of a pass's digit, and width of the digit. With some bits of
-# the mantissa in the first digit few tokens are left for the others. csrc/sampling_correction/histogram.h repeats them.
-PASSES = ((19, 12), (9, 10), (0, 9))
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
-LEVEL_TOKEN, LEVEL_SUM, LEVEL_MEAN, LEVEL_MAX = range(len(LEVELS))
 ESTIMATORS = ("k1", "k2", "k3", "binary_kl")
-K1, K2, K3, BINARY_KL = range(len(ESTIMATORS))
-# statistic = level * len(ESTIMATORS) + estimator
 STATISTICS = tuple(f"{level}_{estimator}" for level in LEVELS for estimator in ESTIMATORS)
 
-# What the kernels measure of every row, in the order of their table: sums, then minima, then maxima, each followed by
+# What is measured of every row, in the order of the table: sums, then minima, then maxima, each followed by
 # those of every rejection. Rows without tokens count in "rows" alone.
 ROW_SUMS = (
     "rows",
@@ -86,28 +78,8 @@ def table_names(statistics: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str
     return of(ROW_SUMS, REJECTION_SUMS), of(ROW_MINIMA, REJECTION_MINIMA), of(ROW_MAXIMA, REJECTION_MAXIMA)
 
 
-def table_widths(rejections: int) -> tuple[int, int, int]:
-    """Number of sums, minima and maxima in a table with so many rejections."""
-    return (
-        len(ROW_SUMS) + rejections * len(REJECTION_SUMS),
-        len(ROW_MINIMA) + rejections * len(REJECTION_MINIMA),
-        len(ROW_MAXIMA) + rejections * len(REJECTION_MAXIMA),
-    )
-
-
-class Plan(NamedTuple):
-    """A CorrectionConfig as the kernels read it, with infinity for absent bounds; rejections travel beside it."""
-
-    weights: int
-    masks: int
-    low: float
-    high: float
-    low_mark: float
-    bound: float
-
-
 @dataclasses.dataclass(frozen=True)
-class CorrectionConfig(PlannedConfig):
+class CorrectionConfig(CheckedConfig):
     """Importance weights of tokens, and rejections of tokens and sequences whose sampler and trainer disagree.
 
     The log ratio of a token is old_logprobs - sampling_logprobs. k1 is its negative, k2 half its square,
@@ -140,10 +112,6 @@ class CorrectionConfig(PlannedConfig):
     rejections: tuple[Rejection, ...] = ()
     m2_threshold: float | None = None
 
-    if TYPE_CHECKING:  # no fields, as in PlannedConfig
-        statistics: list[int] = dataclasses.field(init=False)
-        bounds: list[float] = dataclasses.field(init=False)
-
     def __post_init__(self) -> None:
         name = type(self).__name__
         choices(self, weights=WEIGHT_LEVELS, outside=("truncate", "mask"))
@@ -162,10 +130,6 @@ class CorrectionConfig(PlannedConfig):
                 f"{name}: weights must be chosen for weight_min, weight_max and batch_normalize, got {self.weights!r}"
             )
         object.__setattr__(self, "rejections", _checked_rejections(self.rejections))
-        self._set_plan(self._plan(), "low")
-        object.__setattr__(self, "statistics", [STATISTICS.index(name) for name, _, _ in self.rejections])
-        pairs = [(_or(low, -math.inf), _or(high, math.inf)) for _, low, high in self.rejections]
-        object.__setattr__(self, "bounds", [bound for pair in pairs for bound in pair])
 
     @classmethod
     def verl(cls, **fields: Any) -> CorrectionConfig:
@@ -187,19 +151,27 @@ class CorrectionConfig(PlannedConfig):
         """Whether all tokens of a row have one weight."""
         return self.weights in ("sequence", "geometric")
 
-    def _plan(self) -> Plan:
-        # verl counts low ratios below the reciprocal of the upper bound where there is no lower one
-        mark = self.weight_min
-        if mark is None:
-            mark = 1 / self.weight_max if self.weight_max else -math.inf
-        return Plan(
-            weights=WEIGHT_LEVELS.index(self.weights),
-            masks=self.outside == "mask",
-            low=_or(self.weight_min, -math.inf),
-            high=_or(self.weight_max, math.inf),
-            low_mark=mark,
-            bound=_or(self.log_ratio_bound, math.inf),
-        )
+    @property
+    def low(self) -> float:
+        """Lower bound of the weights."""
+        return _or(self.weight_min, -math.inf)
+
+    @property
+    def high(self) -> float:
+        """Upper bound of the weights."""
+        return _or(self.weight_max, math.inf)
+
+    @property
+    def low_mark(self) -> float:
+        """Bound below which the metrics count a ratio as low: without weight_min, verl's 1 / weight_max."""
+        if self.weight_min is None and self.weight_max:
+            return 1 / self.weight_max
+        return self.low
+
+    @property
+    def bound(self) -> float:
+        """Bound of log ratios."""
+        return _or(self.log_ratio_bound, math.inf)
 
 
 def _or(value: float | None, none: float) -> float:

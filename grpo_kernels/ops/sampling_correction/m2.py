@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.sampling_correction.config import PASSES
-from grpo_kernels.ops.sampling_correction.registration import HISTOGRAM
-
+# Bits to the right of the digit of each pass, and its width. With some bits of the mantissa in the first digit few
+# tokens are left for the others.
+PASSES = ((19, 12), (9, 10), (0, 9))
 # A nonnegative float32 orders as its bits: 8 bits of the exponent, 23 of the mantissa.
 _MANTISSA, _EXPONENTS = 23, 256
 _INFINITY = 0x7F800000
 
 
-def find_m2_ceiling(
-    log_ratio: Tensor, scored: Tensor | None, threshold: float, group: Any, backend: str = ""
-) -> Tensor:
+def find_m2_ceiling(log_ratio: Tensor, scored: Tensor | None, threshold: float, group: Any) -> Tensor:
     """The largest squared log ratio that is kept, a float32 scalar.
 
     Tokens are dropped from the largest square down until the mean of the others is below `threshold`; tokens of equal
@@ -31,7 +29,6 @@ def find_m2_ceiling(
         log_ratio: [N], any value where not scored; NaN takes no part
         scored: [N], the tokens that take part; None means all
         group: a process group whose batches are one, with one all-reduce for each pass; None means this batch alone
-        backend: "cpu" counts with the CPU kernel, others with torch
     """
     squares = log_ratio.reshape(-1).square().float()
     if scored is not None:
@@ -39,10 +36,11 @@ def find_m2_ceiling(
     bits = squares.view(torch.int32)
     prefix = torch.zeros((), dtype=torch.int64, device=bits.device)
 
-    count = HISTOGRAM.get(backend, _histogram)
-
     def histogram(level: int) -> tuple[Tensor, Tensor]:
-        totals = count(bits, prefix.int(), level)
+        nonlocal bits
+        if level > 0 and bits.device.type == "cpu" and not torch.compiler.is_compiling():
+            bits = bits[bits >> sum(PASSES[level]) == prefix]  # of many tokens few are left
+        totals = _histogram(bits, prefix.int(), level)
         if group is not None:
             torch.distributed.all_reduce(totals, torch.distributed.ReduceOp.SUM, group)
         return totals[0], totals[1]
@@ -80,14 +78,12 @@ def _histogram(bits: Tensor, prefix: Tensor, level: int) -> Tensor:
         level: which of PASSES
     """
     shift, width = PASSES[level]
-    where = (bits >= 0) & (bits <= _INFINITY)
-    if level > 0:
-        where = where & (bits >> shift + width == prefix)
-    exponent = bits >> _MANTISSA
-    mantissa = (bits & ((1 << _MANTISSA) - 1)) | (exponent > 0).int() << _MANTISSA
-    digit = (bits >> shift) & ((1 << width) - 1)
-    both = torch.stack((where.long(), torch.where(where, mantissa, 0).long()))
-    return both.new_zeros(2, 1 << width).scatter_add(1, digit.long().expand(2, -1), both)
+    counts = bits >> shift + width == prefix if level > 0 else (bits >= 0) & (bits <= _INFINITY)
+    others = 1 << width  # a digit of tokens that do not count
+    digit = torch.where(counts, (bits >> shift) & others - 1, others).long()
+    leading = (bits >> _MANTISSA).clamp(max=1) << _MANTISSA  # the bit that only normal numbers have
+    values = torch.stack((torch.ones_like(bits), (bits & (1 << _MANTISSA) - 1) | leading)).long()
+    return values.new_zeros(2, others + 1).scatter_add(1, digit.expand(2, -1), values)[:, :-1].contiguous()
 
 
 def _first_above(counts: Tensor, until_counts: Tensor, until_sums: Tensor, threshold: float) -> tuple[Tensor, Tensor]:

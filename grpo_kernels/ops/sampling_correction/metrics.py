@@ -93,7 +93,7 @@ def _verl(m: dict[str, float], config: CorrectionConfig, _: int) -> dict[str, fl
 
 def _verl_weights(m: dict[str, float], config: CorrectionConfig) -> dict[str, float]:
     tokens, rows, empty = m["tokens"], m["rows"], m["rows"] - m["active_rows"]
-    high, low = config.coefficients[1], config.coefficients[2]
+    high, low = config.high, config.low_mark
     mean = m["weight_sum"] / tokens
     prefix = "rollout_is"
     own = {f"{prefix}_mean": mean, f"{prefix}_max": m["weight_max"], f"{prefix}_min": m["weight_min"]}
@@ -197,8 +197,7 @@ def _trl(m: dict[str, float], config: CorrectionConfig, _: int) -> dict[str, flo
     if config.weighs_rows:
         total, count, least, most = m["row_weight_sum"], m["active_rows"], m["row_weight_min"], m["row_weight_max"]
         if empty := m["rows"] - count:  # a row without tokens has ratio 1
-            low, high = config.coefficients[:2]
-            one = min(max(1.0, low), high)
+            one = min(max(1.0, config.low), config.high)
             one = one if config.outside == "truncate" or one == 1 else 0.0
             total, count, least, most = total + empty * one, m["rows"], min(least, one), max(most, one)
     prefix = "sampling/importance_sampling_ratio"

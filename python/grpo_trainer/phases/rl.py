@@ -230,13 +230,7 @@ class RlRun(PhaseRun):
         with evaluating(self.trainer.policy):
             scored = self._by_token(rollout, lambda part: self.trainer.policy("logprobs", part))
         by_engine, rollout.logprobs = rollout.logprobs, scored
-        return gk.sampling_correction(
-            scored,
-            by_engine,
-            mask=mask,
-            config=self.plan.correction,
-            backend=self.trainer.policy.backend,
-        )
+        return gk.sampling_correction(scored, by_engine, mask=mask, config=self.plan.correction)
 
     def _by_token(self, rollout: Rollout, compute: Callable[[Batch], Tensor]) -> Tensor:
         """Values [N, T] of the response tokens, computed by micro-batch."""

@@ -7,7 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.harness import device_of
+
 NAN = float("nan")
+DEVICE = device_of("reference")
 
 
 class Batch(NamedTuple):

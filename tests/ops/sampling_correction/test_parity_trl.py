@@ -6,9 +6,7 @@ import pytest
 
 import grpo_kernels as gk
 from grpo_kernels.ops.sampling_correction.peers import TRL_DEFAULTS, TRL_MODES
-from grpo_kernels.ops.sampling_correction.registration import SUPPORTS
-from tests.harness import device_of, runnable_backends
-from tests.ops.sampling_correction.batches import NAN, make_batch
+from tests.ops.sampling_correction.batches import DEVICE, NAN, make_batch
 
 pytest.importorskip("trl")
 import torch
@@ -18,8 +16,7 @@ from tests import peers_trl
 
 @pytest.mark.parametrize("bounds", [(None, 1.1), (0.9, 1.1), (0.9, None), (0.2, 0.9), (1.05, 2.0)])
 @pytest.mark.parametrize("mode", TRL_MODES)
-@pytest.mark.parametrize("backend", runnable_backends(SUPPORTS))
-def test_equals_trl(backend: str, mode: str, bounds: tuple[float | None, float | None]) -> None:
+def test_equals_trl(mode: str, bounds: tuple[float | None, float | None]) -> None:
     if mode.endswith("truncate") and bounds == (None, None):
         pytest.skip("torch.clamp wants a bound")
     batch = make_batch(3)
@@ -29,9 +26,9 @@ def test_equals_trl(backend: str, mode: str, bounds: tuple[float | None, float |
         vllm_importance_sampling_mode=mode,
     )
     ratio, metrics = peers_trl.sampler_ratio(batch.old, batch.sampling, batch.mask.int(), use_vllm=True, **options)
-    moved = batch.to(torch.float32, device_of(backend))
+    moved = batch.to(torch.float32, DEVICE)
     config = gk.CorrectionConfig.trl(**options)
-    got = gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config, backend=backend)
+    got = gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config)
     assert torch.equal(got.mask, moved.mask)
     torch.testing.assert_close(got.weights.cpu().double(), ratio * batch.mask, rtol=2e-6, atol=0)
     assert got.metrics.to_dict("trl") == pytest.approx(metrics, rel=2e-6, abs=1e-7)

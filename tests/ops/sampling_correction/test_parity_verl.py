@@ -11,9 +11,7 @@ import torch
 
 import grpo_kernels as gk
 from grpo_kernels.ops.sampling_correction.peers import SAFETY_BOUND, VERL_DEFAULTS, VERL_STATISTICS
-from grpo_kernels.ops.sampling_correction.registration import SUPPORTS
-from tests.harness import device_of, runnable_backends
-from tests.ops.sampling_correction.batches import Batch, make_batch
+from tests.ops.sampling_correction.batches import DEVICE, Batch, make_batch
 
 pytest.importorskip("verl")
 with warnings.catch_warnings():
@@ -21,7 +19,6 @@ with warnings.catch_warnings():
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo import rollout_corr_helper as verl
 
-BACKENDS = runnable_backends(SUPPORTS)
 # thresholds that some tokens and rows of the batches are beyond, in verl's notation
 THRESHOLDS = {
     "token_k1": "0.9_1.05",
@@ -55,11 +52,11 @@ def theirs(batch: Batch, fields: dict[str, Any]) -> tuple[Any, torch.Tensor, dic
     return verl.compute_rollout_correction_and_rejection_mask(batch.old, batch.sampling, batch.mask.double(), **fields)
 
 
-def compare(backend: str, batch: Batch, fields: dict[str, Any]) -> None:
+def compare(batch: Batch, fields: dict[str, Any]) -> None:
     weights, mask, metrics = theirs(batch, fields)
-    moved = batch.to(torch.float32, device_of(backend))
+    moved = batch.to(torch.float32, DEVICE)
     config = gk.CorrectionConfig.verl(**fields)
-    got = gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config, backend=backend)
+    got = gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config)
     assert torch.equal(got.mask.cpu(), mask.bool())
     expected = mask.bool().double() if weights is None else weights.batch["rollout_is_weights"] * mask
     # a row's sum of n log ratios of size |d| is off by n |d| eps, and its exponential by as much
@@ -80,11 +77,10 @@ def compare(backend: str, batch: Batch, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("statistics", SETS)
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_verl(backend: str, weights: Any, statistics: str | None, normalize: bool, far: float) -> None:
+def test_equals_verl(weights: Any, statistics: str | None, normalize: bool, far: float) -> None:
     if weights[0] is None and normalize:
         pytest.skip("nothing to normalize")
-    compare(backend, make_batch(far=far), fields_of(weights, statistics, normalize))
+    compare(make_batch(far=far), fields_of(weights, statistics, normalize))
 
 
 @pytest.mark.parametrize("statistics", THRESHOLDS)
@@ -94,10 +90,9 @@ def test_thresholds_keep_some_and_drop_some(statistics: str) -> None:
     assert 0 < int(mask.sum()) < int(batch.mask.sum())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_row_and_one_token(backend: str) -> None:
+def test_one_row_and_one_token() -> None:
     batch = make_batch(rows=1, width=1, holes=False)
-    compare(backend, batch, fields_of(("token", 1.05), "token_k1,seq_sum_k2"))
+    compare(batch, fields_of(("token", 1.05), "token_k1,seq_sum_k2"))
 
 
 def test_covers_every_statistic_of_verl() -> None:

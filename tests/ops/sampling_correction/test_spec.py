@@ -12,17 +12,14 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.ops.sampling_correction.config import STATISTICS
 from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
-from grpo_kernels.ops.sampling_correction.registration import SUPPORTS
-from tests.harness import device_of, needs_cpu_kernels, runnable_backends
-from tests.ops.sampling_correction.batches import NAN, Batch, make_batch
+from tests.ops.sampling_correction.batches import DEVICE, NAN, Batch, make_batch
 
 F64 = torch.float64
-BACKENDS = runnable_backends(SUPPORTS, F64)
 
 
-def correct(backend: str, batch: Batch, config: gk.CorrectionConfig) -> gk.SamplingCorrection:
-    moved = batch.to(F64, device_of(backend))
-    return gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config, backend=backend)
+def correct(batch: Batch, config: gk.CorrectionConfig) -> gk.SamplingCorrection:
+    moved = batch.to(F64, DEVICE)
+    return gk.sampling_correction(moved.old, moved.sampling, mask=moved.mask, config=config)
 
 
 def token_values(batch: Batch, estimator: str) -> Tensor:
@@ -39,8 +36,7 @@ def token_values(batch: Batch, estimator: str) -> Tensor:
 
 @pytest.mark.parametrize("far", [0.0, 0.1])
 @pytest.mark.parametrize("statistic", STATISTICS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rejection_drops_what_is_outside_of_its_bounds(backend: str, statistic: str, far: float) -> None:
+def test_a_rejection_drops_what_is_outside_of_its_bounds(statistic: str, far: float) -> None:
     batch = make_batch(1, far=far)
     level, estimator = next(
         (n, statistic.removeprefix(f"{n}_"))
@@ -63,22 +59,21 @@ def test_a_rejection_drops_what_is_outside_of_its_bounds(backend: str, statistic
         outside = (measured > high) | (measured < (-math.inf if low is None else low))
     expected = batch.mask & ~outside
     assert 0 < int(expected.sum()) < int(batch.mask.sum())
-    got = correct(backend, batch, gk.CorrectionConfig(rejections=((statistic, low, high),)))
+    got = correct(batch, gk.CorrectionConfig(rejections=((statistic, low, high),)))
     assert torch.equal(got.mask.cpu(), expected)
     assert torch.equal(got.weights.cpu(), expected.double())
     assert got.metrics.to_dict()[f"{statistic}/masked_tokens"] == int((batch.mask & outside).sum())
 
 
 @pytest.mark.parametrize("outside", ["truncate", "mask"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_geometric_weights_are_the_means_of_log_ratios(backend: str, outside: str) -> None:
+def test_geometric_weights_are_the_means_of_log_ratios(outside: str) -> None:
     batch = make_batch(2)
     d = torch.where(batch.mask, batch.old - batch.sampling, 0)
     ratio = (d.sum(1) / batch.mask.sum(1).clamp(min=1)).exp()[:, None]
     limited = ratio.clamp(0.99, 1.01)
     expected = (limited if outside == "truncate" else torch.where(limited == ratio, ratio, 0)) * batch.mask
     config = gk.CorrectionConfig(weights="geometric", weight_min=0.99, weight_max=1.01, outside=outside)
-    got = correct(backend, batch, config)
+    got = correct(batch, config)
     torch.testing.assert_close(got.weights.cpu(), expected, rtol=1e-12, atol=0)
     assert torch.equal(got.mask.cpu(), batch.mask)
 
@@ -142,12 +137,11 @@ def skyrl(batch: Batch, f: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, fl
 
 
 @pytest.mark.parametrize("fields", SKYRL, ids=range(len(SKYRL)))
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_skyrl(backend: str, fields: dict[str, Any]) -> None:
+def test_equals_skyrl(fields: dict[str, Any]) -> None:
     batch = make_batch(4)
     weights, mask, metrics = skyrl(batch, fields)
     assert len(fields) > 1 and int(mask.sum()) > 0
-    got = correct(backend, batch, gk.CorrectionConfig.skyrl(**fields))
+    got = correct(batch, gk.CorrectionConfig.skyrl(**fields))
     assert torch.equal(got.mask.cpu(), mask)
     torch.testing.assert_close(got.weights.cpu(), weights, rtol=1e-12, atol=0)
     assert got.metrics.to_dict("skyrl") == pytest.approx(metrics, rel=1e-10)
@@ -166,29 +160,27 @@ def m2po(squares: Tensor, threshold: float) -> Tensor:
 
 
 @pytest.mark.parametrize("threshold", [1e-9, 1e-4, 1e-3, 0.004, 0.01, 10.0])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_m2po_drops_the_largest_squares(backend: str, threshold: float) -> None:
+def test_m2po_drops_the_largest_squares(threshold: float) -> None:
     batch = make_batch(5, rows=9, width=41)
     squares = (batch.old - batch.sampling)[batch.mask].square()
     expected = torch.zeros_like(batch.mask)
     expected[batch.mask] = m2po(squares, threshold)
-    got = correct(backend, batch, gk.CorrectionConfig(m2_threshold=threshold))
+    got = correct(batch, gk.CorrectionConfig(m2_threshold=threshold))
     assert torch.equal(got.mask.cpu(), expected)
     metrics = got.metrics.to_dict()
     assert metrics["m2_dropped_tokens"] == int((batch.mask & ~expected).sum())
     assert metrics["m2_sum"] == pytest.approx(float(squares.sum()), rel=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu_kernels)])
 @pytest.mark.parametrize("seed", range(30))
-def test_the_ceiling_is_exact_with_ties(seed: int, backend: str) -> None:
+def test_the_ceiling_is_exact_with_ties(seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     count = int(torch.randint(1, 200, (), generator=random))
     ratios = torch.randint(-4, 5, (count,), generator=random) * 2.0 ** torch.randint(-3, 2, (count,), generator=random)
     scored = torch.rand(count, generator=random) < 0.7
     scored[0] = True
     threshold = float(ratios[scored].square().double().mean()) * 0.3 + 1e-3
-    ceiling = find_m2_ceiling(torch.where(scored, ratios, NAN), scored, threshold, None, backend)
+    ceiling = find_m2_ceiling(torch.where(scored, ratios, NAN), scored, threshold, None)
     kept = ratios[scored].square() <= ceiling
     assert torch.equal(kept, m2po(ratios[scored].double().square(), threshold))
 
@@ -220,15 +212,14 @@ EVERYTHING = gk.CorrectionConfig(
 )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_rows_equal_padded_ones(backend: str) -> None:
+def test_packed_rows_equal_padded_ones() -> None:
     batch = make_batch(6, holes=False)
-    padded = correct(backend, batch, EVERYTHING)
+    padded = correct(batch, EVERYTHING)
     lengths = batch.mask.sum(1)
-    bounds = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).to(device_of(backend))
+    bounds = torch.cat((torch.zeros(1, dtype=torch.long), lengths.cumsum(0))).to(DEVICE)
     tail = torch.full((3,), NAN, dtype=F64)
     old, sampling = (torch.cat((values[batch.mask], tail)).to(bounds.device) for values in batch[:2])
-    packed = gk.sampling_correction(old, sampling, cu_seqlens=bounds, config=EVERYTHING, backend=backend)
+    packed = gk.sampling_correction(old, sampling, cu_seqlens=bounds, config=EVERYTHING)
     mask = batch.mask.to(bounds.device)
     assert torch.equal(packed.mask[:-3], padded.mask[mask]) and not packed.mask[-3:].any()
     torch.testing.assert_close(packed.weights[:-3], padded.weights[mask], rtol=1e-12, atol=0)
@@ -236,42 +227,39 @@ def test_packed_rows_equal_padded_ones(backend: str) -> None:
     torch.testing.assert_close(packed.metrics.tensor, padded.metrics.tensor, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_without_a_score(backend: str) -> None:
+def test_tokens_without_a_score() -> None:
     """They have ratio 1, only leave with their row, and count in no metric of the mismatch."""
     batch = make_batch(7, holes=False)
     holes = torch.zeros_like(batch.mask)
     holes[0, 3] = holes[1, ::2] = holes[4, 7] = True
     holes &= batch.mask
     unscored = batch._replace(sampling=torch.where(holes, NAN, batch.sampling))
-    got = correct(backend, unscored, gk.CorrectionConfig(weights="token", rejections=(("token_k1", -0.05, 0.05),)))
+    got = correct(unscored, gk.CorrectionConfig(weights="token", rejections=(("token_k1", -0.05, 0.05),)))
     device = got.mask.device
     assert got.mask[holes.to(device)].all() and (got.weights[holes.to(device)] == 1).all()
-    without = correct(backend, batch._replace(mask=batch.mask & ~holes), gk.CorrectionConfig())
+    without = correct(batch._replace(mask=batch.mask & ~holes), gk.CorrectionConfig())
     names = ("log_ratio_sum", "gap_sum", "k3_sum", "ratio_sum", "old_perplexity_sum", "log_ratio_max", "scored_tokens")
     for name in names:
         assert float(got.metrics[name]) == pytest.approx(float(without.metrics[name]), rel=1e-12), name
     # with the row's length in the mean
-    rejected = correct(backend, unscored, gk.CorrectionConfig(rejections=(("seq_mean_k2", None, 1e-9),)))
+    rejected = correct(unscored, gk.CorrectionConfig(rejections=(("seq_mean_k2", None, 1e-9),)))
     assert not rejected.mask.any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_normalized_weights_have_mean_one(backend: str) -> None:
+def test_normalized_weights_have_mean_one() -> None:
     batch = make_batch(8)
     for weights in ("token", "sequence", "geometric"):
-        got = correct(backend, batch, gk.CorrectionConfig(weights=weights, weight_max=1.05, batch_normalize=True))
+        got = correct(batch, gk.CorrectionConfig(weights=weights, weight_max=1.05, batch_normalize=True))
         by_row = got.weights.amax(1)[batch.mask.any(1).to(got.weights.device)]
         mean = got.weights[got.mask].mean() if weights == "token" else by_row.mean()
         assert float(mean) == pytest.approx(1, rel=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_metrics_of_parts_merge_to_those_of_the_batch(backend: str) -> None:
+def test_metrics_of_parts_merge_to_those_of_the_batch() -> None:
     batch = make_batch(9, rows=8)
     config = gk.CorrectionConfig(weights="sequence", rejections=(("token_k2", None, 0.01),))
-    whole = correct(backend, batch, config).metrics
-    parts = [correct(backend, Batch(*(x[i : i + 4] for x in batch)), config).metrics for i in (0, 4)]
+    whole = correct(batch, config).metrics
+    parts = [correct(Batch(*(x[i : i + 4] for x in batch)), config).metrics for i in (0, 4)]
     merged = parts[0].merged(torch.stack([part.tensor for part in parts]))
     torch.testing.assert_close(merged.tensor, whole.tensor, rtol=1e-12, atol=1e-14)
     for names in (None, "verl", "trl", "skyrl"):
@@ -279,13 +267,9 @@ def test_metrics_of_parts_merge_to_those_of_the_batch(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 4)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_to_correct(backend: str, shape: tuple[int, int]) -> None:
-    device = device_of(backend)
-    old = torch.full(shape, NAN, device=device)
-    got = gk.sampling_correction(
-        old, old, mask=torch.zeros(shape, dtype=torch.bool, device=device), config=EVERYTHING, backend=backend
-    )
+def test_nothing_to_correct(shape: tuple[int, int]) -> None:
+    old = torch.full(shape, NAN, device=DEVICE)
+    got = gk.sampling_correction(old, old, mask=torch.zeros(shape, dtype=torch.bool, device=DEVICE), config=EVERYTHING)
     assert not got.weights.any() and not got.mask.any() and got.weights.shape == shape
     assert got.metrics.to_dict()["tokens"] == 0
     assert got.metrics.to_dict("verl") == {}
