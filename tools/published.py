@@ -166,7 +166,7 @@ CORRECTIONS = (
     ),
     Variant(
         "SkyRL's masks and veto",
-        "gk.CorrectionConfig.skyrl(outlier_token_is_threshold_low=1e-4)",
+        "gk.CorrectionConfig(rejections=(('seq_max_k1', None, 9.2),))",
         "SkyRL#1665",
         "ops/sampling_correction/test_spec.py::test_equals_skyrl",
     ),

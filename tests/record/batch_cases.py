@@ -86,14 +86,24 @@ def _corrections() -> Iterator[tuple[str, Case]]:
             "vllm_importance_sampling_clip_max": 1.1,
         }
         yield f"correction/trl/{level}_{what}", Case("sampling_correction", {"trl": fields})
+    geometric, token = (0.009950330853168092, 0.01005033585350145), (0.09531017980432493, 0.10536051565782628)
     skyrl: dict[str, Fields] = {
-        "token": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.05},
-        "geometric": {"tis_ratio_type": "sequence", "sequence_mask_metric": "geometric"},
-        "product": {"sequence_mask_metric": "product", "outlier_token_is_threshold_high": 1.4},
-        "token mask": {"token_mask_is_threshold_low": 0.9, "token_mask_is_threshold_high": 1.1},
+        "token": {"weights": "token", "weight_max": 1.05},
+        "geometric": {
+            "weights": "sequence",
+            "weight_max": 5.0,
+            "rejections": (("seq_mean_k1", -geometric[0], geometric[1]),),
+        },
+        "product": {
+            "rejections": (
+                ("seq_max_k1", -0.3364722366212129, None),
+                ("seq_sum_k1", -0.6931471805599453, 0.6931471805599453),
+            )
+        },
+        "token mask": {"rejections": (("token_k1", -token[0], token[1]),)},
     }
     for name, fields in skyrl.items():
-        yield f"correction/skyrl/{name}", Case("sampling_correction", {"skyrl": fields})
+        yield f"correction/skyrl/{name}", Case("sampling_correction", {**fields, "log_ratio_bound": None})
     own: dict[str, Fields] = {
         "measured": {},
         "geometric": {"weights": "geometric", "weight_min": 0.95, "weight_max": 1.05, "outside": "mask"},

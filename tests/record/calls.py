@@ -321,7 +321,7 @@ def sampling_correction(case: Case, way: Way) -> Results:
         config=config,
         **way.options,
     )
-    peer = next((name for name in ("verl", "trl", "skyrl") if name in case.method), None)
+    peer = next((name for name in ("verl", "trl") if name in case.method), None)
     metrics = named("metrics", result.metrics.to_dict())
     if peer is not None:
         metrics |= named(peer, result.metrics.to_dict(peer))

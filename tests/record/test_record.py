@@ -32,8 +32,7 @@ QUICK = (Way(), Way("kernel", layout="packed"), Way("kernel", memory="low"), Way
 def ways(name: str) -> list[Way]:
     """All ways to compute a case."""
     case = CASES[name]
-    # skyrl takes the spread of its ratios over all slots, masked or not
-    is_packed = case.call in PACKED and "index" not in case.inputs and "skyrl" not in case.method
+    is_packed = case.call in PACKED and "index" not in case.inputs
     layouts = ("padded", "packed") if is_packed else ("padded",)
     memories = ("fast", "low") if case.call == "linear_policy_loss" and "support" not in case.inputs else ("fast",)
     return [Way("reference", F64, layout) for layout in layouts] + [

@@ -68,7 +68,7 @@ def sampling_correction(
     batch = Batch(old, sampling, valid, bounds)
     ceiling = None if config.m2_threshold is None else _m2_ceiling(batch, config.m2_threshold, group)
     weights, kept, table = correct(batch, ceiling, config)
-    metrics = CorrectionMetrics(_reduce(table, config), config, old.numel())
+    metrics = CorrectionMetrics(_reduce(table, config), config)
     if config.batch_normalize:
         weights = weights / _mean_weight(metrics, config, group).to(weights.dtype)
     return SamplingCorrection(weights, kept, metrics)

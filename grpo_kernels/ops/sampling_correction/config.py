@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 from grpo_kernels.checks import boolean, choices, finite, of_peer, unknown
-from grpo_kernels.ops.sampling_correction.peers import skyrl_fields, trl_fields, verl_fields
+from grpo_kernels.ops.sampling_correction.trl_fields import trl_fields
+from grpo_kernels.ops.sampling_correction.verl_fields import verl_fields
 from grpo_kernels.plans import CheckedConfig
 
 WEIGHT_LEVELS = ("none", "token", "sequence", "geometric")
@@ -140,11 +141,6 @@ class CorrectionConfig(CheckedConfig):
     def trl(cls, **fields: Any) -> CorrectionConfig:
         """The correction that the vllm_importance_sampling fields of trl.GRPOConfig describe; likewise."""
         return of_peer(cls, "trl", trl_fields, fields)
-
-    @classmethod
-    def skyrl(cls, **fields: Any) -> CorrectionConfig:
-        """The correction that SkyRL's OffPolicyCorrectionConfig describes; likewise."""
-        return of_peer(cls, "skyrl", skyrl_fields, fields)
 
     @property
     def weighs_rows(self) -> bool:

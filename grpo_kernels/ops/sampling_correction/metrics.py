@@ -1,4 +1,4 @@
-"""Metrics of sampling_correction, under its own names and those of verl, TRL and SkyRL."""
+"""Metrics of sampling_correction, under its own names and those of verl and TRL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_kernels.checks import metric_rows, unknown
 from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_names
 
-_PEERS = ("verl", "trl", "skyrl")
+_PEERS = ("verl", "trl")
 
 
 class CorrectionMetrics:
@@ -22,8 +22,8 @@ class CorrectionMetrics:
     micro-batches and ranks with merged() before dividing.
     """
 
-    def __init__(self, tensor: Tensor, config: CorrectionConfig, slots: int) -> None:
-        self.tensor, self._config, self._slots = tensor, config, slots
+    def __init__(self, tensor: Tensor, config: CorrectionConfig) -> None:
+        self.tensor, self._config = tensor, config
         sums, minima, maxima = table_names(tuple(name for name, *_ in config.rejections))
         self.names = sums + minima + maxima
         self._ends = len(sums), len(sums) + len(minima)
@@ -35,7 +35,7 @@ class CorrectionMetrics:
         return self.tensor[self.names.index(name)]
 
     def to_dict(self, names: str | None = None) -> dict[str, float]:
-        """The elements of `tensor`, or with names="verl", "trl" or "skyrl" the metrics of that peer, by its keys.
+        """The elements of `tensor`, or with names="verl" or "trl" the metrics of that peer, by its keys.
 
         Rows without tokens and tokens without a log-prob of the sampler count as in the peer, where it has a rule.
         """
@@ -46,14 +46,14 @@ class CorrectionMetrics:
         measured = dict(self._on_host)
         if names is None:
             return measured
-        return {"verl": _verl, "trl": _trl, "skyrl": _skyrl}[names](measured, self._config, self._slots)
+        return {"verl": _verl, "trl": _trl}[names](measured, self._config)
 
     def merged(self, rows: Tensor | Sequence[CorrectionMetrics]) -> CorrectionMetrics:
         """The metrics of several micro-batches or ranks of equal size, from all of them or their `tensor`s as rows."""
         rows = metric_rows("CorrectionMetrics.merged", rows, len(self.names))
         sums, minima, maxima = rows.tensor_split(self._ends, dim=1)
         total = torch.cat((sums.sum(0), minima.amin(0), maxima.amax(0)))
-        return CorrectionMetrics(total, self._config, self._slots * len(rows))
+        return CorrectionMetrics(total, self._config)
 
     def __repr__(self) -> str:
         return f"CorrectionMetrics({', '.join(self.names)})"
@@ -77,7 +77,7 @@ def _exp(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
-def _verl(m: dict[str, float], config: CorrectionConfig, _: int) -> dict[str, float]:
+def _verl(m: dict[str, float], config: CorrectionConfig) -> dict[str, float]:
     """verl's metrics. A batch without tokens, which verl refuses, has none."""
     if m["tokens"] == 0:
         return {}
@@ -184,7 +184,7 @@ def _verl_mismatch(m: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _trl(m: dict[str, float], config: CorrectionConfig, _: int) -> dict[str, float]:
+def _trl(m: dict[str, float], config: CorrectionConfig) -> dict[str, float]:
     scored = m["scored_tokens"]
     gap = max(abs(m["log_ratio_min"]), abs(m["log_ratio_max"])) if scored else 0.0
     own = {
@@ -203,33 +203,3 @@ def _trl(m: dict[str, float], config: CorrectionConfig, _: int) -> dict[str, flo
     prefix = "sampling/importance_sampling_ratio"
     least, most = (least, most) if count else (0.0, 0.0)
     return own | {f"{prefix}/min": least, f"{prefix}/mean": _ratio(total, count), f"{prefix}/max": most}
-
-
-def _skyrl(m: dict[str, float], config: CorrectionConfig, slots: int) -> dict[str, float]:
-    """SkyRL's metrics. It takes spread and extremes over all slots, where masked ones count as 0."""
-    if config.weights == "none" and not config.rejections:
-        return {}
-    scored, rows = m["scored_tokens"], max(m["rows"], 1)
-    bound = math.inf if config.log_ratio_bound is None else config.log_ratio_bound
-    least, most = (_exp(min(max(m[f"log_ratio_{end}"], -bound), bound)) for end in ("min", "max"))
-    if scored < slots:
-        least, most = min(least, 0.0) if scored else 0.0, most if scored else 0.0
-    own = {
-        "is_ratio_mean": m["ratio_sum"] / max(scored, 1),
-        "is_ratio_std": _spread(m["ratio_square_sum"], m["ratio_sum"], slots),
-        "is_ratio_max": most,
-        "is_ratio_min": least,
-    }
-    if config.weights == "token":
-        own["tis_token_clip_high_ratio"] = m["high_ratios"] / max(m["tokens"], 1)
-    if config.weights == "sequence":
-        own["tis_seq_clip_high_ratio"] = m["high_ratios"] / rows
-    names = {"seq_max_k1": "outlier_seq", "seq_sum_k1": "product_sequence_mask", "seq_mean_k1": "geo_sequence_mask"}
-    for name, *_ in config.rejections:
-        if name == "token_k1":
-            own["token_mask_ratio"] = m["token_k1/masked_tokens"] / max(m["tokens"], 1)
-        if name in names:  # k1 is high where the ratio is low
-            own[f"{names[name]}_masked_ratio"] = m[f"{name}/masked_rows"] / rows
-            own[f"{names[name]}_over_high_ratio"] = m[f"{name}/low"] / rows
-            own[f"{names[name]}_under_low_ratio"] = m[f"{name}/high"] / rows
-    return own

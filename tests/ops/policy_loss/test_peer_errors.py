@@ -14,15 +14,16 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_DEFAULTS, TRL_LOSS_TYPES
 from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS
-from grpo_kernels.ops.sampling_correction import peers as correction_peers
+from grpo_kernels.ops.sampling_correction import trl_fields as correction_of_trl
+from grpo_kernels.ops.sampling_correction import verl_fields as correction_of_verl
 
 VALUES: tuple[object, ...] = (-1, 0, 3.5, math.nan, "x", None, True, [], {}, object())
 
 
 _CONSTRUCTORS = {gk.LossConfig.trl: TRL_DEFAULTS, gk.LossConfig.verl: VERL_DEFAULTS}
 _OF_CORRECTIONS = {
-    getattr(gk.CorrectionConfig, name): getattr(correction_peers, f"{name.upper()}_DEFAULTS")
-    for name in ("trl", "verl", "skyrl")
+    gk.CorrectionConfig.trl: correction_of_trl.TRL_DEFAULTS,
+    gk.CorrectionConfig.verl: correction_of_verl.VERL_DEFAULTS,
 }
 
 

@@ -77,30 +77,10 @@ def test_settings(error: type[Exception], fields: dict[str, Any], parts: list[st
     assert_raises(error, "CorrectionConfig: ", parts, functools.partial(gk.CorrectionConfig, **fields))
 
 
-@pytest.mark.parametrize(
-    ("fields", "parts"),
-    [
-        ({"tis_ratio_type": "tokens"}, ["tis_ratio_type must be one of token, sequence"]),
-        ({"sequence_mask_metric": "sum"}, ["sequence_mask_metric must be one of product, geometric"]),
-        ({"token_mask_high": 1.0}, ["field must be one of", "'token_mask_high'"]),
-        (
-            {
-                "token_mask_is_threshold_low": 0.5,
-                "token_mask_is_threshold_high": 2.0,
-                "sequence_mask_metric": "geometric",
-            },
-            ["must be left out with", "0.5 and 2.0", "call twice"],
-        ),
-    ],
-)
-def test_fields_of_skyrl(fields: dict[str, Any], parts: list[str]) -> None:
-    assert_raises(ValueError, "CorrectionConfig.skyrl: ", parts, functools.partial(gk.CorrectionConfig.skyrl, **fields))
-
-
 def test_names_of_metrics() -> None:
     metrics = gk.sampling_correction(OLD, OLD).metrics
     with pytest.raises(KeyError, match="'token' is none of rows"):
         metrics["token"]
-    with pytest.raises(ValueError, match="names must be one of verl, trl, skyrl, got 'vrl'"):
+    with pytest.raises(ValueError, match="names must be one of verl, trl, got 'vrl'"):
         metrics.to_dict("vrl")
     assert float(metrics["tokens"]) == 12 and "tokens" in repr(metrics)

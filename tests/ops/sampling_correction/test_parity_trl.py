@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import grpo_kernels as gk
-from grpo_kernels.ops.sampling_correction.peers import TRL_DEFAULTS, TRL_MODES
+from grpo_kernels.ops.sampling_correction.trl_fields import TRL_DEFAULTS, TRL_MODES
 from tests.ops.sampling_correction.batches import DEVICE, NAN, make_batch
 
 pytest.importorskip("trl")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from grpo_kernels.ops.sampling_correction.peers import SAFETY_BOUND, VERL_DEFAULTS, VERL_STATISTICS
+from grpo_kernels.ops.sampling_correction.verl_fields import SAFETY_BOUND, VERL_DEFAULTS, VERL_STATISTICS
 from tests.ops.sampling_correction.batches import DEVICE, Batch, make_batch
 
 pytest.importorskip("verl")
