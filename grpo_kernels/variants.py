@@ -249,8 +249,12 @@ def _first(batch: _Batch, keys: Tensor, ratio: float) -> Tensor:
     """The tokens of smallest key: `ratio` of the valid ones, and at least one."""
     checks.finite(batch.op, "ratio", ratio, 0.0, open_end=True)
     count = (batch.valid.sum().double() * ratio).long().clamp(min=1)
-    order = keys.sort(stable=True).indices
-    return torch.zeros_like(batch.valid).scatter(0, order, torch.arange(len(order), device=order.device) < count)
+    most = min(len(keys), max(math.ceil(len(keys) * ratio), 1))  # no host knows `count`
+    if most == 0:
+        return batch.valid
+    last = keys.topk(most, largest=False).values.gather(0, (count - 1).clamp(max=most - 1)[None])
+    below, tied = keys < last, keys == last
+    return below | (tied & (tied.cumsum(0) <= count - below.sum()))
 
 
 def _hash(lp: Tensor, valid: Tensor) -> Tensor:

@@ -143,23 +143,34 @@ def loss(
     result = gk.policy_loss(lp, old, advantages, config=config, **arguments)
     total = result.loss if isinstance(bonus, float) else result.loss - bonus
     if kind == "kl_cov":
-        shares = arguments.get("weights")
-        if shares is None:
-            shares = gk.token_shares(**rows, aggregation=config.aggregation, max_length=config.max_length)
-        weights = arguments.get("is_weights")
-        total = total + of.kl_cov_penalty(
-            lp,
-            old,
-            advantages,
-            shares,
-            ratio=composed["cov_ratio"],
-            coef=composed.get("cov_kl_coef", 1.0),
-            is_weights=weights,
-            **rows,
-        )
+        total = total + _penalty(lp, old, advantages, arguments, config, composed, rows)
     if kind is not None or future or "ratio" in composed or total is not result.loss:
         return _Composed(total)
     return result
+
+
+def _penalty(
+    lp: Tensor,
+    old: Tensor | None,
+    advantages: Tensor,
+    arguments: Fields,
+    config: gk.LossConfig,
+    composed: Fields,
+    rows: Fields,
+) -> Tensor:
+    shares = arguments.get("weights")
+    if shares is None:
+        shares = gk.token_shares(**rows, aggregation=config.aggregation, max_length=config.max_length)
+    return gk.variants.kl_cov_penalty(
+        lp,
+        old,
+        advantages,
+        shares,
+        ratio=composed["cov_ratio"],
+        coef=composed.get("cov_kl_coef", 1.0),
+        is_weights=arguments.get("is_weights"),
+        **rows,
+    )
 
 
 def _spread(values: Tensor, bounds: Tensor | None, like: Tensor) -> Tensor:

@@ -177,6 +177,15 @@ def test_kl_cov_takes_the_highest_covariances() -> None:
     torch.testing.assert_close(scaled.detach(), 0.5 * (d.abs() * weights[:, None])[chosen].sum() / mask.sum())
 
 
+def test_kl_cov_takes_the_first_of_equal_covariances() -> None:
+    batch = draw()
+    batch["advantages"][:] = 1.0  # no token's differs from the mean: the covariances are all 0
+    mask = batch["mask"]
+    chosen = penalty_gradient(batch) != 0
+    count = int(mask.sum() * 0.05)
+    assert count > 1 and torch.equal(chosen, mask & (mask.flatten().cumsum(0).view(SHAPE) <= count))
+
+
 def test_clip_cov_drops_tokens_within_the_bounds() -> None:
     batch = draw()
     low, high = CLIP_COV["bounds"]
