@@ -17,11 +17,12 @@ from typing import Any, cast
 import torch
 
 from grpo_kernels import backends
-from grpo_kernels.backends import Supports  # also imports the compiled implementations
+from grpo_kernels.backends import Supports, cpu_library  # also imports the compiled implementations
 
 # The name of the package, which differs in a copy loaded from the kernels hub; so does that of its ops.
 NAMESPACE = __name__.partition(".")[0]
 ops = getattr(torch.ops, NAMESPACE)
+HAS_CPU_LIBRARY = cpu_library is not None
 _Function = Callable[..., Any]
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 

@@ -323,7 +323,7 @@ def draw_kept() -> Inputs:
 def loss_over_support(inputs: Inputs, backend: str) -> list[Tensor]:
     """In Triton also with the CUDA backend, which has no kernels over a support."""
     support = inputs["token_ids"], inputs["offsets"]
-    return linear_loss(BONUS, support=support).call(inputs, "triton")
+    return linear_loss(BONUS, support=support).call(inputs, "triton" if backend == "cuda" else backend)
 
 
 PADDED, PACKED = (ROWS, WIDTH), (TOKENS,)

@@ -136,6 +136,7 @@ BARS = {
     ("endpoint_segments", "norm=none, without a critic", "cost at most", "exp, expm1 and two cumsum", 3),
     ("endpoint_segments", "norm=batch, with a critic", "cost at most", "exp, expm1 and two cumsum", 3),
     ("endpoint_segments", "norm=batch, without a critic", "cost at most", "exp, expm1 and two cumsum", 3),
+    *(("sampled_support", f"{head}, 8 ids", "ratio at least", "full head", 20) for head in HEADS),
     ("sampling_correction", "verl's defaults", "ratio at least", "verl", 1),
     ("sampling_correction", "verl's defaults", "memory below", "verl", 2),
     ("sampling_correction", "token weights and two rejections", "ratio at least", "verl", 1),

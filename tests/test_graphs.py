@@ -87,7 +87,7 @@ def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str)
 
 
 @without_gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("policy_loss")])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("policy_loss") or "support" in name])
 def test_the_reference_is_captured_too(gpu: Gpu, name: str) -> None:
     """It waits for nothing, copies nothing from the host, and adds in a fixed order."""
     check_replays(gpu, name, "reference")

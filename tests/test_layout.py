@@ -177,8 +177,9 @@ def test_every_layer_of_an_op_has_its_name(op: str) -> None:
             "cpu": [f"csrc/{op}/cpu.cpp", f"csrc/{op}/simd.cpp"],
             "cuda": [f"csrc/{op}/cuda.cu", f"csrc/{op}/cuda_op.cpp"],
         }
-        files = [file for name in module.SUPPORTS for file in of_backend[name]]
-        files += [f"grpo_kernels/ops/{op}/aot.py"] if "triton" in module.SUPPORTS else []
+        supports = getattr(module, "IMPLEMENTED", module.SUPPORTS)
+        files = [file for name in supports for file in of_backend[name]]
+        files += [f"grpo_kernels/ops/{op}/aot.py"] if "triton" in supports else []
         files += [f"tests/ops/{op}/test_kernels.py", f"benchmarks/cases/{op}.py", f"docs/ops/{op}.md"]
     for file in files:
         assert (ROOT / file).exists(), f"{op} lacks {file}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks import head_peers
-from benchmarks.case import Case, Floor, Provider, Sweep
+from benchmarks.case import Bar, Case, Floor, Provider, Sweep
 from benchmarks.head_peers import SHAPES, Shape, same
 
 OP = "sampled_support"
@@ -74,6 +74,7 @@ def case(shape: Shape, kept: int) -> Case:
         lambda device, seed: Inputs(shape, kept, device, seed),
         ours,
         (Provider("index_select", index_select), Provider("full head", full_head, agrees=False)),
+        (Bar("ratio at least", 20, "full head"),) if kept == 8 and shape.device == "cpu" else (),
         same=same(shape),
         dtype=str(shape.dtype).removeprefix("torch."),
         devices=(shape.device,),

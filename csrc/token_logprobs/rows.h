@@ -18,16 +18,13 @@ struct LogitRows {
   const int64_t* targets;
   const Wide<T>* temperatures;  // null: scaling.temperature for all rows
   LogitScaling scaling;
-  const int64_t* bounds = nullptr;  // rows of several lengths, one after the other: row r begins at bounds[r]
 
-  int64_t start(int64_t row) const { return bounds == nullptr ? layout.offset(row) : bounds[row]; }
-  int64_t columns(int64_t row) const { return bounds == nullptr ? layout.columns : bounds[row + 1] - bounds[row]; }
   LogitMap<Wide<T>> map(int64_t row) const {
     const double temperature = temperatures == nullptr ? scaling.temperature : temperatures[row];
     return make_logit_map<Wide<T>>(temperature, scaling.softcap, scaling.logit_scale);
   }
   bool ignored(int64_t row) const { return targets[row] == kIgnoredTarget; }
-  bool has_target(int64_t row) const { return targets[row] >= 0 && targets[row] < columns(row); }
+  bool has_target(int64_t row) const { return targets[row] >= 0 && targets[row] < layout.columns; }
 };
 
 // Calls visit(row) for every row, on several threads.
@@ -46,8 +43,8 @@ void forward_rows(const LogitRows<T>& in, Wide<T>* logprobs, Wide<T>* entropy, d
   for_each_row(in, [&](int64_t row) {
     RowResult result{0, 0, 0};
     if (in.has_target(row)) {
-      const RowSums sums = GRPO_SIMD_CALL(row_sums, in.logits + in.start(row), in.columns(row), in.targets[row],
-                                          in.map(row), entropy != nullptr);
+      const RowSums sums = GRPO_SIMD_CALL(row_sums, in.logits + in.layout.offset(row), in.layout.columns,
+                                          in.targets[row], in.map(row), entropy != nullptr);
       result = finish_row(sums.softmax, sums.target_z);
     } else if (!in.ignored(row)) {
       int64_t first = first_wrong.load();
@@ -59,8 +56,8 @@ void forward_rows(const LogitRows<T>& in, Wide<T>* logprobs, Wide<T>* entropy, d
     normalizer[row] = result.normalizer;
   });
   const int64_t row = first_wrong.load();
-  GRPO_CHECK(row == in.layout.rows, kLogprobsOp, ": targets must be in [0, ", in.columns(row), ") or ", kIgnoredTarget,
-             ", got ", in.targets[row], " in row ", row);
+  GRPO_CHECK(row == in.layout.rows, kLogprobsOp, ": targets must be in [0, ", in.layout.columns, ") or ",
+             kIgnoredTarget, ", got ", in.targets[row], " in row ", row);
 }
 
 template <typename T>
@@ -78,13 +75,13 @@ struct Upstream {
 template <typename T>
 void backward_rows(const LogitRows<T>& in, const Upstream<T>& upstream, T* gradient, const LogitLayout& layout) {
   for_each_row(in, [&](int64_t row) {
-    T* const to = gradient + (in.bounds == nullptr ? layout.offset(row) : in.bounds[row]);
+    T* const to = gradient + layout.offset(row);
     const RowGradient<Wide<T>> row_upstream = upstream.row(row);
     if (!in.has_target(row) || row_upstream.is_zero()) {
-      std::fill_n(to, in.columns(row), T{});
+      std::fill_n(to, layout.columns, T{});
       return;
     }
-    GRPO_SIMD_CALL(row_gradient, in.logits + in.start(row), to, in.columns(row), in.targets[row], in.map(row),
+    GRPO_SIMD_CALL(row_gradient, in.logits + in.layout.offset(row), to, layout.columns, in.targets[row], in.map(row),
                    row_upstream);
   });
 }

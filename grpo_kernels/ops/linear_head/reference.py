@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.sampled_support import reference as sampled_support
-from grpo_kernels.ops.sampled_support.config import Entries
 from grpo_kernels.ops.token_logprobs import reference as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Scaling
@@ -25,20 +23,16 @@ def forward(
     logit_scale: float,
     lora_scale: float,
     want_entropy: bool,
-    entries: Entries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = token_logprobs.wide
-    is_read = targets != IGNORED if entries is None else sampled_support.takes_part(entries)
     # NaN in a row that is not read would reach the gradients of weight and adapter
-    hidden = torch.where(is_read[:, None], hidden, 0)
+    hidden = torch.where((targets != IGNORED)[:, None], hidden, 0)
     with torch.autocast(hidden.device.type, enabled=False):
         logits = wide(hidden) @ wide(weight).T
         if lora_a is not None and lora_b is not None:
             logits = logits + lora_scale * (wide(hidden) @ wide(lora_a).T) @ wide(lora_b).T
     if bias is not None:
         logits = logits + wide(bias)
-    if entries is not None:
-        logits = sampled_support.masked(logits, entries)
     kept, columns = token_logprobs.columns_of(logits, targets)
     # rows that do not count must not give NaN times 0 for a gradient
     z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(torch.where(kept[:, None], logits, 0))

@@ -205,8 +205,6 @@ def apply_support(
 
     The backward adds the gradient of the weight to `into`, if given.
     """
-    if backend == "reference":
-        return cast(tuple[Tensor, Tensor], _reference.forward(*head, want_entropy, entries)[:2])
     scaling = (head.row_temperature, *head.scaling)
     return sampled_support.apply_head(
         backend, head.hidden, head.weight, head.bias, entries, scaling, want_entropy, into

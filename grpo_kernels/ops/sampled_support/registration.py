@@ -1,4 +1,4 @@
-"""Registers the kernels of log-probs over a support with torch.
+"""Registers log-probs over a support with torch.
 
 Logits of kept ids are dot products of rows that are gathered from the weight. Over these logits, the kernels are those
 of token_logprobs with rows of several lengths. The gradient of the hidden states gathers the same rows again; that of
@@ -7,7 +7,6 @@ the weight goes through the entries by token id, so that every row of it is writ
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, cast
 
 import torch
@@ -18,13 +17,11 @@ from grpo_kernels.ops.sampled_support.config import Entries
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.registration import Rows
 
-# Imported here and not at the first call, because torch.compile traces through it.
-_reference = importlib.import_module(f"{__package__}.reference")
-
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
+IMPLEMENTED = {"triton": _GPU, "reference": _ALL}
+# On a CPU there is no kernel: the reference computes the log-probs, and the CPU's kernels the loss of them.
 SUPPORTS = {"triton": _GPU, "cpu": _ALL, "reference": _ALL}
-_KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "reference"}
 
 _ENTRIES = "Tensor token_ids, Tensor rows, Tensor bounds, Tensor order"
 _SCALING = "Tensor? row_temperature, float temperature, float? softcap, float logit_scale"
@@ -97,7 +94,8 @@ def _backward_op(
     needs_hidden, needs_weight, needs_bias = needs
     by_hidden = TO_HIDDEN[backend](by_logits, weight, token_ids, bounds) if needs_hidden else hidden.new_empty(0)
     shape = tuple(weight.shape) if needs_weight else (0, 0)
-    by_weight = token_logprobs.empty(weight, shape, weight.dtype, backend).zero_()
+    in_huge_pages = weight.device.type == "cpu" and registry.HAS_CPU_LIBRARY
+    by_weight = token_logprobs.empty(weight, shape, weight.dtype, "cpu" if in_huge_pages else backend).zero_()
     by_bias = weight.new_zeros(weight.shape[0] if needs_bias else 0)
     if needs_weight or needs_bias:
         totals = by_weight if needs_weight else None, by_bias if needs_bias else None
@@ -119,19 +117,24 @@ def _differentiate_logits(backend: str, ctx: Any, by_logits: Tensor) -> tuple[Te
 LOGITS = registry.define(
     "sampled_support_logits",
     LOGITS_SCHEMA,
-    _KERNELS,
+    IMPLEMENTED,
     _fake_logits,
     (_set_up_logits, _differentiate_logits),
     folder=__package__,
     function="logits",
 )
 TO_HIDDEN = registry.define(
-    "sampled_support_to_hidden", TO_HIDDEN_SCHEMA, _KERNELS, _fake_to_hidden, folder=__package__, function="to_hidden"
+    "sampled_support_to_hidden",
+    TO_HIDDEN_SCHEMA,
+    IMPLEMENTED,
+    _fake_to_hidden,
+    folder=__package__,
+    function="to_hidden",
 )
 ADD_WEIGHT = registry.define(
     "sampled_support_add_weight",
     ADD_WEIGHT_SCHEMA,
-    _KERNELS,
+    IMPLEMENTED,
     _fake_add_weight,
     folder=__package__,
     function="add_weight",
@@ -139,7 +142,7 @@ ADD_WEIGHT = registry.define(
 BACKWARD = registry.define(
     "sampled_support_backward",
     BACKWARD_SCHEMA,
-    _KERNELS,
+    IMPLEMENTED,
     _fake_backward,
     (_no_context, _no_second_derivative),
     implementation=_backward_op,
@@ -202,7 +205,7 @@ def _differentiate_logprobs(
 LOGPROBS = registry.define(
     "sampled_support_logprobs",
     LOGPROBS_SCHEMA,
-    _KERNELS,
+    IMPLEMENTED,
     _fake_logprobs,
     (_set_up_logprobs, _differentiate_logprobs),
     folder=__package__,
@@ -211,7 +214,7 @@ LOGPROBS = registry.define(
 LOGPROBS_BACKWARD = registry.define(
     "sampled_support_logprobs_backward",
     LOGPROBS_BACKWARD_SCHEMA,
-    _KERNELS,
+    IMPLEMENTED,
     _fake_logprobs_backward,
     (_no_context, _no_second_derivative),
     folder=__package__,
@@ -230,6 +233,7 @@ def apply_head(
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (empty unless wanted) of hidden states [N, H]; `into` takes the weight's gradient."""
+    backend = _implementation(backend)
     hidden, weight = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (hidden, weight))
     bias = None if bias is None else bias.contiguous()
     if into is None:
@@ -242,18 +246,18 @@ def apply_head(
 
 def apply_logits(backend: str, rows: Rows, entries: Entries, want_entropy: bool) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (empty unless wanted) of logits [A, B, V] over a support of its A * B rows."""
-    if backend == "reference":
-        logits = _reference.masked(rows.logits.reshape(-1, rows.logits.shape[-1]), entries).view(rows.logits.shape)
-        results = token_logprobs.FORWARD[backend](*rows._replace(logits=logits), want_entropy, False)
-        return cast(tuple[Tensor, Tensor], results[:2])
     inner = max(rows.logits.shape[1], 1)
     row = entries.rows.clamp(min=0)
     kept = rows.logits[row // inner, row % inner, entries.token_ids].to(_wide(rows.logits))
     kept = torch.where(entries.rows >= 0, kept, 0)  # rows that take no part may hold anything
     temperature = None if rows.row_temperature is None else rows.row_temperature.reshape(-1)
     scaling = (temperature, rows.temperature, rows.softcap, rows.logit_scale)
-    results = LOGPROBS[backend](kept, entries.places, entries.bounds, *scaling, want_entropy)
+    results = LOGPROBS[_implementation(backend)](kept, entries.places, entries.bounds, *scaling, want_entropy)
     return cast(tuple[Tensor, Tensor], results[:2])
+
+
+def _implementation(backend: str) -> str:
+    return "reference" if backend == "cpu" else backend
 
 
 def _indices(entries: Entries) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.sampled_support.registration import SUPPORTS
+from grpo_kernels.ops.sampled_support.registration import IMPLEMENTED, SUPPORTS
 from tests.harness import device_of, runnable_backends
 
 F64 = torch.float64
-BACKENDS = runnable_backends(SUPPORTS)
-KERNELS = [name for name in BACKENDS if name != "reference"]
+BACKENDS = runnable_backends(IMPLEMENTED)
+OF_LOSSES = runnable_backends(SUPPORTS)  # "cpu": log-probs of the reference, losses of the CPU's kernels
+ADDING = [name for name in OF_LOSSES if name != "reference"]  # to weight_grad
 FACTORS: dict[str, dict[str, Any]] = {"plain": {}, "scaled": {"temperature": 0.7, "softcap": 9.0, "logit_scale": 0.5}}
 HEAD = ("hidden", "weight", "bias")
 
@@ -110,12 +111,13 @@ def softmax_of(logits: Tensor, given: Batch) -> tuple[Tensor, Tensor]:
     return zeros.masked_scatter(counts, chosen), zeros.masked_scatter(counts, entropies)
 
 
-def oracle(given: Batch, **options: Any) -> dict[str, Tensor]:
-    """Results and gradients in float64 from dense logits."""
-    arguments = cast(given | options, F64)
+def oracle(given: Batch, dtype: torch.dtype = F64, **options: Any) -> dict[str, Tensor]:
+    """Results and gradients from dense logits, in float64 or as torch would compute them in a narrower dtype."""
+    arguments = cast(given | options, dtype)
     leaves = [arguments[name].clone().requires_grad_() for name in HEAD]
-    logprobs, entropy = softmax_of(leaves[0] @ leaves[1].T + leaves[2], arguments)
-    by_logprob, by_entropy = upstream_of(logprobs.shape)
+    hidden, weight, bias = (leaf.to(torch.promote_types(dtype, torch.float32)) for leaf in leaves)
+    logprobs, entropy = softmax_of(hidden @ weight.T + bias, arguments)
+    by_logprob, by_entropy = upstream_of(logprobs.shape).to(logprobs)
     gradients = torch.autograd.grad((logprobs * by_logprob + entropy * by_entropy).sum(), leaves)
     results = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
     return results | {f"by {name}": gradient for name, gradient in zip(HEAD, gradients, strict=True)}

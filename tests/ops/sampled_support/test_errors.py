@@ -12,7 +12,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.backends import runs_on
 from tests.harness import INDUCTOR, assert_raises
-from tests.ops.sampled_support.batches import BACKENDS, batch
+from tests.ops.sampled_support.batches import OF_LOSSES, batch
 
 IDS, OFFSETS = torch.tensor([4, 0, 2, 3, 1, 6]), torch.tensor([0, 2, 3, 6])
 TARGETS = torch.tensor([0, 2, 6])
@@ -35,7 +35,7 @@ def calls_of(changes: dict[str, Any]) -> dict[str, Any]:
 
 def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
     for name, call in calls_of(changes).items():
-        for backend in (None, *(name for name in BACKENDS if runs_on(name, "cpu"))):
+        for backend in (None, *(name for name in OF_LOSSES if runs_on(name, "cpu"))):
             assert_raises(error, f"{name}: {parts[0]}", parts[1:], functools.partial(call, backend=backend))
 
 

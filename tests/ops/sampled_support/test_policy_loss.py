@@ -10,7 +10,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from tests.harness import device_of
-from tests.ops.sampled_support.batches import BACKENDS, F64, HEAD, assert_close, batch, cast, softmax_of, to
+from tests.ops.sampled_support.batches import F64, HEAD, OF_LOSSES, assert_close, batch, cast, softmax_of, to
 
 CONFIGS: dict[str, gk.LossConfig] = {
     "dapo": gk.LossConfig.trl(loss_type="dapo"),
@@ -76,7 +76,7 @@ def by_parts(given: dict[str, Any], config: gk.LossConfig, **head: Any) -> dict[
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_LOSSES)
 def test_is_the_policy_loss_of_log_probs_over_the_support(backend: str, name: str) -> None:
     config, given = CONFIGS[name], arguments_of(name)
     options = {"softcap": 9.0, "temperature": 0.7}
@@ -91,7 +91,7 @@ def test_is_the_policy_loss_of_log_probs_over_the_support(backend: str, name: st
     assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_LOSSES)
 def test_the_reference_model_has_the_same_support(backend: str) -> None:
     dtype = F64 if backend in ("reference", "cpu") else torch.float32
     given = cast(arguments_of("kl") | {"ref_logprobs": None}, dtype)
@@ -116,7 +116,7 @@ def test_the_reference_model_has_the_same_support(backend: str) -> None:
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_LOSSES)
 def test_masked_tokens_and_other_positions_are_not_read(backend: str) -> None:
     given = cast(arguments_of("dapo"), torch.float32)
     places = torch.tensor([0, 1, 4, 8])
@@ -129,7 +129,7 @@ def test_masked_tokens_and_other_positions_are_not_read(backend: str) -> None:
     assert not got["by hidden"].cpu().view(12, -1)[~taken].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_LOSSES)
 def test_packed_tokens(backend: str) -> None:
     given = cast(arguments_of("dapo"), torch.float32)
     bounds = torch.tensor([0, 4, 8, 12])
