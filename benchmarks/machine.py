@@ -37,7 +37,7 @@ def describe() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
         "grpo_kernels": gk.__version__,
-        "backends": gk.available_backends(),
+        "kernels": gk.available_kernels(),
         "commit": output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
     }
     if torch.cuda.is_available():

@@ -53,7 +53,7 @@ def quick(case: Case, device: torch.device) -> dict[str, Any]:
 def usable(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SystemExit("--device must be available, got 'cuda', and torch sees no GPU")
-    known = gk.available_backends()
+    known = gk.available_kernels()
     missing = [f"{backend}: {known[backend]}" for backend in KERNELS[name] if known[backend] != "ok"]
     if len(missing) == len(KERNELS[name]):
         raise SystemExit(

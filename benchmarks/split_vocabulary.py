@@ -39,7 +39,7 @@ def measure(rank: int, folder: str, rows: int, width: int, columns: int, repeats
             start, busy_before = time.perf_counter(), time.process_time()
             if is_split or rank == 0:
                 loss = gk.linear_policy_loss(
-                    leaf, weight, targets, old, advantages, vocab_start=first, process_group=group, backend="cpu"
+                    leaf, weight, targets, old, advantages, vocab_start=first, process_group=group, backend="kernel"
                 ).loss
                 loss.backward()
             dist.barrier()

@@ -24,6 +24,7 @@ from benchmarks.cases import OPS, cases
 from benchmarks.items import Items, add_options
 from benchmarks.measure import ceiling
 from benchmarks.run import default_device, document, round_robin, usable, write
+from grpo_kernels import backends
 
 BACKENDS = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 Result = dict[str, Any]
@@ -73,10 +74,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--device", choices=DEVICES, default=default_device(), help="where to measure; default: %(default)s"
     )
-    parser.add_argument("--backend", nargs="+", choices=gk.available_backends(), help="default: those of the device")
+    parser.add_argument("--backend", nargs="+", choices=backends.IMPLEMENTATIONS, help="default: those of the device")
     add_options(parser)
     parser.add_argument("--json", type=Path, help="the result file, written after every case")
     options = parser.parse_args(arguments)
+    backends.name_implementations()
     device = usable(options.device)
     limits = ceiling(device)
     items: dict[str, Callable[[], Result]] = {

@@ -21,7 +21,7 @@ from grpo_trainer.train import train
 import grpo_kernels as gk
 
 torch.manual_seed(0)
-print(gk.available_backends())
+print(gk.available_kernels())
 
 # %% [markdown]
 # ## 1. Rewards become advantages

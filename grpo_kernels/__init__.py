@@ -1,7 +1,7 @@
 """Fused CPU, Triton and CUDA kernels for GRPO-style reinforcement learning of language models."""
 
 from grpo_kernels import variants
-from grpo_kernels.backends import available_backends, use_backend
+from grpo_kernels.backends import available_kernels, use_backend
 from grpo_kernels.ops.endpoint_segments import EndpointSegments, SegmentThreshold, endpoint_segments
 from grpo_kernels.ops.endpoint_segments.config import SegmentConfig
 from grpo_kernels.ops.endpoint_segments.metrics import segment_metrics
@@ -66,7 +66,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "agglomerate",
-    "available_backends",
+    "available_kernels",
     "cluster_distances",
     "diversity",
     "endpoint_segments",

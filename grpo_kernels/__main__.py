@@ -29,9 +29,9 @@ def main() -> None:
         for index in range(torch.cuda.device_count()):
             major, minor = torch.cuda.get_device_capability(index)
             print(f"gpu {index}        {torch.cuda.get_device_name(index)} (sm_{major}{minor})")
-            print(f"  {'cuda':10} {grpo_kernels.available_backends(index)['cuda']}")
-    print("backends")
-    for name, state in grpo_kernels.available_backends().items():
+            print(f"  {'cuda':10} {grpo_kernels.available_kernels(index)['cuda']}")
+    print("kernels")
+    for name, state in grpo_kernels.available_kernels().items():
         print(f"  {name:10} {state}")
     for name, facts in backends.build_facts().items():
         print(f"build of the {name} kernels")
@@ -40,6 +40,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    about = "Print the versions, GPUs and backends of this machine."
+    about = "Print the versions, GPUs and kernels of this machine."
     argparse.ArgumentParser("python -m grpo_kernels", description=about).parse_args()
     main()

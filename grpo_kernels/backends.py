@@ -1,7 +1,7 @@
-"""Selects the backend of a call, and says why another one cannot run it.
+"""Selects the implementation of a call, and says why another one cannot run it.
 
-An explicit choice is obeyed or refused with the reason; otherwise the first capable backend in the automatic order is
-used. Everything that runs per call is plain Python, so that torch.compile can trace it.
+`backend="kernel"` takes the first kernel that can run the call, or is refused with the reasons; None falls back to the
+reference. Everything that runs per call is plain Python, so that torch.compile can trace it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 from grpo_kernels.checks import dtype_names, nearest
 from grpo_kernels.compiled import CudaLibrary, load_cpu, load_cuda
 
-BACKENDS = ("cuda", "triton", "cpu", "reference")
+# In the order in which they are tried; on CPU tensors from "cpu" on.
+IMPLEMENTATIONS = ("cuda", "triton", "cpu", "reference")
+# Values of `backend=`; name_implementations adds the kernels' names.
+_choices: tuple[str, ...] = ("kernel", "reference")
 
-# Automatic order. Interpreted Triton also runs on the CPU, but only when requested by name.
-_CPU_ORDER = ("cpu", "reference")
-_GPU_ORDER = ("cuda", "triton", "cpu", "reference")
-
-# Device types of each backend; None means any.
+# Device types of each implementation; None means any.
 DEVICES: dict[str, set[str] | None] = {
     "cuda": {"cuda"},
     "triton": {"cuda", "xpu"},
@@ -35,13 +34,11 @@ DEVICES: dict[str, set[str] | None] = {
 through_host: set[str] = set()
 COPIED = ("cuda", "xpu")
 
-Supports = Mapping[str, tuple[torch.dtype, ...]]  # dtypes by backend
-Limits = Mapping[str, str]  # by backend, the reason why it cannot run this particular call
-_NO_LIMITS: Limits = {}
+Supports = Mapping[str, tuple[torch.dtype, ...]]  # dtypes by implementation
 
 _TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Backends whose kernels the tests compiled for the host.
+# Implementations whose kernels the tests compiled for the host.
 _emulated: set[str] = set()
 
 
@@ -60,8 +57,8 @@ def build_facts() -> dict[str, dict[str, str]]:
 
 
 def _checked(name: str | None, where: str) -> str | None:
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{where} must be one of {', '.join(BACKENDS)}, got {name!r}{nearest(name, BACKENDS)}")
+    if name is not None and name not in _choices:
+        raise ValueError(f"{where} must be one of {', '.join(_choices)}, got {name!r}{nearest(name, _choices)}")
     return name
 
 
@@ -76,29 +73,29 @@ def select(
     dtype: torch.dtype,
     supports: Supports,
     device_index: int | None = None,
-    limits: Limits = _NO_LIMITS,
 ) -> str:
-    """Name of the backend that runs this call of `op`."""
+    """Name of the implementation that runs this call of `op`."""
     choice = requested or _forced
-    candidates = _CPU_ORDER if device_type == "cpu" else _GPU_ORDER
-
-    def refused(name: str) -> str | None:
-        return refusal(name, device_type, dtype, supports, device_index, limits, op)
-
-    if choice is not None:
+    candidates = IMPLEMENTATIONS[2:] if device_type == "cpu" else IMPLEMENTATIONS
+    if choice is None:
+        tried = candidates
+    else:
         _checked(choice, f"{op}: backend")
-        reason = refused(choice)
+        tried = candidates[:-1] if choice == "kernel" else (choice,)
+    reasons: list[tuple[str, str]] = []
+    for name in tried:
+        reason = refusal(name, device_type, dtype, supports, device_index, op)
         if reason is None:
-            return choice
-        others = [name for name in candidates if refused(name) is None]
-        setting = "backend=" if requested else "GRPO_KERNELS_BACKEND or use_backend, which chose it, with "
-        way_out = f"; use {setting}{others[0]!r} or leave it out" if others else ""
-        raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {reason}{way_out}")
-    for name in candidates:
-        if refused(name) is None:
             return name
-    reasons = "".join(f"; {name}: {limits[name]}" for name in candidates if name in limits)
-    raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}{reasons}")
+        reasons.append((name, reason))
+    if choice is None:
+        raise RuntimeError(f"{op}: no backend takes {dtype} tensors on {device_type}")
+    why = ", ".join(f"{name} ({reason})" for name, reason in reasons) if choice == "kernel" else reasons[0][1]
+    others = [name for name in candidates if refusal(name, device_type, dtype, supports, device_index, op) is None]
+    setting = "backend=" if requested else "GRPO_KERNELS_BACKEND or use_backend, which chose it, with "
+    other = "kernel" if others != ["reference"] else "reference"
+    way_out = f"; use {setting}{other!r} or leave it out" if others else ""
+    raise RuntimeError(f"{op}: backend {choice!r} cannot run here: {why}{way_out}")
 
 
 def check_reference(op: str, requested: str | None) -> None:
@@ -111,53 +108,53 @@ def check_reference(op: str, requested: str | None) -> None:
 
 
 def refusal(
-    backend: str,
+    name: str,
     device_type: str,
     dtype: torch.dtype,
     supports: Supports,
     device_index: int | None = None,
-    limits: Limits = _NO_LIMITS,
     op: str = "",
 ) -> str | None:
-    """Reason why the backend cannot take such tensors, or None. `op` is for ops whose CPU kernels take copies."""
-    if backend not in supports:
+    """Reason why the implementation cannot take such tensors, or None. `op` is for those whose CPU kernels take copies.
+
+    Interpreted Triton also runs on the CPU, but only when requested by name.
+    """
+    if name not in supports:
         return "it is not implemented for this op"
-    is_copied = backend == "cpu" and op in through_host and device_type in COPIED
-    if not (is_copied or runs_on(backend, device_type)):
+    is_copied = name == "cpu" and op in through_host and device_type in COPIED
+    if not (is_copied or runs_on(name, device_type)):
         return f"it does not run on {device_type} tensors"
-    if dtype not in supports[backend]:
-        return f"it takes {dtype_names(supports[backend])}, not {dtype_names((dtype,))}"
-    return limits.get(backend) or missing(backend, device_index)
+    if dtype not in supports[name]:
+        return f"it takes {dtype_names(supports[name])}, not {dtype_names((dtype,))}"
+    return missing(name, device_index)
 
 
-def runs_on(backend: str, device_type: str) -> bool:
-    """Whether the backend takes tensors of this device type."""
-    devices = DEVICES[backend]
-    interpreted = backend == "triton" and device_type == "cpu" and interpreting()
+def runs_on(name: str, device_type: str) -> bool:
+    """Whether the implementation takes tensors of this device type."""
+    devices = DEVICES[name]
+    interpreted = name == "triton" and device_type == "cpu" and interpreting()
     return devices is None or device_type in devices or interpreted
 
 
-def missing(backend: str, device_index: int | None = None) -> str | None:
-    """Reason why the backend cannot run in this process on this GPU (default: the current one), or None."""
-    if backend in _emulated:
+def missing(name: str, device_index: int | None = None) -> str | None:
+    """Reason why the implementation cannot run in this process on this GPU (default: the current one), or None."""
+    if name in _emulated:
         return None
-    if backend == "cuda":
+    if name == "cuda":
         if cuda_error is not None:
-            return f"CUDA kernels: {cuda_error}"
+            return cuda_error
         if device_index is None:  # no tensor names a device
             if not torch.cuda.is_available():
                 return "no CUDA device"
             device_index = torch.cuda.current_device()
         return cuda_refusal(device_index)
-    if backend == "triton":
+    if name == "triton":
         if not _TRITON_INSTALLED:
             return "triton is not installed"
         if interpreting() or torch.cuda.is_available() or torch.xpu.is_available():
             return None
         return "no GPU"
-    if backend == "cpu" and cpu_error is not None:
-        return f"CPU kernels: {cpu_error}"
-    return None
+    return cpu_error if name == "cpu" else None
 
 
 def interpreting() -> bool:
@@ -211,16 +208,16 @@ def runs_machine_code(architectures: str, major: int, minor: int) -> bool:
     return False
 
 
-def available_backends(device_index: int | None = None) -> dict[str, str]:
-    """Maps each backend to "ok" or to the reason why it cannot run on this GPU (default: the current one)."""
-    return {name: missing(name, device_index) or "ok" for name in BACKENDS}
+def available_kernels(device_index: int | None = None) -> dict[str, str]:
+    """Maps "cuda", "triton" and "cpu" to "ok" or to the reason why they cannot run, on this GPU or the current one."""
+    return {name: missing(name, device_index) or "ok" for name in IMPLEMENTATIONS[:-1]}
 
 
 class use_backend:
     """Runs every call that names no backend on this one, until the end of the block if there is one.
 
-    A call that it cannot run is refused. `gk.use_backend("cpu")` as a statement holds for the whole process; `with
-    gk.use_backend("cpu"):` for a block.
+    A call that it cannot run is refused. `gk.use_backend("kernel")` as a statement holds for the whole process;
+    `with gk.use_backend("kernel"):` for a block.
     """
 
     def __init__(self, name: str) -> None:
@@ -237,7 +234,13 @@ class use_backend:
         _forced = self._before
 
 
+def name_implementations() -> None:
+    """Lets `backend` also be the name of a kernel. For tests, benchmarks and tools, which compare them."""
+    global _choices
+    _choices = ("kernel", *IMPLEMENTATIONS)
+
+
 def enable_emulated_cuda() -> None:
-    """Lets the CUDA backend take CPU tensors on request. For tests that compiled its kernels for the host."""
+    """Lets the CUDA kernels take CPU tensors on request. For tests that compiled its kernels for the host."""
     DEVICES["cuda"] = {"cpu"}
     _emulated.add("cuda")

@@ -39,16 +39,16 @@ def define(
     implementation: _Function | None = None,
     on_host: tuple[str, ...] = (),
 ) -> dict[str, Callable[..., Any]]:
-    """Defines <op>_<backend> for every backend in `supports` and returns the callables by backend name.
+    """Defines <op>_<backend> for every implementation in `supports` and returns the callables by its name.
 
     Args:
         autograd: (setup_context, backward) as torch.library.register_autograd takes them, both called with the name of
-            the backend before their own arguments; None for an op without a gradient.
+            the implementation before their own arguments; None for an op without a gradient.
         folder, function: the package of the op and the function that implements it in its reference.py and triton.
-        cuda: what the CUDA backend does around a compiled op; None if the compiled op is <op>_cuda itself.
-        implementation: a function of the backend's name and the arguments, for ops built on other ops.
-        on_host: backends that get copies of tensors on a GPU, for an op without a gradient: "cpu", which is chosen
-            where the CUDA library is missing, and "reference" if it reads values.
+        cuda: what the CUDA implementation does around a compiled op; None if the compiled op is <op>_cuda itself.
+        implementation: a function of the name in `supports` and the arguments, for ops built on other ops.
+        on_host: implementations that get copies of tensors on a GPU, for an op without a gradient: "cpu", which is
+            chosen where the CUDA library is missing, and "reference" if it reads values.
     """
     callables: dict[str, Callable[..., Any]] = {}
     if "cpu" in on_host:
@@ -166,9 +166,10 @@ def _refuse_capture(op: str, backend: str, device: torch.device) -> None:
         if not module.is_current_stream_capturing():
             return
     reason = backends.missing("cuda", device.index)
+    what = "the reference" if backend == "reference" else "the CPU kernel"
     raise RuntimeError(
-        f"{op}: backend {backend!r} must not be captured, as it waits for the GPU; call it before the capture, or use "
-        "'cuda'" + (f", which cannot run here: {reason}" if reason else "")
+        f"{op}: {what} must not be captured, as it waits for the GPU; call it before the capture, or use the CUDA "
+        "kernel" + (f", which cannot run here: {reason}" if reason else "")
     )
 
 

@@ -29,6 +29,7 @@ hypothesis.settings.register_profile(
     "slow", hypothesis.settings.get_profile("project"), suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("project")
+CHOICES = backends._choices
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2 if not hasattr(config, "workerinput") else 1)
     if backends.interpreting() and importlib.util.find_spec("triton") is not None:
         interpreter.quicken()
+    backends.name_implementations()
     emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
     if not torch.cuda.is_available() and emulate:
         torch.ops.load_library(str(build.library()))
@@ -72,6 +74,12 @@ def pytest_collection_finish() -> None:
     """Excludes imported modules and collected tests from garbage collection, which would walk through them often."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the names of implementations away, as for users."""
+    monkeypatch.setattr(backends, "_choices", CHOICES)
 
 
 @pytest.fixture(autouse=True)

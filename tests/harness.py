@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_kernels.backends import BACKENDS, Supports, cpu_library, refusal
+from grpo_kernels.backends import IMPLEMENTATIONS, Supports, cpu_library, refusal
 
 # what torch.compile calls with Inductor, all but its code generation, which takes long
 INDUCTOR = "aot_eager_decomp_partition"
@@ -35,7 +35,7 @@ def cpu_threads(count: int) -> Iterator[None]:
 def runnable_backends(supports: Supports, dtype: torch.dtype = torch.float32) -> list[str]:
     """Backends to test on this machine; without a GPU, Triton is interpreted and CUDA emulated."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    result = [name for name in BACKENDS if refusal(name, device, dtype, supports) is None]
+    result = [name for name in IMPLEMENTATIONS if refusal(name, device, dtype, supports) is None]
     if device == "cuda" and refusal("cpu", "cpu", dtype, supports) is None:
         result.append("cpu")
     return result

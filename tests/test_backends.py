@@ -10,41 +10,90 @@ import torch
 
 import grpo_kernels as gk
 from grpo_kernels import backends, compiled
+from tests.graph_cases import CASES
+from tests.harness import needs_cpu_kernels
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: gk.group_advantages(torch.rand(4), 4, backend="tritn"),
-        lambda: gk.use_backend("tritn").__enter__(),
-        lambda: backends._checked("tritn", "GRPO_KERNELS_BACKEND"),
+        lambda name: gk.group_advantages(torch.rand(4), 4, backend=name),
+        lambda name: gk.sampling_correction(torch.rand(1, 2), torch.rand(1, 2), backend=name),
+        lambda name: gk.use_backend(name),
+        lambda name: backends._checked(name, "GRPO_KERNELS_BACKEND"),
     ],
-    ids=["argument", "use_backend", "environment"],
+    ids=["argument", "argument of an op without kernels", "use_backend", "environment"],
 )
-def test_the_nearest_backend_is_named(call: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"must be one of cuda, triton, .* got 'tritn' \(did you mean 'triton'\?\)$"):
-        call()
+def test_users_choose_between_kernel_and_reference(call: Callable[[str], object], as_user: None) -> None:
+    for name in ("cuda", "triton", "cpu"):
+        with pytest.raises(ValueError, match=rf"must be one of kernel, reference, got '{name}'"):
+            call(name)
+    with pytest.raises(ValueError, match=r"got 'kernle' \(did you mean 'kernel'\?\)$"):
+        call("kernle")
+
+
+FLOATS = dict.fromkeys(("cuda", "triton", "cpu", "reference"), (torch.float32,))
+
+
+def chosen(requested: str | None, device: str, supports: backends.Supports = FLOATS) -> str:
+    return backends.select("op", requested, device, torch.float32, supports, 0)
+
+
+def test_a_kernel_is_the_first_that_can_run(as_user: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = {"cuda": "not built", "triton": "not installed", "cpu": "not built, either"}
+    absent: dict[str, str] = {}
+    monkeypatch.setattr(backends, "missing", lambda name, device_index=None: absent.get(name))
+    monkeypatch.setattr(backends, "DEVICES", backends.DEVICES | {"cuda": {"cuda"}})
+    monkeypatch.setattr(backends, "interpreting", lambda: True)
+    for expected in ("cuda", "triton"):
+        assert chosen("kernel", "cuda") == chosen(None, "cuda") == expected
+        absent[expected] = lacking[expected]
+    assert chosen("kernel", "cpu") == chosen(None, "cpu") == "cpu"
+    monkeypatch.setattr(backends, "through_host", {"op"})
+    assert chosen("kernel", "cuda") == chosen(None, "cuda") == "cpu"
+    absent["cpu"] = lacking["cpu"]
+    assert {chosen(name, device) for name in (None, "reference") for device in ("cuda", "cpu")} == {"reference"}
+    reasons = [f"{name} ({reason})" for name, reason in lacking.items()]
+    for device, why in (("cuda", ", ".join(reasons)), ("cpu", reasons[-1])):
+        with pytest.raises(RuntimeError) as caught:
+            chosen("kernel", device)
+        way_out = "use backend='reference' or leave it out"
+        assert str(caught.value) == f"op: backend 'kernel' cannot run here: {why}; {way_out}"
+    absent.clear()
+    with pytest.raises(RuntimeError, match=r"cannot run here: it is not .*; use backend='kernel' or leave it out$"):
+        chosen("reference", "cpu", {"cpu": (torch.float32,)})
+    with pytest.raises(RuntimeError, match=r"^op: backend 'kernel' .* cpu \(it is not implemented for this op\)$"):
+        chosen("kernel", "cuda", {})
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("over a support")])  # names Triton
+def test_every_op_takes_both(name: str, as_user: None) -> None:
+    """Ops hand their choice on to others, which accept no name of an implementation from users."""
+    inputs, call = CASES[name].draw(), CASES[name].call
+    torch.testing.assert_close(call(inputs, "kernel"), call(inputs, None), rtol=0, atol=0, equal_nan=True)
+    call(inputs, "reference")
 
 
 def test_a_backend_for_a_block_or_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_forced", None)
     gk.use_backend("reference")
     assert backends._forced == "reference"
-    with gk.use_backend("cpu"):
-        assert backends._forced == "cpu"
+    with gk.use_backend("kernel"):
+        assert backends._forced == "kernel"
     assert backends._forced == "reference"
 
 
 def test_a_refused_choice_names_the_setting_that_made_it() -> None:
     rewards = torch.rand(4).to("meta")
     for choose, setting in (
-        (lambda: gk.group_advantages(rewards, 4, backend="cpu"), "use backend='reference' or leave it out$"),
+        (lambda: gk.group_advantages(rewards, 4, backend="kernel"), "use backend='reference' or leave it out$"),
         (
             lambda: gk.group_advantages(rewards, 4),
             "GRPO_KERNELS_BACKEND or use_backend, which chose it, with 'reference'",
         ),
     ):
-        with gk.use_backend("cpu"), pytest.raises(RuntimeError, match=setting):
+        with gk.use_backend("kernel"), pytest.raises(RuntimeError, match=setting):
             choose()
 
 

@@ -113,6 +113,6 @@ def test_a_backend_that_cannot_run_has_a_reason(tmp_path: Path, monkeypatch: pyt
 def test_without_kernels_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.usable("cpu").type == "cpu"
     known = {"cpu": "not built", "triton": "ok", "cuda": "no CUDA device"}
-    monkeypatch.setattr(gk, "available_backends", lambda: known)
+    monkeypatch.setattr(gk, "available_kernels", lambda: known)
     with pytest.raises(SystemExit, match=r"no kernels run on cpu here, .* cpu: not built; in a checkout, build them"):
         run.main(["--op", "group_advantages", "--quick"])

@@ -17,7 +17,7 @@ import grpo_kernels as gk
 from grpo_kernels import backends, registry
 from tests.harness import needs_cpu_kernels
 
-SUPPORTS = dict.fromkeys(backends.BACKENDS, (torch.float32,))
+SUPPORTS = dict.fromkeys(backends.IMPLEMENTATIONS, (torch.float32,))
 BUILT = "80-real;86-real;89-real;90-real;100-real;120"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs where there is none")
 
@@ -369,6 +369,7 @@ def chosen(index: int | None, requested: str | None = None) -> str:
 def test_the_choice_is_by_the_device_of_the_tensor(gpus: None, available: None) -> None:
     pytest.importorskip("triton")
     assert [chosen(index) for index in range(3)] == ["cuda", "triton", "cuda"]
+    assert [chosen(index, "kernel") for index in range(3)] == ["cuda", "triton", "cuda"]
     assert chosen(None) == "triton", "of the current device"
 
 
@@ -376,7 +377,7 @@ def test_the_choice_is_by_the_device_of_the_tensor(gpus: None, available: None) 
 def test_an_explicit_choice_is_refused_with_the_reason(gpus: None) -> None:
     pytest.importorskip("triton")
     reason = "built for sm_80, sm_90, sm_100, not for sm_70 of cuda:1; rebuild with .*ARCHITECTURES=70"
-    with pytest.raises(RuntimeError, match=f"op: backend 'cuda' cannot run here: .*{reason}; use backend='triton'"):
+    with pytest.raises(RuntimeError, match=f"op: backend 'cuda' cannot run here: .*{reason}; use backend='kernel'"):
         chosen(1, "cuda")
     assert chosen(0, "cuda") == chosen(2, "cuda") == "cuda"
 
@@ -385,10 +386,10 @@ def test_an_explicit_choice_is_refused_with_the_reason(gpus: None) -> None:
 def test_the_reason_is_shown_for_the_current_device(
     gpus: None, available: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "not for sm_70 of cuda:1" in gk.available_backends()["cuda"]
+    assert "not for sm_70 of cuda:1" in gk.available_kernels()["cuda"]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert gk.available_backends()["cuda"] == "ok"
-    assert [gk.available_backends(index)["cuda"] == "ok" for index in range(3)] == [True, False, True]
+    assert gk.available_kernels()["cuda"] == "ok"
+    assert [gk.available_kernels(index)["cuda"] == "ok" for index in range(3)] == [True, False, True]
 
 
 @no_gpu
@@ -413,7 +414,7 @@ def test_torch_compile_traces_the_choice(gpus: None, monkeypatch: pytest.MonkeyP
 
     @torch.compile(fullgraph=True, backend="eager")
     def compiled(x: torch.Tensor) -> torch.Tensor:
-        return x + 10 * numbers[chosen(0)] + numbers[chosen(1)]
+        return x + 10 * numbers[chosen(0)] + numbers[chosen(1, "kernel")]
 
     assert compiled(torch.zeros(1)).item() == 12
     torch.compiler.reset()

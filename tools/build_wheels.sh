@@ -50,7 +50,7 @@ import sys
 import grpo_kernels
 version, wheel = sys.argv[1:]
 assert grpo_kernels.__version__ == version, grpo_kernels.__version__
-state = grpo_kernels.available_backends()["cpu"]
+state = grpo_kernels.available_kernels()["cpu"]
 assert ("none-any" in wheel) == (state != "ok"), state
 assert "-py3-none-" in wheel, wheel
 PY

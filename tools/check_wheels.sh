@@ -84,7 +84,7 @@ assert torch.version.cuda, "the oldest torch must be a CUDA build"
 wanted = {"none": set(), "cpu": {"cpu"}, "cuda": {"cpu", "cuda"}}[mode]
 assert set(backends.build_facts()) == wanted, (backends.cpu_error, backends.cuda_error)
 if mode == "cuda" and not torch.cuda.is_available():
-    assert grpo_kernels.available_backends()["cuda"] == "no CUDA device", grpo_kernels.available_backends()
+    assert grpo_kernels.available_kernels()["cuda"] == "no CUDA device", grpo_kernels.available_kernels()
 PY
   )
   # The compiled libraries and the registration with torch and torch.compile are the most sensitive to versions.

@@ -81,11 +81,11 @@ print(json.dumps({
     "cores": os.cpu_count(), "lacks": [module for module in sys.argv[1:] if importlib.util.find_spec(module) is None],
 }))
 """
-CHECK_BACKENDS = """
+CHECK_KERNELS = """
 import grpo_kernels, sys
-backends = grpo_kernels.available_backends()
-print(grpo_kernels.__file__, backends)
-wrong = {name: backends[name] for name in sys.argv[1:] if backends[name] != "ok"}
+kernels = grpo_kernels.available_kernels()
+print(grpo_kernels.__file__, kernels)
+wrong = {name: kernels[name] for name in sys.argv[1:] if kernels[name] != "ok"}
 assert not wrong, wrong
 """
 
@@ -165,7 +165,7 @@ class Plan:
         flags = {"GRPO_KERNELS_BUILD": "cuda", "CMAKE_ARGS": f"-DGRPO_CUDA_ARCHITECTURES={capability}-real"}
         install = '"$0" -m pip install --no-index --no-build-isolation --no-deps --upgrade'
         then = f'{install} --target "$1" "$2" && cd "$1" && "$0" -c "$3" cpu cuda triton'
-        command = ["bash", "-c", then, self.python, str(self.package), str(ROOT), CHECK_BACKENDS]
+        command = ["bash", "-c", then, self.python, str(self.package), str(ROOT), CHECK_KERNELS]
         return [Step("build", "build", command, self.of_package | flags, WORK)]
 
     def cases(self, part: str, backend: str, shares: int) -> list[Step]:

@@ -28,10 +28,12 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks import gpu_lines
-from grpo_kernels import registry
+from grpo_kernels import backends, registry
 from grpo_kernels.ops.similarity_groups import registration
 from tools import row_cases, support_cases
 from tools.row_cases import WRONG_BOUNDS, Put, Results
+
+backends.name_implementations()
 
 
 class Case(NamedTuple):
@@ -384,7 +386,6 @@ def check(name: str, device: torch.device) -> int:
 
 def enable_stand_ins() -> None:
     """Runs the CUDA kernels in the emulator and Triton's in its interpreter, on CPU tensors."""
-    from grpo_kernels import backends
     from tests.emulation import build
 
     torch.ops.load_library(str(build.library()))

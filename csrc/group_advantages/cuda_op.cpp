@@ -27,7 +27,7 @@ AdvantageTensors group_advantages_cuda(Tensor rewards, std::optional<Tensor> ord
   check_array(op, "parent_starts", parent_starts, in.rows + 1, ScalarType::Long);
   if (!starts) check_group_size(group_size, in.rows);
   GRPO_CHECK(in.columns <= kMaxColumns, op, ": rewards must have at most ", kMaxColumns,
-             " columns on backend 'cuda', got ", in.columns, "; use backend='cpu' or 'reference'");
+             " columns in the CUDA kernel, got ", in.columns, "; use backend='reference'");
   const AdvantageResults results(in);
   if (in.rows == 0) return results.tensors();
 

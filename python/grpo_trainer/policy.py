@@ -36,7 +36,7 @@ class Policy(nn.Module):
         lm: causal or encoder-decoder model of transformers, possibly with peft adapters.
         tokenizer: its tokenizer.
         temperature: of the distribution that is sampled and scored.
-        backend: backend of grpo_kernels; None: automatic.
+        backend: "kernel", "reference" or None, as in the ops.
         mixed_precision: "no", "bf16" or "fp16".
     """
 
@@ -419,7 +419,7 @@ def load_policy(
     Args:
         settings: the model settings.
         corpus: texts that a tiny model's tokenizer is trained on.
-        backend: backend of grpo_kernels; None: automatic.
+        backend: "kernel", "reference" or None, as in the ops.
         device: device of the weights.
     """
     if settings.path == "tiny":
@@ -453,7 +453,7 @@ def take_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None, d
         lm: a model of transformers, without adapters.
         tokenizer: its tokenizer.
         settings: the model settings; those that say how a model is loaded must have their defaults.
-        backend: backend of grpo_kernels; None: automatic.
+        backend: "kernel", "reference" or None, as in the ops.
         device: device of the weights.
     """
     if tokenizer is None:

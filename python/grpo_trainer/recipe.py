@@ -290,7 +290,9 @@ class Recipe:
     seed: int = key(0, "seed of weights, data order and sampling")
     output: str = key("runs/{name}", "folder of logs, checkpoints and report; {name} and {seed} are replaced")
     threads: int | None = key(None, "CPU threads; null: one per idle core")
-    backend: Literal["auto", "reference", "cpu", "triton", "cuda"] = key("auto", "backend of grpo_kernels")
+    backend: Literal["auto", "kernel", "reference"] = key(
+        "auto", "kernel: refuse what no kernel runs; auto: the kernel where there is one; reference: plain torch"
+    )
     distributed: Literal["ddp", "fsdp2"] = key(
         "ddp", "weights in several processes: replicated (ddp) or sharded (fsdp2)"
     )

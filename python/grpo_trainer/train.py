@@ -287,7 +287,7 @@ class Trainer:
         versions = {"torch": torch.__version__, "grpo_kernels": gk.__version__, "threads": torch.get_num_threads()}
         date = datetime.datetime.now().isoformat(timespec="seconds")
         is_free = self.backend is None and self.policy.device.type == "cpu"
-        if is_free and (reason := gk.available_backends()["cpu"]) != "ok":
+        if is_free and (reason := gk.available_kernels()["cpu"]) != "ok":
             self.log.line(f"no kernels run on this CPU ({reason}): the reference takes their place, and is slower")
         for note in (*default_rewards(self.recipe, self.splits), *self._gaps):
             self.log.line(note)
@@ -436,8 +436,8 @@ def train(recipe: Recipe, resume: bool = False) -> dict[str, float]:
 
 
 def check_backend(name: str) -> None:
-    if name != "auto" and (reason := gk.available_backends()[name]) != "ok":
-        raise ValueError(f"backend: {name} cannot run here: {reason}")
+    if name == "kernel" and "ok" not in (known := gk.available_kernels()).values():
+        raise ValueError(f"backend: kernel cannot run here: {known}")
 
 
 def _without_engines(recipe: Recipe) -> Recipe:

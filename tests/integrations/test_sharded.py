@@ -50,11 +50,11 @@ def compute(call: str, arguments: dict[str, Any]) -> tuple[dict[str, Tensor], Te
         arguments["lora"] = (arguments.pop("a"), arguments.pop("b"), 0.5)
     if call == "logprobs":
         head = {name: arguments[name] for name in ("hidden", "weight", "targets", "bias")}
-        logprobs, entropy = gk.linear_logprobs(**head, return_entropy=True, chunk_size=4, backend="cpu")
+        logprobs, entropy = gk.linear_logprobs(**head, return_entropy=True, chunk_size=4, backend="kernel")
         assert entropy is not None
         return {"logprobs": logprobs, "entropy": entropy}, (logprobs * logprobs + entropy).sum()
     memory = "low" if call == "low memory" else "fast"
-    result = gk.linear_policy_loss(**arguments, config=CONFIG, memory=memory, chunk_size=4, backend="cpu")
+    result = gk.linear_policy_loss(**arguments, config=CONFIG, memory=memory, chunk_size=4, backend="kernel")
     return {"loss": result.loss, "metrics": result.metrics.tensor}, result.loss
 
 

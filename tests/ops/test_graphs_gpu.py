@@ -129,7 +129,10 @@ def test_cpu_kernels_take_copies_and_refuse_a_capture(name: str) -> None:
     assert {result.device.type for result in results} == {"cuda"}
     assert_same_bits(results, call(drawn(name, 1, "cpu"), "cpu"))
     torch.cuda.synchronize()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="'cpu' must not be captured"):
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(RuntimeError, match="CPU kernel must not be captured"),
+    ):
         call(inputs, "cpu")
 
 

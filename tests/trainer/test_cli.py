@@ -125,10 +125,10 @@ def test_the_nearest_recipe_is_named(recipe: str, capsys: pytest.CaptureFixture[
 def test_a_backend_that_cannot_run_is_refused_at_once(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gk, "available_backends", lambda: {"cuda": "no GPU"})
+    monkeypatch.setattr(gk, "available_kernels", lambda: {"cuda": "no GPU"})
     for more in ([], ["--dry-run"]):
-        assert cli.train([recipe, "backend=cuda", *more]) == 2
-        assert "backend: cuda cannot run here: no GPU" in capsys.readouterr().err
+        assert cli.train([recipe, "backend=kernel", *more]) == 2
+        assert "backend: kernel cannot run here: {'cuda': 'no GPU'}" in capsys.readouterr().err
 
 
 def test_options_are_not_abbreviated(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

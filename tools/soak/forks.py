@@ -69,7 +69,8 @@ def results(names: str, threads_of_kernels: int = 1) -> dict[str, list[Any]]:
 
     with cpu_threads(threads_of_kernels) if threads_of_kernels > 1 else contextlib.nullcontext():
         return {
-            name: case.call(inputs, "cpu") for name, (case, inputs) in threads.runnable(0, names == "kernels").items()
+            name: case.call(inputs, threads.BACKEND)
+            for name, (case, inputs) in threads.runnable(0, names == "kernels").items()
         }
 
 

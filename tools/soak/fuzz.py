@@ -268,6 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, help="JSON file for the counts")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    backends.name_implementations()
     if options.emulated:
         torch.ops.load_library(options.emulated)
         backends.enable_emulated_cuda()

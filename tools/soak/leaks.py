@@ -126,7 +126,7 @@ def main(name: str, calls: int) -> None:
     torch.manual_seed(0)
     case = graph_cases.CASES[name]
     inputs = case.draw()
-    print(json.dumps(growth(lambda: case.call(inputs, "cpu"), calls)))
+    print(json.dumps(growth(lambda: case.call(inputs, "kernel"), calls)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.harness import cpu_threads
 from tools.soak.outcome import Outcome
 
 THREADS, ROUNDS = 4, 25
-BACKEND = "cpu"
+BACKEND = "kernel"
 WITHOUT_PRODUCTS = (
     *("group_advantages", "gigpo_advantages", "token_logprobs", "policy_loss"),
     *("endpoint_segments", "token_advantages"),

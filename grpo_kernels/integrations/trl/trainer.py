@@ -49,7 +49,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             or needs the current log-probs before its terms (off_policy_mask_threshold, top_entropy_quantile)
         masked_rows: "leave_out" compares completions with those of their group that have a token in the loss; "vote"
             with all, as TRL does, also with those that mask_truncated_completions or a tool mask empties
-        backend: of grpo_kernels; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
 
     entropy_coef: float
@@ -82,12 +82,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 "FusedGRPOTrainer: embedder must be a function from texts to embeddings, got "
                 f"{type(embedder).__name__} {embedder!r}"
             )
-        if backend is not None:
-            known = gk.available_backends()
-            if backend not in known:
-                raise unknown("FusedGRPOTrainer", "backend", backend, known)
-            if known[backend] != "ok":
-                raise ValueError(f"FusedGRPOTrainer: backend {backend!r} cannot run here: {known[backend]}")
+        if backend not in (None, "kernel", "reference"):
+            raise unknown("FusedGRPOTrainer", "backend", backend, ("kernel", "reference"))
+        if backend == "kernel" and "ok" not in (known := gk.available_kernels()).values():
+            raise ValueError(f"FusedGRPOTrainer: backend 'kernel' cannot run here: {known}")
         if (similarity is None) != (embedder is None):
             missing = "similarity" if similarity is None else "embedder"
             raise ValueError(f"FusedGRPOTrainer: similarity and embedder go together, got no {missing}")

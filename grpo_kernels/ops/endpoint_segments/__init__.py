@@ -116,7 +116,7 @@ def endpoint_segments(
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         threshold: tau to use instead of the config's: a number, or a SegmentThreshold whose value is used
         config: a SegmentConfig, or a mapping with its fields, as a trainer's `group_params`
-        backend: "cuda", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     settings = SegmentConfig.of(SegmentConfig() if config is None else config, _OP)
     rewards, logprobs, old_logprobs, values = _tokens(rewards, logprobs, old_logprobs, values, cu_seqlens)

@@ -62,7 +62,7 @@ def group_advantages(
             whiten="tokens", otherwise refused
         baselines: [N]; required by center="baseline", otherwise refused
         config: an AdvantageConfig or the name of an estimator (AdvantageConfig.names())
-        backend: "cuda", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     settings = AdvantageConfig.of(config)
     rewards = _rewards(rewards, settings)

@@ -35,7 +35,7 @@ def gigpo_advantages(
             out of the second comparison
         episode_weight, step_weight: factors of the two advantages
         config: how each is normalised, as in group_advantages
-        backend: "cuda", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     for name, weight in (("episode_weight", episode_weight), ("step_weight", step_weight)):
         checks.finite(_OP, name, weight)

@@ -65,7 +65,7 @@ def linear_distillation_loss(
         beta: of "jsd", between 0 and 1; None means 0.5
         chunk_size: rows whose logits are in memory at a time; None means chosen from the shapes
         weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     hidden = checks.tensor(_OP, "hidden", checks.local(_OP, "hidden", hidden), checks.FLOATS)
     tokens = hidden.shape[:-1]

@@ -77,7 +77,7 @@ def linear_logprobs(
             Targets count over all columns. Hidden states must be equal on all ranks, and their gradient is complete on
             each. One all-reduce forward, one backward
         process_group: ranks that hold the other columns
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
     checks.boolean(_OP, return_entropy=return_entropy)

@@ -158,7 +158,7 @@ def linear_policy_loss(
     check_entropy(layout, config, want_entropy)
     check_units(layout, config, policy, normalizer, want_entropy)
     lesson = _check_teacher(teacher, targets, head, vocab_start, normalizer)
-    inputs = _Inputs(layout, config, head, reference, policy, want_entropy, index, weight_grad, lesson)
+    inputs = _Inputs(layout, config, head, reference, policy, want_entropy, index, weight_grad, lesson, backend)
     if support is not None:
         check_whole(_OP, lora=lora)
         _check_whole(chunk_size, compact, memory, vocab_start, process_group)
@@ -191,7 +191,7 @@ def _needs_eager(lesson: distillation_op.Lesson | None, backend: str) -> bool:
 
 
 class _Inputs(NamedTuple):
-    """Checked arguments; `term_index` is that of the op, `lesson` the teacher's ids, log-probs and shares by row."""
+    """Checked arguments; `term_index` and `backend` as the op got them, `lesson` the rows of the teacher."""
 
     layout: Layout
     config: LossConfig
@@ -202,6 +202,7 @@ class _Inputs(NamedTuple):
     term_index: Tensor | None
     weight_grad: Tensor | None
     lesson: distillation_op.Lesson | None
+    backend: str | None
 
 
 def _check_teacher(
@@ -282,7 +283,7 @@ def _with_low_memory(
             chunk_size=chunk_size,
             vocab_start=None if shard is None else shard.start,
             process_group=None if shard is None else shard.group,
-            backend=backend,
+            backend=inputs.backend,
         )
         return shaped(result.logprobs), None if result.entropy is None else shaped(result.entropy)
 
@@ -308,7 +309,7 @@ def _check_whole(chunk_size: object, compact: object, memory: str, vocab_start: 
 
 def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.Size, chosen: str) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
-    layout, config, head, reference, policy, want_entropy, index, weight_grad, _ = inputs
+    layout, config, head, reference, policy, want_entropy, index, weight_grad, *_ = inputs
     entries = check_support(_OP, support, head.targets, len(head.weight))
     is_added = chosen != "reference" and torch.is_grad_enabled()
     check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")

@@ -78,7 +78,7 @@ def policy_loss(
             "tokens", "rows", "segments". The global count makes the loss independent of how a batch is split into
             micro-batches and ranks
         config: a LossConfig or a TRL loss_type; LossConfig() is none of these: its loss is the mean over all tokens
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     config = LossConfig.of(config)
     if term_index is not None:
@@ -101,7 +101,9 @@ def policy_loss(
     entropy = layout.floats("entropy", entropy, detach=False)
     check_entropy(layout, config, entropy is not None)
     check_units(layout, config, policy, normalizer, entropy is not None)
-    return compute(layout, config, layout.number(logprobs), entropy, policy, backend)
+    logprobs = layout.number(logprobs)
+    chosen = backends.select(_OP, backend, layout.device.type, logprobs.dtype, op.SUPPORTS, layout.device.index)
+    return compute(layout, config, logprobs, entropy, policy, chosen)
 
 
 def _at_terms(
@@ -129,12 +131,10 @@ def compute(
     logprobs: Tensor,
     entropy: Tensor | None,
     policy: op.Policy,
-    backend: str | None,
+    backend: str,
 ) -> PolicyLoss:
-    """The loss of checked arguments."""
-    device = layout.device
-    chosen = backends.select(layout.op, backend, device.type, logprobs.dtype, op.SUPPORTS, device.index)
+    """The loss of checked arguments by an implementation."""
     needs = needs_entropy_gradient(entropy, config)
-    loss, metrics = op.apply(chosen, logprobs, entropy, policy, needs)
+    loss, metrics = op.apply(backend, logprobs, entropy, policy, needs)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, entropy is not None))

@@ -62,7 +62,7 @@ def similarity_groups(
         num_groups, max_size: with ids, the number of prompts and the largest number of responses of one (at most 256).
             Finding them waits for a GPU once. Larger values add empty prompts at the end
         config: a SimilarityConfig or the name of a linkage: "single", "complete", "average", "ward"
-        backend: "cuda", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     settings = SimilarityConfig.of(config, _OP)
     vectors = check_embeddings(_OP, embeddings)

@@ -110,7 +110,7 @@ def similarity_advantages(
         similarity: a SimilarityConfig or the name of a linkage
         config: an AdvantageConfig or the name of an estimator. Its `singleton` decides about responses unlike all
             others, and its `shrinkage` how much small groups borrow from their prompt
-        backend: of both steps; None means the first that can, for each
+        backend: "kernel" or "reference"; None means the kernel where there is one, in both steps
     """
     name = "similarity_advantages"
     checks.tensor(name, "rewards", rewards, checks.FLOATS)

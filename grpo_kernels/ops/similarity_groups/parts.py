@@ -74,7 +74,7 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
         distances: [P, K, K]
         linkage: "single", "complete", "average" or "ward" (of cosine distances d on unit vectors, with the heights of
             sqrt(2 d))
-        backend: "cuda", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     name = "agglomerate"
     if linkage not in LINKAGES:
@@ -100,7 +100,7 @@ def silhouette(
         distances: [P, K, K], as returned by pairwise_cosine
         labels: integers [P, K], or [N] with the groups that the distances were made from; negative means left out
         groups: an int or ids [N], see similarity_groups
-        backend: "cuda", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     name = "silhouette"
     distances = check_distances(name, distances)

@@ -51,7 +51,7 @@ def token_advantages(
         turns: integers in the shape of rewards; neighbouring tokens that count and have the same number form a turn,
             which acts as one step. Tokens with a negative number do not count
         config: a TokenAdvantageConfig or the name of an estimator (TokenAdvantageConfig.names())
-        backend: "triton", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     settings = TokenAdvantageConfig.of(config)
     checks.tensor(_OP, "rewards", rewards, checks.FLOATS)

@@ -59,7 +59,7 @@ def token_logprobs(
         return_entropy: also return the differentiable entropy of every row
         inplace_backward: the backward overwrites the logits with their gradient, which saves their size in memory.
             Nothing else may read them, backward runs once, and torch.compile is not supported
-        backend: "cuda", "triton", "cpu" or "reference"; None means the first that can
+        backend: "kernel" or "reference"; None means the kernel where there is one
     """
     check_logits(_OP, logits, targets)
     scaling = check_scaling(_OP, temperature, softcap, logit_scale, targets, logits.dtype)

@@ -30,6 +30,7 @@ NOT_A_NUMBER = torch.where(torch.arange(12).view(SHAPE) == 6, torch.nan, OLD)
         (TypeError, {"config": "verl"}, ["config must be a CorrectionConfig, got str", "(weights='token', weight_max"]),
         (ValueError, {"old_logprobs": NOT_A_NUMBER}, ["old_logprobs must not be NaN", "got nan at [1, 2]"]),
         (ValueError, {"backend": "gpu"}, ["backend must be one of", "'gpu'"]),
+        (RuntimeError, {"backend": "kernel"}, ["'kernel' cannot run here: the op is plain", "backend='reference'"]),
     ],
 )
 def test_arguments(error: type[Exception], changes: dict[str, Any], parts: list[str]) -> None:

@@ -141,7 +141,7 @@ def in_python(rewards: list[float], labels: list[int], ids: list[int], valid: li
 @pytest.mark.parametrize("layout", ["neighbours", "ids", "shuffled"])
 @pytest.mark.parametrize("backend", [None, "cpu", "reference"])
 def test_advantages_are_those_of_both_steps(layout: str, backend: str | None) -> None:
-    if backend == "cpu" and gk.available_backends()["cpu"] != "ok":
+    if backend == "cpu" and gk.available_kernels()["cpu"] != "ok":
         pytest.skip("no compiled CPU ops")
     prompts, size = 9, 8
     centres = torch.randn(prompts, 3, 6)
