@@ -77,11 +77,10 @@ def select(
     """Name of the implementation that runs this call of `op`."""
     choice = requested or _forced
     candidates = IMPLEMENTATIONS[2:] if device_type == "cpu" else IMPLEMENTATIONS
-    if choice is None:
-        tried = candidates
-    else:
-        _checked(choice, f"{op}: backend")
-        tried = candidates[:-1] if choice == "kernel" else (choice,)
+    _checked(choice, f"{op}: backend")
+    tried: tuple[str, ...] = candidates if choice is None else (choice,)
+    if choice == "kernel":
+        tried = candidates[:-1]
     reasons: list[tuple[str, str]] = []
     for name in tried:
         reason = refusal(name, device_type, dtype, supports, device_index, op)
