@@ -97,7 +97,7 @@ def certain(column: int, offset: float) -> dict[str, Tensor]:
 def run(case: str, dtype: torch.dtype, rank: int | None, reductions: list[int] | None = None) -> dict[str, Any]:
     """Results and gradients of a rank's shard (unsharded for None), and the number of reductions each way."""
     arguments = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(case).items()}
-    options = {"return_entropy": True, "backend": "cpu"} | CASES[case]
+    options = {"return_entropy": True, "backend": "kernel"} | CASES[case]
     options = {k: v.to(dtype) if k == "temperature" and isinstance(v, Tensor) else v for k, v in options.items()}
     first = 0
     if rank is not None:

@@ -64,7 +64,7 @@ def batch(case: str) -> dict[str, Any]:
 def run(case: str, shard: tuple[int, int] | None, counts: list[int]) -> dict[str, Any]:
     """Loss, metrics and gradients of a rank with these columns, or of the whole vocabulary."""
     arguments, (name, options) = batch(case), CASES[case]
-    options = {"backend": "cpu"} | options
+    options = {"backend": "kernel"} | options
     if shard is not None:
         first, last = shard
         own = {key: arguments.get(key) for key in ("weight", "bias", "ref_weight", "lora_b")}
