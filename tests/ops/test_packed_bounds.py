@@ -128,7 +128,9 @@ def test_rows_stay_within_the_tokens(wrong: str) -> None:
 def test_on_a_gpu_the_error_comes_without_a_wait(op: str, backend: str) -> None:
     code = (
         "import torch\n"
+        "from grpo_kernels import backends\n"
         "from tests.ops import test_packed_bounds as tests\n"
+        "backends.name_implementations()\n"
         "bounds = torch.tensor([0, 9000], device='cuda')\n"
         f"call = tests.CALLS[{op!r}][0]\n"
         "try:\n"
