@@ -409,21 +409,6 @@ def test_derived_fields_cannot_be_given() -> None:
         gk.SegmentConfig(modes=[0])  # type: ignore[call-arg]
 
 
-# Backends
-
-
-def test_backend_that_there_is_not(as_user: None) -> None:
-    with pytest.raises(ValueError, match=f"^{OP}: backend must be one of kernel, reference, got 'gpu'"):
-        gk.endpoint_segments(**arguments(), backend="gpu")
-
-
-@needs_cpu_kernels
-def test_backend_that_cannot_run_here_with_one_that_can() -> None:
-    on_meta = {k: v.to("meta") if k in TOKENS else v for k, v in arguments().items()}
-    with pytest.raises(RuntimeError, match=f"^{OP}: backend 'kernel' cannot run here: .*does not run on meta tensors"):
-        gk.endpoint_segments(**on_meta, backend="kernel")
-
-
 def test_valid_settings_at_their_ends() -> None:
     for config in (config_of(gamma=0.0, lam=0.0), config_of(group_max_size=1), {"group_max_size": 2**31 - 1}):
         for backend in BACKENDS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels.ops.group_advantages.config import CENTERS, COMBINES, GAINS, SCALES, SINGLETONS, WHITENS
 from grpo_kernels.ops.group_advantages.registration import SUPPORTS
-from tests.harness import assert_raises, device_of, needs_cpu_kernels, runnable_backends
+from tests.harness import assert_raises, device_of, runnable_backends
 
 BACKENDS = runnable_backends(SUPPORTS)
 NAN, INF = float("nan"), float("inf")
@@ -299,35 +298,6 @@ def test_name_and_config_of_that_name_are_the_same(name: str) -> None:
 
 
 # Backends
-
-
-@pytest.mark.parametrize("name", ["gpu", "Kernel", "auto"])
-def test_unknown_backend_lists_those_that_exist(name: str, as_user: None) -> None:
-    with pytest.raises(ValueError, match=f"^group_advantages: backend must be one of kernel, reference, got '{name}'"):
-        gk.group_advantages(torch.randn(6), 3, backend=name)
-    with pytest.raises(ValueError, match=f"^use_backend: .*{re.escape(repr(name))}"), gk.use_backend(name):
-        pass
-
-
-@needs_cpu_kernels
-def test_backend_for_another_device_is_refused_with_the_reason_and_the_way_out() -> None:
-    reason = r"^group_advantages: backend 'kernel' cannot run here: .*meta.*use backend='reference' or leave it out$"
-    with pytest.raises(RuntimeError, match=reason):
-        gk.group_advantages(torch.randn(6, device="meta"), 3, backend="kernel")
-
-
-def test_backend_that_cannot_run_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_kernels import backends
-
-    why = "not built"
-    monkeypatch.setattr(backends, "missing", lambda name, device_index=None: why if name == "cpu" else None)
-    assert gk.available_kernels()["cpu"] == why
-    error = rf"'kernel' cannot run here: cpu \({why}\); use backend='reference' or leave it out"
-    with pytest.raises(RuntimeError, match=error):
-        gk.group_advantages(torch.randn(6), 3, backend="kernel")
-    with pytest.raises(RuntimeError, match=why), gk.use_backend("kernel"):
-        gk.group_advantages(torch.randn(6), 3)
-    assert gk.group_advantages(torch.randn(6), 3).advantages.any()  # automatic selection finds another backend
 
 
 def test_available_kernels_names_each_with_ok_or_a_reason() -> None:

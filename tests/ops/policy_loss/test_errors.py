@@ -256,11 +256,6 @@ def test_name_of_a_config_is_a_loss_type_of_trl() -> None:
         gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3), config="gropo")
 
 
-def test_unknown_backend() -> None:
-    with pytest.raises(ValueError, match=r"^policy_loss: backend must be one of .*'gpu'"):
-        gk.policy_loss(torch.ones(SHAPE), None, torch.ones(3), backend="gpu")
-
-
 # Config
 
 

@@ -395,50 +395,6 @@ def test_config_is_frozen_and_compares_by_its_settings() -> None:
         assert gk.SimilarityConfig.of(name, "test") == gk.SimilarityConfig(name)
 
 
-# Backends
-
-CALLS: dict[str, Callable[..., Any]] = {
-    **{
-        name: lambda device, _op=op, **o: _op(torch.zeros(3, 4, device=device), 3, **o)
-        for name, op in OF_EMBEDDINGS.items()
-    },
-    **{
-        name: lambda device, _op=op, **o: _op(torch.zeros(1, 3, 3, device=device), **o)
-        for name, op in OF_DISTANCES.items()
-        if name != "silhouette"
-    },
-    "silhouette": lambda device, **o: gk.silhouette(
-        torch.zeros(1, 3, 3, device=device), torch.zeros(1, 3, dtype=torch.int64, device=device), **o
-    ),
-}
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_unknown_backend_lists_those_that_exist(op: str, as_user: None) -> None:
-    with pytest.raises(ValueError, match=f"^{op}: backend must be one of kernel, reference, got 'gpu'"):
-        CALLS[op]("cpu", backend="gpu")
-
-
-@needs_cpu_kernels
-@pytest.mark.parametrize("op", CALLS)
-def test_backend_for_another_device_is_refused_with_the_reason_and_the_way_out(op: str) -> None:
-    reason = f"^{op}: backend 'kernel' cannot run here: .*meta.*use backend='reference' or leave it out$"
-    with pytest.raises(RuntimeError, match=reason):
-        CALLS[op]("meta", backend="kernel")
-
-
-@pytest.mark.parametrize("op", CALLS)
-def test_backend_that_cannot_run_names_its_reason(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_kernels import backends
-
-    why = "not built"
-    monkeypatch.setattr(backends, "missing", lambda name, device_index=None: why if name == "cpu" else None)
-    reason = f"^{op}: backend 'kernel' cannot run here: cpu \\({why}\\); use backend='reference' or leave it out"
-    with pytest.raises(RuntimeError, match=reason):
-        CALLS[op]("cpu", backend="kernel")
-    CALLS[op]("cpu")  # automatic selection finds another backend
-
-
 @needs_cpu_kernels
 @embeddings_ops
 def test_dtype_that_a_backend_does_not_take(op: str) -> None:
