@@ -75,7 +75,7 @@ def select(
     device_index: int | None = None,
 ) -> str:
     """Name of the implementation that runs this call of `op`."""
-    choice = requested or _forced
+    choice = _forced if requested is None else requested
     candidates = IMPLEMENTATIONS[2:] if device_type == "cpu" else IMPLEMENTATIONS
     _checked(choice, f"{op}: backend")
     tried: tuple[str, ...] = candidates if choice is None else (choice,)

@@ -8,6 +8,7 @@ device. docs/variants.md shows each one in a loss, with the test that compares i
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -49,13 +50,17 @@ class _Batch:
 
     def leaf(self, name: str, values: Tensor) -> Tensor:
         """Log-probs that keep their gradient, 0 where masked."""
-        checked = self.layout.floats(name, values, detach=False)
-        assert checked is not None
-        return torch.where(self.valid, checked.reshape(-1), 0)
+        checked = self.layout.floats(name, checks.tensor(self.op, name, values, checks.FLOATS), detach=False)
+        return torch.where(self.valid, cast(Tensor, checked).reshape(-1), 0)
 
-    def of_tokens(self, name: str, values: Tensor | None, otherwise: Tensor) -> Tensor:
-        """Numbers without a gradient, 0 where masked; `otherwise` if there are none."""
-        return otherwise.detach() if values is None else self.leaf(name, values).detach()
+    def of_tokens(self, name: str, values: Tensor) -> Tensor:
+        """Numbers without a gradient, 0 where masked."""
+        return self.leaf(name, values).detach()
+
+    def old(self, name: str, values: Tensor | None, lp: Tensor) -> Tensor:
+        """Old log-probs, or `lp`; those of tokens that the old policy could not sample far below, but finite."""
+        values = lp.detach() if values is None else self.of_tokens(name, values)
+        return values.clamp(min=-math.sqrt(torch.finfo(lp.dtype).max))
 
     def of_rows_or_tokens(self, name: str, values: Tensor) -> Tensor:
         checked = self.layout.per_row_or_token(name, values)
@@ -90,9 +95,25 @@ class _Batch:
             if given.numel() != 1:
                 raise ValueError(f"{self.op}: count must have one element, got shape {list(given.shape)}")
             checks.same_device(self.op, "count", given, self.layout.device)
-            return given.detach().double().reshape(()).clamp(min=1)
+            given = given.detach().double().reshape(())
+            return torch.where(given > 0, given, 1.0)
         checks.finite(self.op, "count", given, 0.0, open_end=True)
         return given
+
+    def pair(self, name: str, values: tuple[float, float], minimum: float) -> tuple[float, float]:
+        """Two numbers in ascending order, of which the second may be infinite."""
+        are_two = isinstance(values, tuple | list) and len(values) == 2
+        if not (are_two and all(type(n) in (int, float) for n in values) and minimum <= values[0] <= values[1]):
+            raise ValueError(f"{self.op}: {name} must be (low, high) with {minimum:g} <= low <= high, got {values!r}")
+        return values
+
+    def clip(self, clip_low: float | None, clip_high: float | None) -> tuple[float, float]:
+        """Bounds of a ratio, as LossConfig has them."""
+        for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
+            if value is not None:
+                checks.finite(self.op, name, value, 0.0)
+        low, high = (math.inf if value is None else value for value in (clip_low, clip_high))
+        return 1 - low, 1 + high
 
 
 # Which tokens have a policy term
@@ -119,7 +140,7 @@ def off_policy_mask(
     batch = _Batch("off_policy_mask", logprobs, mask, cu_seqlens)
     checks.finite(batch.op, "threshold", threshold, 0.0)
     lp = batch.leaf("logprobs", logprobs).detach()
-    gap = batch.of_tokens("sampling_logprobs", sampling_logprobs, lp) - lp
+    gap = batch.of_tokens("sampling_logprobs", sampling_logprobs) - lp
     distance = batch.mean(torch.where(gap.isnan(), 0, gap))
     negative = batch.of_rows_or_tokens("advantages", advantages) < 0
     return batch.shaped(~(negative & batch.rows.spread(~(distance <= threshold))))
@@ -175,8 +196,8 @@ def clip_cov_weights(
     *,
     ratio: float = 0.0002,
     bounds: tuple[float, float] = (1.0, 5.0),
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | None = 0.2,
+    clip_high: float | None = 0.2,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
@@ -191,12 +212,13 @@ def clip_cov_weights(
         clip_low, clip_high: those of the loss; tokens that it clips are not drawn
     """
     batch = _Batch("clip_cov_weights", logprobs, mask, cu_seqlens)
+    least, most = batch.pair("bounds", bounds, -math.inf)
     lp = batch.leaf("logprobs", logprobs).detach()
     advantage = batch.of_rows_or_tokens("advantages", advantages)
     covariance = _covariance(batch, lp, advantage)
-    moved = (lp - batch.of_tokens("old_logprobs", old_logprobs, lp)).exp()
-    is_clipped = -advantage * moved.clamp(1 - clip_low, 1 + clip_high) > -advantage * moved
-    eligible = batch.valid & (covariance > bounds[0]) & (covariance < bounds[1]) & ~is_clipped
+    moved = (lp - batch.old("old_logprobs", old_logprobs, lp)).exp()
+    is_clipped = -advantage * moved.clamp(*batch.clip(clip_low, clip_high)) > -advantage * moved
+    eligible = batch.valid & (covariance > least) & (covariance < most) & ~is_clipped
     keys = torch.where(eligible, _hash(lp, batch.valid), 2**32)
     drawn = _first(batch, keys, ratio) & eligible
     return batch.shaped(torch.where(drawn, 0, torch.ones_like(lp)))
@@ -228,10 +250,11 @@ def kl_cov_penalty(
     lp = batch.leaf("logprobs", logprobs)
     covariance = _covariance(batch, lp.detach(), batch.of_rows_or_tokens("advantages", advantages))
     chosen = _first(batch, torch.where(batch.valid, -covariance, math.inf), ratio) & batch.valid
-    factor = coef * batch.of_tokens("shares", shares, lp)
+    checks.finite(batch.op, "coef", coef)
+    factor = coef * batch.of_tokens("shares", shares)
     if is_weights is not None:
         factor = factor * batch.of_rows_or_tokens("is_weights", is_weights)
-    moved = (lp - batch.of_tokens("old_logprobs", old_logprobs, lp)).abs()
+    moved = (lp - batch.old("old_logprobs", old_logprobs, lp)).abs()
     return (torch.where(chosen, factor, 0) * moved).sum()
 
 
@@ -248,6 +271,8 @@ def _covariance(batch: _Batch, lp: Tensor, advantage: Tensor) -> Tensor:
 def _first(batch: _Batch, keys: Tensor, ratio: float) -> Tensor:
     """The tokens of smallest key: `ratio` of the valid ones, and at least one."""
     checks.finite(batch.op, "ratio", ratio, 0.0, open_end=True)
+    if ratio > 1:
+        raise ValueError(f"{batch.op}: ratio must be at most 1, got {ratio!r}")
     count = (batch.valid.sum().double() * ratio).long().clamp(min=1)
     most = min(len(keys), max(math.ceil(len(keys) * ratio), 1))  # no host knows `count`
     if most == 0:
@@ -293,16 +318,18 @@ def future_kl_weights(
         safety: tokens of negative advantage with a larger ratio have a weight in [0.8, 1]; None means none
     """
     batch = _Batch("future_kl_weights", logprobs, mask, cu_seqlens)
-    checks.finite(batch.op, "half_life", half_life, 0.0, open_end=True)
+    for name, value in (("half_life", half_life), ("cap", cap), ("safety", safety)):
+        if value is not None or name == "half_life":
+            checks.finite(batch.op, name, value, 0.0, open_end=True)
     lp = batch.leaf("logprobs", logprobs).detach()
-    moved = lp - batch.of_tokens("old_logprobs", old_logprobs, lp)
+    moved = lp - batch.old("old_logprobs", old_logprobs, lp)
     summed = moved if cap is None else torch.where(moved > math.log(cap), 0, moved)
     discounted = TokenAdvantageConfig("reinforce", gamma=2 ** (-1 / half_life))
     everywhere = torch.ones(batch.layout.shape, dtype=torch.bool, device=lp.device)
     future = token_advantages(batch.shaped(summed), mask=everywhere, cu_seqlens=cu_seqlens, config=discounted).returns
     weights = future.reshape(-1).exp()
     if clip is not None:
-        weights = weights.clamp(*clip)
+        weights = weights.clamp(*batch.pair("clip", clip, 0.0))
     if safety is not None:
         is_risky = (moved > math.log(safety)) & (batch.of_rows_or_tokens("advantages", advantages) < 0)
         weights = torch.where(is_risky, weights.clamp(0.8, 1.0), weights)
@@ -333,7 +360,7 @@ def geometric_average_logprobs(
 def _log_ratios(batch: _Batch, logprobs: Tensor, old_logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Old log-probs, the log ratio of each token, and the mean of its row's."""
     lp = batch.leaf("logprobs", logprobs)
-    old = batch.of_tokens("old_logprobs", old_logprobs, lp)
+    old = batch.old("old_logprobs", old_logprobs, lp)
     moved = lp - old
     return old, moved, batch.rows.spread(batch.mean(moved).to(lp.dtype))
 
@@ -365,7 +392,8 @@ def gvpo_loss(
     """
     batch = _Batch("gvpo_loss", logprobs, mask, cu_seqlens)
     lp = batch.leaf("logprobs", logprobs)
-    score = batch.total(lp - batch.of_tokens("base_logprobs", base_logprobs, lp))
+    checks.finite(batch.op, "beta", beta)
+    score = batch.total(lp - batch.old("base_logprobs", base_logprobs, lp))
     active = batch.tokens > 0
     excess = torch.where(active, batch.of_rows("advantages", advantages) - beta * score, 0)
     by_group = RowGroups.of(batch.op, groups, excess)
@@ -398,7 +426,8 @@ def real_loss(
     """
     batch = _Batch("real_loss", logprobs, mask, cu_seqlens)
     lp = batch.leaf("logprobs", logprobs)
-    score = batch.mean(lp - batch.of_tokens("old_logprobs", old_logprobs, lp)) / tau
+    checks.finite(batch.op, "tau", tau, 0.0, open_end=True)
+    score = batch.mean(lp - batch.old("old_logprobs", old_logprobs, lp)) / tau
     active, better = batch.tokens > 0, batch.of_rows("advantages", advantages) > 0
     by_group = RowGroups.of(batch.op, groups, score)
     sides = torch.stack([active & better, active & ~better], 1)
@@ -421,8 +450,8 @@ def flowrl_loss(
     *,
     beta: float = 15.0,
     clip: str = "product",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
+    clip_low: float | None = 0.2,
+    clip_high: float | None = 0.2,
     ratio_cap: float | None = None,
     is_weights: Tensor | None = None,
     count: float | Tensor | None = None,
@@ -445,18 +474,19 @@ def flowrl_loss(
     batch = _Batch("flowrl_loss", logprobs, mask, cu_seqlens)
     if clip not in ("product", "geometric", "logprob"):
         raise checks.unknown(batch.op, "clip", clip, ("product", "geometric", "logprob"))
+    checks.finite(batch.op, "beta", beta)
+    if ratio_cap is not None:
+        checks.finite(batch.op, "ratio_cap", ratio_cap, 0.0, open_end=True)
+    low, high = batch.clip(clip_low, clip_high)
     lp = batch.leaf("logprobs", logprobs)
-    old, reference = (
-        batch.of_tokens(name, values, lp)
-        for name, values in (("old_logprobs", old_logprobs), ("ref_logprobs", ref_logprobs))
-    )
+    old, reference = batch.old("old_logprobs", old_logprobs, lp), batch.of_tokens("ref_logprobs", ref_logprobs)
     moved = batch.mean(lp - old)
     weight = (moved.detach() * (1 if clip == "geometric" else batch.tokens)).exp()
     kept = moved
     if clip == "logprob":
-        kept = moved.clamp(math.log(1 - clip_low), math.log(1 + clip_high))
+        kept = moved.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
     else:
-        weight = weight.clamp(1 - clip_low, 1 + clip_high)
+        weight = weight.clamp(low, high)
     weight = weight if ratio_cap is None else weight.clamp(max=ratio_cap)
     if is_weights is not None:
         weight = weight * batch.of_rows("is_weights", is_weights)

@@ -161,8 +161,8 @@ class _Terms:
                 advantages,
                 ratio=self.own["clip_cov_ratio"],
                 bounds=(self.own["clip_cov_lb"], self.own["clip_cov_ub"]),
-                clip_low=cast(float, self.config.clip_low),
-                clip_high=cast(float, self.config.clip_high),
+                clip_low=self.config.clip_low,
+                clip_high=self.config.clip_high,
                 **rows,
             )
             given = kwargs.pop("is_weights", None)

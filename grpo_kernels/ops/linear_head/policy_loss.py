@@ -324,6 +324,9 @@ def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.
     logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
     entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
     by_term, of_loss = _by_term(logprobs, layout, index), policy_loss.beside(chosen)
+    device, dtype = layout.device, layout.dtype
+    if chosen == "triton" and backends.refusal("cuda", device.type, dtype, policy_loss.SUPPORTS, device.index) is None:
+        of_loss = "cuda"  # which a support has no kernel in
     result = compute(layout, config, by_term, entropy_of_all, policy, of_loss)
     return _add_divergence(result, inputs, shape, None, chosen)
 

@@ -70,11 +70,21 @@ _KEYWORDS = {
     name: f"{peer}'s is LossConfig.{constructor}({name}=...)"
     for peer, constructor, names in (("verl", "verl", VERL_DEFAULTS), ("TRL", "trl", TRL_DEFAULTS))
     for name in names
+} | {
+    **dict.fromkeys(("top_entropy_quantile", "entropy_floor"), "it is policy_mask=gk.variants.high_entropy_mask(...)"),
+    **dict.fromkeys(
+        ("off_policy_mask_threshold", "off_policy_threshold"), "it is policy_mask=gk.variants.off_policy_mask(...)"
+    ),
+    **dict.fromkeys(
+        ("correction", "vllm_importance_sampling_mode"), "it is is_weights=gk.sampling_correction(...).weights"
+    ),
 }
 _PAPERS = {
     "ppo": "PPO's policy term is LossConfig('clip')",
     "gmpo": "GMPO is LossConfig.verl(loss_mode='geo_mean')",
     **dict.fromkeys(("clip_cov", "kl_cov"), "it composes: see gk.variants"),
+    "fipo": "its weights are gk.variants.future_kl_weights",
+    "opsm": "its mask is gk.variants.off_policy_mask",
     **{name: f"it is gk.variants.{name}_loss" for name in ("gvpo", "real", "flowrl")},
     **dict.fromkeys(
         ("rloo", "remax", "opo"),

@@ -39,9 +39,13 @@ def token_shares(
     if (aggregation == "seq-mean-token-sum-norm") != (max_length is not None):
         rule = "given with aggregation='seq-mean-token-sum-norm', and only then"
         raise ValueError(f"{_OP}: max_length must be {rule}, got {max_length!r}")
+    if max_length is not None and checks.integer(_OP, "max_length", max_length) < 1:
+        raise ValueError(f"{_OP}: max_length must be at least 1, got {max_length}")
     if cu_seqlens is not None:
         checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
         checks.same_device(_OP, "cu_seqlens", cu_seqlens, mask.device)
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) == 0:
+            raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
         cu_seqlens = cu_seqlens.long().contiguous()
     rows = TokenRows(_OP, mask.shape, cu_seqlens, mask.device)
     members = rows.within(mask.reshape(-1) != 0).double()
@@ -64,9 +68,9 @@ def _divisor(mask: Tensor, count: float | Tensor | None, counted: Tensor) -> Ten
         if count.numel() != 1:
             raise ValueError(f"{_OP}: count must have one element, got shape {list(count.shape)}")
         checks.same_device(_OP, "count", count, mask.device)
-        counted = count.detach().double().reshape(())
-    elif count is not None:
+        count = count.detach().double().reshape(())
+        return torch.where(count > 0, count, 1.0)
+    if count is not None:
         checks.finite(_OP, "count", count, 0.0, open_end=True)
-        counted = counted.new_full((), count)
-        return counted
+        return counted.new_full((), count)
     return counted.clamp(min=1)

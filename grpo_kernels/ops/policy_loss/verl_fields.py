@@ -51,10 +51,11 @@ _VERL_KLS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low
 
 def verl_fields(**fields: Any) -> dict[str, Any]:
     where = "LossConfig.verl"
+    for mode, way_out in VERL_REFUSED.items():
+        if fields.get("loss_mode") == mode:  # before its own fields are refused
+            raise ValueError(f"{where}: loss_mode {mode!r} is not implemented: {way_out}")
     f = with_defaults(where, fields, VERL_DEFAULTS)
     mode, aggregation = f["loss_mode"], f["loss_agg_mode"]
-    if mode in VERL_REFUSED:
-        raise ValueError(f"{where}: loss_mode {mode!r} is not implemented: {VERL_REFUSED[mode]}")
     if mode not in VERL_LOSSES:
         raise unknown(where, "loss_mode", mode, VERL_LOSSES)
     if aggregation not in _VERL_AGGREGATIONS:
