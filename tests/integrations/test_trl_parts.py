@@ -82,9 +82,8 @@ def test_a_micro_batch_from_vllm_with_tools(tmp_path: Path, loss_type: str, by_r
     """The loss does not need vLLM; the same trainer computes it in both ways."""
     if loss_type == "vespo" and by_row:
         pytest.skip("TRL refuses it")
-    trainer = made(
-        tmp_path, changes={"loss_type": loss_type, "off_policy_mask_threshold": 0.2, "top_entropy_quantile": 0.7}
-    )
+    changes = {"off_policy_mask_threshold": 0.2, "top_entropy_quantile": 0.7, "entropy_coef": 0.02}
+    trainer = made(tmp_path, changes={"loss_type": loss_type} | changes)
     trainer.use_vllm = True
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 2
