@@ -161,6 +161,12 @@ def kl_cov(b: Batch) -> Tensor:
     return b.gradient(gk.policy_loss(*tokens, mask=b.mask, config=unclipped).loss + penalty)
 
 
+def high_entropy(b: Batch) -> Tensor:
+    chosen = gk.variants.high_entropy_mask(-b.old, b.mask, 0.2)
+    tokens, config = (b.logprobs, b.old, b.advantages), gk.LossConfig()
+    return b.gradient(gk.policy_loss(*tokens, mask=b.mask, policy_mask=chosen, config=config).loss)
+
+
 VARIANTS = {
     "GVPO": composed("gvpo_loss"),
     "REAL": composed("real_loss"),
@@ -168,6 +174,7 @@ VARIANTS = {
     "FIPO": composed("future_kl_weights"),
     "Clip-Cov": composed("clip_cov_weights"),
     "KL-Cov": kl_cov,
+    "tokens of high entropy": high_entropy,
     "average": composed("average_logprobs"),
     "geometric_average": composed("geometric_average_logprobs"),
 }

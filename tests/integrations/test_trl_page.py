@@ -31,6 +31,7 @@ def test_clip_cov_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     drawn: list[int] = []
 
     def clip_cov_weights(*arguments: Tensor, **options: Any) -> Tensor:
+        assert (options["clip_low"], options["clip_high"]) == (0.1, 0.3)
         weights = original(*arguments, **options | {"ratio": 0.5, "bounds": (0.0, 5.0)})
         drawn.append(int((weights == 0).sum()))
         return weights
@@ -43,7 +44,7 @@ def test_clip_cov_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     scope: dict[str, Any] = {
         "model": model,
         "reward": tiny_trl.many_a,
-        "args": GRPOConfig(**tiny_trl.settings(tmp_path, max_steps=2)),
+        "args": GRPOConfig(**tiny_trl.settings(tmp_path, max_steps=2, epsilon=0.1, epsilon_high=0.3)),
         "dataset": tiny_trl.prompts(),
         "tokenizer": tiny_trl.tokenizer(),
         "head": head,
