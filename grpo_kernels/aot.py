@@ -17,8 +17,8 @@ EXACT = {"enable_fp_fusion": False}
 class AotCase:
     """One specialisation of a Triton kernel that ``tools/aot_compile.py`` compiles for every target.
 
-    The Triton implementation of every op lists the specialisations it really launches in a module-level
-    tuple ``AOT_SIGNATURES``. This module imports neither torch nor triton, so that declaring
+    The file ``aot.py`` of every op with Triton kernels lists the specialisations that it really launches in a
+    module-level tuple ``AOT_SIGNATURES``. This module imports neither torch nor triton, so that declaring
     the cases costs nothing at import time and works where the kernels run in Triton's interpreter.
 
     Attributes:

@@ -4,7 +4,7 @@
     python tools/aot_compile.py [--target sm_90 ...] [--op NAME ...] [--json FILE] [--allow-spills]
 
 Neither a GPU nor a driver is needed. The cases come from ``AOT_SIGNATURES`` in
-``grpo_kernels/ops/<op>/triton`` (see ``grpo_kernels/aot.py``). The exit status is 1 if a case does not
+``grpo_kernels/ops/<op>/aot.py`` (see ``grpo_kernels/aot.py``). The exit status is 1 if a case does not
 compile, needs more shared memory than its target has, or spills registers without saying why it may
 (``spills_ok``). ``--allow-spills`` only reports spills: their number depends on the version of Triton,
 and the tests hold it for the pinned one.
@@ -114,7 +114,7 @@ def prepare_environment() -> None:
 
 def find_ops() -> list[str]:
     """Names of the ops with Triton kernels, in alphabetical order."""
-    return sorted({path.parent.name for path in OPS_DIR.glob("*/triton*") if path.suffix in ("", ".py")})
+    return sorted(path.parent.name for path in OPS_DIR.glob("*/triton.py"))
 
 
 def _load(op: ModuleType | Path | str) -> ModuleType:

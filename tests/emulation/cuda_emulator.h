@@ -30,10 +30,8 @@
 
 // The C library declares functions of these names.
 #define __expf(x) expf(x)
-#define __exp10f(x) powf(10.0f, x)
 #define __logf(x) logf(x)
 #define __log2f(x) log2f(x)
-#define __powf(x, y) powf(x, y)
 
 using cudaStream_t = void*;
 inline constexpr int warpSize = 32;
@@ -180,8 +178,6 @@ inline int __any_sync(unsigned mask, int predicate, GRPO_SITE) {
 inline int __all_sync(unsigned mask, int predicate, GRPO_SITE) {
   return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(All), mask, predicate != 0, where));
 }
-// CUDA only promises that the calling lane is active.
-inline unsigned __activemask() { return 1u << grpo_kernels::emulation::scheduler.lane(); }
 template <grpo_kernels::emulation::WarpValue T>
 inline unsigned __match_any_sync(unsigned mask, T value, GRPO_SITE) {
   std::uint64_t bits = 0;
@@ -224,7 +220,6 @@ inline void __threadfence() {
   grpo_kernels::emulation::scheduler.yield(/*always=*/false);
   grpo_kernels::emulation::races::fence();
 }
-inline void __threadfence_block() { grpo_kernels::emulation::scheduler.yield(/*always=*/false); }
 inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*always=*/true); }
 
 // One overload per type that CUDA has, not a template, so that arguments convert as in CUDA.
@@ -233,16 +228,13 @@ inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*a
     return grpo_kernels::emulation::atomic(address,                                                                 \
                                            [value]([[maybe_unused]] T old) { return static_cast<T>(expression); }); \
   }
-#define GRPO_INTEGER_ATOMICS(T)                                                                              \
-  GRPO_ATOMIC(atomicMax, T, old > value ? old : value)                                                       \
-  GRPO_ATOMIC(atomicMin, T, old < value ? old : value)                                                       \
-  GRPO_ATOMIC(atomicExch, T, value)                                                                          \
-  GRPO_ATOMIC(atomicOr, T, old | value)                                                                      \
-  GRPO_ATOMIC(atomicAnd, T, old& value)                                                                      \
-  GRPO_ATOMIC(atomicXor, T, old ^ value)                                                                     \
-  inline T atomicCAS(T* address, T expected, T desired) {                                                    \
-    return grpo_kernels::emulation::atomic(address, [=](T old) { return old == expected ? desired : old; }); \
-  }
+#define GRPO_INTEGER_ATOMICS(T)                        \
+  GRPO_ATOMIC(atomicMax, T, old > value ? old : value) \
+  GRPO_ATOMIC(atomicMin, T, old < value ? old : value) \
+  GRPO_ATOMIC(atomicExch, T, value)                    \
+  GRPO_ATOMIC(atomicOr, T, old | value)                \
+  GRPO_ATOMIC(atomicAnd, T, old& value)                \
+  GRPO_ATOMIC(atomicXor, T, old ^ value)
 GRPO_INTEGER_ATOMICS(int)
 GRPO_INTEGER_ATOMICS(unsigned)
 GRPO_INTEGER_ATOMICS(unsigned long long)

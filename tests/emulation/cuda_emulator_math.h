@@ -18,11 +18,9 @@ inline void __stcg(T* address, T value) {
 }
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
-inline int __popcll(unsigned long long bits) { return std::popcount(bits); }
 inline int __clz(int bits) { return std::countl_zero(static_cast<unsigned>(bits)); }
 inline int __clzll(long long bits) { return std::countl_zero(static_cast<unsigned long long>(bits)); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
-inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
 
 inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
@@ -38,7 +36,6 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>(((static_cast<std::uint64_t>(high) << 32) | low) >> (shift & 31));
 }
-inline float __saturatef(float x) { return fminf(fmaxf(x, 0.0f), 1.0f); }
 
 // Overloads, not templates, for the same conversions as in CUDA. NaN loses against a number.
 #define GRPO_MIN_MAX(T)                               \

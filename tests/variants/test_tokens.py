@@ -23,7 +23,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPE = (4, 60)
 CLIP_COV: dict[str, Any] = {"ratio": 0.05, "bounds": (-0.1, 0.4)}
 KL_COV: dict[str, Any] = {"ratio": 0.05, "coef": 0.5}
-UNCLIPPED = gk.LossConfig(clip_low=None, clip_high=None)
 Batch = dict[str, Tensor]
 
 
