@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tools.kernel_cases import has_kernel
+from grpo_kernels import registry
 
 Inputs = dict[str, Tensor]
 ROWS, WIDTH, HIDDEN, COLUMNS = 4, 4, 16, 32
@@ -21,6 +21,11 @@ class Case(NamedTuple):
 
     draw: Callable[[], Inputs]
     call: Callable[[Inputs, str], list[Tensor]]
+
+
+def has_kernel(op: str, backend: str) -> bool:
+    """Whether an op has a kernel of its own on a backend."""
+    return hasattr(registry.ops, f"{op}_{backend}")
 
 
 def runs_on(name: str, backend: str) -> bool:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks import gpu_lines
-from grpo_kernels import backends, registry
+from grpo_kernels import backends
 from grpo_kernels.ops.similarity_groups import registration
+from tests.graph_inputs import has_kernel
 from tools import row_cases, support_cases
 from tools.row_cases import WRONG_BOUNDS, Put, Results
 
@@ -347,11 +348,6 @@ SMOKE: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {
     "agglomerate": lambda backend, put: gk.agglomerate(put(two_prompts()), backend=backend),
     "silhouette": smoke_silhouette,
 }
-
-
-def has_kernel(op: str, backend: str) -> bool:
-    """Whether an op has a kernel of its own on a backend."""
-    return hasattr(registry.ops, f"{op}_{backend}")
 
 
 def as_double(tensor: Tensor) -> Tensor:
