@@ -1,4 +1,4 @@
-"""What the functions of gk.variants and token_shares refuse: the function, the argument, the rule and the value."""
+"""Errors of gk.variants and token_shares name the function, the argument, the rule and the value."""
 
 from __future__ import annotations
 
