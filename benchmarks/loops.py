@@ -15,7 +15,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from benchmarks.segment_peers import by_token_loop
 from benchmarks.similarity_peers import by_scikit_learn
-from grpo_kernels.ops.policy_loss.config import METRICS
+from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
 
 
 @contextlib.contextmanager
@@ -75,20 +75,17 @@ def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0,
     return SimpleNamespace(logprobs=chosen.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1) * (targets >= 0))
 
 
-def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Any = None, **kwargs: Any
-) -> SimpleNamespace:
-    return token_logprobs(torch.nn.functional.linear(hidden, weight, bias), targets, **kwargs)
+def linear_logprobs(hidden: Tensor, head: gk.LMHead, targets: Tensor, **kwargs: Any) -> SimpleNamespace:
+    return token_logprobs(torch.nn.functional.linear(hidden, head.weight, head.bias), targets, **kwargs)
 
 
 def linear_policy_loss(
     hidden: Tensor,
-    weight: Tensor,
+    head: gk.LMHead,
     tokens: Tensor,
     old: Tensor,
     advantages: Tensor,
     *,
-    bias: Any = None,
     temperature: float = 1.0,
     mask: Tensor,
     config: gk.LossConfig,
@@ -97,7 +94,7 @@ def linear_policy_loss(
     **_: Any,
 ) -> SimpleNamespace:
     """PPO with clipped token ratios and a k3 KL, by autograd; the logged entropy has its own softmax."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+    logits = torch.nn.functional.linear(hidden, head.weight, head.bias).float() / temperature
     logprobs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
     probabilities = logits.softmax(-1)
     entropy = torch.logsumexp(logits, -1) - (probabilities * logits).sum(-1)

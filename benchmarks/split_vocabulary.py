@@ -38,9 +38,8 @@ def measure(rank: int, folder: str, rows: int, width: int, columns: int, repeats
             dist.barrier()
             start, busy_before = time.perf_counter(), time.process_time()
             if is_split or rank == 0:
-                loss = gk.linear_policy_loss(
-                    leaf, weight, targets, old, advantages, vocab_start=first, process_group=group, backend="kernel"
-                ).loss
+                head = gk.LMHead(weight, vocab_start=first, process_group=group)
+                loss = gk.linear_policy_loss(leaf, head, targets, old, advantages, backend="kernel").loss
                 loss.backward()
             dist.barrier()
             if repeat > 0:

@@ -9,9 +9,14 @@ from grpo_kernels.ops.group_advantages import GroupAdvantages, group_advantages,
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
 from grpo_kernels.ops.group_advantages.gigpo import gigpo_advantages
 from grpo_kernels.ops.group_advantages.running import EmaBaseline, RunningNorm, ValueTracker
-from grpo_kernels.ops.linear_distillation_loss import DistillationLoss, Teacher, linear_distillation_loss
-from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
-from grpo_kernels.ops.linear_head.policy_loss import linear_policy_loss
+from grpo_kernels.ops.linear_head import (
+    DistillationLoss,
+    LMHead,
+    Teacher,
+    linear_distillation_loss,
+    linear_logprobs,
+    linear_policy_loss,
+)
 from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
@@ -46,6 +51,7 @@ __all__ = [
     "EmaBaseline",
     "EndpointSegments",
     "GroupAdvantages",
+    "LMHead",
     "LossConfig",
     "PolicyLoss",
     "PolicyLossMetrics",

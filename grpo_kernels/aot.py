@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["EXACT", "AotCase"]
-
-# Launch options of kernels that decide by comparing numbers: a product fused into a sum rounds once less, and would
-# break ties elsewhere than the other backends do.
-EXACT = {"enable_fp_fusion": False}
+__all__ = ["AotCase"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch.autograd import forward_ad
 
 T = TypeVar("T")
@@ -39,10 +38,10 @@ def tensor(op: str, name: str, value: object, dtypes: tuple[torch.dtype, ...]) -
         raise TypeError(f"{op}: {name} must be of dtype {dtype_names(dtypes)}, got {value.dtype}{way_out}")
     if value.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be a dense tensor, got {value.layout}")
-    if not torch.compiler.is_compiling() and _is_followed(value):
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            f"{op}: {name} must not be differentiated in forward mode or by torch.func, got such a tensor; "
-            "gradients come from backward() and torch.autograd.grad alone"
+            f"{op}: {name} must not be differentiated in forward mode, got such a tensor; gradients come from "
+            "backward() and torch.autograd.grad alone"
         )
     return value
 
@@ -66,16 +65,6 @@ def _as_tensor(value: object) -> str:
         return "; torch.as_tensor(...) converts it"
     has_weight = isinstance(value, torch.nn.Module) and isinstance(getattr(value, "weight", None), Tensor)
     return "; use its .weight" if has_weight else ""
-
-
-def _is_followed(value: Tensor) -> bool:
-    """Whether a derivative by it is computed along, in a way that the ops do not have and torch would take for 0."""
-    if torch._C._are_functorch_transforms_active():
-        while _functorch.is_functorch_wrapped_tensor(value):
-            if _functorch.is_gradtrackingtensor(value):
-                return True
-            value = _functorch.get_unwrapped(value)
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def same_device(op: str, name: str, value: Tensor, device: torch.device) -> None:

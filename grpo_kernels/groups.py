@@ -238,7 +238,8 @@ def _layout_of_ids(op: str, ids: Tensor, num_groups: int | None, max_size: int |
     rows = sort_rows(count, ids.long(), 0, None)
     assert rows is not None
     largest, in_use = rows.starts.diff().max(), (rows.starts < count).sum()
-    if num_groups is None or max_size is None or ids.device.type == "cpu":
+    is_read = ids.device.type == "cpu" and not torch.compiler.is_compiling()
+    if num_groups is None or max_size is None or is_read:
         groups, size = torch.stack((in_use, largest)).tolist()
         for name, value, least in (("num_groups", num_groups, groups), ("max_size", max_size, size)):
             if value is not None and value < least:
@@ -266,9 +267,9 @@ def places(layout: GroupLayout, count: int, device: torch.device) -> tuple[Tenso
 def layout_within(op: str, groups: int | Tensor, rows: Tensor, count: int, size: int, rule: str) -> GroupLayout:
     """The layout of rows in a tensor of shape [count, size] that was built from the same groups."""
     if isinstance(groups, Tensor):
-        # off the CPU the sizes are asserted without a host wait
-        on_cpu = groups.device.type == "cpu"
-        layout = check_layout(op, groups, rows, None if on_cpu else count, None if on_cpu else size, _ANY_SIZE)
+        # elsewhere the sizes are asserted without a wait, or a graph break
+        is_read = groups.device.type == "cpu" and not torch.compiler.is_compiling()
+        layout = check_layout(op, groups, rows, None if is_read else count, None if is_read else size, _ANY_SIZE)
         fits = layout.count <= count and layout.size <= size
     else:
         layout = check_layout(op, groups, rows, None, None, _ANY_SIZE)

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 import hypothesis
 import pytest
 
-from grpo_kernels import backends
+from grpo_kernels import backends, registry
 from tests import interpreter, thinning
 from tests.emulation import build
 
@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
     if not torch.cuda.is_available() and emulate:
         torch.ops.load_library(str(build.library()))
-        backends.enable_emulated_cuda()
+        registry.enable_emulated_cuda()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -102,7 +102,7 @@ def assert_within_budget(
 
     Non-finite values must match everywhere. `inherited` is the error that the result may have from that of its inputs.
     """
-    got, working, gold = got.detach().cpu(), working.detach().cpu(), gold.detach().cpu()
+    got, working, gold = got.detach().cpu(), working.detach().cpu(), gold.detach().cpu().double()
     assert got.shape == gold.shape, f"{what}: shape {list(got.shape)} instead of {list(gold.shape)}"
     if got.numel() == 0:
         return

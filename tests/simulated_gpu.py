@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 aten = torch.ops.aten
+run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 OURS = "grpo_kernels::"
 
 # The shape of their results, or the Python value that they return, depends on data.
@@ -104,9 +106,19 @@ class Factories(TorchFunctionMode):
             return torch.device("meta") if device.type == "cuda" else device
 
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:  # torch ends this mode while it runs, but a backward creates tensors, too
+            with mock.patch.object(torch.autograd, "_engine_run_backward", self.inside(run_backward)):
+                return func(*args, **kwargs)
         if func in FROM_THE_HOST and (func is Tensor.new_tensor or known(kwargs.get("device", CPU)) != CPU):
             raise Waits(f"{func.__name__}: copies from the host")
         return func(*tree_map_only(torch.device, known, args), **tree_map_only(torch.device, known, kwargs))
+
+    def inside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return call
 
 
 class Step(NamedTuple):
@@ -150,7 +162,7 @@ class Gpu(TorchDispatchMode):
         check_devices(func, gpu)
         check_order(func, args, gpu)
         self.check_memory(func, gpu)
-        if func.name().startswith(OURS) and (not has_kernel(func, "CPU") or func.name().endswith("_cpu")):
+        if func.name().startswith(OURS) and (not has_kernel(func, "CPU") or func.name().endswith("_reference")):
             with self, Factories():  # Python that calls other ops
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
         if target is not None:

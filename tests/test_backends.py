@@ -10,8 +10,9 @@ import torch
 
 import grpo_kernels as gk
 from grpo_kernels import backends, compiled
-from tests.graph_cases import CASES
 from tests.harness import needs_cpu_kernels
+from tests.ops.all_cases import OPS
+from tests.ops.promises import assert_same_bits, drawn, evaluated
 
 
 @pytest.mark.parametrize(
@@ -66,27 +67,26 @@ def test_a_kernel_is_the_first_that_can_run(as_user: None, monkeypatch: pytest.M
         chosen("kernel", "cuda", {})
 
 
-PLAIN = ("sampling_correction", "optimal_token_baseline", "diversity", "variants")  # plain torch
 COMPOSED = {"gigpo_advantages": "group_advantages", "similarity_advantages": "similarity_groups"}
 
 
 @needs_cpu_kernels
-# a case over a support names Triton itself
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith(PLAIN) and "a support" not in name])
+@pytest.mark.parametrize(
+    "name", [name for name, op in OPS.items() if "cpu" in op.supports and not name.startswith("LMHead")]
+)
 def test_every_op_takes_both(name: str, as_user: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops hand their choice on to others, which accept no name of an implementation from users."""
-    inputs, call = CASES[name].draw(), CASES[name].call
-    op = name.partition(" ")[0]
-    op = COMPOSED.get(op, op)
-    torch.testing.assert_close(call(inputs, "kernel"), call(inputs, None), rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(ValueError, match=f"^{op}: backend must be one of kernel, reference, got 'gpu'"):
-        call(inputs, "gpu")
+    op, inputs = OPS[name], drawn(OPS[name], 0)
+    function = name.partition(" ")[0]
+    function = COMPOSED.get(function, function)
+    assert_same_bits(evaluated(op, inputs, "kernel"), evaluated(op, inputs, None))
+    with pytest.raises(ValueError, match=f"^{function}: backend must be one of kernel, reference, got 'gpu'"):
+        op.call(inputs, "gpu")
     monkeypatch.setattr(backends, "cpu_error", "not built")
-    reason = rf"^{op}: backend 'kernel' cannot run here: cpu \(not built\); use backend='reference' or leave it out$"
-    with pytest.raises(RuntimeError, match=reason):
-        call(inputs, "kernel")
-    expected = call(inputs, "reference")
-    torch.testing.assert_close(call(inputs, None), expected, rtol=0, atol=0, equal_nan=True)
+    reason = r"backend 'kernel' cannot run here: cpu \(not built\); use backend='reference' or leave it out$"
+    with pytest.raises(RuntimeError, match=rf"^{function}: {reason}"):
+        op.call(inputs, "kernel")
+    assert_same_bits(evaluated(op, inputs, None), evaluated(op, inputs, "reference"))
 
 
 def test_a_backend_for_a_block_or_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

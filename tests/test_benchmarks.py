@@ -53,8 +53,8 @@ def result_of(*cases: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_every_op_has_cases_and_a_sweep_of_four_decades() -> None:
-    # linear_head is two functions
-    assert {*OPS} == {*PACKAGE_OPS} - {"linear_head"} | {"linear_logprobs", "linear_policy_loss"}
+    of_head = {"linear_logprobs", "linear_policy_loss", "linear_distillation_loss", "sampled_support"}
+    assert {*OPS} == {*PACKAGE_OPS} - {"linear_head"} | of_head
     for op in OPS:
         assert cases(op, device="cpu") and cases(op, device="cuda"), op
         assert any(len(case.providers) > 0 for case in cases(op)), op

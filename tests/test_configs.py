@@ -30,6 +30,34 @@ def test_misspelt_keywords(config: type, misspelt: str, near: str) -> None:
     assert str(error.value).endswith(f"got {misspelt!r} (did you mean {near!r}?)")
 
 
+CONFIGS = (
+    gk.AdvantageConfig(clip=1.0),
+    gk.CorrectionConfig(),
+    gk.LossConfig(),
+    gk.SegmentConfig(),
+    gk.SimilarityConfig(),
+    gk.TokenAdvantageConfig(),
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_fields_of_another_kind_are_refused(config: Any) -> None:
+    """A name that does not exist lists those that do; numbers are finite, and neither texts nor bools."""
+    name = type(config).__name__
+    for field, value in dataclasses.asdict(config).items():
+        wrong: list[tuple[type[Exception], str, Any]] = []
+        if isinstance(value, bool):
+            wrong = [(TypeError, "must be a bool, got int 1", 1), (TypeError, "must be a bool, got str", "yes")]
+        elif isinstance(value, str):
+            wrong = [(ValueError, f"must be one of .*{value}.*, got {x!r}", x) for x in ("no such", "", 1, True)]
+        elif isinstance(value, float):
+            wrong = [(TypeError, "must be a number, got ", x) for x in ("1e-6", True, [1.0])]
+            wrong += [(ValueError, f"must be .*, got {x!r}", x) for x in (float("nan"), float("inf"), -float("inf"))]
+        for error, rule, given in wrong:
+            with pytest.raises(error, match=rf"^{name}: {field} {rule}"):
+                type(config)(**{field: given})
+
+
 def test_what_is_derived_is_no_keyword() -> None:
     with pytest.raises(TypeError, match=r"^LossConfig: keywords must be one of .*, got 'modes'"):
         gk.LossConfig(modes=[1])  # type: ignore[call-arg]

@@ -75,7 +75,7 @@ def test_documented_arguments_exist(name: str) -> None:
 
 
 def test_arguments_are_found() -> None:
-    assert {"hidden", "weight", "is_weights", "softcap"} <= documented_arguments(gk.linear_policy_loss)
+    assert {"hidden", "is_weights", "teacher", "chunk_size"} <= documented_arguments(gk.linear_policy_loss)
 
 
 def anchors_of(text: str) -> set[str]:

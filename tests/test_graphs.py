@@ -18,13 +18,21 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.graph_cases import CASES, WAITING
-from tests.graph_inputs import GPU_BACKENDS, Case, Inputs, runs_on
+from tests.ops.all_cases import OPS
+from tests.ops.promises import Inputs, Op, Results, assert_same_bits, drawn, evaluated, tensors
+from tests.ops.waiting import WAITING
 from tests.simulated_gpu import Factories, Gpu, GpuTensor, Step, Waits, replay
 
-IN_TRITON = "linear_policy_loss over a support"  # also with the CUDA backend
+# References that read values; without the CUDA library, the CPU kernels of these ops take copies. Those of ops with a
+# kernel in Triton are not for GPUs.
+READING = ("endpoint_segments", "similarity", "pairwise_cosine", "cluster_distances", "agglomerate", "silhouette")
 CSRC = Path(__file__).parent.parent / "csrc"
-EACH = [(name, backend) for name in CASES for backend in GPU_BACKENDS if runs_on(name, backend)]
+EACH = [
+    (name, backend)
+    for name, op in OPS.items()
+    for backend in ("cuda", "triton", "reference")
+    if backend in op.supports and not (backend == "reference" and ("triton" in op.supports or name.startswith(READING)))
+]
 without_gpu = pytest.mark.skipif(
     torch.cuda.is_available() or "cuda" not in backends._emulated,
     reason="for the kernels emulated on the host; tests/ops/test_graphs_gpu.py captures on a GPU",
@@ -46,35 +54,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def drawn(case: Case, seed: int) -> Inputs:
-    torch.manual_seed(seed)
-    return case.draw()
+def hosts(results: Results) -> Results:
+    return {name: result.host.clone() for name, result in results.items()}
 
 
-def put(gpu: Gpu, inputs: Inputs) -> dict[str, GpuTensor]:
-    return {name: gpu.put(value).requires_grad_(value.requires_grad) for name, value in inputs.items()}
-
-
-def overwrite(static: dict[str, GpuTensor], inputs: Inputs) -> None:
-    for name, value in inputs.items():
-        static[name].host.copy_(value.detach())
-
-
-def hosts(results: list[Tensor]) -> list[Tensor]:
-    return [result.host.clone() for result in results]
-
-
-def captured(gpu: Gpu, case: Case, static: dict[str, GpuTensor], backend: str) -> tuple[list[Step], list[Tensor]]:
-    with gpu.capture(list(static.values())) as graph:
-        results = case.call(static, backend)
+def captured(gpu: Gpu, op: Op, static: Inputs, backend: str) -> tuple[list[Step], Results]:
+    with gpu.capture(tensors(static)) as graph:
+        results = evaluated(op, static, backend)
     return graph, results
-
-
-def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
-    for number, (result, want) in enumerate(zip(results, expected, strict=True)):
-        torch.testing.assert_close(
-            result, want, rtol=0, atol=0, equal_nan=True, msg=lambda text, of=number: f"result {of}: {text}"
-        )
 
 
 # One stream
@@ -83,51 +70,35 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
 @without_gpu
 @pytest.mark.parametrize(("name", "backend"), EACH)
 def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str) -> None:
-    check_replays(gpu, name, backend)
-
-
-@without_gpu
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("policy_loss") or "support" in name])
-def test_the_reference_is_captured_too(gpu: Gpu, name: str) -> None:
-    """It waits for nothing, copies nothing from the host, and adds in a fixed order."""
-    check_replays(gpu, name, "reference")
-
-
-def check_replays(gpu: Gpu, name: str, backend: str) -> None:
-    case = CASES[name]
-    first, second = drawn(case, 1), drawn(case, 2)
+    """The reference, too, waits for nothing, copies nothing from the host, and adds in a fixed order."""
+    op = OPS[name]
     # also the warm-up, after which anything kept between calls is memory from outside of the capture
-    expected = [hosts(case.call(put(gpu, inputs), backend)) for inputs in (first, second)]
-    assert any(not torch.equal(a, b) for a, b in zip(*expected, strict=True)), "the inputs change nothing"
-    static = put(gpu, first)
-    graph, results = captured(gpu, case, static, backend)
-    assert (
-        gpu.kernels > 0
-        or backend == "reference"
-        or name.startswith(("diversity", "optimal_token_baseline", "sampling_correction", "variants"))
-    )
+    expected = [hosts(evaluated(op, drawn(op, seed, gpu.put), backend)) for seed in (1, 2)]
+    assert any(not torch.equal(expected[0][key], expected[1][key]) for key in expected[0]), "the inputs change nothing"
+    static = drawn(op, 1, gpu.put)
+    graph, results = captured(gpu, op, static, backend)
+    assert gpu.kernels > 0 or backend == "reference"
     assert_same_bits(hosts(results), expected[0])
-    for inputs, want in ((second, expected[1]), (first, expected[0])):
-        overwrite(static, inputs)
+    for seed in (2, 1):
+        for memory, value in zip(tensors(static), tensors(drawn(op, seed)), strict=True):
+            memory.host.copy_(value)
         replay(graph)
-        assert_same_bits(hosts(results), want)
+        assert_same_bits(hosts(results), expected[seed - 1])
 
 
 @without_gpu
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("name", WAITING)
 def test_documented_settings_wait(gpu: Gpu, name: str, backend: str) -> None:
-    case = WAITING[name]
-    static = put(gpu, drawn(case, 1))
     with pytest.raises(Waits):
-        case.call(static, backend)
+        WAITING[name](gpu.put, backend)
 
 
 def test_every_op_is_captured() -> None:
     ops = {name for name in gk.__all__ if callable(getattr(gk, name)) and name[0].islower()}
-    # these compute nothing on a GPU, or numbers for the host
+    # these compute nothing on a GPU, or numbers for the host; LMHead is an argument
     ops -= {"available_kernels", "use_backend", "group_ids", "segment_metrics", "similarity_metrics"}
-    assert (ops | {"diversity", "variants"}) - {"token_shares"} == {name.partition(" ")[0] for name in CASES}
+    assert ops | {"diversity", "variants"} == {name.partition(" ")[0] for name in OPS} - {"LMHead"}
 
 
 # Two streams
@@ -142,12 +113,11 @@ def test_every_op_is_captured() -> None:
 )
 def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend: str) -> None:
     """After every kernel of one stream, the other runs its next one."""
-    case = CASES[name]
-    draws = [drawn(case, seed) for seed in (1, 2)]
-    expected = [hosts(case.call(put(gpu, inputs), backend)) for inputs in draws]
-    streams = [captured(gpu, case, put(gpu, draws[0]), backend), captured(gpu, case, put(gpu, draws[1]), backend)]
+    op = OPS[name]
+    expected = [hosts(evaluated(op, drawn(op, seed, gpu.put), backend)) for seed in (1, 2)]
+    streams = [captured(gpu, op, drawn(op, seed, gpu.put), backend) for seed in (1, 2)]
     for _, results in streams:
-        for result in results:
+        for result in results.values():
             result.host.zero_()
     replay(*(graph for graph, _ in streams))
     for (_, results), want in zip(streams, expected, strict=True):
@@ -156,19 +126,17 @@ def test_two_streams_that_take_turns_change_nothing(gpu: Gpu, name: str, backend
 
 @pytest.mark.full
 @without_gpu
-@pytest.mark.parametrize(
-    "name", [name for name, backend in EACH if backend == "cuda" and name not in ("diversity", IN_TRITON)]
-)
+@pytest.mark.parametrize("name", [name for name, backend in EACH if backend == "cuda"])
 def test_two_threads_at_once_change_nothing(name: str) -> None:
     """Calls of CUDA kernels only, as the state of Triton's interpreter is global."""
-    case = CASES[name]
-    draws = [drawn(case, seed) for seed in (1, 2)]
-    expected = [case.call(inputs, "cuda") for inputs in draws]
+    op = OPS[name]
+    draws = [drawn(op, seed) for seed in (1, 2)]
+    expected = [evaluated(op, inputs, "cuda") for inputs in draws]
     together = Barrier(2)
 
-    def repeat(inputs: Inputs) -> list[list[Tensor]]:
+    def repeat(inputs: Inputs) -> list[Results]:
         together.wait()
-        return [case.call(inputs, "cuda") for _ in range(5)]
+        return [evaluated(op, inputs, "cuda") for _ in range(5)]
 
     with ThreadPoolExecutor(2) as threads:
         for runs, want in zip(threads.map(repeat, draws), expected, strict=True):
@@ -285,8 +253,13 @@ HARMLESS = {
 # Host state that is a fact of the device, not of a call: its shared memory. And the emulator's.
 HOST_STATE = {"static std::atomic<int> limits[kCachedDevices];", "inline thread_local int emulated_device = kNoDevice;"}
 LAUNCHER = "common/cuda/launch.h"
-OPS = sorted(CSRC.glob("*/cuda_op.cpp"))
-DEVICE_CODE = [*OPS, *sorted(CSRC.rglob("*.cu*")), *sorted(CSRC.glob("*/cuda.h")), *sorted(CSRC.glob("common/cuda/*"))]
+BINDINGS = sorted(CSRC.glob("*/cuda_op.cpp"))
+DEVICE_CODE = [
+    *BINDINGS,
+    *sorted(CSRC.rglob("*.cu*")),
+    *sorted(CSRC.glob("*/cuda.h")),
+    *sorted(CSRC.glob("common/cuda/*")),
+]
 
 
 def faults(source: str, is_launcher: bool = False) -> set[str]:
@@ -321,7 +294,8 @@ def guard_fault(function: str) -> str | None:
     launch = re.search(r"\blaunch_\w+\(", function)
     if guard is None or launch is None or guard.start() > launch.start():
         return "no guard before the launch"
-    if f"Tensor {guard[1]}," not in function and f"Tensor {guard[1]})" not in function:
+    parameters = function.replace("(GRPO_POLICY_PARAMETERS)", "(Tensor logprobs)")
+    if f"Tensor {guard[1]}," not in parameters and f"Tensor {guard[1]})" not in parameters:
         return f"the guard is for {guard[1]}, which is not an argument"
     if streams != {f"{guard[1]}.get_device_index()"}:
         return f"the guard is for {guard[1]}, the streams for {sorted(streams)}"
@@ -333,7 +307,7 @@ def test_compiled_code_can_be_captured(path: Path) -> None:
     assert not faults(path.read_text(), is_launcher=str(path).endswith(LAUNCHER))
 
 
-@pytest.mark.parametrize("path", OPS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", BINDINGS, ids=lambda path: path.parent.name)
 def test_launches_are_guarded_for_the_device_of_their_stream(path: Path) -> None:
     functions = functions_of(path.read_text())
     assert functions

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.graph_inputs import Case
 from tests.harness import needs_cpu_kernels
+from tests.ops.promises import Op
 from tools.soak import __main__ as command
 from tools.soak import fuzz, fuzz_calls, fuzzing, leaks, threads
 from tools.soak.outcome import BEGIN, END, Outcome, PartResult, add, read, write_into
@@ -119,8 +119,8 @@ def test_a_leak_is_found() -> None:
 def test_a_result_that_depends_on_other_calls_is_found() -> None:
     count = itertools.count()
     cases = {
-        "steady": (Case(dict, lambda inputs, backend: [torch.ones(2)]), {}),
-        "counting": (Case(dict, lambda inputs, backend: [torch.tensor(next(count))]), {}),
+        "steady": (Op(dict, lambda inputs, backend: {"result": torch.ones(2)}, {}), {}),
+        "counting": (Op(dict, lambda inputs, backend: {"result": torch.tensor(next(count))}, {}), {}),
     }
     outcome = Outcome("threads", "planted", 0, "")
     threads.call_at_once(cases, outcome, 0)

@@ -16,17 +16,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import grpo_kernels as gk
 from grpo_kernels import backends, registry
-from tests.graph_cases import CASES, COPIED, OF_TWO_COPIED
-from tests.graph_inputs import Case, Inputs
 from tests.harness import needs_cpu_kernels
+from tests.ops.all_cases import OPS
+from tests.ops.promises import Op, Results, drawn, evaluated, tensors
 from tests.simulated_gpu import Factories, Gpu
 
 pytestmark = [
     needs_cpu_kernels,
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/ops/test_graphs_gpu.py does this on a GPU"),
 ]
-OPS = ("group_advantages", "endpoint_segments", "similarity_groups", "pairwise_cosine", "cluster_distances")
-OPS += ("agglomerate", "silhouette")
+KERNELS = ("group_advantages", "endpoint_segments", "similarity_groups", "pairwise_cosine", "cluster_distances")
+KERNELS += ("agglomerate", "silhouette")
+COMPOSED = ("gigpo_advantages", "similarity_advantages")  # functions that call two ops
+COPIED = [name for name in OPS if name.partition(" ")[0] in (*KERNELS, *COMPOSED)]
 # cases whose references read values
 READING = [name for name in COPIED if not name.startswith(("group_advantages", "gigpo_advantages"))]
 NOT_BUILT = "not built; reinstall with GRPO_KERNELS_BUILD=cpu or cuda"
@@ -47,17 +49,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def drawn(name: str) -> Inputs:
-    torch.manual_seed(1)
-    return CASES[name].draw()
-
-
-def put(gpu: Gpu, inputs: Inputs) -> Inputs:
-    return {name: gpu.put(value) for name, value in inputs.items()}
-
-
-def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
-    for result, want in zip(results, expected, strict=True):
+def assert_on_gpu(results: Results, expected: Results) -> None:
+    for name, want in expected.items():
+        result = results[name]
         assert result.device == torch.device("cuda:0") and result.dtype == want.dtype
         torch.testing.assert_close(result.host, want, rtol=0, atol=0, equal_nan=True)
 
@@ -65,11 +59,12 @@ def assert_same_bits(results: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize("backend", [None, "kernel"])
 @pytest.mark.parametrize("name", COPIED)
 def test_one_copy_each_way_gives_the_results_of_the_host(gpu: Gpu, name: str, backend: str | None) -> None:
-    inputs = drawn(name)
-    expected = CASES[name].call(inputs, "cpu")
+    op = OPS[name]
+    expected = evaluated(op, drawn(op, 1), "cpu")
     assert gpu.transfers == []
-    assert_same_bits(CASES[name].call(put(gpu, inputs), backend), expected)
-    assert gpu.transfers == ["host", "GPU"] * (2 if name in OF_TWO_COPIED else 1)
+    assert_on_gpu(evaluated(op, drawn(op, 1, gpu.put), backend), expected)
+    calls_two = name.startswith(COMPOSED) or name == "similarity_groups"  # that case compares distances, too
+    assert gpu.transfers == ["host", "GPU"] * (2 if calls_two else 1)
 
 
 @pytest.mark.parametrize("name", READING)
@@ -77,49 +72,48 @@ def test_without_either_library_the_reference_runs_on_copies(
     gpu: Gpu, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "cpu_error", NOT_BUILT)
-    inputs = drawn(name)
-    expected = CASES[name].call(inputs, "reference")
-    assert_same_bits(CASES[name].call(put(gpu, inputs), None), expected)
-    assert gpu.transfers == ["host", "GPU"]
+    op = OPS[name]
+    expected = evaluated(op, drawn(op, 1), "reference")
+    assert_on_gpu(evaluated(op, drawn(op, 1, gpu.put), None), expected)
+    assert gpu.transfers[:2] == ["host", "GPU"]
 
 
 def test_without_either_library_group_advantages_stay_on_the_gpu(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their reference reads no values, so that it can be captured."""
     monkeypatch.setattr(backends, "cpu_error", NOT_BUILT)
-    weighted = Case(lambda: {"rewards": torch.randn(6, 2)}, weighted_advantages)
-    for case in (*(CASES[name] for name in COPIED if name not in READING), weighted):
-        inputs = case.draw()
-        expected, static = case.call(inputs, "reference"), put(gpu, inputs)
-        with gpu.capture(list(static.values())):
-            results = case.call(static, None)
-        assert_same_bits(results, expected)
+    weighted = Op(lambda: {"rewards": torch.randn(6, 2)}, weighted_advantages, {})
+    for op in (*(OPS[name] for name in COPIED if name not in READING), weighted):
+        expected, static = evaluated(op, drawn(op, 1), "reference"), drawn(op, 1, gpu.put)
+        with gpu.capture(tensors(static)):
+            results = evaluated(op, static, None)
+        assert_on_gpu(results, expected)
     assert gpu.transfers == []
 
 
-def weighted_advantages(inputs: Inputs, backend: str | None) -> list[Tensor]:
+def weighted_advantages(inputs: dict[str, Tensor], backend: str | None) -> Results:
     config = gk.AdvantageConfig(reward_weights=(0.5, 2.0))
-    return list(gk.group_advantages(inputs["rewards"], 3, config=config, backend=backend))
+    return gk.group_advantages(inputs["rewards"], 3, config=config, backend=backend)._asdict()
 
 
 @pytest.mark.parametrize("name", COPIED)
 def test_a_capture_is_refused(gpu: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    static = put(gpu, drawn(name))
+    op, static = OPS[name], drawn(OPS[name], 1, gpu.put)
     error = r"^\w+: the CPU kernel must not be captured, as it waits for the GPU; call it before the capture, or use "
     error += "the CUDA kernel"
-    with gpu.capture(list(static.values())), pytest.raises(RuntimeError, match=f"{error}, which .*: {NO_CUDA}$"):
-        CASES[name].call(static, None)
+    with gpu.capture(tensors(static)), pytest.raises(RuntimeError, match=f"{error}, which .*: {NO_CUDA}$"):
+        op.call(static, None)
     assert gpu.transfers == []
     monkeypatch.setattr(backends, "_emulated", {"cuda"})
-    with gpu.capture(list(static.values())), pytest.raises(RuntimeError, match=f"{error}$"):
-        CASES[name].call(static, "cpu")
+    with gpu.capture(tensors(static)), pytest.raises(RuntimeError, match=f"{error}$"):
+        op.call(static, "cpu")
 
 
 @pytest.mark.parametrize("name", READING)
 def test_a_capture_without_either_library_is_refused(gpu: Gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "cpu_error", NOT_BUILT)
-    static = put(gpu, drawn(name))
-    with gpu.capture(list(static.values())), pytest.raises(RuntimeError, match=r"the reference must not be captured"):
-        CASES[name].call(static, None)
+    static = drawn(OPS[name], 1, gpu.put)
+    with gpu.capture(tensors(static)), pytest.raises(RuntimeError, match=r"the reference must not be captured"):
+        OPS[name].call(static, None)
 
 
 def test_results_have_memory_of_their_own(gpu: Gpu) -> None:
@@ -137,11 +131,11 @@ def test_few_rows_of_a_wider_table(gpu: Gpu, rows: int) -> None:
 
 
 def test_the_copied_backends_are_those_tested_here() -> None:
-    assert backends.through_host == set(OPS)
-    for op in OPS:
-        kernel = registry.overload(op, "cpu")
+    assert backends.through_host == set(KERNELS)
+    for op in KERNELS:
+        kernel = registry.overload(f"{op}_on_host")
         assert torch.Tag.cudagraph_unsafe in kernel.tags
-        for key in ("CPU", "CUDA", "XPU"):
+        for key in ("CUDA", "XPU"):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(kernel.name(), key)
 
 
@@ -161,7 +155,7 @@ def test_it_is_one_op_in_a_graph(device: str, monkeypatch: pytest.MonkeyPatch) -
         results = graph(*arguments)
     assert {result.device for result in results} == {torch.device(device)}
     ours = [str(node.target) for node in graph.graph.nodes if "grpo_kernels" in str(node.target)]
-    assert ours == [f"grpo_kernels.{op}_cpu.default" for op in OPS[:3]]
+    assert ours == [f"grpo_kernels.{op}_on_host.default" for op in KERNELS[:3]]
 
 
 def test_other_ops_do_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:

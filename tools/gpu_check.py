@@ -42,7 +42,7 @@ ROOT = Path(__file__).parent.parent.resolve()
 WORK = ROOT / "build" / "gpu_check"
 WHEELS = ROOT / ".wheels"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-ON_CPU = re.compile("parity|distributed|sharded")  # tests of peers and of process groups, which run on the CPU
+ON_CPU = re.compile("parity|peers|distributed|sharded")  # tests of peers and of process groups, which run on the CPU
 REFUSED = r"Device not supported[^\n]*"  # the sanitizer's message in a sandbox without access to the driver
 
 
@@ -189,7 +189,7 @@ class Plan:
             check = [sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
             # torch's kernels have hazards of their own; initcheck must see the writers of all memory that ours read
             check += [] if tool == "initcheck" else ["--kernel-name", "kernel_substring=grpo_kernels"]
-            # without torch's caching allocator, memory behind a tensor is unallocated
+            # without torch's caching allocator, memory after a tensor is unallocated
             environment = self.of_package | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             steps.append(
                 Step(

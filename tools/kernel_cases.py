@@ -28,9 +28,8 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from benchmarks import gpu_lines
-from grpo_kernels import backends
-from grpo_kernels.ops.similarity_groups import registration
-from tests.graph_inputs import has_kernel
+from grpo_kernels import backends, registry
+from grpo_kernels.ops.similarity_groups import reference, registration
 from tools import row_cases, support_cases
 from tools.row_cases import WRONG_BOUNDS, Put, Results
 
@@ -205,9 +204,8 @@ def outside_similarity(backend: str, put: Put) -> Results:
         return
     order, offsets = put(torch.randperm(40)), put(torch.tensor([0, 20, 29]))
     config = gk.SimilarityConfig()
-    results = registration.FORWARD["cuda"](
-        put(torch.randn(40, 9)), order, offsets, 2, 5, None, config.modes, config.coefficients
-    )
+    responses = reference.Responses(put(torch.randn(40, 9)), order, offsets, 2, 5, None)
+    results = registration.GROUPS("cuda", reference.Grouping(responses, config.modes, config.coefficients))
     yield torch.tensor(results[0].shape)
 
 
@@ -255,17 +253,17 @@ CASES = {
     **{
         f"loss_{name}": Case(
             functools.partial(losses, name),
-            kernels("policy_loss", "count", "reduce", "scale", LOSS_KERNELS.get(name, "rows")),
+            kernels("policy_loss", "count", "reduce", LOSS_KERNELS.get(name, "rows")),
             ("cuda",),
         )
         for name in LOSSES
     },
     "outside_losses": Case(
         outside_losses,
-        kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce", "scale"),
+        kernels("policy_loss", "count", "tokens", "rows", "sequences", "reduce"),
         ("cuda",),
     ),
-    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce", "scale"), ("cuda",)),
+    "many_losses": Case(many_losses, kernels("policy_loss", "tokens", "reduce"), ("cuda",)),
     "segments": Case(
         row_cases.segments,
         kernels("endpoint_segments", "returns", "baselines", "tokens", "scale", "segments", "moments", "results"),
@@ -308,7 +306,7 @@ def smoke_head(backend: str, put: Put) -> Results:
 def smoke_distillation(backend: str, put: Put) -> Results:
     hidden, weight = put(torch.randn(8, 16)).requires_grad_(), put(torch.randn(64, 16)).requires_grad_()
     logprobs, ids = torch.randn(8, 64).log_softmax(1).topk(4)
-    result = gk.linear_distillation_loss(hidden, weight, put(ids), put(logprobs), backend=backend)
+    result = gk.linear_distillation_loss(hidden, weight, gk.Teacher(put(ids), put(logprobs)), backend=backend)
     yield from (value.detach() for value in result)
     yield from torch.autograd.grad(result.loss, (hidden, weight))
 
@@ -385,7 +383,7 @@ def enable_stand_ins() -> None:
     from tests.emulation import build
 
     torch.ops.load_library(str(build.library()))
-    backends.enable_emulated_cuda()
+    registry.enable_emulated_cuda()
 
 
 def report(items: dict[str, Callable[[], int]], path: Path) -> int:
@@ -445,7 +443,7 @@ def main() -> None:
         )
         for name in options.cases or runs
         for backend in options.backend
-        if (has_kernel(name, backend) if options.smoke else backend in CASES[name].backends)
+        if (backend in registry.all_ops[name].supports if options.smoke else backend in CASES[name].backends)
     }
     share = dict(list(items.items())[first - 1 :: step])
     if options.results is not None:

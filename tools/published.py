@@ -150,72 +150,72 @@ CORRECTIONS = (
         "truncated and masked weights of tokens, rows and their geometric means",
         "gk.CorrectionConfig(weights='geometric', weight_max=2.0, outside='mask')",
         "TRL, verl, SkyRL",
-        "ops/sampling_correction/test_spec.py::test_geometric_weights_are_the_means_of_log_ratios",
+        "ops/sampling_correction/test_reference.py::test_weights_and_mask_are_their_formulas",
     ),
     Variant(
         "the eleven rejections of verl",
         "gk.CorrectionConfig.verl(rollout_rs='seq_mean_k1', rollout_rs_threshold='0.5_2.0')",
         "verl",
-        "ops/sampling_correction/test_parity_verl.py::test_equals_verl",
+        "ops/sampling_correction/test_peers.py::test_equals_verl",
     ),
     Variant(
         "TRL's corrections",
         "gk.CorrectionConfig.trl()",
         "TRL",
-        "ops/sampling_correction/test_parity_trl.py::test_equals_trl",
+        "ops/sampling_correction/test_peers.py::test_equals_trl",
     ),
     Variant(
         "SkyRL's masks and veto",
         "gk.CorrectionConfig(rejections=(('seq_max_k1', None, 9.2),))",
         "SkyRL#1665",
-        "ops/sampling_correction/test_spec.py::test_equals_skyrl",
+        "ops/sampling_correction/test_reference.py::test_equals_skyrl",
     ),
     Variant(
         "KPop",
         "gk.CorrectionConfig(rejections=(('token_binary_kl', None, 0.05),))",
         "verl#6800",
-        "ops/sampling_correction/test_spec.py::test_a_rejection_drops_what_is_outside_of_its_bounds",
+        "ops/sampling_correction/test_reference.py::test_a_rejection_drops_what_is_outside_of_its_bounds",
     ),
     Variant(
         "M2PO",
         "gk.CorrectionConfig(m2_threshold=0.04)",
         "arXiv 2510.01161, AReaL",
-        "ops/sampling_correction/test_spec.py::test_m2po_drops_the_largest_squares",
+        "ops/sampling_correction/test_reference.py::test_m2po_drops_the_largest_squares",
     ),
 )
 ADVANTAGES = (
     Variant(
-        "GAE", "gk.TokenAdvantageConfig('gae')", "verl, SkyRL", "ops/token_advantages/test_parity.py::test_verl_gae"
+        "GAE", "gk.TokenAdvantageConfig('gae')", "verl, SkyRL", "ops/token_advantages/test_peers.py::test_verl_gae"
     ),
     Variant(
         "REINFORCE++ of tokens",
         "gk.TokenAdvantageConfig('reinforce_plus_plus')",
         "verl, SkyRL",
-        "ops/token_advantages/test_parity.py::test_verl_reinforce_plus_plus",
+        "ops/token_advantages/test_peers.py::test_verl_reinforce_plus_plus",
     ),
     Variant(
         "advantages of turns",
         "gk.token_advantages(rewards, values, mask=mask, turns=turns)",
         "verl#7244, ROLL",
-        "ops/token_advantages/test_parity.py::test_turns_as_roll_agentic_reinforce",
+        "ops/token_advantages/test_reference.py::test_turns_as_roll_agentic_reinforce",
     ),
     Variant(
         "step REINFORCE",
         "gk.TokenAdvantageConfig('reinforce')",
         "ROLL",
-        "ops/token_advantages/test_parity.py::test_step_rewards_as_roll_step_reinforce",
+        "ops/token_advantages/test_reference.py::test_step_rewards_as_roll_step_reinforce",
     ),
     Variant(
         "GiGPO",
         "gk.gigpo_advantages(rewards, returns, 4, states)",
         "arXiv 2505.10978, ROLL",
-        "ops/group_advantages/test_gigpo.py::test_both_levels_are_normalised_and_added",
+        "ops/group_advantages/test_reference.py::test_steps_have_the_advantages_of_their_episode_and_of_their_state",
     ),
     Variant(
         "optimal token baseline and its TIR variant",
         "gk.optimal_token_baseline(*tokens, groups, places='rank')",
         "verl",
-        "ops/token_advantages/test_optimal_baseline.py::test_verl",
+        "ops/token_advantages/test_peers.py::test_verl_optimal_token_baseline",
     ),
     Variant(
         "moving average of an agent's rewards (RAE)",
@@ -239,6 +239,6 @@ ADVANTAGES = (
         "leave-one-out standard deviation",
         "gk.AdvantageConfig('nemo-grpo')",
         "NeMo-RL",
-        "ops/group_advantages/test_leave_one_out.py::test_each_row_against_the_others",
+        "ops/group_advantages/test_reference.py::test_estimators_are_the_formulas_of_the_papers",
     ),
 )

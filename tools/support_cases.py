@@ -20,10 +20,9 @@ def kept(backend: str, put: Put) -> Results:
         hidden, weight, bias = (put(torch.randn(shape).to(dtype)) for shape in ((6, width), (310, width), (310,)))
         leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
         result = gk.linear_logprobs(
-            *leaves[:2],
+            hidden,
+            gk.LMHead(weight, bias, softcap=9.0 if width == 7 else None),
             put(targets),
-            bias=bias,
-            softcap=9.0 if width == 7 else None,
             temperature=put(torch.rand(6) + 0.5),
             support=(put(token_ids), put(offsets)),
             return_entropy=True,

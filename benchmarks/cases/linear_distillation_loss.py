@@ -38,7 +38,7 @@ class TaughtInputs(Inputs):
 
 
 def ours(i: TaughtInputs) -> tuple[Tensor, ...]:
-    return i.gradients(gk.linear_distillation_loss(i.hidden, i.weight, i.ids, i.logprobs).loss)
+    return i.gradients(gk.linear_distillation_loss(i.hidden, i.weight, gk.Teacher(i.ids, i.logprobs)).loss)
 
 
 def naive(i: TaughtInputs) -> tuple[Tensor, ...]:
@@ -60,7 +60,7 @@ def with_policy_loss(i: TaughtInputs) -> tuple[Tensor, ...]:
 
 
 def two_losses(i: TaughtInputs) -> tuple[Tensor, ...]:
-    distilled = gk.linear_distillation_loss(i.hidden, i.weight, i.ids, i.logprobs).loss
+    distilled = gk.linear_distillation_loss(i.hidden, i.weight, gk.Teacher(i.ids, i.logprobs)).loss
     arguments = {"advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": linear_policy_loss.CONFIG}
     policy = gk.linear_policy_loss(i.hidden, i.weight, i.targets, None, **arguments).loss
     return i.gradients(policy + distilled)

@@ -23,7 +23,8 @@ CLIP = gk.LossConfig(aggregation="token-mean")
 
 def ours(i: Inputs, **options: Any) -> tuple[Tensor, ...]:
     kwargs = {"old_logprobs": None, "advantages": i.ones, "cu_seqlens": i.cu_seqlens, "config": CONFIG} | options
-    return i.gradients(gk.linear_policy_loss(i.hidden, i.weight, i.targets, **kwargs).loss)
+    head = kwargs.pop("head", i.weight)
+    return i.gradients(gk.linear_policy_loss(i.hidden, head, i.targets, **kwargs).loss)
 
 
 class ClippedInputs(Inputs):
@@ -64,7 +65,7 @@ class AdaptedInputs(Inputs):
 
 
 def adapter(i: AdaptedInputs) -> tuple[Tensor, ...]:
-    return ours(i, lora=(i.a, i.b, 0.5))
+    return ours(i, head=gk.LMHead(i.weight, lora=(i.a, i.b, 0.5)))
 
 
 def merged(i: AdaptedInputs) -> tuple[Tensor, ...]:

@@ -3,8 +3,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
-#include <cstring>
+#include <cstdint>
 #include <optional>
 
 #include "common/check.h"
@@ -13,13 +14,19 @@ namespace grpo_kernels {
 
 using torch::stable::Tensor;
 
-// Set by tests to fill new host memory with NaN (integers: -1), which exposes elements that no kernel wrote. Emulated
-// kernels, whose library has no way to set it, always have it filled.
+// Set by tests to fill new host memory with halves that are NaN in every floating-point type and large as integers,
+// which exposes elements that no kernel wrote. Emulated kernels, whose library has no way to set it, always have it
+// filled.
 #ifdef GRPO_KERNELS_EMULATE
 inline bool poison_allocations = true;
 #else
 inline bool poison_allocations = false;
 #endif
+
+inline void poison(void* memory, int64_t bytes) {
+  std::fill_n(static_cast<uint16_t*>(memory), bytes / 2, uint16_t{0x7FFF});
+  if (bytes % 2 == 1) static_cast<uint8_t*>(memory)[bytes - 1] = 0x7F;
+}
 
 // An uninitialised contiguous tensor on the device of `like`. Calls the C shim, because torch::stable::new_empty goes
 // through the dispatcher, which takes longer than a small op.
@@ -38,7 +45,7 @@ inline Tensor empty_tensor(const Tensor& like, const int64_t* sizes, int64_t dim
                                           like.get_device_index(), &handle) == AOTI_TORCH_SUCCESS,
              "cannot allocate a tensor of ", length, " elements");
   Tensor tensor(handle);
-  if (poison_allocations && tensor.is_cpu()) memset(tensor.mutable_data_ptr(), 0xFF, length * tensor.element_size());
+  if (poison_allocations && tensor.is_cpu()) poison(tensor.mutable_data_ptr(), length * tensor.element_size());
   return tensor;
 }
 

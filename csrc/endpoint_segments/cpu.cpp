@@ -235,7 +235,7 @@ SegmentTensors run(const Tensor& rewards, const Tensor& logprobs, const Tensor& 
   const auto& [advantages, returns, endpoint_mask, segment_ids, num_segments] = results;
   const SegmentResults<T> out{data_of<T>(advantages), data_of<T>(returns), data_of<bool>(endpoint_mask),
                               data_of<int32_t>(segment_ids), data_of<int32_t>(num_segments)};
-  // packed tensors may have tokens behind the last row
+  // packed tensors may have tokens after the last row
   const int64_t used = batch.begin(batch.rows);
   std::fill(out.advantages + used, out.advantages + total, T{});
   std::fill(out.returns + used, out.returns + total, T{});
@@ -269,5 +269,5 @@ SegmentTensors endpoint_segments_cpu(Tensor rewards, Tensor logprobs, Tensor old
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
-  library.impl("endpoint_segments_cpu", TORCH_BOX(&grpo_kernels::endpoint_segments_cpu));
+  library.impl("endpoint_segments", TORCH_BOX(&grpo_kernels::endpoint_segments_cpu));
 }

@@ -11,7 +11,7 @@
 // the returns of rows and their means over groups; the returns of tokens; the scale of their advantages; the segments;
 // with a norm, its moments; the results. Advantages of tokens are computed twice, which is faster than writing and
 // reading 8 bytes for each. Sums over rows are added in a fixed order. Tiles start at the row's first token, so that
-// neither padding behind the row nor alignment changes a sum.
+// neither padding after the row nor alignment changes a sum.
 namespace grpo_kernels {
 namespace {
 
@@ -40,7 +40,7 @@ __global__ void GRPO_ROW_BOUNDS returns_kernel(const __grid_constant__ SegmentAr
     for (int j = kItems - 1; j >= 0; --j) {
       if (valid >> j & 1) own = TokenMaps(in.settings.gamma, 1, static_cast<double>(rewards[j]), 0, own).carry;
     }
-    maps_behind<kThreads>(own, warp_maps[tile % 2], whole);
+    maps_after<kThreads>(own, warp_maps[tile % 2], whole);
     carry = whole(carry);
     has_tokens |= valid != 0;
   }
@@ -99,8 +99,8 @@ __global__ void GRPO_ROW_BOUNDS tokens_kernel(const __grid_constant__ SegmentArr
       has_ratios = has_ratios && (!is_valid || (isfinite(logprobs[j]) && isfinite(old_logprobs[j])));
       if (is_valid) own = TokenMaps(gamma, lam, static_cast<double>(rewards[j]), values[j], own).carry;
     }
-    const AffineMap behind = maps_behind<kThreads>(own, warp_maps[tile % 2], whole);
-    AffineMap next{0, behind(carry)};
+    const AffineMap after = maps_after<kThreads>(own, warp_maps[tile % 2], whole);
+    AffineMap next{0, after(carry)};
     if (count > 0) in.carries[row.piece(t, kItems)] = next.shift;
     carry = whole(carry);
 #pragma unroll
@@ -211,7 +211,7 @@ __global__ void GRPO_ROW_BOUNDS segments_kernel(const __grid_constant__ SegmentA
       const double own_lam = (firsts >> j & 1) != 0 ? lam : 1;
       own = TokenMaps(gamma, own_lam, static_cast<double>(rewards[j]), values[j], own).carry;
     }
-    next = maps_behind<kThreads>(own, warp_maps, whole);
+    next = maps_after<kThreads>(own, warp_maps, whole);
 #pragma unroll
     for (int j = kItems - 1; j >= 0; --j) {
       if ((valid >> j & 1) == 0) continue;
@@ -268,7 +268,7 @@ __global__ void GRPO_BOUNDS(kBatchThreads) moments_kernel(const __grid_constant_
   for_each_row(in, by_group, [&](int64_t row) { in.records[row].norm = norm; });
 }
 
-// The blocks of the last row also write the tokens behind it.
+// The blocks of the last row also write the tokens after it.
 template <typename T>
 __global__ void __launch_bounds__(kResultThreads, sizeof(T) == 4 ? 6 : 1)
     results_kernel(const __grid_constant__ SegmentArrays<T> in) {

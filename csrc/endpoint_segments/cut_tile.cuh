@@ -29,7 +29,7 @@ struct CutTile {
   double advantages[kChunk][kChunks + 1];
   double weights[kChunk][kChunks + 1];
   unsigned valid[kChunks], firsts[kChunks];  // a bit for each token: whether it counts, and is the first of a segment
-  OpenSegment carried, ends[kChunks];        // the open segment before the tile, and behind each chunk
+  OpenSegment carried, ends[kChunks];        // the open segment before the tile, and after each chunk
 };
 
 __device__ __forceinline__ bool is_same(const OpenSegment& a, const OpenSegment& b) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ bool is_same(const OpenSegment& a, const OpenSegment&
                                                     __double_as_longlong(a.sums.q) == __double_as_longlong(b.sums.q)));
 }
 
-// The token of a chunk to begin with before the open segment is known: the one behind a gap; else the one that is the
+// The token of a chunk to begin with before the open segment is known: the one after a gap; else the one that is the
 // first of a segment if all segments since the last gap have max_size tokens; else the chunk's first. All lanes of the
 // warp must call it.
 template <int kThreads>

@@ -65,33 +65,33 @@ __device__ __forceinline__ unsigned load_mask(const bool* mask, int count, bool 
   return valid;
 }
 
-// Composes the maps of the threads behind each thread, and of all threads to `whole`. `shared` has a map for every
+// Composes the maps of the threads after each thread, and of all threads to `whole`. `shared` has a map for every
 // warp; it may be written again after another barrier.
 template <int kThreads>
-__device__ __forceinline__ AffineMap maps_behind(AffineMap own, AffineMap* shared, AffineMap& whole) {
+__device__ __forceinline__ AffineMap maps_after(AffineMap own, AffineMap* shared, AffineMap& whole) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
     const AffineMap next{__shfl_down_sync(kAllLanes, own.factor, offset),
                          __shfl_down_sync(kAllLanes, own.shift, offset)};
     if (lane() + offset < kWarp) own = own(next);
   }
-  AffineMap behind{__shfl_down_sync(kAllLanes, own.factor, 1), __shfl_down_sync(kAllLanes, own.shift, 1)};
-  if (lane() == kWarp - 1) behind = kIdentity;
+  AffineMap after{__shfl_down_sync(kAllLanes, own.factor, 1), __shfl_down_sync(kAllLanes, own.shift, 1)};
+  if (lane() == kWarp - 1) after = kIdentity;
   if (kThreads == kWarp) {
     whole = {__shfl_sync(kAllLanes, own.factor, 0), __shfl_sync(kAllLanes, own.shift, 0)};
-    return behind;
+    return after;
   }
   const int own_warp = static_cast<int>(threadIdx.x) / kWarp;
   if (lane() == 0) shared[own_warp] = own;
   __syncthreads();
   whole = kIdentity;
-  AffineMap behind_warp = kIdentity;
+  AffineMap after_warp = kIdentity;
 #pragma unroll
   for (int warp = kThreads / kWarp - 1; warp >= 0; --warp) {
-    if (warp == own_warp) behind_warp = whole;
+    if (warp == own_warp) after_warp = whole;
     whole = shared[warp](whole);
   }
-  return behind(behind_warp);
+  return after(after_warp);
 }
 
 // Lane 0 gets the moments of the first `lanes` lanes (a power of two), merged in their order.

@@ -181,26 +181,34 @@ template <typename T>
 Moments batch_moments(const WeightedBatch<T>& in, const AdvantageOutputs<T>& out) {
   const int64_t chunks = (in.rows + kRowsPerChunk - 1) / kRowsPerChunk;
   std::vector<Moments> parts(chunks);
+  const auto weight_of = [&](int64_t row, double reward) {
+    return std::isnan(reward) ? 0 : batch_weight(in.plan, in.length(row), out.size[row] == 1, out.degenerate[row]);
+  };
+  double base = 0;  // the first value that counts; differences from it make the mean of equal values exact
+  for (int64_t row = 0; row < in.rows; ++row) {
+    const double reward = in.reward(row, kCombined);
+    if (weight_of(row, reward) == 0) continue;
+    base = batch_value(in.plan, reward, out.advantages[row]);
+    break;
+  }
   auto for_each_value = [&](auto visit) {
     parallel_for(chunks, kWalkCost * kRowsPerChunk, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         const int64_t last = std::min(in.rows, (chunk + 1) * kRowsPerChunk);
         for (int64_t row = chunk * kRowsPerChunk; row < last; ++row) {
-          const double reward = in.reward(row, kCombined);
-          if (std::isnan(reward)) continue;
-          const double weight = batch_weight(in.plan, in.length(row), out.size[row] == 1, out.degenerate[row]);
-          visit(parts[chunk], weight, batch_value(in.plan, reward, out.advantages[row]));
+          const double reward = in.reward(row, kCombined), weight = weight_of(row, reward);
+          if (weight > 0) visit(parts[chunk], weight, batch_value(in.plan, reward, out.advantages[row]));
         }
       }
     });
   };
-  for_each_value([](Moments& part, double weight, double value) {
+  for_each_value([base](Moments& part, double weight, double value) {
     part.weight += weight;
-    part.mean += weight * value;  // the sum, divided below
+    part.mean += weight * (value - base);  // the sum, divided below
   });
   Moments batch;
   for (const Moments& part : parts) batch.weight += part.weight, batch.mean += part.mean;
-  if (batch.weight > 0) batch.mean /= batch.weight;
+  if (batch.weight > 0) batch.mean = base + batch.mean / batch.weight;
   const double mean = batch.mean;
   for_each_value(
       [mean](Moments& part, double weight, double value) { part.m2 += weight * (value - mean) * (value - mean); });
@@ -276,5 +284,5 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
-  library.impl("group_advantages_cpu", TORCH_BOX(&grpo_kernels::group_advantages_cpu));
+  library.impl("group_advantages", TORCH_BOX(&grpo_kernels::group_advantages_cpu));
 }

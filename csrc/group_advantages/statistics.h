@@ -219,10 +219,10 @@ GRPO_HD BatchMap map_batch(const AdvantagePlan& plan, const Moments& batch) {
   return map;
 }
 
-// The weight of a scored row in the moments of the batch. A singleton has no leave-one-out mean and hence no advantage
-// to count, unless its raw reward stands in.
+// The weight of a scored row in the moments of the batch. In those of advantages a singleton has no leave-one-out mean
+// and hence nothing to count, unless its raw reward stands in.
 GRPO_HD double batch_weight(const AdvantagePlan& plan, double length, bool is_singleton, bool is_degenerate) {
-  if (plan.center == Center::kLeaveOneOut && is_singleton && is_degenerate) return 0;
+  if (plan.whiten != Whiten::kNone && plan.center == Center::kLeaveOneOut && is_singleton && is_degenerate) return 0;
   return plan.whiten == Whiten::kTokens ? length : 1;
 }
 

@@ -66,7 +66,7 @@ __device__ __forceinline__ Task uniform_task(int64_t task, int64_t group_size, i
 }
 
 // Groups by id: those that start within kTaskRows positions. A block gets as many rows as any other, whatever the sizes
-// of groups, and the empty groups behind the last one are never visited.
+// of groups, and the empty groups after the last one are never visited.
 __device__ inline Task task_of_ids(int64_t task, const int64_t* starts, int64_t rows, TaskShared* shared) {
   if (threadIdx.x < 2 * kWarp) {
     const int64_t wanted = (task + threadIdx.x / kWarp) * kTaskRows, position = wanted < rows ? wanted : rows;

@@ -11,13 +11,23 @@ namespace grpo_kernels {
 // a token on such inputs and importance weights, for CPUs.
 enum class WalkKind { kAny, kPlain, kPlainClip, kPlainSequence };
 
+// Optional arguments with one entry per token, in the order of the op's schema (PolicyInputs and Policy in Python): of
+// the dtype of the log-probs, bool and int32.
+// clang-format off: it would nest the entries
+#define GRPO_POLICY_TOKENS(NUMBERS, FLAGS, IDS)                                        \
+  NUMBERS(entropy) NUMBERS(old_logprobs) FLAGS(mask) FLAGS(policy_mask) IDS(segments) \
+  NUMBERS(ref_logprobs) NUMBERS(weights)
+// clang-format on
+
 // Arrays of optional arguments that are not given are null.
 template <typename T>
 struct PolicyBatch {
-  const T *logprobs, *old_logprobs, *ref_logprobs, *is_weights, *entropy, *weights, *advantages;
+  const T *logprobs, *advantages, *is_weights;
   bool advantages_by_row, is_weights_by_row;
-  const bool *mask, *policy_mask;
-  const int32_t* segments;
+#define GRPO_NUMBERS(name) const T* name;
+#define GRPO_FLAGS(name) const bool* name;
+#define GRPO_IDS(name) const int32_t* name;
+  GRPO_POLICY_TOKENS(GRPO_NUMBERS, GRPO_FLAGS, GRPO_IDS)
   const int64_t* cu_seqlens;  // null: padded rows of `width`
   int64_t rows, width, tokens;
   Normalizers normalizers;
@@ -41,8 +51,10 @@ struct PolicyBatch {
 
   // Whether all inputs are plain but for importance weights.
   GRPO_HD bool has_usual_inputs() const {
-    const bool has_other_input =
-        entropy != nullptr || weights != nullptr || segments != nullptr || policy_mask != nullptr;
+    const int usual = (old_logprobs != nullptr) + (mask != nullptr) + (ref_logprobs != nullptr);
+#define GRPO_GIVEN(name) +(name != nullptr)
+    const bool has_other_input = 0 GRPO_POLICY_TOKENS(GRPO_GIVEN, GRPO_GIVEN, GRPO_GIVEN) > usual;
+#undef GRPO_GIVEN
     const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
     return !has_other_input && !has_other_kl && old_logprobs != nullptr;
   }
@@ -75,16 +87,19 @@ struct PolicyBatch {
 // Neighbouring tokens of one row, with the values of the row that their terms depend on.
 template <typename T>
 struct PolicyTokens {
-  const T *logprobs, *old_logprobs, *ref_logprobs, *is_weights, *entropy, *weights, *advantages;
-  const bool* mask;         // null: all tokens are valid
-  const bool* policy_mask;  // null: the policy terms of all of them count
-  const int32_t* segments;  // null: none; a token with a negative one is not valid
-  const bool* terms;        // marks the tokens that hold a policy term; null: every token
-  const T* log_ratios;      // of segments, at their last tokens; null: the token's or the row's ratio is used
-  const T* scores;          // the log-probs that belong to log_ratios
-  T row_log_ratio;          // used where the ratio is the row's
-  T row_advantage;          // used where `advantages` is null
-  T row_is_weight;          // used where the importance weight is the row's
+  const T *logprobs, *advantages, *is_weights;
+  // Null: all tokens are valid, with a mask; all policy terms count, with a policy mask. A token of a negative segment
+  // is not valid.
+  GRPO_POLICY_TOKENS(GRPO_NUMBERS, GRPO_FLAGS, GRPO_IDS)
+#undef GRPO_NUMBERS
+#undef GRPO_FLAGS
+#undef GRPO_IDS
+  const bool* terms;    // marks the tokens that hold a policy term; null: every token
+  const T* log_ratios;  // of segments, at their last tokens; null: the token's or the row's ratio is used
+  const T* scores;      // the log-probs that belong to log_ratios
+  T row_log_ratio;      // used where the ratio is the row's
+  T row_advantage;      // used where `advantages` is null
+  T row_is_weight;      // used where the importance weight is the row's
   T phi_positive, phi_other;
   Shares shares;
   T* gradient;
@@ -97,13 +112,10 @@ GRPO_HD PolicyTokens<T> tokens_of(const PolicyBatch<T>& batch, int64_t row, int6
                                   T* gradient) {
   PolicyTokens<T> tokens{};
   tokens.logprobs = batch.logprobs + first;
-  tokens.old_logprobs = offset_or_null(batch.old_logprobs, first);
-  tokens.ref_logprobs = batch.plan.kl == Kl::kNone ? nullptr : offset_or_null(batch.ref_logprobs, first);
-  tokens.entropy = offset_or_null(batch.entropy, first);
-  tokens.weights = offset_or_null(batch.weights, first);
-  tokens.mask = offset_or_null(batch.mask, first);
-  tokens.segments = offset_or_null(batch.segments, first);
-  tokens.policy_mask = offset_or_null(batch.policy_mask, first);
+#define GRPO_OFFSET(name) tokens.name = offset_or_null(batch.name, first);
+  GRPO_POLICY_TOKENS(GRPO_OFFSET, GRPO_OFFSET, GRPO_OFFSET)
+#undef GRPO_OFFSET
+  if (batch.plan.kl == Kl::kNone) tokens.ref_logprobs = nullptr;
   tokens.gradient = gradient + first;
   tokens.shares = shares;
   tokens.row_is_weight = batch.is_weights_by_row ? batch.is_weights[row] : T{1};

@@ -24,7 +24,7 @@ __device__ PolicyBatch<T> batch_of(const PolicyArrays<T>& arrays) {
   return batch;
 }
 
-// The first valid token behind t in its row, row_end if there is none.
+// The first valid token after t in its row, row_end if there is none.
 template <typename T>
 __device__ int64_t next_valid(const PolicyBatch<T>& in, int64_t t, int64_t row_end) {
   int64_t next = t + 1;

@@ -58,7 +58,7 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   return counts;
 }
 
-// Tokens whose terms do not depend on a neighbour's. Skips the masked tokens before the first and behind the last valid
+// Tokens whose terms do not depend on a neighbour's. Skips the masked tokens before the first and after the last valid
 // one, so that padding costs next to nothing and changes no bit; where few of the others are valid, packs those.
 template <typename T>
 class SparseTokens {
@@ -97,9 +97,13 @@ class SparseTokens {
     return eight == 0;
   }
 
-  static std::array<const T**, 7> arrays(PolicyTokens<T>& tokens) {
-    return {&tokens.logprobs, &tokens.old_logprobs, &tokens.ref_logprobs, &tokens.is_weights,
-            &tokens.entropy,  &tokens.weights,      &tokens.advantages};
+  static auto arrays(PolicyTokens<T>& tokens) {
+#define GRPO_NUMBERS(name) , &tokens.name
+#define GRPO_NONE(name)
+    return std::array{&tokens.logprobs, &tokens.advantages,
+                      &tokens.is_weights GRPO_POLICY_TOKENS(GRPO_NUMBERS, GRPO_NONE, GRPO_NONE)};
+#undef GRPO_NUMBERS
+#undef GRPO_NONE
   }
 
   void run_packed(const PolicyPlan& plan, WalkKind kind, PolicySums& sums) {
@@ -109,7 +113,7 @@ class SparseTokens {
     indices.resize(last_ - first_ + 8);
     const int64_t count = find_true(tokens_.mask, first_, last_, indices.data());
     PolicyTokens<T> part = tokens_;
-    memory.resize(8 * count);
+    memory.resize((arrays(part).size() + 1) * count);  // and the gradient
     T* packed = memory.data();
     for (const T** array : arrays(part)) {
       if (*array == nullptr) continue;
@@ -320,16 +324,8 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
 
 }  // namespace
 
-PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> old_logprobs,
-                                  Tensor advantages, std::optional<Tensor> mask, std::optional<Tensor> policy_mask,
-                                  std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> is_weights,
-                                  std::optional<Tensor> weights, std::optional<Tensor> normalizers,
-                                  std::vector<double> counts, std::vector<int64_t> modes,
-                                  std::vector<double> coefficients, bool needs_entropy_gradient) {
-  PolicyInputs inputs =
-      policy_inputs(logprobs, entropy, old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs,
-                    is_weights, weights, normalizers, counts, modes, coefficients);
+PolicyLossTensors policy_loss_cpu(GRPO_POLICY_PARAMETERS) {
+  PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
   if (normalizers) {
     const double* const values = optional_data<double>(normalizers);
     for (int i = 0; i < 3; ++i) inputs.counts[i] = std::isnan(values[i]) ? counts[i] : values[i];
@@ -337,7 +333,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
   const int64_t* const bounds = optional_data<int64_t>(cu_seqlens);
   if (bounds != nullptr) check_packed_bounds(kOp, bounds, inputs.rows, inputs.tokens);
 
-  const PolicyResults results(inputs, needs_entropy_gradient);
+  const PolicyResults results(inputs);
   const auto run = [&](auto zero) {
     using T = decltype(zero);
     const PolicyBatch<T> in = inputs.batch<T>();
@@ -345,7 +341,7 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
     advise_huge_pages(gradient, inputs.tokens * sizeof(T));
     T* const entropy_gradient = needs_entropy_gradient ? data_of<T>(results.entropy_gradient) : nullptr;
     double* const metrics = data_of<double>(results.metrics);
-    // packed tensors may have tokens behind the last row
+    // packed tensors may have tokens after the last row
     const int64_t used = bounds == nullptr ? inputs.tokens : bounds[inputs.rows];
     std::fill(gradient + used, gradient + inputs.tokens, T{0});
     if (entropy_gradient != nullptr) std::fill(entropy_gradient + used, entropy_gradient + inputs.tokens, T{0});
@@ -359,5 +355,5 @@ PolicyLossTensors policy_loss_cpu(Tensor logprobs, std::optional<Tensor> entropy
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
-  library.impl("policy_loss_cpu", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
+  library.impl("policy_loss", TORCH_BOX(&grpo_kernels::policy_loss_cpu));
 }

@@ -57,7 +57,7 @@ template <typename T, bool kQuads, WalkKind kKind>
 __global__ void __launch_bounds__(kThreads, kQuads ? 4 : 1)
     tokens_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
-  clear_behind_rows(arrays);
+  clear_after_rows(arrays);
   if (blockIdx.x == 0 && threadIdx.x == 0) arrays.done->blocks = 0;
   const PolicyBatch<T> in = batch_of(arrays);
   const Counts batch = batch_counts(arrays, shared);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, kQuads ? 4 : 1)
   const int64_t offset = (task - first_task(arrays, row)) * kTokensPerTask;
   const int64_t left = in.length(row) - offset;
   PolicyPart part;
-  // the number of tasks is an upper bound: those behind the end of a packed row are empty
+  // the number of tasks is an upper bound: those after the end of a packed row are empty
   if (left > 0 || offset == 0) {
     const int64_t first = in.start(row) + offset, count = left < kTokensPerTask ? left : kTokensPerTask;
     const Shares shares = in.shares(batch, arrays.row_counts == nullptr ? Counts{} : arrays.row_counts[row]);
@@ -82,7 +82,7 @@ template <typename T>
 using Kernel = void (*)(PolicyArrays<T>);
 
 // Whether four tokens at a time can be taken: without other limits than the clipping itself, and with positions of 32
-// bits, which may be two steps of a block behind the last.
+// bits, which may be two steps of a block after the last.
 template <typename T>
 bool takes_quads(const PolicyArrays<T>& arrays) {
   const bool is_short = arrays.batch.tokens < INT32_MAX - 8 * kThreads;

@@ -18,19 +18,11 @@ namespace grpo_kernels {
 // loss, metrics, gradient, entropy_gradient, and whether segment ids ascend: [1] for ratios of segments, else [0]
 using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-PolicyLossTensors policy_loss_cuda(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> old_logprobs,
-                                   Tensor advantages, std::optional<Tensor> mask, std::optional<Tensor> policy_mask,
-                                   std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                   std::optional<Tensor> ref_logprobs, std::optional<Tensor> is_weights,
-                                   std::optional<Tensor> weights, std::optional<Tensor> normalizers,
-                                   std::vector<double> counts, std::vector<int64_t> modes,
-                                   std::vector<double> coefficients, bool needs_entropy_gradient) {
-  const PolicyInputs inputs =
-      policy_inputs(logprobs, entropy, old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs,
-                    is_weights, weights, normalizers, counts, modes, coefficients);
+PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS) {
+  const PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
   const int64_t rows = inputs.rows, tokens = inputs.tokens;
   const bool by_segment = inputs.plan.by_segment();
-  const PolicyResults results(inputs, needs_entropy_gradient);
+  const PolicyResults results(inputs);
   const Tensor segments_ascend = empty_vector(logprobs, by_segment ? 1 : 0, aoti_torch_dtype_bool());
 
   const DeviceGuard guard(logprobs.get_device_index());
@@ -92,5 +84,5 @@ void scale_gradient_cuda(Tensor gradient, Tensor upstream) {
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
   library.impl("_policy_loss_cuda", TORCH_BOX(&grpo_kernels::policy_loss_cuda));
-  library.impl("scale_gradient_cuda", TORCH_BOX(&grpo_kernels::scale_gradient_cuda));
+  library.impl("_scale_gradient_cuda", TORCH_BOX(&grpo_kernels::scale_gradient_cuda));
 }

@@ -6,7 +6,8 @@
 #include "common/host_device.h"
 #include "common/settings.h"
 
-// The settings of a policy loss, the weight that an aggregation gives each token, and the sums behind the metrics.
+// The settings of a policy loss, the weight that an aggregation gives each token, and the sums that metrics are made
+// of.
 namespace grpo_kernels {
 
 // In the order of the names in grpo_kernels/ops/policy_loss/config.py; tests/test_codes.py compares them.
@@ -183,7 +184,7 @@ GRPO_HD double total_loss(const PolicyPlan& plan, const PolicySums& sums) {
 }
 GRPO_HD double finite_or_nan(double extreme) { return isinf(extreme) ? NAN : extreme; }
 
-// METRIC(name, value), in the order of METRICS in grpo_kernels/ops/policy_loss/config.py.
+// METRIC(name, value), in the order of METRICS in grpo_kernels/ops/policy_loss/reference/metrics.py.
 #define GRPO_POLICY_METRICS(METRIC)                                          \
   METRIC(loss, total_loss(plan, sums))                                       \
   METRIC(policy_loss, sums.policy_loss)                                      \

@@ -91,7 +91,7 @@ __device__ void mark_last_token(const PolicyArrays<T>& arrays, const PolicyBatch
 template <typename T>
 __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ PolicyArrays<T> arrays) {
   __shared__ double shared[kMaxWarps];
-  clear_behind_rows(arrays);
+  clear_after_rows(arrays);
   if (blockIdx.x == 0 && threadIdx.x == 0) arrays.done->blocks = 0;
   const PolicyBatch<T> in = batch_of(arrays);
   const Counts batch = batch_counts(arrays, shared);

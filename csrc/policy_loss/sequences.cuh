@@ -74,7 +74,7 @@ __device__ void write_sums(const PolicySums& warp_sums, PolicySums* shared, Poli
 __global__ void __launch_bounds__(kThreads, 3) sequences_kernel(const __grid_constant__ PolicyArrays<float> arrays) {
   __shared__ double shared[kMaxWarps];
   __shared__ __align__(16) unsigned char shared_sums[kMaxWarps * sizeof(PolicySums)];
-  clear_behind_rows(arrays);
+  clear_after_rows(arrays);
   if (blockIdx.x == 0 && threadIdx.x == 0) arrays.done->blocks = 0;
   const PolicyBatch<float> in = batch_of(arrays);
   const Counts batch = batch_counts(arrays, shared);

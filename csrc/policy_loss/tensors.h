@@ -13,18 +13,35 @@
 
 namespace grpo_kernels {
 
-// The arguments of the op policy_loss, as both compiled backends receive them.
+// The parameters of the op, and their names, in the order of its schema.
+#define GRPO_POLICY_PARAMETER(name) std::optional<Tensor> name,
+#define GRPO_POLICY_PARAMETERS                                                                                   \
+  Tensor logprobs,                                                                                               \
+      GRPO_POLICY_TOKENS(GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER, GRPO_POLICY_PARAMETER) Tensor advantages, \
+      std::optional<Tensor> is_weights, std::optional<Tensor> cu_seqlens, std::optional<Tensor> normalizers,     \
+      std::vector<double> counts, std::vector<int64_t> modes, std::vector<double> coefficients,                  \
+      bool needs_entropy_gradient
+#define GRPO_POLICY_NAME(name) name,
+#define GRPO_POLICY_ARGUMENTS                                                                                \
+  logprobs, GRPO_POLICY_TOKENS(GRPO_POLICY_NAME, GRPO_POLICY_NAME, GRPO_POLICY_NAME) advantages, is_weights, \
+      cu_seqlens, normalizers, counts, modes, coefficients, needs_entropy_gradient
+
+// The arguments, checked.
 struct PolicyInputs {
   static constexpr const char* kOp = "policy_loss";
 
   Tensor logprobs;
-  std::optional<Tensor> old_logprobs;
+#define GRPO_TENSOR(name) std::optional<Tensor> name;
+  GRPO_POLICY_TOKENS(GRPO_TENSOR, GRPO_TENSOR, GRPO_TENSOR)
+#undef GRPO_TENSOR
   Tensor advantages;
-  std::optional<Tensor> mask, policy_mask, cu_seqlens, segments, ref_logprobs, is_weights, entropy, weights,
-      normalizers;
+  std::optional<Tensor> is_weights, cu_seqlens, normalizers;
   std::vector<double> counts;  // normalizers known to the host: tokens, rows, segments; NaN: not known
   PolicyPlan plan;
+  bool needs_entropy_gradient;
   int64_t rows, tokens;
+
+  explicit PolicyInputs(GRPO_POLICY_PARAMETERS);
 
   // Whether the tensor has one value per row rather than per token.
   bool is_by_row(const Tensor& values) const { return values.dim() != logprobs.dim() || values.numel() != tokens; }
@@ -33,79 +50,87 @@ struct PolicyInputs {
   // normalizers are left to the backend, which reads them where they are.
   template <typename T>
   PolicyBatch<T> batch() const {
-    return {static_cast<const T*>(logprobs.const_data_ptr()),
-            optional_data<T>(old_logprobs),
-            optional_data<T>(ref_logprobs),
-            optional_data<T>(is_weights),
-            optional_data<T>(entropy),
-            optional_data<T>(weights),
-            static_cast<const T*>(advantages.const_data_ptr()),
-            is_by_row(advantages),
-            is_weights && is_by_row(*is_weights),
-            optional_data<bool>(mask),
-            optional_data<bool>(policy_mask),
-            optional_data<int32_t>(segments),
-            optional_data<int64_t>(cu_seqlens),
-            rows,
-            cu_seqlens ? 0 : logprobs.size(1),
-            tokens,
-            {counts[0], counts[1], counts[2]},
-            plan};
+    PolicyBatch<T> result{};
+    result.logprobs = static_cast<const T*>(logprobs.const_data_ptr());
+#define GRPO_NUMBERS(name) result.name = optional_data<T>(name);
+#define GRPO_FLAGS(name) result.name = optional_data<bool>(name);
+#define GRPO_IDS(name) result.name = optional_data<int32_t>(name);
+    GRPO_POLICY_TOKENS(GRPO_NUMBERS, GRPO_FLAGS, GRPO_IDS)
+#undef GRPO_NUMBERS
+#undef GRPO_FLAGS
+#undef GRPO_IDS
+    result.advantages = static_cast<const T*>(advantages.const_data_ptr());
+    result.advantages_by_row = is_by_row(advantages);
+    result.is_weights = optional_data<T>(is_weights);
+    result.is_weights_by_row = is_weights && is_by_row(*is_weights);
+    result.cu_seqlens = optional_data<int64_t>(cu_seqlens);
+    result.rows = rows;
+    result.width = cu_seqlens ? 0 : logprobs.size(1);
+    result.tokens = tokens;
+    result.normalizers = {counts[0], counts[1], counts[2]};
+    result.plan = plan;
+    return result;
   }
+
+ private:
+  void check() const;
 };
 
-inline void check_inputs(const PolicyInputs& in) {
-  const char* const op = PolicyInputs::kOp;
-  const ScalarType dtype = in.logprobs.scalar_type();
-  const int64_t advantages = in.is_by_row(in.advantages) ? in.rows : in.tokens;
-  const int64_t is_weights = in.is_weights && in.is_by_row(*in.is_weights) ? in.rows : in.tokens;
-  check_array(op, "logprobs", in.logprobs, in.tokens, dtype);
-  check_array(op, "old_logprobs", in.old_logprobs, in.tokens, dtype);
-  check_array(op, "advantages", in.advantages, advantages, dtype);
-  check_array(op, "mask", in.mask, in.tokens, ScalarType::Bool);
-  check_array(op, "policy_mask", in.policy_mask, in.tokens, ScalarType::Bool);
-  check_array(op, "cu_seqlens", in.cu_seqlens, in.rows + 1, ScalarType::Long);
-  check_array(op, "segments", in.segments, in.tokens, ScalarType::Int);
-  check_array(op, "ref_logprobs", in.ref_logprobs, in.tokens, dtype);
-  check_array(op, "is_weights", in.is_weights, is_weights, dtype);
-  check_array(op, "entropy", in.entropy, in.tokens, dtype);
-  check_array(op, "weights", in.weights, in.tokens, dtype);
-  check_array(op, "normalizers", in.normalizers, 3, ScalarType::Double);
-  GRPO_CHECK(in.segments || !in.plan.by_segment(), op, ": segments must be given for this ratio, got none");
-  GRPO_CHECK(!in.policy_mask || in.plan.loss != Loss::kGeoMean, op,
+inline void PolicyInputs::check() const {
+  const ScalarType dtype = logprobs.scalar_type();
+  check_array(kOp, "logprobs", logprobs, tokens, dtype);
+#define GRPO_NUMBERS(name) check_array(kOp, #name, name, tokens, dtype);
+#define GRPO_FLAGS(name) check_array(kOp, #name, name, tokens, ScalarType::Bool);
+#define GRPO_IDS(name) check_array(kOp, #name, name, tokens, ScalarType::Int);
+  GRPO_POLICY_TOKENS(GRPO_NUMBERS, GRPO_FLAGS, GRPO_IDS)
+#undef GRPO_NUMBERS
+#undef GRPO_FLAGS
+#undef GRPO_IDS
+  check_array(kOp, "advantages", advantages, is_by_row(advantages) ? rows : tokens, dtype);
+  check_array(kOp, "is_weights", is_weights, is_weights && is_by_row(*is_weights) ? rows : tokens, dtype);
+  check_array(kOp, "cu_seqlens", cu_seqlens, rows + 1, ScalarType::Long);
+  check_array(kOp, "normalizers", normalizers, 3, ScalarType::Double);
+  GRPO_CHECK(segments || !plan.by_segment(), kOp, ": segments must be given for this ratio, got none");
+  GRPO_CHECK(!policy_mask || plan.loss != Loss::kGeoMean, kOp,
              ": policy_mask must be left out where terms are rows, got a tensor");
 }
 
-inline PolicyInputs policy_inputs(Tensor logprobs, std::optional<Tensor> entropy, std::optional<Tensor> old_logprobs,
-                                  Tensor advantages, std::optional<Tensor> mask, std::optional<Tensor> policy_mask,
-                                  std::optional<Tensor> cu_seqlens, std::optional<Tensor> segments,
-                                  std::optional<Tensor> ref_logprobs, std::optional<Tensor> is_weights,
-                                  std::optional<Tensor> weights, std::optional<Tensor> normalizers,
-                                  std::vector<double> counts, const std::vector<int64_t>& modes,
-                                  const std::vector<double>& coefficients) {
+inline PolicyPlan checked_plan(const Tensor& logprobs, const std::optional<Tensor>& cu_seqlens,
+                               const std::vector<double>& counts, const std::vector<int64_t>& modes,
+                               const std::vector<double>& coefficients) {
   const char* const op = PolicyInputs::kOp;
   GRPO_CHECK(logprobs.dim() == (cu_seqlens ? 1 : 2), op,
              ": logprobs must have shape [B, T], or [M] with cu_seqlens, got ", logprobs.dim(), " dimensions");
   GRPO_CHECK(counts.size() == 3, op, ": counts must have 3 numbers, got ", counts.size());
   check_float_or_double(op, "logprobs", logprobs);
-  const PolicyPlan plan = check_settings<PolicyPlan>(op, modes, coefficients);
-  const int64_t rows = cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0), tokens = logprobs.numel();
-  const PolicyInputs in{logprobs, old_logprobs, advantages, mask,    policy_mask, cu_seqlens,
-                        segments, ref_logprobs, is_weights, entropy, weights,     normalizers,
-                        counts,   plan,         rows,       tokens};
-  check_inputs(in);
-  return in;
+  return check_settings<PolicyPlan>(op, modes, coefficients);
 }
+
+#define GRPO_SAME(name) name(name),
+inline PolicyInputs::PolicyInputs(GRPO_POLICY_PARAMETERS)
+    : logprobs(logprobs),
+      GRPO_POLICY_TOKENS(GRPO_SAME, GRPO_SAME, GRPO_SAME) advantages(advantages),
+      is_weights(is_weights),
+      cu_seqlens(cu_seqlens),
+      normalizers(normalizers),
+      counts(counts),
+      plan(checked_plan(logprobs, cu_seqlens, counts, modes, coefficients)),
+      needs_entropy_gradient(needs_entropy_gradient),
+      rows(cu_seqlens ? cu_seqlens->numel() - 1 : logprobs.size(0)),
+      tokens(logprobs.numel()) {
+  check();
+}
+#undef GRPO_SAME
 
 // The results of the op, not initialised. Without an entropy gradient that tensor is empty.
 struct PolicyResults {
   Tensor loss, metrics, gradient, entropy_gradient;
 
-  PolicyResults(const PolicyInputs& in, bool needs_entropy_gradient)
+  explicit PolicyResults(const PolicyInputs& in)
       : loss(empty_tensor(in.logprobs, nullptr, 0, dtype_of(in.logprobs))),
         metrics(empty_vector(in.logprobs, kPolicyMetrics, aoti_torch_dtype_float64())),
         gradient(empty_vector(in.logprobs, in.tokens, dtype_of(in.logprobs))),
-        entropy_gradient(empty_vector(in.logprobs, needs_entropy_gradient ? in.tokens : 0, dtype_of(in.logprobs))) {}
+        entropy_gradient(empty_vector(in.logprobs, in.needs_entropy_gradient ? in.tokens : 0, dtype_of(in.logprobs))) {}
 };
 
 }  // namespace grpo_kernels

@@ -8,9 +8,9 @@
 namespace grpo_kernels {
 namespace {
 
-// Zeroes the gradients of tokens behind the last packed row.
+// Zeroes the gradients of tokens after the last packed row.
 template <typename T>
-__device__ void clear_behind_rows(const PolicyArrays<T>& arrays) {
+__device__ void clear_after_rows(const PolicyArrays<T>& arrays) {
   const PolicyBatch<T>& in = arrays.batch;
   if (in.cu_seqlens == nullptr) return;
   const int64_t thread = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;

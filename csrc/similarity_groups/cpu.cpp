@@ -335,9 +335,9 @@ std::tuple<Tensor, Tensor> silhouette_cpu(Tensor distances, Tensor labels) {
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
-  library.impl("similarity_groups_cpu", TORCH_BOX(&grpo_kernels::similarity_groups_cpu));
-  library.impl("pairwise_cosine_cpu", TORCH_BOX(&grpo_kernels::pairwise_cosine_cpu));
-  library.impl("cluster_distances_cpu", TORCH_BOX(&grpo_kernels::cluster_distances_cpu));
-  library.impl("agglomerate_cpu", TORCH_BOX(&grpo_kernels::agglomerate_cpu));
-  library.impl("silhouette_cpu", TORCH_BOX(&grpo_kernels::silhouette_cpu));
+  library.impl("similarity_groups", TORCH_BOX(&grpo_kernels::similarity_groups_cpu));
+  library.impl("pairwise_cosine", TORCH_BOX(&grpo_kernels::pairwise_cosine_cpu));
+  library.impl("cluster_distances", TORCH_BOX(&grpo_kernels::cluster_distances_cpu));
+  library.impl("agglomerate", TORCH_BOX(&grpo_kernels::agglomerate_cpu));
+  library.impl("silhouette", TORCH_BOX(&grpo_kernels::silhouette_cpu));
 }

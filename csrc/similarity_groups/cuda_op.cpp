@@ -119,8 +119,8 @@ std::tuple<Tensor, Tensor> silhouette_cuda(Tensor distances, Tensor labels) {
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, GRPO_CUDA_DEVICE, library) {
-  library.impl("pairwise_cosine_cuda", TORCH_BOX(&grpo_kernels::pairwise_cosine_cuda));
+  library.impl("_pairwise_cosine_cuda", TORCH_BOX(&grpo_kernels::pairwise_cosine_cuda));
   library.impl("_cluster_distances_cuda", TORCH_BOX(&grpo_kernels::cluster_distances_cuda));
-  library.impl("agglomerate_cuda", TORCH_BOX(&grpo_kernels::agglomerate_cuda));
-  library.impl("silhouette_cuda", TORCH_BOX(&grpo_kernels::silhouette_cuda));
+  library.impl("_agglomerate_cuda", TORCH_BOX(&grpo_kernels::agglomerate_cuda));
+  library.impl("_silhouette_cuda", TORCH_BOX(&grpo_kernels::silhouette_cuda));
 }

@@ -180,7 +180,7 @@ __device__ __forceinline__ void compute_tile(const EmbeddingArrays<T>& in, const
   const BandPlaces<Side::kLeft, T> lefts;
   const BandPlaces<Side::kRight, T> rights;
   const auto load = [&](int chunk, int stage) {
-    // without a branch, a chunk behind the last is loaded as zeros
+    // without a branch, a chunk after the last is loaded as zeros
     if (Shape::kIsAligned || chunk < chunk_count) {
       load_chunk<T, Part::kRows, Shape::kThreads>(in, rows, chunk, Shape::kIsAligned || is_aligned,
                                                   chunks + stage * kStagePieces);

@@ -60,9 +60,9 @@ bool walk_turns(const TokenAdvantageSettings& settings, const TokenBatch<T>& bat
     }
     const double reward = static_cast<double>(batch.rewards[t]);
     const double value = batch.values == nullptr ? 0 : static_cast<double>(batch.values[t]);
-    const double behind = batch.turns[t] == next_turn ? next_return : entering;
-    next_return = reward + behind;
-    entering = step_map(settings, reward, value)(behind);
+    const double after = batch.turns[t] == next_turn ? next_return : entering;
+    next_return = reward + after;
+    entering = step_map(settings, reward, value)(after);
     next_turn = batch.turns[t];
     is_scored &= reward == reward;
     batch.advantages[t] = static_cast<T>(next_return - value);
@@ -151,7 +151,7 @@ TokenAdvantageTensors run(const Tensor& rewards, const std::optional<Tensor>& va
                             data_of<T>(std::get<0>(results)),
                             data_of<T>(std::get<1>(results))};
   if (cu_seqlens) check_packed_bounds(kOp, batch.bounds, batch.rows, total);
-  // packed tensors may have tokens behind the last row
+  // packed tensors may have tokens after the last row
   const int64_t used = batch.begin(batch.rows);
   std::fill(batch.advantages + used, batch.advantages + total, T{});
   std::fill(batch.returns + used, batch.returns + total, T{});
@@ -175,5 +175,5 @@ TokenAdvantageTensors token_advantages_cpu(Tensor rewards, std::optional<Tensor>
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
-  library.impl("token_advantages_cpu", TORCH_BOX(&grpo_kernels::token_advantages_cpu));
+  library.impl("token_advantages", TORCH_BOX(&grpo_kernels::token_advantages_cpu));
 }

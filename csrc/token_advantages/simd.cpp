@@ -25,7 +25,7 @@ GRPO_HD Quad where(const QuadBits& condition, const Quad& yes, const Quad& no) {
 struct QuadMap {
   Quad factor, shift;
 
-  // Composes each lane's map after that of the lane kDistance behind it.
+  // Composes each lane's map after that of the lane kDistance after it.
   template <int kDistance>
   GRPO_HD QuadMap after_lanes() const {
     constexpr int d = kDistance;
@@ -36,7 +36,7 @@ struct QuadMap {
   }
 };
 
-// The recurrence of four tokens at once: each gets the composed maps of the tokens behind it, and only those of all
+// The recurrence of four tokens at once: each gets the composed maps of the tokens after it, and only those of all
 // four wait for the tokens before.
 template <bool kHasValues, typename T>
 GRPO_HD bool walk(const TokenAdvantageSettings& settings, const T* rewards, const T* values, const bool* mask,
@@ -54,9 +54,9 @@ GRPO_HD bool walk(const TokenAdvantageSettings& settings, const T* rewards, cons
     const Quad carried = where(is_carried & is_number & ~counts, raw_reward, Quad{});
     const QuadMap own{where(counts, factor, one), share * value + where(counts, factor, Quad{}) * reward + carried};
     const QuadMap all = own.after_lanes<1>().template after_lanes<2>();
-    const Quad behind_factor = __builtin_shufflevector(all.factor, one, 1, 2, 3, 4);
-    const Quad behind_shift = __builtin_shufflevector(all.shift, Quad{}, 1, 2, 3, 4);
-    const Quad gained = reward + (behind_factor * broadcast(entering) + behind_shift);
+    const Quad later_factor = __builtin_shufflevector(all.factor, one, 1, 2, 3, 4);
+    const Quad later_shift = __builtin_shufflevector(all.shift, Quad{}, 1, 2, 3, 4);
+    const Quad gained = reward + (later_factor * broadcast(entering) + later_shift);
     entering = all.factor[0] * entering + all.shift[0];
     scored &= (QuadBits)(reward == reward);
     token_return = where(counts, gained, Quad{});
@@ -71,7 +71,7 @@ GRPO_HD bool walk(const TokenAdvantageSettings& settings, const T* rewards, cons
     store_quad(advantages + at, advantage);
     store_quad(returns + at, token_return);
   }
-  if (t > 0) {  // the row's first tokens, behind slots that do not count
+  if (t > 0) {  // the row's first tokens, after slots that do not count
     T reward[4] = {}, value[4] = {};
     bool counts[4] = {};
     for (int64_t l = 0; l < t; ++l) {
@@ -86,7 +86,7 @@ GRPO_HD bool walk(const TokenAdvantageSettings& settings, const T* rewards, cons
   return (scored[0] & scored[1] & scored[2] & scored[3]) != 0;
 }
 
-// Calls visit(part, x, counts) for the advantages in fours; slots behind the last are 0 and do not count.
+// Calls visit(part, x, counts) for the advantages in fours; slots after the last are 0 and do not count.
 template <typename T, typename Visit>
 GRPO_HD void for_each_quad(const T* advantages, const bool* mask, int64_t count, Visit visit) {
   int64_t i = 0;

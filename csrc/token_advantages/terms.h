@@ -27,7 +27,7 @@ struct TokenAdvantageSettings {
 };
 
 // The first token of a step passes gamma * ((1 - lam) * value + lam * return) to the step before it, as a map of what
-// the step behind passes to the token. A token that is not the first of its step passes its return.
+// the step after passes to the token. A token that is not the first of its step passes its return.
 GRPO_HD AffineMap step_map(const TokenAdvantageSettings& settings, double reward, double value) {
   const double factor = settings.gamma * settings.lam;
   return {factor, settings.gamma * (1 - settings.lam) * value + factor * reward};

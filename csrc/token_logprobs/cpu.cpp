@@ -21,12 +21,16 @@ void backward_into(const Tensor& gradient, const Tensor& logits, const RowTensor
   for_float_dtype<true>(kLogprobsOp, "logits", logits, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const LogitRows<T> in = rows_of<T>(logits, rows);
+    const LogitLayout layout = check_logits(gradient);
+    GRPO_CHECK(gradient.scalar_type() == logits.scalar_type(), kLogprobsOp, ": gradient must have the dtype of logits");
+    GRPO_CHECK(layout.rows == in.layout.rows && layout.columns == in.layout.columns && layout.inner == in.layout.inner,
+               kLogprobsOp, ": gradient must have the shape of the logits");
     check_upstream(in.layout, wide_dtype(logits.scalar_type()), tensors);
     if (in.layout.rows == 0) return;
     const Upstream<T> upstream{optional_data<Wide<T>>(tensors.grad_logprobs),
                                optional_data<Wide<T>>(tensors.grad_entropy), optional_data<Wide<T>>(tensors.entropy),
                                static_cast<const double*>(tensors.normalizer.const_data_ptr())};
-    backward_rows(in, upstream, data_of<T>(gradient), check_logits(gradient));
+    backward_rows(in, upstream, data_of<T>(gradient), layout);
   });
 }
 
@@ -39,7 +43,7 @@ void expect_large_tensor_cpu(Tensor tensor) { advise_huge_pages(data_of<void>(te
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(Tensor logits, Tensor targets,
                                                       std::optional<Tensor> row_temperature, double temperature,
                                                       std::optional<double> softcap, double logit_scale,
-                                                      bool want_entropy, bool /*inplace_backward*/) {
+                                                      bool want_entropy) {
   const LogprobTensors results = empty_results(logits, want_entropy);
   for_float_dtype<true>(kLogprobsOp, "logits", logits, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -54,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_cpu(Tensor logits, Tensor targ
 }
 
 Tensor token_logprobs_backward_cpu(std::optional<Tensor> grad_logprobs, std::optional<Tensor> grad_entropy,
-                                   Tensor logits, Tensor targets, Tensor normalizer, std::optional<Tensor> entropy,
+                                   Tensor normalizer, std::optional<Tensor> entropy, Tensor logits, Tensor targets,
                                    std::optional<Tensor> row_temperature, double temperature,
                                    std::optional<double> softcap, double logit_scale) {
   check_logits(logits);
@@ -66,19 +70,20 @@ Tensor token_logprobs_backward_cpu(std::optional<Tensor> grad_logprobs, std::opt
   return gradient;
 }
 
-void token_logprobs_backward_inplace_cpu(Tensor logits, std::optional<Tensor> grad_logprobs,
-                                         std::optional<Tensor> grad_entropy, Tensor targets, Tensor normalizer,
-                                         std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
-                                         double temperature, std::optional<double> softcap, double logit_scale) {
-  backward_into(logits, logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}},
+void token_logprobs_backward_into_cpu(Tensor gradient, std::optional<Tensor> grad_logprobs,
+                                      std::optional<Tensor> grad_entropy, Tensor normalizer,
+                                      std::optional<Tensor> entropy, Tensor logits, Tensor targets,
+                                      std::optional<Tensor> row_temperature, double temperature,
+                                      std::optional<double> softcap, double logit_scale) {
+  backward_into(gradient, logits, {targets, row_temperature, {temperature, softcap.value_or(0), logit_scale}},
                 {grad_logprobs, grad_entropy, normalizer, entropy});
 }
 
 }  // namespace grpo_kernels
 
 STABLE_TORCH_LIBRARY_IMPL(GRPO_NAMESPACE, CPU, library) {
-  library.impl("token_logprobs_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_cpu));
-  library.impl("token_logprobs_backward_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cpu));
-  library.impl("token_logprobs_backward_inplace_cpu", TORCH_BOX(&grpo_kernels::token_logprobs_backward_inplace_cpu));
+  library.impl("token_logprobs", TORCH_BOX(&grpo_kernels::token_logprobs_cpu));
+  library.impl("token_logprobs_backward", TORCH_BOX(&grpo_kernels::token_logprobs_backward_cpu));
+  library.impl("token_logprobs_backward_into", TORCH_BOX(&grpo_kernels::token_logprobs_backward_into_cpu));
   library.impl("_expect_large_tensor_cpu", TORCH_BOX(&grpo_kernels::expect_large_tensor_cpu));
 }

@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_cuda(Tensor logits, Tensor tar
 }
 
 void token_logprobs_backward_cuda(Tensor gradient, std::optional<Tensor> grad_logprobs,
-                                  std::optional<Tensor> grad_entropy, Tensor logits, Tensor targets, Tensor normalizer,
-                                  std::optional<Tensor> entropy, std::optional<Tensor> row_temperature,
+                                  std::optional<Tensor> grad_entropy, Tensor normalizer, std::optional<Tensor> entropy,
+                                  Tensor logits, Tensor targets, std::optional<Tensor> row_temperature,
                                   double temperature, std::optional<double> softcap, double logit_scale) {
   const DeviceGuard guard(logits.get_device_index());
   const LogitLayout layout = check_logits(gradient);

@@ -57,7 +57,7 @@ struct LogitGradient {
   }
 };
 
-// The 16 bytes that begin `bytes` behind the begin of `low`, which `high` follows.
+// The 16 bytes that begin `bytes` after the begin of `low`, which `high` follows.
 template <typename T>
 __device__ __forceinline__ Piece<T> straddling_piece(Piece<T> low, Piece<T> high, unsigned bytes) {
   uint32_t words[8];

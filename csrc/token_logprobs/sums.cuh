@@ -9,7 +9,7 @@
 #include "token_logprobs/cuda.h"
 
 // The sums of a row over the threads of a block. A warp takes kBatch pieces of 16 bytes per lane at a time, and single
-// logits before the first and behind the last piece of the row. Differences are taken before any scaling, where they
+// logits before the first and after the last piece of the row. Differences are taken before any scaling, where they
 // are exact for equal logits, and one product with `factor` serves both the scaling and the exponential to base 2.
 namespace grpo_kernels {
 namespace {

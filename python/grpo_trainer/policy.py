@@ -132,15 +132,13 @@ class Policy(nn.Module):
         states, _ = self._states(batch, share)
         targets = torch.where(batch.mask, batch.tokens, -100)
         if not self.has_plain_head:
-            return gk.token_logprobs(
-                states, targets, temperature=self.temperature, support=batch.support, backend=self.backend
-            ).logprobs
-        weight, bias = self._head()
+            logits = _within(states, batch.support)
+            return gk.token_logprobs(logits, targets, temperature=self.temperature, backend=self.backend).logprobs
+        head = self._head()
         return gk.linear_logprobs(
-            states.to(weight.dtype),
-            weight,
+            states.to(head.weight.dtype),
+            head,
             targets,
-            bias=bias,
             temperature=self.temperature,
             support=batch.support,
             backend=self.backend,
@@ -184,14 +182,13 @@ class Policy(nn.Module):
         mask = kwargs.pop("mask", None)
         mask = batch.mask if mask is None else mask & batch.mask
         if self.has_plain_head:
-            weight, bias = self._head()
+            head = self._head()
             loss = gk.linear_policy_loss(
-                states.to(weight.dtype),
-                weight,
+                states.to(head.weight.dtype),
+                head,
                 batch.tokens,
                 old,
                 advantages,
-                bias=bias,
                 temperature=self.temperature,
                 support=batch.support,
                 mask=mask,
@@ -201,10 +198,9 @@ class Policy(nn.Module):
             )
         else:
             logprobs, entropy = gk.token_logprobs(
-                states,
+                _within(states, batch.support),
                 torch.where(batch.mask, batch.tokens, -100),
                 temperature=self.temperature,
-                support=batch.support,
                 return_entropy=kwargs.pop("return_entropy", False),
                 backend=self.backend,
             )
@@ -212,11 +208,11 @@ class Policy(nn.Module):
             loss = gk.policy_loss(logprobs, old, advantages, mask=mask, entropy=entropy, **kwargs)
         return loss, predicted
 
-    def _head(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the LM head, in the precision in which the model itself would apply them."""
+    def _head(self) -> gk.LMHead:
+        """The LM head, in the precision in which the model itself would apply it."""
         head = self.inner.get_output_embeddings()
         dtype = self.autocast_dtype or head.weight.dtype
-        return head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)
+        return gk.LMHead(head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
 
     def _states(self, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
         """Inputs of the loss and of the value head.
@@ -473,3 +469,15 @@ def take_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None, d
             raise ValueError(f"model.{name}: must be unset with a model object, which is loaded already, got {value!r}")
     lm = lm.to(device)
     return make_policy(lm if settings.lora is None else with_adapters(lm, settings), tokenizer, settings, backend)
+
+
+def _within(logits: Tensor, support: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Logits [N, T, V] with -inf for every token that sampling did not keep."""
+    if support is None:
+        return logits
+    ids, offsets = support
+    numbers = torch.arange(len(offsets) - 1, device=ids.device)
+    of_token = numbers.repeat_interleave(offsets.diff(), output_size=len(ids))
+    is_kept = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    is_kept.flatten(0, 1)[of_token, ids] = True
+    return logits.masked_fill(~is_kept, float("-inf"))

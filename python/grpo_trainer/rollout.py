@@ -144,15 +144,15 @@ def _sample(
             # every process draws for all rows, so that a row gets the random numbers it would get in a single process
             chosen = torch.multinomial(local.embed(probs), 1, generator=generator).squeeze(1)
             chosen = local.all_gather(local.select(chosen))
-            support = _support_of(filtered) if sampling.keep_support else None
+            scored_logits = logits
             if sampling.keep_support:
+                scored_logits = logits.masked_fill(~filtered.isfinite(), float("-inf"))
                 _append_kept(supports, rows, local.all_gather(filtered.isfinite().to(torch.uint8)))
             if local.counts:
                 scored = gk.token_logprobs(
-                    logits,
+                    scored_logits,
                     local.select(chosen),
                     temperature=sampling.temperature,
-                    support=support,
                     backend=policy.backend,
                 )
                 logprobs[local.select(rows), t] = scored.logprobs
@@ -176,12 +176,6 @@ def _sample(
         (row[:length], values[:length], ids[:length])
         for row, values, ids, length in zip(tokens.tolist(), logprobs.tolist(), supports, lengths.tolist(), strict=True)
     ]
-
-
-def _support_of(filtered: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens of each row of filtered logits that may be sampled."""
-    is_kept = filtered.isfinite()
-    return is_kept.nonzero()[:, 1], torch.nn.functional.pad(is_kept.sum(1).cumsum(0), (1, 0))
 
 
 def _append_kept(kept: list[list[Tensor]], rows: Tensor, is_kept: Tensor) -> None:

@@ -64,7 +64,7 @@ struct Release {
   std::vector<Fence> fences;
 };
 
-// An atomic operation of the current block, behind the first `count` releases of its address.
+// An atomic operation of the current block, after the first `count` releases of its address.
 struct Acquire {
   std::uint32_t epoch;
   unsigned thread;

@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head.registration import SUPPORTS
 from tests.communication import Communication
-from tests.harness import quick, runnable_backends
-from tests.ops.linear_head import test_policy_loss_edges as edges
+from tests.harness import quick
+from tests.ops.linear_head.distillation_cases import EXACT, noise
+from tests.ops.linear_head.policy_loss_cases import CONFIGS, problem
 
 pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()) or "cpu" not in runnable_backends(SUPPORTS),
+    not (dist.is_available() and dist.is_gloo_available()) or "cpu" not in EXACT,
     reason="needs gloo and the CPU kernels",
 )
 
 F64 = torch.float64
-CONFIG = edges.CONFIGS["dapo"]
+CONFIG = CONFIGS["dapo"]
+HIDDEN, VOCABULARY = 5, 31
 KINDS = ("fsdp", "hsdp", "frozen", "bfloat16", "autocast", "world of one")
 CALLS = ("logprobs", "loss", "low memory", "lora")
 LEAVES = ("weight", "bias", "a", "b")  # parameters of the head, the last two of its adapter
@@ -33,23 +34,24 @@ LEAVES = ("weight", "bias", "a", "b")  # parameters of the head, the last two of
 def batch(call: str, rank: int) -> dict[str, Any]:
     """A head that is the same on every rank, and rows that are not."""
     torch.manual_seed(3)
-    arguments = edges.batch("dapo")
+    arguments = problem("dapo", "bias").inputs
     weights = {"weight": arguments["weight"], "bias": arguments["bias"]}
     torch.manual_seed(4 + rank)
-    arguments = edges.batch("dapo") | weights
+    arguments = problem("dapo", "bias", "gaps", "ignored").inputs | weights
+    arguments["old_logprobs"] = -3 - noise(4, 7).abs()  # ratios that no rounding moves across a bound
     if call == "lora":
         torch.manual_seed(6)
-        arguments |= {"a": edges.noise(2, edges.HIDDEN), "b": edges.noise(edges.VOCABULARY, 2)}
+        arguments |= {"a": noise(2, HIDDEN), "b": 0.1 * noise(VOCABULARY, 2)}  # ratios stay near their bounds
     return arguments
 
 
 def compute(call: str, arguments: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     """Results, and the sum to differentiate."""
     arguments = dict(arguments)
-    if "a" in arguments:
-        arguments["lora"] = (arguments.pop("a"), arguments.pop("b"), 0.5)
+    lora = (arguments.pop("a"), arguments.pop("b"), 0.5) if "a" in arguments else None
+    arguments["head"] = gk.LMHead(arguments.pop("weight"), arguments.pop("bias"), lora=lora)
     if call == "logprobs":
-        head = {name: arguments[name] for name in ("hidden", "weight", "targets", "bias")}
+        head = {name: arguments[name] for name in ("hidden", "head", "targets")}
         logprobs, entropy = gk.linear_logprobs(**head, return_entropy=True, chunk_size=4, backend="kernel")
         assert entropy is not None
         return {"logprobs": logprobs, "entropy": entropy}, (logprobs * logprobs + entropy).sum()
@@ -81,7 +83,7 @@ def head_of(kind: str, arguments: dict[str, Any], size: int) -> nn.Linear:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    head = nn.Linear(edges.HIDDEN, edges.VOCABULARY, dtype=F64)
+    head = nn.Linear(HIDDEN, VOCABULARY, dtype=F64)
     head.weight.data, head.bias.data = arguments["weight"].clone(), arguments["bias"].clone()
     for name in LEAVES[2:]:
         if name in arguments:
@@ -206,9 +208,9 @@ def test_hidden_states_in_half_precision(ranks: list[dict[Any, Any]], kind: str,
 def test_what_is_communicated(ranks: list[dict[Any, Any]], kind: str, call: str) -> None:
     """One gather and one reduce-scatter of weight and bias each, in the dtype of the hidden states and their own."""
     size = len(ranks)
-    columns = -(-edges.VOCABULARY // size)
+    columns = -(-VOCABULARY // size)
     there, back = {"bfloat16": (2, 4)}.get(kind, (8, 8))
-    parts = [columns * edges.HIDDEN, columns]
+    parts = [columns * HIDDEN, columns]
     for rank in ranks:
         assert rank[kind, call]["forward"] == [("all_gather_into_tensor", there * part) for part in parts]
         backward = sorted(rank[kind, call]["backward"], reverse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import subprocess
@@ -198,7 +199,8 @@ def test_what_models_do_with_their_logits(tmp_path: Path, name: str, monkeypatch
     plain, original = of_model(small(name), tmp_path, "fused"), _head.packed_policy_loss
 
     def without(head: Any, *rest: Any, **options: Any) -> Any:
-        return original(head._replace(softcap=None, logit_scale=1.0), *rest, **options)
+        lm_head = dataclasses.replace(head.lm_head, softcap=None, logit_scale=1.0)
+        return original(head._replace(lm_head=lm_head), *rest, **options)
 
     monkeypatch.setattr(_head, "packed_policy_loss", without)
     other = step(plain, FusedGRPOTrainer._compute_loss, inputs)
@@ -299,7 +301,8 @@ def test_with_patched_log_probs_and_restored_afterwards(tmp_path: Path) -> None:
     before = trl_utils._ChunkedLogProbFunction, trl_utils._use_triton
     with pytest.raises(ZeroDivisionError), _head.head_calls(lambda head, outputs: 1 / 0):  # type: ignore[arg-type,return-value]
         assert trl_utils._ChunkedLogProbFunction is not before[0]
-        trl_utils._ChunkedLogProbFunction.apply(torch.ones(1, 2), torch.ones(3, 2), *[None] * 7)
+        scored = torch.zeros(1, dtype=torch.long), 1.0, 1, None, 1.0, ("log_probs",)
+        trl_utils._ChunkedLogProbFunction.apply(torch.ones(1, 2), torch.ones(3, 2), None, *scored)
     assert (trl_utils._ChunkedLogProbFunction, trl_utils._use_triton) == before
 
 
@@ -383,6 +386,6 @@ def test_an_adapter_on_the_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
         made(tmp_path, head="fused", peft_config=peft.LoraConfig(r=2, target_modules=["lm_head"]))
     with pytest.raises(RuntimeError, match="needs the hidden states of 3 tokens from TRL's forward, got 2"):
-        inputs = _head.HeadInputs(torch.ones(2, 4), torch.ones(3, 4), None, torch.ones(2).long(), 1.0, None, 1.0, None)
+        inputs = _head.HeadInputs(torch.ones(2, 4), gk.LMHead(torch.ones(3, 4)), torch.ones(2).long(), 1.0)
         tokens = _head.TokenInputs(None, torch.ones(1), torch.ones(1, 3).bool(), None, None, None)
         _head.packed_policy_loss(inputs, tokens, torch.ones(1, 3).bool())

@@ -21,7 +21,7 @@ pytest.importorskip("tensordict")
 
 import grpo_kernels as gk
 from tests.integrations import tiny_verl
-from tests.ops.group_advantages import test_parity as of_advantages
+from tests.ops.group_advantages import test_peers as of_advantages
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

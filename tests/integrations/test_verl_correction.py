@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("verl")
 pytest.importorskip("tensordict")
 
-from tests.ops.sampling_correction.batches import make_batch
+from tests.ops.sampling_correction.cases import make_batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -22,8 +22,8 @@ pytest.importorskip("tensordict")
 import grpo_kernels as gk
 from tests.integrations import tiny_verl
 from tests.integrations.test_verl_correction import CONFIGS
-from tests.ops.policy_loss import test_parity_verl as of_losses
-from tests.ops.sampling_correction.batches import make_batch
+from tests.ops.policy_loss import test_peers_verl as of_losses
+from tests.ops.sampling_correction.cases import make_batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ pytest.importorskip("tensordict")
 
 import grpo_kernels as gk
 from tests.integrations import tiny_verl
-from tests.ops.policy_loss import test_parity_verl as of_losses
+from tests.ops.policy_loss import test_peers_verl as of_losses
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -365,8 +365,8 @@ class TinyModel(torch.nn.Module):
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         logps = torch.log_softmax(self.table[tokens.values()] @ self.head, -1)
-        behind = tokens.values().roll(-1)
-        result = {"log_probs": logps.gather(1, behind[:, None])[:, 0], "entropy": -(logps.exp() * logps).sum(-1)}
+        following = tokens.values().roll(-1)
+        result = {"log_probs": logps.gather(1, following[:, None])[:, 0], "entropy": -(logps.exp() * logps).sum(-1)}
         return {name: torch.nested.nested_tensor_from_jagged(x, tokens.offsets()) for name, x in result.items()}
 
 

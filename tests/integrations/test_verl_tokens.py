@@ -14,7 +14,7 @@ pytest.importorskip("verl")
 pytest.importorskip("tensordict")
 
 from tests.integrations import tiny_verl
-from tests.ops.group_advantages.test_parity import VerlBatch
+from tests.ops.group_advantages.test_peers import VerlBatch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -5,6 +5,7 @@ A call takes a case and a way to compute it, and returns tensors by name, always
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -122,24 +123,25 @@ def policy_loss(case: Case, way: Way) -> Results:
     return _loss(compose.loss(batch["logprobs"], case, batch, arguments, config, composed), leaves, way)
 
 
-_HEAD = {
-    "bias": "bias",
-    "temperatures": "temperature",
-    "reference hidden": "ref_hidden",
-    "reference weight": "ref_weight",
-}
-_NUMBERS = {"softcap": 2.0, "logit_scale": 0.75, "temperature": 1.25}
+_SCALING = {"softcap": 2.0, "logit_scale": 0.75}
 
 
-def _of_head(case: Case, batch: dict[str, Tensor], leaves: dict[str, Tensor]) -> dict[str, Any]:
-    """The arguments of a head, and those of its tensors that have a gradient."""
-    arguments: dict[str, Any] = {_HEAD[name]: batch[name] for name in case.inputs if name in _HEAD}
-    arguments |= {name: number for name, number in _NUMBERS.items() if name in case.inputs}
+def _lm_head(case: Case, batch: dict[str, Tensor], leaves: dict[str, Tensor]) -> gk.LMHead:
+    """The head, whose tensors with a gradient become leaves."""
+    options: dict[str, Any] = {name: number for name, number in _SCALING.items() if name in case.inputs}
     if "bias" in case.inputs:
-        leaves["bias"] = batch["bias"].requires_grad_()
+        options["bias"] = leaves["bias"] = batch["bias"].requires_grad_()
     if "lora" in case.inputs:
         leaves |= {name: batch[name].requires_grad_() for name in ("lora a", "lora b")}
-        arguments["lora"] = (batch["lora a"], batch["lora b"], 0.5)
+        options["lora"] = (batch["lora a"], batch["lora b"], 0.5)
+    return gk.LMHead(batch["weight"], **options)
+
+
+def _of_head(case: Case, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Arguments beside the head."""
+    arguments: dict[str, Any] = {"temperature": batch["temperatures"]} if "temperatures" in case.inputs else {}
+    if "temperature" in case.inputs:
+        arguments["temperature"] = 1.25
     if "support" in case.inputs:
         kept = batch["kept ids"].flatten(0, -2)
         arguments["support"] = (kept.flatten(), torch.arange(len(kept) + 1) * kept.shape[-1])
@@ -151,14 +153,17 @@ def _of_head(case: Case, batch: dict[str, Tensor], leaves: dict[str, Tensor]) ->
 def linear_policy_loss(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     leaves = {name: batch[name].requires_grad_() for name in ("hidden", "weight")}
-    of_head = _of_head(case, batch, leaves)
+    lm_head, of_head = _lm_head(case, batch, leaves), _of_head(case, batch)
     arguments = _of_tokens(case, batch)
+    if "reference hidden" in case.inputs:
+        arguments["ref_hidden"] = batch["reference hidden"]
     if "reference weight" in case.inputs:
-        of_head["ref_bias"] = batch["bias"].detach() / 2
+        bias = batch["bias"].detach() / 2
+        arguments["ref_head"] = dataclasses.replace(lm_head, weight=batch["reference weight"], bias=bias, lora=None)
     method = {name: fields for name, fields in case.method.items() if name != "teacher"}
     config, composed = compose.split(method)
     chunk = None if "support" in case.inputs else 7
-    head = (batch["hidden"], batch["weight"], batch["targets"])
+    head = (batch["hidden"], lm_head, batch["targets"])
     if composed:  # four products
         has_entropy = "top_entropy_quantile" in composed
         measured = gk.linear_logprobs(*head, return_entropy=has_entropy, chunk_size=chunk, **of_head, **way.options)
@@ -205,37 +210,40 @@ def _logprobs(result: gk.TokenLogprobs, batch: dict[str, Tensor], leaves: dict[s
 def token_logprobs(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     logits = (batch["hidden"] @ batch["weight"].T).requires_grad_()
-    arguments = _of_head(case, batch, {})
-    result = gk.token_logprobs(logits, batch["targets"], return_entropy=True, **arguments, **way.options)
+    arguments = _of_head(case, batch) | {name: number for name, number in _SCALING.items() if name in case.inputs}
+    kept = logits
+    if arguments.pop("support", None) is not None:
+        others = torch.ones_like(logits, dtype=torch.bool).scatter(-1, batch["kept ids"], False)
+        kept = logits.masked_fill(others, -torch.inf)
+    result = gk.token_logprobs(kept, batch["targets"], return_entropy=True, **arguments, **way.options)
     return _logprobs(result, batch, {"logits": logits})
 
 
 def linear_logprobs(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     leaves = {name: batch[name].requires_grad_() for name in ("hidden", "weight")}
-    arguments = _of_head(case, batch, leaves)
-    if "index" in case.inputs:
-        arguments["term_index"] = batch["index"]
+    lm_head, arguments = _lm_head(case, batch, leaves), _of_head(case, batch)
     chunk = {} if "support" in case.inputs else {"chunk_size": 7}
     result = gk.linear_logprobs(
-        batch["hidden"], batch["weight"], batch["targets"], return_entropy=True, **chunk, **arguments, **way.options
+        batch["hidden"], lm_head, batch["targets"], return_entropy=True, **chunk, **arguments, **way.options
     )
+    if "index" in case.inputs:
+        index = batch["index"]
+        result = gk.TokenLogprobs(*(torch.where(index < 0, 0, value.view(-1)[index.clamp(min=0)]) for value in result))
     return _logprobs(result, batch, leaves)
 
 
 def distillation(case: Case, way: Way) -> Results:
     batch = way.laid_out(inputs.head())
     leaves = {name: batch[name].requires_grad_() for name in ("hidden", "weight")}
-    arguments = _of_head(case, batch, leaves)
+    shares = batch["shares"] if "shares" in case.inputs else None
+    teacher = gk.Teacher(batch["teacher ids"], batch["teacher logprobs"], weights=shares, **case.method)
     result = gk.linear_distillation_loss(
         batch["hidden"],
-        batch["weight"],
-        batch["teacher ids"],
-        batch["teacher logprobs"],
+        _lm_head(case, batch, leaves),
+        teacher,
         mask=batch["mask"],
-        weights=batch["shares"] if "shares" in case.inputs else None,
-        **arguments,
-        **case.method,
+        **_of_head(case, batch),
         **way.options,
     )
     result.loss.backward()

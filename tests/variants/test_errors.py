@@ -1,4 +1,4 @@
-"""Errors of gk.variants and token_shares name the function, the argument, the rule and the value."""
+"""What the functions of gk.variants and token_shares refuse: the function, the argument, the rule and the value."""
 
 from __future__ import annotations
 

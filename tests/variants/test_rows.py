@@ -172,9 +172,9 @@ def test_published_formula(name: str, layout: str) -> None:
     loss, gradient, by_log_z = graded(name, batch, **more)
     # rounding of sums of a few hundred terms of up to 15^2
     torch.testing.assert_close(loss, want.detach(), rtol=1e-13, atol=1e-14)
-    gradient, behind = gradient.reshape(-1)[: ROWS * WIDTH], gradient.reshape(-1)[ROWS * WIDTH :]
+    gradient, rest = gradient.reshape(-1)[: ROWS * WIDTH], gradient.reshape(-1)[ROWS * WIDTH :]
     torch.testing.assert_close(gradient.view(ROWS, WIDTH), wanted[0], rtol=1e-11, atol=1e-14)
-    assert gradient.any() and not behind.any()
+    assert gradient.any() and not rest.any()
     if wanted[1] is not None:
         torch.testing.assert_close(by_log_z, wanted[1], rtol=1e-12, atol=1e-14)
 

@@ -72,7 +72,7 @@ def compute(call: Call, backend: str, dtype: torch.dtype | None = None) -> dict[
     for name in call.leaves:
         if is_float(arguments.get(name)):
             arguments[name] = leaves[name] = arguments[name].detach().requires_grad_()
-    results = tensors(getattr(gk, call.op)(**arguments, backend=backend))
+    results = tensors(getattr(gk, call.op)(**fuzz_calls.assembled(arguments), backend=backend))
     total = sum((spread(value) for value in results.values() if value.requires_grad), torch.zeros(()))
     if leaves and isinstance(total, Tensor) and total.requires_grad:
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)

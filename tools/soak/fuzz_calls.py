@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from tests.ops.policy_loss import test_kernels as policy_cases
+from tests.ops.policy_loss import cases as policy_cases
 
 SIZES = (0, 1, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 130)
 WIDE, HALVES = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
@@ -101,13 +101,12 @@ def gigpo_advantages(draw: Draw) -> Call:
 
 def policy_loss(draw: Draw) -> Call:
     """The random settings and batches of the op's own tests."""
-    config = policy_cases.random_config(draw.choose)
-    arguments = policy_cases.random_arguments(draw.choose, config)
+    pick = draw.choose.choice
+    config = policy_cases.a_config(pick, *pick(policy_cases.KINDS))
+    arguments = {"old_logprobs": None} | policy_cases.a_batch(pick, config)
     draw.dtype = draw.choose.choice(WIDE)
     numbers = {name: value for name, value in arguments.items() if is_float(value) and value.dim()}
     arguments |= {name: value.to(draw.dtype) for name, value in numbers.items()} | {"config": config}
-    if config.entropy_coef == 0 and draw.maybe():
-        del arguments["entropy"]
     outside = arguments.get("mask")
     if outside is not None and draw.maybe():
         for name, value in numbers.items():
@@ -147,6 +146,17 @@ def head(draw: Draw, rows: int) -> tuple[dict[str, Any], int]:
 
 
 HEAD = ("hidden", "weight", "bias")
+OPTIONS = ("weight", "bias", "softcap", "logit_scale")
+
+
+def assembled(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of an op, with tensors and options of a head or a teacher in one object."""
+    arguments = dict(arguments)
+    if "weight" in arguments:
+        arguments["head"] = gk.LMHead(**{name: arguments.pop(name) for name in OPTIONS if name in arguments})
+    if "ids" in arguments:
+        arguments["teacher"] = gk.Teacher(*(arguments.pop(name) for name in ("ids", "logprobs", "coef", "kind")))
+    return arguments
 
 
 def linear_logprobs(draw: Draw) -> Call:
@@ -195,7 +205,7 @@ def linear_distillation_loss(draw: Draw) -> Call:
     rows = draw.size(1)
     arguments, columns = head(draw, rows)
     logprobs, ids = torch.randn(rows, columns).log_softmax(-1).topk(min(columns, 3))
-    arguments |= {"teacher_ids": ids, "teacher_logprobs": logprobs, "chunk_size": draw.choose.choice((None, 8))}
+    arguments |= {"ids": ids, "logprobs": logprobs, "coef": 1.0, "chunk_size": draw.choose.choice((None, 8))}
     arguments |= {"kind": draw.choose.choice(("forward_kl", "reverse_kl", "jsd")), "mask": draw.mask(rows)}
     return Call("linear_distillation_loss", arguments, HEAD)
 

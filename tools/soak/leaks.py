@@ -26,28 +26,6 @@ from tools.soak.outcome import Outcome
 
 ROOT = Path(__file__).parent.parent.parent
 WARM_UP = 1_000
-# One case of every op; those of half precision and of packed rows take the same allocations.
-CASES = (
-    "group_advantages of ids",
-    "group_advantages of subgroups",
-    "gigpo_advantages",
-    "token_logprobs",
-    "policy_loss",
-    "policy_loss of segments",
-    "sampling_correction",
-    "linear_logprobs",
-    "linear_distillation_loss",
-    "linear_policy_loss",
-    "endpoint_segments",
-    "token_advantages",
-    "optimal_token_baseline",
-    "similarity_groups of ids",
-    "similarity_advantages",
-    "pairwise_cosine",
-    "cluster_distances",
-    "agglomerate",
-    "silhouette",
-)
 
 
 class Usage(NamedTuple):
@@ -94,10 +72,10 @@ def leaks(grown: Usage, calls: int) -> str:
 
 
 def run(options: argparse.Namespace) -> Iterator[Outcome]:
+    from tests.ops.all_cases import OPS
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        for name, (grown, seconds) in zip(
-            CASES, pool.map(lambda name: measure(name, options.calls), CASES), strict=True
-        ):
+        for name, (grown, seconds) in zip(OPS, pool.map(lambda name: measure(name, options.calls), OPS), strict=True):
             outcome = Outcome("leaks", f"`{name}`", options.calls, "less than one byte a call")
             if problem := leaks(grown, options.calls):
                 outcome.failures.append(problem)
@@ -120,13 +98,12 @@ def measure(name: str, calls: int) -> tuple[Usage, float]:
 def main(name: str, calls: int) -> None:
     import torch
 
-    from tests import graph_cases
+    from tests.ops.all_cases import OPS
+    from tests.ops.promises import drawn, evaluated
 
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    case = graph_cases.CASES[name]
-    inputs = case.draw()
-    print(json.dumps(growth(lambda: case.call(inputs, "kernel"), calls)))
+    inputs = drawn(OPS[name], 0)
+    print(json.dumps(growth(lambda: evaluated(OPS[name], inputs, None), calls)))
 
 
 if __name__ == "__main__":

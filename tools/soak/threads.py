@@ -8,11 +8,10 @@ import threading
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from tests import graph_cases
-from tests.graph_inputs import Case, Inputs
 from tests.harness import cpu_threads
+from tests.ops.all_cases import OPS
+from tests.ops.promises import Inputs, Op, Results, drawn, evaluated
 from tools.soak.outcome import Outcome
 
 THREADS, ROUNDS = 4, 25
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace) -> Iterator[Outcome]:
         yield outcome
 
 
-def runnable(seed: int, without_products: bool = False) -> dict[str, tuple[Case, Inputs]]:
+def runnable(seed: int, without_products: bool = False) -> dict[str, tuple[Op, Inputs]]:
     """The cases that the CPU kernels run, with their inputs; a few run on GPU backends only.
 
     Args:
@@ -46,24 +45,23 @@ def runnable(seed: int, without_products: bool = False) -> dict[str, tuple[Case,
             embeddings, and those of sampling_correction.
     """
     cases = {}
-    for name, case in graph_cases.CASES.items():
+    for name, op in OPS.items():
         if without_products and not name.startswith(WITHOUT_PRODUCTS):
             continue
-        torch.manual_seed(seed)
-        inputs = case.draw()
+        inputs = drawn(op, seed)
         try:
-            case.call(inputs, BACKEND)
+            evaluated(op, inputs, BACKEND)
         except (RuntimeError, ValueError) as error:
             if not any(text in str(error) for text in ("cannot run here", "on a GPU")):
                 raise
             continue
-        cases[name] = case, inputs
+        cases[name] = op, inputs
     return cases
 
 
-def call_at_once(cases: dict[str, tuple[Case, Inputs]], outcome: Outcome, seed: int) -> None:
+def call_at_once(cases: dict[str, tuple[Op, Inputs]], outcome: Outcome, seed: int) -> None:
     """Every thread calls all cases in an order of its own, again and again."""
-    expected = {name: case.call(inputs, BACKEND) for name, (case, inputs) in cases.items()}
+    expected = {name: evaluated(op, inputs, BACKEND) for name, (op, inputs) in cases.items()}
     ready = threading.Barrier(THREADS)
     wrong: list[list[str]] = [[] for _ in range(THREADS)]
 
@@ -74,9 +72,8 @@ def call_at_once(cases: dict[str, tuple[Case, Inputs]], outcome: Outcome, seed: 
             names = list(cases)
             chance.shuffle(names)
             for name in names:
-                case, inputs = cases[name]
                 try:
-                    is_same = equal(case.call(inputs, BACKEND), expected[name])
+                    is_same = equal(evaluated(*cases[name], BACKEND), expected[name])
                     problem = "" if is_same else "other bits"
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
@@ -92,9 +89,9 @@ def call_at_once(cases: dict[str, tuple[Case, Inputs]], outcome: Outcome, seed: 
     outcome.failures += [problem for problems in wrong for problem in problems]
 
 
-def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
+def equal(results: Results, expected: Results) -> bool:
     """Whether all tensors have the same bits; NaN equals NaN."""
-    return len(got) == len(expected) and all(
+    return results.keys() == expected.keys() and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(nan=1e30), b.nan_to_num(nan=1e30))
-        for a, b in zip(got, expected, strict=True)
+        for a, b in ((results[name], expected[name]) for name in expected)
     )

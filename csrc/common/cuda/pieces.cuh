@@ -21,7 +21,7 @@ struct __align__(16) Piece {
   uint32_t words[4];
 };
 
-// Number of items that `address` lies behind a multiple of 16 bytes.
+// Number of items that `address` lies after a multiple of 16 bytes.
 template <typename T>
 __device__ __forceinline__ int misalignment(const T* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) % 16 / sizeof(T));

@@ -26,13 +26,9 @@ _IGNORED = -100
 
 class HeadInputs(NamedTuple):
     hidden: Tensor  # [P, H], the scored tokens of all rows, without padding
-    weight: Tensor  # [V, H]
-    bias: Tensor | None
+    lm_head: gk.LMHead
     targets: Tensor  # [P]
     temperature: float
-    softcap: float | None
-    logit_scale: float
-    lora: adapters.Adapter | None
 
 
 # Log-probs and possibly entropies of the scored tokens, from the head's inputs and the names of TRL's outputs.
@@ -71,8 +67,8 @@ def head_calls(compute: HeadCall) -> Iterator[None]:
             bias = None if bias is None else bias.to(hidden.dtype)
             lora = adapters.current().adapter
             lora = None if lora is None else adapters.of_dtype(lora, hidden.dtype)
-            head = HeadInputs(hidden, weight, bias, targets, temperature, softcap, logit_scale, lora)
-            return *compute(head, outputs), None, None, None
+            lm_head = gk.LMHead(weight, bias, lora=lora, softcap=softcap, logit_scale=logit_scale)
+            return *compute(HeadInputs(hidden, lm_head, targets, temperature), outputs), None, None, None
 
     names = {"_ChunkedLogProbFunction": _Call, "_use_triton": lambda device: True}  # only the tokens that are scored
     originals = {name: getattr(host, name) for name in names}
@@ -87,13 +83,9 @@ def head_calls(compute: HeadCall) -> Iterator[None]:
 
 def logprobs(head: HeadInputs, outputs: Sequence[str]) -> tuple[Tensor, Tensor | None]:
     result = gk.linear_logprobs(
-        head.hidden, head.weight, head.targets, return_entropy="entropy" in outputs, **_options(head)
+        head.hidden, head.lm_head, head.targets, temperature=head.temperature, return_entropy="entropy" in outputs
     )
     return result.logprobs, result.entropy
-
-
-def _options(head: HeadInputs) -> dict[str, Any]:
-    return {name: value for name, value in head._asdict().items() if name not in ("hidden", "weight", "targets")}
 
 
 def _places(head: HeadInputs, scored: Tensor) -> Tensor:
@@ -123,7 +115,7 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
     """linear_policy_loss over the scored tokens of rows [B, T]."""
     rows, count, places = len(scored), len(head.targets), _places(head, scored)
     lengths = scored.sum(1)
-    # One more token behind the last row. Otherwise as many tokens as rows would make values of rows those of tokens.
+    # One more token after the last row. Otherwise as many tokens as rows would make values of rows those of tokens.
     extra = 1 if count == rows else 0
 
     def packed(value: Tensor | None) -> Tensor | None:
@@ -133,12 +125,12 @@ def packed_policy_loss(head: HeadInputs, tokens: TokenInputs, scored: Tensor, **
 
     return gk.linear_policy_loss(
         F.pad(head.hidden, (0, 0, 0, extra)),
-        head.weight,
+        head.lm_head,
         F.pad(head.targets, (0, extra), value=_IGNORED),
         cu_seqlens=F.pad(lengths.cumsum(0), (1, 0)),
         return_entropy=True,
         **{name: packed(value) for name, value in tokens._asdict().items()},  # type: ignore[arg-type]
-        **_options(head),
+        temperature=head.temperature,
         **options,
     )
 

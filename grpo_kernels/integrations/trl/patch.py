@@ -108,13 +108,15 @@ class _Head:
         hidden = hidden.to(dtype)
         result = gk.linear_logprobs(
             hidden,
-            weight.to(dtype),
+            gk.LMHead(
+                weight.to(dtype),
+                None if bias is None else bias.to(dtype),
+                lora=None if lora is None else adapters.of_dtype(lora, hidden.dtype),
+                softcap=softcap,
+                logit_scale=logit_scale,
+            ),
             targets,
-            bias=None if bias is None else bias.to(dtype),
-            lora=None if lora is None else adapters.of_dtype(lora, hidden.dtype),
             temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
             return_entropy="entropy" in outputs,
         )
         return result.logprobs, result.entropy, None, None, None

@@ -71,12 +71,9 @@ class FusedLinearForPPO(_THEIR_HEAD):  # type: ignore[misc]
         weight, bias = (gathered(_WHERE, value, options.units, dtype) for value in (vocab_weights, options.bias))
         logprobs, entropy = gk.linear_logprobs(
             hidden_states,
-            weight,
+            gk.LMHead(weight, bias, softcap=options.softcap, logit_scale=options.logit_scale),
             input_ids,
-            bias=bias,
             temperature=temperature,
-            softcap=options.softcap,
-            logit_scale=options.logit_scale,
             return_entropy=True,
             chunk_size=self._rows_per_chunk,
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.endpoint_segments import registration as op
 from grpo_kernels.ops.endpoint_segments.config import BAND, SegmentConfig, check_threshold
+from grpo_kernels.ops.endpoint_segments.reference import SegmentInputs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -127,7 +128,7 @@ def endpoint_segments(
     tau = torch.full((), _threshold(threshold, settings), dtype=torch.float64, device=device)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     chosen = backends.select(_OP, backend, device.type, rewards.dtype, op.SUPPORTS, device.index)
-    results = op.FORWARD[chosen](
+    inputs = SegmentInputs(
         rewards,
         logprobs,
         old_logprobs,
@@ -139,7 +140,7 @@ def endpoint_segments(
         settings.modes,
         settings.coefficients,
     )
-    advantages, returns, endpoint_mask, segment_ids, num_segments = results
+    advantages, returns, endpoint_mask, segment_ids, num_segments = op.OP(chosen, inputs)
     return EndpointSegments(advantages, returns, endpoint_mask, segment_ids, num_segments, tau)
 
 

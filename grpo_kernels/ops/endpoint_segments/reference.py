@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -23,25 +24,34 @@ from grpo_kernels.ops.endpoint_segments.config import (
 _MOST_LOG_RATIO = 20.0
 
 
-def forward(
-    rewards: Tensor,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    mask: Tensor,
-    values: Tensor | None,
-    cu_seqlens: Tensor | None,
-    groups: Tensor | None,
-    threshold: Tensor,
-    modes: list[int],
-    coefficients: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class SegmentInputs:
+    """Checked arguments of endpoint_segments: one entry per token, all contiguous; `groups` are ids of rows.
+
+    `threshold` is a scalar. `modes` and `coefficients` are a SegmentConfig's.
+    """
+
+    rewards: Tensor
+    logprobs: Tensor
+    old_logprobs: Tensor
+    mask: Tensor
+    values: Tensor | None
+    cu_seqlens: Tensor | None
+    groups: Tensor | None
+    threshold: Tensor
+    modes: list[int]
+    coefficients: list[float]
+
+
+def forward(inputs: SegmentInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Advantages, returns, endpoint mask and segment ids like the tokens, number of segments of each row."""
-    rule, proxy, credit, norm, max_size, epsilon, gamma, lam = Plan(*modes, *coefficients)
-    tau = float(threshold)
-    shape, rows = rewards.shape, _rows(rewards, cu_seqlens)
-    flat = [t.reshape(-1).double().tolist() for t in (rewards, logprobs, old_logprobs)]
+    rewards, values, groups = inputs.rewards, inputs.values, inputs.groups
+    rule, proxy, credit, norm, max_size, epsilon, gamma, lam = Plan(*inputs.modes, *inputs.coefficients)
+    tau = float(inputs.threshold)
+    shape, rows = rewards.shape, _rows(rewards, inputs.cu_seqlens)
+    flat = [t.reshape(-1).double().tolist() for t in (rewards, inputs.logprobs, inputs.old_logprobs)]
     r, lp, old = flat
-    valid = mask.reshape(-1).tolist()
+    valid = inputs.mask.reshape(-1).tolist()
     tokens = [[i for i in range(*row) if valid[i]] for row in rows]
     if values is None:
         v = _baseline(r, tokens, groups, gamma)

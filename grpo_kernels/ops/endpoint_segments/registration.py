@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.groups import packed_bounds, sort_rows
+from grpo_kernels.ops.endpoint_segments import reference
 from grpo_kernels.ops.endpoint_segments.config import NORM_PROMPT, Plan
+from grpo_kernels.ops.endpoint_segments.reference import SegmentInputs
 
 _FLOATS = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _FLOATS, "cpu": _FLOATS, "reference": _FLOATS}
 
-SCHEMA = (
-    "(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask, Tensor? values, Tensor? cu_seqlens, "
-    "Tensor? groups, Tensor threshold, int[] modes, float[] coefficients) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+_RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+
 registry.define_compiled(
-    "_endpoint_segments_cuda"
-    + SCHEMA.replace("Tensor? cu_seqlens, Tensor? groups", "Tensor? bounds, Tensor? order, Tensor? starts")
+    "_endpoint_segments_cuda(Tensor rewards, Tensor logprobs, Tensor old_logprobs, Tensor mask, Tensor? values, "
+    "Tensor? bounds, Tensor? order, Tensor? starts, Tensor threshold, int[] modes, float[] coefficients) "
+    f"-> {_RESULTS}"
 )
 
 
-def _fake(rewards: Tensor, logprobs: Any, old: Any, mask: Tensor, values: Any, cu: Tensor | None, *_: Any) -> Any:
-    rows = rewards.shape[0] if cu is None else cu.shape[0] - 1
+def _fake(inputs: SegmentInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rewards, cu_seqlens = inputs.rewards, inputs.cu_seqlens
+    rows = rewards.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return (
         torch.empty_like(rewards),
         torch.empty_like(rewards),
-        torch.empty_like(mask, dtype=torch.bool),
-        torch.empty_like(mask, dtype=torch.int32),
+        torch.empty_like(rewards, dtype=torch.bool),
+        torch.empty_like(rewards, dtype=torch.int32),
         rewards.new_empty(rows, dtype=torch.int32),
     )
 
@@ -65,12 +66,14 @@ def _cuda(
     return cast(tuple[Tensor, ...], results)
 
 
-FORWARD = registry.define(
+OP = registry.TorchOp(
     "endpoint_segments",
-    SCHEMA,
+    SegmentInputs,
+    _RESULTS,
     SUPPORTS,
     _fake,
-    folder=__package__,
     cuda=_cuda,
+    reference=reference.forward,
+    opaque_reference=True,
     on_host=("cpu", "reference"),
 )

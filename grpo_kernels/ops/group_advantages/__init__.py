@@ -11,6 +11,7 @@ from torch import Tensor
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.group_advantages import registration as op
 from grpo_kernels.ops.group_advantages.config import AdvantageConfig
+from grpo_kernels.ops.group_advantages.reference import GroupInputs
 
 _OP = "group_advantages"
 _BOOL = (torch.bool,)
@@ -76,8 +77,9 @@ def group_advantages(
         baselines = checks.per_row(_OP, "baselines", baselines, checks.FLOATS, rewards)
         baselines = baselines.detach().to(rewards.dtype).contiguous()
 
-    chosen = backends.select(_OP, backend, rewards.device.type, rewards.dtype, op.SUPPORTS, rewards.device.index)
-    results = op.FORWARD[chosen](
+    device = rewards.device
+    chosen = backends.select(_OP, backend, device.type, rewards.dtype, op.SUPPORTS, device.index)
+    inputs = GroupInputs(
         rewards,
         group_ids,
         group_size,
@@ -89,7 +91,7 @@ def group_advantages(
         settings.modes,
         settings.coefficients,
     )
-    return GroupAdvantages(*results)
+    return GroupAdvantages(*op.OP(chosen, inputs))
 
 
 def group_ids(keys: Iterable[Hashable] | Tensor, *, device: torch.device | str | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -28,23 +29,33 @@ from grpo_kernels.ops.group_advantages.config import (
 )
 
 
-def forward(
-    rewards: Tensor,
-    groups: Tensor | None,
-    group_size: int,
-    subgroups: Tensor | None,
-    valid: Tensor | None,
-    lengths: Tensor | None,
-    baselines: Tensor | None,
-    weights: list[float],
-    modes: list[int],
-    coefficients: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    plan = Plan(*modes, *coefficients)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupInputs:
+    """Checked arguments of group_advantages: rewards [N] or [N, R], what belongs to a row [N], all contiguous.
+
+    Without `groups`, every `group_size` consecutive rows are a group. `modes` and `coefficients` are an
+    AdvantageConfig's.
+    """
+
+    rewards: Tensor
+    groups: Tensor | None
+    group_size: int
+    subgroups: Tensor | None
+    valid: Tensor | None
+    lengths: Tensor | None
+    baselines: Tensor | None
+    weights: list[float]
+    modes: list[int]
+    coefficients: list[float]
+
+
+def forward(inputs: GroupInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    plan = Plan(*inputs.modes, *inputs.coefficients)
+    rewards, subgroups, lengths, baselines = inputs.rewards, inputs.subgroups, inputs.lengths, inputs.baselines
     columns = rewards if rewards.dim() == 2 else rewards[:, None]
-    factors = weights or [1.0] * columns.shape[1]
+    factors = inputs.weights or [1.0] * columns.shape[1]
     weight = torch.cat([columns.new_full((1,), factor) for factor in factors])  # without a copy to a GPU
-    takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if valid is None else valid
+    takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if inputs.valid is None else inputs.valid
     if subgroups is not None:
         takes_part = takes_part & (subgroups >= 0)
     check_lengths(lengths, takes_part)
@@ -52,8 +63,9 @@ def forward(
     scored = scored_columns.any(1)
     combined = torch.where(scored_columns, columns * weight, 0).sum(1)
 
+    groups = inputs.groups
     if groups is None:
-        groups = torch.arange(len(rewards), device=rewards.device) // group_size
+        groups = torch.arange(len(rewards), device=rewards.device) // inputs.group_size
     whole = _Groups(groups, torch.zeros_like(groups))
     innermost = whole if subgroups is None else _Groups(groups, subgroups)
     rest = (innermost, whole, lengths, baselines, plan)
@@ -108,9 +120,9 @@ def _normalize(
 
     count, mean, std, flat = pick("count"), pick("mean"), pick("std"), pick("flat")
     if plan.shrinkage > 0 and groups is not whole:
-        keep = torch.where(alone, 1, own.count / (own.count + plan.shrinkage))
-        mean = keep * mean + (1 - keep) * parent.mean
-        std = keep * std + (1 - keep) * parent.std
+        keep = own.count / (own.count + plan.shrinkage)
+        mean = torch.where(alone, mean, keep * mean + (1 - keep) * parent.mean)
+        std = torch.where(alone, std, keep * std + (1 - keep) * parent.std)
         flat = torch.where(alone, flat, parent.flat)
 
     center = {
@@ -154,8 +166,12 @@ def _normalize(
 
 def _batch_moments(values: Tensor, counts: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """Mean and variance over the batch, each row counted `counts` times."""
+    if len(values) == 0:
+        return values.new_zeros(()), values.new_zeros(())
     total = counts.sum()
-    mean = torch.where(total > 0, (counts * torch.where(counts > 0, values, 0)).sum() / total, 0)
+    # differences from one value, so that the mean of equal values is exact
+    base = torch.where(counts > 0, values, -torch.inf).amax()
+    mean = torch.where(total > 0, base + (counts * torch.where(counts > 0, values - base, 0)).sum() / total, 0)
     squares = (counts * torch.where(counts > 0, values - mean, 0) ** 2).sum()
     return mean, torch.where((total > plan.ddof) & (squares != 0), squares / (total - plan.ddof), 0)
 

@@ -9,27 +9,24 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.groups import sort_rows
+from grpo_kernels.ops.group_advantages import reference
+from grpo_kernels.ops.group_advantages.reference import GroupInputs
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
+_RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 
-SCHEMA = (
-    "(Tensor rewards, Tensor? groups, int group_size, Tensor? subgroups, Tensor? valid, Tensor? lengths, "
-    "Tensor? baselines, float[] weights, int[] modes, float[] coefficients) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 registry.define_compiled(
     "_group_advantages_cuda(Tensor rewards, Tensor? order, Tensor? starts, Tensor? parent, Tensor? parent_starts, "
     "int group_size, Tensor? subgroups, Tensor? valid, Tensor? lengths, Tensor? baselines, float[] weights, "
-    "int[] modes, float[] coefficients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"int[] modes, float[] coefficients) -> {_RESULTS}"
 )
 
 
-def _fake(rewards: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row = rewards.new_empty(rewards.shape[0])
-    size = rewards.new_empty(rewards.shape[0], dtype=torch.int32)
-    degenerate = rewards.new_empty(rewards.shape[0], dtype=torch.bool)
+def _fake(inputs: GroupInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row = inputs.rewards.new_empty(len(inputs.rewards))
+    size, degenerate = (torch.empty_like(row, dtype=dtype) for dtype in (torch.int32, torch.bool))
     return row, torch.empty_like(row), torch.empty_like(row), size, degenerate
 
 
@@ -42,4 +39,14 @@ def _cuda(
     return cast(tuple[Tensor, ...], results)
 
 
-FORWARD = registry.define("group_advantages", SCHEMA, SUPPORTS, _fake, folder=__package__, cuda=_cuda, on_host=("cpu",))
+OP = registry.TorchOp(
+    "group_advantages",
+    GroupInputs,
+    _RESULTS,
+    SUPPORTS,
+    _fake,
+    cuda=_cuda,
+    reference=reference.forward,
+    opaque_reference=True,
+    on_host=("cpu",),
+)

@@ -1,4 +1,4 @@
-"""Chunks of linear_policy_loss: which rows are computed, in which order, and how many at a time."""
+"""Chunks of linear_policy_loss: which tokens are computed, in which order, and how many at a time."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head import registration as op
 from grpo_kernels.ops.linear_head.head import Head, Shard
-from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
+from grpo_kernels.ops.linear_head.loss_op import Chunking
+from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from grpo_kernels.ops.policy_loss.arguments import Layout
 from grpo_kernels.ops.policy_loss.config import LossConfig
-from grpo_kernels.ops.policy_loss.registration import Policy
+from grpo_kernels.ops.policy_loss.losses import LOSSES
+from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up
 
@@ -27,17 +28,17 @@ def chunking_of(
     index: Tensor | None,
     chunk_size: int | None,
     shard: Shard | None,
-) -> op.Chunking | None:
+) -> Chunking | None:
     """None if the gradient of a chunk cannot be known before the other chunks are."""
     without_grad, with_grad = split
-    rows = len(head.targets) if with_grad is None else len(with_grad)
+    tokens = len(head.targets) if with_grad is None else len(with_grad)
     others = 0 if without_grad is None else len(without_grad)
     if shard is not None:
-        size = chunk_size or shard.rows_per_chunk(rows + others, head.weight)
+        size = chunk_size or shard.tokens_per_chunk(tokens + others, head.weight)
     else:
-        size = chunk_size or _rows_per_chunk(rows, others, head)
+        size = chunk_size or _tokens_per_chunk(tokens, others, head)
     ends = None
-    if config.couples_tokens and rows > size:
+    if config.couples_tokens and tokens > size:
         if index is not None:
             return None
         if with_grad is None and policy.cu_seqlens is None:
@@ -49,7 +50,7 @@ def chunking_of(
         if longest > size or size == 0:
             return None
     needs_entropy_gradient = want_entropy and config.entropy_coef != 0
-    return op.Chunking(
+    return Chunking(
         list(layout.shape),
         want_entropy,
         needs_entropy_gradient,
@@ -57,19 +58,19 @@ def chunking_of(
         with_grad,
         ends,
         size,
-        product_rows=chunk_size or 0,
+        product_tokens=chunk_size or 0,
         term_index=index,
     )
 
 
-def _rows_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
-    """Chunks of one size for the rows with a gradient, in memory that counts those without one, too."""
-    size = rows_per_chunk(with_grad + without_grad, len(head.weight), head.hidden.device.type, head.weight.dtype)
+def _tokens_per_chunk(with_grad: int, without_grad: int, head: Head) -> int:
+    """Chunks of one size for the tokens with a gradient, in memory that counts those without one, too."""
+    size = tokens_per_chunk(with_grad + without_grad, len(head.weight), head.hidden.device.type, head.weight.dtype)
     count = -(-with_grad // size)
     return size if count == 0 else min(size, -(-with_grad // count // 16) * 16)
 
 
-def split_rows(
+def split_tokens(
     layout: Layout,
     head: Head,
     policy: Policy,
@@ -77,14 +78,14 @@ def split_rows(
     index: Tensor | None,
     shares: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Participating rows without and with a gradient, as far as that is known before anything is computed.
+    """Participating tokens without and with a gradient, as far as that is known before anything is computed.
 
-    Rows with a share in another term of the loss have one.
+    Tokens with a share in another term of the loss have one.
     """
     takes_part = policy.mask
     assert takes_part is not None
     has_grad = takes_part
-    has_other_terms = config.kl_coef != 0 or config.entropy_coef != 0 or config.loss == "dro"
+    has_other_terms = config.kl_coef != 0 or config.entropy_coef != 0 or LOSSES[config.loss].has_other_terms
     by_token = policy.advantages.shape == layout.shape
     # through a sequence ratio every token gets a gradient from all terms of its sequence
     if not has_other_terms and not (by_token and config.couples_tokens):
@@ -103,6 +104,7 @@ def split_rows(
 
 def _expand_rows(values: Tensor, layout: Layout, policy: Policy) -> Tensor:
     """One value per token from one per row."""
+    values = values.reshape(-1)
     if len(values) == 0:
         return values.new_zeros(layout.shape)
     if policy.cu_seqlens is None:
@@ -111,17 +113,17 @@ def _expand_rows(values: Tensor, layout: Layout, policy: Policy) -> Tensor:
 
 
 def _rows_of_tokens(layout: Layout, policy: Policy) -> Tensor:
-    """Row of every token; tokens behind the last row count as part of it."""
+    """Row of every token; tokens after the last row count as part of it."""
     token = torch.arange(math.prod(layout.shape), device=layout.device)
     if policy.cu_seqlens is None:
         return token // max(layout.shape[1], 1)
-    rows = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
-    return rows.clamp(max=max(layout.rows - 1, 0))
+    tokens = torch.searchsorted(policy.cu_seqlens[1:].contiguous(), token, right=True)
+    return tokens.clamp(max=max(layout.rows - 1, 0))
 
 
 def _ends(layout: Layout, policy: Policy, selected: Tensor | None) -> list[int]:
     """Ends of the sequences, counted in the selected tokens."""
-    rows = _rows_of_tokens(layout, policy)
-    rows = rows if selected is None else rows[selected]
-    ends = torch.bincount(rows, minlength=layout.rows).cumsum(0)
+    tokens = _rows_of_tokens(layout, policy)
+    tokens = tokens if selected is None else tokens[selected]
+    ends = torch.bincount(tokens, minlength=layout.rows).cumsum(0)
     return [int(end) for end in ends.tolist()]

@@ -1,4 +1,4 @@
-"""The LM head, a chunk of rows at a time: matrix products around the kernels of token_logprobs.
+"""The LM head, a chunk of tokens at a time: matrix products around the kernels of token_logprobs.
 
 The logits of a chunk are whole rows. One kernel turns them into log-probs, another overwrites them with their own
 gradient, and everything else is matrix products, which BLAS does best.
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.ops.linear_head.head import Head
-from grpo_kernels.ops.linear_head.sizes import HALVES, rows_per_product
+from grpo_kernels.ops.linear_head.sizes import HALVES, tokens_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
-from grpo_kernels.ops.token_logprobs.reference import Scaling
+from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, LogitRows, Measured, Scaling
 
 _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
@@ -24,14 +24,14 @@ _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of ha
 UNSPLIT = 2**24
 
 
-class Apart(NamedTuple):
-    """Columns of a chunk's rows that are kept from the kernels, [rows, k], in float64.
+class SeparateColumns(NamedTuple):
+    """Columns of a chunk's tokens that are kept from the kernels, [tokens, k], in float64.
 
     Their logits in the chunk are -inf. The kernels measure and differentiate the rest of the vocabulary alone, however
     little is left of it, and no gradient of these columns is the difference of two large numbers.
 
     Attributes:
-        columns: different from each other in a row; the padding column stands for none
+        columns: different from each other for a token; the padding column stands for none
         scaled: logits as the distribution has them; -inf for none
         slopes: derivatives of these by the logits
     """
@@ -42,7 +42,7 @@ class Apart(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows of a chunk, their logits (or the gradient that overwrote them), and measurements of them, [1, rows].
+    """Tokens of a chunk, their logits (or the gradient that overwrote them), and measurements of them, [1, tokens].
 
     Measurements that were not asked for are empty.
     """
@@ -54,27 +54,27 @@ class Chunk(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     normalizer: Tensor
-    apart: Apart | None = None
+    separate: SeparateColumns | None = None
 
-    def compact(self, rows: Tensor) -> Chunk:
-        """The chunk of only these rows, ascending. Their logits move up in place, as a copy could take half a chunk."""
-        of_rows = self.logits.unbind()
-        for to, row in enumerate(rows.tolist()):
-            if to < row:
-                of_rows[to].copy_(of_rows[row])
+    def compact(self, tokens: Tensor) -> Chunk:
+        """The chunk of only these tokens, ascending. Logits move up in place, as a copy could take half a chunk."""
+        rows = self.logits.unbind()
+        for to, token in enumerate(tokens.tolist()):
+            if to < token:
+                rows[to].copy_(rows[token])
 
         def pick(value: Tensor) -> Tensor:
-            return value if value.numel() == 0 else value[:, rows]
+            return value if value.numel() == 0 else value[:, tokens]
 
         return Chunk(
-            hidden=self.hidden[rows],
-            logits=self.logits[: len(rows)],
+            hidden=self.hidden[tokens],
+            logits=self.logits[: len(tokens)],
             targets=pick(self.targets),
             row_temperature=None if self.row_temperature is None else pick(self.row_temperature),
             logprobs=pick(self.logprobs),
             entropy=pick(self.entropy),
             normalizer=pick(self.normalizer),
-            apart=None if self.apart is None else Apart(*(value[rows] for value in self.apart)),
+            separate=None if self.separate is None else SeparateColumns(*(value[tokens] for value in self.separate)),
         )
 
 
@@ -85,14 +85,14 @@ class Adapter:
         self.a, self.b, self.scale = a.to(dtype), b.to(dtype), scale
 
     def reduce(self, hidden: Tensor) -> Tensor:
-        """The factor of B^T, [rows, r]."""
+        """The factor of B^T, [tokens, r]."""
         return torch.mm(hidden.to(self.a.dtype), self.a.t()).mul_(self.scale)
 
     def add_to_logits(self, hidden: Tensor, logits: Tensor) -> None:
         multiply(self.reduce(hidden), self.b.t(), logits, add=True)
 
     def to_reduced(self, by_logits: Tensor) -> Tensor:
-        """The gradient by x A^T, [rows, r]."""
+        """The gradient by x A^T, [tokens, r]."""
         result = self.b.new_empty(len(by_logits), self.b.shape[1])
         multiply(by_logits, self.b.to(by_logits.dtype), result)
         return result.mul_(self.scale)
@@ -105,7 +105,7 @@ class Products:
     """The three matrix products of a chunk, accumulated in float32, with logits that were never rounded to half.
 
     Args:
-        size: rows of the largest chunk
+        size: tokens of the largest chunk
         pad_column: append a column of logits that are -inf, for targets that belong to another rank's columns
         tile: memory of the logits, where another head of this vocabulary has some; None means its own
     """
@@ -127,51 +127,50 @@ class Products:
         self.logit_columns = self.columns + pad_column
         self.tile = self.matrix(size, head.wide) if tile is None else tile
 
-    def matrix(self, rows: int, dtype: torch.dtype) -> Tensor:
-        """Memory for [rows, logit_columns].
+    def matrix(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        """Memory for [tokens, logit_columns].
 
         Rows are aligned on a GPU, for fast products and kernels, and on a CPU with a padding column, as a product took
         a third longer with rows of an odd length.
         """
         alignment = 1 if self.backend == "cpu" and self.logit_columns == self.columns else _ALIGNMENT
         stride = -(-self.logit_columns // alignment) * alignment
-        return token_logprobs.empty(self.head.hidden, (rows, stride), dtype, self.backend)[:, : self.logit_columns]
+        return token_logprobs.empty(self.head.hidden, (tokens, stride), dtype, self.backend)[:, : self.logit_columns]
 
-    def measure(self, rows: slice | Tensor, want_entropy: bool, columns: Tensor | None = None) -> Chunk:
+    def measure(self, tokens: slice | Tensor, want_entropy: bool, columns: Tensor | None = None) -> Chunk:
         """Logits and log-probs of a chunk; with columns to keep apart, the measurements are of the rest."""
         head = self.head
-        hidden, logits = self.logits(rows)
-        targets = head.targets[rows]
-        row_temperature = None if head.row_temperature is None else head.row_temperature[rows]
-        apart = None
+        hidden, logits = self.logits(tokens)
+        targets = head.targets[tokens]
+        row_temperature = None if head.row_temperature is None else head.row_temperature[tokens]
+        separate = None
         if columns is not None:
-            apart = self._take_apart(logits, columns, row_temperature)
+            separate = self._separate(logits, columns, row_temperature)
             targets = torch.where(targets == IGNORED, IGNORED, columns[:, 0])  # any column that is not of the rest
         targets, row_temperature = targets[None], None if row_temperature is None else row_temperature[None]
-        logprobs, entropy, normalizer = token_logprobs.FORWARD[self.backend](
-            logits[None], targets, row_temperature, *head.scaling, want_entropy, False
-        )
-        return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, apart)
+        measured = Measured(LogitRows(logits[None], targets, row_temperature, *head.scaling), want_entropy)
+        logprobs, entropy, normalizer = token_logprobs.FORWARD(self.backend, measured)
+        return Chunk(hidden, logits, targets, row_temperature, logprobs, entropy, normalizer, separate)
 
-    def _take_apart(self, logits: Tensor, columns: Tensor, row_temperature: Tensor | None) -> Apart:
+    def _separate(self, logits: Tensor, columns: Tensor, row_temperature: Tensor | None) -> SeparateColumns:
         raw = logits.gather(1, columns).double()
         logits.scatter_(1, columns, -torch.inf)
         scaling = Scaling(None if row_temperature is None else row_temperature.double(), *self.head.scaling)
-        return Apart(columns, scaling.apply(raw), scaling.slope(torch.where(columns == self.columns, 0, raw)))
+        return SeparateColumns(columns, scaling.apply(raw), scaling.slope(torch.where(columns == self.columns, 0, raw)))
 
-    def remeasure(self, rows: slice | Tensor, normalizer: Tensor, entropy: Tensor | None) -> Chunk:
+    def remeasure(self, tokens: slice | Tensor, normalizer: Tensor, entropy: Tensor | None) -> Chunk:
         """A chunk of which everything but the logits is known."""
         head = self.head
-        hidden, logits = self.logits(rows)
+        hidden, logits = self.logits(tokens)
         absent = normalizer.new_empty(0)
         return Chunk(
             hidden=hidden,
             logits=logits,
-            targets=head.targets[rows][None],
-            row_temperature=None if head.row_temperature is None else head.row_temperature[rows][None],
+            targets=head.targets[tokens][None],
+            row_temperature=None if head.row_temperature is None else head.row_temperature[tokens][None],
             logprobs=absent,
-            entropy=absent if entropy is None else entropy[rows][None],
-            normalizer=normalizer[rows][None],
+            entropy=absent if entropy is None else entropy[tokens][None],
+            normalizer=normalizer[tokens][None],
         )
 
     def differentiate(
@@ -180,26 +179,27 @@ class Products:
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
         into: Tensor | None,
-        by_apart: Tensor | None = None,
+        by_separate: Tensor | None = None,
     ) -> Tensor:
         """The gradient by the logits of a chunk, which overwrites them, or `into`, where it is rounded to half.
 
-        `by_apart` is that of the columns that were kept apart.
+        `by_separate` is that of the columns that were kept apart.
         """
-        upstream = None if by_logprob is None else by_logprob[None], None if by_entropy is None else by_entropy[None]
-        entropy = chunk.entropy if by_entropy is not None else None
-        saved = (chunk.targets, chunk.normalizer, entropy, chunk.row_temperature, *self.head.scaling)
-        if into is None:
-            into = chunk.logits
-            token_logprobs.INPLACE[self.backend](into[None], *upstream, *saved)
-        else:
-            token_logprobs.ROUNDED[self.backend](into[None], *upstream, chunk.logits[None], *saved)
-        if by_apart is not None and chunk.apart is not None:
-            into.scatter_(1, chunk.apart.columns, by_apart.to(into.dtype))
+        into = chunk.logits if into is None else into
+        gradient = Gradient(
+            None if by_logprob is None else by_logprob[None],
+            None if by_entropy is None else by_entropy[None],
+            chunk.normalizer,
+            None if by_entropy is None else chunk.entropy,
+            LogitRows(chunk.logits[None], chunk.targets, chunk.row_temperature, *self.head.scaling),
+        )
+        token_logprobs.BACKWARD_INTO(self.backend, GradientInto(into[None], gradient))
+        if by_separate is not None and chunk.separate is not None:
+            into.scatter_(1, chunk.separate.columns, by_separate.to(into.dtype))
         return into[:, : self.columns]
 
-    def logits(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.head.hidden[rows]
+    def logits(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.head.hidden[tokens]
         logits = self.tile[: len(hidden)]
         if self.logit_columns > self.columns:
             logits[:, self.columns] = -torch.inf  # the gradient of the last chunk may be there
@@ -209,6 +209,8 @@ class Products:
             self.adapter.add_to_logits(hidden, out)
         if self.head.bias is not None:
             out += self.head.bias
+        if self.head.banned is not None:
+            logits.index_fill_(1, self.head.banned, -torch.inf)
         return hidden, logits
 
     def to_hidden(self, by_logits: Tensor, by_reduced: Tensor | None) -> Tensor:
@@ -249,18 +251,18 @@ class Gradients:
 
     Args:
         needs: whether hidden states, weight, bias and the adapter's A and B need a gradient
-        rows: rows with a gradient
-        product_rows: rows of one pair of products; 0 means chosen from the shapes
+        tokens: tokens with a gradient
+        product_tokens: tokens of one pair of products; 0 means chosen from the shapes
         into: tensor that the weight's gradient is added to, instead of a new one
-        sparse: some rows get no gradient, so start from 0
+        sparse: some tokens get no gradient, so start from 0
     """
 
     def __init__(
         self,
         products: Products,
         needs: list[bool],
-        rows: int,
-        product_rows: int,
+        tokens: int,
+        product_tokens: int,
         into: Tensor | None = None,
         sparse: bool = False,
     ) -> None:
@@ -270,16 +272,16 @@ class Gradients:
         if sparse:
             self.hidden.zero_()
         self.staged: Tensor | None = None
-        self.waiting: list[slice | Tensor] = []  # places of the rows in `staged`
+        self.waiting: list[slice | Tensor] = []  # places of the tokens in `staged`
         self.count = 0
         if products.in_halves:
-            chunk_rows = len(products.tile)
+            chunk_tokens = len(products.tile)
             shape, processors = tuple(head.weight.shape), _processors(head.weight.device)
-            size = product_rows or rows_per_product(rows, chunk_rows, shape, self.needs_weight, processors)
-            self.staged = products.matrix(max(size, chunk_rows), head.weight.dtype)
+            size = product_tokens or tokens_per_product(tokens, chunk_tokens, shape, self.needs_weight, processors)
+            self.staged = products.matrix(max(size, chunk_tokens), head.weight.dtype)
         self.into, self.is_written = into, into is not None
         if into is None:
-            is_single = self.staged is not None and rows <= len(self.staged) and head.weight.numel() >= UNSPLIT
+            is_single = self.staged is not None and tokens <= len(self.staged) and head.weight.numel() >= UNSPLIT
             shape = tuple(head.weight.shape) if self.needs_weight else (0, 0)
             into = token_logprobs.empty(
                 head.weight, shape, head.weight.dtype if is_single else head.wide, products.backend
@@ -296,22 +298,22 @@ class Gradients:
         chunk: Chunk,
         by_logprob: Tensor | None,
         by_entropy: Tensor | None,
-        rows: slice | Tensor,
-        by_apart: Tensor | None = None,
+        tokens: slice | Tensor,
+        by_separate: Tensor | None = None,
     ) -> None:
-        """Adds the gradient of a chunk, whose logits it may overwrite; `by_apart` as in Products.differentiate."""
+        """Adds the gradient of a chunk, whose logits it may overwrite; `by_separate` as in Products.differentiate."""
         count = len(chunk.hidden)
         if count == 0:
             return
         if self.staged is None:
-            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, by_apart)
-            self._multiply(by_logits, chunk.hidden, rows)
+            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, by_separate)
+            self._multiply(by_logits, chunk.hidden, tokens)
             return
         if self.count + count > len(self.staged):
             self._multiply_waiting()
         place = slice(self.count, self.count + count)
-        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], by_apart)
-        self.waiting.append(rows)
+        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], by_separate)
+        self.waiting.append(tokens)
         self.count += count
 
     def finish(self) -> tuple[Tensor, ...]:
@@ -328,18 +330,18 @@ class Gradients:
     def _multiply_waiting(self) -> None:
         if self.staged is None or self.count == 0:
             return
-        rows = _joined(self.waiting, self.staged.device)
+        tokens = _joined(self.waiting, self.staged.device)
         by_logits = self.staged[: self.count, : self.products.columns]
-        self._multiply(by_logits, self.products.head.hidden[rows], rows)
+        self._multiply(by_logits, self.products.head.hidden[tokens], tokens)
         self.waiting.clear()
         self.count = 0
 
-    def _multiply(self, by_logits: Tensor, hidden: Tensor, rows: slice | Tensor) -> None:
+    def _multiply(self, by_logits: Tensor, hidden: Tensor, tokens: slice | Tensor) -> None:
         adapter, by_reduced = self.products.adapter, None
         if adapter is not None and (self.needs_hidden or self.needs_lora_a):
             by_reduced = adapter.to_reduced(by_logits)
         if self.needs_hidden:
-            self.hidden[rows] = self.products.to_hidden(by_logits, by_reduced)
+            self.hidden[tokens] = self.products.to_hidden(by_logits, by_reduced)
         if self.needs_lora_a and by_reduced is not None:
             self.lora_a.addmm_(by_reduced.t(), hidden.to(by_reduced.dtype))
         if self.needs_lora_b and adapter is not None:
@@ -356,17 +358,17 @@ def _processors(device: torch.device) -> int:
 
 
 def _joined(chunks: list[slice | Tensor], device: torch.device) -> slice | Tensor:
-    """Places of the rows of several chunks; a slice if those are slices that follow one another."""
-    slices = [rows for rows in chunks if isinstance(rows, slice)]
+    """Places of the tokens of several chunks; a slice if those are slices that follow one another."""
+    slices = [part for part in chunks if isinstance(part, slice)]
     if len(slices) == len(chunks) and all(a.stop == b.start for a, b in itertools.pairwise(slices)):
         return slice(slices[0].start, slices[-1].stop)
     return torch.cat(
-        [torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows for rows in chunks]
+        [torch.arange(part.start, part.stop, device=device) if isinstance(part, slice) else part for part in chunks]
     )
 
 
-def rows_with_grad(*gradients: Tensor | None) -> Tensor | None:
-    """Rows where any gradient is not 0; None if those are all rows, or if looking would wait for a GPU."""
+def tokens_with_grad(*gradients: Tensor | None) -> Tensor | None:
+    """Tokens where any gradient is not 0; None if those are all tokens, or if looking would wait for a GPU."""
     present = [gradient for gradient in gradients if gradient is not None]
     if not present or present[0].device.type != "cpu":
         return None
@@ -374,5 +376,5 @@ def rows_with_grad(*gradients: Tensor | None) -> Tensor | None:
     has_grad = first != 0
     for gradient in others:
         has_grad |= gradient != 0
-    rows = has_grad.nonzero().squeeze(1)
-    return None if len(rows) == len(has_grad) else rows
+    tokens = has_grad.nonzero().squeeze(1)
+    return None if len(tokens) == len(has_grad) else tokens

@@ -1,23 +1,181 @@
-"""Arguments of the LM head: the policy's, the reference model's, and a part of the vocabulary."""
+"""The LM head: LMHead as users make it, its checked form with the tokens it is applied to, and a split vocabulary."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.sizes import rows_per_chunk
+from grpo_kernels import checks
+from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Fields of Head with a gradient, which come first.
+FACTORS = ("hidden", "weight", "bias", "lora_a", "lora_b")
 _NOT_HERE = 1.0  # marks a target of another rank; a log-prob is at most 0
+_WHERE = "LMHead"
 
 
-class Head(NamedTuple):
-    """Arguments of the LM head: hidden [N, H], weight [V, H], bias [V], targets and row_temperature [N].
+@dataclasses.dataclass(frozen=True, eq=False)
+class LMHead:
+    """The last layer of a language model: logits = logit_scale * (hidden @ weight.T + bias), with options.
 
-    An adapter A = lora_a [r, H], B = lora_b [V, r] adds lora_scale (x A^T) B^T to the logits.
+    The ops take a weight tensor wherever they take a head without options. Tensors keep their gradients, and a head
+    whose tensors stay in place can be used for many steps.
+
+    Args:
+        weight: [V, H]. A DTensor must be whole on every rank
+        bias: [V], of the same dtype
+        lora: (A [r, H], B [V, r], scale) of an adapter. It adds scale * (hidden @ A.T) @ B.T to the logits and is never
+            merged into the weight. A and B are float32 or of the dtype of the weight. Not with a support
+        softcap: positive number; logits become softcap * tanh(x / softcap)
+        logit_scale: positive number
+        banned: ids that have probability 0, in the log-probs, entropies and gradients: integers [K], or a bool mask
+            [V], which waits for a GPU once. A target that counts must not be one of them
+        vocab_start: first column that this rank holds, if the rows of weight, bias and B are split over process_group.
+            Targets and banned ids count over all columns
+        process_group: ranks that hold the other columns; None means all ranks
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    _: dataclasses.KW_ONLY
+    lora: tuple[Tensor, Tensor, float] | None = None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    banned: Tensor | None = None
+    vocab_start: int | None = None
+    process_group: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        weight = checks.tensor(_WHERE, "weight", checks.local(_WHERE, "weight", self.weight), checks.FLOATS)
+        if weight.dim() != 2 or weight.numel() == 0:
+            raise ValueError(f"{_WHERE}: weight must have shape [V, H] with V, H > 0, got {list(weight.shape)}")
+        values: dict[str, Any] = {"weight": weight, "bias": _check_bias(self.bias, weight)}
+        values["lora"] = _check_lora(self.lora, weight)
+        if self.softcap is not None:
+            values["softcap"] = _positive("softcap", self.softcap)
+        values["logit_scale"] = _positive("logit_scale", self.logit_scale)
+        _check_split(self.vocab_start, self.process_group)
+        values["banned"] = _check_banned(self.banned, weight, self.vocab_start is not None)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def of(cls, op: str, name: str, head: object) -> LMHead:
+        """The argument `name` of an op: an LMHead, or the weight of one without options."""
+        if isinstance(head, LMHead):
+            return head
+        if isinstance(head, Tensor):
+            return cls(head)
+        has_weight = isinstance(head, torch.nn.Module) and isinstance(getattr(head, "weight", None), Tensor)
+        way_out = "; gk.LMHead(module.weight, module.bias) is one" if has_weight else ""
+        got = type(head).__name__
+        raise TypeError(f"{op}: {name} must be an LMHead or its weight, a tensor, got {got}{way_out}")
+
+
+def _positive(name: str, value: object) -> float:
+    checks.finite(_WHERE, name, value, minimum=0.0, open_end=True)
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _check_bias(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    bias = checks.tensor(_WHERE, "bias", checks.local(_WHERE, "bias", bias), checks.FLOATS)
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"{_WHERE}: bias must have shape {list(weight.shape[:1])}, got {list(bias.shape)}")
+    checks.same_device(_WHERE, "bias", bias, weight.device)
+    if bias.dtype != weight.dtype:
+        raise TypeError(f"{_WHERE}: bias must be of dtype {weight.dtype} like weight, got {bias.dtype}")
+    return bias
+
+
+def _check_lora(lora: object, weight: Tensor) -> tuple[Tensor, Tensor, float] | None:
+    if lora is None:
+        return None
+    if not isinstance(lora, (tuple, list)) or len(lora) != 3:
+        size = f" of {len(lora)}" if isinstance(lora, (tuple, list)) else ""
+        raise TypeError(
+            f"{_WHERE}: lora must be a tuple of A [r, H], B [V, r] and a scale, got {type(lora).__name__}{size}"
+        )
+    a, b, scale = (checks.local(_WHERE, "lora", value) for value in lora)
+    checks.finite(_WHERE, "the scale of lora", scale)
+    for name, value in (("A of lora", a), ("B of lora", b)):
+        checks.tensor(
+            _WHERE, name, value, tuple({weight.dtype: 0, torch.promote_types(weight.dtype, torch.float32): 0})
+        )
+        checks.same_device(_WHERE, name, value, weight.device)
+    columns, width = weight.shape
+    if a.dim() != 2 or a.shape[1] != width or len(a) == 0:
+        raise ValueError(f"{_WHERE}: A of lora must have shape [r, {width}] with r > 0, got {list(a.shape)}")
+    if b.shape != (columns, len(a)):
+        raise ValueError(f"{_WHERE}: B of lora must have shape {[columns, len(a)]}, got {list(b.shape)}")
+    if a.dtype != b.dtype:
+        raise TypeError(f"{_WHERE}: B of lora must be of dtype {a.dtype} like A, got {b.dtype}")
+    return a, b, float(scale)
+
+
+def _check_split(start: object, group: object) -> None:
+    if start is None:
+        if group is not None:
+            raise ValueError(f"{_WHERE}: vocab_start must be given with process_group, got None")
+        return
+    if torch.compiler.is_compiling():
+        raise RuntimeError(f"{_WHERE}: vocab_start must be None under torch.compile, got {start}")
+    if checks.integer(_WHERE, "vocab_start", start) < 0:
+        raise ValueError(f"{_WHERE}: vocab_start must be at least 0, got {start}")
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"{_WHERE}: vocab_start must be None unless torch.distributed is initialised, as the columns are those of "
+            f"one of its ranks, got {start!r}"
+        )
+
+
+def _check_banned(banned: Any, weight: Tensor, is_split: bool) -> Tensor | None:
+    """Ids in ascending order."""
+    if banned is None:
+        return None
+    checks.tensor(_WHERE, "banned", banned, (torch.bool, *checks.INTEGERS))
+    checks.same_device(_WHERE, "banned", banned, weight.device)
+    if banned.dtype == torch.bool:
+        if is_split:
+            raise TypeError(f"{_WHERE}: banned must be ids with vocab_start, which count over all ranks, got a mask")
+        if banned.shape != weight.shape[:1]:
+            raise ValueError(
+                f"{_WHERE}: banned must, as a mask, have shape {list(weight.shape[:1])}, got {list(banned.shape)}"
+            )
+        ids: Tensor = banned.nonzero().squeeze(1)
+    elif banned.dim() != 1:
+        raise ValueError(f"{_WHERE}: banned must be ids [K] or a mask [V], got shape {list(banned.shape)}")
+    else:
+        ids = banned.long().sort().values
+    if len(ids) == 0:
+        return None
+    columns = None if is_split else len(weight)
+    is_wrong = (ids < 0) if columns is None else (ids < 0) | (ids >= columns)
+    checks.values(
+        _WHERE, "banned", "be ids of at least 0" if columns is None else f"be in [0, {columns})", is_wrong, ids
+    )
+    if columns is not None and len(ids) >= columns:
+        is_all = (ids.diff() != 0).sum() + 1 >= columns
+        checks.values(_WHERE, "banned", f"leave one of {columns} ids", is_all[None], (ids[-1:] + 1))
+    return ids
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Head:
+    """Checked arguments of the head's ops: tokens [N, H] with targets [N], weight [V, H], bias [V].
+
+    An adapter A = lora_a [r, H], B = lora_b [V, r] adds lora_scale (x A^T) B^T to the logits. `banned` are ascending
+    columns of this rank; the column after the last stands for those of others.
     """
 
     hidden: Tensor
@@ -27,6 +185,7 @@ class Head(NamedTuple):
     lora_b: Tensor | None
     targets: Tensor
     row_temperature: Tensor | None
+    banned: Tensor | None
     temperature: float
     softcap: float | None
     logit_scale: float
@@ -42,13 +201,7 @@ class Head(NamedTuple):
         return self.temperature, self.softcap, self.logit_scale
 
     @property
-    def numbers(self) -> tuple[float, float | None, float, float]:
-        """The fields behind the tensors."""
-        return *self.scaling, self.lora_scale
-
-    @property
     def factors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """The fields with a gradient, which come first."""
         return self.hidden, self.weight, self.bias, self.lora_a, self.lora_b
 
     @property
@@ -59,23 +212,26 @@ class Head(NamedTuple):
     def needs_grad(self) -> list[bool]:
         return [value is not None and value.requires_grad for value in self.factors]
 
+    def with_factors(self, *factors: Tensor | None) -> Head:
+        """The same head with other tensors for those with a gradient."""
+        hidden, weight, bias, lora_a, lora_b = factors
+        assert hidden is not None and weight is not None
+        return dataclasses.replace(self, hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
+
     def without(self, is_ignored: Tensor) -> Head:
-        """Sets hidden states of ignored rows to 0, because NaN there times a gradient of 0 would be NaN."""
-        return self._replace(hidden=torch.where(is_ignored[:, None], 0, self.hidden))
+        """Sets hidden states of ignored tokens to 0, because NaN there times a gradient of 0 would be NaN."""
+        return dataclasses.replace(self, hidden=torch.where(is_ignored[:, None], 0, self.hidden))
 
-    def of(self, reference: ReferenceHead) -> Head:
-        """The same head of the reference model, which has no adapter."""
-        assert reference.hidden is not None and reference.weight is not None
-        without = self._replace(lora_a=None, lora_b=None)
-        return without._replace(hidden=reference.hidden, weight=reference.weight, bias=reference.bias)
+    def at(self, tokens: Tensor) -> Head:
+        """Only these tokens."""
+        temperature = None if self.row_temperature is None else self.row_temperature[tokens]
+        return dataclasses.replace(
+            self, hidden=self.hidden[tokens], targets=self.targets[tokens], row_temperature=temperature
+        )
 
-
-class ReferenceHead(NamedTuple):
-    """The head of the reference model, [N, H'], [V, H'] and [V], or nothing. The rest is as in the policy's head."""
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    def for_targets_of(self, head: Head) -> Head:
+        """The same head for the targets of another one, of the same columns."""
+        return dataclasses.replace(self, targets=head.targets, row_temperature=head.row_temperature)
 
 
 class Shard(NamedTuple):
@@ -85,13 +241,18 @@ class Shard(NamedTuple):
     start: int
     columns: int
 
-    def local(self, targets: Tensor) -> Tensor:
-        """Targets as columns here; that of another rank is the padding column behind the last."""
-        column = targets - self.start
-        is_here = (column >= 0) & (column < self.columns)
-        return torch.where(targets == IGNORED, IGNORED, torch.where(is_here, column, self.columns))
+    def part(self, head: Head) -> Head:
+        """The head whose targets and banned ids are columns here; those of other ranks are the padding column."""
+        banned = None if head.banned is None else self._columns(head.banned).sort().values
+        return dataclasses.replace(head, targets=self._columns(head.targets), banned=banned)
 
-    def rows_per_chunk(self, rows: int, like: Tensor) -> int:
+    def _columns(self, ids: Tensor) -> Tensor:
+        """Ids as columns here; that of another rank is the padding column after the last."""
+        column = ids - self.start
+        is_here = (column >= 0) & (column < self.columns)
+        return torch.where(ids == IGNORED, IGNORED, torch.where(is_here, column, self.columns))
+
+    def tokens_per_chunk(self, tokens: int, like: Tensor) -> int:
         """By the largest part of any rank, as all must take part in the same all-reduces.
 
         It costs an all-reduce, and a wait, in every call: a rank that remembered the answer for its own part would skip
@@ -99,7 +260,7 @@ class Shard(NamedTuple):
         """
         largest = torch.tensor(self.columns, device=like.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
-        return rows_per_chunk(rows, int(largest), like.device.type, like.dtype)
+        return tokens_per_chunk(tokens, int(largest), like.device.type, like.dtype)
 
     def combine(self, op: str, results: tuple[Tensor, Tensor, Tensor], local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs, entropies and log-sum-exps over the columns of all ranks, in one all-reduce.
@@ -125,12 +286,12 @@ class Shard(NamedTuple):
         of_target = torch.where(is_owner, candidates, 0).sum(0) - torch.log1p(others)
         of_target = torch.where(owners == 1, of_target, torch.nan)
         share = torch.exp(normalizers - total)
-        of_row = torch.where(share == 0, 0, share * (entropies + (total - normalizers))).sum(0)
+        of_token = torch.where(share == 0, 0, share * (entropies + (total - normalizers))).sum(0)
 
         def finish(value: Tensor) -> Tensor:
             return torch.where(is_ignored, 0, value).to(logprobs.dtype)
 
-        return finish(of_target), finish(of_row), torch.where(is_ignored, 0, total)
+        return finish(of_target), finish(of_token), torch.where(is_ignored, 0, total)
 
     def complete(self, gradients: tuple[Tensor, ...], needs: list[bool]) -> None:
         """Adds up the gradients of factors that are whole on every rank, of which each rank has a part.
@@ -143,13 +304,3 @@ class Shard(NamedTuple):
             dist.all_reduce(by_hidden, group=self.group)
         if needs_lora_a:
             dist.all_reduce(by_lora_a, group=self.group)
-
-
-FACTORS = 5  # fields of the head with a gradient
-HEAD_SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? lora_a, Tensor? lora_b, Tensor targets, "
-    "Tensor? row_temperature, float temperature, float? softcap, float logit_scale, float lora_scale"
-)
-
-
-REFERENCE_SCHEMA = "Tensor? ref_hidden, Tensor? ref_weight, Tensor? ref_bias"

@@ -1,31 +1,31 @@
-"""The policy loss straight from hidden states, with the logits of only one chunk of rows in memory."""
+"""The policy loss straight from hidden states, with the logits of only one chunk of tokens in memory."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import backends, checks
-
-# modules, because their package imports this one
-from grpo_kernels.ops.linear_distillation_loss import arguments as distillation
-from grpo_kernels.ops.linear_distillation_loss import registration as distillation_op
-from grpo_kernels.ops.linear_head import registration as op
+from grpo_kernels.ops.linear_head import distillation_op, logprobs_op, loss_op, support_op
 from grpo_kernels.ops.linear_head.arguments import (
+    check_banned,
     check_chunk_size,
     check_head,
     check_positions,
     check_reference,
     check_shard,
+    check_support_alone,
     check_weight_grad,
-    check_whole,
 )
-from grpo_kernels.ops.linear_head.chunking import chunking_of, split_rows
-from grpo_kernels.ops.linear_head.head import Head, ReferenceHead, Shard
-from grpo_kernels.ops.linear_head.logprobs import linear_logprobs
+from grpo_kernels.ops.linear_head.chunking import chunking_of, split_tokens
+from grpo_kernels.ops.linear_head.divergence import TeacherTokens
+from grpo_kernels.ops.linear_head.head import Head, LMHead, Shard
+from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
+from grpo_kernels.ops.linear_head.support import check_support
+from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
 from grpo_kernels.ops.policy_loss import PolicyLoss, compute
 from grpo_kernels.ops.policy_loss import registration as policy_loss
 from grpo_kernels.ops.policy_loss.arguments import (
@@ -39,43 +39,31 @@ from grpo_kernels.ops.policy_loss.arguments import (
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
-from grpo_kernels.ops.policy_loss.registration import Policy
-from grpo_kernels.ops.sampled_support import check_support
-from grpo_kernels.ops.sampled_support import registration as sampled_support
+from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.shared_positions import add_up, check_term_index, gather
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from grpo_kernels.ops.linear_distillation_loss.arguments import Teacher
 
 _OP = "linear_policy_loss"
 
 
 def linear_policy_loss(
     hidden: Tensor,
-    weight: Tensor,
+    head: LMHead | Tensor,
     targets: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     *,
-    bias: Tensor | None = None,
-    lora: tuple[Tensor, Tensor, float] | None = None,
-    temperature: float | Tensor = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    positions: Tensor | None = None,
-    support: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
     policy_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     segments: Tensor | None = None,
     term_index: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    positions: Tensor | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
     ref_logprobs: Tensor | None = None,
     ref_hidden: Tensor | None = None,
-    ref_weight: Tensor | None = None,
-    ref_bias: Tensor | None = None,
+    ref_head: LMHead | Tensor | None = None,
     is_weights: Tensor | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer | None = None,
@@ -86,60 +74,59 @@ def linear_policy_loss(
     compact: bool | None = None,
     chunk_size: int | None = None,
     weight_grad: Tensor | None = None,
-    vocab_start: int | None = None,
-    process_group: ProcessGroup | None = None,
     backend: str | None = None,
 ) -> PolicyLoss:
-    """Computes policy_loss(linear_logprobs(hidden, weight, targets).logprobs, ...) in three matrix products, not four.
+    """Computes policy_loss(linear_logprobs(hidden, head, targets).logprobs, ...) in three matrix products, not four.
 
     Args:
         hidden: [B, T, H] with targets [B, T], packed [M, H] with targets [M] and cu_seqlens, [..., H] with term_index
+        head: an LMHead, or its weight [V, H]. If its columns are split over ranks, all ranks give the same arguments
+            otherwise, and get the same loss. One all-reduce per chunk forward, and one of the gradient of the hidden
+            states; without chunk_size, one more and a wait for the size of the largest part
         targets: -100 excludes a token, whatever the mask says
-        weight, bias, lora, temperature, softcap, logit_scale, chunk_size, backend: as in linear_logprobs
         old_logprobs, advantages, mask, policy_mask, cu_seqlens, segments, ref_logprobs: as in policy_loss
-        is_weights, weights, normalizer, config: as in policy_loss. For a mask or weights that depend on the current
-            log-probs, call linear_logprobs and policy_loss, in four products
-        ref_hidden, ref_weight, ref_bias: head of the reference model, instead of ref_logprobs: [B, T, H'], [V, H'] and
-            [V]. Its log-probs are computed in the same chunks, with the temperature, softcap and scale of the policy.
-            Without ref_weight its weight and bias are those of the policy, without the adapter
-        positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
         term_index: integers [B, T], or [M] with cu_seqlens: the flattened position in targets of each token of the
             loss. Several may share one, whose log-prob is computed once. All other arguments of policy_loss have the
             shape of term_index; -1 is padding. positions must be None
+        temperature, chunk_size, backend: as in linear_logprobs
+        positions: the only tokens that take part: a mask, or integers [P] into the flattened targets
         support: token ids that sampling kept, as in linear_logprobs, for the reference model, too. Gradients are
-            then computed by the backward, also into weight_grad; lora, chunk_size and compact must be None, memory
-            "fast"
+            then computed by the backward, also into weight_grad; chunk_size, compact, vocab_start of the head, and lora
+            of both heads must be None, memory "fast"
+        ref_hidden: hidden states [B, T, H'] of the reference model, instead of ref_logprobs, which are computed in the
+            same chunks, at the temperature of the policy
+        ref_head: the reference model's LMHead. A weight [V, H'] alone gets the softcap, scale and bans of `head`; None
+            is `head` without its adapter
+        is_weights, weights, normalizer, config: as in policy_loss. For a mask or weights that depend on the current
+            log-probs, call linear_logprobs and policy_loss, in four products
         teacher: adds the divergence from a teacher's most probable tokens to the loss, for the tokens that take part,
             over the whole vocabulary. It has products of its own only with support and where memory="low" runs;
-            then backward runs once, too. metrics.distillation is that part of the loss as a DistillationLoss.
-            vocab_start must be None
+            then backward runs once, too. metrics.distillation is that part of the loss as a DistillationLoss. The
+            head's vocab_start must be None
         return_entropy: measure the entropy even if the config does not need it
         memory: "fast" computes the gradient with the loss, and backward runs once. "low" recomputes the logits in the
-            backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has rows, and with
+            backward. "low" is also used if a sequence ratio needs more tokens at a time than a chunk has, and with
             term_index and a sequence ratio in more than one chunk
         compact: leave excluded tokens out of all products, and tokens without a gradient out of two in three; None
             means on the CPU. On a GPU it waits for the device once; unless it is False, integer positions leave the
             others out without that
         weight_grad: tensor that the gradient of the weight is added to in the forward pass, for accumulation over
             micro-batches; weight itself gets no gradient. The loss must then be given to backward() unscaled
-        vocab_start: first column held by this rank, if the rows of weight, bias, ref_weight and ref_bias are split over
-            process_group, as in linear_logprobs. All ranks give the same arguments otherwise, and get the same loss.
-            One all-reduce per chunk forward, and one of the gradient of the hidden states; without chunk_size, one more
-            and a wait for the size of the largest part
-        process_group: ranks that hold the other columns
     """
     config = LossConfig.of(config, _OP)
-    head = check_head(_OP, hidden, weight, targets, bias, temperature, softcap, logit_scale, lora)
+    lm_head = LMHead.of(_OP, "head", head)
+    inputs = check_head(_OP, hidden, lm_head, targets, temperature)
     checks.boolean(_OP, return_entropy=return_entropy)
     size = check_chunk_size(_OP, chunk_size)
     _check_form(hidden, cu_seqlens, term_index, memory, compact)
     index = None if term_index is None else check_term_index(_OP, term_index, targets.numel(), targets.device)
-    places = check_positions(_OP, positions, targets)
-    layout, takes_part, head = _participants(head, targets, mask, cu_seqlens, segments, places, index)
-    reference = check_reference(_OP, head, targets.shape, ref_hidden, ref_weight, ref_bias)
-    if reference.hidden is not None:
+    at = check_positions(_OP, positions, targets)
+    layout, takes_part, inputs = _participants(inputs, targets, mask, cu_seqlens, segments, at, index)
+    check_banned(_OP, inputs)
+    reference = check_reference(_OP, inputs, targets.shape, ref_hidden, ref_head, lm_head)
+    if reference is not None:
         check_reads_reference(_OP, "ref_hidden", config)
-        ref_logprobs = _placeholder(layout, head, ref_logprobs)
+        ref_logprobs = _placeholder(layout, inputs, ref_logprobs)
     policy = check_policy(
         layout,
         config,
@@ -157,178 +144,159 @@ def linear_policy_loss(
     want_entropy = return_entropy or config.entropy_coef != 0
     check_entropy(layout, config, want_entropy)
     check_units(layout, config, policy, normalizer, want_entropy)
-    lesson = _check_teacher(teacher, targets, head, vocab_start, normalizer)
-    inputs = _Inputs(layout, config, head, reference, policy, want_entropy, index, weight_grad, lesson, backend)
+    taught = _check_teacher(teacher, targets, inputs, lm_head, normalizer)
+    call = _Call(layout, config, inputs, reference, policy, want_entropy, index, weight_grad, taught, targets.shape)
     if support is not None:
-        check_whole(_OP, lora=lora)
-        _check_whole(chunk_size, compact, memory, vocab_start, process_group)
-        chosen = _select(layout, head, sampled_support.SUPPORTS, backend)
-        return _over_support(inputs, support, targets.shape, chosen)
-    chosen = _select(layout, head, op.SUPPORTS, backend)
-    shard = check_shard(_OP, vocab_start, process_group, head, chosen)
+        is_low = memory if memory != "fast" else None
+        ref_lora = None if reference is None else reference.lora
+        only = {"chunk_size": chunk_size, "compact": compact, "memory": is_low, "ref_head.lora": ref_lora}
+        check_support_alone(_OP, lm_head, **only)
+        return _over_support(call, support, _select(call, support_op.SUPPORTS, backend))
+    chosen = _select(call, logprobs_op.SUPPORTS, backend)
+    shard = check_shard(_OP, lm_head, inputs, chosen)
     is_compact = _is_compact(compact, layout)
-    chosen_rows = None
-    if places is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
-        chosen_rows, head = _at_positions(head, places)
-        inputs = inputs._replace(head=head)
-    is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(head.needs_grad)
+    chosen_tokens = None
+    if at is not None and not is_compact and compact is not False and not torch.compiler.is_compiling():
+        chosen_tokens, inputs = _at_positions(inputs, at)
+        call = call._replace(head=inputs)
+    is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
     chunking = None
-    if is_fast and not (torch.compiler.is_compiling() and _needs_eager(lesson, chosen)):
-        shares = None if lesson is None else lesson.shares
-        split = split_rows(layout, head, policy, config, index, shares) if is_compact else (None, chosen_rows)
-        chunking = chunking_of(layout, head, policy, config, want_entropy, split, index, size, shard)
+    if is_fast and not (torch.compiler.is_compiling() and _needs_eager(taught, chosen)):
+        shares = None if taught is None else taught.shares
+        split = split_tokens(layout, inputs, policy, config, index, shares) if is_compact else (None, chosen_tokens)
+        chunking = chunking_of(layout, inputs, policy, config, want_entropy, split, index, size, shard)
     if chunking is None:
         otherwise = "where memory='low' runs (see memory; also with the reference backend and without gradients)"
-        check_weight_grad(_OP, weight_grad, head, False, otherwise)
-        measured = head.targets != IGNORED if is_compact else chosen_rows
-        return _with_low_memory(inputs, measured, targets.shape, size, shard, chosen)
-    return _in_chunks(inputs, chunking, targets.shape, shard, chosen)
+        check_weight_grad(_OP, weight_grad, inputs, False, otherwise)
+        measured = chosen_tokens
+        if is_compact:
+            measured = (inputs.targets != IGNORED).nonzero().squeeze(1)
+        return _with_low_memory(call, measured, size, shard, chosen)
+    return _in_chunks(call, chunking, shard, chosen)
 
 
-def _needs_eager(lesson: distillation_op.Lesson | None, backend: str) -> bool:
-    """Whether the chunks cannot be one traced op, in which neither a teacher nor the reference has a gradient."""
-    return lesson is not None or policy_loss.beside(backend) == "reference"
-
-
-class _Inputs(NamedTuple):
-    """Checked arguments; `term_index` and `backend` as the op got them, `lesson` the rows of the teacher."""
+class _Call(NamedTuple):
+    """Checked arguments; `shape` is that of the targets."""
 
     layout: Layout
     config: LossConfig
     head: Head
-    reference: ReferenceHead
+    reference: Head | None
     policy: Policy
     want_entropy: bool
     term_index: Tensor | None
     weight_grad: Tensor | None
-    lesson: distillation_op.Lesson | None
-    backend: str | None
+    teacher: TeacherTokens | None
+    shape: torch.Size
+
+
+def _needs_eager(teacher: TeacherTokens | None, backend: str) -> bool:
+    """Whether the chunks cannot be one traced op, in which neither a teacher nor the reference has a gradient."""
+    return teacher is not None or policy_loss.beside(backend) == "reference"
 
 
 def _check_teacher(
-    teacher: Teacher | None, targets: Tensor, head: Head, vocab_start: int | None, normalizer: Normalizer | None
-) -> distillation_op.Lesson | None:
+    teacher: Teacher | None, targets: Tensor, head: Head, lm_head: LMHead, normalizer: Normalizer | None
+) -> TeacherTokens | None:
     if teacher is None:
         return None
-    if not isinstance(teacher, distillation.Teacher):
-        raise TypeError(f"{_OP}: teacher must be a Teacher, got {type(teacher).__name__}")
-    if vocab_start is not None:
+    tokens = check_teacher(_OP, teacher, targets.shape, head.targets != IGNORED, head)
+    if lm_head.vocab_start is not None:
         raise ValueError(
-            f"{_OP}: vocab_start must be None with teacher, whose ids may be columns of any rank, got {vocab_start}"
+            f"{_OP}: head.vocab_start must be None with teacher, whose ids may be columns of any rank, got "
+            f"{lm_head.vocab_start}"
         )
     if normalizer is not None and teacher.weights is None and teacher.normalizer is None:
         raise ValueError(
             f"{_OP}: teacher.normalizer must be given with normalizer, as the teacher's tokens would be counted in "
             "this call alone, got None; or give teacher.weights"
         )
-    fields = (field.name for field in dataclasses.fields(teacher))
-    names = distillation.Naming(_OP, **{field: f"teacher.{field}" for field in fields})
-    return distillation.check_lesson(names, teacher, targets.shape, head.targets != IGNORED, head)
+    return tokens
 
 
-def _in_chunks(
-    inputs: _Inputs, chunking: op.Chunking, shape: torch.Size, shard: Shard | None, backend: str
-) -> PolicyLoss:
+# The ways to compute the loss
+
+
+def _in_chunks(call: _Call, chunking: loss_op.Chunking, shard: Shard | None, backend: str) -> PolicyLoss:
     """The loss with its gradient, chunk by chunk; the divergence from a teacher shares its products."""
-    head, policy, lesson = inputs.head, inputs.policy, inputs.lesson
-    check_weight_grad(_OP, inputs.weight_grad, head, True, "")
-    term = None if lesson is None else distillation_op.Term(lesson, head.targets)
-    loss, metrics = op.apply_loss(backend, head, inputs.reference, policy, chunking, inputs.weight_grad, shard, term)
-    by_row = policy.advantages.shape != inputs.layout.shape
-    result = PolicyLoss(loss, PolicyLossMetrics(metrics, inputs.config, by_row, inputs.want_entropy))
+    head, policy = call.head, call.policy
+    check_weight_grad(_OP, call.weight_grad, head, True, "")
+    term = None if call.teacher is None else distillation_op.Term(call.teacher, head.targets)
+    inputs = loss_op.HeadLoss(head, call.reference, policy, chunking, head.needs_grad)
+    loss, metrics = loss_op.apply(backend, inputs, call.weight_grad, shard, term)
+    by_row = policy.advantages.shape != call.layout.shape
+    result = PolicyLoss(loss, PolicyLossMetrics(metrics, call.config, by_row, call.want_entropy))
     if term is not None:
-        result.metrics.distillation = distillation.DistillationLoss(
-            term.loss.to(loss.dtype), term.divergence.view(shape).to(loss.dtype), term.mass.view(shape).to(loss.dtype)
-        )
+        measured = (value.view(call.shape).to(loss.dtype) for value in (term.divergence, term.mass))
+        result.metrics.distillation = DistillationLoss(term.loss.to(loss.dtype), *measured)
     return result
 
 
-def _add_divergence(
-    result: PolicyLoss, inputs: _Inputs, shape: torch.Size, chunk_size: int | None, backend: str
-) -> PolicyLoss:
-    """Adds the divergence from a teacher by products of its own."""
-    head, lesson = inputs.head, inputs.lesson
-    if lesson is None:
-        return result
-    chunking = distillation_op.Chunking.of(lesson, head, chunk_size)
-    into, only = inputs.weight_grad, " with teacher"
-    loss, divergence, mass = distillation_op.apply(backend, head, lesson, chunking, into, _OP, only)
-    measured = divergence.view(shape), mass.view(shape)
-    result.metrics.distillation = distillation.DistillationLoss(loss.detach(), *measured)
-    return result._replace(loss=result.loss + loss)
-
-
 def _with_low_memory(
-    inputs: _Inputs,
-    measured: Tensor | None,
-    shape: torch.Size,
-    chunk_size: int | None,
-    shard: Shard | None,
-    backend: str,
+    call: _Call, measured: Tensor | None, chunk_size: int | None, shard: Shard | None, backend: str
 ) -> PolicyLoss:
-    """The loss of log-probs that the backward computes again, for tokens of a mask, at positions, or for all."""
+    """The loss of log-probs that the backward computes again, at positions or for all tokens."""
+    layout = call.layout
 
-    def logprobs_of(head: Head, return_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        result = linear_logprobs(
-            head.hidden,
-            head.weight,
-            head.targets,
-            bias=head.bias,
-            lora=head.lora,
-            temperature=head.temperature if head.row_temperature is None else head.row_temperature,
-            softcap=head.softcap,
-            logit_scale=head.logit_scale,
-            positions=measured,
-            return_entropy=return_entropy,
-            chunk_size=chunk_size,
-            vocab_start=None if shard is None else shard.start,
-            process_group=None if shard is None else shard.group,
-            backend=inputs.backend,
-        )
-        return shaped(result.logprobs), None if result.entropy is None else shaped(result.entropy)
+    def logprobs_of(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        part = head if measured is None else head.at(measured)
+        if shard is not None:
+            size = chunk_size or shard.tokens_per_chunk(len(part.hidden), part.weight)
+        else:
+            columns, device = len(part.weight), part.hidden.device
+            size = chunk_size or tokens_per_chunk(len(part.hidden), columns, device.type, part.weight.dtype)
+        inputs = logprobs_op.Logprobs(part, want_entropy, size, chunk_size or 0)
+        logprobs, entropy = logprobs_op.apply_logprobs(backend, inputs, shard)
+        return shaped(logprobs), shaped(entropy) if want_entropy else None
 
     def shaped(result: Tensor) -> Tensor:
-        if measured is not None and measured.dtype != torch.bool:
-            result = result.new_zeros(len(head.targets)).index_put((measured,), result)
-        return _by_term(result, layout, inputs.term_index)
+        if measured is not None:
+            result = result.new_zeros(len(call.head.targets)).index_put((measured,), result)
+        return _by_term(result, layout, call.term_index)
 
-    layout, config, head, reference, policy, want_entropy, *_ = inputs
-    if reference.hidden is not None and reference.weight is not None:
-        other = head.of(reference)
-        policy = policy._replace(ref_logprobs=logprobs_of(other, False)[0])
-    logprobs, entropy = logprobs_of(head, want_entropy)
-    result = compute(layout, config, logprobs, entropy, policy, policy_loss.beside(backend))
-    return _add_divergence(result, inputs, shape, chunk_size, backend)
-
-
-def _check_whole(chunk_size: object, compact: object, memory: str, vocab_start: object, group: object) -> None:
-    """Refuses with support what divides rows or columns."""
-    check_whole(_OP, chunk_size=chunk_size, compact=compact, memory=None if memory == "fast" else memory)
-    check_whole(_OP, vocab_start=vocab_start, process_group=group)
+    policy = call.policy
+    if call.reference is not None:
+        reference = call.reference.for_targets_of(call.head)
+        policy = dataclasses.replace(policy, ref_logprobs=logprobs_of(reference, False)[0])
+    logprobs, entropy = logprobs_of(call.head, call.want_entropy)
+    result = compute(layout, call.config, logprobs, entropy, policy, policy_loss.beside(backend))
+    return _add_divergence(result, call, chunk_size, backend)
 
 
-def _over_support(inputs: _Inputs, support: tuple[Tensor, Tensor], shape: torch.Size, chosen: str) -> PolicyLoss:
+def _over_support(call: _Call, support: tuple[Tensor, Tensor], chosen: str) -> PolicyLoss:
     """The loss of log-probs over a support, which are cheap enough to be known all at once."""
-    layout, config, head, reference, policy, want_entropy, index, weight_grad, *_ = inputs
-    entries = check_support(_OP, support, head.targets, len(head.weight))
+    layout, head, policy, weight_grad = call.layout, call.head, call.policy, call.weight_grad
+    entries = check_support(_OP, support, head)
     is_added = chosen != "reference" and torch.is_grad_enabled()
     check_weight_grad(_OP, weight_grad, head, is_added, "with the reference backend and without gradients")
     if weight_grad is not None and not weight_grad.is_contiguous():
         raise ValueError(
             f"{_OP}: weight_grad must be contiguous with support, got strides {list(weight_grad.stride())}"
         )
-    if reference.hidden is not None and reference.weight is not None:
-        other = head.of(reference)
-        ref_logprobs, _ = op.apply_support(chosen, other, entries, False)
-        policy = policy._replace(ref_logprobs=_by_term(ref_logprobs, layout, index))
-    logprobs, entropy = op.apply_support(chosen, head, entries, want_entropy, weight_grad)
-    entropy_of_all = _by_term(entropy, layout, index) if want_entropy else None
-    by_term, of_loss = _by_term(logprobs, layout, index), policy_loss.beside(chosen)
+    if call.reference is not None:
+        reference = call.reference.for_targets_of(head)
+        ref_logprobs, _ = support_op.apply(chosen, reference, entries, False, None)
+        policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
+    logprobs, entropy = support_op.apply(chosen, head, entries, call.want_entropy, weight_grad)
+    entropy_of_all = _by_term(entropy, layout, call.term_index) if call.want_entropy else None
+    by_term, of_loss = _by_term(logprobs, layout, call.term_index), policy_loss.beside(chosen)
     device, dtype = layout.device, layout.dtype
     if chosen == "triton" and backends.refusal("cuda", device.type, dtype, policy_loss.SUPPORTS, device.index) is None:
         of_loss = "cuda"  # which a support has no kernel in
-    result = compute(layout, config, by_term, entropy_of_all, policy, of_loss)
-    return _add_divergence(result, inputs, shape, None, chosen)
+    result = compute(layout, call.config, by_term, entropy_of_all, policy, of_loss)
+    return _add_divergence(result, call, None, chosen)
+
+
+def _add_divergence(result: PolicyLoss, call: _Call, chunk_size: int | None, backend: str) -> PolicyLoss:
+    """Adds the divergence from a teacher by products of its own."""
+    if call.teacher is None:
+        return result
+    loss, divergence, mass = distillation_op.apply(
+        backend, call.head, call.teacher, chunk_size, call.weight_grad, _OP, " with teacher"
+    )
+    measured = divergence.view(call.shape), mass.view(call.shape)
+    result.metrics.distillation = DistillationLoss(loss.detach(), *measured)
+    return result._replace(loss=result.loss + loss)
 
 
 def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Tensor:
@@ -339,7 +307,7 @@ def _placeholder(layout: Layout, head: Head, ref_logprobs: Tensor | None) -> Ten
 
 
 def _by_term(values: Tensor, layout: Layout, index: Tensor | None) -> Tensor:
-    """One value per token of the loss, from one per row."""
+    """One value per token of the loss, from one per position."""
     return values.view(layout.shape) if index is None else gather(values, index)
 
 
@@ -349,25 +317,25 @@ def _participants(
     mask: Tensor | None,
     cu_seqlens: Tensor | None,
     segments: Tensor | None,
-    places: Tensor | None,
+    at: Tensor | None,
     index: Tensor | None,
 ) -> tuple[Layout, Tensor, Head]:
-    """The layout of the loss, which of its tokens take part, and the head whose other rows are ignored."""
+    """The layout of the loss, which of its tokens take part, and the head whose other targets are ignored."""
     device = head.hidden.device
     if index is None:
         layout = Layout(_OP, targets.shape, head.wide, device, cu_seqlens)
         takes_part = participants(_OP, targets, mask, cu_seqlens, segments)
-        if places is not None:
+        if at is not None:
             selected = torch.zeros(targets.numel(), dtype=torch.bool, device=targets.device)
-            takes_part = takes_part & selected.index_fill(0, places, True).view(targets.shape)
-        is_row = takes_part.reshape(-1)
+            takes_part = takes_part & selected.index_fill(0, at, True).view(targets.shape)
+        is_read = takes_part.reshape(-1)
     else:
-        if places is not None:
+        if at is not None:
             raise ValueError(f"{_OP}: positions must be None with term_index, which names the only ones, got a tensor")
         layout = Layout(_OP, index.shape, head.wide, device, cu_seqlens, "term_index")
         takes_part = participants(_OP, gather(targets, index, IGNORED), mask, cu_seqlens, segments, "term_index")
-        is_row = add_up(takes_part.long(), index, len(head.targets)) > 0
-    return layout, takes_part, head._replace(targets=torch.where(is_row, head.targets, IGNORED))
+        is_read = add_up(takes_part.long(), index, len(head.targets)) > 0
+    return layout, takes_part, dataclasses.replace(head, targets=torch.where(is_read, head.targets, IGNORED))
 
 
 def _check_form(
@@ -383,8 +351,9 @@ def _check_form(
         raise ValueError(f"{_OP}: compact must be True, False or None, got {compact!r}")
 
 
-def _select(layout: Layout, head: Head, supports: backends.Supports, backend: str | None) -> str:
-    return backends.select(_OP, backend, layout.device.type, head.hidden.dtype, supports, layout.device.index)
+def _select(call: _Call, supports: backends.Supports, backend: str | None) -> str:
+    device = call.layout.device
+    return backends.select(_OP, backend, device.type, call.head.hidden.dtype, supports, device.index)
 
 
 def _is_compact(compact: bool | None, layout: Layout) -> bool:
@@ -393,8 +362,8 @@ def _is_compact(compact: bool | None, layout: Layout) -> bool:
     return compact and not torch.compiler.is_compiling()
 
 
-def _at_positions(head: Head, places: Tensor) -> tuple[Tensor, Head]:
-    """The only rows to compute, ascending, found without a wait; those that take no part may hold NaN."""
-    rows = places.sort().values
-    torch._assert_async((rows.diff() > 0).all(), f"{_OP}: positions must be different places")
-    return rows, head.without(head.targets == IGNORED)
+def _at_positions(head: Head, at: Tensor) -> tuple[Tensor, Head]:
+    """The only tokens to compute, ascending, found without a wait; those that take no part may hold NaN."""
+    tokens = at.sort().values
+    torch._assert_async((tokens.diff() > 0).all(), f"{_OP}: positions must be different places")
+    return tokens, head.without(head.targets == IGNORED)

@@ -1,8 +1,4 @@
-"""Gradients that are computed with the loss, in the forward pass.
-
-They take one of two routes. Traced, they are outputs of a torch op that its backward scales. In eager mode an autograd
-function keeps them and hands them over without a copy.
-"""
+"""Gradients that are computed with the loss, in the forward pass."""
 
 from __future__ import annotations
 
@@ -12,33 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.ops.linear_head.head import FACTORS, Head
-from grpo_kernels.ops.policy_loss import registration as policy_loss
+from grpo_kernels.ops.linear_head.head import FACTORS
+from grpo_kernels.ops.policy_loss.registration import scaled, scaled_in_place
 
-
-def set_up_loss(_: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """For an op whose last outputs are the gradients of its first inputs, the head's factors, by its first output."""
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[-FACTORS:])
-    ctx.others = len(inputs) - FACTORS
-
-
-def differentiate_loss(op: str, backend: str, ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    others = (None,) * ctx.others
-    if upstream is None:
-        return *(None,) * FACTORS, *others
-    gradients = zip(ctx.saved_tensors, ctx.needs_input_grad[:FACTORS], strict=True)
-    scale = policy_loss.scaled
-    scaled = (scale(op, backend, gradient, upstream, False) if need else None for gradient, need in gradients)
-    return *scaled, *others
+_COUNT = len(FACTORS)
 
 
 class PrecomputedGradient(torch.autograd.Function):
     """Hands over the gradients of the forward pass in the backward, once, without a copy.
 
-    `compute` returns the loss, results without a gradient, and the gradients of the head's factors. `only` completes
-    the error of a second backward: when there is one, and what to do instead.
+    `compute` gets the head's factors and which of them need a gradient. It returns the loss, results without a
+    gradient, and the gradients of the factors. `only` completes the error of a second backward: when there is one, and
+    what to do instead. In a compiled graph the gradients are saved, as nothing is known there of a second backward.
     """
 
     @staticmethod
@@ -52,23 +33,28 @@ class PrecomputedGradient(torch.autograd.Function):
         op: str,
         only: tuple[str, str],
         backend: str,
-        head: Head,
-        compute: Callable[[Head, list[bool]], tuple[Tensor, ...]],
+        compute: Callable[[tuple[Tensor | None, ...], list[bool]], tuple[Tensor, ...]],
         has_added: bool,
     ) -> tuple[Tensor, ...]:
-        head = head._replace(hidden=hidden, weight=weight, bias=bias, lora_a=lora_a, lora_b=lora_b)
-        outputs = compute(head, list(ctx.needs_input_grad[:FACTORS]))
-        results, ctx.gradients = outputs[:-FACTORS], outputs[-FACTORS:]
+        outputs = compute((hidden, weight, bias, lora_a, lora_b), list(ctx.needs_input_grad[:_COUNT]))
+        results, gradients = outputs[:-_COUNT], outputs[-_COUNT:]
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
         ctx.has_added, ctx.backend, ctx.op, ctx.only = has_added, backend, op, only
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*gradients)
+        else:
+            ctx.gradients = gradients
         return results
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        others = (None,) * (len(ctx.needs_input_grad) - _COUNT)
         if upstream is None:
-            return tuple(results)
+            return *(None,) * _COUNT, *others
+        if torch.compiler.is_compiling():
+            saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+            return *(scaled(ctx.op, gradient, upstream) if need else None for gradient, need in saved), *others
         if ctx.gradients is None:
             with_, hint = ctx.only
             raise RuntimeError(
@@ -78,8 +64,9 @@ class PrecomputedGradient(torch.autograd.Function):
         if ctx.has_added:
             rule = f"{ctx.op}: the loss must be given to backward unscaled with weight_grad; scale it by normalizer="
             torch._assert_async((upstream == 1).all(), rule)
-        for place, gradient in enumerate(gradients):
-            is_weight_added = place == 1 and ctx.has_added
-            if ctx.needs_input_grad[place] and not is_weight_added:
-                results[place] = policy_loss.scaled(ctx.op, ctx.backend, gradient, upstream, is_owned=True)
-        return tuple(results)
+        results: list[Tensor | None] = []
+        for name, gradient, need in zip(FACTORS, gradients, ctx.needs_input_grad, strict=False):
+            is_added = name == "weight" and ctx.has_added
+            wanted = need and not is_added
+            results.append(scaled_in_place(ctx.op, ctx.backend, gradient, upstream) if wanted else None)
+        return *results, *others

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.token_logprobs import reference as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Scaling
 
 
-def forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora_a: Tensor | None,
-    lora_b: Tensor | None,
-    targets: Tensor,
-    row_temperature: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    lora_scale: float,
-    want_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def logits_of(head: Head, is_ignored: Tensor) -> Tensor:
+    """The logits of all tokens. NaN in a token that is not read would reach the gradients of weight and adapter."""
     wide = token_logprobs.wide
-    # NaN in a row that is not read would reach the gradients of weight and adapter
-    hidden = torch.where((targets != IGNORED)[:, None], hidden, 0)
+    hidden = wide(torch.where(is_ignored[:, None], 0, head.hidden))
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = wide(hidden) @ wide(weight).T
-        if lora_a is not None and lora_b is not None:
-            logits = logits + lora_scale * (wide(hidden) @ wide(lora_a).T) @ wide(lora_b).T
-    if bias is not None:
-        logits = logits + wide(bias)
+        logits = hidden @ wide(head.weight).T
+        if head.lora_a is not None and head.lora_b is not None:
+            logits = logits + head.lora_scale * (hidden @ wide(head.lora_a).T) @ wide(head.lora_b).T
+    if head.bias is not None:
+        logits = logits + wide(head.bias)
+    return logits if head.banned is None else logits.index_fill(1, head.banned, -math.inf)
+
+
+def forward(head: Head, want_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    targets = head.targets
+    logits = logits_of(head, targets == IGNORED)
     kept, columns = token_logprobs.columns_of(logits, targets)
-    # rows that do not count must not give NaN times 0 for a gradient
-    z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(torch.where(kept[:, None], logits, 0))
+    # tokens that do not count must not give NaN times 0 for a gradient
+    z = Scaling(head.row_temperature, *head.scaling).apply(torch.where(kept[:, None], logits, 0))
     logprobs, entropy, normalizer = token_logprobs.distribution(z, columns, want_entropy)
 
     def finished(result: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from grpo_kernels.ops.policy_loss.arguments import (
 )
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.policy_loss.reference import Policy, PolicyInputs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _OP = "policy_loss"
@@ -130,11 +131,11 @@ def compute(
     config: LossConfig,
     logprobs: Tensor,
     entropy: Tensor | None,
-    policy: op.Policy,
+    policy: Policy,
     backend: str,
 ) -> PolicyLoss:
     """The loss of checked arguments by an implementation."""
-    needs = needs_entropy_gradient(entropy, config)
-    loss, metrics = op.apply(backend, logprobs, entropy, policy, needs)
+    inputs = PolicyInputs(logprobs, entropy, policy, needs_entropy_gradient(entropy, config))
+    loss, metrics = op.apply(backend, inputs)
     by_row = policy.advantages.shape != layout.shape
     return PolicyLoss(loss, PolicyLossMetrics(metrics, config, by_row, entropy is not None))

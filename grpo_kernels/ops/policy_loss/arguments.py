@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import checks
 from grpo_kernels.ops.policy_loss.config import LossConfig
-from grpo_kernels.ops.policy_loss.registration import Policy
+from grpo_kernels.ops.policy_loss.losses import LOSSES
+from grpo_kernels.ops.policy_loss.reference import Policy
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 _NUMBERS = checks.INTEGERS + checks.FLOATS
@@ -102,6 +103,17 @@ class Layout:
             raise ValueError(f"{self.op}: {name} must have one element, got shape {list(value.shape)}")
         return self.number(value.reshape(()), detach=True)
 
+    def ids(self, name: str, value: Tensor | None) -> Tensor | None:
+        value = self.per_token(name, value, checks.INTEGERS)
+        return None if value is None else value.int()
+
+    def constants(self, name: str, value: Tensor | None) -> Tensor | None:
+        value = self.per_token(name, value, _NUMBERS)
+        if value is None:
+            return None
+        checks.constant(self.op, name, value)
+        return self.number(value, detach=True)
+
     def per_row_or_token(self, name: str, value: Tensor) -> Tensor:
         checks.tensor(self.op, name, value, checks.FLOATS)
         checks.same_device(self.op, name, value, self.device)
@@ -111,48 +123,47 @@ class Layout:
                     f"{self.op}: {name} must have one value per row, {[self.rows]}, or per token, "
                     f"{list(self.shape)}, got {list(value.shape)}"
                 )
-            value = value.reshape(-1)
-            if self.is_ambiguous:
-                value = spread_packed(value, cast(Tensor, self.cu_seqlens), self.shape[0])
+            value = value.reshape(-1, 1) if self.is_ambiguous else value.reshape(-1)
         checks.constant(self.op, name, value)
         return self.number(value, detach=True)
+
+
+# Checks of a tensor, by what its field of Policy says that it holds.
+_CHECKS: dict[str, Callable[[Layout, str, Any], Any]] = {
+    "numbers": Layout.floats,
+    "flags": Layout.flags,
+    "ids": Layout.ids,
+    "constants": Layout.constants,
+    "of rows or tokens": Layout.per_row_or_token,
+}
+_CHECKED = {
+    name: (_CHECKS[hint.__metadata__[0]], type(None) in get_args(hint.__origin__))
+    for name, hint in get_type_hints(Policy, include_extras=True).items()
+    if get_origin(hint) is Annotated
+}
 
 
 def check_policy(
     layout: Layout,
     config: LossConfig,
     *,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor | None,
-    policy_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    segments: Tensor | None,
-    ref_logprobs: Tensor | None,
-    is_weights: Tensor | None,
-    weights: Tensor | None,
     normalizer: Normalizer | None,
+    **tensors: Tensor | None,
 ) -> Policy:
-    """Everything but log-probs and entropies, as the op takes it."""
-    segments = layout.per_token("segments", segments, checks.INTEGERS)
-    weights = layout.per_token("weights", weights, _NUMBERS)
-    if weights is not None:
-        checks.constant(layout.op, "weights", weights)
+    """Everything but log-probs and entropies, as the op takes it; each tensor as its field of Policy says."""
+    checked: dict[str, Any] = {}
+    for name, (check, may_be_none) in _CHECKED.items():
+        value = tensors[name]
+        checked[name] = None if value is None and may_be_none else check(layout, name, value)
     counts, normalizers = _normalizers(layout, config, normalizer)
     policy = Policy(
-        old_logprobs=layout.floats("old_logprobs", old_logprobs),
-        advantages=layout.per_row_or_token("advantages", advantages),
-        mask=layout.flags("mask", mask),
-        policy_mask=layout.flags("policy_mask", policy_mask),
         cu_seqlens=None if cu_seqlens is None else cu_seqlens.long().contiguous(),
-        segments=None if segments is None else segments.int(),
-        ref_logprobs=layout.floats("ref_logprobs", ref_logprobs),
-        is_weights=None if is_weights is None else layout.per_row_or_token("is_weights", is_weights),
-        weights=None if weights is None else layout.number(weights, detach=True),
         normalizers=normalizers,
         counts=counts,
         modes=config.modes,
         coefficients=config.coefficients,
+        **checked,
     )
     _check_required(layout, config, policy, normalizer)
     return policy
@@ -201,13 +212,6 @@ def _units_read(config: LossConfig, policy: Policy, has_entropy: bool) -> dict[s
     return units
 
 
-def spread_packed(values: Tensor, cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """A value for each token from one for each row; 0 for tokens behind the last row."""
-    token = torch.arange(tokens, device=values.device)
-    row = torch.searchsorted(cu_seqlens[1:].contiguous(), token.to(cu_seqlens.dtype), right=True)
-    return torch.cat([values, values.new_zeros(1)])[row.clamp(max=len(values))]
-
-
 def participants(
     op: str,
     targets: Tensor,
@@ -246,8 +250,8 @@ def _check_required(layout: Layout, config: LossConfig, policy: Policy, normaliz
 
     if config.ratio.startswith("segment") and policy.segments is None:
         refuse("segments", f"given for ratio={config.ratio!r}", None)
-    if policy.policy_mask is not None and config.loss == "geo_mean":
-        refuse("policy_mask", "left out for loss='geo_mean', whose terms are rows", "a tensor")
+    if policy.policy_mask is not None and LOSSES[config.loss].is_of_rows:
+        refuse("policy_mask", f"left out for loss={config.loss!r}, whose terms are rows", "a tensor")
     if config.kl_coef != 0 and policy.ref_logprobs is None:
         refuse("ref_logprobs", f"given for kl_coef={config.kl_coef}", None)
     if policy.ref_logprobs is not None:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from grpo_kernels.checks import boolean, choices, config_or_name, finite, of_peer, unknown
+from grpo_kernels.ops.policy_loss.losses import COEFFICIENTS, LOSSES, RATIOS, Plan
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_DEFAULTS, TRL_LOSS_TYPES, trl_fields
 from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS, VERL_LOSSES, verl_fields
 from grpo_kernels.plans import PlannedConfig
 
 # Names, and the codes that kernels know them by: their positions. csrc/policy_loss/plan.h repeats them for C++.
-LOSSES = (
-    *("clip", "cispo", "sapo", "vespo", "geo_mean", "dppo_tv", "dppo_kl", "reinforce", "dro", "ipo", "icepop"),
-    "topr",
-)
-CLIP, CISPO, SAPO, VESPO, GEO_MEAN, DPPO_TV, DPPO_KL, REINFORCE, DRO, IPO, ICEPOP, TOPR = range(len(LOSSES))
-RATIOS = ("token", "sequence", "sequence_token", "segment", "segment_mean")
-TOKEN, SEQUENCE, SEQUENCE_TOKEN, SEGMENT, SEGMENT_MEAN = range(len(RATIOS))
 ESTIMATORS = ("none", "k1", "k2", "k3", "abs")
 KL_NONE, K1, K2, K3, KL_ABS = range(len(ESTIMATORS))
 KLS = (*ESTIMATORS, "k1+", "k3+", "abs+")  # "+": with the gradient of k2
@@ -31,40 +25,6 @@ AGGREGATIONS = (
     "local-token-mean",
 )
 TOKEN_MEAN, TOKEN_SUM, ROW_TOKEN_MEAN, ROW_TOKEN_SUM, ROW_TOKEN_NORM, LOCAL_TOKEN_MEAN = range(len(AGGREGATIONS))
-# Measurements of the kernels, in the order of PolicyLossMetrics.tensor.
-METRICS = (
-    *("loss", "policy_loss", "kl_loss", "entropy_loss"),
-    *("rows", "active_rows", "tokens", "terms", "kept_tokens"),
-    *("low_clipped", "high_clipped", "clipped", "dual_clipped"),
-    *("low_clipped_rows", "high_clipped_rows", "low_clipped_min", "high_clipped_max"),
-    *("log_ratio_sum", "kl_sum", "entropy_sum"),
-    *("ratio_sum", "ratio_spread_sum", "ratio_min", "ratio_max"),
-    *("phi_sum", "phi_rows"),
-    *("is_sum", "is_square_sum", "is_min", "is_max", "is_count"),
-)
-
-# Ratios that each loss is defined for.
-_OF_VALUE = tuple(ratio for ratio in RATIOS if ratio != "sequence_token")
-_RATIOS_OF = {
-    **dict.fromkeys(LOSSES, ("token",)),
-    **dict.fromkeys(("cispo", "sapo", "icepop", "topr"), _OF_VALUE),
-    "clip": RATIOS,
-    "vespo": ("token", "sequence"),
-}
-# Losses that read each field; a value other than the default is refused for all others.
-_OWN_FIELDS = {
-    "delta": ("clip",),
-    "dual_clip": ("clip",),
-    "ratio_cap": ("dppo_tv", "dppo_kl", "topr"),
-    "sapo_temperatures": ("sapo",),
-    "vespo_shape": ("vespo",),
-    "dro_beta": ("dro",),
-    "log_ratio_clamp": ("clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "ipo", "icepop", "topr"),
-    "clip_low": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
-    "clip_high": ("clip", "cispo", "geo_mean", "dppo_tv", "dppo_kl", "ipo", "icepop"),
-}
-
-
 # Keywords of peers that LossConfig does not take, and what is meant by them.
 _KEYWORDS = {
     name: f"{peer}'s is LossConfig.{constructor}({name}=...)"
@@ -95,42 +55,6 @@ _PAPERS = {
         "it names advantages; its loss is LossConfig()",
     ),
 }
-
-
-class Plan(NamedTuple):
-    """A LossConfig as the kernels read it: codes and flags first, then numbers, with infinity for absent bounds."""
-
-    loss: int
-    ratio: int
-    kl: int
-    kl_straight: int
-    kl_unbiased: int
-    aggregation: int
-    kl_aggregation: int
-    entropy_aggregation: int
-    count_empty_rows: int
-    low: float
-    high: float
-    dual_clip: float
-    cap: float
-    sapo_pos: float
-    sapo_neg: float
-    k_pos: float
-    lambda_pos: float
-    k_neg: float
-    lambda_neg: float
-    dro_beta: float
-    clamp_low: float
-    clamp_high: float
-    kl_coef: float
-    kl_clamp_in: float
-    kl_clamp_out: float
-    entropy_coef: float
-    max_length: float
-
-    @property
-    def by_segment(self) -> bool:
-        return self.ratio in (SEGMENT, SEGMENT_MEAN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,14 +92,14 @@ class LossConfig(PlannedConfig):
     _meant: ClassVar[dict[str, str]] = _KEYWORDS
     loss: str = "clip"
     ratio: str = "token"
-    clip_low: float | None = 0.2
-    clip_high: float | None = 0.2
-    dual_clip: float | None = None
-    delta: float | None = None
-    ratio_cap: float | None = None
+    clip_low: float | None = COEFFICIENTS["clip_low"].default
+    clip_high: float | None = COEFFICIENTS["clip_high"].default
+    dual_clip: float | None = COEFFICIENTS["dual_clip"].default
+    delta: float | None = COEFFICIENTS["delta"].default
+    ratio_cap: float | None = COEFFICIENTS["ratio_cap"].default
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     vespo_shape: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
-    dro_beta: float | None = None
+    dro_beta: float | None = COEFFICIENTS["dro_beta"].default
     log_ratio_clamp: tuple[float, float] | None = None
     kl: str = "none"
     kl_coef: float = 0.0
@@ -197,7 +121,7 @@ class LossConfig(PlannedConfig):
     @property
     def couples_tokens(self) -> bool:
         """Whether the gradient of a token depends on other tokens of its sequence."""
-        return self.loss in ("vespo", "geo_mean") or self.ratio != "token"
+        return LOSSES[self.loss].couples_tokens or self.ratio != "token"
 
     @classmethod
     def trl(cls, **fields: Any) -> LossConfig:
@@ -220,13 +144,14 @@ class LossConfig(PlannedConfig):
         return _NAMED[config]
 
     def _check_names(self) -> None:
-        if self.loss not in LOSSES and isinstance(self.loss, str) and self.loss in _NAMED:
+        names = tuple(LOSSES)
+        if self.loss not in names and isinstance(self.loss, str) and self.loss in _NAMED:
             raise ValueError(
                 f"LossConfig: loss must be the name of a term, got {self.loss!r}, which names a whole config: "
                 f"LossConfig.of({self.loss!r})"
             )
-        if self.loss not in LOSSES:
-            raise unknown("LossConfig", "loss", self.loss, LOSSES, _elsewhere(self.loss))
+        if self.loss not in names:
+            raise unknown("LossConfig", "loss", self.loss, names, _elsewhere(self.loss))
         choices(self, ratio=RATIOS, kl=KLS, aggregation=AGGREGATIONS[:-1])
         for field in ("kl_aggregation", "entropy_aggregation"):
             if getattr(self, field) is not None:
@@ -234,15 +159,9 @@ class LossConfig(PlannedConfig):
         boolean("LossConfig", kl_unbiased=self.kl_unbiased, count_empty_rows=self.count_empty_rows)
 
     def _check_numbers(self) -> None:
-        for field in ("clip_low", "clip_high"):
+        for field, number in COEFFICIENTS.items():
             if getattr(self, field) is not None:
-                # TRL's cispo has an absolute cap, which may lie below 1
-                finite("LossConfig", field, getattr(self, field), None if field == "clip_high" else 0.0)
-        for field in ("delta", "ratio_cap", "dro_beta"):
-            if getattr(self, field) is not None:
-                finite("LossConfig", field, getattr(self, field), 0.0, open_end=True)
-        if self.dual_clip is not None:
-            finite("LossConfig", "dual_clip", self.dual_clip, 1.0, open_end=True)
+                finite("LossConfig", field, getattr(self, field), number.minimum, number.open_end)
         for field in ("kl_coef", "entropy_coef"):
             finite("LossConfig", field, getattr(self, field))
         self._check_tuple("sapo_temperatures", 2, minimum=0.0, open_end=True)
@@ -273,28 +192,28 @@ class LossConfig(PlannedConfig):
             got = ", ".join(f"{field}={getattr(self, field)!r}" for field in fields)
             raise ValueError(f"LossConfig: {rule}, got {got}")
 
-        if self.ratio not in _RATIOS_OF[self.loss]:
-            refuse(f"ratio must be one of {', '.join(_RATIOS_OF[self.loss])} for this loss", "ratio", "loss")
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for field, losses in _OWN_FIELDS.items():
-            if self.loss not in losses and getattr(self, field) != defaults[field]:
-                refuse(f"{field} must be left out unless loss is {' or '.join(losses)}", field, "loss")
-        if self.loss.startswith("dppo") and None in (self.clip_low, self.clip_high):
-            refuse("clip_low and clip_high must be numbers for dppo", "clip_low", "clip_high")
-        if self.loss == "dro" and self.dro_beta is None:
-            refuse("dro_beta must be given for loss 'dro'", "dro_beta")
+        row = LOSSES[self.loss]
+        if self.ratio not in row.ratios:
+            refuse(f"ratio must be one of {', '.join(row.ratios)} for this loss", "ratio", "loss")
+        for field in dataclasses.fields(self):
+            readers = [name for name, other in LOSSES.items() if field.name in other.reads]
+            if readers and self.loss not in readers and getattr(self, field.name) != field.default:
+                refuse(f"{field.name} must be left out unless loss is {' or '.join(readers)}", field.name, "loss")
+        for name in row.needs:
+            if getattr(self, name) is None:
+                refuse(f"{name} must be given for loss {self.loss!r}", name)
         if self.clip_high is not None and self.clip_high < (-1.0 if self.loss == "cispo" else 0.0):
             refuse("clip_high must be at least 0", "clip_high")
         if self.kl == "none" and (self.kl_coef != 0 or self.kl_clamp is not None or self.kl_unbiased):
             estimators = ", ".join(name for name in KLS if name != "none")
             refuse(f"kl must be one of {estimators} for the others", "kl", "kl_coef", "kl_clamp", "kl_unbiased")
-        biased = self.ratio not in ("token", "sequence") or self.loss == "geo_mean" or self.kl.endswith("+")
+        biased = self.ratio not in ("token", "sequence") or row.is_of_rows or self.kl.endswith("+")
         if self.kl_unbiased and biased:
             refuse("kl_unbiased must be False with a straight-through KL, this ratio or loss", "kl", "ratio", "loss")
         aggregations = (self.aggregation, self.kl_aggregation, self.entropy_aggregation)
         if ("seq-mean-token-sum-norm" in aggregations) != (self.max_length is not None):
             refuse("max_length must be given with seq-mean-token-sum-norm, and only then", "max_length", "aggregation")
-        if self.loss == "geo_mean" and self.aggregation not in ("seq-mean-token-sum", "token-sum"):
+        if row.is_of_rows and self.aggregation not in ("seq-mean-token-sum", "token-sum"):
             refuse(
                 "aggregation must be seq-mean-token-sum or token-sum for geo_mean, with terms of rows", "aggregation"
             )
@@ -303,14 +222,14 @@ class LossConfig(PlannedConfig):
         def bound(value: float | None, none: float) -> float:
             return none if value is None else float(value)
 
-        of_ratio = self.loss in ("clip", "cispo", "icepop")
+        row = LOSSES[self.loss]
         low, high = bound(self.clip_low, math.inf), bound(self.clip_high, math.inf)
         clamp_low, clamp_high = self.log_ratio_clamp or (-math.inf, math.inf)
         kl_clamp_in, kl_clamp_out = self.kl_clamp or (math.inf, math.inf)
         sapo_pos, sapo_neg = self.sapo_temperatures
         k_pos, lambda_pos, k_neg, lambda_neg = self.vespo_shape
         return Plan(
-            loss=LOSSES.index(self.loss),
+            loss=tuple(LOSSES).index(self.loss),
             ratio=RATIOS.index(self.ratio),
             kl=ESTIMATORS.index(self.kl.removesuffix("+")),
             kl_straight=self.kl.endswith("+"),
@@ -319,10 +238,10 @@ class LossConfig(PlannedConfig):
             kl_aggregation=AGGREGATIONS.index(self.kl_aggregation or self.aggregation),
             entropy_aggregation=AGGREGATIONS.index(self.entropy_aggregation or self.aggregation),
             count_empty_rows=self.count_empty_rows,
-            low=1 - low if of_ratio else low,
-            high=1 + high if of_ratio else high,
+            low=1 - low if row.clips_ratio else low,
+            high=1 + high if row.clips_ratio else high,
             dual_clip=bound(self.dual_clip, math.inf),
-            cap=bound(self.delta if self.loss == "clip" else self.ratio_cap, 1.0 if self.loss == "topr" else math.inf),
+            cap=bound(getattr(self, row.cap), row.no_cap),
             sapo_pos=sapo_pos,
             sapo_neg=sapo_neg,
             k_pos=k_pos,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.checks import metric_rows
-from grpo_kernels.ops.policy_loss.config import METRICS, LossConfig
+from grpo_kernels.ops.policy_loss.config import LossConfig
+from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
 
 
 class PolicyLossMetrics:

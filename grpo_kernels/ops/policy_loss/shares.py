@@ -65,6 +65,7 @@ def token_shares(
 
 def _divisor(mask: Tensor, count: float | Tensor | None, counted: Tensor) -> Tensor:
     if isinstance(count, Tensor):
+        checks.tensor(_OP, "count", count, (*checks.INTEGERS, *checks.FLOATS))
         if count.numel() != 1:
             raise ValueError(f"{_OP}: count must have one element, got shape {list(count.shape)}")
         checks.same_device(_OP, "count", count, mask.device)

@@ -11,6 +11,7 @@ from grpo_kernels import backends, checks
 from grpo_kernels.groups import check_layout
 from grpo_kernels.ops.similarity_groups import registration as op
 from grpo_kernels.ops.similarity_groups.config import MAX_ROWS, RowStatus, SimilarityConfig, Verdict
+from grpo_kernels.ops.similarity_groups.reference import Distances, Grouping, Responses
 
 _OP = "similarity_groups"
 _BOOL = (torch.bool,)
@@ -69,8 +70,8 @@ def similarity_groups(
     mask = check_valid(_OP, valid, vectors)
     layout = check_layout(_OP, groups, vectors, num_groups, max_size, MAX_ROWS)
     chosen = backends.select(_OP, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index)
-    results = op.FORWARD[chosen](vectors, *layout, mask, settings.modes, settings.coefficients)
-    return SimilarityGroups(*results)
+    inputs = Grouping(Responses(vectors, *layout, mask), settings.modes, settings.coefficients)
+    return SimilarityGroups(*op.GROUPS(chosen, inputs))
 
 
 def cluster_distances(
@@ -92,7 +93,8 @@ def cluster_distances(
         op.OF_DISTANCES,
         distances.device.index,
     )
-    labels, count, score, best_k, verdict = op.CLUSTERS[chosen](distances, settings.modes, settings.coefficients)
+    inputs = Distances(distances, settings.modes, settings.coefficients)
+    labels, count, score, best_k, verdict = op.CLUSTERS(chosen, inputs)
     first = torch.arange(labels.shape[0], device=labels.device)[:, None] * labels.shape[1]
     status = (labels < 0).to(torch.uint8) * int(RowStatus.MASKED)
     ids = torch.where(labels < 0, -1, labels + first)

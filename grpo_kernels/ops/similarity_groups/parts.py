@@ -16,6 +16,7 @@ from grpo_kernels.groups import check_layout, layout_within, places
 from grpo_kernels.ops.similarity_groups import check_distances, check_embeddings, check_valid
 from grpo_kernels.ops.similarity_groups import registration as op
 from grpo_kernels.ops.similarity_groups.config import LINKAGES, MAX_ROWS
+from grpo_kernels.ops.similarity_groups.reference import Labelled, Linked, Responses
 
 
 class Dendrogram(NamedTuple):
@@ -61,7 +62,7 @@ def pairwise_cosine(
     mask = check_valid(name, valid, vectors)
     layout = check_layout(name, groups, vectors, num_groups, max_size, MAX_ROWS)
     chosen = backends.select(name, backend, vectors.device.type, vectors.dtype, op.SUPPORTS, vectors.device.index)
-    distances: Tensor = op.COSINE[chosen](vectors, *layout, mask)[0]
+    distances: Tensor = op.COSINE(chosen, Responses(vectors, *layout, mask))[0]
     return distances
 
 
@@ -88,7 +89,7 @@ def agglomerate(distances: Tensor, *, linkage: str = "average", backend: str | N
         op.OF_DISTANCES,
         distances.device.index,
     )
-    return Dendrogram(*op.TREE[chosen](distances, LINKAGES.index(linkage)))
+    return Dendrogram(*op.TREE(chosen, Linked(distances, LINKAGES.index(linkage))))
 
 
 def silhouette(
@@ -121,7 +122,7 @@ def silhouette(
                 f"{name}: labels must have shape {list(distances.shape[:2])}, or [N] with groups, "
                 f"got {list(labels.shape)}"
             )
-        return Silhouette(*op.SILHOUETTE[chosen](distances, labels.long().contiguous()))
+        return Silhouette(*op.SILHOUETTE(chosen, Labelled(distances, labels.long().contiguous())))
     if labels.dim() != 1:
         raise ValueError(f"{name}: labels must have shape [N] with groups, got {list(labels.shape)}")
     rule = f"those of the distances, {prompts} of at most {size} rows"
@@ -129,5 +130,5 @@ def silhouette(
     order, place = places(layout, len(labels), labels.device)
     padded = labels.new_full((prompts * size,), -1, dtype=torch.int64)
     padded[place] = labels[order].long()
-    score, samples = op.SILHOUETTE[chosen](distances, padded.view(prompts, size))
+    score, samples = op.SILHOUETTE(chosen, Labelled(distances, padded.view(prompts, size)))
     return Silhouette(score, torch.empty_like(samples.view(-1)[place]).index_put((order,), samples.view(-1)[place]))

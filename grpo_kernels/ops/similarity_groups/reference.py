@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -12,33 +13,70 @@ from grpo_kernels.ops.similarity_groups.config import AVERAGE, COMPLETE, SINGLE,
 _LEAST_NORM = 1e-30  # squared; below, float32 loses digits
 
 
-def forward(
-    embeddings: Tensor,
-    order: Tensor | None,
-    offsets: Tensor | None,
-    num_groups: int,
-    size: int,
-    valid: Tensor | None,
-    modes: list[int],
-    coefficients: list[float],
-) -> tuple[Tensor, ...]:
-    distances, status = pairwise_cosine(embeddings, order, offsets, num_groups, size, valid)
-    of_prompts, *results = cluster_distances(distances, modes, coefficients)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Responses:
+    """Embeddings [N, D] of responses, and their prompts as in grpo_kernels.groups.GroupLayout; `valid` is [N]."""
+
+    embeddings: Tensor
+    order: Tensor | None
+    offsets: Tensor | None
+    num_groups: int
+    size: int
+    valid: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grouping:
+    """Responses to cluster; `modes` and `coefficients` are a SimilarityConfig's."""
+
+    responses: Responses
+    modes: list[int]
+    coefficients: list[float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Distances:
+    """Distances [P, K, K] to cluster."""
+
+    distances: Tensor
+    modes: list[int]
+    coefficients: list[float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Linked:
+    """Distances [P, K, K] to build a tree from, by the code of a linkage."""
+
+    distances: Tensor
+    linkage: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Labelled:
+    """Distances [P, K, K], and labels [P, K] to score by them."""
+
+    distances: Tensor
+    labels: Tensor
+
+
+def forward(inputs: Grouping) -> tuple[Tensor, ...]:
+    responses = inputs.responses
+    distances, status = pairwise_cosine(responses)
+    of_prompts, *results = cluster_distances(Distances(distances, inputs.modes, inputs.coefficients))
     labels = status.new_full(status.shape, -1, dtype=torch.int32)
     ids = status.new_full(status.shape, -1, dtype=torch.int64)
-    for p, (first, rows) in enumerate(_prompts(embeddings, order, offsets, num_groups, size)):
+    for p, (first, rows) in enumerate(_prompts(responses)):
         labels[rows] = of_prompts[p, : len(rows)]
         ids[rows] = torch.where(labels[rows] < 0, -1, labels[rows].long() + first)
     return labels, ids, *results, status
 
 
-def pairwise_cosine(
-    embeddings: Tensor, order: Tensor | None, offsets: Tensor | None, num_groups: int, size: int, valid: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def pairwise_cosine(inputs: Responses) -> tuple[Tensor, Tensor]:
     """Cosine distances [P, K, K], infinite for absent, masked and non-finite rows, and the status of each row."""
-    distances = embeddings.new_full((num_groups, size, size), torch.inf, dtype=torch.float32)
+    embeddings, valid, size = inputs.embeddings, inputs.valid, inputs.size
+    distances = embeddings.new_full((inputs.num_groups, size, size), torch.inf, dtype=torch.float32)
     status = torch.zeros(len(embeddings), dtype=torch.uint8, device=embeddings.device)
-    for p, (_, rows) in enumerate(_prompts(embeddings, order, offsets, num_groups, size)):
+    for p, (_, rows) in enumerate(_prompts(inputs)):
         x = embeddings[rows].double()
         products = torch.stack([(x * row).sum(-1) for row in x]) if len(x) else x.new_zeros(0, 0)
         norms = products.diagonal()
@@ -58,14 +96,15 @@ def pairwise_cosine(
     return distances, status
 
 
-def cluster_distances(distances: Tensor, modes: list[int], coefficients: list[float]) -> tuple[Tensor, ...]:
+def cluster_distances(inputs: Distances) -> tuple[Tensor, ...]:
     """Labels [P, K], number of groups, silhouette, k with the best silhouette, verdict."""
+    distances = inputs.distances
     prompts, size = distances.shape[:2]
     labels = distances.new_full((prompts, size), -1, dtype=torch.int32)
     groups, best_k = (labels.new_zeros(prompts) for _ in range(2))
     silhouettes = distances.new_zeros(prompts)
     verdicts = labels.new_zeros(prompts, dtype=torch.uint8)
-    plan = Plan(*modes, *coefficients)
+    plan = Plan(*inputs.modes, *inputs.coefficients)
     for p in range(prompts):
         places, d = _present(distances[p])
         merges, _ = _link(d, plan.linkage)
@@ -74,20 +113,22 @@ def cluster_distances(distances: Tensor, modes: list[int], coefficients: list[fl
     return labels, groups, silhouettes, best_k, verdicts
 
 
-def agglomerate(distances: Tensor, linkage: int) -> tuple[Tensor, Tensor]:
+def agglomerate(inputs: Linked) -> tuple[Tensor, Tensor]:
     """Merges [P, K - 1, 2] as places of the lower and the higher item, -1 where there is none, and heights."""
+    distances = inputs.distances
     prompts, size = distances.shape[:2]
     merges = distances.new_full((prompts, max(size - 1, 0), 2), -1, dtype=torch.int32)
     heights = distances.new_full((prompts, max(size - 1, 0)), torch.inf)
     for p in range(prompts):
         places, d = _present(distances[p])
-        for m, ((low, high), height) in enumerate(zip(*_link(d, linkage), strict=True)):
+        for m, ((low, high), height) in enumerate(zip(*_link(d, inputs.linkage), strict=True)):
             merges[p, m, 0], merges[p, m, 1], heights[p, m] = places[low], places[high], height
     return merges, heights
 
 
-def silhouette(distances: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def silhouette(inputs: Labelled) -> tuple[Tensor, Tensor]:
     """Silhouettes of labels [P, K], negative if absent: the mean [P] and the samples [P, K]."""
+    distances, labels = inputs.distances, inputs.labels
     scores = distances.new_full(distances.shape[:1], torch.nan)
     samples = distances.new_full(distances.shape[:2], torch.nan)
     for p in range(len(distances)):
@@ -105,13 +146,12 @@ def silhouette(distances: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return scores, samples
 
 
-def _prompts(
-    embeddings: Tensor, order: Tensor | None, offsets: Tensor | None, num_groups: int, size: int
-) -> list[tuple[int, Tensor]]:
+def _prompts(inputs: Responses) -> list[tuple[int, Tensor]]:
     """The first place of each prompt, and its rows."""
-    bounds = [p * size for p in range(num_groups + 1)] if offsets is None else offsets.tolist()
-    order = torch.arange(len(embeddings), device=embeddings.device) if order is None else order
-    return [(bounds[p], order[bounds[p] : bounds[p + 1]]) for p in range(num_groups)]
+    offsets, order, prompts = inputs.offsets, inputs.order, range(inputs.num_groups)
+    bounds = [p * inputs.size for p in range(inputs.num_groups + 1)] if offsets is None else offsets.tolist()
+    order = torch.arange(len(inputs.embeddings), device=inputs.embeddings.device) if order is None else order
+    return [(bounds[p], order[bounds[p] : bounds[p + 1]]) for p in prompts]
 
 
 def _present(distances: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import registry
+from grpo_kernels.ops.similarity_groups import reference
+from grpo_kernels.ops.similarity_groups.reference import Distances, Grouping, Labelled, Linked, Responses
 
 _EMBEDDINGS = (torch.float32, torch.bfloat16, torch.float16)
-_FLOAT = (torch.float32,)
-SUPPORTS = {
-    "cuda": _EMBEDDINGS,
-    "cpu": _EMBEDDINGS,
-    "reference": (*_EMBEDDINGS, torch.float64),
-}
-OF_DISTANCES = dict.fromkeys(SUPPORTS, _FLOAT)
-_ON_HOST = ("cpu", "reference")  # its reference reads distances to merge the nearest
+SUPPORTS = {"cuda": _EMBEDDINGS, "cpu": _EMBEDDINGS, "reference": (*_EMBEDDINGS, torch.float64)}
+OF_DISTANCES = dict.fromkeys(SUPPORTS, (torch.float32,))
 
-_LAYOUT = "Tensor embeddings, Tensor? order, Tensor? offsets, int num_groups, int size, Tensor? valid"
+_TWO, _FIVE, _SIX, _SEVEN = (f"({', '.join(['Tensor'] * count)})" for count in (2, 5, 6, 7))
+# Kernels that the ops of the same names launch.
+registry.define_compiled(
+    "_pairwise_cosine_cuda(Tensor embeddings, Tensor? order, Tensor? offsets, int num_groups, int size, "
+    f"Tensor? valid) -> {_TWO}"
+)
+registry.define_compiled(
+    "_cluster_distances_cuda(Tensor distances, Tensor? order, Tensor? offsets, int rows, int[] modes, "
+    f"float[] coefficients) -> {_SIX}"
+)
+registry.define_compiled(f"_agglomerate_cuda(Tensor distances, int linkage) -> {_TWO}")
+registry.define_compiled(f"_silhouette_cuda(Tensor distances, Tensor labels) -> {_TWO}")
 
 
 def _per_prompt(like: Tensor, prompts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -31,39 +39,36 @@ def _per_prompt(like: Tensor, prompts: int) -> tuple[Tensor, Tensor, Tensor, Ten
     )
 
 
-def _fake_groups(embeddings: Tensor, order: Any, offsets: Any, num_groups: int, *_: Any) -> tuple[Tensor, ...]:
-    rows = embeddings.shape[0]
+def _fake_groups(inputs: Grouping) -> tuple[Tensor, ...]:
+    embeddings = inputs.responses.embeddings
+    rows = len(embeddings)
     labels = embeddings.new_empty(rows, dtype=torch.int32)
     ids = embeddings.new_empty(rows, dtype=torch.int64)
-    return labels, ids, *_per_prompt(embeddings, num_groups), embeddings.new_empty(rows, dtype=torch.uint8)
+    status = embeddings.new_empty(rows, dtype=torch.uint8)
+    return labels, ids, *_per_prompt(embeddings, inputs.responses.num_groups), status
 
 
-def _fake_cosine(
-    embeddings: Tensor, order: Any, offsets: Any, num_groups: int, size: int, _: Any
-) -> tuple[Tensor, ...]:
-    distances = embeddings.new_empty((num_groups, size, size), dtype=torch.float32)
-    return distances, embeddings.new_empty(embeddings.shape[0], dtype=torch.uint8)
+def _fake_cosine(inputs: Responses) -> tuple[Tensor, ...]:
+    embeddings, size = inputs.embeddings, inputs.size
+    distances = embeddings.new_empty((inputs.num_groups, size, size), dtype=torch.float32)
+    return distances, embeddings.new_empty(len(embeddings), dtype=torch.uint8)
 
 
-def _fake_clusters(distances: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    prompts, size = distances.shape[:2]
-    return distances.new_empty((prompts, size), dtype=torch.int32), *_per_prompt(distances, prompts)
+def _fake_clusters(inputs: Distances) -> tuple[Tensor, ...]:
+    prompts, size = inputs.distances.shape[:2]
+    labels = inputs.distances.new_empty((prompts, size), dtype=torch.int32)
+    return labels, *_per_prompt(inputs.distances, prompts)
 
 
-def _fake_tree(distances: Tensor, _: int) -> tuple[Tensor, Tensor]:
-    prompts, size = distances.shape[:2]
-    merges = distances.new_empty((prompts, max(size - 1, 0), 2), dtype=torch.int32)
-    return merges, distances.new_empty((prompts, max(size - 1, 0)))
+def _fake_tree(inputs: Linked) -> tuple[Tensor, Tensor]:
+    prompts, size = inputs.distances.shape[:2]
+    merges = inputs.distances.new_empty((prompts, max(size - 1, 0), 2), dtype=torch.int32)
+    return merges, inputs.distances.new_empty((prompts, max(size - 1, 0)))
 
 
-def _fake_silhouette(distances: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+def _fake_silhouette(inputs: Labelled) -> tuple[Tensor, Tensor]:
+    distances = inputs.distances
     return distances.new_empty(distances.shape[:1]), distances.new_empty(distances.shape[:2])
-
-
-registry.define_compiled(
-    "_cluster_distances_cuda(Tensor distances, Tensor? order, Tensor? offsets, int rows, int[] modes, "
-    "float[] coefficients) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 
 
 def _cuda_groups(
@@ -77,8 +82,8 @@ def _cuda_groups(
     coefficients: list[float],
 ) -> tuple[Tensor, ...]:
     """Launches twice: for the distances, and for the groups."""
-    distances, status = COSINE["cuda"](embeddings, order, offsets, num_groups, size, valid)
-    results = registry.ops._cluster_distances_cuda(distances, order, offsets, embeddings.shape[0], modes, coefficients)
+    distances, status = registry.ops._pairwise_cosine_cuda(embeddings, order, offsets, num_groups, size, valid)
+    results = registry.ops._cluster_distances_cuda(distances, order, offsets, len(embeddings), modes, coefficients)
     return (*results, status)
 
 
@@ -90,49 +95,64 @@ def _cuda_clusters(distances: Tensor, modes: list[int], coefficients: list[float
     return (labels.view(prompts, size), *results)
 
 
-FORWARD = registry.define(
-    "similarity_groups",
-    f"({_LAYOUT}, int[] modes, float[] coefficients) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    SUPPORTS,
-    _fake_groups,
-    folder=__package__,
-    cuda=_cuda_groups,
-    on_host=_ON_HOST,
-)
-COSINE = registry.define(
+def _compiled(name: str) -> Callable[..., Any]:
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        return cast(tuple[Tensor, ...], getattr(registry.ops, name)(*args))
+
+    return call
+
+
+def _define(
+    name: str,
+    inputs: type,
+    results: str,
+    supports: registry.Supports,
+    fake: Callable[[Any], Any],
+    cuda: Callable[..., Any],
+    specification: Callable[[Any], Any],
+) -> registry.TorchOp:
+    """An op of this file; the reference reads distances to merge the nearest."""
+    return registry.TorchOp(
+        name,
+        inputs,
+        results,
+        supports,
+        fake,
+        cuda=cuda,
+        reference=specification,
+        opaque_reference=True,
+        on_host=("cpu", "reference"),
+    )
+
+
+GROUPS = _define("similarity_groups", Grouping, _SEVEN, SUPPORTS, _fake_groups, _cuda_groups, reference.forward)
+COSINE = _define(
     "pairwise_cosine",
-    f"({_LAYOUT}) -> (Tensor, Tensor)",
+    Responses,
+    _TWO,
     SUPPORTS,
     _fake_cosine,
-    folder=__package__,
-    function="pairwise_cosine",
-    on_host=_ON_HOST,
+    _compiled("_pairwise_cosine_cuda"),
+    reference.pairwise_cosine,
 )
-CLUSTERS = registry.define(
+CLUSTERS = _define(
     "cluster_distances",
-    "(Tensor distances, int[] modes, float[] coefficients) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    Distances,
+    _FIVE,
     OF_DISTANCES,
     _fake_clusters,
-    folder=__package__,
-    function="cluster_distances",
-    cuda=_cuda_clusters,
-    on_host=_ON_HOST,
+    _cuda_clusters,
+    reference.cluster_distances,
 )
-TREE = registry.define(
-    "agglomerate",
-    "(Tensor distances, int linkage) -> (Tensor, Tensor)",
-    OF_DISTANCES,
-    _fake_tree,
-    folder=__package__,
-    function="agglomerate",
-    on_host=_ON_HOST,
+TREE = _define(
+    "agglomerate", Linked, _TWO, OF_DISTANCES, _fake_tree, _compiled("_agglomerate_cuda"), reference.agglomerate
 )
-SILHOUETTE = registry.define(
+SILHOUETTE = _define(
     "silhouette",
-    "(Tensor distances, Tensor labels) -> (Tensor, Tensor)",
+    Labelled,
+    _TWO,
     OF_DISTANCES,
     _fake_silhouette,
-    folder=__package__,
-    function="silhouette",
-    on_host=_ON_HOST,
+    _compiled("_silhouette_cuda"),
+    reference.silhouette,
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.token_advantages import registration as op
 from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
+from grpo_kernels.ops.token_advantages.reference import TokenRewards
 
 _OP = "token_advantages"
 _MASKS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
@@ -81,8 +82,8 @@ def token_advantages(
             raise ValueError(f"{_OP}: cu_seqlens must have shape [B + 1], got {list(cu_seqlens.shape)}")
         cu_seqlens = cu_seqlens.long().contiguous()
     chosen = backends.select(_OP, backend, rewards.device.type, dtype, op.SUPPORTS, rewards.device.index)
-    results = op.FORWARD[chosen](rewards, values, mask, cu_seqlens, turns, settings.modes, settings.coefficients)
-    return TokenAdvantages(*results)
+    inputs = TokenRewards(rewards, values, mask, cu_seqlens, turns, settings.modes, settings.coefficients)
+    return TokenAdvantages(*op.OP(chosen, inputs))
 
 
 def _per_token(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], rewards: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_kernels.aot import EXACT, AotCase
+from grpo_kernels.aot import AotCase
 from grpo_kernels.ops.token_advantages import triton as kernels
 
 
@@ -21,7 +21,7 @@ def _aot_cases() -> tuple[AotCase, ...]:
     ) -> AotCase:
         names = [name for name in kernel.arg_names if name not in constants and not name.isupper()]
         signature = {name: {**types, **other}[name] for name in names}
-        return AotCase(kernel, signature, constants, warps, label=label, options=EXACT)
+        return AotCase(kernel, signature, constants, warps, label=label, options=kernels.EXACT)
 
     wide, narrow = {"BLOCK": kernels._TILE}, {"BLOCK": kernels._NARROWEST}
     carries = {"CARRY": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -9,17 +11,32 @@ from grpo_kernels.groups import packed_bounds
 from grpo_kernels.ops.token_advantages.config import WHITEN_TOKENS, Plan
 
 
-def forward(
-    rewards: Tensor,
-    values: Tensor | None,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    turns: Tensor | None,
-    modes: list[int],
-    coefficients: list[float],
-) -> tuple[Tensor, Tensor]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenRewards:
+    """Checked arguments of token_advantages: one entry per token, all contiguous.
+
+    `modes` and `coefficients` are a TokenAdvantageConfig's.
+    """
+
+    rewards: Tensor
+    values: Tensor | None
+    mask: Tensor
+    cu_seqlens: Tensor | None
+    turns: Tensor | None
+    modes: list[int]
+    coefficients: list[float]
+
+
+def forward(inputs: TokenRewards) -> tuple[Tensor, Tensor]:
     """Advantages and returns, in the shape of rewards."""
-    plan = Plan(*modes, *coefficients)
+    plan = Plan(*inputs.modes, *inputs.coefficients)
+    rewards, values, mask, cu_seqlens, turns = (
+        inputs.rewards,
+        inputs.values,
+        inputs.mask,
+        inputs.cu_seqlens,
+        inputs.turns,
+    )
     if cu_seqlens is None:
         rows = torch.arange(rewards.numel(), device=rewards.device).view(rewards.shape)
         inside = torch.ones_like(mask)
@@ -51,10 +68,10 @@ def forward(
         advantages = _whitened(advantages.to(rewards.dtype).double(), valid & scored, plan.whiten_eps)
 
     def by_token(result: Tensor) -> Tensor:
-        # slots that do not count go behind the last token: picking the others would wait for their number
-        behind = torch.where(valid, rows, rewards.numel()).reshape(-1)
+        # slots that do not count go after the last token: picking the others would wait for their number
+        after = torch.where(valid, rows, rewards.numel()).reshape(-1)
         flat = torch.zeros(rewards.numel() + 1, dtype=rewards.dtype, device=rewards.device)
-        return flat.scatter(0, behind, result.to(rewards.dtype).reshape(-1))[:-1].view(rewards.shape)
+        return flat.scatter(0, after, result.to(rewards.dtype).reshape(-1))[:-1].view(rewards.shape)
 
     return by_token(advantages), by_token(returns)
 
@@ -102,4 +119,5 @@ def _whitened(advantages: Tensor, counted: Tensor, eps: float) -> Tensor:
     high = torch.where(counted, advantages, -torch.inf)
     differ = low.amin() < high.amax() if advantages.numel() else count > 0
     spoilt = torch.where(counted, advantages, 0).isfinite().logical_not().any()
-    return torch.where(differ | spoilt, centered / (variance + eps).sqrt(), 0)
+    # a row that is not scored keeps its zeros beside an infinite advantage, which makes the variance NaN
+    return torch.where(counted & (differ | spoilt), centered / (variance + eps).sqrt(), 0)

@@ -13,11 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.aot import EXACT
-from grpo_kernels.groups import packed_bounds
-from grpo_kernels.ops.token_advantages import config
-from grpo_kernels.ops.token_advantages.config import Plan
-
+# A product fused into a sum rounds once less, and equal advantages would differ.
+EXACT = {"enable_fp_fusion": False}
 _TILE, _NARROWEST, _TILE_WARPS = 512, 32, 4
 _MAX_CHUNKS = 32  # of a row
 _WANTED_PROGRAMS = 512  # few long rows are cut into chunks, so that every multiprocessor has work
@@ -37,7 +34,7 @@ def _row_bounds(bounds_ptr, row, width):
 
 @triton.jit
 def _chunk_bounds(begin, end, BLOCK: tl.constexpr):
-    """First token of the program's chunk, and the one behind its last: whole tiles but for the row's last."""
+    """First token of the program's chunk, and the one after its last: whole tiles but for the row's last."""
     tiles = tl.cdiv(end - begin, BLOCK)
     size = tl.cdiv(tiles, tl.num_programs(1)) * BLOCK
     first = tl.minimum(begin + tl.program_id(1) * size, end)
@@ -141,14 +138,14 @@ def _maps_kernel(
 
 
 @triton.jit
-def _behind_chunk(chunks_ptr, row, records, CHUNKS: tl.constexpr):
+def _after_chunk(chunks_ptr, row, records, CHUNKS: tl.constexpr):
     """The value that the program's last token receives from later chunks, and whether its row is scored."""
     chunk = tl.arange(0, CHUNKS)
     inside = chunk < tl.num_programs(1)
-    behind = inside & (chunk > tl.program_id(1))
+    after = inside & (chunk > tl.program_id(1))
     record = row * tl.num_programs(1) + chunk
-    factor = tl.load(chunks_ptr + record, mask=behind, other=1.0)
-    shift = tl.load(chunks_ptr + records + record, mask=behind, other=0.0)
+    factor = tl.load(chunks_ptr + record, mask=after, other=1.0)
+    shift = tl.load(chunks_ptr + records + record, mask=after, other=0.0)
     factor, shift = tl.associative_scan((factor, shift), 0, _compose, reverse=True)
     scored = tl.load(chunks_ptr + 2 * records + record, mask=inside, other=1.0)
     return _at(shift, 0, CHUNKS), tl.min(scored, axis=0) > 0
@@ -200,7 +197,7 @@ def _walk_kernel(
 ):
     """Advantages and returns as if each token were the first of its turn, and the moments of a chunk's advantages.
 
-    moments_ptr[record] is 0 for a row that is not scored. The last row also writes what lies behind it.
+    moments_ptr[record] is 0 for a row that is not scored. The last row also writes what lies after it.
     """
     gamma, lam = tl.full([], gamma, tl.float64), tl.full([], lam, tl.float64)
     row = tl.program_id(0).to(tl.int64)
@@ -212,7 +209,7 @@ def _walk_kernel(
     carry = tl.zeros([], tl.float64)
     is_scored = tl.full([], 1, tl.int1)
     if chunks_ptr is not None:
-        carry, is_scored = _behind_chunk(chunks_ptr, row, records, CHUNKS)
+        carry, is_scored = _after_chunk(chunks_ptr, row, records, CHUNKS)
     count = tl.zeros([BLOCK], tl.float64)
     pivot = tl.zeros([BLOCK], tl.float64)
     sums = tl.zeros([BLOCK], tl.float64)
@@ -245,11 +242,11 @@ def _walk_kernel(
             role, _, value = _load_steps(rewards_ptr, values_ptr, roles_ptr, token, token < last, CARRY)
             tl.store(advantages_ptr + token, tl.zeros([BLOCK], tl.float64), mask=token < last)
             tl.store(returns_ptr + token, value, mask=token < last)
-    behind = tl.where(row == rows - 1, total, end)
-    for tile in range(end + tl.program_id(1) * BLOCK, behind, tl.num_programs(1) * BLOCK):
+    after = tl.where(row == rows - 1, total, end)
+    for tile in range(end + tl.program_id(1) * BLOCK, after, tl.num_programs(1) * BLOCK):
         token = tile + place
-        tl.store(advantages_ptr + token, tl.zeros([BLOCK], tl.float64), mask=token < behind)
-        tl.store(returns_ptr + token, tl.zeros([BLOCK], tl.float64), mask=token < behind)
+        tl.store(advantages_ptr + token, tl.zeros([BLOCK], tl.float64), mask=token < after)
+        tl.store(returns_ptr + token, tl.zeros([BLOCK], tl.float64), mask=token < after)
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -346,16 +343,17 @@ def forward(
     rewards: Tensor,
     values: Optional[Tensor],
     mask: Tensor,
-    cu_seqlens: Optional[Tensor],
+    bounds: Optional[Tensor],
     turns: Optional[Tensor],
-    modes: list[int],
-    coefficients: list[float],
+    whitens: bool,
+    carry: bool,
+    gamma: float,
+    lam: float,
+    epsilon: float,
 ) -> tuple[Tensor, Tensor]:
-    whiten, carry, gamma, lam, epsilon = Plan(*modes, *coefficients)
-    carry = bool(carry)
+    """Advantages and returns of padded rewards [B, T], or of packed ones [M] with bounds [B + 1] within them."""
     total = rewards.numel()
-    rows, width = rewards.shape if cu_seqlens is None else (cu_seqlens.shape[0] - 1, 0)
-    bounds = None if cu_seqlens is None else packed_bounds("token_advantages", cu_seqlens, total)
+    rows, width = rewards.shape if bounds is None else (bounds.shape[0] - 1, 0)
     advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
     if rows == 0 or total == 0:
         return advantages.zero_(), returns.zero_()
@@ -380,7 +378,7 @@ def forward(
     _walk_kernel[grid](*arrays, rows, width, total, gamma, lam, CARRY=carry, CHUNKS=_MAX_CHUNKS, **tiles)
     if turns is not None:
         _turns_kernel[(rows,)](roles, bounds, advantages, returns, moments, rows, width, **tiles)
-    if whiten == config.WHITEN_TOKENS:
+    if whitens:
         norm = doubles(2)
         _norm_kernel[(1,)](moments, norm, records, epsilon, BLOCK=_RECORDS_AT_ONCE, **EXACT)
         arrays = mask.view(torch.uint8), bounds, moments, norm, advantages

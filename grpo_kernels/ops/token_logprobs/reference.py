@@ -5,6 +5,7 @@ Logits are [A, B, V], targets and everything else that belongs to a row [A, B].
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -68,19 +69,62 @@ def distribution(z: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor
     return logprobs, entropy, torch.where(is_empty, -math.inf, top.double() + log_sum.double())
 
 
-def forward(
-    logits: Tensor,
-    targets: Tensor,
-    row_temperature: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    want_entropy: bool,
-    inplace_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class LogitRows:
+    """Checked arguments of token_logprobs.
+
+    Logits [A, B, V] have contiguous columns; targets and row_temperature are [A, B]. Without the latter, `temperature`
+    is that of all rows.
+    """
+
+    logits: Tensor
+    targets: Tensor
+    row_temperature: Tensor | None
+    temperature: float
+    softcap: float | None
+    logit_scale: float
+
+    @property
+    def scaling(self) -> Scaling:
+        return Scaling(self.row_temperature, self.temperature, self.softcap, self.logit_scale)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Measured:
+    """Rows to measure, and whether entropies are wanted."""
+
+    rows: LogitRows
+    want_entropy: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gradient:
+    """Upstream gradients, results of the forward pass, and the rows to differentiate by, all [A, B] but the logits.
+
+    The log-sum-exps are float64: rounded to float32 they would be what limits the gradient.
+    """
+
+    grad_logprobs: Tensor | None
+    grad_entropy: Tensor | None
+    normalizer: Tensor
+    entropy: Tensor | None
+    rows: LogitRows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradientInto:
+    """The tensor that a gradient is written to, which may be that of the logits."""
+
+    gradient: Tensor
+    inputs: Gradient
+
+
+def forward(inputs: Measured) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies (empty unless wanted), and for the backward the log-sum-exp of every row."""
+    logits, targets = inputs.rows.logits, inputs.rows.targets
     kept, columns = columns_of(logits, targets)
-    z = Scaling(row_temperature, temperature, softcap, logit_scale).apply(wide(logits))
-    logprobs, entropy, normalizer = distribution(z, columns, want_entropy)
+    z = inputs.rows.scaling.apply(wide(logits))
+    logprobs, entropy, normalizer = distribution(z, columns, inputs.want_entropy)
     wrong = kept & (columns != targets)
 
     def finished(result: Tensor) -> Tensor:
@@ -89,21 +133,11 @@ def forward(
     return finished(logprobs), z.new_empty(0) if entropy is None else finished(entropy), finished(normalizer)
 
 
-def backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    logits: Tensor,
-    targets: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor | None,
-    row_temperature: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-) -> Tensor:
+def backward(inputs: Gradient) -> Tensor:
+    logits, scaling = inputs.rows.logits, inputs.rows.scaling
+    grad_logprobs, grad_entropy, normalizer = inputs.grad_logprobs, inputs.grad_entropy, inputs.normalizer
     x = wide(logits)
-    scaling = Scaling(row_temperature, temperature, softcap, logit_scale)
-    kept, columns = columns_of(logits, targets)
+    kept, columns = columns_of(logits, inputs.rows.targets)
     high = normalizer.to(x.dtype)
     low = (normalizer - high.double()).to(x.dtype)
     log_p = (scaling.apply(x) - high[..., None]) - low[..., None]
@@ -115,7 +149,7 @@ def backward(
         gradient = grad_logprobs[..., None] * torch.where(is_target, -torch.expm1(log_p), -p)
         moves = moves | (grad_logprobs != 0)
     if grad_entropy is not None:
-        surprise = torch.where(p == 0, 0, p * (log_p + entropy[..., None]))
+        surprise = torch.where(p == 0, 0, p * (log_p + inputs.entropy[..., None]))
         gradient = gradient - grad_entropy[..., None] * surprise
         moves = moves | (grad_entropy != 0)
     # Rows that nothing depends on get 0, whatever they hold.
@@ -123,8 +157,8 @@ def backward(
     return gradient.to(logits.dtype)
 
 
-def backward_inplace(logits: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *saved: object) -> None:
-    logits.copy_(backward(grad_logprobs, grad_entropy, logits, *saved))
+def backward_into(inputs: GradientInto) -> None:
+    inputs.gradient.copy_(backward(inputs.inputs))
 
 
 def columns_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

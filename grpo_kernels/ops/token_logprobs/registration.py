@@ -1,48 +1,26 @@
-"""Registers token_logprobs and its backward with torch."""
+"""Registers token_logprobs and its gradient with torch."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import registry
+from grpo_kernels.ops.token_logprobs import reference
+from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, LogitRows, Measured
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
 SUPPORTS = {"cuda": _GPU, "triton": _GPU, "cpu": _ALL, "reference": _ALL}
+_ROWS = "Tensor logits, Tensor targets, Tensor? row_temperature, float temperature, float? softcap, float logit_scale"
 
-
-class Rows(NamedTuple):
-    """Logits [A, B, V] with contiguous columns, targets and row_temperature [A, B], and the map of logits."""
-
-    logits: Tensor
-    targets: Tensor
-    row_temperature: Tensor | None
-    temperature: float
-    softcap: float | None
-    logit_scale: float
-
-
-# Logits are [A, B, V] with neighbouring columns, what belongs to a row is [A, B]. The results are log-probabilities,
-# entropies (empty unless wanted) and, for the backward, the log-sum-exp of every row as float64: rounded to float32 it
-# would be what limits the gradient.
-_SCALING = "Tensor? row_temperature, float temperature, float? softcap, float logit_scale"
-_SAVED = f"Tensor targets, Tensor normalizer, Tensor? entropy, {_SCALING}"
-ROWS_SCHEMA = f"Tensor logits, Tensor targets, {_SCALING}"
-SCHEMA = f"({ROWS_SCHEMA}, bool want_entropy, bool inplace_backward) -> (Tensor, Tensor, Tensor)"
-BACKWARD_SCHEMA = f"(Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, {_SAVED}) -> Tensor"
-INPLACE_SCHEMA = f"(Tensor(a!) logits, Tensor? grad_logprobs, Tensor? grad_entropy, {_SAVED}) -> ()"
-ROUNDED_SCHEMA = f"(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, {_SAVED}) -> ()"
-
-registry.define_compiled(f"_token_logprobs_cuda({ROWS_SCHEMA}, bool want_entropy) -> (Tensor, Tensor, Tensor)")
+registry.define_compiled(f"_token_logprobs_cuda({_ROWS}, bool want_entropy) -> (Tensor, Tensor, Tensor)")
 registry.define_compiled(
-    "_token_logprobs_backward_cuda(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, Tensor logits, "
-    f"{_SAVED}) -> ()"
+    "_token_logprobs_backward_cuda(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, "
+    f"Tensor normalizer, Tensor? entropy, {_ROWS}) -> ()"
 )
-
-
 # For the CPU only: asks for huge pages for a tensor that has not been written yet.
 registry.define_compiled("_expect_large_tensor_cpu(Tensor tensor) -> ()")
 _LARGE = 2**22  # bytes above which the first touch of memory costs as much as a pass over it
@@ -56,123 +34,119 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, backend: str
     return memory
 
 
-def _fake(
-    logits: Tensor,
-    targets: Tensor,
-    row_temperature: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    logit_scale: float,
-    want_entropy: bool,
-    inplace_backward: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows = logits.new_empty(targets.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    entropy = torch.empty_like(rows) if want_entropy else rows.new_empty(0)
-    return rows, entropy, rows.new_empty(rows.shape, dtype=torch.float64)
+def _fake(inputs: Measured) -> tuple[Tensor, Tensor, Tensor]:
+    rows = inputs.rows
+    logprobs = rows.logits.new_empty(rows.targets.shape, dtype=torch.promote_types(rows.logits.dtype, torch.float32))
+    entropy = torch.empty_like(logprobs) if inputs.want_entropy else logprobs.new_empty(0)
+    return logprobs, entropy, torch.empty_like(logprobs, dtype=torch.float64)
 
 
-def _fake_backward(grad_logprobs: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *saved: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-def _fake_into(gradient: Tensor, *saved: Any) -> None:
-    return None
-
-
-def _setup_context(backend: str, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, row_temperature, temperature, softcap, logit_scale, want_entropy, inplace = inputs
-    _, entropy, normalizer = output
-    ctx.mark_non_differentiable(*((normalizer,) if want_entropy else (entropy, normalizer)))
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, targets, normalizer, entropy if want_entropy else None, row_temperature)
-    ctx.scaling = (temperature, softcap, logit_scale)
-    ctx.inplace, ctx.spent = inplace, False
-
-
-def _backward(
-    backend: str, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: Any
-) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 7
-    if grad_logprobs is None and grad_entropy is None:
-        return None, *nothing
-    if ctx.spent:
-        raise RuntimeError(
-            "token_logprobs: backward must run once with inplace_backward=True, got a second call; "
-            "the first overwrote the logits with their gradient"
-        )
-    logits, targets, normalizer, entropy, row_temperature = ctx.saved_tensors
-    grad_logprobs = None if grad_logprobs is None else grad_logprobs.contiguous()
-    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
-    saved = (targets, normalizer, entropy, row_temperature, *ctx.scaling)
-    if not ctx.inplace:
-        return BACKWARD[backend](grad_logprobs, grad_entropy, logits, *saved), *nothing
-    if torch.is_grad_enabled():
-        raise RuntimeError("token_logprobs: create_graph must be False with inplace_backward=True, got True")
-    ctx.spent = True
-    gradient = logits.detach()
-    INPLACE[backend](gradient, grad_logprobs, grad_entropy, *saved)
-    torch.autograd.graph.increment_version(gradient)  # whoever else kept the logits is told
-    return gradient, *nothing
-
-
-def _no_context(backend: str, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    return None
-
-
-def _no_second_derivative(backend: str, ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("token_logprobs: a second derivative is not implemented; use create_graph=False")
+def _fake_backward(inputs: Gradient) -> Tensor:
+    return inputs.rows.logits.new_empty(inputs.rows.logits.shape)
 
 
 def _cuda(*args: Any) -> tuple[Tensor, ...]:
-    *inputs, _ = args  # where the backward writes does not matter to the forward
-    return cast(tuple[Tensor, ...], registry.ops._token_logprobs_cuda(*inputs))
+    return cast(tuple[Tensor, ...], registry.ops._token_logprobs_cuda(*args))
 
 
-def _cuda_backward(grad_logprobs: Tensor | None, grad_entropy: Tensor | None, logits: Tensor, *saved: Any) -> Tensor:
+def _cuda_backward(
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    normalizer: Tensor,
+    entropy: Tensor | None,
+    logits: Tensor,
+    *rest: Any,
+) -> Tensor:
     gradient = logits.new_empty(logits.shape)
-    registry.ops._token_logprobs_backward_cuda(gradient, grad_logprobs, grad_entropy, logits, *saved)
+    registry.ops._token_logprobs_backward_cuda(
+        gradient, grad_logprobs, grad_entropy, normalizer, entropy, logits, *rest
+    )
     return gradient
 
 
-def _cuda_backward_inplace(
-    logits: Tensor, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, *saved: Any
-) -> None:
-    registry.ops._token_logprobs_backward_cuda(logits, grad_logprobs, grad_entropy, logits, *saved)
-
-
-def _cuda_backward_rounded(*args: Any) -> None:
+def _cuda_backward_into(*args: Any) -> None:
     registry.ops._token_logprobs_backward_cuda(*args)
 
 
-FORWARD = registry.define(
-    "token_logprobs", SCHEMA, SUPPORTS, _fake, (_setup_context, _backward), folder=__package__, cuda=_cuda
+FORWARD = registry.TorchOp(
+    "token_logprobs",
+    Measured,
+    "(Tensor, Tensor, Tensor)",
+    SUPPORTS,
+    _fake,
+    cuda=_cuda,
+    triton="forward",
+    reference=reference.forward,
+    folder=__package__,
 )
-BACKWARD = registry.define(
+BACKWARD = registry.TorchOp(
     "token_logprobs_backward",
-    BACKWARD_SCHEMA,
+    Gradient,
+    "Tensor",
     SUPPORTS,
     _fake_backward,
-    (_no_context, _no_second_derivative),
-    folder=__package__,
-    function="backward",
     cuda=_cuda_backward,
+    triton="backward",
+    reference=reference.backward,
+    folder=__package__,
 )
-INPLACE = registry.define(
-    "token_logprobs_backward_inplace",
-    INPLACE_SCHEMA,
+# Over the logits themselves; on a GPU also in the half precision of the matrix products that read it.
+BACKWARD_INTO = registry.TorchOp(
+    "token_logprobs_backward_into",
+    GradientInto,
+    "()",
     SUPPORTS,
-    _fake_into,
+    lambda inputs: None,
+    cuda=_cuda_backward_into,
+    triton="backward_into",
+    reference=reference.backward_into,
+    mutated=("gradient",),
     folder=__package__,
-    function="backward_inplace",
-    cuda=_cuda_backward_inplace,
 )
-# The gradient of float32 logits in the half precision of the matrix products that read it.
-ROUNDED = registry.define(
-    "token_logprobs_backward_rounded",
-    ROUNDED_SCHEMA,
-    {"cuda": _GPU, "triton": _GPU},
-    _fake_into,
-    folder=__package__,
-    function="backward_rounded",
-    cuda=_cuda_backward_rounded,
-)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probs and entropies (empty unless wanted) of rows, whose logits are the first argument."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, inputs: Measured, inplace: bool, backend: str) -> tuple[Tensor, Tensor]:
+        logprobs, entropy, normalizer = FORWARD(backend, inputs)
+        if not inputs.want_entropy:
+            ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)
+        rows = inputs.rows
+        saved_entropy = entropy if inputs.want_entropy else None
+        ctx.save_for_backward(logits, rows.targets, rows.row_temperature, normalizer, saved_entropy)
+        ctx.scaling = (rows.temperature, rows.softcap, rows.logit_scale)
+        ctx.inplace, ctx.is_spent, ctx.backend = inplace, False, backend
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, by_logprobs: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        if by_logprobs is None and by_entropy is None:
+            return None, None, None, None
+        if ctx.is_spent:
+            raise RuntimeError(
+                "token_logprobs: backward must run once with inplace_backward=True, got a second call; "
+                "the first overwrote the logits with their gradient"
+            )
+        logits, targets, row_temperature, normalizer, entropy = ctx.saved_tensors
+        upstream = registry.upstream(by_logprobs), registry.upstream(None if entropy is None else by_entropy)
+        rows = LogitRows(logits.detach(), targets, row_temperature, *ctx.scaling)
+        inputs = Gradient(*upstream, normalizer, entropy, rows)
+        if not ctx.inplace:
+            gradient = registry.first_derivative("token_logprobs", BACKWARD(ctx.backend, inputs))
+            return gradient, None, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("token_logprobs: create_graph must be False with inplace_backward=True, got True")
+        ctx.is_spent = True
+        gradient = logits.detach()
+        BACKWARD_INTO(ctx.backend, GradientInto(gradient, inputs))
+        torch.autograd.graph.increment_version(gradient)  # whoever else kept the logits is told
+        return gradient, None, None, None
+
+
+def apply(backend: str, inputs: Measured, inplace: bool) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (empty unless wanted), both differentiable by the logits."""
+    results = _TokenLogprobs.apply(inputs.rows.logits, inputs, inplace, backend)  # type: ignore[no-untyped-call]
+    return cast(tuple[Tensor, Tensor], results)

@@ -10,9 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.ops.token_logprobs import config
-
-IGNORED = tl.constexpr(config.IGNORED)
+IGNORED = tl.constexpr(-100)
 # Below this, exp is 0; a finite number in place of -inf, so that 0 times it is 0.
 _NO_EXPONENT = tl.constexpr(-10000.0)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -343,7 +341,6 @@ def forward(
     softcap: Optional[float],
     logit_scale: float,
     want_entropy: bool,
-    inplace_backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = logits.new_empty(targets.shape, dtype=torch.float32)
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
@@ -363,38 +360,33 @@ def forward(
     return logprobs, entropy, normalizer
 
 
-def backward(grad_logprobs: Optional[Tensor], grad_entropy: Optional[Tensor], logits: Tensor, *saved: Any) -> Tensor:
+def backward(
+    grad_logprobs: Optional[Tensor],
+    grad_entropy: Optional[Tensor],
+    normalizer: Tensor,
+    entropy: Optional[Tensor],
+    logits: Tensor,
+    *rest: Any,
+) -> Tensor:
     gradient = logits.new_empty(logits.shape)
-    _backward_into(gradient, False, grad_logprobs, grad_entropy, logits, *saved)
+    backward_into(gradient, grad_logprobs, grad_entropy, normalizer, entropy, logits, *rest)
     return gradient
 
 
-def backward_inplace(
-    logits: Tensor, grad_logprobs: Optional[Tensor], grad_entropy: Optional[Tensor], *saved: Any
-) -> None:
-    _backward_into(logits, True, grad_logprobs, grad_entropy, logits, *saved)
-
-
-def backward_rounded(
-    gradient: Tensor, grad_logprobs: Optional[Tensor], grad_entropy: Optional[Tensor], logits: Tensor, *saved: Any
-) -> None:
-    _backward_into(gradient, False, grad_logprobs, grad_entropy, logits, *saved)
-
-
-def _backward_into(
+def backward_into(
     gradient: Tensor,
-    inplace: bool,
     grad_logprobs: Optional[Tensor],
     grad_entropy: Optional[Tensor],
-    logits: Tensor,
-    targets: Tensor,
     normalizer: Tensor,
     entropy: Optional[Tensor],
+    logits: Tensor,
+    targets: Tensor,
     row_temperature: Optional[Tensor],
     temperature: float,
     softcap: Optional[float],
     logit_scale: float,
 ) -> None:
+    """Writes the gradient by the logits, perhaps over them."""
     if targets.numel() == 0:
         return
     strides = gradient.stride(0), gradient.stride(1)
@@ -410,6 +402,6 @@ def _backward_into(
         grad_entropy,
         *arguments,
         *strides,
-        INPLACE=inplace,
+        INPLACE=gradient.data_ptr() == logits.data_ptr(),
         **constants,
     )

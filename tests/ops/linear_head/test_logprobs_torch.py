@@ -1,196 +1,87 @@
-"""linear_logprobs with other parts of torch: compile, autocast, tied embeddings, checkpoints, LoRA."""
+"""linear_logprobs with other parts of torch: autocast, a second backward, dynamic shapes.
+
+Faults that this is for: an autocast that casts twice, or float64; a saved tensor that the
+backward overwrites; a graph that is compiled for one number of tokens.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import grpo_kernels as gk
-from grpo_kernels import registry
-from grpo_kernels.ops.linear_head.registration import LOGPROBS
-from tests.harness import INDUCTOR, device_of, needs_cpu_kernels
-from tests.ops.linear_head.test_logprobs_edges import (
-    BACKENDS,
-    F64,
-    HIDDEN,
-    KERNELS,
-    VOCABULARY,
-    assert_close,
-    assert_same,
-    batch,
-    run,
-)
+from tests.harness import INDUCTOR, device_of, runnable_backends
+from tests.ops.linear_head import cases
+from tests.ops.linear_head.cases import F32, F64, KERNELS
+from tests.ops.promises import Inputs, run
+
+BATCHES = ("LMHead with all options", "linear_logprobs over a support")
 
 
-def forward_arguments(backend: str, full: bool, dtype: torch.dtype) -> tuple[Any, ...]:
-    arguments = {k: v.to(device_of(backend)) for k, v in batch(5, dtype=dtype).items()}
-    arguments["targets"][1] = -100
-    leaves = [arguments[name].requires_grad_() for name in ("hidden", "weight", "bias")]
-    leaves[2] = leaves[2] if full else None
-    temperature = torch.rand(5, device=arguments["hidden"].device) + 0.5 if full else None
-    lora = adapter(arguments["weight"]) if full else (None, None)
-    head = (*leaves, *lora, arguments["targets"], temperature, 0.7, 9.0 if full else None, 0.5, 0.3)
-    return head, full, 3, 3
+def narrow(inputs: Inputs, dtype: torch.dtype = F32) -> Inputs:
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
-def adapter(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B of rank 2."""
-    return torch.randn_like(weight[:2]).requires_grad_(), torch.randn_like(weight[:, :2]).requires_grad_()
-
-
-@pytest.mark.parametrize(
-    ("backend", "full"), [pytest.param("cpu", False, marks=needs_cpu_kernels), *((name, True) for name in KERNELS)]
-)
-def test_opcheck(backend: str, full: bool) -> None:
-    head, *rest = forward_arguments(backend, full, torch.float32)
-    torch.library.opcheck(registry.overload("linear_logprobs", backend), (*head, *rest))
-
-
-EVERYTHING = [True] * 5
-
-
-@pytest.mark.parametrize(
-    ("backend", "needs"),
-    [
-        *((name, EVERYTHING) for name in KERNELS),
-        pytest.param("cpu", [True, False, False, False, True], marks=needs_cpu_kernels),
-        pytest.param("cpu", [False, True, False, True, False], marks=needs_cpu_kernels),
-    ],
-)
-def test_opcheck_of_the_backward(backend: str, needs: list[bool]) -> None:
-    head, *rest = forward_arguments(backend, True, torch.bfloat16)
-    head = tuple(value.detach() if isinstance(value, Tensor) else value for value in head)
-    logprobs, entropy, normalizer = LOGPROBS[backend](*head, *rest)
-    upstream, saved = (torch.randn_like(logprobs), torch.randn_like(entropy)), (normalizer, entropy, needs, 3, 3)
-    op = registry.overload("linear_logprobs_backward", backend)
-    torch.library.opcheck(op, (*upstream, *head, *saved))
-    torch.library.opcheck(op, (upstream[0], None, *head, *saved))
-
-
-@pytest.mark.parametrize(("backend", "dynamic"), [(None, True), *((name, False) for name in BACKENDS)])
-def test_compiles_into_one_graph(backend: str | None, dynamic: bool) -> None:
-    torch.compiler.reset()
-    device = device_of(backend or "cuda")
-
-    def loss(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Tensor:
-        options: dict[str, Any] = {"temperature": 0.8, "return_entropy": True, "chunk_size": 3, "backend": backend}
-        result = gk.linear_logprobs(hidden * 2, weight, targets, bias=bias, **options)
-        return (result.logprobs - 0.1 * result.entropy).sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR, dynamic=dynamic)
-    for rows in (4, 7) if dynamic else (4,):
-        arguments = {k: v.to(device) for k, v in batch(rows, dtype=torch.float32).items()}
-        results = []
-        for function in (loss, compiled):
-            leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
-            value = function(**leaves)
-            value.backward()
-            results.append({"value": value} | {k: leaf.grad for k, leaf in leaves.items() if leaf.requires_grad})
-        assert_close(*results, rtol=1e-6, atol=1e-6)
-        assert results[0]["weight"].any()
-
-
-@pytest.mark.parametrize("kind", ["integers", "mask"])
-def test_compiles_with_positions(kind: str) -> None:
-    torch.compiler.reset()
-    arguments = batch(6, dtype=torch.float32)
-    positions = torch.tensor([5, 0, 3]) if kind == "integers" else torch.arange(6) % 2 == 0
-
-    def logprobs(hidden: Tensor, places: Tensor) -> Tensor:
-        return gk.linear_logprobs(hidden * 2, arguments["weight"], arguments["targets"], positions=places).logprobs
-
-    # the number of rows that a mask selects depends on data, which breaks the graph
-    compiled = torch.compile(logprobs, fullgraph=kind == "integers", backend=INDUCTOR)
-    torch.testing.assert_close(compiled(arguments["hidden"], positions), logprobs(arguments["hidden"], positions))
-
-
-def test_autocast_is_casting_by_hand() -> None:
-    arguments = batch(dtype=torch.float32)
-    leaves = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("backend", cases.FAST)
+def test_autocast_is_casting_by_hand(backend: str, name: str) -> None:
+    inputs = narrow(cases.OPS[name].draw())
+    inputs["hidden"] = inputs["hidden"].requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        cast = gk.linear_logprobs(**leaves, chunk_size=7)
-    by_hand = {k: v.clone().requires_grad_(v.is_floating_point()) for k, v in arguments.items()}
-    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in by_hand.items()}
-    expected = gk.linear_logprobs(**halves, chunk_size=7)
-    assert cast.logprobs.dtype == torch.float32 and torch.equal(cast.logprobs, expected.logprobs)
-    cast.logprobs.sum().backward()
-    expected.logprobs.sum().backward()
-    for name in ("hidden", "weight", "bias"):
-        assert leaves[name].grad.dtype == torch.float32 and torch.equal(leaves[name].grad, by_hand[name].grad), name
+        inside = cases.call(inputs, backend)
+    cast = {key: inputs[key].bfloat16() for key in ("hidden", "weight", "bias")}
+    by_hand = cases.call(inputs | cast, backend)
+    assert inside["logprobs"].dtype == F32 and torch.equal(inside["logprobs"], by_hand["logprobs"])
+    gradients = [torch.autograd.grad(each["loss"], inputs["hidden"])[0] for each in (inside, by_hand)]
+    assert gradients[0].dtype == F32 and torch.equal(*gradients) and gradients[0].any()
 
 
-@needs_cpu_kernels
-def test_autocast_leaves_float64_alone() -> None:
-    arguments = batch()
+@pytest.mark.parametrize("name", BATCHES)
+def test_autocast_leaves_float64_alone(name: str) -> None:
+    op, inputs = cases.OPS[name], cases.OPS[name].draw()
     with torch.autocast("cpu", torch.bfloat16):
-        inside = run(arguments)
-    assert inside["logprobs"].dtype == F64
-    assert_same(inside, run(arguments))
+        inside = run(op, inputs, "reference", F64)
+    outside = run(op, inputs, "reference", F64)
+    assert inside["logprobs"].dtype == F64 and all(torch.equal(value, outside[key]) for key, value in inside.items())
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_tied_embeddings_get_both_gradients(chunk_size: int | None) -> None:
-    embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=F64)
-    ids = torch.randint(VOCABULARY, (2, 6))
-
-    def gradient(of_naive: bool) -> Tensor:
-        embedding.weight.grad = None
-        hidden = torch.tanh(embedding(ids)[:, :-1])
-        if of_naive:
-            rows = (hidden @ embedding.weight.T).log_softmax(-1)
-            logprobs = rows.gather(-1, ids[:, 1:, None])[..., 0]
-        else:
-            logprobs = gk.linear_logprobs(hidden, embedding.weight, ids[:, 1:], chunk_size=chunk_size).logprobs
-        logprobs.square().sum().backward()
-        return embedding.weight.grad
-
-    torch.testing.assert_close(gradient(False), gradient(True), rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_the_backward_can_run_twice(backend: str, name: str) -> None:
+    if backend not in runnable_backends(cases.OPS[name].supports):
+        pytest.skip("a support has no kernel of this backend")
+    inputs, device = narrow(cases.OPS[name].draw()), device_of(backend)
+    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    leaves = [inputs[key].requires_grad_() for key in ("hidden", "weight", "bias")]
+    loss = cases.call(inputs, backend)["loss"]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, leaves)))
 
 
-def test_gradient_checkpointing() -> None:
-    arguments = batch()
+def test_a_graph_for_any_number_of_tokens() -> None:
+    torch.compiler.reset()
+    head = narrow(cases.draw_head(bias=True))
 
-    def both(hidden: Tensor, weight: Tensor) -> Tensor:
-        result = gk.linear_logprobs(torch.tanh(hidden), weight, arguments["targets"], return_entropy=True, chunk_size=7)
-        return (result.logprobs * result.entropy).sum()
+    def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        lm_head = gk.LMHead(head["weight"], head["bias"])
+        logprobs = gk.linear_logprobs(hidden * 2, lm_head, targets, chunk_size=3).logprobs
+        return logprobs.square().sum()
 
-    results = []
-    for is_kept in (False, True):
-        leaves = [arguments[name].clone().requires_grad_() for name in ("hidden", "weight")]
-        value = both(*leaves) if is_kept else checkpoint(both, *leaves, use_reentrant=False)
-        value.backward()
-        results.append({"value": value.detach(), "hidden": leaves[0].grad, "weight": leaves[1].grad})
-    assert_same(*results)
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR, dynamic=True)
+    for tokens in (4, 7, 20):
+        inputs = narrow(cases.draw_tokens(head, tokens))
+        hidden, targets = inputs["hidden"].requires_grad_(), inputs["targets"]
+        with torch.compiler.set_stance("default" if tokens == 4 else "fail_on_recompile"):
+            got = torch.autograd.grad(compiled(hidden, targets), hidden)
+        torch.testing.assert_close(got, torch.autograd.grad(loss(hidden, targets), hidden), rtol=1e-5, atol=1e-5)
 
 
-def test_lora_on_the_head() -> None:
-    peft = pytest.importorskip("peft")
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lm_head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False, dtype=F64)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            return self.lm_head(hidden)
-
-    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["lm_head"], init_lora_weights=False)
-    model = peft.get_peft_model(Model(), config, autocast_adapter_dtype=False).double()
-    layer, arguments = model.base_model.model.lm_head, batch()
-    result = []
-    for is_plain in (False, True):
-        model.zero_grad(set_to_none=True)
-        if is_plain:
-            logprobs = gk.token_logprobs(model(arguments["hidden"]), arguments["targets"]).logprobs
-        else:
-            weight = layer.base_layer.weight + layer.get_delta_weight("default")
-            logprobs = gk.linear_logprobs(arguments["hidden"], weight, arguments["targets"], chunk_size=7).logprobs
-        logprobs.square().sum().backward()
-        result.append({"logprobs": logprobs} | {n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    assert len(result[0]) == 3 and all(value.any() for value in result[0].values())
-    assert layer.base_layer.weight.grad is None
-    assert_close(*result, rtol=1e-9)
+def test_a_mask_of_positions_breaks_the_graph_and_keeps_the_results() -> None:
+    torch.compiler.reset()
+    inputs = narrow(cases.draw(bias=True)) | {"positions": torch.arange(20).view(4, 5) % 3 == 0}
+    compiled = torch.compile(lambda given: cases.call(given, None)["logprobs"], backend=INDUCTOR)
+    torch.testing.assert_close(compiled(inputs), cases.call(inputs, None)["logprobs"], rtol=1e-6, atol=1e-6)

@@ -1,10 +1,19 @@
-"""gk.diversity: every function against its formula in float64 NumPy, prompt by prompt; absent responses; order."""
+"""gk.diversity against its formulas in float64 NumPy, prompt by prompt; pad_rows; the example of its document.
+
+Faults that this is for: an absent response that counts, or the responses to another prompt; a sum that leaves out the
+response itself; K that is the number of places; a logarithm or a limit that is not exact at its ends; a tie that goes
+to a later place; sets that are drawn with the wrong probability; a result in the wrong dtype.
+"""
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
+import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,401 +22,205 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import diversity
+from grpo_kernels import diversity as div
+from tests.ops.similarity_groups.cases import INF, NAN, Diversity, everything
 
-NAN, INF = float("nan"), float("inf")
-DTYPES = (torch.float32, torch.float64)
-# Results are rounded once from float64, after at most a few hundred float64 operations.
-TOLERANCE = {torch.float32: {"rtol": 2e-7, "atol": 1e-9}, torch.float64: {"rtol": 1e-10, "atol": 1e-12}}
+DOCUMENT = Path(__file__).parents[3] / "docs" / "diversity.md"
 
 
-class Case(NamedTuple):
-    distances: Tensor
-    rewards: Tensor
-    labels: Tensor
+class Prompt(NamedTuple):
+    """A prompt's responses that are present."""
 
-    def present(self, p: int) -> list[int]:
-        return [i for i in range(self.distances.shape[1]) if self.distances[p, i, i] == 0]
+    s: np.ndarray
+    r: list[float]
+    labels: list[int]
 
-    def similarity(self, p: int) -> np.ndarray[Any, Any]:
-        places = self.present(p)
-        return 1 - self.distances[p][places][:, places].double().numpy()
+    @property
+    def sizes(self) -> list[int]:
+        return [self.labels.count(label) for label in self.labels]
 
-
-def case(seed: int, dtype: torch.dtype, prompts: int = 7, size: int = 6) -> Case:
-    """Ragged prompts, the first of them empty, with unused places, duplicates, and equal and missing rewards."""
-    rng = np.random.default_rng(seed)
-    x = rng.normal(size=(prompts, size, 3)) + 0.7
-    x[rng.random((prompts, size)) < 0.1] = 0
-    for p, i in itertools.product(range(prompts), range(1, size)):
-        if rng.random() < 0.25:
-            x[p, i] = x[p, rng.integers(i)]
-    present = rng.random((prompts, size)) < np.linspace(0, 1.3, prompts)[:, None]
-    distances = np.full((prompts, size, size), INF)
-    for p, i, j in itertools.product(range(prompts), range(size), range(size)):
-        if present[p, i] and present[p, j]:
-            same = i == j or ((x[p, i] == x[p, j]).all() and x[p, i].any())
-            norms = math.sqrt(float(x[p, i] @ x[p, i]) * float(x[p, j] @ x[p, j]))
-            cosine = float(x[p, min(i, j)] @ x[p, max(i, j)]) / norms if norms else 0.0
-            distances[p, i, j] = 0.0 if same else min(max(1 - cosine, 0.0), 2.0)
-    rewards = np.where(rng.random((prompts, size)) < 0.1, NAN, rng.normal(size=(prompts, size)).round(1))
-    labels = np.where(present, 7 * rng.integers(0, 3, (prompts, size)), -1 - rng.integers(0, 3, (prompts, size)))
-    d = torch.tensor(distances, dtype=dtype)
-    return Case(torch.minimum(d, d.mT), torch.tensor(rewards, dtype=dtype), torch.tensor(labels))
+    @property
+    def entropy(self) -> float:
+        n = len(self.labels)
+        return math.log(n) if n and set(self.sizes) == {1} else -sum(math.log(m / n) for m in self.sizes) / max(n, 1)
 
 
-CASES = [pytest.param(seed, dtype, id=f"{seed}-{str(dtype)[6:]}") for seed in range(4) for dtype in DTYPES]
+def draw(seed: int, dtype: torch.dtype) -> tuple[Diversity, list[Prompt], list[Tensor]]:
+    """Ragged prompts, the first of them empty, with duplicates, zeros, equal and missing rewards, and their places."""
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(49, 3, generator=random) + 0.7
+    rows[torch.rand(49, generator=random) < 0.1] = 0
+    rows[1::5] = rows[::5]
+    valid = torch.rand(49, generator=random).view(7, 7) < torch.linspace(0, 1.3, 7)[:, None]
+    d = gk.pairwise_cosine(rows, 7, valid=valid.flatten(), backend="reference").to(dtype)
+    rewards = torch.randn(7, 7, generator=random).round(decimals=1)
+    rewards = torch.where(torch.rand(7, 7, generator=random) < 0.1, NAN, rewards).to(dtype)
+    labels = torch.where(valid, 7 * torch.randint(3, (7, 7), generator=random), -1 - torch.randint(3, (7, 7)))
+    places = [row.nonzero().flatten() for row in valid]
+    prompts = [
+        Prompt(1 - d[p][at][:, at].double().numpy(), rewards[p, at].double().tolist(), labels[p, at].tolist())
+        for p, at in enumerate(places)
+    ]
+    return Diversity(d, rewards, labels), prompts, places
 
 
-def assert_per_place(got: Tensor, c: Case, expected: Callable[[int], Any], elsewhere: float = 0.0) -> None:
-    """Checks per-place results; `expected` returns the values at a prompt's used places."""
-    wanted = torch.full(c.labels.shape, elsewhere, dtype=torch.float64)
-    for p in range(len(wanted)):
-        wanted[p, c.present(p)] = torch.as_tensor(np.asarray(expected(p), dtype=np.float64))
-    torch.testing.assert_close(got, wanted.to(got.dtype), equal_nan=True, **TOLERANCE[got.dtype])
+def components(p: Prompt, threshold: float) -> list[int]:
+    found: list[int] = [-1] * len(p.s)
+    for i in range(len(found)):
+        number, todo = max(found) + 1, [i] if found[i] < 0 else []
+        while todo:
+            at = todo.pop()
+            found[at] = number
+            todo += [j for j in range(len(found)) if 1 - p.s[at, j] <= threshold and found[j] < 0]
+    return found
 
 
-def assert_per_prompt(got: Tensor, c: Case, expected: Callable[[int], float]) -> None:
-    wanted = torch.tensor([expected(p) for p in range(len(c.labels))], dtype=torch.float64)
-    torch.testing.assert_close(got, wanted.to(got.dtype), **TOLERANCE[got.dtype])
+def logdet(p: Prompt, eps: float, without: int | None = None) -> float:
+    keep = [i for i in range(len(p.s)) if i != without]
+    return float(np.linalg.slogdet((p.s + eps * np.eye(len(p.s)))[keep][:, keep])[1]) if keep else 0.0
 
 
-def sizes(c: Case, p: int) -> list[int]:
-    own = c.labels[p, c.present(p)].tolist()
-    return [own.count(label) for label in own]
+def marginals(p: Prompt, eps: float) -> list[float]:
+    return [logdet(p, eps) - logdet(p, eps, i) for i in range(len(p.s))]
 
 
-@pytest.mark.parametrize(("seed", "dtype"), CASES)
-def test_similarity_weights(seed: int, dtype: torch.dtype) -> None:
-    c = case(seed, dtype)
-    got = diversity.similarity_weights(c.distances)
-    assert got.dtype == dtype
-    assert_per_place(got, c, lambda p: 1 / (np.maximum(c.similarity(p).sum(1), 1.0) + 1e-6))
-    tight = diversity.similarity_weights(c.distances, least=0.25, eps=0.5)
-    assert_per_place(tight, c, lambda p: 1 / (np.maximum(c.similarity(p).sum(1), 0.25) + 0.5))
+def greedy(p: Prompt, lam: float) -> list[float]:
+    result, chosen = [NAN] * len(p.r), []
+    while left := [i for i, r in enumerate(p.r) if not math.isnan(r) and i not in chosen]:
+        score = {i: lam * p.r[i] - (1 - lam) * max(p.s[i][j] for j in chosen) if chosen else p.r[i] for i in left}
+        best = max(left, key=lambda i: (score[i], -i))
+        result[best] = score[best]
+        chosen.append(best)
+    return result
 
 
-def test_similarity_weights_of_opposites_stay_positive() -> None:
-    distances = gk.pairwise_cosine(torch.tensor([[1.0, 0], [-1, 0], [-1, 0]]), 3)
-    # sums: -1, 1, 1
-    assert diversity.similarity_weights(distances, eps=0.0).tolist() == [[1.0, 1.0, 1.0]]
-    assert diversity.similarity_weights(distances, eps=0.0, least=0.5).tolist() == [[2.0, 1.0, 1.0]]
+def of_sets(p: Prompt, n: int) -> list[float]:
+    """By definition, over all sets of n responses with a reward."""
+    scored = [i for i, r in enumerate(p.r) if not math.isnan(r)]
+    worth = {
+        chosen: math.fsum(p.r[i] for i in chosen) / n * len({p.labels[i] for i in chosen}) / n
+        for chosen in itertools.combinations(scored, n)
+    }
+    result = [0.0] * len(p.r)
+    for i in scored if worth else []:
+        own = [value for chosen, value in worth.items() if i in chosen]
+        result[i] = math.fsum(own) / len(own) - math.fsum(worth.values()) / len(worth)
+    return result
 
 
-@pytest.mark.parametrize(("seed", "dtype"), CASES)
-@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.4, 2.0])
-def test_threshold_components(seed: int, dtype: torch.dtype, threshold: float) -> None:
-    c = case(seed, dtype)
-    got = diversity.threshold_components(c.distances, threshold)
-    assert got.dtype == torch.int32
-    for p, result in enumerate(got.tolist()):
-        expected = [-1] * len(result)
-        for i in c.present(p):
-            if expected[i] < 0:
-                number, todo = max(expected) + 1, [i]
-                while todo:
-                    at = todo.pop()
-                    expected[at] = number
-                    near = (c.distances[p, at] <= torch.tensor(threshold, dtype=dtype)).tolist()
-                    todo += [j for j in c.present(p) if near[j] and expected[j] < 0]
-        assert result == expected
+def assert_rounded(got: Tensor, expected: Tensor) -> None:
+    rounding = {"rtol": 1e-10, "atol": 1e-12} if got.dtype == torch.float64 else {"rtol": 2e-7, "atol": 1e-9}
+    torch.testing.assert_close(got.double(), expected, equal_nan=True, **rounding)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_threshold_components_are_the_single_linkage_cut(seed: int) -> None:
-    c = case(seed, torch.float32, prompts=5, size=9)
-    tree = gk.agglomerate(c.distances, linkage="single", backend="reference")
-    for height in [h for h in tree.heights.flatten().tolist() if math.isfinite(h)]:
-        got = diversity.threshold_components(c.distances, height)
-        for p in range(5):
-            cluster = {i: {i} for i in c.present(p)}
-            for (low, high), at in zip(tree.merges[p].tolist(), tree.heights[p].tolist(), strict=True):
-                if at <= height:
-                    cluster[low] |= cluster.pop(high)
-            parts = sorted(cluster.values(), key=min)
-            expected = [next((n for n, part in enumerate(parts) if i in part), -1) for i in range(9)]
-            assert got[p].tolist() == expected
+def share(p: Prompt) -> float:
+    return p.entropy / math.log(len(p.labels)) if len(p.labels) > 1 else 0.0
+
+
+def distinctness(p: Prompt, least: float) -> list[float]:
+    return [1.0 if m == 1 else max(least, (len(p.r) - m) / (len(p.r) - 1)) for m in p.sizes]
+
+
+def bounded(p: Prompt, bound: float) -> list[float]:
+    n = len(p.r)
+    return [0.0 if p.entropy >= bound * math.log(n) else m / n for m in p.sizes]
+
+
+FROM_LABELS = ("distinctness_weights", "uniqueness_weights", "agreement_weights", "semantic_entropy")
+ARGUMENTS = {"mmr_rewards": ("rewards", "distances"), "set_advantages": ("rewards", "labels")}
+ARGUMENTS |= dict.fromkeys(FROM_LABELS, ("labels",))
+DTYPES = dict.fromkeys(FROM_LABELS, torch.float32) | {"threshold_components": torch.int32}
+ABSENT = {"threshold_components": -1, "mmr_rewards": NAN}
+# A function, its settings, and the formula for the values at the present responses, or of the prompt.
+FORMULAS: list[tuple[str, dict[str, Any], Callable[[Prompt], Any]]] = [
+    ("similarity_weights", {}, lambda p: 1 / (np.maximum(p.s.sum(1), 1.0) + 1e-6)),
+    ("similarity_weights", {"least": 0.25, "eps": 0.5}, lambda p: 1 / (np.maximum(p.s.sum(1), 0.25) + 0.5)),
+    *(("threshold_components", {"threshold": t}, partial(components, threshold=t)) for t in (0.0, 0.05, 0.4, 2.0)),
+    ("distinctness_weights", {}, partial(distinctness, least=0.1)),
+    ("distinctness_weights", {"least": 0.5}, partial(distinctness, least=0.5)),
+    ("uniqueness_weights", {}, lambda p: [1 / m for m in p.sizes]),
+    ("agreement_weights", {}, lambda p: [m / len(p.r) for m in p.sizes]),
+    *(("agreement_weights", {"entropy_bound": b}, partial(bounded, bound=b)) for b in (0.6, 1.0)),
+    ("semantic_entropy", {}, lambda p: p.entropy),
+    ("semantic_entropy", {"normalize": True}, share),
+    ("vendi_score", {}, lambda p: 1 / (np.linalg.eigvalsh(p.s / len(p.s)) ** 2).sum() if len(p.s) else 0.0),
+    *(("leave_one_out_logdet", {"eps": eps}, partial(marginals, eps=eps)) for eps in (1e-3, 1.0)),
+    *(("mmr_rewards", {"lam": lam}, partial(greedy, lam=lam)) for lam in (0.0, 0.6, 1.0)),
+    *(("set_advantages", {"set_size": n}, partial(of_sets, n=n)) for n in range(1, 8)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("formula", FORMULAS, ids=[f"{name} {settings}" for name, settings, _ in FORMULAS])
+def test_formulas(formula: tuple[str, dict[str, Any], Callable[[Prompt], Any]], dtype: torch.dtype) -> None:
+    """Results are rounded once from float64, after at most a few hundred operations."""
+    name, settings, values = formula
+    for seed in range(4):
+        case, prompts, places = draw(seed, dtype)
+        got = getattr(div, name)(*(getattr(case, key) for key in ARGUMENTS.get(name, ("distances",))), **settings)
+        if isinstance(got, div.LogDeterminants):
+            totals = torch.tensor([logdet(prompt, **settings) for prompt in prompts], dtype=torch.float64)
+            assert_rounded(got.total, totals)
+            got = got.marginal
+        expected = torch.full(got.shape, ABSENT.get(name, 0), dtype=torch.float64)
+        for p, at in enumerate(places):
+            value = torch.as_tensor(np.asarray(values(prompts[p]), dtype=np.float64))
+            expected[(p, at) if got.dim() == 2 else p] = value
+        assert got.dtype == DTYPES.get(name, dtype)
+        assert_rounded(got, expected)
+
+
+def test_everything_of_the_module_is_tested_here() -> None:
+    assert {name for name, _, _ in FORMULAS} | {"LogDeterminants", "pad_rows", "unpad_rows"} == set(div.__all__)
 
 
 @pytest.mark.parametrize("size", range(2, 40))
-def test_threshold_components_of_a_chain_are_one(size: int) -> None:
+def test_components_of_a_chain_are_one(size: int) -> None:
     order = torch.randperm(size)
     d = torch.where((order[:, None] - order).abs() == 1, 0.1, 0.9).fill_diagonal_(0)[None]
-    assert diversity.threshold_components(d, 0.1).tolist() == [[0] * size]
-    assert diversity.threshold_components(d, 0.09).tolist() == [list(range(size))]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_weights_of_clusters(seed: int) -> None:
-    c = case(seed, torch.float32)
-
-    def distinctness(p: int, least: float) -> list[float]:
-        n = len(c.present(p))
-        return [1.0 if n == 1 else max(least, (n - m) / (n - 1)) for m in sizes(c, p)]
-
-    assert_per_place(diversity.distinctness_weights(c.labels), c, lambda p: distinctness(p, 0.1))
-    assert_per_place(diversity.distinctness_weights(c.labels, least=0.5), c, lambda p: distinctness(p, 0.5))
-    assert_per_place(diversity.uniqueness_weights(c.labels), c, lambda p: [1 / m for m in sizes(c, p)])
-    assert_per_place(diversity.agreement_weights(c.labels), c, lambda p: [m / len(sizes(c, p)) for m in sizes(c, p)])
-    for bound in (0.6, 1.0):
-
-        def bounded(p: int, bound: float = bound) -> list[float]:
-            n = len(sizes(c, p))
-            return [0.0 if entropy(c, p) >= bound * math.log(n) else m / n for m in sizes(c, p)]
-
-        assert_per_place(diversity.agreement_weights(c.labels, entropy_bound=bound), c, bounded)
-
-
-def entropy(c: Case, p: int) -> float:
-    n = len(sizes(c, p))
-    if set(sizes(c, p)) <= {1}:
-        return math.log(max(n, 1))  # exactly
-    return -sum(math.log(m / n) for m in sizes(c, p)) / n
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_semantic_entropy(seed: int) -> None:
-    c = case(seed, torch.float32)
-    assert_per_prompt(diversity.semantic_entropy(c.labels), c, lambda p: entropy(c, p))
-
-    def share(p: int) -> float:
-        return entropy(c, p) / math.log(len(sizes(c, p))) if len(sizes(c, p)) > 1 else 0.0
-
-    assert_per_prompt(diversity.semantic_entropy(c.labels, normalize=True), c, share)
+    assert div.threshold_components(d, 0.1).tolist() == [[0] * size]
+    assert div.threshold_components(d, 0.09).tolist() == [list(range(size))]
 
 
 @pytest.mark.parametrize("size", range(1, 70))
 def test_entropy_is_exact_at_its_ends(size: int) -> None:
-    different = torch.stack((torch.arange(size), torch.zeros(size, dtype=torch.int64)))
-    assert diversity.semantic_entropy(different)[1] == 0
-    assert diversity.semantic_entropy(different, normalize=True).tolist() == [float(size > 1), 0]
-    weights = diversity.agreement_weights(different, entropy_bound=1.0)
-    assert weights[0].tolist() == [0.0] * size
-    assert weights[1].tolist() == [float(size > 1)] * size
+    labels = torch.stack((torch.arange(size), torch.zeros(size, dtype=torch.int64)))
+    assert div.semantic_entropy(labels)[1] == 0
+    assert div.semantic_entropy(labels, normalize=True).tolist() == [float(size > 1), 0]
+    assert div.agreement_weights(labels, entropy_bound=1.0).tolist() == [[0.0] * size, [float(size > 1)] * size]
 
 
-@pytest.mark.parametrize(("seed", "dtype"), CASES)
-def test_vendi_score_is_that_of_the_eigenvalues(seed: int, dtype: torch.dtype) -> None:
-    c = case(seed, dtype)
-
-    def of_eigenvalues(p: int) -> float:
-        s = c.similarity(p)
-        return 1 / float((np.linalg.eigvalsh(s / len(s)) ** 2).sum()) if len(s) else 0.0
-
-    got = diversity.vendi_score(c.distances)
-    assert got.dtype == dtype
-    assert_per_prompt(got, c, of_eigenvalues)
-
-
-@pytest.mark.parametrize(("seed", "dtype"), CASES)
-def test_leave_one_out_logdet(seed: int, dtype: torch.dtype) -> None:
-    c = case(seed, dtype)
-    for eps in (1e-3, 1.0):
-
-        def logdet(p: int, without: int | None = None, eps: float = eps) -> float:
-            s = c.similarity(p)
-            s = s + eps * np.eye(len(s))
-            keep = [i for i in range(len(s)) if i != without]
-            return float(np.linalg.slogdet(s[keep][:, keep])[1]) if keep else 0.0
-
-        def marginals(p: int, logdet: Callable[..., float] = logdet) -> list[float]:
-            return [logdet(p) - logdet(p, i) for i in range(len(c.present(p)))]
-
-        got = diversity.leave_one_out_logdet(c.distances, eps=eps)
-        assert got.total.dtype == got.marginal.dtype == dtype
-        assert_per_prompt(got.total, c, logdet)
-        assert_per_place(got.marginal, c, marginals)
-
-
-def test_leave_one_out_logdet_says_where_there_is_no_factor() -> None:
-    # 0 and 1 are alike, 1 and 2 are alike, 0 and 2 are opposite: no vectors have these cosines
-    impossible = torch.tensor([[0.0, 0, 2], [0, 0, 0], [2, 0, 0]])
-    fine = gk.pairwise_cosine(torch.randn(3, 4), 3)[0]
-    got = diversity.leave_one_out_logdet(torch.stack((impossible, fine)))
-    assert got.total.isnan().tolist() == [True, False]
-    assert got.marginal.isnan().all(1).tolist() == [True, False]
-
-
-@pytest.mark.parametrize(("seed", "dtype"), CASES)
-def test_mmr_rewards(seed: int, dtype: torch.dtype) -> None:
-    c = case(seed, dtype)
-    for lam in (0.0, 0.6, 1.0):
-
-        def greedy(p: int, lam: float = lam) -> list[float]:
-            s, r = c.similarity(p).tolist(), c.rewards[p, c.present(p)].double().tolist()
-            result = [NAN] * len(r)
-            left = [i for i in range(len(r)) if not math.isnan(r[i])]
-            chosen: list[int] = []
-            while left:
-                score = {i: lam * r[i] - (1 - lam) * max(s[i][j] for j in chosen) if chosen else r[i] for i in left}
-                best = max(left, key=lambda i: (score[i], -i))
-                result[best] = score[best]
-                chosen.append(best)
-                left.remove(best)
-            return result
-
-        got = diversity.mmr_rewards(c.rewards, c.distances, lam=lam)
-        assert got.dtype == dtype
-        assert_per_place(got, c, greedy, elsewhere=NAN)
-        per_prompt = torch.full((len(c.rewards),), lam, dtype=torch.float64)
-        assert torch.equal(
-            diversity.mmr_rewards(c.rewards, c.distances, lam=per_prompt).nan_to_num(9), got.nan_to_num(9)
-        )
-
-
-def test_mmr_takes_the_lowest_of_equals() -> None:
-    distances = gk.pairwise_cosine(torch.eye(3).repeat(1, 2).view(-1, 3), 6)  # 0, 0, 1, 1, 2, 2
-    got = diversity.mmr_rewards(torch.ones(1, 6), distances, lam=0.5)
-    assert got.tolist() == [[1.0, 0.0, 0.5, 0.0, 0.5, 0.0]]
-
-
-def test_mmr_has_a_lam_of_each_prompt() -> None:
-    c = case(3, torch.float64)
-    lam = torch.linspace(0, 1, len(c.rewards))
-    got = diversity.mmr_rewards(c.rewards, c.distances, lam=lam)
-    for p in range(len(lam)):
-        alone = diversity.mmr_rewards(c.rewards[p : p + 1], c.distances[p : p + 1], lam=lam[p].item())
-        torch.testing.assert_close(got[p : p + 1], alone, rtol=0, atol=0, equal_nan=True)
-
-
-def by_enumeration(rewards: list[float], labels: list[int], n: int) -> list[float]:
-    """The value by definition, over all sets of n responses with a label and a reward."""
-    scored = [i for i, (r, label) in enumerate(zip(rewards, labels, strict=True)) if label >= 0 and not math.isnan(r)]
-    worth: dict[tuple[int, ...], float] = {}
-    for chosen in itertools.combinations(scored, n):
-        distinct = len({labels[i] for i in chosen})
-        worth[chosen] = math.fsum(rewards[i] for i in chosen) / n * distinct / n
-    result = [0.0] * len(rewards)
-    if worth:
-        for i in scored:
-            own = [w for chosen, w in worth.items() if i in chosen]
-            result[i] = math.fsum(own) / len(own) - math.fsum(worth.values()) / len(worth)
-    return result
-
-
-@pytest.mark.parametrize(("seed", "dtype"), CASES)
-def test_set_advantages(seed: int, dtype: torch.dtype) -> None:
-    c = case(seed, dtype, size=7)
-    for n in range(1, 8):
-        got = diversity.set_advantages(c.rewards, c.labels, set_size=n)
-        assert got.dtype == dtype
-        wanted = [
-            by_enumeration(r, label, n) for r, label in zip(c.rewards.double().tolist(), c.labels.tolist(), strict=True)
-        ]
-        torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64).to(dtype), **TOLERANCE[dtype])
-
-
-def test_set_advantages_of_equals_and_of_sets_without_choice_are_exactly_zero() -> None:
-    rewards = torch.full((2, 7), 0.7, dtype=torch.float64)
+def test_equal_sets_and_sets_without_choice_have_no_advantage() -> None:
     labels = torch.tensor([[3] * 7, list(range(7))])
     for n in range(1, 8):
-        assert diversity.set_advantages(rewards, labels, set_size=n).abs().max() == 0
-    assert diversity.set_advantages(torch.rand(2, 7), labels, set_size=7).abs().max() == 0
-
-
-def test_set_advantages_of_large_prompts_are_finite() -> None:
+        equal = torch.full((2, 7), 0.7, dtype=torch.float64)
+        assert not div.set_advantages(equal, labels, set_size=n).any()
+    assert not div.set_advantages(torch.rand(2, 7), labels, set_size=7).any()
     # binomials of 200 over 100 would overflow as products of factorials
-    got = diversity.set_advantages(torch.rand(2, 200), torch.randint(0, 9, (2, 200)), set_size=100)
+    got = div.set_advantages(torch.rand(2, 200), torch.randint(0, 9, (2, 200)), set_size=100)
     assert got.isfinite().all() and (got != 0).all()
     torch.testing.assert_close(got.sum(1), torch.zeros(2), rtol=0, atol=1e-5)
 
 
-def everything(c: Case) -> dict[str, Tensor]:
-    logdet = diversity.leave_one_out_logdet(c.distances)
-    return {
-        "similarity_weights": diversity.similarity_weights(c.distances),
-        "threshold_components": diversity.threshold_components(c.distances, 0.2),
-        "distinctness_weights": diversity.distinctness_weights(c.labels),
-        "agreement_weights": diversity.agreement_weights(c.labels, entropy_bound=1),
-        "uniqueness_weights": diversity.uniqueness_weights(c.labels),
-        "semantic_entropy": diversity.semantic_entropy(c.labels),
-        "vendi_score": diversity.vendi_score(c.distances),
-        "total": logdet.total,
-        "marginal": logdet.marginal,
-        "mmr_rewards": diversity.mmr_rewards(c.rewards, c.distances, lam=0.7),
-        "set_advantages": diversity.set_advantages(c.rewards, c.labels, set_size=min(max(c.labels.shape[1], 1), 2)),
-    }
+def test_results_by_hand() -> None:
+    opposite = gk.pairwise_cosine(torch.tensor([[1.0, 0], [-1, 0], [-1, 0]]), 3)
+    assert div.similarity_weights(opposite, eps=0.0).tolist() == [[1.0, 1.0, 1.0]]  # sums are -1, 1, 1
+    assert div.similarity_weights(opposite, eps=0.0, least=0.5).tolist() == [[2.0, 1.0, 1.0]]
+    # 0 and 1 are alike, 1 and 2 are alike, 0 and 2 are opposite: no vectors have these cosines
+    impossible = torch.tensor([[0.0, 0, 2], [0, 0, 0], [2, 0, 0]])
+    logdets = div.leave_one_out_logdet(torch.stack((impossible, opposite[0])))
+    assert logdets.total.isnan().tolist() == [True, False]
+    assert logdets.marginal.isnan().tolist() == [[True] * 3, [False] * 3]
+    pairs = gk.pairwise_cosine(torch.eye(3).repeat(1, 2).view(-1, 3), 6)  # 0, 0, 1, 1, 2, 2
+    assert div.mmr_rewards(torch.ones(1, 6), pairs, lam=0.5).tolist() == [[1.0, 0.0, 0.5, 0.0, 0.5, 0.0]]
 
 
-def test_everything_of_the_module_is_tested_here() -> None:
-    tested = {*everything(case(0, torch.float64)), "LogDeterminants", "leave_one_out_logdet", "pad_rows", "unpad_rows"}
-    assert tested - {"total", "marginal"} == set(diversity.__all__)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_order_of_the_responses_does_not_matter(seed: int) -> None:
-    c = case(seed, torch.float64)
-    c = c._replace(rewards=torch.rand(c.rewards.shape, dtype=torch.float64))  # mmr: no ties
-    order = torch.randperm(6)
-    moved = everything(Case(c.distances[:, order][:, :, order], c.rewards[:, order], c.labels[:, order]))
-    for name, value in everything(c).items():
-        got, wanted = moved[name], value if value.dim() == 1 else value[:, order]
-        if name == "threshold_components":  # numbered by first appearance
-            got, wanted = (v[:, :, None] == v[:, None] for v in (got, wanted))
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9, equal_nan=True)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_prompts_and_padding_do_not_matter(seed: int) -> None:
-    c = case(seed, torch.float64)
-    together = everything(c)
-    for p in range(len(c.labels)):
-        places = c.present(p)
-        if len(places) < 2:
-            continue
-        alone = Case(c.distances[p][places][:, places][None], c.rewards[p, places][None], c.labels[p, places][None])
-        for name, value in everything(alone).items():
-            wanted = together[name][p : p + 1]
-            wanted = wanted if wanted.dim() == 1 else wanted[:, places]
-            torch.testing.assert_close(value, wanted, rtol=1e-6, atol=1e-9, equal_nan=True)
-
-
-@pytest.mark.parametrize("value", [NAN, 0.0, -INF])
-def test_what_stands_at_absent_places_does_not_matter(value: float) -> None:
-    c = case(5, torch.float32)
-    diagonal = torch.eye(6, dtype=torch.bool)
-    spoilt = torch.where(c.distances.isfinite() | diagonal, c.distances, value)
-    wanted = everything(c)
-    for name, got in everything(c._replace(distances=spoilt)).items():
-        torch.testing.assert_close(got, wanted[name], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_few_places(dtype: torch.dtype) -> None:
-    for size in (0, 1, 3):
-        zeros = torch.zeros(0, size, dtype=dtype)
-        nobody = everything(Case(torch.zeros(0, size, size, dtype=dtype), zeros, zeros.int()))
-        assert {value.shape for value in nobody.values()} == {(0,), (0, size)}
-    empty = Case(torch.zeros(2, 0, 0, dtype=dtype), torch.zeros(2, 0, dtype=dtype), torch.zeros(2, 0).int())
-    assert diversity.vendi_score(empty.distances).tolist() == [0, 0]
-    assert diversity.leave_one_out_logdet(empty.distances).total.tolist() == [0, 0]
-    assert diversity.semantic_entropy(empty.labels).tolist() == [0, 0]
-    assert diversity.threshold_components(empty.distances, 0.1).shape == (2, 0)
-    assert diversity.mmr_rewards(empty.rewards, empty.distances, lam=0.5).shape == (2, 0)
-    assert diversity.set_advantages(empty.rewards, empty.labels, set_size=4).shape == (2, 0)
-    one = everything(
-        Case(torch.zeros(1, 1, 1, dtype=dtype), torch.full((1, 1), 3.0, dtype=dtype), torch.full((1, 1), 5))
-    )
-    ridge = pytest.approx(math.log(1.001))
-    assert {k: v.flatten().tolist() for k, v in one.items()} == {
-        "similarity_weights": [pytest.approx(1 / (1 + 1e-6))],
-        "threshold_components": [0],
-        "distinctness_weights": [1],
-        "agreement_weights": [0],
-        "uniqueness_weights": [1],
-        "semantic_entropy": [0],
-        "vendi_score": [1],
-        "total": [ridge],
-        "marginal": [ridge],
-        "mmr_rewards": [3],
-        "set_advantages": [0],
-    }
-    opposite = torch.tensor([[[0.0, 2], [2, 0]]], dtype=dtype)
-    assert diversity.vendi_score(opposite).tolist() == [1]
-    assert diversity.threshold_components(opposite, 1.99).tolist() == [[0, 1]]
-    rewards = torch.tensor([[1.0, 2]], dtype=dtype)
-    assert diversity.mmr_rewards(rewards, opposite, lam=0.5).tolist() == [[1, 2]]  # 0.5 * 1 + 0.5 * 1
-    assert diversity.set_advantages(rewards, torch.tensor([[0, 1]]), set_size=1).tolist() == [[-0.5, 0.5]]
+def test_mmr_has_a_lam_of_each_prompt() -> None:
+    case, _, _ = draw(3, torch.float64)
+    lam = torch.linspace(0, 1, 7)
+    got = div.mmr_rewards(case.rewards, case.distances, lam=lam)
+    alone = [div.mmr_rewards(case.rewards, case.distances, lam=value)[p] for p, value in enumerate(lam.tolist())]
+    torch.testing.assert_close(got, torch.stack(alone), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bad", [INF, -INF])
@@ -417,34 +230,64 @@ def test_an_infinite_reward_stays_in_its_prompt(bad: float) -> None:
     spoilt = rewards.clone()
     spoilt[1, 2] = bad
     for run, finite in (
-        (lambda r: diversity.mmr_rewards(r, distances, lam=0.5), 3),
-        (lambda r: diversity.mmr_rewards(r, distances, lam=0.0), 3),
-        (lambda r: diversity.set_advantages(r, labels, set_size=2), 0),
+        (lambda r: div.mmr_rewards(r, distances, lam=0.5), 3),
+        (lambda r: div.mmr_rewards(r, distances, lam=0.0), 3),
+        (lambda r: div.set_advantages(r, labels, set_size=2), 0),
     ):
         assert torch.equal(run(spoilt)[[0, 2]], run(rewards)[[0, 2]])
         assert run(spoilt)[1].isfinite().sum() == finite
+        for dtype in (torch.float16, torch.bfloat16):
+            assert torch.equal(run(rewards.to(dtype)), run(rewards.to(dtype).float()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_rewards_give_float32(dtype: torch.dtype) -> None:
-    c = case(1, torch.float32)
-    rewards = c.rewards.to(dtype)
-    for run in (
-        lambda r: diversity.mmr_rewards(r, c.distances, lam=0.5),
-        lambda r: diversity.set_advantages(r, c.labels, set_size=3),
-    ):
-        assert run(rewards).dtype == torch.float32
-        torch.testing.assert_close(run(rewards), run(rewards.float()), rtol=0, atol=0, equal_nan=True)
+def test_few_places() -> None:
+    for prompts, size in ((0, 0), (0, 3), (2, 0)):
+        zeros = torch.zeros(prompts, size)
+        result = everything(Diversity(zeros.new_zeros(prompts, size, size), zeros, zeros.int())._asdict())
+        assert {value.shape for value in result.values()} == {(prompts,), (prompts, size)}
+        assert not any(value.any() for value in result.values() if value.dim() == 1)
+    alone = everything(Diversity(torch.zeros(1, 1, 1), torch.full((1, 1), 3.0), torch.full((1, 1), 5))._asdict())
+    expected = dict.fromkeys(alone, 0.0) | {"similarity_weights": 1 / (1 + 1e-6), "mmr_rewards": 3.0}
+    expected |= dict.fromkeys(("distinctness_weights", "uniqueness_weights", "vendi_score"), 1.0)
+    expected |= dict.fromkeys(("total", "marginal"), math.log(1.001))
+    assert {key: value.item() for key, value in alone.items()} == pytest.approx(expected)
 
 
 def test_nothing_waits_for_a_device() -> None:
-    c = case(2, torch.float32)
-    # reading a value of a meta tensor would raise
-    assert all(value.is_meta for value in everything(Case(*(t.to("meta") for t in c))).values())
+    """Reading a value of a meta tensor would raise."""
+    case, _, _ = draw(2, torch.float32)
+    assert all(value.is_meta for value in everything({k: v.to("meta") for k, v in case._asdict().items()}).values())
 
 
-def test_torch_compile_sees_one_graph() -> None:
-    c = case(2, torch.float32)
-    compiled = torch.compile(everything, backend="eager", fullgraph=True)(c)
-    for name, value in everything(c).items():
-        torch.testing.assert_close(compiled[name], value, rtol=0, atol=0, equal_nan=True)
+@pytest.mark.parametrize("shape", [(11,), (11, 2)])
+def test_pad_rows_and_back(shape: tuple[int, ...]) -> None:
+    """Groups by ascending id, rows in order; the layout of pairwise_cosine."""
+    ids = torch.tensor([3, -1, 3, 9, 9, 3, -1, 9, 3, 2**40, 9])
+    values = torch.rand(shape, dtype=torch.float64, requires_grad=True)
+    padded = div.pad_rows(values, ids)
+    assert padded.shape == (4, 4, *shape[1:])
+    for p, name in enumerate((-1, 3, 9, 2**40)):
+        rows = values[ids == name]
+        assert torch.equal(padded[p, : len(rows)], rows) and padded[p, len(rows) :].isnan().all()
+    larger = div.pad_rows(values, ids, num_groups=6, max_size=5)
+    assert larger.shape[:2] == (6, 5) and larger[4:].isnan().all()
+    assert torch.equal(div.unpad_rows(padded, ids), values) and torch.equal(div.unpad_rows(larger, ids), values)
+    assert torch.autograd.gradcheck(lambda v: div.unpad_rows(div.pad_rows(v, ids, fill=0) ** 2, ids), values)
+
+
+def test_pad_rows_fills_with_what_absent_is() -> None:
+    ids = torch.tensor([0, 1, 1])
+    assert div.pad_rows(torch.arange(3), ids).tolist() == [[0, -1], [1, 2]]
+    assert div.pad_rows(torch.ones(3, dtype=torch.bool), ids).tolist() == [[True, False], [True, True]]
+    assert div.pad_rows(torch.ones(3, dtype=torch.uint8), ids, fill=9).tolist() == [[1, 9], [1, 1]]
+    assert div.pad_rows(torch.arange(6), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert div.unpad_rows(torch.arange(6).view(2, 3), 3).tolist() == list(range(6))
+    assert div.pad_rows(torch.ones(0), ids[:0]).shape == (0, 0)
+    assert div.unpad_rows(torch.ones(0, 0), ids[:0]).shape == (0,)
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="tests are run from outside the checkout")
+def test_the_example_of_the_document() -> None:
+    blocks = "".join(re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL))
+    examples = doctest.DocTestParser().get_doctest(blocks, {}, DOCUMENT.name, str(DOCUMENT), 0)
+    assert doctest.DocTestRunner().run(examples).failed == 0 and len(examples.examples) > 10

@@ -1,212 +1,64 @@
-"""Errors of similarity_groups, its parts and its config: the exception type and the parts of its message."""
+"""Errors of similarity_groups, its parts, its config, its metrics and gk.diversity.
+
+Faults that this is for: a check that is missing, comes too late or names another argument, and a message without the
+rule, the value or the way out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.backends import runs_on
-from grpo_kernels.ops.similarity_groups.config import COLLAPSES
+from grpo_kernels import diversity as div
 from tests.harness import assert_raises, needs_cpu_kernels
-from tests.ops.similarity_groups.prompts import BACKENDS, INF, LINKAGES, NAN
+from tests.ops.similarity_groups.cases import INF, LINKAGES, NAN
 
-OF_EMBEDDINGS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (gk.similarity_groups, gk.pairwise_cosine)}
-OF_DISTANCES: dict[str, Callable[..., Any]] = {
-    "cluster_distances": gk.cluster_distances,
-    "agglomerate": gk.agglomerate,
-    "silhouette": lambda distances, **options: gk.silhouette(
-        distances, torch.zeros(getattr(distances, "shape", (1, 1))[:2], dtype=torch.int64), **options
-    ),
-}
-embeddings_ops = pytest.mark.parametrize("op", OF_EMBEDDINGS)
-distances_ops = pytest.mark.parametrize("op", OF_DISTANCES)
-
-
-def assert_refused(error: type[Exception], op: str, parts: tuple[str, ...], call: Callable[..., Any]) -> None:
-    """Checks that every backend raises exactly this type, with a message that begins with the op and has each part."""
-    for backend in (None, *(name for name in BACKENDS if runs_on(name, "cpu"))):
-        assert_raises(error, f"{op}: ", parts, functools.partial(call, backend=backend))
-
-
-def refused(
-    error: type[Exception], op: str, *parts: str, embeddings: Any = None, groups: Any = 3, **options: Any
-) -> None:
-    embeddings = torch.randn(6, 4) if embeddings is None else embeddings
-    assert_refused(error, op, parts, lambda **more: OF_EMBEDDINGS[op](embeddings, groups, **options, **more))
-
-
-def distances_refused(error: type[Exception], op: str, *parts: str, distances: Any) -> None:
-    assert_refused(error, op, parts, lambda **more: OF_DISTANCES[op](distances, **more))
-
-
-# Embeddings
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
-@embeddings_ops
-def test_embeddings_of_another_dtype(op: str, dtype: torch.dtype) -> None:
-    refused(TypeError, op, "embeddings", str(dtype), embeddings=torch.ones(6, 4).to(dtype))
-
-
-@pytest.mark.parametrize("value", [[[1.0, 2.0]], 1.0, None])
-@embeddings_ops
-def test_embeddings_that_are_no_tensor(op: str, value: Any) -> None:
-    for backend in (None, *BACKENDS):
-        with pytest.raises(TypeError, match=f"^{op}: embeddings must be a tensor, got {type(value).__name__}"):
-            OF_EMBEDDINGS[op](value, 3, backend=backend)
-
-
-@pytest.mark.parametrize("shape", [(6,), (), (2, 3, 4), (6, 0), (0, 0)], ids=str)
-@embeddings_ops
-def test_embeddings_of_another_shape(op: str, shape: tuple[int, ...]) -> None:
-    refused(ValueError, op, "embeddings", "D > 0", str(list(shape)), embeddings=torch.zeros(shape))
-
-
-@embeddings_ops
-def test_embeddings_that_require_grad_with_the_advice_to_detach(op: str) -> None:
-    leaf = torch.randn(6, 4, requires_grad=True)
-    refused(ValueError, op, "embeddings", "requires_grad=True", "detach", embeddings=leaf)
-    with torch.no_grad():  # with gradients disabled, none can be lost
-        result = OF_EMBEDDINGS[op](leaf, 3)
-    assert not (result if op == "pairwise_cosine" else result.silhouette).requires_grad
-
-
-# Groups
-
-
-@pytest.mark.parametrize("groups", [True, False, 2.0, None, "3", [0, 0, 0, 1, 1, 1]])
-@embeddings_ops
-def test_groups_of_another_type(op: str, groups: Any) -> None:
-    refused(TypeError, op, "groups", type(groups).__name__, groups=groups)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16])
-@embeddings_ops
-def test_group_ids_of_another_dtype(op: str, dtype: torch.dtype) -> None:
-    refused(TypeError, op, "groups", str(dtype), groups=torch.ones(6, dtype=dtype))
-
-
-@pytest.mark.parametrize("groups", [0, -1, 257, 2**40])
-@embeddings_ops
-def test_group_size_below_one_or_above_256(op: str, groups: int) -> None:
-    refused(ValueError, op, "groups", "1 to 256", str(groups), groups=groups)
-
-
-@pytest.mark.parametrize("groups", [4, 5, 7, 12])
-@embeddings_ops
-def test_group_size_that_does_not_divide_the_rows_with_the_way_out(op: str, groups: int) -> None:
-    refused(ValueError, op, "groups", "6", str(groups), "ids", groups=groups)
-
-
-@embeddings_ops
-def test_prompt_of_more_than_256_rows(op: str) -> None:
-    ids = torch.zeros(260, dtype=torch.int64)
-    ids[:3] = 1
-    refused(ValueError, op, "groups", "256", "257", embeddings=torch.randn(260, 2), groups=ids)
-    refused(ValueError, op, "groups", "256", "257", embeddings=torch.randn(257, 2), groups=257)
-
-
-@pytest.mark.parametrize("name", ["groups", "valid"])
-@pytest.mark.parametrize("shape", [(5,), (7,), (0,), (6, 1), (1, 6), ()], ids=str)
-@embeddings_ops
-def test_argument_of_another_length_than_the_rows(op: str, shape: tuple[int, ...], name: str) -> None:
-    value = torch.ones(shape, dtype=torch.bool if name == "valid" else torch.int64)
-    refused(ValueError, op, name, "[6]", str(list(shape)), **{name: value})
-
-
-@pytest.mark.parametrize("name", ["groups", "valid"])
-@embeddings_ops
-def test_argument_on_another_device(op: str, name: str) -> None:
-    value = torch.ones(6, dtype=torch.bool if name == "valid" else torch.int64, device="meta")
-    refused(ValueError, op, name, "meta", "cpu", **{name: value})
-
-
-@pytest.mark.parametrize("valid", [[True] * 6, 1, torch.ones(6), torch.ones(6, dtype=torch.uint8)], ids=str)
-@embeddings_ops
-def test_valid_of_another_type(op: str, valid: Any) -> None:
-    kind = str(valid.dtype) if isinstance(valid, torch.Tensor) else type(valid).__name__
-    refused(TypeError, op, "valid", kind, valid=valid)
-
-
-# Known sizes
-
+Op = Callable[..., Any]
+META = torch.device("meta")
+ROWS, LEAF = torch.ones(6, 4), torch.ones(6, 4, requires_grad=True)
+D, R, L = torch.zeros(2, 3, 3), torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64)
 IDS = torch.tensor([0, 1, 1, 1, 5, 5])
+ONE_BIG = torch.zeros(260).long().index_fill(0, torch.arange(3), 1)
+FLAGS = IDS == IDS
+THOSE = "groups must be those of the distances, 2 of at most 3 rows"
+
+# Arguments of a call without errors.
+ARGUMENTS: dict[Op, dict[str, Any]] = {
+    gk.similarity_groups: {"embeddings": ROWS, "groups": 3},
+    gk.pairwise_cosine: {"embeddings": ROWS, "groups": 3},
+    gk.cluster_distances: {"distances": D},
+    gk.agglomerate: {"distances": D},
+    gk.silhouette: {"distances": D, "labels": L},
+    gk.SimilarityConfig: {},
+    gk.similarity_metrics: {},
+    gk.similarity_advantages: {"rewards": ROWS[:, 0], "embeddings": ROWS, "groups": 3},
+    div.similarity_weights: {"distances": D},
+    div.threshold_components: {"distances": D, "threshold": 0.1},
+    div.vendi_score: {"distances": D},
+    div.leave_one_out_logdet: {"distances": D},
+    div.distinctness_weights: {"labels": L},
+    div.agreement_weights: {"labels": L},
+    div.uniqueness_weights: {"labels": L},
+    div.semantic_entropy: {"labels": L},
+    div.mmr_rewards: {"rewards": R, "distances": D, "lam": 1},
+    div.set_advantages: {"rewards": R, "labels": L, "set_size": 2},
+    div.pad_rows: {"values": R[0], "groups": 3},
+    div.unpad_rows: {"values": R, "groups": 3},
+}
+OF_ROWS = [gk.similarity_groups, gk.pairwise_cosine]
+OF_DISTANCES = [op for op, arguments in ARGUMENTS.items() if "distances" in arguments]
+CONFIGURED, REWARDED = [gk.similarity_groups, gk.cluster_distances], [div.mmr_rewards, div.set_advantages]
+OF_LABELS = [op for op, arguments in ARGUMENTS.items() if [*arguments] == ["labels"]]
 
 
-@pytest.mark.parametrize("value", [2.0, True, "3"])
-@pytest.mark.parametrize("name", ["num_groups", "max_size"])
-@embeddings_ops
-def test_sizes_of_another_type(op: str, name: str, value: Any) -> None:
-    for groups in (3, IDS):
-        refused(TypeError, op, name, type(value).__name__, repr(value), groups=groups, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "least"), [("num_groups", 2, 3), ("num_groups", 0, 3), ("max_size", 2, 3), ("max_size", 0, 3)]
-)
-@embeddings_ops
-def test_sizes_that_are_too_small(op: str, name: str, value: int, least: int) -> None:
-    refused(ValueError, op, name, f"at least {least}", f"got {value}", groups=IDS, **{name: value})
-
-
-@pytest.mark.parametrize("name", ["num_groups", "max_size"])
-@embeddings_ops
-def test_sizes_below_zero(op: str, name: str) -> None:
-    for groups in (3, IDS):
-        refused(ValueError, op, name, "negative", "-1", groups=groups, **{name: -1})
-
-
-@pytest.mark.parametrize("size", [257, 1000])
-@embeddings_ops
-def test_max_size_above_256(op: str, size: int) -> None:
-    refused(ValueError, op, "256", str(size), groups=IDS, max_size=size)
-
-
-@embeddings_ops
-def test_max_size_above_256_of_no_rows(op: str) -> None:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    refused(ValueError, op, "256", "300", embeddings=torch.zeros(0, 4), groups=nothing, num_groups=2, max_size=300)
-
-
-@pytest.mark.parametrize(("name", "value", "found"), [("num_groups", 3, 2), ("num_groups", 1, 2), ("max_size", 4, 3)])
-@embeddings_ops
-def test_sizes_that_contradict_groups_of_neighbours(op: str, name: str, value: int, found: int) -> None:
-    refused(ValueError, op, name, f"must be {found}", f"got {value}", groups=3, **{name: value})
-
-
-# Distances
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
-@distances_ops
-def test_distances_of_another_dtype(op: str, dtype: torch.dtype) -> None:
-    distances_refused(TypeError, op, "distances", str(dtype), distances=torch.zeros(2, 3, 3, dtype=dtype))
-
-
-@pytest.mark.parametrize("value", [[[[0.0]]], None, 1.0])
-@distances_ops
-def test_distances_that_are_no_tensor(op: str, value: Any) -> None:
-    distances_refused(TypeError, op, "distances", type(value).__name__, distances=value)
-
-
-@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 4), (1, 2, 3, 3), (9,)], ids=str)
-@distances_ops
-def test_distances_of_another_shape(op: str, shape: tuple[int, ...]) -> None:
-    distances_refused(ValueError, op, "distances", "[P, K, K]", str(list(shape)), distances=torch.zeros(shape))
-
-
-@distances_ops
-def test_distances_of_more_than_256_places(op: str) -> None:
-    distances_refused(ValueError, op, "distances", "256", "257", distances=torch.zeros(1, 257, 257))
-
-
-def one_wrong(i: int, j: int, value: float, mirrored: bool = True) -> torch.Tensor:
+def one_wrong(i: int, j: int, value: float, mirrored: bool = True) -> Tensor:
     """Valid distances except for one entry of the second prompt, whose last place is unused."""
     distances = torch.ones(2, 4, 4) - torch.eye(4)
     distances[1, 3] = distances[1, :, 3] = INF
@@ -216,189 +68,229 @@ def one_wrong(i: int, j: int, value: float, mirrored: bool = True) -> torch.Tens
     return distances
 
 
-@pytest.mark.parametrize("value", [-(2.0**-20), -INF, INF, NAN])
-@distances_ops
-def test_distances_that_are_none(op: str, value: float) -> None:
-    distances_refused(
-        ValueError,
-        op,
-        "distances",
-        "at least 0",
-        "finite",
-        repr(value),
-        "[1, 0, 2]",
-        distances=one_wrong(0, 2, value),
-    )
+class Case(NamedTuple):
+    op: Op
+    arguments: dict[str, Any]
+    error: type[Exception]
+    message: str  # parts, separated by " ... ", with {type}, {value}, {shape} or {dtype} of the wrong argument
+
+    def check(self) -> None:
+        given = ARGUMENTS[self.op] | self.arguments
+        wrong = next(iter(self.arguments.values()))
+        found = {"type": type(wrong).__name__, "value": repr(wrong)}
+        if isinstance(wrong, Tensor):
+            found = {"shape": str(list(wrong.shape)), "dtype": str(wrong.dtype)}
+        message = self.message
+        for name, text in found.items():
+            message = message.replace("{" + name + "}", text)
+        start, *parts = message.split(" ... ")
+        assert_raises(self.error, f"{self.op.__name__}: {start}", parts, lambda: self.op(**given))
 
 
-@distances_ops
-def test_distances_that_differ_there_and_back(op: str) -> None:
-    apart = one_wrong(0, 2, 1 + 2**-23, mirrored=False)
-    distances_refused(ValueError, op, "distances", "symmetric", "[1, 0, 2]", distances=apart)
+def cases(error: type[Exception], ops: list[Op], message: str, *values: Any, **others: Any) -> list[Case]:
+    """A case for each function and value of the argument that the message begins with."""
+    name = message.partition(" ")[0]
+    return [Case(op, {name: value} | others, error, message) for op in ops for value in values]
 
 
-@pytest.mark.parametrize("value", [0.5, -1.0, 2.0**-100, NAN])
-@distances_ops
-def test_distances_to_oneself_that_are_not_zero(op: str, value: float) -> None:
-    parts = ("distances", "0 on the diagonal", repr(value), "[1, 1")
-    distances_refused(ValueError, op, *parts, distances=one_wrong(1, 1, value))
+types, values = partial(cases, TypeError), partial(cases, ValueError)
 
 
-@distances_ops
-def test_what_places_that_are_not_in_use_hold_is_not_looked_at(op: str) -> None:
-    for value in (NAN, -1.0, 5.0):
-        result = OF_DISTANCES[op](one_wrong(3, 1, value, mirrored=False))
-        expected = OF_DISTANCES[op](one_wrong(3, 1, INF))
-        for one, other in zip(result, expected, strict=True):
-            assert torch.equal(one.nan_to_num(), other.nan_to_num())
+def zeros(*shapes: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
 
 
-# Linkages and labels
+def cast(value: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    return [value.to(dtype) for dtype in dtypes]
 
 
-@pytest.mark.parametrize("value", ["centroid", "Ward", "", None, 2, ["ward"]], ids=repr)
-def test_linkage_that_does_not_exist_lists_those_that_do(value: Any) -> None:
-    call = lambda **more: gk.agglomerate(torch.zeros(1, 3, 3), linkage=value, **more)  # noqa: E731
-    assert_refused(ValueError, "agglomerate", ("linkage", repr(value), *LINKAGES), call)
+LABELLED, SHAPES = [gk.silhouette, *OF_LABELS], ([5], [0], [6, 1], [])
+NARROW, EMPTY = (torch.float16, torch.bfloat16, torch.int64, torch.bool), {"embeddings": ROWS[:0], "groups": IDS[:0]}
+METRIC = "distances must be 0 on the diagonal, or infinite ... got {} at [1, 1"
+TABLE = [
+    *types(OF_ROWS, "embeddings must be a tensor, got {type}", [[1.0]], 1.0, None),
+    *types(OF_ROWS, "embeddings must be of dtype ... {dtype}", *cast(ROWS, torch.int64, torch.bool, torch.complex64)),
+    *types(OF_ROWS, "embeddings must be of dtype ... {dtype}", ROWS.to(torch.float8_e4m3fn)),
+    *values(OF_ROWS, "embeddings must have shape [N, D] with D > 0, got {shape}", *zeros([6], [], [2, 3, 4], [6, 0])),
+    *values(OF_ROWS, "embeddings must not require grad ... detach", LEAF),
+    *types(OF_ROWS, "groups must be ... {type}", True, 2.0, None, "3", [0] * 6),
+    *types(OF_ROWS, "groups must be of dtype ... {dtype}", *cast(IDS, torch.float32, torch.bool)),
+    *values(OF_ROWS, "groups must have 1 to 256 rows each, got {value}", 0, -1, 257, 2**40),
+    *values(OF_ROWS, "groups must divide the number of rows, 6, got {value} ... ids", 4, 7, 12),
+    *values(OF_ROWS, "groups must have at most 256 rows each, got one of 257", ONE_BIG, embeddings=torch.ones(260, 2)),
+    *values(OF_ROWS, "groups must have shape [6] ... {shape}", *zeros(*SHAPES, dtype=torch.int64)),
+    *values(OF_ROWS, "groups must be on cpu like the first argument, got meta", IDS.to(META)),
+    *types(OF_ROWS, "valid must be a tensor, got {type}", [True] * 6, 1),
+    *types(OF_ROWS, "valid must be of dtype ... {dtype}", *cast(FLAGS, torch.float32, torch.uint8)),
+    *values(OF_ROWS, "valid must have shape [6] ... {shape}", *zeros(*SHAPES, dtype=torch.bool)),
+    *values(OF_ROWS, "valid must be on cpu like the first argument, got meta", FLAGS.to(META)),
+    *(
+        case
+        for groups in (3, IDS)
+        for name in ("num_groups", "max_size")
+        for case in (
+            *types(OF_ROWS, name + " must be an int, got {type} {value}", 2.0, True, "3", groups=groups),
+            *values(OF_ROWS, name + " must not be negative, got -1", -1, groups=groups),
+        )
+    ),
+    *values(OF_ROWS, "num_groups must be at least 3 ... got {value}", 2, 0, groups=IDS),
+    *values(OF_ROWS, "max_size must be at least 3 ... got {value}", 2, 0, groups=IDS),
+    *values(OF_ROWS, "max_size must be at most 256, got {value}", 257, 1000, groups=IDS),
+    *values(OF_ROWS, "max_size must be at most 256, got {value}", 300, num_groups=2, **EMPTY),
+    *values(OF_ROWS, "num_groups must be 2 ... got {value}", 3, 1),
+    *values(OF_ROWS, "max_size must be 3 ... got {value}", 4),
+    # distances
+    *types(OF_DISTANCES, "distances must be a tensor, got {type}", [[[0.0]]], None, 1.0),
+    *types(OF_DISTANCES, "distances must be of dtype float32 or float64, got {dtype}", *cast(D, *NARROW)),
+    *values(OF_DISTANCES, "distances must have shape [P, K, K], got {shape}", *zeros([3, 3], [2, 3, 4], [1, 2, 3, 3])),
+    *values(OF_DISTANCES[:3], "distances must have at most 256 places, got 257", *zeros([1, 257, 257])),
+    *values(OF_DISTANCES[3:], "distances must not require grad", D.clone().requires_grad_()),
+    *(
+        case
+        for value in (-(2.0**-20), -INF, INF, NAN)
+        for case in values(
+            OF_DISTANCES,
+            f"distances must be finite and at least 0 ... got {value} at [1, 0, 2]",
+            one_wrong(0, 2, value),
+        )
+    ),
+    *(
+        case
+        for value in (0.5, -1.0, 2.0**-100, NAN)
+        for case in values(OF_DISTANCES, METRIC.format(value), one_wrong(1, 1, value))
+    ),
+    *values(OF_DISTANCES, "distances must be symmetric ... at [1, 0, 2]", one_wrong(0, 2, 1 + 2**-23, False)),
+    *values(
+        [gk.agglomerate], "linkage must be one of ... " + " ... ".join(LINKAGES), "centroid", "", None, 2, ["ward"]
+    ),
+    *values([gk.agglomerate], "linkage must be one of ... got {value} (did you mean 'ward'?)", "Ward"),
+    # labels
+    *types(LABELLED, "labels must be a tensor, got list", [[0, 1, 1]] * 2),
+    *types(LABELLED, "labels must be of dtype ... {dtype}", *cast(L, torch.float32, torch.bool)),
+    *values(OF_LABELS, "labels must have shape [P, K], got [3]", L[0]),
+    *values([gk.silhouette], "labels must have shape [2, 3], or [N] with groups, got {shape}", L[:1], L[0], L[:, :2]),
+    *values([gk.silhouette], "labels must be on cpu like the first argument, got meta", L.to(META)),
+    *values([gk.silhouette], "labels must have shape [N] with groups, got [2, 3]", L, groups=3),
+    *(
+        case
+        for rows, groups in ((9, 3), (6, 2), (3, 3), (6, IDS[[0, 0, 0, 1, 1, 4]]), (6, IDS[[0, 0, 0, 0, 1, 1]]))
+        for case in values([gk.silhouette], THOSE, groups, labels=L.new_zeros(rows))
+    ),
+    *types([gk.silhouette], "groups must be ... {type}", True, 3.0, "3", [0] * 6, labels=L[0].repeat(2)),
+    # settings
+    *values([gk.SimilarityConfig], "linkage must be one of ... {value}", "parent", "", 1, True, ["one"], None),
+    *values([gk.SimilarityConfig], "collapse must be one of one, singletons, got {value}", "parent", "", 1, None),
+    *values(
+        [gk.SimilarityConfig], "different must be one of one, singletons, got {value}", "parent", "", True, ["one"]
+    ),
+    *types([gk.SimilarityConfig], "k_min must be an int, got {type} {value}", 2.0, True, "3", NAN),
+    *types([gk.SimilarityConfig], "k_max must be an int, got {type} {value}", 2.0, True, "3", NAN),
+    *values([gk.SimilarityConfig], "k_min must be at least 2, got {value}", 1, 0, -5),
+    *values([gk.SimilarityConfig], "k_max must be at least k_min, 2, got 1", 1),
+    *values([gk.SimilarityConfig], "k_max must be at least k_min, 4, got 3", 3, k_min=4),
+    *(
+        case
+        for name in ("min_silhouette", "tie_tolerance", "distance_floor", "different_at")
+        for case in (
+            *types([gk.SimilarityConfig], name + " must be a number, got {type}", "0.1", None, True, [0.1]),
+            *types([gk.SimilarityConfig], name + " must be a number, got Tensor", torch.tensor(0.1)),
+            *values([gk.SimilarityConfig], name + " must be a finite number ... {value}", NAN, INF, -INF),
+        )
+    ),
+    *values([gk.SimilarityConfig], "min_silhouette must be in [-1, 1], got {value}", -1.01, 1.01),
+    *values([gk.SimilarityConfig], "tie_tolerance must be a finite number of at least 0, got -1e-06", -1e-6),
+    *values([gk.SimilarityConfig], "distance_floor must be a finite number of at least 0, got -1e-06", -1e-6),
+    *values([gk.SimilarityConfig], "different_at must be a finite number of at least 0, got -1e-06", -1e-6),
+    Case(gk.SimilarityConfig, {"k": 3}, TypeError, "keywords must be one of linkage, k_min"),
+    *values(CONFIGURED, "config must be one of ... got {value} (did you mean 'average'?)", "averge"),
+    *values(CONFIGURED, "config must be one of " + ", ".join(LINKAGES) + ", got {value}", "zzz"),
+    *types(CONFIGURED, "config must be a SimilarityConfig or a str, got {type}", None, 3, gk.SimilarityConfig),
+    *types(CONFIGURED, "config must be ... got dict; pass SimilarityConfig(**config)", {"linkage": "ward"}),
+    # metrics and advantages
+    *types([gk.similarity_metrics], "result must be SimilarityGroups, got {type}", (), None),
+    *types([gk.similarity_advantages], "rewards must be a tensor, got {type}", [1.0]),
+    *types([gk.similarity_advantages], "embeddings must be a tensor, got {type}", None),
+    *values([gk.similarity_advantages], "embeddings must have one row per reward, 6, got [2, 4]", ROWS[:2]),
+    *values([gk.similarity_advantages], "embeddings must be on cpu like the first argument, got meta", ROWS.to(META)),
+    *types([gk.similarity_advantages], "similarity must be a SimilarityConfig or a str, got {type}", 3),
+    *values([gk.similarity_advantages], "similarity must be one of ... did you mean 'average'", "averag"),
+    *values([gk.similarity_advantages], "config must be one of grpo ... did you mean 'grpo'", "grop"),
+    # diversity
+    *types([div.similarity_weights], "eps must be a number, got str '1'", "1"),
+    *values([div.similarity_weights], "eps must be a finite number of at least 0, got {value}", -1.0),
+    *values([div.similarity_weights], "least must be a finite number above 0, got {value}", 0.0),
+    *values([div.leave_one_out_logdet], "eps must be a finite number above 0, got {value}", 0.0),
+    *types([div.threshold_components], "threshold must be a number, got {type}", None),
+    *values([div.threshold_components], "threshold must be a finite number of at least 0, got {value}", NAN, -1.0),
+    *values([div.distinctness_weights], "least must be in [0, 1], got {value}", 1.5),
+    *values([div.agreement_weights], "entropy_bound must be in [0, 1], got {value}", -0.1),
+    *types(REWARDED, "rewards must be of dtype float32 or float64 or bfloat16 or float16, got {dtype}", L),
+    *values(REWARDED, "rewards must have shape [2, 3], got [1, 3]", R[:1]),
+    *values(REWARDED, "rewards must not require grad", R.clone().requires_grad_()),
+    *values(REWARDED, "rewards must be on cpu like the first argument, got meta", R.to(META)),
+    *types([div.mmr_rewards], "lam must be of dtype ... {dtype}", L[:, 0]),
+    *values([div.mmr_rewards], "lam must be in [0, 1], got {value}", 1.1, -0.1),
+    *values([div.mmr_rewards], "lam must have shape [2], one element per row, got [3]", R[0]),
+    *types([div.set_advantages], "set_size must be an int, got {type} {value}", 1.5, True),
+    *values([div.set_advantages], "set_size must be 1 to the 3 places of a prompt, got {value}", 4, 0),
+    *types([div.pad_rows], "values must be a tensor, got list", [1.0]),
+    *values([div.pad_rows], "values must have shape [N, ...], got []", torch.tensor(1.0)),
+    *values([div.pad_rows], "fill must be given for uint8", None, values=L[0].to(torch.uint8)),
+    *types([div.pad_rows], "groups must be an int or an integer tensor, got str '3'", "3"),
+    *values([div.pad_rows], "groups must have shape [3], one element per row, got [2]", L[0, :2]),
+    *values([div.pad_rows], "groups must divide the number of rows, 3, got 2", 2),
+    *values([div.pad_rows], "max_size must be at least 3 for these groups, got 2", 2, groups=L[0]),
+    *values([div.unpad_rows], "groups must be those of values, 2 of at most 3 rows, got 3 of at most 2", 2),
+    *values(
+        [div.unpad_rows], "groups must be those of values, 2 of at most 3 rows, got 1 of at most 4", L.new_zeros(4)
+    ),
+    *values(
+        [div.unpad_rows], "groups must be those of values, 2 of at most 3 rows, got 3 of at most 1", torch.arange(3)
+    ),
+    *values([div.unpad_rows], "groups must have shape [N], got [2, 3]", L),
+    *values([div.unpad_rows], "values must have shape [P, K, ...], got [3]", R[0]),
+]
 
 
-def labels_refused(error: type[Exception], *parts: str, labels: Any, groups: Any = None) -> None:
-    call = lambda **more: gk.silhouette(torch.zeros(2, 3, 3), labels, groups, **more)  # noqa: E731
-    assert_refused(error, "silhouette", parts, call)
+@pytest.mark.parametrize("op", ARGUMENTS, ids=lambda op: op.__name__)
+def test_every_wrong_argument_is_named(op: Op) -> None:
+    of_op = [case for case in TABLE if case.op is op]
+    assert of_op
+    for case in of_op:
+        case.check()
 
 
-@pytest.mark.parametrize("labels", [[[0, 1, 1]] * 2, torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)], ids=str)
-def test_labels_of_another_type(labels: Any) -> None:
-    kind = str(labels.dtype) if isinstance(labels, torch.Tensor) else "list"
-    labels_refused(TypeError, "labels", kind, labels=labels)
+def test_groups_and_lengths_of_advantages_are_those_of_both_steps() -> None:
+    refused = partial(gk.similarity_advantages, ROWS[:, 0], ROWS)
+    assert_raises(ValueError, "similarity_groups: groups must divide the number of rows, 6", (), lambda: refused(4))
+    start = "group_advantages: lengths must be left out"
+    assert_raises(ValueError, start, (), lambda: refused(3, lengths=ROWS[:, 0]))
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 3), (6,), (), (2, 3, 1)], ids=str)
-def test_labels_of_another_shape(shape: tuple[int, ...]) -> None:
-    labels_refused(ValueError, "labels", "[2, 3]", str(list(shape)), labels=torch.zeros(shape, dtype=torch.int64))
+@needs_cpu_kernels
+@pytest.mark.parametrize("op", [gk.similarity_groups, gk.pairwise_cosine])
+def test_kernels_take_no_float64(op: Op) -> None:
+    start = f"{op.__name__}: backend 'kernel' cannot run here: "
+    parts = ("float64", "use backend='reference'")
+    assert_raises(RuntimeError, start, parts, lambda: op(ROWS.double(), 3, backend="kernel"))
 
 
-def test_labels_on_another_device() -> None:
-    away = torch.zeros(2, 3, dtype=torch.int64, device="meta")
-    labels_refused(ValueError, "labels", "meta", "cpu", labels=away)
+def test_what_is_not_wrong() -> None:
+    """Values at places not in use, and leaves where no gradient can be lost."""
+    for op in OF_DISTANCES[:3]:
+        call = partial(op, **{"labels": torch.arange(8).view(2, 4) % 3} if op is gk.silhouette else {})
+        expected = call(one_wrong(3, 1, INF))
+        for value in (NAN, -1.0, 5.0):
+            torch.testing.assert_close(call(one_wrong(3, 1, value, False)), expected, rtol=0, atol=0, equal_nan=True)
+    with torch.no_grad():
+        assert not gk.pairwise_cosine(LEAF, 3).requires_grad and not gk.similarity_groups(LEAF, 3).labels.any()
 
 
-def test_labels_of_places_with_groups() -> None:
-    labels_refused(ValueError, "labels", "[N]", "[2, 3]", labels=torch.zeros(2, 3, dtype=torch.int64), groups=3)
-
-
-@pytest.mark.parametrize(
-    ("rows", "groups"),
-    [
-        (9, 3),
-        (6, 2),
-        (3, 3),
-        (6, torch.tensor([0, 0, 0, 1, 1, 2])),
-        (6, torch.tensor([0, 0, 0, 0, 1, 1])),
-        (3, torch.tensor([0, 1, 2])),
-    ],
-    ids=str,
-)
-def test_groups_that_are_not_those_of_the_distances(rows: int, groups: Any) -> None:
-    """The message must fit silhouette, which has no argument num_groups."""
-    labels = torch.zeros(rows, dtype=torch.int64)
-    labels_refused(ValueError, "silhouette: groups must be those of the distances", labels=labels, groups=groups)
-
-
-@pytest.mark.parametrize("groups", [True, 3.0, "3", [0] * 6])
-def test_groups_of_labels_of_another_type(groups: Any) -> None:
-    labels = torch.zeros(6, dtype=torch.int64)
-    labels_refused(TypeError, "groups", type(groups).__name__, labels=labels, groups=groups)
-
-
-# Config
-
-
-def of_config(op: str, config: Any) -> Callable[..., Any]:
-    if op == "similarity_groups":
-        return lambda **more: gk.similarity_groups(torch.randn(6, 4), 3, config=config, **more)
-    return lambda **more: gk.cluster_distances(torch.zeros(1, 3, 3), config=config, **more)
-
-
-@pytest.mark.parametrize("op", ["similarity_groups", "cluster_distances"])
-def test_config_that_does_not_exist(op: str) -> None:
-    parts = ("config", "'averge'", "did you mean 'average'?")
-    assert_refused(ValueError, op, parts, of_config(op, "averge"))
-    assert_refused(ValueError, op, ("config", "'zzz'", *LINKAGES), of_config(op, "zzz"))
-    for config in (None, 3, {"linkage": "ward"}, gk.SimilarityConfig):
-        assert_refused(TypeError, op, ("config", type(config).__name__), of_config(op, config))
-
-
-def config_refused(error: type[Exception], *parts: str, **settings: Any) -> None:
-    assert_raises(error, "SimilarityConfig: ", parts, lambda: gk.SimilarityConfig(**settings))
-
-
-@pytest.mark.parametrize("value", ["parent", "", 1, True, ["one"]], ids=repr)
-@pytest.mark.parametrize("field", ["linkage", "collapse", "different"])
-def test_choice_that_does_not_exist_lists_those_that_do(field: str, value: Any) -> None:
-    config_refused(ValueError, field, repr(value), *(LINKAGES if field == "linkage" else COLLAPSES), **{field: value})
-
-
-@pytest.mark.parametrize("field", ["linkage", "collapse"])
-def test_only_different_may_be_left_open(field: str) -> None:
-    config_refused(ValueError, field, "None", **{field: None})
-    assert gk.SimilarityConfig(different=None) == gk.SimilarityConfig()
-
-
-@pytest.mark.parametrize("value", [2.0, True, "3", NAN], ids=repr)
-@pytest.mark.parametrize("field", ["k_min", "k_max"])
-def test_limits_of_k_of_another_type(field: str, value: Any) -> None:
-    config_refused(TypeError, field, type(value).__name__, repr(value), **{field: value})
-
-
-@pytest.mark.parametrize(
-    "settings", [{"k_min": 1}, {"k_min": 0}, {"k_min": -5}, {"k_max": 1}, {"k_min": 4, "k_max": 3}]
-)
-def test_limits_of_k_that_leave_nothing(settings: dict[str, int]) -> None:
-    name, value = list(settings.items())[-1]
-    config_refused(ValueError, name, "at least", str(value), **settings)
-
-
-NUMBERS = ("min_silhouette", "tie_tolerance", "distance_floor", "different_at")
-
-
-@pytest.mark.parametrize("value", ["0.1", None, True, [0.1], torch.tensor(0.1)], ids=repr)
-@pytest.mark.parametrize("field", NUMBERS)
-def test_number_of_another_type(field: str, value: Any) -> None:
-    config_refused(TypeError, field, type(value).__name__, **{field: value})
-
-
-@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=repr)
-@pytest.mark.parametrize("field", NUMBERS)
-def test_number_that_is_not_finite(field: str, value: float) -> None:
-    config_refused(ValueError, field, repr(value), **{field: value})
-
-
-@pytest.mark.parametrize("field", NUMBERS)
-def test_number_out_of_range(field: str) -> None:
-    if field == "min_silhouette":
-        config_refused(ValueError, field, "[-1, 1]", "-1.01", **{field: -1.01})
-        config_refused(ValueError, field, "[-1, 1]", "1.01", **{field: 1.01})
-    else:
-        config_refused(ValueError, field, "at least 0", "-1e-06", **{field: -1e-6})
-
-
-def test_config_is_frozen_and_compares_by_its_settings() -> None:
+def test_a_config_is_frozen_and_compares_by_its_settings() -> None:
     config = gk.SimilarityConfig("ward", k_max=5)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.k_max = 6  # type: ignore[misc]
     assert config == gk.SimilarityConfig(linkage="ward", k_max=5) != gk.SimilarityConfig("ward")
     assert hash(config) == hash(gk.SimilarityConfig("ward", k_max=5))
-    assert dataclasses.replace(config, k_max=None) == gk.SimilarityConfig("ward")
-    assert gk.SimilarityConfig.names() == LINKAGES
     for name in LINKAGES:
         assert gk.SimilarityConfig.of(name, "test") == gk.SimilarityConfig(name)
-
-
-@needs_cpu_kernels
-@embeddings_ops
-def test_dtype_that_a_backend_does_not_take(op: str) -> None:
-    with pytest.raises(
-        RuntimeError, match=f"^{op}: backend 'kernel' cannot run here: .*64\\); use backend='reference'"
-    ):
-        OF_EMBEDDINGS[op](torch.zeros(6, 4, dtype=torch.float64), 3, backend="kernel")

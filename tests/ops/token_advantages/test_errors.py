@@ -1,7 +1,12 @@
-"""Errors of token_advantages and its config: the exception type and the parts of its message."""
+"""Errors of token_advantages, TokenAdvantageConfig and optimal_token_baseline.
+
+Faults that this is for: a wrong argument that is taken, or fails with another type, without its value or the way out.
+What test_promises.py checks of every tensor, and test_configs.py of every field, is not here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,87 +14,73 @@ import torch
 
 import grpo_kernels as gk
 from tests.harness import assert_raises
-from tests.ops.token_advantages.batches import INF, NAN
+from tests.ops.token_advantages.cases import BACKENDS
 
-OP = "token_advantages: "
-CONFIG = "TokenAdvantageConfig: "
-
-
-def refused(error: type[Exception], *parts: str, **changes: Any) -> None:
-    arguments: dict[str, Any] = {"rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), **changes}
-    assert_raises(error, OP, parts, lambda: gk.token_advantages(**arguments))
-
-
-@pytest.mark.parametrize("name", ["rewards", "values", "mask", "turns", "cu_seqlens"])
-def test_an_argument_that_is_no_tensor(name: str) -> None:
-    more = {"rewards": torch.zeros(6)} if name == "cu_seqlens" else {}
-    more |= {"values": torch.zeros(6)} if name == "cu_seqlens" else {}
-    refused(TypeError, f"{name} must be a tensor", "list", **{**more, name: [1.0]})
+TOKENS, INTS = torch.zeros(2, 3), torch.zeros(2, 3).int()
+FLAT = {"rewards": torch.zeros(6), "values": torch.zeros(6), "cu_seqlens": torch.tensor([0, 6])}
+# by the name that errors begin with: what is called, with arguments that are right
+CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
+    "token_advantages": (gk.token_advantages, {"rewards": TOKENS, "values": TOKENS}),
+    "TokenAdvantageConfig": (gk.TokenAdvantageConfig, {}),
+    "optimal_token_baseline": (
+        gk.optimal_token_baseline,
+        {"rewards": TOKENS, "old_logprobs": TOKENS, "sum_pi_squared": TOKENS, "groups": 2},
+    ),
+}
+# (type, message, arguments); " ... " stands for any text
+TABLE: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
+    "token_advantages": [
+        (TypeError, "cu_seqlens must be a tensor, got list", FLAT | {"cu_seqlens": [0, 6]}),
+        (TypeError, "rewards must be of dtype ... got torch.int32", {"rewards": INTS}),
+        (TypeError, "values must be of dtype ... got torch.int32", {"values": INTS}),
+        (TypeError, "turns must be of dtype ... got torch.float32", {"turns": TOKENS}),
+        (TypeError, "cu_seqlens must be of dtype int64 or int32, got", FLAT | {"cu_seqlens": torch.zeros(2)}),
+        (ValueError, "values must have the shape of rewards, [2, 3], got [3, 2]", {"values": TOKENS.T}),
+        (ValueError, "rewards must have shape [B, T], or [M] with cu_seqlens, got [6]", {"rewards": torch.zeros(6)}),
+        (ValueError, "rewards must have shape [B, T], or [M] with ... [1, 2, 3]", {"rewards": torch.zeros(1, 2, 3)}),
+        (ValueError, "cu_seqlens must have shape [B + 1], got [1, 2]", FLAT | {"cu_seqlens": INTS[:1, :2]}),
+        (ValueError, "cu_seqlens must have shape [B + 1], got [0]", FLAT | {"cu_seqlens": INTS[0, :0]}),
+        (ValueError, "cu_seqlens must be on cpu like the first", FLAT | {"cu_seqlens": INTS[0].to("meta")}),
+        (ValueError, "values must be given for estimator 'gae', got None", {"values": None}),
+        (ValueError, "values must be left out for estimator 'reinforce', got Tensor", {"config": "reinforce"}),
+        (TypeError, "config must be a TokenAdvantageConfig or a str, got int", {"config": 1}),
+        (TypeError, "config must be ... got dict; pass TokenAdvantageConfig(**config)", {"config": {"lam": 0.9}}),
+        (ValueError, "config must be one of gae, ... got 'gea' (did you mean 'gae'?)", {"config": "gea"}),
+    ],
+    "TokenAdvantageConfig": [
+        (ValueError, "estimator must be one of gae, reinforce_plus_plus, reinforce, got 'ppo'", {"estimator": "ppo"}),
+        (ValueError, "gamma must be in [0, 1], got 1.5", {"gamma": 1.5}),
+        (ValueError, "lam must be in [0, 1], got 2", {"lam": 2}),
+        (ValueError, "lam must be a finite number of at least 0, got -0.1", {"lam": -0.1}),
+        (ValueError, "lam must be 1 for estimator 'reinforce', ... got 0.9", {"estimator": "reinforce", "lam": 0.9}),
+    ],
+    "optimal_token_baseline": [
+        (TypeError, "is_weights must be of dtype ... got torch.int32", {"is_weights": INTS}),
+        (ValueError, "sum_pi_squared must have the shape of rewards, [2, 3], got [3]", {"sum_pi_squared": TOKENS[0]}),
+        (ValueError, "rewards must have shape [B, T], got [6]", {"rewards": torch.zeros(6)}),
+        (ValueError, "old_logprobs must be at most 0, got 0.5 at [0, 0]", {"old_logprobs": TOKENS + 0.5}),
+        (ValueError, "sum_pi_squared must be within [0, 1], got -1.0 at [0, 0]", {"sum_pi_squared": TOKENS - 1}),
+        (ValueError, "sum_pi_squared must be within [0, 1], got 1.5 at [0, 0]", {"sum_pi_squared": TOKENS + 1.5}),
+        (ValueError, "places must be one of position, rank, got 'turn'", {"places": "turn"}),
+        (ValueError, "groups must divide the number of rows, 2, got 3", {"groups": 3}),
+        (ValueError, "eps must be a finite number of at least 0, got -1", {"eps": -1}),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "part"),
-    [
-        ("rewards", torch.zeros(2, 3).int(), "int32"),
-        ("values", torch.zeros(2, 3).int(), "int32"),
-        ("mask", torch.zeros(2, 3, dtype=torch.complex64), "complex64"),
-        ("turns", torch.zeros(2, 3), "float32"),
-    ],
+    ("where", "error", "rule", "changes"), [(where, *row) for where, rows in TABLE.items() for row in rows], ids=str
 )
-def test_dtypes(name: str, value: torch.Tensor, part: str) -> None:
-    refused(TypeError, f"{name} must be of dtype", part, **{name: value})
-
-
-@pytest.mark.parametrize("name", ["values", "mask", "turns"])
-def test_shapes(name: str) -> None:
-    value = torch.zeros(3, 2) if name == "values" else torch.zeros(3, 2).int()
-    refused(ValueError, f"{name} must have the shape of rewards, [2, 3], got [3, 2]", **{name: value})
-
-
-@pytest.mark.parametrize("shape", [(6,), (1, 2, 3)], ids=str)
-def test_rewards_of_other_dimensions(shape: tuple[int, ...]) -> None:
-    refused(ValueError, "rewards must have shape [B, T], or [M] with cu_seqlens", rewards=torch.zeros(shape))
-
-
-def test_cu_seqlens() -> None:
-    packed = {"rewards": torch.zeros(6), "values": torch.zeros(6)}
-    refused(ValueError, "[B + 1], got [1, 2]", **packed, cu_seqlens=torch.zeros(1, 2).long())
-    refused(TypeError, "cu_seqlens must be of dtype int64 or int32", **packed, cu_seqlens=torch.zeros(2))
+def test_errors(where: str, error: type[Exception], rule: str, changes: dict[str, Any]) -> None:
+    function, right = CALLS[where]
+    start, *parts = rule.split(" ... ")
+    assert_raises(error, f"{where}: {start}", parts, lambda: function(**right | changes))
 
 
 @pytest.mark.parametrize("bounds", [[0, 7], [0, 4, 2], [1, 6]], ids=str)
-def test_bounds_that_do_not_ascend_within_the_tokens(bounds: list[int]) -> None:
-    for backend in (None, "reference"):
-        with pytest.raises(RuntimeError, match="cu_seqlens must ascend from 0 to at most the number of tokens"):
-            tokens = torch.zeros(6)
-            gk.token_advantages(tokens, tokens, cu_seqlens=torch.tensor(bounds), backend=backend)
-
-
-def test_values_are_for_gae_alone() -> None:
-    refused(ValueError, "values must be given for estimator 'gae', got None", values=None)
-    refused(ValueError, "values must be left out for estimator 'reinforce', got Tensor", config="reinforce")
-
-
-def test_configs() -> None:
-    refused(TypeError, "config must be a TokenAdvantageConfig or a str, got int", config=1)
-    refused(TypeError, "or a str, got dict; pass TokenAdvantageConfig(**config)", config={"lam": 0.9})
-    refused(ValueError, "did you mean 'gae'", config="gea")
-
-
-@pytest.mark.parametrize(
-    ("error", "part", "fields"),
-    [
-        (ValueError, "estimator must be one of gae, reinforce_plus_plus, reinforce, got 'ppo'", {"estimator": "ppo"}),
-        (ValueError, "whiten must be one of none, tokens, got 'rows'", {"whiten": "rows"}),
-        (ValueError, "gamma must be in [0, 1], got 1.5", {"gamma": 1.5}),
-        (ValueError, "lam must be a finite number of at least 0, got -0.1", {"lam": -0.1}),
-        (ValueError, "gamma must be a finite number of at least 0, got nan", {"gamma": NAN}),
-        (TypeError, "gamma must be a number, got str '1'", {"gamma": "1"}),
-        (TypeError, "lam must be a number, got bool True", {"lam": True}),
-        (ValueError, "whiten_eps must be a finite number of at least 0, got inf", {"whiten_eps": INF}),
-        (ValueError, "lam must be 1 for estimator 'reinforce'", {"estimator": "reinforce", "lam": 0.9}),
-    ],
-    ids=str,
-)
-def test_fields(error: type[Exception], part: str, fields: dict[str, Any]) -> None:
-    assert_raises(error, CONFIG, [part], lambda: gk.TokenAdvantageConfig(**fields))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bounds_that_do_not_ascend_within_the_tokens(backend: str, bounds: list[int]) -> None:
+    if torch.cuda.is_available() and backend != "cpu":
+        pytest.skip("a failed assertion on the device ends the process's use of it")
+    with pytest.raises(RuntimeError, match="cu_seqlens must ascend from 0 to at most the number of tokens"):
+        gk.token_advantages(**FLAT | {"cu_seqlens": torch.tensor(bounds)}, backend=backend)

@@ -1,8 +1,11 @@
-"""Errors of token_logprobs: the exception type and the parts of its message."""
+"""Errors of token_logprobs.
+
+Faults that this is for: a wrong argument that is taken, or fails with another type, without its value or the way out.
+What test_promises.py checks of every tensor is not here.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -11,124 +14,99 @@ import torch
 import grpo_kernels as gk
 from grpo_kernels.backends import runs_on
 from tests.harness import assert_raises, device_of
-from tests.ops.token_logprobs.rows import BACKENDS
+from tests.ops.token_logprobs.cases import BACKENDS, INF, NAN
 
-NAN, INF = float("nan"), float("inf")
-
-
-def refused(error: type[Exception], *parts: str, logits: Any = None, targets: Any = None, **options: Any) -> None:
-    """Checks that the call raises exactly this type, with a message that contains the op and each part."""
-    logits = torch.randn(2, 3, 7) if logits is None else logits
-    targets = torch.zeros(2, 3, dtype=torch.int64) if targets is None else targets
-    for backend in (None, *(name for name in BACKENDS if runs_on(name, "cpu"))):
-        call = functools.partial(gk.token_logprobs, logits, targets, backend=backend, **options)
-        assert_raises(error, "token_logprobs: ", parts, call)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_logits_of_another_dtype(dtype: torch.dtype) -> None:
-    refused(TypeError, "logits", str(dtype), logits=torch.zeros(2, 3, 7).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool], ids=str)
-def test_targets_of_another_dtype(dtype: torch.dtype) -> None:
-    refused(TypeError, "targets", str(dtype), targets=torch.zeros(2, 3, dtype=dtype))
-
-
-@pytest.mark.parametrize("name", ["logits", "targets"])
-@pytest.mark.parametrize("value", [[1.0], 1.0], ids=str)
-def test_something_that_is_no_tensor(name: str, value: Any) -> None:
-    refused(TypeError, name, "tensor", type(value).__name__, **{name: value})
-
-
-@pytest.mark.parametrize("shape", [(), (2, 3, 0)], ids=str)
-def test_logits_without_a_vocabulary(shape: tuple[int, ...]) -> None:
-    refused(ValueError, "logits", str(list(shape)), logits=torch.zeros(shape))
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 1), (3, 2), (6,), (), (2, 4)], ids=str)
-def test_targets_of_another_shape(shape: tuple[int, ...]) -> None:
-    refused(ValueError, "targets", "[2, 3]", str(list(shape)), targets=torch.zeros(shape, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("name", ["temperature", "softcap", "logit_scale"])
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, NAN, INF, -INF], ids=str)
-def test_a_factor_that_is_not_positive_and_finite(name: str, value: float) -> None:
-    refused(ValueError, name, "positive", str(value), **{name: value})
+LOGITS, TARGETS, ONES = torch.zeros(2, 3, 7), torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3)
+FACTORS = ("temperature", "softcap", "logit_scale")
+# (message, arguments); " ... " stands for any text
+TYPES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (f"logits must be of dtype ... {d}", {"logits": LOGITS.to(d)})
+        for d in (torch.int64, torch.bool, torch.float8_e4m3fn)
+    ),
+    *((f"targets must be of dtype ... {d}", {"targets": TARGETS.to(d)}) for d in (torch.float32, torch.bool)),
+    *((f"{n} must be a tensor, got {type(v).__name__}", {n: v}) for n in ("logits", "targets") for v in ([1.0], 1.0)),
+    *((f"{n} must be a number, got {type(v).__name__}", {n: v}) for n in FACTORS for v in ("1", True, [1.0])),
+    ("temperature must be of dtype ... torch.int64", {"temperature": TARGETS}),
+    *(
+        (f"{n} must be a bool, got ... {v!r}", {n: v})
+        for n in ("return_entropy", "inplace_backward")
+        for v in ("x", 1, None)
+    ),
+]
+LEAF = torch.zeros(2, 3, 7).requires_grad_()
+OVERLAPPING = torch.zeros(7).requires_grad_().expand(2, 3, 7)
+VALUES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        (f"logits must have shape [..., V] with V > 0, got {list(s)}", {"logits": torch.zeros(s)})
+        for s in ((), (2, 3, 0))
+    ),
+    *(
+        (f"targets must have shape [2, 3], ... {list(s)}", {"targets": torch.zeros(s).long()})
+        for s in ((2, 3, 1), (3, 2), (6,), (), (2, 4))
+    ),
+    *((f"{n} must be positive and finite, got {v}", {n: v}) for n in FACTORS for v in (0, 0.0, -1.0, NAN, INF, -INF)),
+    *(
+        (f"temperature must have the shape of the targets, [2, 3], ... got {list(s)}", {"temperature": torch.ones(s)})
+        for s in ((3,), (2, 4), (3, 2), (2, 3, 1), (), (6,))
+    ),
+    ("temperature must not require grad ... detach", {"temperature": torch.ones(2, requires_grad=True)}),
+    ("inplace_backward must be False for logits that are a leaf", {"logits": LEAF, "inplace_backward": True}),
+    ("logits must not overlap ... got strides [0, 0, 1]", {"logits": OVERLAPPING, "inplace_backward": True}),
+]
 
 
-@pytest.mark.parametrize("name", ["temperature", "softcap", "logit_scale"])
-@pytest.mark.parametrize("value", ["1", True, [1.0]], ids=str)
-def test_a_factor_that_is_no_number(name: str, value: Any) -> None:
-    refused(TypeError, name, type(value).__name__, **{name: value})
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 4), (3, 2), (2, 3, 1), (), (6,)], ids=str)
-def test_a_temperature_of_another_shape(shape: tuple[int, ...]) -> None:
-    refused(ValueError, "temperature", "[2, 3]", str(list(shape)), temperature=torch.ones(shape))
-
-
-def test_a_temperature_of_another_dtype() -> None:
-    refused(TypeError, "temperature", "int64", temperature=torch.ones(2, 3, dtype=torch.int64))
-
-
-def test_a_temperature_that_requires_grad() -> None:
-    refused(ValueError, "temperature", "requires_grad", "detach", temperature=torch.ones(2, requires_grad=True))
-
-
-@pytest.mark.parametrize("name", ["targets", "temperature"])
-def test_arguments_on_another_device(name: str) -> None:
-    value = torch.zeros(2, 3, dtype=torch.int64) if name == "targets" else torch.ones(2, 3)
-    refused(ValueError, name, "cpu", "meta", **{name: value.to("meta")})
+@pytest.mark.parametrize("backend", [None, *(name for name in BACKENDS if runs_on(name, "cpu"))])
+def test_errors(backend: str | None) -> None:
+    right = {"logits": LOGITS, "targets": TARGETS, "backend": backend}
+    for error, table in ((TypeError, TYPES), (ValueError, VALUES)):
+        for rule, changes in table:
+            start, *parts = rule.split(" ... ")
+            given = right | changes
+            assert_raises(error, f"token_logprobs: {start}", parts, lambda given=given: gk.token_logprobs(**given))
 
 
 @pytest.mark.parametrize("target", [-1, -99, -101, 7, 2**40])
-@pytest.mark.parametrize("backend", [b for b in ("cpu", "reference") if b in BACKENDS])
-def test_a_target_that_is_no_column_is_an_error_on_the_cpu(backend: str, target: int) -> None:
-    targets = torch.zeros(2, 3, dtype=torch.int64)
-    targets[1, 1] = target
-    with pytest.raises(RuntimeError, match=rf"token_logprobs: targets must be in \[0, 7\) or -100, got {target}"):
-        gk.token_logprobs(torch.randn(2, 3, 7), targets, backend=backend)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_target_that_is_no_column(backend: str, target: int) -> None:
+    """An error on the CPU; on a GPU, where that would wait, NaN."""
+    targets = TARGETS.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(target)).to(device_of(backend))
+    logits = torch.zeros(2, 3, 7, device=targets.device, requires_grad=True)
+    if backend in ("cpu", "reference") and logits.device.type == "cpu":
+        with pytest.raises(RuntimeError, match=rf"token_logprobs: targets must be in \[0, 7\) or -100, got {target}"):
+            gk.token_logprobs(logits, targets, backend=backend)
+        return
+    result = gk.token_logprobs(logits, targets, return_entropy=True, backend=backend)
+    assert result.entropy is not None
+    (gradient,) = torch.autograd.grad(result.logprobs.sum() + result.entropy.sum(), logits)
+    for value in (*result, gradient):
+        assert value[1, 1].isnan().all() and value[0].isfinite().all() and value[1, 0].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b not in ("cpu", "reference")])
-def test_float64_on_a_gpu_backend(backend: str) -> None:
-    logits = torch.zeros(1, 3, dtype=torch.float64, device=device_of(backend))
-    targets = torch.zeros(1, dtype=torch.int64, device=logits.device)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("cpu", "reference")])
+def test_float64_on_a_gpu(backend: str) -> None:
+    logits, targets = (value.to(device_of(backend)) for value in (LOGITS.double(), TARGETS))
     with pytest.raises(RuntimeError, match=f"token_logprobs: backend '{backend}' cannot run here.*float64"):
         gk.token_logprobs(logits, targets, backend=backend)
 
 
-def test_inplace_backward_of_a_leaf() -> None:
-    refused(ValueError, "inplace_backward", "leaf", logits=torch.zeros(2, 3, 7).requires_grad_(), inplace_backward=True)
-
-
-def test_inplace_backward_of_logits_that_overlap() -> None:
-    overlapping = torch.zeros(7).requires_grad_().expand(2, 3, 7)
-    refused(ValueError, "logits", "overlap", "[0, 0, 1]", logits=overlapping, inplace_backward=True)
-
-
 def test_inplace_backward_under_compile() -> None:
     torch.compiler.reset()
-    targets = torch.tensor([0, 1])
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        return gk.token_logprobs(logits * 2, targets, inplace_backward=True).logprobs.sum()
+        return gk.token_logprobs(logits * 2, TARGETS, inplace_backward=True).logprobs.sum()
 
     with pytest.raises(Exception, match="inplace_backward must be False under"):
-        torch.compile(loss, fullgraph=True, backend="eager")(torch.zeros(2, 5, requires_grad=True))
+        torch.compile(loss, fullgraph=True, backend="eager")(LEAF)
 
 
-def test_inplace_backward_with_create_graph() -> None:
-    for backend in BACKENDS:
-        leaf = torch.zeros(2, 5, device=device_of(backend), requires_grad=True)
-        targets = torch.arange(2, device=leaf.device)
-        logprobs = gk.token_logprobs(leaf * 1, targets, inplace_backward=True, backend=backend).logprobs
-        with pytest.raises(RuntimeError, match="create_graph must be False with inplace_backward"):
-            torch.autograd.grad(logprobs.sum(), leaf, create_graph=True)
-
-
-@pytest.mark.parametrize("name", ["return_entropy", "inplace_backward"])
-@pytest.mark.parametrize("value", ["x", 1, None], ids=str)
-def test_a_flag_that_is_no_bool(name: str, value: Any) -> None:
-    refused(TypeError, f"{name} must be a bool", repr(value), **{name: value})
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_second_derivatives(backend: str) -> None:
+    leaf, targets = LEAF.detach().to(device_of(backend)).requires_grad_(), TARGETS.to(device_of(backend))
+    logprobs = gk.token_logprobs(leaf, targets, backend=backend).logprobs
+    (gradient,) = torch.autograd.grad(logprobs.sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="token_logprobs: a second derivative"):
+        gradient.square().sum().backward()
+    logprobs = gk.token_logprobs(leaf * 1, targets, inplace_backward=True, backend=backend).logprobs
+    with pytest.raises(RuntimeError, match="create_graph must be False with inplace_backward"):
+        torch.autograd.grad(logprobs.sum(), leaf, create_graph=True)

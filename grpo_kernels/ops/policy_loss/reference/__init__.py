@@ -2,60 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from grpo_kernels.groups import TokenRows, reduce_runs
-from grpo_kernels.ops.policy_loss.config import (
-    CISPO,
-    CLIP,
-    DPPO_KL,
-    DPPO_TV,
-    DRO,
-    GEO_MEAN,
-    ICEPOP,
-    IPO,
-    K1,
-    K2,
-    K3,
-    KL_ABS,
-    KL_NONE,
-    METRICS,
-    SAPO,
-    SEGMENT_MEAN,
-    SEQUENCE,
-    SEQUENCE_TOKEN,
-    TOPR,
-    VESPO,
-    Plan,
-)
+from grpo_kernels.ops.policy_loss.config import K1, K2, K3, KL_ABS, KL_NONE
+from grpo_kernels.ops.policy_loss.losses import SEGMENT_MEAN, SEQUENCE, SEQUENCE_TOKEN, Batch, Plan
 from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
-from grpo_kernels.ops.policy_loss.reference.metrics import measure
+from grpo_kernels.ops.policy_loss.reference.metrics import METRICS, measure
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
 
 
-def forward(
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor | None,
-    policy_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    segments: Tensor | None,
-    ref_logprobs: Tensor | None,
-    is_weights: Tensor | None,
-    weights: Tensor | None,
-    normalizers: Tensor | None,
-    counts: list[float],
-    modes: list[int],
-    coefficients: list[float],
-) -> tuple[Tensor, Tensor]:
-    plan = Plan(*modes, *coefficients)
-    rows = TokenRows("policy_loss", logprobs.shape, cu_seqlens, logprobs.device)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Policy:
+    """Everything a policy loss is computed from except log-probs and entropies.
+
+    Tensors share one dtype, are contiguous and have no gradient. Those with one entry per token come first. The strings
+    name what the tensors hold, by which arguments.py checks them.
+    `counts` and `normalizers` are [3], for tokens, rows and segments; NaN where the batch is to be counted. `modes` and
+    `coefficients` are the plan of a LossConfig.
+    """
+
+    old_logprobs: Annotated[Tensor | None, "numbers"]
+    mask: Annotated[Tensor | None, "flags"]
+    policy_mask: Annotated[Tensor | None, "flags"]
+    segments: Annotated[Tensor | None, "ids"]
+    ref_logprobs: Annotated[Tensor | None, "numbers"]
+    weights: Annotated[Tensor | None, "constants"]
+    advantages: Annotated[Tensor, "of rows or tokens"]
+    is_weights: Annotated[Tensor | None, "of rows or tokens"]
+    cu_seqlens: Tensor | None
+    normalizers: Tensor | None
+    counts: list[float]
+    modes: list[int]
+    coefficients: list[float]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PolicyInputs:
+    """Checked arguments of policy_loss; the gradient by the entropy is that of the bonus."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    policy: Policy
+    needs_entropy_gradient: bool
+
+
+def forward(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
+    logprobs, policy = inputs.logprobs, inputs.policy
+    plan = Plan(*policy.modes, *policy.coefficients)
+    rows = TokenRows("policy_loss", logprobs.shape, policy.cu_seqlens, logprobs.device)
+    mask, segments = policy.mask, policy.segments
     valid = torch.ones(logprobs.numel(), dtype=torch.bool, device=logprobs.device) if mask is None else mask.reshape(-1)
     valid = rows.within(valid)
     if segments is not None:
@@ -65,27 +67,27 @@ def forward(
         """Sets slots that take no part to 0, whatever they hold, and expands one value per row to one per token."""
         if values is None:
             return None
-        values = rows.spread(values) if values.shape != logprobs.shape else values.reshape(-1)
+        values = rows.spread(values.reshape(-1)) if values.shape != logprobs.shape else values.reshape(-1)
         return torch.where(valid, values.to(logprobs.dtype), 0)
 
-    lp, advantage = clean(logprobs), clean(advantages)
-    old = lp.detach() if old_logprobs is None else clean(old_logprobs.detach())
-    reference, weight_of, entropies = clean(ref_logprobs), clean(weights), clean(entropy)
-    kept = valid if policy_mask is None else valid & policy_mask.reshape(-1)
-    weight = _weights(rows, valid, is_weights)
+    lp, advantage = clean(logprobs), clean(policy.advantages)
+    old = lp.detach() if policy.old_logprobs is None else clean(policy.old_logprobs.detach())
+    reference, weight_of, entropies = clean(policy.ref_logprobs), clean(policy.weights), clean(inputs.entropy)
+    kept = valid if policy.policy_mask is None else valid & policy.policy_mask.reshape(-1)
+    weight = _weights(rows, valid, policy.is_weights, logprobs.shape)
 
     tokens = Tokens(valid, kept, lp, old, advantage)
     terms = _ratios(rows, tokens, segments, plan)
-    # these two make one weight of the row of the tokens' weights
-    folded = plan.loss in (VESPO, GEO_MEAN) and weight.of_rows is None
-    policy, counters = _policy(rows, tokens, terms, weight.of_tokens if folded else None, plan)
-    if weight.of_tokens is not None and not folded:
-        policy = policy * weight.of_tokens
-    policy = torch.where(terms.here & kept, policy, 0)
+    folds = plan.row.folds_weights and weight.of_rows is None
+    outcome = plan.row.formula(Batch(rows, tokens, terms, weight.of_tokens if folds else None, plan))
+    term = outcome.term
+    if weight.of_tokens is not None and not folds:
+        term = term * weight.of_tokens
+    term = torch.where(terms.here & kept, term, 0)
     kl = _kl(lp, reference, terms, plan)
 
-    share = Shares(rows, valid, terms.here, normalizers, counts, weight_of, plan)
-    policy_loss = (share.of(plan.aggregation, policy=True) * policy).sum()
+    share = Shares(rows, valid, terms.here, policy.normalizers, policy.counts, weight_of, plan)
+    policy_loss = (share.of(plan.aggregation, policy=True) * term).sum()
     kl_loss = (share.of(plan.kl_aggregation) * torch.where(valid, kl, 0)).sum()
     entropy_loss = lp.new_zeros(())
     if entropies is not None:
@@ -98,15 +100,16 @@ def forward(
 
     parts = {"loss": loss, "policy_loss": policy_loss, "kl_loss": kl_loss, "entropy_loss": entropy_loss}
     table = {name: part.detach().double() for name, part in parts.items()}
-    table |= measure(rows, tokens, terms, counters, torch.where(valid, kl, 0), entropies, weight, plan)
+    table |= measure(rows, tokens, terms, outcome, torch.where(valid, kl, 0), entropies, weight, plan)
     return loss.to(lp.dtype), torch.stack([table[name] for name in METRICS])
 
 
-def _weights(rows: TokenRows, valid: Tensor, is_weights: Tensor | None) -> Weights:
+def _weights(rows: TokenRows, valid: Tensor, is_weights: Tensor | None, shape: torch.Size) -> Weights:
     if is_weights is None:
         return Weights(None, None)
-    if is_weights.dim() > 1 or len(is_weights) == len(valid):
+    if is_weights.shape == shape:
         return Weights(torch.where(valid, is_weights.reshape(-1), 1), None)
+    is_weights = is_weights.reshape(-1)
     of_rows = torch.where(rows.sum(valid.to(is_weights.dtype)) > 0, is_weights, math.nan)
     return Weights(torch.where(valid, rows.spread(is_weights), 1), of_rows)
 
@@ -123,7 +126,7 @@ def _ratios(rows: TokenRows, tokens: Tokens, segments: Tensor | None, plan: Plan
     if plan.by_segment:
         here, joint = _joint(rows, valid, segments, plan)
         d, score = joint(d), joint(lp)
-    if plan.loss == GEO_MEAN:
+    if plan.row.is_of_rows:
         return _geometric(rows, tokens, plan)
     d = d.clamp(plan.clamp_low, plan.clamp_high)
     # an infinite ratio would make NaN of the terms that are clipped or have no advantage
@@ -168,103 +171,6 @@ def _geometric(rows: TokenRows, tokens: Tokens, plan: Plan) -> Terms:
     spread = rows.spread(mean)
     at_end = valid & (torch.arange(len(d), device=d.device) == rows.spread(rows.last(valid)))
     return Terms(at_end, d, spread.exp())
-
-
-def _policy(
-    rows: TokenRows, tokens: Tokens, terms: Terms, is_weights: Tensor | None, plan: Plan
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The terms before their weights, and what is counted of them."""
-    valid, _, lp, old, advantage = tokens
-    ratio, low, high = terms.ratio, plan.low, plan.high
-    fixed = ratio.detach().clamp(max=plan.cap)
-    none = torch.zeros_like(valid)
-    counters = {"low": none, "high": none, "clipped": none, "dual": none, "phi": torch.zeros_like(ratio)}
-    if plan.loss == CLIP:
-        counters["low"] = (fixed < low) & (advantage < 0)
-        counters["high"] = (fixed > high) & (advantage > 0)
-        counters["clipped"] = counters["low"] | counters["high"]
-        plain, clipped = -advantage * ratio.clamp(max=plan.cap), -advantage * ratio.clamp(low, high)
-        policy = torch.maximum(plain, clipped)
-        if plan.dual_clip < math.inf:
-            ceiling = -advantage * plan.dual_clip
-            counters["dual"] = (advantage < 0) & (policy.detach() > ceiling)
-            policy = torch.where(advantage < 0, torch.minimum(policy, ceiling), policy)
-        return policy, counters
-    if plan.loss == SAPO:
-        tau = _by_sign(advantage > 0, plan.sapo_pos, plan.sapo_neg, ratio)
-        return -advantage * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), counters
-    if plan.loss == GEO_MEAN:
-        d = (lp - old).detach()
-        below, above = d < -low, d > high
-        counters |= {"low": below & (advantage < 0), "high": above & (advantage > 0)}
-        # verl counts tokens outside on either side, apart for better and worse rows
-        counters |= {"clipped": (below | above) & (advantage > 0), "dual": (below | above) & (advantage < 0)}
-        total = rows.sum(valid.to(ratio.dtype)).clamp(min=1)
-        policy = -rows.spread(rows.sum(advantage) / total) * ratio
-        if is_weights is not None:
-            logs = torch.where(valid, (is_weights + 1e-10).log(), 0)
-            policy = policy * rows.spread(rows.sum(logs) / total).exp()
-        return policy, counters
-    if plan.loss in (IPO, ICEPOP):
-        bound = -low if plan.loss == IPO else low
-        position = (lp.exp() - old.exp()).detach() if plan.loss == IPO else ratio.detach()
-        counters |= {"low": position < bound, "high": position > high}
-        counters["clipped"] = counters["low"] | counters["high"]
-        return torch.where(counters["clipped"], 0, -advantage * ratio), counters
-    if plan.loss == DRO:
-        return -(lp * advantage - 0.5 * plan.dro_beta * (lp - old) ** 2), counters
-    return _score_function(rows, tokens, terms, is_weights, counters, plan)
-
-
-def _score_function(
-    rows: TokenRows, tokens: Tokens, terms: Terms, is_weights: Tensor | None, counters: dict[str, Tensor], plan: Plan
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Losses of the form -weight * advantage * log-prob, whose weight has no gradient."""
-    valid, _, lp, old, advantage = tokens
-    fixed = terms.ratio.detach()
-    weight = torch.ones_like(fixed)
-    if plan.loss == CISPO:
-        weight = fixed.clamp(plan.low, plan.high)
-        counters["high"] = (fixed > plan.high) & (advantage > 0)
-        counters["low"] = (fixed < plan.low) & (advantage < 0)
-        counters["clipped"] = weight != fixed
-    if plan.loss in (DPPO_TV, DPPO_KL):
-        weight = fixed.clamp(max=plan.cap)
-        trusted = _trusted(lp.detach(), old, advantage, plan)
-        counters["clipped"], counters["dual"] = ~trusted, (fixed > plan.cap) & trusted
-        weight = torch.where(trusted, weight, 0)
-    if plan.loss == TOPR:
-        counters["clipped"] = (advantage <= 0) & (fixed > plan.cap)
-        weight = torch.where(advantage > 0, 1, fixed.clamp(max=plan.cap))
-    if plan.loss == VESPO:
-        floor = math.log(1e-8)
-        log_w = rows.sum(torch.where(valid, (lp - old).detach().clamp(-20, 20), 0))
-        if is_weights is not None:
-            log_w = log_w + rows.sum(torch.where(valid, is_weights.log().clamp(floor, 20), 0))
-        log_w = rows.spread(log_w.clamp(floor, 20))
-        k = _by_sign(advantage >= 0, plan.k_pos, plan.k_neg, fixed)
-        rate = _by_sign(advantage >= 0, plan.lambda_pos, plan.lambda_neg, fixed).clamp(min=1e-4)
-        weight = (rate + k * log_w - rate * log_w.exp()).exp()
-        weight = torch.where(weight.isinf(), 0, weight)
-        counters["phi"] = weight
-    return -weight * advantage * terms.score, counters
-
-
-def _by_sign(positive: Tensor, value: float, other: float, like: Tensor) -> Tensor:
-    """Selects one of two numbers at each token. torch.where alone would round them to float32."""
-    return torch.where(positive, like.new_full((), value), like.new_full((), other))
-
-
-def _trusted(lp: Tensor, old: Tensor, advantage: Tensor, plan: Plan) -> Tensor:
-    """DPPO: tokens whose probability moved little, or back, as seen by the two outcomes "this token" and "another"."""
-    new, before = lp.exp(), old.exp()
-    if plan.loss == DPPO_TV:
-        return torch.where(advantage > 0, new - before <= plan.high, new - before >= -plan.low)
-    others = (1 - before) * ((1 - before + 1e-8) / (1 - new + 1e-8)).log()
-    divergence = before * (old - lp) + others
-    upward = (divergence <= plan.high) | (new <= before)
-    downward = (divergence <= plan.low) | (new >= before)
-    return torch.where(advantage > 0, upward, downward)
 
 
 def _kl(lp: Tensor, reference: Tensor | None, terms: Terms, plan: Plan) -> Tensor:

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from grpo_kernels.groups import TokenRows
 from grpo_kernels.ops.policy_loss.config import (
-    GEO_MEAN,
     LOCAL_TOKEN_MEAN,
     ROW_TOKEN_MEAN,
     ROW_TOKEN_NORM,
     TOKEN_MEAN,
     TOKEN_SUM,
-    Plan,
 )
+from grpo_kernels.ops.policy_loss.losses import Plan
 
 # Places of the units in a normalizer.
 TOKENS, ROWS, SEGMENTS = range(3)
@@ -48,7 +47,7 @@ class Shares:
             return members
         if aggregation == TOKEN_MEAN:
             return members / self._divisor(SEGMENTS if policy and self.plan.by_segment else TOKENS, members.sum())
-        if self.plan.count_empty_rows or (policy and self.plan.loss == GEO_MEAN):
+        if self.plan.count_empty_rows or (policy and self.plan.row.is_of_rows):
             counted = members.new_full((), self.rows.count)
         else:
             counted = (self.rows.sum(self.valid.double()) > 0).sum().double()

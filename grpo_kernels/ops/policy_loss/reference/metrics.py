@@ -1,4 +1,4 @@
-"""The measurements of the specification of policy_loss, by the names of METRICS in config.py."""
+"""The measurements of a policy loss: their names, and their specification."""
 
 from __future__ import annotations
 
@@ -8,29 +8,42 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import TokenRows
-from grpo_kernels.ops.policy_loss.config import GEO_MEAN, TOKEN, Plan
+from grpo_kernels.ops.policy_loss.losses import TOKEN, Outcome, Plan
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
 
 Table = dict[str, Tensor]
+# In the order of PolicyLossMetrics.tensor, and of the kernels' (csrc/policy_loss/plan.h).
+METRICS = (
+    *("loss", "policy_loss", "kl_loss", "entropy_loss"),
+    *("rows", "active_rows", "tokens", "terms", "kept_tokens"),
+    *("low_clipped", "high_clipped", "clipped", "dual_clipped"),
+    *("low_clipped_rows", "high_clipped_rows", "low_clipped_min", "high_clipped_max"),
+    *("log_ratio_sum", "kl_sum", "entropy_sum"),
+    *("ratio_sum", "ratio_spread_sum", "ratio_min", "ratio_max"),
+    *("phi_sum", "phi_rows"),
+    *("is_sum", "is_square_sum", "is_min", "is_max", "is_count"),
+)
 
 
 def measure(
     rows: TokenRows,
     tokens: Tokens,
     terms: Terms,
-    counters: Table,
+    outcome: Outcome,
     kl: Tensor,
     entropies: Tensor | None,
     weights: Weights,
     plan: Plan,
 ) -> Table:
     """Counts, sums and extremes over the tokens and over the rows, each kind in one reduction."""
-    where = tokens.valid if plan.loss == GEO_MEAN else terms.here
+    where = tokens.valid if plan.row.is_of_rows else terms.here  # there tokens are clipped
+    none = torch.zeros_like(where)
     low_clipped, high_clipped, clipped, dual_clipped = (
-        counters[name] & where for name in ("low", "high", "clipped", "dual")
+        none if flags is None else flags & where
+        for flags in (outcome.low_clipped, outcome.high_clipped, outcome.clipped, outcome.dual_clipped)
     )
     ratio = torch.where(terms.here, terms.ratio.detach(), math.nan)
-    phi = torch.where(terms.here, counters["phi"], 0)
+    phi = torch.zeros_like(ratio) if outcome.phi is None else torch.where(terms.here, outcome.phi, 0)
     weight = ratio.new_full(ratio.shape, math.nan)
     if weights.of_tokens is not None:
         weight = torch.where(tokens.valid, weights.of_tokens, math.nan)

@@ -1,0 +1,71 @@
+"""Distillation from a teacher's most probable tokens, straight from hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from grpo_kernels import backends, checks
+from grpo_kernels.ops.linear_head import distillation_op as op
+from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
+from grpo_kernels.ops.linear_head.head import LMHead
+from grpo_kernels.ops.linear_head.logprobs_op import SUPPORTS
+from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
+
+_OP = "linear_distillation_loss"
+_FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
+
+
+def linear_distillation_loss(
+    hidden: Tensor,
+    head: LMHead | Tensor,
+    teacher: Teacher,
+    *,
+    mask: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    chunk_size: int | None = None,
+    weight_grad: Tensor | None = None,
+    backend: str | None = None,
+) -> DistillationLoss:
+    """Divergence of the student from a teacher of whom the k most probable tokens are known.
+
+    The loss is its mean over the tokens, computed with its gradient in three matrix products, of which only one chunk
+    of tokens is in memory at a time.
+
+    Args:
+        hidden: [..., H], one row per token (shift first); bfloat16, float16, float32, float64 on the CPU
+        head: the student's LMHead, or its weight [V, H]; not split over ranks
+        teacher: ids and log-probs [..., k], and which divergence
+        mask: [...], tokens that take part beside teacher.mask; None means all
+        temperature: of the student, as in linear_logprobs. Both distributions should be of the same temperature
+        chunk_size: tokens whose logits are in memory at a time; None means chosen from the shapes
+        weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
+        backend: "kernel" or "reference"; None means the kernel where there is one
+    """
+    hidden = checks.tensor(_OP, "hidden", checks.local(_OP, "hidden", hidden), checks.FLOATS)
+    lm_head, shape = LMHead.of(_OP, "head", head), hidden.shape[:-1]
+    if lm_head.vocab_start is not None:
+        raise ValueError(
+            f"{_OP}: head.vocab_start must be None, as a teacher's ids may be columns of any rank, got "
+            f"{lm_head.vocab_start}"
+        )
+    targets = torch.zeros(shape, dtype=torch.long, device=hidden.device)
+    inputs = check_head(_OP, hidden, lm_head, targets, temperature)
+    size = check_chunk_size(_OP, chunk_size)
+    device = inputs.hidden.device
+    chosen = backends.select(_OP, backend, device.type, inputs.hidden.dtype, SUPPORTS, device.index)
+    is_added = chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
+    check_weight_grad(_OP, weight_grad, inputs, is_added, "with the reference backend and without gradients")
+    takes_part = None
+    if mask is not None:
+        checks.tensor(_OP, "mask", mask, _FLAGS)
+        checks.same_device(_OP, "mask", mask, device)
+        if mask.shape != shape:
+            raise ValueError(
+                f"{_OP}: mask must have the shape of hidden without its last dimension, {list(shape)}, "
+                f"got {list(mask.shape)}"
+            )
+        takes_part = mask.reshape(-1) != 0
+    tokens = check_teacher(_OP, teacher, shape, takes_part, inputs)
+    loss, divergence, mass = op.apply(chosen, inputs, tokens, size, weight_grad)
+    return DistillationLoss(loss, divergence.view(shape), mass.view(shape))

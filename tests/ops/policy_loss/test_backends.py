@@ -1,0 +1,337 @@
+"""The kernels of policy_loss against the float64 reference.
+
+Faults that this is for: a formula that one kernel has otherwise; a tail of a vector, warp, task or block of the
+reduction; a kernel for plain inputs that is taken for others; a segment or row whose sums meet those of another; an
+overflow that becomes NaN; a normalizer that is read as another unit; a gradient of halves that is rounded twice; a
+backward pass that changes what the graph keeps.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels.ops.policy_loss.registration import SCALE, Scaled
+from tests import emulation
+from tests.harness import device_of, examples
+from tests.ops.policy_loss import cases
+from tests.ops.policy_loss.cases import BACKENDS, F32, F64, INF, KERNELS, NAN, assert_like_reference, op_of, packed
+from tests.ops.promises import Inputs, run
+
+on_backends = pytest.mark.parametrize("backend", BACKENDS)
+on_kernels = pytest.mark.parametrize("backend", KERNELS)
+only_on_host = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a failed assertion on the device ends the process's use of it"
+)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(("loss", "ratio"), cases.KINDS)
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@on_kernels
+def test_any_settings(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
+    # in float32 the error of few tokens may be one of luck, in the reference as well
+    sizes = cases.SIZES if dtype == F64 else ((5, 33), (2, 600))
+
+    @settings(max_examples=examples(30))
+    @given(cases.cases(loss, ratio, sizes=sizes))
+    def check(case: tuple[gk.LossConfig, Inputs]) -> None:
+        assert_like_reference(case[1], case[0], backend, dtype)
+
+    check()
+
+
+# Losses with plain inputs have kernels of their own: on the CPU of vectors of a task of 4,096 tokens, in CUDA of four
+# tokens at a time of a task of 1,024. By name: the config, and whether advantages are those of rows.
+PLAIN: dict[str, tuple[gk.LossConfig, bool]] = {
+    "clip": (gk.LossConfig(dual_clip=3.0), False),
+    "clip with a KL": (gk.LossConfig(kl="k3", kl_coef=0.1, aggregation="seq-mean-token-mean"), True),
+    "weighted clip": (gk.LossConfig(), True),
+    "cispo": (gk.LossConfig("cispo", clip_high=0.3), False),
+    "gspo": (gk.LossConfig(ratio="sequence", clip_low=0.01, clip_high=0.02), True),
+    "gspo with a KL": (gk.LossConfig(ratio="sequence", clip_low=0.01, clip_high=0.02, kl="k3", kl_coef=0.1), True),
+}
+
+
+def plain(name: str, rows: int, width: int, mask: str) -> Inputs:
+    config, by_row = PLAIN[name]
+    names = ["ref_logprobs"] if config.kl != "none" else []
+    names += ["is_weights"] if name == "weighted clip" else []
+    batch = cases.padded(width, rows, width, optional=(*names, "token_advantages"))
+    of_tokens = batch.pop("token_advantages")
+    batch |= {} if by_row else {"advantages": of_tokens}
+    if mask == "padding":
+        batch["mask"] = torch.arange(width) < torch.randint(width + 1, (rows, 1))
+    if mask == "none":
+        del batch["mask"]
+        return batch
+    is_out = ~batch["mask"]
+    return {k: v.masked_fill(is_out, NAN) if v.dim() == 2 and k != "mask" else v for k, v in batch.items()}
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("offset", [0, 1])  # of the arrays from an aligned address
+@pytest.mark.parametrize("mask", ["none", "holes", "padding"])
+@pytest.mark.parametrize("width", [1, 3, 4, 31, 64, 127, 1023, 1025, 4100])
+@pytest.mark.parametrize("name", PLAIN)
+@on_kernels
+def test_plain_inputs(backend: str, name: str, width: int, mask: str, offset: int) -> None:
+    if backend == "cuda" and width == 4100 and not torch.cuda.is_available():
+        pytest.skip("the emulator is slow")
+    rows = max(2, min(3, 4000 // width))
+    batch = plain(name, rows, width, mask)
+
+    def shifted(value: Tensor) -> Tensor:
+        return torch.empty(offset + value.numel(), dtype=value.dtype)[offset:].view(value.shape).copy_(value)
+
+    batch = {key: shifted(value.to(F32) if value.is_floating_point() else value) for key, value in batch.items()}
+    wide = {key: value.to(F64) if value.dtype == F32 else value for key, value in batch.items()}
+    assert_like_reference(wide, PLAIN[name][0], backend, F64)
+    assert_like_reference(wide, PLAIN[name][0], backend, F32, sums=backend == "cuda")  # whose sums are in float32
+
+
+# More than one task of 1,024 tokens, and many warps.
+LENGTHS = [1500, 40, 0, 1025, 1, 2, 4]
+LONG: dict[str, gk.LossConfig] = {
+    "clip": gk.LossConfig(kl="k3", kl_coef=0.1, aggregation="seq-mean-token-mean"),
+    "bonus": gk.LossConfig(kl="k1", kl_coef=0.1, aggregation="seq-mean-token-mean", entropy_coef=0.01),
+    "gspo": gk.LossConfig(ratio="sequence"),
+    "segments": gk.LossConfig(ratio="segment_mean"),
+    "geo_mean": gk.LossConfig("geo_mean", aggregation="token-sum"),
+    "vespo": gk.LossConfig("vespo"),
+}
+
+
+OPTIONAL = {
+    "clip": ("ref_logprobs",),
+    "bonus": ("ref_logprobs", "entropy", "row_weights", "policy_mask"),
+    "segments": ("segments",),
+}
+
+
+def long_rows(name: str, behind: int = 0) -> Inputs:
+    batch = cases.padded(5, len(LENGTHS), max(LENGTHS), optional=OPTIONAL.get(name, ()))
+    batch["mask"][1] = torch.arange(max(LENGTHS)) % 3 < 2
+    batch |= {"is_weights": batch.pop("row_weights")} if "row_weights" in batch else {}
+    return packed(batch, LENGTHS, behind)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("name", LONG)
+@on_kernels
+def test_packed_rows_of_several_parts(backend: str, name: str, dtype: torch.dtype) -> None:
+    assert_like_reference(long_rows(name), LONG[name], backend, dtype)
+
+
+@pytest.mark.parametrize("name", ["clip", "bonus", "segments"])
+@on_kernels
+def test_tokens_behind_the_last_row_belong_to_none(backend: str, name: str) -> None:
+    config, (batch, longer) = LONG[name], (long_rows(name), long_rows(name, 1200))
+    want, got = (run(op_of(config), one, backend, F32) for one in (batch, longer))
+    count = len(batch["logprobs"])
+    for key, value in want.items():
+        whole = got[key]
+        torch.testing.assert_close(
+            whole[:count] if key.startswith("d_") else whole, value, rtol=0, atol=0, equal_nan=True
+        )
+        assert not (key.startswith("d_") and whole[count:].any())
+
+
+@pytest.mark.parametrize("rows", [65, 1100])
+@on_kernels
+def test_many_rows(backend: str, rows: int) -> None:
+    batch = cases.padded(1, rows, 2, optional=("row_weights",))
+    batch["is_weights"] = batch.pop("row_weights")
+    for config in (gk.LossConfig(aggregation="seq-mean-token-mean"), gk.LossConfig(ratio="sequence")):
+        assert_like_reference(batch, config, backend, F64)
+
+
+# Extremes
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence", "segment", "segment_mean"])
+@pytest.mark.parametrize("loss", ["clip", "sapo", "cispo"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@on_backends
+def test_a_ratio_beyond_the_largest_number_stops_there(backend: str, dtype: torch.dtype, loss: str, ratio: str) -> None:
+    """Clipped terms stay clipped, terms without advantage 0; also where the old policy could not sample the token."""
+    batch = {
+        "logprobs": torch.full((2, 3), -0.5, dtype=F64),
+        "old_logprobs": torch.full((2, 3), -3000.0, dtype=F64),
+        "advantages": torch.tensor([1.0, 0.0], dtype=F64),
+    }
+    batch |= {"segments": torch.zeros(2, 3, dtype=torch.int32)} if ratio.startswith("segment") else {}
+    op = op_of(gk.LossConfig(loss=loss, ratio=ratio, aggregation="seq-mean-token-mean"))
+    for sign in (1, -1):
+        batch["advantages"] = sign * batch["advantages"]
+        finite = run(op, batch, backend, dtype)
+        first, second = finite["d_logprobs"]
+        assert finite["loss"].isfinite() and not second.any()
+        if sign == 1:
+            assert (first < 0).all() if loss == "cispo" else not first.any()
+        infinite = batch["old_logprobs"].index_fill(1, torch.tensor([1, 2]), -INF)
+        infinite[1] = -3000.0
+        got = run(op, batch | {"old_logprobs": infinite}, backend, dtype)
+        assert torch.equal(got["loss"], finite["loss"]) and torch.equal(got["d_logprobs"], finite["d_logprobs"])
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@on_backends
+def test_a_kl_that_is_only_measured_changes_nothing(backend: str, kl: str) -> None:
+    batch = cases.padded(1, 3, 4)
+    ref = batch["logprobs"].index_fill(1, torch.tensor([1]), 1e4)
+    got = run(op_of(gk.LossConfig(kl=kl)), batch | {"ref_logprobs": ref}, backend, F64)
+    want = run(op_of(gk.LossConfig()), batch, backend, F64)
+    assert torch.equal(got["loss"], want["loss"]) and torch.equal(got["d_logprobs"], want["d_logprobs"])
+    assert float(got["metrics"][cases.METRICS.index("kl_sum")].abs()) > 1
+
+
+@on_kernels
+def test_an_infinite_token_spoils_its_own_segment_only(backend: str) -> None:
+    batch = cases.padded(5, 3, 300, optional=("segments",))
+    op, segments = op_of(LONG["segments"]), batch["segments"][0]
+    clean = run(op, batch, backend, F32)["d_logprobs"]
+    at = int((batch["mask"][0] & (segments >= 0)).nonzero()[100])
+    batch["old_logprobs"][0, at] = -INF
+    spoilt = run(op, batch, backend, F32)["d_logprobs"]
+    is_other = segments != segments[at]
+    assert torch.equal(spoilt[0, is_other], clean[0, is_other]) and torch.equal(spoilt[1:], clean[1:])
+    assert not torch.equal(spoilt, clean)
+
+
+@only_on_host
+@pytest.mark.parametrize("ratio", ["segment", "segment_mean"])
+@on_backends
+def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> None:
+    batch = cases.padded(5, 3, 70, optional=("segments",))
+    batch["segments"] = torch.arange(70).div(7, rounding_mode="floor").repeat(3, 1)
+    op = op_of(gk.LossConfig(ratio=ratio))
+    want = run(op, batch, backend, F32)
+    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 64):  # one descends, one reaches the row's length
+        segments = batch["segments"].clone()
+        segments[2] = wrong
+        with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):
+            run(op, batch | {"segments": segments}, backend, F32)
+    got = run(op, batch | {"segments": torch.where(batch["mask"], batch["segments"], 1000)}, backend, F32)
+    assert torch.equal(got["d_logprobs"], want["d_logprobs"])
+
+
+# Arguments that are the same
+
+
+@pytest.mark.parametrize("unit", ["tokens", "rows", "segments"])
+@on_backends
+def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str) -> None:
+    by_row = {"rows": "seq-mean-token-mean"}.get(unit, "token-mean")
+    op = op_of(gk.LossConfig(ratio="segment" if unit == "segments" else "token", aggregation=by_row))
+    batch = cases.padded(1, 4, 9, optional=("segments",))
+
+    def result(value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            value = value.to(device_of(backend))
+        return run(op, batch | {"normalizer": value}, backend, F64)["d_logprobs"]
+
+    for value in (7, 0.25):  # a count per rank can be below 1
+        want = result(value)
+        for same in (torch.tensor(value), torch.tensor([value]), {unit: value}, {unit: torch.tensor(value)}):
+            if isinstance(same, dict):
+                same = {unit: same[unit].to(device_of(backend)) if isinstance(same[unit], Tensor) else value}
+            assert torch.equal(result(same), want)
+        assert not torch.equal(want, result(2 * value))
+    assert torch.equal(result(torch.tensor(0)), result(1))  # a count of nothing
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["clip", "segments", "geo_mean"])
+@on_backends
+def test_halves_are_computed_in_float32(backend: str, name: str, half: torch.dtype) -> None:
+    config = LONG[name]
+    batch = cases.padded(1, 4, 9, optional=("ref_logprobs",) * (name == "clip") + ("segments",) * (name == "segments"))
+    batch = {key: value.to(half).double() if value.is_floating_point() else value for key, value in batch.items()}
+    got, want = (run(op_of(config), batch, backend, dtype) for dtype in (half, F32))
+    assert got["loss"].dtype == F32 and torch.equal(got["loss"], want["loss"])
+    assert got["d_logprobs"].dtype == half and torch.equal(got["d_logprobs"], want["d_logprobs"].to(half))
+
+
+# The backward pass
+
+
+def graph(backend: str) -> tuple[Tensor, Tensor]:
+    leaf = (-torch.rand(3, 5, device=device_of(backend))).requires_grad_()
+    return leaf, gk.policy_loss(leaf, leaf.detach() - 0.1, torch.ones_like(leaf[:, 0]), backend=backend).loss
+
+
+@on_kernels
+def test_backward_runs_twice_and_with_any_upstream_gradient(backend: str) -> None:
+    leaf, loss = graph(backend)
+    one, again, scaled = (torch.autograd.grad(loss * s, leaf, retain_graph=True)[0] for s in (1.0, 1.0, -2.5))
+    assert torch.equal(one, again)
+    torch.testing.assert_close(scaled, -2.5 * one, rtol=1e-6, atol=0)
+    (last,) = torch.autograd.grad(loss * -2.5, leaf)  # may reuse what the graph keeps
+    assert torch.equal(last, scaled) and torch.equal(one, again)
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0])
+@on_kernels
+def test_a_second_derivative_by_the_upstream_gradient_alone(backend: str, value: float) -> None:
+    leaf, loss = graph(backend)
+    factor = torch.tensor(value, device=leaf.device, requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss * factor, leaf, create_graph=True)
+    (by_factor,) = torch.autograd.grad(gradient.sum(), factor, retain_graph=True)
+    torch.testing.assert_close(by_factor * value, gradient.sum().detach())
+    with pytest.raises(RuntimeError, match=r"^policy_loss: a second derivative is not implemented"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1024, 5003])
+@pytest.mark.parametrize("dtype", [F32, F64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name in SCALE.supports])
+def test_a_gradient_is_scaled_in_its_memory(backend: str, dtype: torch.dtype, count: int, offset: int) -> None:
+    """Every number is multiplied once, in the wide dtype, and none beside them."""
+    before = torch.randn(count + 8, dtype=F64).to(device_of(backend), dtype)
+    wide = torch.promote_types(dtype, F32)
+    for factor in (1.0, -0.3, 0.0, NAN):
+        memory, expected = before.clone(), before.clone()
+        part = slice(offset, offset + count)
+        SCALE(backend, Scaled(memory[part], torch.tensor(factor, dtype=wide, device=memory.device)))
+        expected[part] = (expected[part].to(wide) * factor).to(dtype)
+        torch.testing.assert_close(memory, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# The CUDA kernels alone
+
+LAUNCHED = {"clip": (), "gspo": (), "segments": ("segments",), "geo_mean": (), "vespo": ()}
+
+
+@emulation.only
+@pytest.mark.parametrize("rows", [5, 1100])
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_loss_is_one_launch_and_a_reduction_and_counting_a_third(name: str, rows: int) -> None:
+    batch = cases.padded(1, rows, 70 if rows == 5 else 2, optional=LAUNCHED[name])
+    config = gk.LossConfig() if name == "clip" else LONG[name]
+    call = functools.partial(cases.call, batch, "cuda", config)
+    known = {"tokens": 40.0, "rows": 5.0, "segments": 9.0}
+    assert emulation.launches(functools.partial(cases.call, batch | {"normalizer": known}, "cuda", config)) == 2
+    assert emulation.launches(call) == (2 if config.aggregation == "token-sum" else 3)
+
+
+@emulation.only
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_every_schedule_gives_the_same_bits(name: str) -> None:
+    batch = cases.padded(1, 5, 70, optional=LAUNCHED[name])
+    results = []
+    for seed in range(4):
+        emulation.set_schedule(seed)
+        results.append(run(op_of(gk.LossConfig() if name == "clip" else LONG[name]), batch, "cuda", F32))
+    for other in results[1:]:
+        for key, value in results[0].items():
+            torch.testing.assert_close(other[key], value, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,253 @@
+"""What all ops promise, for every op and every kernel.
+
+Faults that this is for: sums whose order changes from call to call (atomics, threads); a masked slot that is read, or
+whose gradient is not 0; a stride that is taken for 1; an input that is overwritten, or a result that shares its memory;
+a row whose neighbours change its result; a denominator or a tail that is wrong once a batch is packed, permuted, padded
+or split into micro-batches; a wrong tensor that is taken; a torch op whose schema, fake or aliasing is wrong; a saved
+tensor that the backward reads twice; a graph break.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import grpo_kernels as gk
+from grpo_kernels import registry
+from tests.harness import INDUCTOR, assert_within_budget, cpu_threads, runnable_backends
+from tests.ops.all_cases import OPS
+from tests.ops.promises import Inputs, Op, Results, assert_same_bits, run
+from tests.strategies import laid_out
+
+pytestmark = pytest.mark.pairs  # else few of the cases of Triton would run
+NAN, INF = float("nan"), float("inf")
+EACH = [(name, backend) for name, op in OPS.items() for backend in runnable_backends(op.supports, op.working)]
+KERNELS = [(name, backend) for name, backend in EACH if backend != "reference"]
+on_each = pytest.mark.parametrize(("name", "backend"), EACH)
+on_kernels = pytest.mark.parametrize(("name", "backend"), KERNELS)
+
+
+def drawn(name: str) -> tuple[Op, Inputs]:
+    torch.manual_seed(0)
+    return OPS[name], OPS[name].draw()
+
+
+def assert_same(op: Op, results: Results, inputs: Inputs, backend: str) -> None:
+    """Compares with the results of these inputs: bit for bit, or within the budget."""
+    if op.adds_in_any_order:
+        assert_within_budgets(op, results, inputs)
+    else:
+        assert_same_bits(results, run(op, inputs, backend, op.working))
+
+
+def assert_within_budgets(op: Op, results: Results, inputs: Inputs) -> None:
+    gold, working = (run(op, inputs, "reference", dtype) for dtype in (torch.float64, op.working))
+    for name, result in results.items():
+        if result.is_floating_point():  # also float64 sums have terms of the working dtype
+            assert_within_budget(result.to(op.working), working[name].to(op.working), gold[name], name)
+        else:
+            torch.testing.assert_close(result, working[name], rtol=0, atol=0, msg=lambda text, of=name: f"{of}: {text}")
+
+
+@pytest.fixture
+def unordered() -> Iterator[None]:
+    """Ends torch's deterministic mode, which conftest.py sets and in which torch chooses slower sums."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@on_each
+def test_results_repeat_bit_for_bit(name: str, backend: str, unordered: None) -> None:
+    op, inputs = drawn(name)
+    first = run(op, inputs, backend, op.working)
+    for _ in range(2):
+        assert_same_bits(run(op, inputs, backend, op.working), first)
+
+
+@pytest.mark.parametrize("name", [name for name, backend in EACH if backend == "cpu"])
+def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+    op, inputs = drawn(name)
+    with cpu_threads(1):
+        expected = run(op, inputs, "cpu", op.working)
+    for threads in (2, 5):
+        with cpu_threads(threads):
+            assert_same_bits(run(op, inputs, "cpu", op.working), expected)
+
+
+@pytest.mark.parametrize("filler", [NAN, INF, -3e38], ids=str)
+@on_each
+def test_ignored_slots_may_hold_anything(name: str, backend: str, filler: float) -> None:
+    op, inputs = drawn(name)
+    ignored = op.ignored(inputs)
+    if not ignored:
+        pytest.skip("no slot of this op is ignored")
+    expected = run(op, inputs, backend, op.working)
+    filled = dict(inputs)
+    for key, slots in ignored.items():
+        value = inputs[key]
+        slots = slots.view(slots.shape + (1,) * (value.dim() - slots.dim()))
+        anything = filler if value.is_floating_point() else torch.iinfo(value.dtype).max
+        filled[key] = torch.where(slots, torch.full((), anything, dtype=value.dtype), value)
+        if key in op.leaves:
+            assert slots.any() and not expected[f"d_{key}"][slots.expand_as(value)].any(), f"gradient of {key}"
+    assert_same_bits(run(op, filled, backend, op.working), expected)
+
+
+@pytest.mark.parametrize("layout", ["every_other", "column", "offset"])
+@on_each
+def test_memory_layouts_change_nothing(name: str, backend: str, layout: str) -> None:
+    op, inputs = drawn(name)
+
+    def strided(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(strided, value))
+        return laid_out(value, layout) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+    placed = {key: strided(value) for key, value in inputs.items()}
+    assert_same(op, run(op, placed, backend, op.working), inputs, backend)
+
+
+@on_each
+def test_inputs_are_left_alone(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+    before = {key: value.clone() for key, value in tensors.items()}
+    results = run(op, inputs, backend, torch.float64 if torch.float64 in op.supports[backend] else op.working)
+    assert_same_bits(tensors, before)
+    memory = {value.untyped_storage().data_ptr() for value in tensors.values() if value.numel()}
+    shared = [key for key, value in results.items() if value.untyped_storage().data_ptr() in memory]
+    assert not shared
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(gk, name.partition(" ")[0])
+    if not callable(function) or isinstance(function, type):
+        pytest.skip(f"{name} is no function")
+    return function
+
+
+def tensor_arguments(name: str) -> list[str]:
+    """Names of the inputs that are arguments of the function itself."""
+    function = function_of(name)
+    op, inputs = drawn(name)
+    with mock.patch.object(gk, function.__name__, wraps=function) as called:
+        op.call(inputs, None)
+    given = inspect.signature(function).bind(*called.call_args.args, **called.call_args.kwargs).arguments
+    return [key for key, value in given.items() if isinstance(value, Tensor) and key in inputs]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_wrong_tensor_is_refused_by_its_name(name: str) -> None:
+    """A value that is no tensor, of a dtype that no argument takes, of another shape, or on another device."""
+    arguments = tensor_arguments(name)
+    op, inputs = drawn(name)
+    for key in arguments:
+        wrong: list[tuple[type[Exception], str, Any]] = [
+            (TypeError, "must be", {}),
+            (TypeError, "must be of dtype", inputs[key].to(torch.complex64)),
+            (ValueError, "must", inputs[key][None, None] if inputs[key].numel() > 1 else inputs[key].repeat(2)),
+        ]
+        if key != arguments[0]:
+            wrong.append((ValueError, "must be on cpu .*, got meta", inputs[key].to("meta")))
+        for error, rule, value in wrong:
+            other = ".*" if key == arguments[0] and error is ValueError else key  # all others differ from the first
+            with pytest.raises(error, match=rf"^\w+: {other} {rule}"):
+                op.call(inputs | {key: value}, None)
+
+
+# Arguments that hold tensors, or are overwritten; tests/test_devices.py and the ops' own tests try each of these.
+COMPOUND = {"head", "normalizer", "ref_head", "support", "teacher", "weight_grad"}
+FUNCTIONS = {name.partition(" ")[0] for name in OPS} - {"LMHead", "diversity", "variants"}
+
+
+@pytest.mark.parametrize("function", sorted(FUNCTIONS))
+def test_every_tensor_argument_is_tried(function: str) -> None:
+    parameters = inspect.signature(getattr(gk, function)).parameters.values()
+    expected = {p.name for p in parameters if "Tensor" in str(p.annotation) or "Normalizer" in str(p.annotation)}
+    tried = {key for name in OPS if name.partition(" ")[0] == function for key in tensor_arguments(name)}
+    assert tried == expected - COMPOUND
+
+
+REWRITTEN = [(name, backend, rewrite) for name, backend in EACH for rewrite in OPS[name].rewrites]
+
+
+@pytest.mark.parametrize(("name", "backend", "rewrite"), REWRITTEN)
+def test_a_batch_written_in_another_way_has_the_same_results(name: str, backend: str, rewrite: str) -> None:
+    op, inputs = drawn(name)
+    same = op.rewrites[rewrite](inputs)
+    results = same.combine([run(op, part, backend, op.working) for part in same.inputs])
+    assert results
+    if same.is_exact:
+        expected = run(op, inputs, backend, op.working)
+        assert_same_bits(results, {key: expected[key] for key in results})
+    assert_within_budgets(op, results, inputs)
+
+
+# torch
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the library's torch ops that are called, with copies of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == registry.NAMESPACE:
+            self.calls.setdefault(func.name(), (func, tuple(map(copied, args))))
+        return func(*args, **kwargs or {})
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(copied, value))
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@on_kernels
+def test_opcheck(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    with Recorder() as recorder:
+        run(op, inputs, backend, op.working)
+    assert recorder.calls
+    # results may be NaN, such as the extremes of nothing
+    equal = functools.partial(torch.testing.assert_close, equal_nan=True)
+    with mock.patch.object(torch.testing, "assert_close", equal):
+        for func, args in recorder.calls.values():
+            torch.library.opcheck(func, args)
+
+
+@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in KERNELS if OPS[name].leaves])
+def test_gradient_checkpointing_changes_no_bit(name: str, backend: str) -> None:
+    """The backward runs the op again, and looks at each saved tensor once."""
+    op, inputs = drawn(name)
+    again = dataclasses.replace(op, call=functools.partial(checkpoint, op.call, use_reentrant=False))
+    assert_same_bits(run(again, inputs, backend, op.working), run(op, inputs, backend, op.working))
+
+
+# Implementations are traced in the same Python; what is emulated takes long.
+COMPILED = [
+    pytest.param(name, backend, marks=() if backend in ("cpu", "reference") else pytest.mark.full)
+    for name, backend in EACH
+]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.compile about itself
+@pytest.mark.parametrize(("name", "backend"), COMPILED)
+def test_compiles_into_one_graph(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    torch.compiler.reset()
+    compiled = dataclasses.replace(op, call=torch.compile(op.call, fullgraph=True, backend=INDUCTOR))
+    assert_same(op, run(compiled, inputs, backend, op.working), inputs, backend)

@@ -1,0 +1,101 @@
+"""The kernels of token_advantages against its definition in extended precision.
+
+Faults that this is for: a tail of a vector or tile; a carry that is lost between tiles, chunks or rows; a turn that
+goes on in the next row or ends at a tile; moments that are merged wrongly; a chunk that does not see a NaN of its row;
+tokens after the last row that are not written; equal returns whose rounded mean is whitened.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+import grpo_kernels as gk
+from tests.harness import cpu_threads, device_of, examples, needs_cpu_kernels
+from tests.ops.promises import Inputs, run
+from tests.ops.token_advantages import cases
+from tests.ops.token_advantages.cases import BACKENDS, F32, F64, NAN, assert_by_definition, op_of, padded
+
+on_backends = pytest.mark.parametrize("backend", BACKENDS)
+on_kernels = pytest.mark.parametrize("backend", cases.KERNELS)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@on_kernels
+def test_any_settings(backend: str, dtype: torch.dtype) -> None:
+    is_fast = backend in cases.FAST
+
+    def check(inputs: Inputs, config: gk.TokenAdvantageConfig) -> None:
+        assert_by_definition(inputs, config, backend, dtype)
+
+    batch = cases.batches(9, 40) if is_fast else cases.batches(3, 20)
+    settings(max_examples=examples(200) if is_fast else examples(30))(given(batch, cases.configs())(check))()
+
+
+# Around the vectors of the CPU and the tiles and chunks of Triton.
+@pytest.mark.pairs
+@pytest.mark.parametrize("turns", ["none", "some"])
+@pytest.mark.parametrize("width", [31, 257, 1023, 1100, 2500])
+@on_kernels
+def test_long_rows(backend: str, width: int, turns: str) -> None:
+    if backend == "triton" and width in (257, 2500):
+        pytest.skip("the interpreter is slow")
+    batch = cases.with_garbage(padded(3, 3, width, turns=turns, gaps=0.3))
+    config = gk.TokenAdvantageConfig(gamma=0.999, lam=0.95)
+    assert_by_definition(batch, config, backend, F32)
+    assert_by_definition(cases.packed(batch), config, backend, F64)
+    batch["rewards"][0, (0, width // 2, -1)[width % 3]] = NAN  # which one of several chunks sees
+    assert_by_definition(batch, config, backend, F64)
+
+
+@on_kernels
+def test_many_rows(backend: str) -> None:
+    batch = padded(5, 1500 if backend in cases.FAST else 40, 9)
+    config = gk.TokenAdvantageConfig(gamma=0.99, lam=0.95)
+    assert_by_definition(batch, config, backend, F32)
+    assert_by_definition(cases.packed(batch), config, backend, F32)
+
+
+@needs_cpu_kernels
+def test_the_number_of_threads_changes_no_bit_of_many_rows() -> None:
+    batch = padded(7, 200, 70)
+    with cpu_threads(1):
+        want = run(op_of("gae"), batch, "cpu", F32)
+    with cpu_threads(3):
+        assert all(torch.equal(value, want[name]) for name, value in run(op_of("gae"), batch, "cpu", F32).items())
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@on_backends
+def test_half_precision_gives_float32(backend: str, half: torch.dtype) -> None:
+    batch = padded(1, 4, 9)
+    for name in ("rewards", "values"):
+        batch[name] = batch[name].to(half)
+    single = batch | {name: value.float() for name, value in batch.items() if value.is_floating_point()}
+    got, want = (run(op_of("gae"), inputs, backend, F32) for inputs in (batch, single))
+    assert got["advantages"].dtype == F32 and all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)], ids=str)
+@on_backends
+def test_no_tokens(backend: str, shape: tuple[int, int]) -> None:
+    nothing = torch.zeros(shape, device=device_of(backend))
+    for turns in (None, nothing.long()):
+        got = gk.token_advantages(nothing, nothing, turns=turns, backend=backend)
+        assert got.advantages.shape == got.returns.shape == shape
+    # packed, with tokens after the last row
+    tokens, bounds = torch.full((5,), NAN, device=nothing.device), nothing.new_zeros(shape[0] + 1, dtype=torch.int32)
+    got = gk.token_advantages(tokens, tokens, cu_seqlens=bounds, backend=backend)
+    assert not got.advantages.any() and not got.returns.any()
+
+
+@pytest.mark.parametrize("reward", [0.7, 1000.1, -3.0])
+@on_backends
+def test_equal_returns_are_whitened_to_exact_zeros(backend: str, reward: float) -> None:
+    rewards = torch.zeros(8, 33, dtype=F64)
+    rewards[:, -1] = reward
+    for dtype in (F32, F64):
+        got = run(op_of("reinforce_plus_plus"), {"rewards": rewards}, backend, dtype)
+        assert not got["advantages"].any() and (got["returns"] == torch.tensor(reward, dtype=dtype)).all()

@@ -1,0 +1,405 @@
+"""The kernels of token_logprobs against the float64 reference.
+
+Faults that this is for: a tail of a vector, piece, block or tile; a maximum that comes late; digits of a nearly certain
+token that are lost; a bad row that spoils another; a gradient in place that is written before the target is read, or
+beside the logits; an instruction set or a schedule with other bits; a launch too many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import grpo_kernels as gk
+from tests import emulation
+from tests.emulation.build import ROOT
+from tests.harness import device_of, examples
+from tests.ops.promises import Inputs, run
+from tests.ops.token_logprobs import cases
+from tests.ops.token_logprobs.cases import (
+    BACKENDS,
+    F32,
+    F64,
+    FAST,
+    HALVES,
+    INF,
+    KERNELS,
+    NAN,
+    OPTIONS,
+    assert_like_reference,
+    op_of,
+    rows_of,
+)
+from tests.simd import levels
+
+on_backends = pytest.mark.parametrize("backend", BACKENDS)
+on_kernels = pytest.mark.parametrize("backend", KERNELS)
+every_dtype = pytest.mark.parametrize("dtype", [F32, *HALVES], ids=str)
+
+
+@every_dtype
+@on_kernels
+def test_any_rows(backend: str, dtype: torch.dtype) -> None:
+    is_fast = backend in FAST
+
+    @settings(max_examples=examples(120) if is_fast else examples(18))
+    @given(cases.batches(dtype, 300 if is_fast else 60))
+    def check(case: tuple[Inputs, dict[str, Any]]) -> None:
+        assert_like_reference(case[0], backend, dtype, **case[1])
+
+    check()
+
+
+# 1: one certain token; 31: less than any vector; 1023: a ragged tail; 5008: several tiles, all aligned.
+@pytest.mark.pairs
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("columns", [1, 31, 1023, 5008])
+@every_dtype
+@on_kernels
+def test_sizes(backend: str, dtype: torch.dtype, columns: int, name: str) -> None:
+    shape = (3, 7, columns) if backend in FAST else (2, 1, columns)
+    assert_like_reference(rows_of(shape, dtype), backend, dtype, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("backend", [name for name in FAST if name in KERNELS and name == "cpu"])
+def test_float64(backend: str, name: str) -> None:
+    assert_like_reference(rows_of((5, 1003), F64), backend, F64, **OPTIONS[name])
+
+
+# The vocabulary of a real model.
+@every_dtype
+@on_kernels
+def test_many_columns(backend: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    if backend not in FAST and not request.config.getoption("--all"):
+        pytest.skip("slow")
+    assert_like_reference(rows_of((2, 151936), dtype), backend, dtype, softcap=40.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", [name for name in FAST if name in KERNELS])
+def test_more_than_2_to_the_31_elements(backend: str) -> None:
+    rows, columns = 70_000, 30_720  # 2.15e9, and more rows than a grid's second dimension takes
+    logits = torch.zeros((), dtype=torch.bfloat16, device=device_of(backend)).expand(rows, columns)
+    if backend != "cpu":
+        logits = logits.contiguous()
+    got = gk.token_logprobs(logits, torch.arange(rows, device=logits.device) % columns, backend=backend)
+    torch.testing.assert_close(got.logprobs, torch.full_like(got.logprobs, -math.log(columns)))
+
+
+@pytest.mark.parametrize("offset", [0.0, 40.0, -1000.0])
+@pytest.mark.parametrize("columns", [2, 700])
+@on_backends
+def test_nearly_certain_tokens_keep_their_digits(backend: str, columns: int, offset: float) -> None:
+    """Log-probs up to -1e-9, for which subtracting log-sum-exp in float32 gives 0 or more."""
+    wanted = torch.tensor([1e-1, 1e-3, 1e-6, 1e-7, 1e-8, 1e-9], dtype=F64)
+    rest = wanted.expm1().log() - math.log(columns - 1)
+    logits, own = rest[:, None].expand(-1, columns).clone(), columns // 2
+    logits[:, own] = 0
+    logits = (logits + offset).float().double()  # the gold values are those of the rounded logits
+    distance = torch.cat([logits[:, :own], logits[:, own + 1 :]], -1) - logits[:, own, None]
+    mass = distance.exp().sum(-1)
+    gold = -torch.log1p(mass)
+    gold_entropy = torch.log1p(mass) - (distance.exp() * distance).sum(-1) / (1 + mass)
+    targets, ones = torch.full((6,), own), torch.ones(6, dtype=F64)
+    got = run(
+        op_of(), {"logits": logits, "targets": targets, "by_logprobs": ones, "by_entropy": 0 * ones}, backend, F32
+    )
+    torch.testing.assert_close(got["logprobs"].double(), gold, rtol=1e-5, atol=0)
+    torch.testing.assert_close(got["entropy"].double(), gold_entropy, rtol=1e-5, atol=0)
+    # rounding of a float64 log-sum-exp, which is as large as the logits
+    atol = torch.finfo(F64).eps * abs(offset)
+    torch.testing.assert_close(got["d_logits"][:, own].double(), -torch.expm1(gold), rtol=1e-5, atol=atol)
+    assert (got["logprobs"] < 0).all()
+
+
+@on_backends
+def test_a_certain_row_has_its_entropy_for_any_target(backend: str) -> None:
+    logits = torch.full((2, 300), -20.0, dtype=F64)
+    logits[:, 7] = 5.0
+    ones = torch.ones(2, dtype=F64)
+    inputs = {"logits": logits, "targets": torch.tensor([7, 8]), "by_logprobs": ones, "by_entropy": ones}
+    got = run(op_of(), inputs, backend, F32)
+    mass = 299 * math.exp(-25)
+    entropy = torch.full((2,), math.log1p(mass) + 25 * mass / (1 + mass), dtype=F64)
+    torch.testing.assert_close(got["entropy"].double(), entropy, rtol=1e-5, atol=0)
+    assert got["logprobs"][1].item() == pytest.approx(-25 - math.log1p(mass), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@on_backends
+def test_the_lowest_number_masks_as_minus_infinity_does(backend: str, dtype: torch.dtype) -> None:
+    inputs = rows_of((3, 530), dtype)
+    hidden = torch.rand(3, 530) < 0.7
+    hidden[0, :520] = True  # a whole tile of a kernel
+    hidden[torch.arange(3), inputs["targets"]] = False
+    by_mask = [
+        run(op_of(), inputs | {"logits": inputs["logits"].masked_fill(hidden, lowest)}, backend, dtype)
+        for lowest in (-INF, torch.finfo(dtype).min)
+    ]
+    assert all(torch.equal(by_mask[0][name], by_mask[1][name]) for name in ("logprobs", "entropy"))
+    assert by_mask[0]["d_logits"].isfinite().all() and not by_mask[0]["d_logits"][hidden].any()
+    inputs["logits"][0, inputs["targets"][0]] = -INF
+    for softcap in (None, 5.0):
+        assert run(op_of(softcap=softcap), inputs, backend, dtype)["logprobs"][0] == -INF
+
+
+@pytest.mark.parametrize("columns", [1, 2, 9, 1000, 4099])
+@on_backends
+def test_equal_logits(backend: str, columns: int) -> None:
+    inputs = rows_of((1, columns)) | {"logits": torch.full((1, columns), 3.7, dtype=F64)}
+    got = run(op_of(), inputs, backend, F32)
+    assert got["logprobs"].item() == pytest.approx(-math.log(columns), rel=1e-6)
+    assert got["entropy"].item() == pytest.approx(math.log(columns), rel=1e-6)
+
+
+# Bad rows
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("poison", [NAN, INF], ids=str)
+@pytest.mark.parametrize("where", [0, 64, 640])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@on_backends
+def test_a_bad_row_spoils_itself_alone(backend: str, softcap: float | None, where: int, poison: float) -> None:
+    inputs = rows_of((3, 641))
+    inputs |= {"by_logprobs": torch.ones(3, dtype=F64), "by_entropy": torch.ones(3, dtype=F64)}
+    op, bad = op_of(softcap=softcap), inputs["logits"].clone()
+    bad[1, where] = poison
+    assert_spoiled_alone(run(op, inputs | {"logits": bad}, backend, F32), run(op, inputs, backend, F32))
+    silent = torch.tensor([1.0, 0.0, 1.0], dtype=F64)  # the row's gradient is not requested
+    got = run(op, inputs | {"logits": bad, "by_logprobs": silent, "by_entropy": silent}, backend, F32)
+    assert not got["d_logits"][1].any()
+
+
+def assert_spoiled_alone(got: dict[str, Tensor], clean: dict[str, Tensor]) -> None:
+    for name in ("logprobs", "entropy", "d_logits"):
+        assert got[name][1].isnan().any() and torch.equal(got[name][[0, 2]], clean[name][[0, 2]]), name
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF], ids=str)
+@on_backends
+def test_a_temperature_of_no_meaning_spoils_its_row_alone(backend: str, temperature: float) -> None:
+    inputs = rows_of((3, 40))
+    inputs |= {"by_logprobs": torch.ones(3, dtype=F64), "temperature": torch.ones(3, dtype=F64)}
+    bad = torch.tensor([1.0, temperature, 1.0], dtype=F64)
+    assert_spoiled_alone(run(op_of(), inputs | {"temperature": bad}, backend, F32), run(op_of(), inputs, backend, F32))
+
+
+@pytest.mark.parametrize("value", [NAN, -INF], ids=str)
+@on_backends
+def test_a_row_without_any_number_is_nan(backend: str, value: float) -> None:
+    got = run(op_of(), rows_of((1, 600)) | {"logits": torch.full((1, 600), value, dtype=F64)}, backend, F32)
+    assert got["logprobs"].isnan().all() and got["entropy"].isnan().all()
+
+
+# Parts of the results, and no rows
+
+
+@on_kernels
+def test_one_result_alone_has_its_gradient(backend: str) -> None:
+    inputs = rows_of((4, 515))
+    for name, silent in (("logprobs", "by_entropy"), ("entropy", "by_logprobs")):
+        both = assert_like_reference(inputs | {silent: torch.zeros(4, dtype=F64)}, backend, F32)
+        leaf = inputs["logits"].float().to(device_of(backend)).requires_grad_()
+        targets, wants_entropy = inputs["targets"].to(leaf.device), name == "entropy"
+        result = gk.token_logprobs(leaf, targets, return_entropy=wants_entropy, backend=backend)
+        upstream = inputs[f"by_{name}"].float().to(leaf.device)
+        (gradient,) = torch.autograd.grad(getattr(result, name), leaf, upstream)
+        assert torch.equal(gradient.cpu(), both["d_logits"])
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0, 7), (0, 3, 7)], ids=str)
+@on_backends
+def test_no_rows(backend: str, shape: tuple[int, ...]) -> None:
+    nothing = torch.zeros(shape[:-1], dtype=F64)
+    inputs = {"logits": torch.zeros(shape, dtype=F64), "targets": nothing.long(), "by_logprobs": nothing}
+    got = run(op_of(), inputs | {"by_entropy": nothing}, backend, F32)
+    assert got["logprobs"].shape == got["entropy"].shape == shape[:-1] and got["d_logits"].shape == shape
+
+
+# In place
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@on_backends
+def test_inplace_backward_writes_the_same_gradient_over_the_logits(backend: str, dtype: torch.dtype) -> None:
+    device, inputs = device_of(backend), rows_of((2, 5, 130), dtype)
+    inputs["targets"][0, 1] = -100
+    leaf = inputs["logits"].to(device, dtype).requires_grad_()
+    others = {name: value[:, :-1].to(device) for name, value in inputs.items() if name != "logits"}
+    copied = leaf.detach().clone()[:, :-1].requires_grad_()
+    (expected,) = torch.autograd.grad(cases.call(others | {"logits": copied}, backend)["loss"], copied)
+    computed = leaf * 1
+    cases.call(others | {"logits": computed[:, :-1]}, backend, inplace_backward=True)["loss"].backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad[:, :-1], expected) and not leaf.grad[:, -1].any()
+    assert torch.equal(computed[:, :-1], expected), "the logits' memory"
+    assert torch.equal(computed[:, -1], leaf[:, -1]), "beside it"
+
+
+@on_backends
+def test_logits_that_were_overwritten_are_noticed(backend: str) -> None:
+    logits, targets = torch.randn(3, 50, device=device_of(backend), requires_grad=True), torch.arange(3)
+    targets = targets.to(logits.device)
+    computed = logits * 1
+    logprobs = gk.token_logprobs(computed, targets, inplace_backward=True, backend=backend).logprobs
+    other = computed.square().sum()  # saves the logits for its own backward
+    logprobs.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    with pytest.raises(RuntimeError, match="token_logprobs: backward must run once"):
+        logprobs.sum().backward()
+    computed = logits * 1
+    logprobs = gk.token_logprobs(computed, targets, backend=backend).logprobs
+    computed.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logprobs.sum().backward()
+
+
+@on_backends
+def test_no_rows_of_any_strides_are_overwritten(backend: str) -> None:
+    row = torch.zeros(7, device=device_of(backend), requires_grad=True)
+    targets = torch.zeros(2, 0, dtype=torch.int64, device=row.device)
+    loss = gk.token_logprobs(row.expand(2, 0, 7), targets, inplace_backward=True, backend=backend).logprobs.sum()
+    loss.backward()
+    assert loss == 0 and row.grad is not None and not row.grad.any()
+
+
+# One kernel alone
+
+
+# A batch of pieces of 16 bytes of a whole warp, one piece less or more, and a warp that has none.
+@emulation.only
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pieces", [127, 128, 129, 255, 256, 257, 1151])
+def test_sizes_around_a_batch_of_cuda(pieces: int, dtype: torch.dtype) -> None:
+    assert_like_reference(rows_of((2, pieces * 16 // dtype.itemsize), dtype), "cuda", dtype)
+
+
+# The gradient of a slice is contiguous, so its rows and those of the logits are aligned differently.
+@pytest.mark.pairs
+@pytest.mark.parametrize("before", range(1, 8))
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [1, 9, 24, 301, 1800])
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "triton"])
+def test_logits_aligned_differently_from_their_gradient(
+    backend: str, columns: int, dtype: torch.dtype, before: int
+) -> None:
+    inputs = rows_of((2, before + columns + 1), dtype)
+    memory = inputs["logits"].to(device_of(backend), dtype)
+    inputs = inputs | {"logits": inputs["logits"][:, before:-1], "targets": inputs["targets"] % columns}
+    expected = assert_like_reference(inputs, backend, dtype)
+    leaf = memory[:, before:-1].detach().requires_grad_()
+    given = {name: value.to(leaf.device) for name, value in inputs.items()} | {"logits": leaf}
+    results = cases.call(given, backend)
+    (gradient,) = torch.autograd.grad(results["loss"], leaf)
+    for got, name in ((results["logprobs"], "logprobs"), (results["entropy"], "entropy"), (gradient, "d_logits")):
+        # a row's alignment may change the order of its sum
+        torch.testing.assert_close(
+            got.detach().cpu(), expected[name], rtol=8e-3 if got.dtype != F32 else 2e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+@on_kernels
+def test_rows_whose_largest_logit_comes_late(backend: str, softcap: float | None) -> None:
+    """Every batch raises the top, or none does after the first."""
+    columns = 5000 if backend != "triton" else 2100
+    inputs = rows_of((2, columns)) | {"targets": torch.tensor([columns - 1, 17])}
+    ascending = torch.linspace(-60, 30, columns).double().expand(2, -1)
+    for logits in (ascending, ascending.flip(-1)):
+        assert_like_reference(inputs | {"logits": logits}, backend, F32, softcap=softcap)
+
+
+@emulation.only
+@pytest.mark.parametrize("entropy", [False, True])
+def test_forward_and_backward_take_one_launch_each(entropy: bool) -> None:
+    logits, targets = torch.randn(3, 200, requires_grad=True), torch.arange(3)
+    results: list[Any] = []
+
+    def forward() -> None:
+        results[:] = gk.token_logprobs(logits, targets, return_entropy=entropy, backend="cuda")
+
+    assert emulation.launches(forward) == 1
+    assert emulation.launches(sum(result.sum() for result in results if result is not None).backward) == 1
+
+
+# Blocks of 64 and 512 threads, and rows at any alignment.
+@emulation.only
+@pytest.mark.parametrize("columns", [301, 1801])
+def test_every_schedule_gives_the_same_bits(columns: int) -> None:
+    inputs, results = rows_of((3, columns), torch.bfloat16), []
+    for seed in range(5):
+        emulation.set_schedule(seed)
+        results.append(run(op_of(softcap=30.0), inputs, "cuda", torch.bfloat16))
+    assert all(torch.equal(other[name], value) for other in results[1:] for name, value in results[0].items())
+
+
+@emulation.only
+@pytest.mark.slow
+def test_more_rows_than_blocks() -> None:
+    inputs = rows_of((2**14 + 150, 40))
+    inputs["targets"][::3] = -100
+    assert_like_reference(inputs, "cuda", F32)
+
+
+TYPES = {"float32": F32, "float64": F64, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def by_level(name: str, logits: Tensor, softcap: float, level: str) -> tuple[bytes, ...]:
+    gradient, results = torch.empty_like(logits), torch.empty(5, dtype=F64)
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (logits, gradient, results)]
+    size, target = ctypes.c_int64(len(logits)), ctypes.c_int64(len(logits) // 2)
+    call = getattr(levels.library("token_logprobs.cpp", level), f"run_{name}")
+    call(*pointers[:2], size, target, ctypes.c_double(softcap), pointers[2])
+    assert not results.isnan().any() or logits.isnan().any()
+    # any NaN matches any other, whatever its sign
+    clean = (tensor.where(~tensor.isnan(), 12345) for tensor in (gradient, results))
+    return tuple(tensor.view(torch.uint8).numpy().tobytes() for tensor in clean)
+
+
+@levels.needs_sources
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("level", ["avx2", "avx512"])
+def test_every_instruction_set_gives_the_same_bits(level: str, name: str, softcap: float) -> None:
+    for columns in (1, 7, 8, 33, 2047, 4099):
+        logits = rows_of((columns,), TYPES[name])["logits"].to(TYPES[name])
+        for spoiled in (None, -INF, NAN) if columns > 1 else (None,):
+            if spoiled is not None:
+                logits[columns // 3] = spoiled
+            assert by_level(name, logits, softcap, level) == by_level(name, logits, softcap, "baseline")
+
+
+# In a process of its own: here, kernels are interpreted and expose no parameters.
+CODE = """
+from grpo_kernels.ops.token_logprobs import triton as op
+for kernel in (op._forward_kernel, op._backward_kernel):
+    for p in kernel.params:
+        fixed = p.is_constexpr or p.name.endswith("_ptr") or p.do_not_specialize
+        assert fixed, f"{kernel.__name__}: {p.name} is specialised"
+        assert p.is_constexpr or p.name.endswith("_ptr") or p.annotation_type, f"{p.name} has the type of its value"
+    print(kernel.__name__, *(p.name for p in kernel.params if p.is_constexpr))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_new_length_stride_or_coefficient_compiles_no_triton_kernel() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # each has at most two values, except for the block size of a small vocabulary
+    assert done.stdout.split("\n")[:2] == [
+        "_forward_kernel CAPPED ALIGNED BLOCK",
+        "_backward_kernel CAPPED ALIGNED INPLACE BLOCK",
+    ]

@@ -1,0 +1,72 @@
+"""The reference of token_logprobs against log_softmax.
+
+Faults that this is for: a softcap, scale or temperature in another order, or of another row; a masked logit that
+becomes NaN; an ignored row with a value or a gradient; a backward pass, written by hand, that is not the derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import grpo_kernels as gk
+from tests.harness import examples
+from tests.ops.promises import Inputs, Results, run
+from tests.ops.token_logprobs import cases
+from tests.ops.token_logprobs.cases import F64
+
+
+def by_definition(inputs: Inputs, options: dict[str, Any]) -> Results:
+    logits, targets = inputs["logits"].clone().requires_grad_(), inputs["targets"]
+    temperature = torch.as_tensor(inputs.get("temperature", options.get("temperature")), dtype=F64)
+    if temperature.dim() == 1:
+        temperature = temperature[:, None]
+    x, cap = options["logit_scale"] * logits, options["softcap"]
+    if cap is not None:
+        x = torch.where(x.isinf(), x, cap * (x / cap).tanh())
+    log_p = (x / temperature.expand(targets.shape)[..., None]).log_softmax(-1)
+    kept = targets != -100
+    logprobs = torch.where(kept, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], 0)
+    terms = torch.where(log_p.exp() == 0, 0, log_p.exp() * torch.where(log_p.exp() == 0, 0, log_p))
+    entropy = torch.where(kept, -terms.sum(-1), 0)
+    upstream = [inputs["by_logprobs"], inputs["by_entropy"]]
+    (gradient,) = torch.autograd.grad([logprobs, entropy], logits, upstream)
+    return {"logprobs": logprobs, "entropy": entropy, "d_logits": gradient}
+
+
+@settings(max_examples=examples(300))
+@given(cases.batches(F64, 40))
+def test_any_rows_are_those_of_log_softmax(case: tuple[Inputs, dict[str, Any]]) -> None:
+    inputs, options = case
+    got = run(cases.op_of(**options), inputs, "reference", F64)
+    for name, want in by_definition(inputs, options).items():
+        torch.testing.assert_close(
+            got[name], want.detach(), rtol=1e-11, atol=1e-12, msg=lambda text, of=name: f"{of}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", cases.OPTIONS)
+def test_the_gradient_is_the_derivative(name: str) -> None:
+    inputs = cases.rows_of((2, 3, 13), F64, spread=1.0)
+    inputs["targets"][0, 1] = -100
+
+    def results(logits: Tensor) -> tuple[Tensor, ...]:
+        scale = {"logit_scale": 0.1} if name == "capped" else {}
+        options = cases.OPTIONS[name] | scale | {"return_entropy": True, "backend": "reference"}
+        return tuple(gk.token_logprobs(logits, inputs["targets"], **options))
+
+    assert torch.autograd.gradcheck(results, inputs["logits"].requires_grad_())
+
+
+def test_the_numbers_of_two_tokens() -> None:
+    logits = torch.tensor([[math.log(3.0), 0.0]])
+    got = gk.token_logprobs(logits, torch.tensor([0]), return_entropy=True)
+    assert got.logprobs.item() == pytest.approx(math.log(0.75))
+    assert got.entropy is not None and got.entropy.item() == pytest.approx(2 * math.log(2) - 0.75 * math.log(3))
+    halved = gk.token_logprobs(2 * logits, torch.tensor([0]), temperature=2.0).logprobs
+    torch.testing.assert_close(halved, got.logprobs)

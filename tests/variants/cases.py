@@ -1,0 +1,76 @@
+"""Batches of gk.variants and of token_shares, padded and packed."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from tests.ops.promises import Inputs, Op, Results
+
+ROWS, WIDTH = 4, 6
+NUMBERS = ("logprobs", "old_logprobs", "sampling_logprobs", "ref_logprobs", "entropy")
+
+
+def draw(is_packed: bool = False) -> Inputs:
+    """Rows of two groups; of packed tokens, the last may belong to no row."""
+    shape = (ROWS * WIDTH,) if is_packed else (ROWS, WIDTH)
+    inputs = {name: -torch.rand(shape).double() for name in NUMBERS}
+    inputs |= {
+        "mask": torch.rand(shape) < 0.8,
+        "advantages": torch.randn(ROWS).double(),
+        "groups": torch.arange(ROWS) // 2,
+        "log_z": torch.randn(ROWS).double(),
+    }
+    if is_packed:
+        cuts = torch.randint(ROWS * WIDTH, (ROWS,)).sort().values
+        inputs["cu_seqlens"] = torch.nn.functional.pad(cuts, (1, 0))
+    return inputs
+
+
+def call(inputs: Inputs, backend: str | None) -> Results:
+    """Each function once; the loss is the sum of all that have a gradient."""
+    lp, old, advantages = (inputs[name] for name in ("logprobs", "old_logprobs", "advantages"))
+    rows = {"mask": inputs["mask"], "cu_seqlens": inputs.get("cu_seqlens")}
+    of = gk.variants
+    shares = gk.token_shares(**rows, aggregation="seq-mean-token-mean")
+    loss = of.gvpo_loss(lp, old, advantages, inputs["groups"], **rows)
+    loss = loss + of.real_loss(lp, old, advantages, inputs["groups"], **rows)
+    loss = loss + of.flowrl_loss(lp, old, inputs["ref_logprobs"], advantages, inputs["log_z"], **rows)
+    loss = loss + of.kl_cov_penalty(lp, old, advantages, shares, ratio=0.2, **rows)
+    for average in (of.average_logprobs, of.geometric_average_logprobs):
+        loss = loss + average(lp, old, **rows).where(inputs["mask"], 0.0).sum()
+    return {
+        "loss": loss,
+        "shares": shares,
+        "off_policy": of.off_policy_mask(lp, inputs["sampling_logprobs"], advantages, threshold=0.01, **rows),
+        "high_entropy": of.high_entropy_mask(inputs["entropy"], quantile=0.5, **rows),
+        "clip_cov": of.clip_cov_weights(lp, old, advantages, ratio=0.2, bounds=(-1.0, 1.0), **rows),
+        "future_kl": of.future_kl_weights(lp, old, advantages, half_life=2.0, cap=1.2, safety=1.1, **rows),
+    }
+
+
+def ignored(inputs: Inputs) -> dict[str, Tensor]:
+    slots = ~inputs["mask"]
+    if "cu_seqlens" in inputs:
+        slots = slots | (torch.arange(ROWS * WIDTH) >= inputs["cu_seqlens"][-1])
+    return dict.fromkeys(NUMBERS, slots)
+
+
+def draw_rows() -> Inputs:
+    inputs = draw(is_packed=True)
+    return {"mask": inputs["mask"], "cu_seqlens": inputs["cu_seqlens"], "count": 5 + torch.rand(()).double()}
+
+
+def shares(inputs: Inputs, backend: str | None) -> Results:
+    return {"shares": gk.token_shares(**inputs, aggregation="token-mean")}
+
+
+SUPPORTS = {"reference": (torch.float32, torch.float64)}
+OPS = {
+    "token_shares": Op(draw_rows, shares, SUPPORTS),
+    "variants": Op(draw, call, SUPPORTS, ("logprobs",), ignored),
+    "variants of packed rows": Op(functools.partial(draw, is_packed=True), call, SUPPORTS, ("logprobs",), ignored),
+}
