@@ -29,11 +29,11 @@ LAYER_OF = {
 # Top-level modules of the package that each layer may import.
 SHARED = {
     "names": {"checks", "plans"},
-    "reference": {"checks", "groups"},
+    "reference": {"checks", "groups", "inputs"},
     "triton": set(),
     "aot": {"aot"},
     "arguments": {"checks"},
-    "op": {"registry", "groups", "shared_positions"},
+    "op": {"registry", "groups", "inputs", "shared_positions"},
     "public": {"backends", "checks", "groups", "shared_positions"},
 }
 TOP = {
@@ -44,13 +44,14 @@ TOP = {
     "checks": set(),
     "compiled": set(),
     "groups": {"checks"},
+    "inputs": set(),
     "plans": {"checks"},
     "shared_positions": {"checks"},
     "variants": {"checks", "groups", "ops"},
     "registry": {"backends"},
 }
 # Third-party packages that modules may import at the top.
-OUTSIDE = {"torch"}
+OUTSIDE = {"torch", "typing_extensions"}  # which torch requires
 OPS = sorted(p.parent.name for p in (PACKAGE / "ops").glob("*/__init__.py"))
 # Files of an op for each of its implementations.
 FILES_OF = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import packed_bounds
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.endpoint_segments.config import (
     BOUNDED,
     BROADCAST,
@@ -24,7 +24,7 @@ from grpo_kernels.ops.endpoint_segments.config import (
 _MOST_LOG_RATIO = 20.0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class SegmentInputs:
     """Checked arguments of endpoint_segments: one entry per token, all contiguous; `groups` are ids of rows.
 

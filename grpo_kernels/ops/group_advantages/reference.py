@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.group_advantages.config import (
     CENTER_BASELINE,
     CENTER_LEAVE_ONE_OUT,
@@ -29,7 +29,7 @@ from grpo_kernels.ops.group_advantages.config import (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class GroupInputs:
     """Checked arguments of group_advantages: rewards [N] or [N, R], what belongs to a row [N], all contiguous.
 

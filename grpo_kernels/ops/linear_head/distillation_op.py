@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head import divergence as _reference
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, SeparateColumns
 from grpo_kernels.ops.linear_head.divergence import ABSENT, FORWARD_KL, RENORMALISE, REVERSE_KL, TeacherTokens
@@ -25,7 +26,7 @@ from grpo_kernels.ops.linear_head.sizes import chunks, tokens_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Chunking:
     """Tokens with a share, or None for all; tokens of a chunk, and of a product for the gradients."""
 
@@ -45,7 +46,7 @@ class Chunking:
         return cls(tokens, size, chunk_size or 0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Distillation:
     """Arguments of linear_distillation_loss, and which factors of the head need a gradient."""
 

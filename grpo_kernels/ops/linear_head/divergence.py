@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.reference import logits_of
 from grpo_kernels.ops.token_logprobs.reference import Scaling
@@ -22,7 +22,7 @@ ABSENT = -1  # an unused slot of a teacher's ids
 LEAST_REST = 2.0**-24
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class TeacherTokens:
     """Checked arguments of a distillation: ids and log-probs [N, k], and the share of each token in the loss [N]."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_kernels import checks
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head.sizes import tokens_per_chunk
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
@@ -170,7 +171,7 @@ def _check_banned(banned: Any, weight: Tensor, is_split: bool) -> Tensor | None:
     return ids
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Head:
     """Checked arguments of the head's ops: tokens [N, H] with targets [N], weight [V, H], bias [V].
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head import reference
 from grpo_kernels.ops.linear_head.chunks import Gradients, Products, tokens_with_grad
 from grpo_kernels.ops.linear_head.head import FACTORS, Head, Shard
@@ -21,7 +22,7 @@ KERNELS = {name: dtypes for name, dtypes in SUPPORTS.items() if name != "referen
 _COUNT = len(FACTORS)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Logprobs:
     """Arguments of linear_logprobs: tokens of a chunk, and of a product for the gradients (0: by the shapes)."""
 
@@ -31,7 +32,7 @@ class Logprobs:
     product_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class LogprobsGradient:
     """Upstream gradients, arguments and results of linear_logprobs, and which factors need a gradient."""
 

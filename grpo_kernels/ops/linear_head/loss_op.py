@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry, shared_positions
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, tokens_with_grad
 from grpo_kernels.ops.linear_head.head import Head, Shard
 from grpo_kernels.ops.linear_head.logprobs_op import KERNELS, fake_gradients
@@ -29,7 +30,7 @@ from grpo_kernels.ops.token_logprobs.config import IGNORED
 _MAX_SHARE = 0.75  # above this share of tokens with a gradient, leaving the others out costs more than it saves
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Chunking:
     """Which tokens are computed, and how many at a time.
 
@@ -56,7 +57,7 @@ class Chunking:
     term_index: Tensor | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class HeadLoss:
     """Arguments of linear_policy_loss, and which factors of the head need a gradient."""
 

@@ -7,7 +7,6 @@ the weight goes through the entries by token id, so that every row of it is writ
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import registry
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head import support_reference as reference
 from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.support import Entries
@@ -53,7 +53,7 @@ def _define(
 # Logits of kept ids
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class KeptLogits:
     """Hidden states [N, H], weight and bias of a head, and the entries of a support."""
 
@@ -66,7 +66,7 @@ class KeptLogits:
     order: Tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class ToHidden:
     """Gradients by the logits of the entries, to multiply by rows of the weight."""
 
@@ -76,7 +76,7 @@ class ToHidden:
     bounds: Tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class AddWeight:
     """Gradients by the logits of the entries, and tensors that the gradients of weight and bias are added to."""
 
@@ -89,7 +89,7 @@ class AddWeight:
     bias: Tensor | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class KeptLogitsGradient:
     """Gradients by the logits of the entries, and whether hidden states, weight and bias need one."""
 
@@ -191,7 +191,7 @@ class _Logits(torch.autograd.Function):
 # Log-probs from logits in rows of several lengths
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class RaggedRows:
     """Logits [E] of kept ids, and of each row the place of the target, bounds and temperature."""
 
@@ -205,7 +205,7 @@ class RaggedRows:
     want_entropy: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class RaggedGradient:
     """Upstream gradients, and arguments and results of the forward pass."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.groups import packed_bounds
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.policy_loss import reference
 from grpo_kernels.ops.policy_loss.reference import PolicyInputs
 from grpo_kernels.ops.policy_loss.reference.metrics import METRICS
@@ -109,7 +110,7 @@ def beside(head: str) -> str:
 # The upstream gradient
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Scaled:
     """A gradient to multiply in place, and the upstream gradient."""
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.similarity_groups.config import AVERAGE, COMPLETE, SINGLE, WARD, Plan, RowStatus, Verdict
 
 _LEAST_NORM = 1e-30  # squared; below, float32 loses digits
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Responses:
     """Embeddings [N, D] of responses, and their prompts as in grpo_kernels.groups.GroupLayout; `valid` is [N]."""
 
@@ -25,7 +25,7 @@ class Responses:
     valid: Tensor | None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Grouping:
     """Responses to cluster; `modes` and `coefficients` are a SimilarityConfig's."""
 
@@ -34,7 +34,7 @@ class Grouping:
     coefficients: list[float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Distances:
     """Distances [P, K, K] to cluster."""
 
@@ -43,7 +43,7 @@ class Distances:
     coefficients: list[float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Linked:
     """Distances [P, K, K] to build a tree from, by the code of a linkage."""
 
@@ -51,7 +51,7 @@ class Linked:
     linkage: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Labelled:
     """Distances [P, K, K], and labels [P, K] to score by them."""
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from grpo_kernels.groups import packed_bounds
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.token_advantages.config import WHITEN_TOKENS, Plan
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class TokenRewards:
     """Checked arguments of token_advantages: one entry per token, all contiguous.
 

@@ -5,13 +5,13 @@ Logits are [A, B, V], targets and everything else that belongs to a row [A, B].
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 
 
@@ -69,7 +69,7 @@ def distribution(z: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor
     return logprobs, entropy, torch.where(is_empty, -math.inf, top.double() + log_sum.double())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class LogitRows:
     """Checked arguments of token_logprobs.
 
@@ -89,7 +89,7 @@ class LogitRows:
         return Scaling(self.row_temperature, self.temperature, self.softcap, self.logit_scale)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Measured:
     """Rows to measure, and whether entropies are wanted."""
 
@@ -97,7 +97,7 @@ class Measured:
     want_entropy: bool
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Gradient:
     """Upstream gradients, results of the forward pass, and the rows to differentiate by, all [A, B] but the logits.
 
@@ -111,7 +111,7 @@ class Gradient:
     rows: LogitRows
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class GradientInto:
     """The tensor that a gradient is written to, which may be that of the logits."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Annotated
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.groups import TokenRows, reduce_runs
+from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.policy_loss.config import K1, K2, K3, KL_ABS, KL_NONE
 from grpo_kernels.ops.policy_loss.losses import SEGMENT_MEAN, SEQUENCE, SEQUENCE_TOKEN, Batch, Plan
 from grpo_kernels.ops.policy_loss.reference.aggregation import Shares
@@ -18,7 +18,7 @@ from grpo_kernels.ops.policy_loss.reference.metrics import METRICS, measure
 from grpo_kernels.ops.policy_loss.reference.rows import Terms, Tokens, Weights
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class Policy:
     """Everything a policy loss is computed from except log-probs and entropies.
 
@@ -43,7 +43,7 @@ class Policy:
     coefficients: list[float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@op_inputs
 class PolicyInputs:
     """Checked arguments of policy_loss; the gradient by the entropy is that of the bonus."""
 
