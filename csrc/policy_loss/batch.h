@@ -6,9 +6,9 @@
 // statistics of a row that its terms depend on.
 namespace grpo_kernels {
 
-// What a walk over tokens is specialised for. "Plain" is a ratio of tokens, or of the row for kPlainSequence (GSPO),
-// with no inputs beyond old log-probs, advantages, a mask and the reference log-probs of a k3 KL; kPlain is any loss of
-// a token on such inputs and importance weights, for CPUs.
+// Cases that a walk over tokens is specialised for. "Plain" is a ratio of tokens, or of the row for kPlainSequence
+// (GSPO), with no inputs beyond old log-probs, advantages, a mask and the reference log-probs of a k3 KL; kPlain is any
+// loss of a token on such inputs and importance weights, for CPUs.
 enum class WalkKind { kAny, kPlain, kPlainClip, kPlainSequence };
 
 // Optional arguments with one entry per token, in the order of the op's schema (PolicyInputs and Policy in Python): of
@@ -157,7 +157,7 @@ struct RowStatisticsWalk {
   GRPO_ROW_STATISTICS(GRPO_SUM)
 #undef GRPO_SUM
 
-  // Those of the step's tokens that count.
+  // The step's tokens that count.
   template <typename T>
   GRPO_HD static Flag valid_flags(const PolicyBatch<T>& in, int64_t t, int64_t left) {
     Flag flags = Math::load_flags(offset_or_null(in.mask, t), left);

@@ -53,7 +53,7 @@ def permuted(inputs: Inputs) -> Same:
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What test_promises.py needs to know of an op.
+    """Description of an op for test_promises.py.
 
     Attributes:
         draw: a batch of about 60 tokens, seeded by the caller, with every feature that promises are about

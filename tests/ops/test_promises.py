@@ -1,4 +1,4 @@
-"""What all ops promise, for every op and every kernel.
+"""Promises of all ops, for every op and every kernel.
 
 Faults that this is for: sums whose order changes from call to call (atomics, threads); a masked slot that is read, or
 whose gradient is not 0; a stride that is taken for 1; an input that is overwritten, or a result that shares its memory;

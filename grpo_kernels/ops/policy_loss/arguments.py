@@ -44,7 +44,6 @@ class Layout:
         self.op, self.shape, self.device, self.name = op, shape, device, name
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.rows = self._count_rows(cu_seqlens)
-        self.cu_seqlens = cu_seqlens
         # a value for each row then has the shape of one for each token
         self.is_ambiguous = self.shape == (self.rows,)
 

@@ -124,7 +124,7 @@ def test_ties_are_cut_as_on_the_cpu(size: int) -> None:
                 assert torch.equal(ids, want), (width, rule, proxy, int((ids != want).sum()))
 
 
-# What a GPU does where an error would wait
+# On a GPU, where an error would wait
 
 
 @in_cuda
@@ -158,7 +158,7 @@ def test_a_row_that_is_not_finite_is_left_out_on_a_gpu(name: str, value: float) 
 @emulation.only
 @pytest.mark.parametrize("width", [64, 1032, 61])
 def test_alignment_changes_no_bit(width: int) -> None:
-    """Of one array at a time, so that no other one's makes up for a forgotten check."""
+    """One array at a time is misaligned, so that no other one's makes up for a forgotten check."""
     batch = to(batch_of(1, 3, width, empty=0.0), torch.float32)
     expected = call(batch, EVERYTHING, "cuda")
     for name in TOKENS:
@@ -194,7 +194,7 @@ def test_no_packed_tokens(backend: str, norm: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16], ids=str)
 @on_backends
 def test_other_forms_of_arguments_change_nothing(backend: str, dtype: torch.dtype) -> None:
-    """Of tokens of mixed dtypes, which follow the rewards; they have no gradient."""
+    """Tokens of mixed dtypes follow the rewards, and have no gradient."""
     device, wide = device_of(backend), F64 if dtype == F64 else torch.float32
     batch = batch_of(4, 6, 12) | {"groups": torch.arange(6) // 2}
     batch = {name: value.to(device) for name, value in batch.items()}

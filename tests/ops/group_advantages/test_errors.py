@@ -184,7 +184,7 @@ def test_errors(where: str, error: type[Exception], rule: str, changes: dict[str
 @pytest.mark.parametrize("wrong", [-1.0, NAN, INF])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("cpu", "reference")])
 def test_lengths_that_are_none(backend: str, wrong: float) -> None:
-    """Of rows that take part; a GPU is not waited for."""
+    """Only rows that take part are checked; a GPU is not waited for."""
     given = {"lengths": torch.tensor([4.0, 2.0, wrong, 1.0, 1.0, 1.0]), "config": "opo", "backend": backend}
     rule = f"group_advantages: lengths must be finite and not negative, got {wrong:g} in row 2"
     assert_raises(RuntimeError, rule, (), lambda: gk.group_advantages(ONES, 3, **given))

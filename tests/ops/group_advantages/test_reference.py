@@ -130,7 +130,7 @@ def test_settings_in_numbers(fields: dict[str, Any], rewards: Any, want: Any) ->
     np.testing.assert_allclose(got["advantages"].numpy(), want, rtol=1e-14, atol=1e-14)
 
 
-# What the page promises
+# Promises of the page
 
 
 def test_a_group_of_subgroups_in_numbers() -> None:

@@ -36,7 +36,7 @@ def draw_head(
     softcap: float | None = None,
     logit_scale: float | None = None,
 ) -> Inputs:
-    """What head_of makes a head of: float64 tensors by name, with an adapter of this rank, and so many banned ids."""
+    """Tensors for head_of by name, in float64, with an adapter of this rank and this number of banned ids."""
     inputs: Inputs = {"weight": 2 * torch.randn(columns, width).double()}
     if bias:
         inputs["bias"] = torch.randn(columns).double()

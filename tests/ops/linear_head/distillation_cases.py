@@ -294,7 +294,7 @@ def in_micro_batches(inputs: Inputs) -> Same:
 
 
 def added(results: list[Results]) -> Results:
-    """Those of all micro-batches; metrics are those of a call."""
+    """Results of all micro-batches together; metrics are those of a call."""
     names = [name for name in results[0] if name != "metrics"]
     return {n: torch.cat([r[n] for r in results]) if n in OF_TOKEN else sum(r[n] for r in results) for n in names}
 

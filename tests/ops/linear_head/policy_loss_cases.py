@@ -44,7 +44,7 @@ CONFIGS: dict[str, gk.LossConfig] = {
     "dro": gk.LossConfig(loss="dro", dro_beta=0.3),
     "measured KL": gk.LossConfig(loss="reinforce", kl="k1", aggregation="token-sum"),
 }
-# What `problem` gives a batch, beside the head's features and the teacher's.
+# Features that `problem` gives a batch, beside those of the head and of the teacher.
 FORMS = ("ignored", "packed", "shared", "gaps", "positions", "positions mask", "support", "teacher", "return_entropy")
 TERMS = ("on policy", "by token", "zeros", "policy_mask", "weights", "normalizer", "is_weights", "is_weights by row")
 REFERENCES = ("ref_hidden", "ref_weight", "ref_head")
@@ -117,7 +117,7 @@ def problem(config: str, *features: str, rows: int = 4, width: int = 7, columns:
 
 
 def logprobs_of(inputs: Inputs) -> Tensor:
-    """Of the policy for each term; any number where it has none."""
+    """Log-probs of the policy for each term; any number where it has none."""
     targets, index = inputs["targets"], inputs.get("term_index")
     log_q = distillation.distribution(inputs, torch.ones_like(targets, dtype=torch.bool))
     logprobs = log_q.gather(1, targets.clamp(min=0).view(-1, 1))[:, 0].clamp(min=-50)

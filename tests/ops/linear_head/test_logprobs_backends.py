@@ -98,7 +98,7 @@ def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
 
 @on_backends
 def test_certain_tokens_are_exact_zeros(backend: str) -> None:
-    """Of a vocabulary of one id, where all others are banned, and those that are ignored or at no position."""
+    """Log-probs of one id, where there is no other or all others are banned, and those of ignored tokens."""
     alone = cases.draw_head(1, bias=True)
     banned = cases.draw_head(4, banned=3, adapter=2)
     plain = cases.draw_head()
@@ -233,7 +233,7 @@ def test_the_products_of_the_page_and_no_others(
 
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 def test_gathered_chunks_and_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tokens and ids whose entries are in several chunks."""
+    """Sums over tokens and ids whose entries are in several chunks."""
     head = cases.draw_head(40, 21, bias=True)
     inputs = head | cases.draw_tokens(head, 20)
     inputs |= cases.draw_support(inputs, 30)

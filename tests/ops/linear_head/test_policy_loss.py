@@ -74,7 +74,7 @@ BATCHES = 12
 
 
 def assert_within_budgets(backend: str, dtype: torch.dtype, name: str, *features: str, **options: Any) -> None:
-    """Of several batches together: the reference may be exact in one of them by chance."""
+    """Compares several batches together: the reference may be exact in one of them by chance."""
     results: dict[str, list[list[Tensor]]] = {}
     inherited: dict[str, float] = {}
     torch.manual_seed(0)

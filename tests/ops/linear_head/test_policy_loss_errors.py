@@ -89,7 +89,7 @@ OF_TEACHER: list[Row] = [
     (ValueError, "weight_grad must be a plain tensor ... requires_grad=True for", {"weight_grad": WEIGHT}),
     (ValueError, "weight_grad must be a plain tensor ... with requires_grad=False", GRAD | {"head": TALL}),
     (ValueError, "weight_grad must be None ... reference backend", GRAD | {"backend": "reference"}),
-]  # fmt: skip
+]
 TABLE: dict[str, list[Row]] = {
     "linear_policy_loss": [
         (ValueError, "hidden must have shape [B, T, H], or ... [3, 5]", {"hidden": HIDDEN[0], "targets": INTS[0]}),
@@ -140,7 +140,7 @@ TABLE: dict[str, list[Row]] = {
         (ValueError, "mask must have the shape of hidden ... [2, 3], got [3]", {"mask": TOKENS[0]}),
         (ValueError, "mask must be on cpu like the first argument, got meta", {"mask": TOKENS.to("meta")}),
     ],
-}  # fmt: skip
+}
 ROWS = [(op, *row) for op, rows in TABLE.items() for row in [*OF_TEACHER, *rows]]
 
 

@@ -47,7 +47,7 @@ Row = tuple[type[Exception], str, dict[str, Any]]
 
 
 def floats(name: str) -> list[Row]:
-    """Of what has an entry for each token."""
+    """Errors of an argument with an entry for each token."""
     rule = f"{name} must have the shape of logprobs, [3, 4], got"
     shapes = ((3,), (4,), (3, 5), (2, 4), (3, 4, 1), (3, 1), (1, 4), ())
     others = {"config": KL} if name == "ref_logprobs" else {}
@@ -160,7 +160,7 @@ ARGUMENTS += [
     (ValueError, f"config must be one of ... got {n!r} ... {out}", {"config": n}) for n, out in WAYS_OUT.items()
 ]
 
-# What test_configs.py cannot see, as the default is None or holds several numbers: for each field what it needs.
+# Fields that test_configs.py cannot see, as the default is None or holds several numbers, with what they need.
 BOUNDED: dict[str, dict[str, Any]] = {
     "clip_low": {},
     "clip_high": {},
@@ -378,7 +378,7 @@ def test_errors_of_any_value_name_the_config(constructor: Callable[..., object])
     assert refused > len(defaults)
 
 
-# What each field of a peer changes: the base settings and another value. The other fields are refused.
+# Fields of peers that change something: the base settings and another value. The other fields are refused.
 CHANGES: dict[str, dict[str, tuple[dict[str, Any], Any]]] = {
     "trl": {
         "loss_type": ({}, "grpo"),

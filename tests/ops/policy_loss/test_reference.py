@@ -25,7 +25,7 @@ from tests.ops.promises import Inputs, run
 
 
 class Row(NamedTuple):
-    """What a row's tokens that count have, or its terms: those of a segment stand at its last token."""
+    """Values of a row's tokens that count, or of its terms: those of a segment stand at its last token."""
 
     lp: Tensor
     old: Tensor
@@ -276,6 +276,21 @@ def test_no_tokens_have_neither_loss_nor_gradient(backend: str) -> None:
             got = run(cases.op_of(config), batch, backend, F64)
             assert got["loss"] == 0 and not got["d_logprobs"].any()
             assert got["counts"].tolist() == [rows] + [0] * (len(cases.COUNTS) - 1)
+
+
+@pytest.mark.parametrize("backend", cases.BACKENDS)
+def test_weights_of_rows_stay_theirs_in_as_many_tokens_as_rows(backend: str) -> None:
+    """[B, 1] of a packed batch with B tokens is one for each row, in the metrics, too."""
+    padded = cases.padded(2, 4, 3, gaps=0.0, optional=("row_weights",))
+    padded["is_weights"] = padded.pop("row_weights")
+    padded["mask"] = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 0, 0], [0, 0, 0]]) > 0
+    packed = cases.packed(padded, [3, 0, 1, 0], extra=0)
+    assert packed["logprobs"].shape == (4,) and packed["is_weights"].shape == (4, 1)
+    op = cases.op_of(gk.LossConfig())
+    got, want = (run(op, batch, backend, F64) for batch in (packed, padded))
+    torch.testing.assert_close(got["metrics"], want["metrics"], equal_nan=True)
+    assert got["counts"][cases.COUNTS.index("is_count")] == 2
+    torch.testing.assert_close(got["d_logprobs"], want["d_logprobs"][padded["mask"]])
 
 
 # Promises of the page

@@ -287,7 +287,7 @@ def test_more_tokens_than_a_block() -> None:
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
-    """Of a block with more than one row: torch divides the sum of a single one among its threads."""
+    """A block has more than one row: torch divides the sum of a single one among its threads."""
     batch, before, results = make_batch(3, rows=4, width=40_000), torch.get_num_threads(), []
     with mock.patch.object(reference, "_BLOCK", 2**17):
         for count in (1, 3):
