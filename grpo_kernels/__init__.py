@@ -20,6 +20,7 @@ from grpo_kernels.ops.linear_head import (
 from grpo_kernels.ops.policy_loss import PolicyLoss, policy_loss
 from grpo_kernels.ops.policy_loss.config import LossConfig
 from grpo_kernels.ops.policy_loss.metrics import PolicyLossMetrics
+from grpo_kernels.ops.policy_loss.rollouts import rollout_logprobs
 from grpo_kernels.ops.policy_loss.shares import token_shares
 from grpo_kernels.ops.sampling_correction import SamplingCorrection, sampling_correction
 from grpo_kernels.ops.sampling_correction.config import CorrectionConfig
@@ -85,6 +86,7 @@ __all__ = [
     "optimal_token_baseline",
     "pairwise_cosine",
     "policy_loss",
+    "rollout_logprobs",
     "sampling_correction",
     "segment_metrics",
     "silhouette",

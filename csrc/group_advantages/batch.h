@@ -21,9 +21,13 @@ struct AdvantageBatch {
   GRPO_HD double length(int64_t row) const { return lengths == nullptr ? 1 : lengths[row]; }
   GRPO_HD double baseline(int64_t row) const { return baselines == nullptr ? 0 : static_cast<double>(baselines[row]); }
 
+  GRPO_HD bool takes_part(int64_t row) const {
+    return (valid == nullptr || valid[row]) && (subgroups == nullptr || subgroups[row] >= 0);
+  }
+
   // NaN for a row that is masked or not scored. `weights` has one number per column.
   GRPO_HD double reward(int64_t row, int column, const double* weights) const {
-    if ((valid != nullptr && !valid[row]) || (subgroups != nullptr && subgroups[row] < 0)) return NAN;
+    if (!takes_part(row)) return NAN;
     const T* const row_rewards = rewards + row * columns;
     if (column != kCombined) return static_cast<double>(row_rewards[column]);
     if (columns == 1) return weights[0] * static_cast<double>(row_rewards[0]);

@@ -9,6 +9,7 @@
 #include "common/parallel.h"
 #include "common/row_groups.h"
 #include "common/simd/levels.h"
+#include "group_advantages/rollouts.h"
 #include "group_advantages/scattered_groups.h"
 #include "group_advantages/simd.h"
 #include "group_advantages/tensors.h"
@@ -35,19 +36,6 @@ bool is_plain(const AdvantageInputs& in) {
   return in.columns == 1 && !in.has_weights && !in.valid && !in.subgroups && !in.baselines &&
          plan.combine == Combine::kSumThenNormalize && plan.center != Center::kLength &&
          plan.center != Center::kRunnerUp && plan.scale != Scale::kLeaveOneOutStd;
-}
-
-// The rows of one group.
-struct Span {
-  const int32_t* order;  // null: rows are first, first + 1, ...
-  int64_t first, count;
-
-  int64_t operator[](int64_t k) const { return order == nullptr ? first + k : order[first + k]; }
-};
-
-Span span_of(const RowGroups& groups, int64_t group) {
-  const int64_t first = groups.starts[group];
-  return {groups.order.empty() ? nullptr : groups.order.data(), first, groups.starts[group + 1] - first};
 }
 
 template <typename T>
@@ -247,7 +235,7 @@ template <typename T>
 void check_lengths(const WeightedBatch<T>& in) {
   if (in.lengths == nullptr) return;
   for (int64_t row = 0; row < in.rows; ++row) {
-    if ((in.valid != nullptr && !in.valid[row]) || (in.subgroups != nullptr && in.subgroups[row] < 0)) continue;
+    if (!in.takes_part(row)) continue;
     GRPO_CHECK(in.lengths[row] >= 0 && std::isfinite(in.lengths[row]), kOp,
                ": lengths must be finite and not negative, got ", in.lengths[row], " in row ", row);
   }
@@ -256,13 +244,14 @@ void check_lengths(const WeightedBatch<T>& in) {
 }  // namespace
 
 AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> groups, int64_t group_size,
-                                      std::optional<Tensor> subgroups, std::optional<Tensor> valid,
+                                      std::optional<Tensor> rollouts, std::optional<Tensor> subgroups, std::optional<Tensor> valid,
                                       std::optional<Tensor> lengths, std::optional<Tensor> baselines,
                                       std::vector<double> weights, std::vector<int64_t> modes,
                                       std::vector<double> coefficients) {
   const AdvantageInputs in =
       advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, modes, coefficients);
   check_array(kOp, "groups", groups, in.rows, ScalarType::Long);
+  check_array(kOp, "rollouts", rollouts, in.rows, ScalarType::Long);
   if (!groups) check_group_size(group_size, in.rows);
   GRPO_CHECK(in.rows <= std::numeric_limits<int32_t>::max(), kOp, ": rewards must have at most 2^31 - 1 rows, got ",
              in.rows);
@@ -275,7 +264,16 @@ AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> grou
     const AdvantageOutputs<T> out = results.outputs<T>();
     for (T* array : {out.advantages, out.mean, out.std}) advise_huge_pages(array, in.rows * sizeof(T));
     advise_huge_pages(out.size, in.rows * sizeof(int32_t));
-    compute(batch, out, optional_data<int64_t>(groups), group_size, is_plain(in));
+    const int64_t* const ids = optional_data<int64_t>(groups);
+    const int64_t* const rollout_ids = optional_data<int64_t>(rollouts);
+    if (!rollouts || Rollouts<T>::are_rows(rollout_ids, in.rows)) {
+      return compute(batch, out, ids, group_size, is_plain(in));
+    }
+    const Rollouts<T> folded(batch, rollout_ids, ids, group_size);
+    const WeightedBatch<T> of_rollouts{folded.batch(), in.weights.data()};
+    folded.spread(out, [&](const AdvantageOutputs<T>& results_of_rollouts) {
+      compute(of_rollouts, results_of_rollouts, folded.groups(), 0, is_plain(in));
+    });
   };
   in.is_double() ? run(double{}) : run(float{});
   return results.tensors();

@@ -19,14 +19,14 @@ _NUMBERS = checks.INTEGERS + checks.FLOATS
 
 
 class GroupAdvantages(NamedTuple):
-    """Result of group_advantages, one entry per reward row.
+    """Result of group_advantages, one entry per reward row; the rows of a rollout have the same.
 
     Attributes:
         advantages: float32, or float64 for float64 rewards
         mean, std: statistics of the scored rewards of the row's group (of the weighted sum if there are several
             rewards) as used: after borrowing or shrinkage, before std_floor and eps. With scale="batch_std", std is
             that of the batch
-        size: int32, number of scored rows of the group
+        size: int32, number of scored rows, or rollouts, of the group
         degenerate: bool, the group carries no learning signal; its rows have advantage exactly 0
     """
 
@@ -41,6 +41,7 @@ def group_advantages(
     rewards: Tensor,
     groups: int | Tensor,
     *,
+    rollouts: Tensor | None = None,
     subgroups: Tensor | None = None,
     valid: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -57,6 +58,8 @@ def group_advantages(
     Args:
         rewards: [N] or, for several rewards, [N, R]; NaN means not scored: left out of the statistics, advantage 0
         groups: an int (groups of that many consecutive rows) or integer ids [N], in any order, sparse or negative
+        rollouts: integer ids [N]; rows of one id are parts of one rollout of the policy, which counts once everywhere.
+            Rewards that its rows state must be equal, NaN states none; so must be groups, subgroups and baselines
         subgroups: integer labels [N] that split each group; rows with a negative label are left out
         valid: bool [N]; False means not scored
         lengths: tokens of each row [N], of which the CPU refuses negative ones; required by center="length" and
@@ -68,6 +71,8 @@ def group_advantages(
     settings = AdvantageConfig.of(config)
     rewards = _rewards(rewards, settings)
     group_ids, group_size = _groups(groups, rewards)
+    if rollouts is not None:
+        rollouts = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, rewards).long().contiguous()
     subgroups = _subgroups(subgroups, rewards, settings)
     if valid is not None:
         valid = checks.per_row(_OP, "valid", valid, _BOOL, rewards).contiguous()
@@ -83,6 +88,7 @@ def group_advantages(
         rewards,
         group_ids,
         group_size,
+        rollouts,
         subgroups,
         valid,
         lengths,

@@ -40,6 +40,7 @@ class GroupInputs:
     rewards: Tensor
     groups: Tensor | None
     group_size: int
+    rollouts: Tensor | None
     subgroups: Tensor | None
     valid: Tensor | None
     lengths: Tensor | None
@@ -49,15 +50,24 @@ class GroupInputs:
     coefficients: list[float]
 
 
-def forward(inputs: GroupInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # the fields of GroupAdvantages
+
+
+def participants(inputs: GroupInputs) -> Tensor:
+    """Rows that are neither masked nor left out by their subgroup."""
+    rewards, valid, subgroups = inputs.rewards, inputs.valid, inputs.subgroups
+    takes_part = torch.ones(len(rewards), dtype=torch.bool, device=rewards.device) if valid is None else valid
+    return takes_part if subgroups is None else takes_part & (subgroups >= 0)
+
+
+def forward(inputs: GroupInputs) -> Results:
+    """The op of rows that are a rollout each."""
     plan = Plan(*inputs.modes, *inputs.coefficients)
     rewards, subgroups, lengths, baselines = inputs.rewards, inputs.subgroups, inputs.lengths, inputs.baselines
     columns = rewards if rewards.dim() == 2 else rewards[:, None]
     factors = inputs.weights or [1.0] * columns.shape[1]
     weight = torch.cat([columns.new_full((1,), factor) for factor in factors])  # without a copy to a GPU
-    takes_part = torch.ones_like(columns[:, 0], dtype=torch.bool) if inputs.valid is None else inputs.valid
-    if subgroups is not None:
-        takes_part = takes_part & (subgroups >= 0)
+    takes_part = participants(inputs)
     check_lengths(lengths, takes_part)
     scored_columns = ~columns.isnan() & takes_part[:, None]
     scored = scored_columns.any(1)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from grpo_kernels import registry
 from grpo_kernels.groups import sort_rows
-from grpo_kernels.ops.group_advantages import reference
-from grpo_kernels.ops.group_advantages.reference import GroupInputs
+from grpo_kernels.ops.group_advantages.reference import GroupInputs, Results, forward
+from grpo_kernels.ops.group_advantages.rollouts import by_rollout
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
@@ -24,19 +24,32 @@ registry.define_compiled(
 )
 
 
-def _fake(inputs: GroupInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _fake(inputs: GroupInputs) -> Results:
     row = inputs.rewards.new_empty(len(inputs.rewards))
     size, degenerate = (torch.empty_like(row, dtype=dtype) for dtype in (torch.int32, torch.bool))
     return row, torch.empty_like(row), torch.empty_like(row), size, degenerate
 
 
-def _cuda(
-    rewards: Tensor, groups: Tensor | None, group_size: int, subgroups: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+def _cuda(*values: Any) -> Results:
+    return by_rollout(_cuda_of_rows, GroupInputs(*values))
+
+
+def _cuda_of_rows(inputs: GroupInputs) -> Results:
     """Sorts the rows into groups with torch; the rest is one compiled op."""
-    order = sort_rows(rewards.shape[0], groups, group_size, subgroups) or (None, None, None, None)
-    results = registry.ops._group_advantages_cuda(rewards, *order, group_size, subgroups, *rest)
-    return cast(tuple[Tensor, ...], results)
+    order = sort_rows(len(inputs.rewards), inputs.groups, inputs.group_size, inputs.subgroups)
+    results = registry.ops._group_advantages_cuda(
+        inputs.rewards,
+        *(order or (None, None, None, None)),
+        inputs.group_size,
+        inputs.subgroups,
+        inputs.valid,
+        inputs.lengths,
+        inputs.baselines,
+        inputs.weights,
+        inputs.modes,
+        inputs.coefficients,
+    )
+    return cast(Results, results)
 
 
 OP = registry.TorchOp(
@@ -46,7 +59,7 @@ OP = registry.TorchOp(
     SUPPORTS,
     _fake,
     cuda=_cuda,
-    reference=reference.forward,
+    reference=functools.partial(by_rollout, forward),
     opaque_reference=True,
     on_host=("cpu",),
 )

@@ -1,46 +1,56 @@
-"""The weight of each token in the mean that an aggregation asks for."""
+"""The weight of each token in the mean that an aggregation asks for, counted over a whole batch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.groups import TokenRows
+from grpo_kernels.groups import RowGroups, TokenRows
 from grpo_kernels.ops.policy_loss.config import AGGREGATIONS
+from grpo_kernels.rollouts import RankRows
 
 _OP = "token_shares"
-_MEANS = tuple(name for name in AGGREGATIONS if name != "local-token-mean")
+_OF_GROUPS = "group-mean-token-mean"
+_MEANS = (*(name for name in AGGREGATIONS if name != "local-token-mean"), _OF_GROUPS)
 
 
 def token_shares(
     mask: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
+    rollouts: Tensor | None = None,
+    groups: int | Tensor | None = None,
     aggregation: str = "token-mean",
     count: float | Tensor | None = None,
     max_length: int | None = None,
+    process_group: Any = None,
 ) -> Tensor:
     """Computes the `weights` of policy_loss whose weighted sum is the mean that an aggregation asks for, in float64.
+
+    Call it once for the whole batch: slices of the result are right in every micro-batch, as the losses of the parts
+    then add up to that of the batch.
 
     Args:
         mask: tokens that take part, padded [B, T] or packed [M] with `cu_seqlens`; 0 is False
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
-        aggregation: as in LossConfig
-        count: what the mean divides by, the number of tokens or of rows of the whole batch; None means to count the
-            tokens, or the rows that have one, here
+        rollouts: integer ids [B]; the rows of one id are one sequence in the means "seq-mean-...". None means that each
+            row is one
+        groups: an int (groups of that many consecutive rows) or integer ids [B]; for "group-mean-token-mean"
+        aggregation: as in LossConfig, or "group-mean-token-mean", the mean over groups of the mean over their tokens
+        count: what the mean divides by, the number of tokens, sequences or groups of the whole batch; None means to
+            count the tokens, or the sequences or groups that have one
         max_length: constant divisor of "seq-mean-token-sum-norm"
+        process_group: a torch.distributed process group whose ranks hold parts of the batch: rows, or slices of rows.
+            Ids of rollouts and groups are then those of the whole batch; rows with one id are one rollout, on whichever
+            ranks they are. Waits for the device once
     """
     checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
     if mask.dim() != (2 if cu_seqlens is None else 1):
         raise ValueError(f"{_OP}: mask must have shape [B, T], or [M] with cu_seqlens, got {list(mask.shape)}")
-    if aggregation not in _MEANS:
-        raise checks.unknown(_OP, "aggregation", aggregation, _MEANS)
-    if (aggregation == "seq-mean-token-sum-norm") != (max_length is not None):
-        rule = "given with aggregation='seq-mean-token-sum-norm', and only then"
-        raise ValueError(f"{_OP}: max_length must be {rule}, got {max_length!r}")
-    if max_length is not None and checks.integer(_OP, "max_length", max_length) < 1:
-        raise ValueError(f"{_OP}: max_length must be at least 1, got {max_length}")
+    _check_means(aggregation, max_length, groups)
     if cu_seqlens is not None:
         checks.tensor(_OP, "cu_seqlens", cu_seqlens, (torch.int32, torch.int64))
         checks.same_device(_OP, "cu_seqlens", cu_seqlens, mask.device)
@@ -50,17 +60,54 @@ def token_shares(
     rows = TokenRows(_OP, mask.shape, cu_seqlens, mask.device)
     members = rows.within(mask.reshape(-1) != 0).double()
     lengths = rows.sum(members)
+    units = _units(aggregation, rollouts, groups, lengths)
     if aggregation == "token-sum":
         return members.view(mask.shape)
+    ranks = RankRows(len(lengths), mask.device, process_group)
+    of_row, counted = _sizes(ranks, lengths, units)
     if aggregation == "token-mean":
-        return (members / _divisor(mask, count, members.sum())).view(mask.shape)
-    share = 1 / _divisor(mask, count, (lengths > 0).sum().double())
-    of_row = share.expand(rows.count)
-    if aggregation == "seq-mean-token-mean":
-        of_row = of_row / lengths.clamp(min=1)
+        counted = ranks.gather(lengths).sum()
+    share = (1 / _divisor(mask, count, counted)).expand(rows.count)
+    if aggregation in ("seq-mean-token-mean", _OF_GROUPS):
+        share = share / of_row.clamp(min=1)
     if max_length is not None:
-        of_row = of_row / max_length
-    return (rows.spread(of_row) * members).view(mask.shape)
+        share = share / max_length
+    return (rows.spread(share) * members).view(mask.shape)
+
+
+def _check_means(aggregation: str, max_length: int | None, groups: int | Tensor | None) -> None:
+    if aggregation not in _MEANS:
+        raise checks.unknown(_OP, "aggregation", aggregation, _MEANS)
+    if (aggregation == "seq-mean-token-sum-norm") != (max_length is not None):
+        rule = "given with aggregation='seq-mean-token-sum-norm', and only then"
+        raise ValueError(f"{_OP}: max_length must be {rule}, got {max_length!r}")
+    if max_length is not None and checks.integer(_OP, "max_length", max_length) < 1:
+        raise ValueError(f"{_OP}: max_length must be at least 1, got {max_length}")
+    if (aggregation == _OF_GROUPS) != (groups is not None):
+        got = "None" if groups is None else type(groups).__name__
+        raise ValueError(f"{_OP}: groups must be given with aggregation={_OF_GROUPS!r}, and only then, got {got}")
+
+
+def _units(aggregation: str, rollouts: Tensor | None, groups: int | Tensor | None, lengths: Tensor) -> int | Tensor:
+    """What the mean is over: ids of the rows, or a number of consecutive rows."""
+    if rollouts is not None:
+        rollouts = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, lengths).long()
+        if not aggregation.startswith("seq-mean"):
+            rollouts = None  # tokens and groups are counted alike however they are split
+    if groups is None:
+        return 1 if rollouts is None else rollouts
+    RowGroups.of(_OP, groups, lengths)  # checks them
+    return groups.long() if isinstance(groups, Tensor) else groups
+
+
+def _sizes(ranks: RankRows, lengths: Tensor, units: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of the unit that each row is part of, and the number of units that have any; over all ranks."""
+    everywhere = ranks.gather(lengths)
+    if isinstance(units, int) and units == 1:
+        return lengths, (everywhere > 0).sum().double()
+    members = RowGroups.of(_OP, ranks.gather(units) if isinstance(units, Tensor) else units, everywhere)
+    totals = members.reduce(everywhere, "sum", 0.0)
+    return ranks.own(totals[members.group]), (totals > 0).sum().double()
 
 
 def _divisor(mask: Tensor, count: float | Tensor | None, counted: Tensor) -> Tensor:

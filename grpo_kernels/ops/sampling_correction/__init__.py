@@ -13,8 +13,10 @@ from grpo_kernels.ops.sampling_correction.config import CorrectionConfig, table_
 from grpo_kernels.ops.sampling_correction.m2 import find_m2_ceiling
 from grpo_kernels.ops.sampling_correction.metrics import CorrectionMetrics
 from grpo_kernels.ops.sampling_correction.reference import Batch, correct
+from grpo_kernels.rollouts import JoinedRows
 
 _OP = "sampling_correction"
+_TABLE_ROWS = table_names(())[0].index("rows")
 _LEAST_MEAN = 1e-8  # weights with a smaller mean are not normalized, as in verl
 
 
@@ -38,6 +40,7 @@ def sampling_correction(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    rollouts: Tensor | None = None,
     config: CorrectionConfig | None = None,
     group: Any = None,
     backend: str | None = None,
@@ -50,6 +53,7 @@ def sampling_correction(
             itself, and is left out of the metrics of the mismatch
         mask: tokens that take part; None means all. Masked slots may hold NaN
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
+        rollouts: integer ids [B]; the rows of one id are weighed, rejected and counted as one row
         config: weights and rejections; None means neither, only the metrics
         group: a torch.distributed process group whose batches count as one for m2_threshold and batch_normalize; None
             means this batch alone
@@ -66,8 +70,15 @@ def sampling_correction(
     bounds = None if cu_seqlens is None else cu_seqlens.long().contiguous()
     _check_old(old, valid, bounds)
     batch = Batch(old, sampling, valid, bounds)
+    joined = None if rollouts is None else JoinedRows(_OP, rollouts, old, bounds)
+    if joined is not None:
+        tokens = (None if values is None else joined.join(values) for values in batch[:3])
+        batch = Batch(*tokens, joined.cu_seqlens)
     ceiling = None if config.m2_threshold is None else _m2_ceiling(batch, config.m2_threshold, group)
     weights, kept, table = correct(batch, ceiling, config)
+    if joined is not None:
+        weights, kept = joined.split(weights), joined.split(kept)
+        table[:, _TABLE_ROWS] = joined.exists.double()
     metrics = CorrectionMetrics(_reduce(table, config), config)
     if config.batch_normalize:
         weights = weights / _mean_weight(metrics, config, group).to(weights.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from grpo_kernels import backends, checks
 from grpo_kernels.ops.token_advantages import registration as op
 from grpo_kernels.ops.token_advantages.config import TokenAdvantageConfig
 from grpo_kernels.ops.token_advantages.reference import TokenRewards
+from grpo_kernels.rollouts import JoinedRows
 
 _OP = "token_advantages"
 _MASKS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
@@ -35,6 +37,7 @@ def token_advantages(
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     turns: Tensor | None = None,
+    rollouts: Tensor | None = None,
     config: TokenAdvantageConfig | str = "gae",
     backend: str | None = None,
 ) -> TokenAdvantages:
@@ -51,6 +54,7 @@ def token_advantages(
         cu_seqlens: int32 or int64 [B + 1], bounds of the rows of packed input
         turns: integers in the shape of rewards; neighbouring tokens that count and have the same number form a turn,
             which acts as one step. Tokens with a negative number do not count
+        rollouts: integer ids [B]; the rows of one id follow each other as one, in their order, across which turns go on
         config: a TokenAdvantageConfig or the name of an estimator (TokenAdvantageConfig.names())
         backend: "kernel" or "reference"; None means the kernel where there is one
     """
@@ -83,7 +87,18 @@ def token_advantages(
         cu_seqlens = cu_seqlens.long().contiguous()
     chosen = backends.select(_OP, backend, rewards.device.type, dtype, op.SUPPORTS, rewards.device.index)
     inputs = TokenRewards(rewards, values, mask, cu_seqlens, turns, settings.modes, settings.coefficients)
-    return TokenAdvantages(*op.OP(chosen, inputs))
+    if rollouts is None:
+        return TokenAdvantages(*op.OP(chosen, inputs))
+    joined = JoinedRows(_OP, rollouts, rewards, cu_seqlens)
+    inputs = dataclasses.replace(
+        inputs,
+        rewards=joined.join(rewards),
+        values=None if values is None else joined.join(values),
+        mask=joined.join(mask),
+        cu_seqlens=joined.cu_seqlens,
+        turns=None if turns is None else joined.join(turns),
+    )
+    return TokenAdvantages(*map(joined.split, op.OP(chosen, inputs)))
 
 
 def _per_token(name: str, value: Tensor, dtypes: tuple[torch.dtype, ...], rewards: Tensor) -> Tensor:
