@@ -77,7 +77,7 @@ class RankRows:
 
     def own(self, values: Tensor) -> Tensor:
         """This rank's of the values of all rows."""
-        return values.split(self._sizes)[self._rank]
+        return torch.split(values, self._sizes)[self._rank]
 
 
 class _AllGather(torch.autograd.Function):

@@ -72,8 +72,8 @@ def sampling_correction(
     batch = Batch(old, sampling, valid, bounds)
     joined = None if rollouts is None else JoinedRows(_OP, rollouts, old, bounds)
     if joined is not None:
-        tokens = (None if values is None else joined.join(values) for values in batch[:3])
-        batch = Batch(*tokens, joined.cu_seqlens)
+        mask = None if valid is None else joined.join(valid)
+        batch = Batch(joined.join(old), joined.join(sampling), mask, joined.cu_seqlens)
     ceiling = None if config.m2_threshold is None else _m2_ceiling(batch, config.m2_threshold, group)
     weights, kept, table = correct(batch, ceiling, config)
     if joined is not None:
