@@ -72,7 +72,7 @@ class RankRows:
         if self._group is None:
             return values
         padded = torch.cat([values, values.new_zeros(max(self._sizes) - len(values), *values.shape[1:])])
-        by_rank: Tensor = _AllGather.apply(padded, self._group)
+        by_rank: Tensor = _AllGather.apply(padded, self._group)  # type: ignore[no-untyped-call]
         return torch.cat([of_rank[:size] for of_rank, size in zip(by_rank, self._sizes, strict=True)])
 
     def own(self, values: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 LAYERS = ("names", "reference", "arguments", "op", "public")
 LAYER_OF = {
     **dict.fromkeys(("config", "trl_fields", "verl_fields", "sizes"), "names"),
-    **dict.fromkeys(("reference", "losses", "head", "divergence", "support_reference"), "reference"),
+    **dict.fromkeys(("reference", "losses", "head", "divergence", "support_reference", "by_rollout"), "reference"),
     **dict.fromkeys(("arguments", "support", "teacher"), "arguments"),
     **dict.fromkeys(("registration", "logprobs_op", "loss_op", "distillation_op", "support_op"), "op"),
     **dict.fromkeys(("chunks", "chunking", "precomputed"), "op"),
@@ -34,7 +34,7 @@ SHARED = {
     "aot": {"aot"},
     "arguments": {"checks"},
     "op": {"registry", "groups", "inputs", "shared_positions"},
-    "public": {"backends", "checks", "groups", "shared_positions"},
+    "public": {"backends", "checks", "groups", "rollouts", "shared_positions"},
 }
 TOP = {
     "__init__": {"backends", "ops", "variants"},
@@ -49,6 +49,7 @@ TOP = {
     "shared_positions": {"checks"},
     "variants": {"checks", "groups", "ops"},
     "registry": {"backends"},
+    "rollouts": {"checks", "groups"},
 }
 # Third-party packages that modules may import at the top.
 OUTSIDE = {"torch", "typing_extensions"}  # which torch requires

@@ -88,6 +88,7 @@ def test_the_stated_defaults_of_the_peers() -> None:
 PAGES = sorted(DOCS.glob("ops/*.md"))
 EXAMPLE = re.compile(r"^## (Example.*)\n(?:(?!##|```).*\n)*```python\n([\s\S]*?)```", re.MULTILINE)
 EXAMPLES = {f"{page.stem}: {title}": code for page in PAGES for title, code in EXAMPLE.findall(page.read_text())}
+EXAMPLES["counting"] = "\n".join(re.findall(r"```python\n(.*?)```", read("counting.md"), re.DOTALL))
 
 
 def test_every_op_has_an_example() -> None:
