@@ -9,8 +9,8 @@ import torch
 
 from grpo_kernels import registry
 from grpo_kernels.groups import sort_rows
-from grpo_kernels.ops.group_advantages.reference import GroupInputs, Results, forward
 from grpo_kernels.ops.group_advantages.by_rollout import by_rollout
+from grpo_kernels.ops.group_advantages.reference import GroupInputs, Results, forward
 
 _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
