@@ -43,6 +43,8 @@ def gigpo_advantages(
     if episode_rewards.dim() != 1:
         raise ValueError(f"{_OP}: episode_rewards must have shape [N], got {list(episode_rewards.shape)}")
     checks.per_row(_OP, "step_returns", step_returns, checks.FLOATS, episode_rewards)
+    checks.constant(_OP, "episode_rewards", episode_rewards)
+    checks.constant(_OP, "step_returns", step_returns)
     checks.per_row(_OP, "states", states, checks.INTEGERS, episode_rewards)
     settings = AdvantageConfig.of(config, _OP)
     episodes = group_advantages(episode_rewards, groups, config=settings, backend=backend).advantages
