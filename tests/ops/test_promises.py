@@ -3,8 +3,9 @@
 Faults that this is for: sums whose order changes from call to call (atomics, threads); a masked slot that is read, or
 whose gradient is not 0; a stride that is taken for 1; an input that is overwritten, or a result that shares its memory;
 a row whose neighbours change its result; a denominator or a tail that is wrong once a batch is packed, permuted, padded
-or split into micro-batches; a wrong tensor that is taken; a torch op whose schema, fake or aliasing is wrong; a saved
-tensor that the backward reads twice; a graph break.
+or split into micro-batches; a wrong tensor that is taken; a gradient that is lost without a word; a batch without rows
+or tokens; a torch op whose schema, fake or aliasing is wrong; a saved tensor that the backward reads twice; a graph
+break.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -147,6 +149,10 @@ def tensor_arguments(name: str) -> list[str]:
     return [key for key, value in given.items() if isinstance(value, Tensor) and key in inputs]
 
 
+def wrong_dtypes(value: Tensor) -> list[torch.dtype]:
+    return [torch.complex64, *([torch.bool] if value.is_floating_point() else [])]
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_a_wrong_tensor_is_refused_by_its_name(name: str) -> None:
     """A value that is no tensor, of a dtype that no argument takes, of another shape, or on another device."""
@@ -155,7 +161,7 @@ def test_a_wrong_tensor_is_refused_by_its_name(name: str) -> None:
     for key in arguments:
         wrong: list[tuple[type[Exception], str, Any]] = [
             (TypeError, "must be", {}),
-            (TypeError, "must be of dtype", inputs[key].to(torch.complex64)),
+            *((TypeError, "must be of dtype", inputs[key].to(dtype)) for dtype in wrong_dtypes(inputs[key])),
             (ValueError, "must", inputs[key][None, None] if inputs[key].numel() > 1 else inputs[key].repeat(2)),
         ]
         if key != arguments[0]:
@@ -177,6 +183,50 @@ def test_every_tensor_argument_is_tried(function: str) -> None:
     expected = {p.name for p in parameters if "Tensor" in str(p.annotation) or "Normalizer" in str(p.annotation)}
     tried = {key for name in OPS if name.partition(" ")[0] == function for key in tensor_arguments(name)}
     assert tried == expected - COMPOUND
+
+
+WITHOUT_GRADIENT = [name for name, op in OPS.items() if not op.leaves]
+
+
+@pytest.mark.parametrize("name", WITHOUT_GRADIENT)
+def test_an_input_that_requires_a_gradient_is_refused_or_has_none(name: str) -> None:
+    op, inputs = drawn(name)
+    for key, value in inputs.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            try:
+                results = op.call(inputs | {key: value.clone().requires_grad_()}, None)
+            except ValueError as error:
+                assert re.match(rf"\w+: {key} must not require grad.*{key}.detach\(\)", str(error)), error
+            else:
+                assert not any(result.requires_grad for result in results.values()), key
+
+
+def without_rows(inputs: Inputs) -> Inputs:
+    def cut(key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        return value.new_zeros(1) if key == "cu_seqlens" else value[:0]
+
+    return {key: cut(key, value) for key, value in inputs.items()}
+
+
+def without_tokens(inputs: Inputs) -> Inputs:
+    """Rows of a padded batch [B, T] with T = 0; of a packed one, with tokens after the last row."""
+    if "cu_seqlens" in inputs:
+        return inputs | {"cu_seqlens": torch.zeros_like(inputs["cu_seqlens"])}
+    return {key: value[:, :0] if getattr(value, "ndim", 0) == 2 else value for key, value in inputs.items()}
+
+
+@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in EACH if name in WITHOUT_GRADIENT])
+def test_no_rows_and_no_tokens(name: str, backend: str) -> None:
+    op, inputs = drawn(name)
+    whole = run(op, inputs, "reference", op.working)
+    is_of_tokens = "mask" in inputs
+    for empty in [without_rows, without_tokens][: 1 + is_of_tokens]:
+        results = run(op, empty(inputs), backend, op.working)
+        assert_same_bits(results, run(op, empty(inputs), "reference", op.working))
+        for key, value in results.items():
+            assert value.dtype == whole[key].dtype and value.dim() == whole[key].dim(), key
 
 
 REWRITTEN = [(name, backend, rewrite) for name, backend in EACH for rewrite in OPS[name].rewrites]

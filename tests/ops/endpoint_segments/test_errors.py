@@ -52,14 +52,8 @@ def zeros(*shapes: tuple[int, ...], **options: Any) -> list[Tensor]:
 
 
 OP = [
-    *rows(TypeError, "rewards logprobs old_logprobs", (None,), "{} must be a tensor"),
     *rows(TypeError, " ".join(TENSORS), zeros((4, 5), dtype=torch.int64), "{} must be of dtype float32"),
-    *rows(
-        ValueError,
-        " ".join(LIKE_REWARDS),
-        zeros((4,), (5, 4), (20,), (1, 5)),
-        "{} must have the shape of rewards, [4, 5]",
-    ),
+    *rows(ValueError, " ".join(LIKE_REWARDS), zeros((5, 4), (20,)), "{} must have the shape of rewards, [4, 5]"),
     *rows(ValueError, "rewards", zeros((20,), (2, 2, 5)), "rewards must have shape [B, T]"),
     (ValueError, {"cu_seqlens": BOUNDS}, ["rewards must have shape [B, T], or [M] with cu_seqlens", "[4, 5]"]),
     (ValueError, {"config": {"norm": "prompt"}}, ["groups must be given", "norm='prompt'", "None"]),
@@ -131,6 +125,7 @@ METRICS = [
     (ValueError, {"cu_seqlens": BOUNDS[:3]}, ["cu_seqlens must be given for packed", "a tensor"]),
     (ValueError, {"packed": True}, ["cu_seqlens must be given for packed", "None"]),
     (ValueError, {"packed": True, "cu_seqlens": BOUNDS[:2]}, ["cu_seqlens must have shape [3], got [2]"]),
+    (RuntimeError, {"packed": True, "cu_seqlens": torch.tensor([0, 7, 6])}, ["cu_seqlens must ascend from 0"]),
     (TypeError, {"seconds": 1.0}, ["seconds must be two numbers", "got 1.0"]),
     *rows(ValueError, "seconds peak_bytes", ((1.0, 0.0), (INF, 1)), "{} must be positive and finite, got"),
 ]

@@ -57,17 +57,6 @@ def test_any_settings(backend: str, dtype: torch.dtype) -> None:
     check(backend, 400, dtype, cases.configs())
 
 
-@pytest.mark.parametrize("columns", [None, 2])
-@pytest.mark.parametrize("backend", cases.BACKENDS)
-def test_no_rows(backend: str, columns: int | None) -> None:
-    none = torch.zeros(0)
-    rewards = none if columns is None else torch.zeros(0, columns)
-    for groups in (4, none.long()):
-        inputs = {"rewards": rewards, "groups": groups, "lengths": none, "baselines": none, "subgroups": none.long()}
-        for name in PRESETS:
-            assert [value.shape for value in call(inputs, backend, name).values()] == [(0,)] * 5, name
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", cases.BACKENDS)
 def test_half_rewards_are_computed_in_float32(backend: str, dtype: torch.dtype) -> None:

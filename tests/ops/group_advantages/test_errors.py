@@ -40,12 +40,9 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
 Row = tuple[type[Exception], str, dict[str, Any]]
 ARGUMENTS: list[Row] = [
     (TypeError, "rewards must be of dtype float32 ... got torch.int64; .float() converts it", {"rewards": IDS}),
-    (TypeError, "rewards must be of dtype float32 ... got torch.bool; .float() converts it", {"rewards": ONES > 0}),
-    (TypeError, "rewards must be a tensor, got list; torch.as_tensor(...) converts it", {"rewards": [1.0] * 6}),
     (ValueError, "rewards must have shape [N] or [N, R] with R > 0, got [6, 2, 1]", {"rewards": torch.ones(6, 2, 1)}),
     (ValueError, "rewards must have shape [N] or [N, R] with R > 0, got [6, 0]", {"rewards": torch.ones(6, 0)}),
     (ValueError, "rewards must have shape [N] or [N, R] with R > 0, got []", {"rewards": torch.ones(())}),
-    (ValueError, "rewards must not require grad, ... rewards.detach()", {"rewards": torch.ones(6).requires_grad_()}),
     # bool is an int in Python; True would mean groups of one
     (TypeError, "groups must be an int or an integer tensor, got bool True", {"groups": True}),
     (TypeError, "groups must be an int or an integer tensor, got float 2.0", {"groups": 2.0}),
@@ -58,7 +55,6 @@ ARGUMENTS: list[Row] = [
     (ValueError, "groups must divide the number of rewards, 6, got 4; pass a tensor of ids", {"groups": 4}),
     (ValueError, "groups must divide the number of rewards, 6, got 12; pass a tensor of ids", {"groups": 12}),
     (ValueError, "groups must divide ... rewards [P, K] of P prompts are", {"rewards": torch.ones(3, 4), "groups": 4}),
-    (TypeError, "subgroups must be a tensor, got list; gk.group_ids(...) makes", {"subgroups": ["a"] * 6}),
     (TypeError, "subgroups must be of dtype int64 ... got torch.bool", {"subgroups": ONES > 0}),
     (ValueError, "subgroups must be given, ... shrinkage=2.0", {"config": gk.AdvantageConfig(shrinkage=2.0)}),
     (ValueError, "subgroups must be given, ... singleton='parent'", {"config": gk.AdvantageConfig(singleton="parent")}),
@@ -148,7 +144,6 @@ TABLE: dict[str, list[Row]] = {
         (ValueError, "decay must be a finite number of at least 0, got -0.5", {"decay": -0.5}),
     ],
     "EmaBaseline.step": [
-        (TypeError, "rewards must be of dtype", {"rewards": IDS}),
         (ValueError, "rewards must have shape [N], got [6, 2]", {"rewards": torch.ones(6, 2)}),
         (ValueError, "rewards must not require grad", {"rewards": torch.ones(6, requires_grad=True)}),
         (ValueError, "keys must have 6 entries, one per reward, got 3", {"keys": [*"abc"]}),

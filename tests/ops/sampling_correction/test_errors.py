@@ -1,4 +1,7 @@
-"""Every documented error of sampling_correction, CorrectionConfig and their metrics."""
+"""Every documented error of sampling_correction, CorrectionConfig and their metrics.
+
+What test_promises.py and test_packed_bounds.py check of every tensor is not here.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +31,18 @@ def packed(**changes: Any) -> gk.SamplingCorrection:
 
 
 OP: list[Row] = [
-    (TypeError, {"old_logprobs": 1.0}, ["old_logprobs must be a tensor, got float"]),
-    (TypeError, {"old_logprobs": OLD.long()}, ["old_logprobs must be of dtype", "int64"]),
-    (TypeError, {"sampling_logprobs": None}, ["sampling_logprobs must be a tensor, got NoneType"]),
     (TypeError, {"sampling_logprobs": OLD.long()}, ["sampling_logprobs must be of dtype", "int64"]),
     (ValueError, {"sampling_logprobs": OLD[:2]}, ["sampling_logprobs", "of old_logprobs, [3, 4]", "[2, 4]"]),
-    (ValueError, {"sampling_logprobs": OLD.to("meta")}, ["sampling_logprobs", "meta"]),
     (ValueError, {"old_logprobs": OLD[0]}, ["old_logprobs must have shape [B, T]", "[4]"]),
     (ValueError, {"cu_seqlens": BOUNDS}, ["old_logprobs must have shape [M]", "[3, 4]"]),
     (ValueError, {"mask": torch.ones(3, 1)}, ["mask", "[3, 4]", "[3, 1]"]),
-    (ValueError, {"mask": torch.ones(SHAPE, device="meta")}, ["mask", "meta"]),
     (TypeError, {"config": "verl"}, ["config must be a CorrectionConfig, got str", "(weights='token', weight_max"]),
     (ValueError, {"old_logprobs": NOT_A_NUMBER}, ["old_logprobs must not be NaN", "got nan at [1, 2]"]),
     (ValueError, {"backend": "gpu"}, ["backend must be one of", "'gpu'"]),
     (RuntimeError, {"backend": "kernel"}, ["'kernel' cannot run here: the op is plain", "backend='reference'"]),
 ]
 PACKED: list[Row] = [
-    (TypeError, {"cu_seqlens": [0, 7]}, ["cu_seqlens must be a tensor", "list"]),
-    (TypeError, {"cu_seqlens": BOUNDS.float()}, ["cu_seqlens must be of dtype int32 or int64", "float32"]),
     (ValueError, {"cu_seqlens": BOUNDS[:0]}, ["cu_seqlens must have shape [B + 1]", "[0]"]),
-    *(
-        (RuntimeError, {"cu_seqlens": torch.tensor(bounds)}, ["cu_seqlens must ascend from 0"])
-        for bounds in ([0, 5, 3], [0, 3, 9], [1, 2, 3])
-    ),
 ]
 CONFIG: list[Row] = [
     (ValueError, {"weights": "tokens"}, ["weights must be one of none, token", "did you mean 'token'?"]),

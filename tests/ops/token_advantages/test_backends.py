@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import grpo_kernels as gk
-from tests.harness import cpu_threads, device_of, examples, needs_cpu_kernels
+from tests.harness import cpu_threads, examples, needs_cpu_kernels
 from tests.ops.promises import Inputs, run
 from tests.ops.token_advantages import cases
 from tests.ops.token_advantages.cases import BACKENDS, F32, F64, NAN, assert_by_definition, op_of, padded
@@ -76,19 +76,6 @@ def test_half_precision_gives_float32(backend: str, half: torch.dtype) -> None:
     single = batch | {name: value.float() for name, value in batch.items() if value.is_floating_point()}
     got, want = (run(op_of("gae"), inputs, backend, F32) for inputs in (batch, single))
     assert got["advantages"].dtype == F32 and all(torch.equal(value, want[name]) for name, value in got.items())
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 0)], ids=str)
-@on_backends
-def test_no_tokens(backend: str, shape: tuple[int, int]) -> None:
-    nothing = torch.zeros(shape, device=device_of(backend))
-    for turns in (None, nothing.long()):
-        got = gk.token_advantages(nothing, nothing, turns=turns, backend=backend)
-        assert got.advantages.shape == got.returns.shape == shape
-    # packed, with tokens after the last row
-    tokens, bounds = torch.full((5,), NAN, device=nothing.device), nothing.new_zeros(shape[0] + 1, dtype=torch.int32)
-    got = gk.token_advantages(tokens, tokens, cu_seqlens=bounds, backend=backend)
-    assert not got.advantages.any() and not got.returns.any()
 
 
 @pytest.mark.parametrize("reward", [0.7, 1000.1, -3.0])

@@ -14,7 +14,6 @@ import torch
 
 import grpo_kernels as gk
 from tests.harness import assert_raises
-from tests.ops.token_advantages.cases import BACKENDS
 
 TOKENS, INTS = torch.zeros(2, 3), torch.zeros(2, 3).int()
 FLAT = {"rewards": torch.zeros(6), "values": torch.zeros(6), "cu_seqlens": torch.tensor([0, 6])}
@@ -30,7 +29,6 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
 # (type, message, arguments); " ... " stands for any text
 TABLE: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
     "token_advantages": [
-        (TypeError, "cu_seqlens must be a tensor, got list", FLAT | {"cu_seqlens": [0, 6]}),
         (TypeError, "rewards must be of dtype ... got torch.int32", {"rewards": INTS}),
         (TypeError, "values must be of dtype ... got torch.int32", {"values": INTS}),
         (TypeError, "turns must be of dtype ... got torch.float32", {"turns": TOKENS}),
@@ -40,7 +38,6 @@ TABLE: dict[str, list[tuple[type[Exception], str, dict[str, Any]]]] = {
         (ValueError, "rewards must have shape [B, T], or [M] with ... [1, 2, 3]", {"rewards": torch.zeros(1, 2, 3)}),
         (ValueError, "cu_seqlens must have shape [B + 1], got [1, 2]", FLAT | {"cu_seqlens": INTS[:1, :2]}),
         (ValueError, "cu_seqlens must have shape [B + 1], got [0]", FLAT | {"cu_seqlens": INTS[0, :0]}),
-        (ValueError, "cu_seqlens must be on cpu like the first", FLAT | {"cu_seqlens": INTS[0].to("meta")}),
         (ValueError, "values must be given for estimator 'gae', got None", {"values": None}),
         (ValueError, "values must be left out for estimator 'reinforce', got Tensor", {"config": "reinforce"}),
         (TypeError, "config must be a TokenAdvantageConfig or a str, got int", {"config": 1}),
@@ -75,12 +72,3 @@ def test_errors(where: str, error: type[Exception], rule: str, changes: dict[str
     function, right = CALLS[where]
     start, *parts = rule.split(" ... ")
     assert_raises(error, f"{where}: {start}", parts, lambda: function(**right | changes))
-
-
-@pytest.mark.parametrize("bounds", [[0, 7], [0, 4, 2], [1, 6]], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bounds_that_do_not_ascend_within_the_tokens(backend: str, bounds: list[int]) -> None:
-    if torch.cuda.is_available() and backend != "cpu":
-        pytest.skip("a failed assertion on the device ends the process's use of it")
-    with pytest.raises(RuntimeError, match="cu_seqlens must ascend from 0 to at most the number of tokens"):
-        gk.token_advantages(**FLAT | {"cu_seqlens": torch.tensor(bounds)}, backend=backend)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 
 import grpo_kernels as gk
-from tests.harness import device_of, examples
+from tests.harness import examples
 from tests.ops.promises import Inputs, run
 from tests.ops.token_advantages import cases
 from tests.ops.token_advantages.cases import BACKENDS, F64, INF, NAN, op_of, padded
@@ -101,12 +101,6 @@ def test_an_infinite_reward_shows() -> None:
     assert run(op_of("gae"), batch, "reference", F64)["advantages"][0].isnan().any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_results_have_no_gradient(backend: str) -> None:
-    tokens = torch.randn(2, 5, device=device_of(backend), requires_grad=True)
-    assert not any(result.requires_grad for result in gk.token_advantages(tokens, tokens, backend=backend))
-
-
 # The optimal token baseline
 
 
@@ -152,11 +146,3 @@ def test_a_row_with_a_nan_reward_is_as_if_it_were_not_there(places: str) -> None
     got, want = baseline(batch, places=places), baseline({n: x[others] for n, x in batch.items()}, places=places)
     for ours, of_others in zip(got, want, strict=True):
         assert not ours[3].any() and torch.equal(ours[others], of_others)
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0)], ids=str)
-@every_place
-def test_no_tokens_have_no_baseline(places: str, shape: tuple[int, int]) -> None:
-    nothing = torch.zeros(shape)
-    got = gk.optimal_token_baseline(nothing, nothing, nothing, 1, places=places)
-    assert got.advantages.shape == got.returns.shape == shape
