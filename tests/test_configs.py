@@ -76,10 +76,13 @@ def test_what_is_derived_is_no_keyword() -> None:
     ],
     ids=lambda config: type(config).__name__,
 )
-def test_configs_are_dicts_and_json(config: Any) -> None:
+def test_configs_are_frozen_dicts_and_json(config: Any) -> None:
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     again = type(config)(**fields)
-    assert again == config and vars(again) == vars(config)
+    assert again == config and vars(again) == vars(config) and hash(again) == hash(config)
+    for name in fields:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, name, None)
 
 
 @pytest.mark.parametrize(

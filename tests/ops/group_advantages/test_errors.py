@@ -7,7 +7,6 @@ checks of every field.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -196,12 +195,7 @@ def test_more_columns_than_a_kernel_takes() -> None:
     assert gk.group_advantages(rewards, 2).advantages.isfinite().all()
 
 
-def test_a_config_is_frozen_compares_by_its_settings_and_has_its_name() -> None:
-    config = gk.AdvantageConfig("grpo", reward_weights=[1, 2])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.eps = 1.0  # type: ignore[misc]
-    same = gk.AdvantageConfig(reward_weights=(1.0, 2.0))
-    assert config == same != gk.AdvantageConfig() and hash(config) == hash(same)
-    assert dataclasses.replace(config, eps=0.5) == gk.AdvantageConfig(eps=0.5, reward_weights=(1.0, 2.0))
+def test_a_config_has_the_name_of_its_estimator() -> None:
+    assert gk.AdvantageConfig("grpo", reward_weights=[1, 2]) == gk.AdvantageConfig(reward_weights=(1.0, 2.0))
     for name, preset in PRESETS.items():
         assert gk.AdvantageConfig.of(name) == preset == gk.AdvantageConfig.of(preset) and preset.estimator == name

@@ -253,12 +253,6 @@ def test_few_places() -> None:
     assert {key: value.item() for key, value in alone.items()} == pytest.approx(expected)
 
 
-def test_nothing_waits_for_a_device() -> None:
-    """Reading a value of a meta tensor would raise."""
-    case, _, _ = draw(2, torch.float32)
-    assert all(value.is_meta for value in everything({k: v.to("meta") for k, v in case._asdict().items()}).values())
-
-
 @pytest.mark.parametrize("shape", [(11,), (11, 2)])
 def test_pad_rows_and_back(shape: tuple[int, ...]) -> None:
     """Groups by ascending id, rows in order; the layout of pairwise_cosine."""

@@ -6,7 +6,6 @@ rule, the value or the way out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -108,22 +107,16 @@ LABELLED, SHAPES = [gk.silhouette, *OF_LABELS], ([5], [0], [6, 1], [])
 NARROW, EMPTY = (torch.float16, torch.bfloat16, torch.int64, torch.bool), {"embeddings": ROWS[:0], "groups": IDS[:0]}
 METRIC = "distances must be 0 on the diagonal, or infinite ... got {} at [1, 1"
 TABLE = [
-    *types(OF_ROWS, "embeddings must be a tensor, got {type}", [[1.0]], 1.0, None),
-    *types(OF_ROWS, "embeddings must be of dtype ... {dtype}", *cast(ROWS, torch.int64, torch.bool, torch.complex64)),
-    *types(OF_ROWS, "embeddings must be of dtype ... {dtype}", ROWS.to(torch.float8_e4m3fn)),
+    *types(OF_ROWS, "embeddings must be of dtype ... {dtype}", *cast(ROWS, torch.int64, torch.float8_e4m3fn)),
     *values(OF_ROWS, "embeddings must have shape [N, D] with D > 0, got {shape}", *zeros([6], [], [2, 3, 4], [6, 0])),
-    *values(OF_ROWS, "embeddings must not require grad ... detach", LEAF),
     *types(OF_ROWS, "groups must be ... {type}", True, 2.0, None, "3", [0] * 6),
     *types(OF_ROWS, "groups must be of dtype ... {dtype}", *cast(IDS, torch.float32, torch.bool)),
     *values(OF_ROWS, "groups must have 1 to 256 rows each, got {value}", 0, -1, 257, 2**40),
     *values(OF_ROWS, "groups must divide the number of rows, 6, got {value} ... ids", 4, 7, 12),
     *values(OF_ROWS, "groups must have at most 256 rows each, got one of 257", ONE_BIG, embeddings=torch.ones(260, 2)),
     *values(OF_ROWS, "groups must have shape [6] ... {shape}", *zeros(*SHAPES, dtype=torch.int64)),
-    *values(OF_ROWS, "groups must be on cpu like the first argument, got meta", IDS.to(META)),
-    *types(OF_ROWS, "valid must be a tensor, got {type}", [True] * 6, 1),
     *types(OF_ROWS, "valid must be of dtype ... {dtype}", *cast(FLAGS, torch.float32, torch.uint8)),
     *values(OF_ROWS, "valid must have shape [6] ... {shape}", *zeros(*SHAPES, dtype=torch.bool)),
-    *values(OF_ROWS, "valid must be on cpu like the first argument, got meta", FLAGS.to(META)),
     *(
         case
         for groups in (3, IDS)
@@ -140,7 +133,7 @@ TABLE = [
     *values(OF_ROWS, "num_groups must be 2 ... got {value}", 3, 1),
     *values(OF_ROWS, "max_size must be 3 ... got {value}", 4),
     # distances
-    *types(OF_DISTANCES, "distances must be a tensor, got {type}", [[[0.0]]], None, 1.0),
+    *types(OF_DISTANCES[3:], "distances must be a tensor, got {type}", [[[0.0]]]),
     *types(OF_DISTANCES, "distances must be of dtype float32 or float64, got {dtype}", *cast(D, *NARROW)),
     *values(OF_DISTANCES, "distances must have shape [P, K, K], got {shape}", *zeros([3, 3], [2, 3, 4], [1, 2, 3, 3])),
     *values(OF_DISTANCES[:3], "distances must have at most 256 places, got 257", *zeros([1, 257, 257])),
@@ -169,7 +162,6 @@ TABLE = [
     *types(LABELLED, "labels must be of dtype ... {dtype}", *cast(L, torch.float32, torch.bool)),
     *values(OF_LABELS, "labels must have shape [P, K], got [3]", L[0]),
     *values([gk.silhouette], "labels must have shape [2, 3], or [N] with groups, got {shape}", L[:1], L[0], L[:, :2]),
-    *values([gk.silhouette], "labels must be on cpu like the first argument, got meta", L.to(META)),
     *values([gk.silhouette], "labels must have shape [N] with groups, got [2, 3]", L, groups=3),
     *(
         case
@@ -208,10 +200,7 @@ TABLE = [
     *types(CONFIGURED, "config must be ... got dict; pass SimilarityConfig(**config)", {"linkage": "ward"}),
     # metrics and advantages
     *types([gk.similarity_metrics], "result must be SimilarityGroups, got {type}", (), None),
-    *types([gk.similarity_advantages], "rewards must be a tensor, got {type}", [1.0]),
-    *types([gk.similarity_advantages], "embeddings must be a tensor, got {type}", None),
     *values([gk.similarity_advantages], "embeddings must have one row per reward, 6, got [2, 4]", ROWS[:2]),
-    *values([gk.similarity_advantages], "embeddings must be on cpu like the first argument, got meta", ROWS.to(META)),
     *types([gk.similarity_advantages], "similarity must be a SimilarityConfig or a str, got {type}", 3),
     *values([gk.similarity_advantages], "similarity must be one of ... did you mean 'average'", "averag"),
     *values([gk.similarity_advantages], "config must be one of grpo ... did you mean 'grpo'", "grop"),
@@ -227,7 +216,6 @@ TABLE = [
     *types(REWARDED, "rewards must be of dtype float32 or float64 or bfloat16 or float16, got {dtype}", L),
     *values(REWARDED, "rewards must have shape [2, 3], got [1, 3]", R[:1]),
     *values(REWARDED, "rewards must not require grad", R.clone().requires_grad_()),
-    *values(REWARDED, "rewards must be on cpu like the first argument, got meta", R.to(META)),
     *types([div.mmr_rewards], "lam must be of dtype ... {dtype}", L[:, 0]),
     *values([div.mmr_rewards], "lam must be in [0, 1], got {value}", 1.1, -0.1),
     *values([div.mmr_rewards], "lam must have shape [2], one element per row, got [3]", R[0]),
@@ -284,13 +272,3 @@ def test_what_is_not_wrong() -> None:
             torch.testing.assert_close(call(one_wrong(3, 1, value, False)), expected, rtol=0, atol=0, equal_nan=True)
     with torch.no_grad():
         assert not gk.pairwise_cosine(LEAF, 3).requires_grad and not gk.similarity_groups(LEAF, 3).labels.any()
-
-
-def test_a_config_is_frozen_and_compares_by_its_settings() -> None:
-    config = gk.SimilarityConfig("ward", k_max=5)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.k_max = 6  # type: ignore[misc]
-    assert config == gk.SimilarityConfig(linkage="ward", k_max=5) != gk.SimilarityConfig("ward")
-    assert hash(config) == hash(gk.SimilarityConfig("ward", k_max=5))
-    for name in LINKAGES:
-        assert gk.SimilarityConfig.of(name, "test") == gk.SimilarityConfig(name)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from tests.harness import device_of
-from tests.ops.similarity_groups.cases import BACKENDS, DTYPES, KINDS, LINKAGES, Batch
+from tests.ops.similarity_groups.cases import BACKENDS, DTYPES, KINDS, LINKAGES, NAN, Batch
 
 hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
 cluster = pytest.importorskip("sklearn.cluster")
@@ -130,20 +130,24 @@ def test_cuts_and_their_silhouettes_are_those_of_scikit_learn(backend: str, link
 @pytest.mark.parametrize("left_out", [0.0, 0.3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_silhouettes_are_those_of_scikit_learn(backend: str, left_out: float) -> None:
-    """Labels may have gaps; rows with negative labels are ignored."""
-    prompts, names = prompts_of(backend), torch.tensor([4, 0, 9, 2, 17])
+    """Labels may have gaps; rows with negative labels are ignored. A single cluster has no score, and lone rows 0."""
+    prompts, names = prompts_of(backend), torch.tensor([4, 0, 2**32, 2**32 + 4, 17])
     labels = names[torch.randint(len(names), prompts.distances.shape[:2])]
     labels[torch.rand(labels.shape) < left_out] = -3
     got = gk.silhouette(prompts.distances, labels.to(prompts.distances.device), backend=backend)
     compared = 0
     for p, square in enumerate(prompts.inner):
         named = labels[p, : len(square)].numpy()
-        in_use = named >= 0
-        if 2 <= len(np.unique(named[in_use])) < in_use.sum():
+        in_use, count = named >= 0, len(np.unique(named[named >= 0]))
+        ours = got.samples[p, : len(square)].cpu().numpy()
+        assert np.isnan(ours[~in_use]).all()
+        if count < 2 or count == in_use.sum():
+            np.testing.assert_array_equal([got.score[p].item(), *ours[in_use]], NAN if count < 2 else 0.0)
+        else:
             compared += 1
             arguments = square[np.ix_(in_use, in_use)], named[in_use]
             samples = metrics.silhouette_samples(*arguments, metric="precomputed")
-            np.testing.assert_allclose(got.samples[p, : len(square)].cpu().numpy()[in_use], samples, **SCORES)
+            np.testing.assert_allclose(ours[in_use], samples, **SCORES)
             score = metrics.silhouette_score(*arguments, metric="precomputed")
             np.testing.assert_allclose(got.score[p].item(), score, **SCORES)
     assert compared >= len(prompts.inner) / 2
