@@ -62,7 +62,7 @@ MISUSES = [
     ("of its warp waits for it in __", "__shfl_sync with mask", "__ballot_sync with mask"),
     ("__shfl_sync reads lane 20, which its mask omits: 0x0000ffff",),
     ("__shfl_sync reads lane 20, which has returned or does not exist",),
-    ("waits in another barrier, __syncthreads_", "reaches __syncthreads_"),
+    ("waits in another barrier, __syncthreads", "reaches __syncthreads"),
     ("__shfl_sync with width 5",),
     ("mma.sync in a warp with lanes that have returned or do not exist",),
     (" at selftest.cu:", ": cp.async was not waited for, and its shared memory was written"),

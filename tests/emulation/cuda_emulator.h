@@ -22,19 +22,12 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __grid_constant__
 
-// The C library declares functions of these names.
-#define __expf(x) expf(x)
-#define __logf(x) logf(x)
-#define __log2f(x) log2f(x)
-
 using cudaStream_t = void*;
-inline constexpr int warpSize = 32;
 
 // Called by tests by name; each library has its own state.
 extern "C" {
@@ -123,7 +116,7 @@ inline unsigned vote(Operation operation, unsigned mask, unsigned value, const S
 // Inlined, so that a race is reported at the kernel's line.
 template <typename T, typename Update>
 __forceinline__ T atomic(T* address, Update update) {
-  scheduler.yield(/*always=*/false);
+  scheduler.yield();
   races::atomic_operation(address);
   const races::Atomic access;
   const T old = *address;
@@ -142,13 +135,6 @@ inline void __syncthreads(GRPO_SITE) {
 inline int __syncthreads_or(int predicate, GRPO_SITE) {
   return grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(SyncthreadsOr), predicate != 0, where);
 }
-inline int __syncthreads_and(int predicate, GRPO_SITE) {
-  return grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(SyncthreadsAnd), predicate != 0, where);
-}
-inline int __syncthreads_count(int predicate, GRPO_SITE) {
-  return grpo_kernels::emulation::scheduler.block_barrier(GRPO_OP(SyncthreadsCount), predicate != 0, where);
-}
-
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, GRPO_SITE) {
   grpo_kernels::emulation::vote(GRPO_OP(Syncwarp), mask, 0, where);
 }
@@ -175,17 +161,6 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, GRPO_SITE) {
 inline int __any_sync(unsigned mask, int predicate, GRPO_SITE) {
   return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(Any), mask, predicate != 0, where));
 }
-inline int __all_sync(unsigned mask, int predicate, GRPO_SITE) {
-  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(All), mask, predicate != 0, where));
-}
-template <grpo_kernels::emulation::WarpValue T>
-inline unsigned __match_any_sync(unsigned mask, T value, GRPO_SITE) {
-  std::uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(T));
-  return static_cast<unsigned>(
-      grpo_kernels::emulation::scheduler.warp_collective(GRPO_OP(MatchAny), mask, sizeof(T), bits, 0, where));
-}
-
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value, GRPO_SITE) {
   return grpo_kernels::emulation::vote(GRPO_OP(ReduceAdd), mask, value, where);
 }
@@ -198,61 +173,24 @@ inline unsigned __reduce_min_sync(unsigned mask, unsigned value, GRPO_SITE) {
 inline int __reduce_min_sync(unsigned mask, int value, GRPO_SITE) {
   return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(ReduceMinSigned), mask, value, where));
 }
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value, GRPO_SITE) {
-  return grpo_kernels::emulation::vote(GRPO_OP(ReduceMax), mask, value, where);
-}
-inline int __reduce_max_sync(unsigned mask, int value, GRPO_SITE) {
-  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(ReduceMaxSigned), mask, value, where));
-}
-inline unsigned __reduce_and_sync(unsigned mask, unsigned value, GRPO_SITE) {
-  return grpo_kernels::emulation::vote(GRPO_OP(ReduceAnd), mask, value, where);
-}
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value, GRPO_SITE) {
-  return grpo_kernels::emulation::vote(GRPO_OP(ReduceOr), mask, value, where);
-}
-inline unsigned __reduce_xor_sync(unsigned mask, unsigned value, GRPO_SITE) {
-  return grpo_kernels::emulation::vote(GRPO_OP(ReduceXor), mask, value, where);
-}
 #undef GRPO_OP
 #undef GRPO_SITE
 
 inline void __threadfence() {
-  grpo_kernels::emulation::scheduler.yield(/*always=*/false);
+  grpo_kernels::emulation::scheduler.yield();
   grpo_kernels::emulation::races::fence();
 }
-inline void __nanosleep(unsigned) { grpo_kernels::emulation::scheduler.yield(/*always=*/true); }
 
-// One overload per type that CUDA has, not a template, so that arguments convert as in CUDA.
-#define GRPO_ATOMIC(name, T, expression)                                                                            \
-  __forceinline__ T name(T* address, T value) {                                                                     \
-    return grpo_kernels::emulation::atomic(address,                                                                 \
-                                           [value]([[maybe_unused]] T old) { return static_cast<T>(expression); }); \
+// One overload per type, not a template, so that arguments convert as in CUDA. Signed overflow wraps.
+#define GRPO_ATOMIC_ADD(T)                                                              \
+  __forceinline__ T atomicAdd(T* address, T value) {                                    \
+    return grpo_kernels::emulation::atomic(address, [value](T old) {                    \
+      return static_cast<T>(static_cast<unsigned>(old) + static_cast<unsigned>(value)); \
+    });                                                                                 \
   }
-#define GRPO_INTEGER_ATOMICS(T)                        \
-  GRPO_ATOMIC(atomicMax, T, old > value ? old : value) \
-  GRPO_ATOMIC(atomicMin, T, old < value ? old : value) \
-  GRPO_ATOMIC(atomicExch, T, value)                    \
-  GRPO_ATOMIC(atomicOr, T, old | value)                \
-  GRPO_ATOMIC(atomicAnd, T, old& value)                \
-  GRPO_ATOMIC(atomicXor, T, old ^ value)
-GRPO_INTEGER_ATOMICS(int)
-GRPO_INTEGER_ATOMICS(unsigned)
-GRPO_INTEGER_ATOMICS(unsigned long long)
-GRPO_ATOMIC(atomicMax, long long, old > value ? old : value)
-GRPO_ATOMIC(atomicMin, long long, old < value ? old : value)
-// Signed overflow wraps in CUDA's atomics.
-GRPO_ATOMIC(atomicAdd, int, static_cast<unsigned>(old) + static_cast<unsigned>(value))
-GRPO_ATOMIC(atomicSub, int, static_cast<unsigned>(old) - static_cast<unsigned>(value))
-GRPO_ATOMIC(atomicAdd, unsigned, old + value)
-GRPO_ATOMIC(atomicSub, unsigned, old - value)
-GRPO_ATOMIC(atomicAdd, unsigned long long, old + value)
-GRPO_ATOMIC(atomicAdd, float, old + value)
-GRPO_ATOMIC(atomicAdd, double, old + value)
-GRPO_ATOMIC(atomicExch, float, value)
-// Counts up to a limit, then wraps: tells the last block of a grid.
-GRPO_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
-#undef GRPO_INTEGER_ATOMICS
-#undef GRPO_ATOMIC
+GRPO_ATOMIC_ADD(int)
+GRPO_ATOMIC_ADD(unsigned)
+#undef GRPO_ATOMIC_ADD
 
 #pragma GCC visibility pop
 

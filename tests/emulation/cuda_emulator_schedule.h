@@ -43,8 +43,6 @@ using Site = std::source_location;
 enum class Operation : std::uint8_t {
   kSyncthreads,
   kSyncthreadsOr,
-  kSyncthreadsAnd,
-  kSyncthreadsCount,
   kSyncwarp,
   kShfl,
   kShflUp,
@@ -52,27 +50,18 @@ enum class Operation : std::uint8_t {
   kShflXor,
   kBallot,
   kAny,
-  kAll,
-  kMatchAny,
   kReduceAdd,
   kReduceMinSigned,
-  kReduceMaxSigned,
   kReduceMin,
-  kReduceMax,
-  kReduceAnd,
-  kReduceOr,
-  kReduceXor,
   kMma,
   kLdmatrix,
 };
 
 inline const char* name_of(Operation operation) {
   static constexpr const char* kNames[] = {
-      "__syncthreads",     "__syncthreads_or",  "__syncthreads_and", "__syncthreads_count", "__syncwarp",
-      "__shfl_sync",       "__shfl_up_sync",    "__shfl_down_sync",  "__shfl_xor_sync",     "__ballot_sync",
-      "__any_sync",        "__all_sync",        "__match_any_sync",  "__reduce_add_sync",   "__reduce_min_sync",
-      "__reduce_max_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync",   "__reduce_or_sync",
-      "__reduce_xor_sync", "mma.sync",          "ldmatrix"};
+      "__syncthreads",     "__syncthreads_or",  "__syncwarp",    "__shfl_sync", "__shfl_up_sync",
+      "__shfl_down_sync",  "__shfl_xor_sync",   "__ballot_sync", "__any_sync",  "__reduce_add_sync",
+      "__reduce_min_sync", "__reduce_min_sync", "mma.sync",      "ldmatrix"};
   return kNames[static_cast<int>(operation)];
 }
 
@@ -100,7 +89,7 @@ struct Warp {
 struct Barrier {
   unsigned arrived = 0;
   unsigned first_arrival = 0;
-  unsigned true_count = 0;
+  bool is_any_true = false;
   int result = 0;
   Operation operation{};
   Site where;
@@ -146,11 +135,10 @@ class Scheduler {
   int block_barrier(Operation operation, bool predicate, const Site& where);
   std::uint64_t warp_collective(Operation operation, std::uint32_t mask, unsigned bytes, std::uint64_t value,
                                 unsigned source_lane, const Site& where);
-  // Lets another thread run: now and then, so that threads reach an atomic in any order, or always, for a thread that
-  // polls.
-  void yield(bool always) {
+  // Lets another thread run now and then, so that threads reach an atomic in any order.
+  void yield() {
     const races::Paused paused;
-    if (always || (random() & 3) == 0) switch_to(pick(/*any=*/true));
+    if ((random() & 3) == 0) switch_to(pick(/*any=*/true));
   }
   [[noreturn]] void fail(std::string reason, const Site& where) { fail(current_, std::move(reason), where); }
 
@@ -434,7 +422,7 @@ inline int Scheduler::block_barrier(Operation operation, bool predicate, const S
     barrier_.operation = operation;
     barrier_.where = where;
     barrier_.first_arrival = current_;
-    barrier_.true_count = 0;
+    barrier_.is_any_true = false;
   } else if (operation != barrier_.operation || where.line() != barrier_.where.line() ||
              where.column() != barrier_.where.column() ||
              std::strcmp(where.file_name(), barrier_.where.file_name()) != 0) {
@@ -444,7 +432,7 @@ inline int Scheduler::block_barrier(Operation operation, bool predicate, const S
     fail(std::move(reason), where);
   }
   ++barrier_.arrived;
-  barrier_.true_count += predicate;
+  barrier_.is_any_true |= predicate;
   Warp& warp = warps_[current_ / 32];
   warp.at_barrier |= 1u << lane();
   set_waiting(warp, 1u << lane());
@@ -455,10 +443,7 @@ inline int Scheduler::block_barrier(Operation operation, bool predicate, const S
 }
 
 inline void Scheduler::release_barrier() {
-  const unsigned count = barrier_.true_count;
-  barrier_.result = barrier_.operation == Operation::kSyncthreadsCount ? static_cast<int>(count)
-                    : barrier_.operation == Operation::kSyncthreadsAnd ? count == barrier_.arrived
-                                                                       : count > 0;
+  barrier_.result = barrier_.is_any_true;
   barrier_.arrived = 0;
   races::block_barrier();
   for (unsigned i = 0; i < (threads_ + 31) / 32; ++i) {

@@ -70,22 +70,10 @@ inline void Scheduler::complete_if_ready(Warp& warp, const Request& request) {
     if (warp.requests[std::countr_zero(left)].mask != mask) return;
   }
   const bool is_shuffle = operation >= Operation::kShfl && operation <= Operation::kShflXor;
-  const bool is_match = operation == Operation::kMatchAny;
-  const std::uint64_t common = is_shuffle || is_match ? 0 : combine(warp, group, operation);
+  const std::uint64_t common = is_shuffle ? 0 : combine(warp, group, operation);
   for (std::uint32_t left = group; left != 0; left &= left - 1) {
     const unsigned lane = std::countr_zero(left);
-    Request& mine = warp.requests[lane];
-    if (is_shuffle) {
-      mine.result = shuffled(warp, lane);
-    } else if (is_match) {
-      mine.result = 0;
-      for (std::uint32_t others = group; others != 0; others &= others - 1) {
-        const unsigned other = std::countr_zero(others);
-        if (warp.requests[other].value == mine.value) mine.result |= 1u << other;
-      }
-    } else {
-      mine.result = common;
-    }
+    warp.requests[lane].result = is_shuffle ? shuffled(warp, lane) : common;
   }
   if (operation == Operation::kSyncwarp) races::warp_barrier(static_cast<unsigned>(&warp - warps_) * 32, group);
   warp.at_collective &= ~group;
@@ -116,32 +104,16 @@ inline std::uint64_t Scheduler::combine(const Warp& warp, std::uint32_t group, O
     const std::uint32_t value = static_cast<std::uint32_t>(warp.requests[lane].value);
     if (value != 0) ballot |= 1u << lane;
     if (std::exchange(first, false)) continue;
-    const auto number = static_cast<std::int32_t>(value);
-    const auto so_far = static_cast<std::int32_t>(result);
     switch (operation) {
       case Operation::kReduceAdd:
         result += value;
         break;
       case Operation::kReduceMinSigned:
-        result = static_cast<std::uint32_t>(std::min(so_far, number));
-        break;
-      case Operation::kReduceMaxSigned:
-        result = static_cast<std::uint32_t>(std::max(so_far, number));
+        result =
+            static_cast<std::uint32_t>(std::min(static_cast<std::int32_t>(result), static_cast<std::int32_t>(value)));
         break;
       case Operation::kReduceMin:
         result = std::min(result, value);
-        break;
-      case Operation::kReduceMax:
-        result = std::max(result, value);
-        break;
-      case Operation::kReduceAnd:
-        result &= value;
-        break;
-      case Operation::kReduceOr:
-        result |= value;
-        break;
-      case Operation::kReduceXor:
-        result ^= value;
         break;
       default:
         break;
@@ -149,7 +121,6 @@ inline std::uint64_t Scheduler::combine(const Warp& warp, std::uint32_t group, O
   }
   if (operation == Operation::kBallot || operation >= Operation::kMma) return ballot;
   if (operation == Operation::kAny) return ballot != 0;
-  if (operation == Operation::kAll) return ballot == group;
   return result;
 }
 
