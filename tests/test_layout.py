@@ -134,22 +134,34 @@ def test_import_rule_sees_a_forbidden_import(tmp_path: Path) -> None:
     assert is_allowed(op, (*op, "registration"))
 
 
-def test_no_module_imports_itself_through_others() -> None:
-    graph = {".".join(("grpo_kernels", *parts_of(path))).removesuffix(".__init__"): path for path in FILES}
-    edges = {name: {other for other in imports_of(path) if other in graph} for name, path in graph.items()}
+def import_circle(edges: dict[str, set[str]]) -> tuple[str, ...]:
+    """A cycle of imports, or () if there is none."""
     done: set[str] = set()
 
-    def visit(name: str, trail: tuple[str, ...]) -> None:
-        assert name not in trail, f"import circle: {' -> '.join((*trail[trail.index(name) :], name))}"
+    def visit(name: str, trail: tuple[str, ...]) -> tuple[str, ...]:
+        if name in trail:
+            return (*trail[trail.index(name) :], name)
         if name not in done:
             for other in sorted(edges[name]):
-                # a package's public function may import the layers of its package
-                if not (name == other or other == trail[-1:] or name.startswith(f"{other}.")):
-                    visit(other, (*trail, name))
+                if circle := visit(other, (*trail, name)):
+                    return circle
             done.add(name)
+        return ()
 
-    for name in sorted(graph):
-        visit(name, ())
+    return next((circle for name in sorted(edges) if (circle := visit(name, ()))), ())
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {".".join(("grpo_kernels", *parts_of(path))).removesuffix(".__init__"): path for path in FILES}
+    # a package's public function may import the layers of its package
+    edges = {
+        name: {other for other in imports_of(path) & graph.keys() if not f"{name}.".startswith(f"{other}.")}
+        for name, path in graph.items()
+    }
+    circle = import_circle(
+        {name: {o for o in others if not o.startswith(f"{name}.")} for name, others in edges.items()}
+    )
+    assert not circle, f"import circle: {' -> '.join(circle)}"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -262,23 +274,6 @@ def trainer_imports(path: Path, modules: set[str]) -> set[str]:
     importer = trainer_module(path)
     parents = {name.rsplit(".", depth)[0] for name in imported for depth in range(1, name.count(".") + 1)}
     return modules & (imported | {parent for parent in parents if not f"{importer}.".startswith(f"{parent}.")})
-
-
-def import_circle(edges: dict[str, set[str]]) -> tuple[str, ...]:
-    """A cycle of imports, or () if there is none."""
-    done: set[str] = set()
-
-    def visit(name: str, trail: tuple[str, ...]) -> tuple[str, ...]:
-        if name in trail:
-            return (*trail[trail.index(name) :], name)
-        if name not in done:
-            for other in sorted(edges[name]):
-                if circle := visit(other, (*trail, name)):
-                    return circle
-            done.add(name)
-        return ()
-
-    return next((circle for name in sorted(edges) if (circle := visit(name, ()))), ())
 
 
 def test_no_module_of_the_trainer_imports_itself_through_others() -> None:

@@ -143,30 +143,15 @@ AOT_SIGNATURES = (
 
 
 @pytest.mark.full
-def test_an_excused_spill_alone_is_accepted(compile_module: Any) -> None:
-    outcome = compile_module(
-        """
-AOT_SIGNATURES = (
-    AotCase(big_tile, POINTERS, {"BLOCK": 8192}, options={"maxnreg": 32}, spills_ok="The test wants it to."),
+@pytest.mark.parametrize(
+    ("excuse", "options"), [(', spills_ok="The test wants it to."', ()), ("", ("--allow-spills",))], ids=["case", "all"]
 )
-""",
-        "sm_90",
-    )
+def test_spills_are_allowed_for_a_case_or_for_all(compile_module: Any, excuse: str, options: tuple[str, ...]) -> None:
+    kernel = 'big_tile, POINTERS, {"BLOCK": 8192}, options={"maxnreg": 32}'
+    outcome = compile_module(f"AOT_SIGNATURES = (AotCase({kernel}{excuse}),)\n", "sm_90", options=options)
     assert outcome.status == 0, outcome.stderr
     assert outcome.rows[0]["resources"]["spill_store_bytes"] > 0
     assert "spills ok" in outcome.stdout
-
-
-@pytest.mark.full
-def test_spills_can_be_allowed_for_all_cases(compile_module: Any) -> None:
-    body = """
-AOT_SIGNATURES = (AotCase(big_tile, POINTERS, {"BLOCK": 8192}, options={"maxnreg": 32}),)
-"""
-    outcome = compile_module(body, "sm_90", options=("--allow-spills",))
-    assert outcome.status == 0, outcome.stderr
-    assert outcome.rows[0]["resources"]["spill_store_bytes"] > 0
-    assert "spills ok" in outcome.stdout
-    assert compile_module(body, "sm_90").status == 1
 
 
 @pytest.mark.full

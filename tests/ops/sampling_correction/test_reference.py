@@ -36,7 +36,6 @@ from tests.ops.sampling_correction.cases import (
     OF_TOKENS,
     Batch,
     calls,
-    configs,
     correct,
     make_batch,
 )
@@ -297,20 +296,6 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     one, other = results
     assert torch.equal(one.weights, other.weights) and torch.equal(one.mask, other.mask)
     assert torch.equal(one.metrics.tensor, other.metrics.tensor)
-
-
-# Metrics, of which test_peers.py compares the values
-
-
-@given(configs)
-def test_metrics_of_parts_merge_to_those_of_the_batch(config: gk.CorrectionConfig) -> None:
-    batch = make_batch(9, rows=8)
-    config = gk.CorrectionConfig(weights=config.weights, rejections=config.rejections)
-    whole = correct(batch, config).metrics
-    parts = [correct(Batch(*(x[i : i + 4] for x in batch)), config).metrics for i in (0, 4)]
-    for merged in (parts[0].merged(parts), parts[0].merged(torch.stack([part.tensor for part in parts]))):
-        for names in (None, "verl", "trl"):
-            assert merged.to_dict(names) == pytest.approx(whole.to_dict(names), rel=1e-9, abs=1e-12)
 
 
 def test_nothing_to_correct() -> None:
