@@ -1,4 +1,4 @@
-"""Misspelt keywords of configs are errors that name the nearest one."""
+"""Rules of all configs: their keywords and fields are checked, and they are frozen, copied and stored as JSON."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_misspelt_keywords(config: type, misspelt: str, near: str) -> None:
 
 CONFIGS = (
     gk.AdvantageConfig(clip=1.0),
-    gk.CorrectionConfig(),
+    gk.CorrectionConfig(weights="token", weight_min=0.5, weight_max=2.0, m2_threshold=0.1),
     gk.LossConfig(),
     gk.SegmentConfig(),
-    gk.SimilarityConfig(),
+    gk.SimilarityConfig(k_max=3, different="one"),
     gk.TokenAdvantageConfig(),
 )
 
@@ -50,6 +50,8 @@ def test_fields_of_another_kind_are_refused(config: Any) -> None:
             wrong = [(TypeError, "must be a bool, got int 1", 1), (TypeError, "must be a bool, got str", "yes")]
         elif isinstance(value, str):
             wrong = [(ValueError, f"must be one of .*{value}.*, got {x!r}", x) for x in ("no such", "", 1, True)]
+        elif isinstance(value, int) and field != "ddof":
+            wrong = [(TypeError, f"must be an int, got {type(x).__name__} {x!r}", x) for x in ("3", 2.0, True)]
         elif isinstance(value, float):
             wrong = [(TypeError, "must be a number, got ", x) for x in ("1e-6", True, [1.0])]
             wrong += [(ValueError, f"must be .*, got {x!r}", x) for x in (float("nan"), float("inf"), -float("inf"))]

@@ -90,16 +90,9 @@ PACKED = [
 ]
 POSITIVE = "group_variance_threshold group_epsilon min_threshold max_threshold"
 CONFIG = [
-    *rows(ValueError, "rule", ("Bounded", "", None, 0, True), "rule must be one of bounded, literal, got"),
-    *rows(ValueError, "proxy", ("Coherent", None), "proxy must be one of coherent, uncorrelated, got"),
-    *rows(ValueError, "credit", ("Endpoint", None), "credit must be one of endpoint, broadcast, got"),
-    *rows(ValueError, "norm", ("Batch", None, 0), "norm must be one of none, batch, prompt, got"),
-    *rows(TypeError, "adaptive_threshold", (1, "true", None), "adaptive_threshold must be a bool"),
-    *rows(TypeError, "group_max_size", (True, 8.0, "8", None), "group_max_size must be an int"),
     *rows(ValueError, "group_max_size", (0, -16), "group_max_size must be at least 1, got"),
-    *rows(TypeError, f"{POSITIVE} threshold_lr gamma lam", ("1", None, True), "{} must be a number"),
-    *rows(ValueError, POSITIVE, (NAN, INF, -1.0, 0.0), "{} must be a finite number above 0"),
-    *rows(ValueError, "threshold_lr gamma lam", (NAN, INF, -0.1), "{} must be a finite number of at least 0"),
+    *rows(ValueError, POSITIVE, (-1.0, 0.0), "{} must be a finite number above 0"),
+    *rows(ValueError, "threshold_lr gamma lam", (-0.1,), "{} must be a finite number of at least 0"),
     *rows(ValueError, "gamma lam", (1.5,), "{} must be in [0, 1]"),
     *(
         (ValueError, fields, ["group_variance_threshold must be within min_threshold and max", bounds, f"got {tau}"])

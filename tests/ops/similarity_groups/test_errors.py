@@ -170,25 +170,9 @@ TABLE = [
     ),
     *types([gk.silhouette], "groups must be ... {type}", True, 3.0, "3", [0] * 6, labels=L[0].repeat(2)),
     # settings
-    *values([gk.SimilarityConfig], "linkage must be one of ... {value}", "parent", "", 1, True, ["one"], None),
-    *values([gk.SimilarityConfig], "collapse must be one of one, singletons, got {value}", "parent", "", 1, None),
-    *values(
-        [gk.SimilarityConfig], "different must be one of one, singletons, got {value}", "parent", "", True, ["one"]
-    ),
-    *types([gk.SimilarityConfig], "k_min must be an int, got {type} {value}", 2.0, True, "3", NAN),
-    *types([gk.SimilarityConfig], "k_max must be an int, got {type} {value}", 2.0, True, "3", NAN),
     *values([gk.SimilarityConfig], "k_min must be at least 2, got {value}", 1, 0, -5),
     *values([gk.SimilarityConfig], "k_max must be at least k_min, 2, got 1", 1),
     *values([gk.SimilarityConfig], "k_max must be at least k_min, 4, got 3", 3, k_min=4),
-    *(
-        case
-        for name in ("min_silhouette", "tie_tolerance", "distance_floor", "different_at")
-        for case in (
-            *types([gk.SimilarityConfig], name + " must be a number, got {type}", "0.1", None, True, [0.1]),
-            *types([gk.SimilarityConfig], name + " must be a number, got Tensor", torch.tensor(0.1)),
-            *values([gk.SimilarityConfig], name + " must be a finite number ... {value}", NAN, INF, -INF),
-        )
-    ),
     *values([gk.SimilarityConfig], "min_silhouette must be in [-1, 1], got {value}", -1.01, 1.01),
     *values([gk.SimilarityConfig], "tie_tolerance must be a finite number of at least 0, got -1e-06", -1e-6),
     *values([gk.SimilarityConfig], "distance_floor must be a finite number of at least 0, got -1e-06", -1e-6),
