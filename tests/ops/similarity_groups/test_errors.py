@@ -109,6 +109,7 @@ METRIC = "distances must be 0 on the diagonal, or infinite ... got {} at [1, 1"
 TABLE = [
     *types(OF_ROWS, "embeddings must be of dtype ... {dtype}", *cast(ROWS, torch.int64, torch.float8_e4m3fn)),
     *values(OF_ROWS, "embeddings must have shape [N, D] with D > 0, got {shape}", *zeros([6], [], [2, 3, 4], [6, 0])),
+    *values(OF_ROWS, "embeddings must not require grad ... detach", LEAF),
     *types(OF_ROWS, "groups must be ... {type}", True, 2.0, None, "3", [0] * 6),
     *types(OF_ROWS, "groups must be of dtype ... {dtype}", *cast(IDS, torch.float32, torch.bool)),
     *values(OF_ROWS, "groups must have 1 to 256 rows each, got {value}", 0, -1, 257, 2**40),
