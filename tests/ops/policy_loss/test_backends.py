@@ -115,11 +115,12 @@ OPTIONAL = {
 }
 
 
-def long_rows(name: str, behind: int = 0) -> Inputs:
+def long_rows(name: str) -> Inputs:
+    """Packed rows, and tokens after the last one that fill a task of their own."""
     batch = cases.padded(5, len(LENGTHS), max(LENGTHS), optional=OPTIONAL.get(name, ()))
     batch["mask"][1] = torch.arange(max(LENGTHS)) % 3 < 2
     batch |= {"is_weights": batch.pop("row_weights")} if "row_weights" in batch else {}
-    return packed(batch, LENGTHS, behind)
+    return packed(batch, LENGTHS, extra=1200)
 
 
 @pytest.mark.pairs
@@ -128,20 +129,6 @@ def long_rows(name: str, behind: int = 0) -> Inputs:
 @on_kernels
 def test_packed_rows_of_several_parts(backend: str, name: str, dtype: torch.dtype) -> None:
     assert_like_reference(long_rows(name), LONG[name], backend, dtype)
-
-
-@pytest.mark.parametrize("name", ["clip", "bonus", "segments"])
-@on_kernels
-def test_tokens_behind_the_last_row_belong_to_none(backend: str, name: str) -> None:
-    config, (batch, longer) = LONG[name], (long_rows(name), long_rows(name, 1200))
-    want, got = (run(op_of(config), one, backend, F32) for one in (batch, longer))
-    count = len(batch["logprobs"])
-    for key, value in want.items():
-        whole = got[key]
-        torch.testing.assert_close(
-            whole[:count] if key.startswith("d_") else whole, value, rtol=0, atol=0, equal_nan=True
-        )
-        assert not (key.startswith("d_") and whole[count:].any())
 
 
 @pytest.mark.parametrize("rows", [65, 1100])
@@ -226,25 +213,18 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
 # Arguments that are the same
 
 
-@pytest.mark.parametrize("unit", ["tokens", "rows", "segments"])
+@pytest.mark.parametrize("count", [7, 0.25])  # a count per rank can be below 1
 @on_backends
-def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str) -> None:
-    by_row = {"rows": "seq-mean-token-mean"}.get(unit, "token-mean")
-    op = op_of(gk.LossConfig(ratio="segment" if unit == "segments" else "token", aggregation=by_row))
-    batch = cases.padded(1, 4, 9, optional=("segments",))
+def test_a_normalizer_may_be_a_number_or_a_tensor(backend: str, count: float) -> None:
+    batch = cases.padded(1, 4, 9)
 
     def result(value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            value = value.to(device_of(backend))
-        return run(op, batch | {"normalizer": value}, backend, F64)["d_logprobs"]
+        value = value.to(device_of(backend)) if isinstance(value, Tensor) else value
+        return run(op_of(gk.LossConfig()), batch | {"normalizer": value}, backend, F64)["d_logprobs"]
 
-    for value in (7, 0.25):  # a count per rank can be below 1
-        want = result(value)
-        for same in (torch.tensor(value), torch.tensor([value]), {unit: value}, {unit: torch.tensor(value)}):
-            if isinstance(same, dict):
-                same = {unit: same[unit].to(device_of(backend)) if isinstance(same[unit], Tensor) else value}
-            assert torch.equal(result(same), want)
-        assert not torch.equal(want, result(2 * value))
+    want = result({"tokens": count})
+    assert all(torch.equal(result(same), want) for same in (count, torch.tensor(count), torch.tensor([count])))
+    assert not torch.equal(want, result(2 * count))
     assert torch.equal(result(torch.tensor(0)), result(1))  # a count of nothing
 
 

@@ -10,31 +10,33 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from tests.ops.policy_loss import peers
+from tests.ops.policy_loss.cases import F64
+from tests.ops.promises import Inputs
 
 PAGE = Path(__file__).parents[3] / "docs" / "which_loss.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="tests are run from outside the checkout")
-F64 = torch.float64
-ROWS, WIDTH, GROUP = 12, 20, 4
+ROWS, WIDTH, GROUP = 24, 11, 4
 NO_EMPTY_ROWS = "a row without tokens"
 
 
 class Batch(NamedTuple):
+    inputs: Inputs  # by the names of the page
     lp: Tensor
     old: Tensor
     sampled: Tensor
     ref: Tensor
-    advantage: Tensor  # one a row, as a column
-    token_advantages: Tensor
-    rewards: Tensor
     entropy: Tensor
     mask: Tensor
+    advantage: Tensor  # one a row, as a column
+    rewards: Tensor
 
     @property
     def ratio(self) -> Tensor:
@@ -90,38 +92,21 @@ class Batch(NamedTuple):
         return (d.exp() - d - 1).clamp(max=10)
 
 
-def draw(is_far: bool, has_empty_row: bool) -> Batch:
+def draw(is_far: bool = False, has_empty_row: bool = True) -> Batch:
     """Ordinary tokens, or some of them beyond every bound of ratios and of the KL."""
-    random = torch.Generator().manual_seed(0)
-
-    def noise(size: float) -> Tensor:
-        return size * torch.randn(ROWS, WIDTH, generator=random, dtype=F64)
-
-    old = -0.5 - torch.rand(ROWS, WIDTH, generator=random, dtype=F64)
-    advantage, rewards = torch.randn(2, ROWS, 1, generator=random, dtype=F64)
-    advantage[2] = 0
-    mask = torch.rand(ROWS, WIDTH, generator=random) < 0.8
-    mask[4] = not has_empty_row
-    lp, sampled, ref = old + noise(0.4), old + noise(0.5), old + noise(0.3)
-    lp, sampled = lp.clamp(max=-0.02), sampled.clamp(max=-0.03)
+    inputs = peers.make_batch(F64, repeats=4) | {"rewards": torch.randn(ROWS, dtype=F64), "groups": GROUP}
+    names = ("logprobs", "old_logprobs", "sampling_logprobs", "ref_logprobs", "entropy", "mask")
+    lp, old, sampled, ref, entropy, mask = (inputs[name] for name in names)
+    mask[3] &= not has_empty_row
     if is_far:
         mask[:, :4] |= mask.any(1, keepdim=True)
         old[:, 0] = sampled[:, 0] = lp[:, 0] - 25
         lp[:, 1] = old[:, 1] - 25
+        sampled[::2, 2] -= 2
         ref[:, 2], ref[:, 3] = lp[:, 2] + 3, lp[:, 3] - 12
-        old[5:7] = lp[5:7] - 12
-        advantage[5:7] = torch.tensor([[-1.0], [1.0]])
-    return Batch(
-        lp=lp.requires_grad_(),
-        old=old,
-        sampled=sampled,
-        ref=ref,
-        advantage=advantage,
-        token_advantages=noise(1.0),
-        rewards=rewards,
-        entropy=noise(1.0).exp().requires_grad_(),
-        mask=mask,
-    )
+        old[4:6] = lp[4:6] - 12  # of either sign of the advantage
+    columns = (inputs[name][:, None] for name in ("advantages", "rewards"))
+    return Batch(inputs, lp.requires_grad_(), old, sampled, ref, entropy.requires_grad_(), mask, *columns)
 
 
 def covariance(b: Batch, advantages: Tensor) -> Tensor:
@@ -170,7 +155,7 @@ def prime_rl(b: Batch, is_kept: Tensor, advantage: float = 1.0, kl: float = 0.0)
 
 
 def areal_rows(b: Batch) -> Tensor:
-    return b._replace(advantage=b.mean_of_row(b.token_advantages)).clip(b.row_ratio)
+    return b._replace(advantage=b.mean_of_row(b.inputs["token_advantages"])).clip(b.row_ratio)
 
 
 def areal_rows_without_rejected(b: Batch) -> Tensor:
@@ -341,22 +326,7 @@ def formula_of(row: str) -> str:
 def evaluate(row: str, b: Batch) -> Tensor:
     """The loss of a row of the page."""
     setting, spans = TABLE[row]
-    names: dict[str, Any] = {
-        "gk": gk,
-        "torch": torch,
-        "math": math,
-        "logprobs": b.lp,
-        "old_logprobs": b.old,
-        "sampling_logprobs": b.sampled,
-        "ref_logprobs": b.ref,
-        "advantages": b.advantage.squeeze(1),
-        "token_advantages": b.token_advantages,
-        "rewards": b.rewards.squeeze(1),
-        "entropy": b.entropy,
-        "mask": b.mask,
-        "groups": GROUP,
-        "ratio": b.ratio.detach(),
-    }
+    names = {"gk": gk, "torch": torch, "math": math, "ratio": b.ratio.detach(), **b.inputs}
     arguments = {name: names[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")}
     total = torch.zeros((), dtype=F64)
     for span in spans:
@@ -395,7 +365,7 @@ def test_row_is_the_systems_loss(row: str, is_far: bool) -> None:
     ],
 )
 def test_losses_with_the_gradient_of_skyrls(config: gk.LossConfig, row: str) -> None:
-    b = draw(is_far=False, has_empty_row=True)
+    b = draw()
     loss = gk.policy_loss(b.lp, b.sampled, b.advantage.squeeze(1), mask=b.mask, config=config).loss
     gradients = [torch.autograd.grad(value, b.lp)[0] for value in (loss, FORMULAS[row](b))]
     torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
