@@ -16,6 +16,7 @@ import grpo_kernels as gk
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests import peers_trl
 from tests.harness import assert_within_budget, device_of
+from tests.ops.policy_loss import peers as policy_peers
 from tests.ops.token_logprobs.cases import BACKENDS, FAST, rows_of
 
 utils = pytest.importorskip("trl.trainer.utils")
@@ -26,42 +27,26 @@ def rows(backend: str) -> tuple[Tensor, Tensor]:
     return batch["logits"].float().to(device).requires_grad_(), batch["targets"].to(device)
 
 
-class Gold:
-    """Both results in float64, with the logits they were computed from."""
-
-    def __init__(self, logits: Tensor, temperature: float, targets: Tensor) -> None:
-        self.logits = logits.detach().double().requires_grad_()
-        log_p = (self.logits / temperature).log_softmax(-1)
-        self.logprobs = log_p.gather(-1, targets[..., None])[..., 0]
-        self.entropy = -(log_p.exp() * log_p).sum(-1)
+def of_trl(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    logprobs = utils.selective_log_softmax(logits, targets, temperature=temperature)
+    return logprobs, utils.entropy_from_logits(logits / temperature)
 
 
-def assert_agree(ours: Tensor, theirs: Tensor, logits: Tensor, exact: Tensor, exact_logits: Tensor) -> None:
-    """Checks that our values and gradients are no further from float64 than theirs."""
-    assert_within_budget(ours, theirs, exact)
-    upstream = torch.randn(ours.shape, device=ours.device)
-    gradients = [torch.autograd.grad(r, logits, upstream)[0] for r in (ours, theirs)]
-    assert_within_budget(*gradients, torch.autograd.grad(exact, exact_logits, upstream.double())[0])
-
-
+# Both functions, whose results and gradients ours may not be further from float64 than.
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_selective_log_softmax(backend: str, temperature: float) -> None:
+def test_results_and_gradients(backend: str, temperature: float) -> None:
     logits, targets = rows(backend)
-    ours = gk.token_logprobs(logits, targets, temperature=temperature, backend=backend).logprobs
-    theirs = utils.selective_log_softmax(logits, targets, temperature=temperature)
-    gold = Gold(logits, temperature, targets)
-    assert_agree(ours, theirs, logits, gold.logprobs, gold.logits)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_entropy_from_logits(backend: str) -> None:
-    logits, targets = rows(backend)
-    ours = gk.token_logprobs(logits, targets, return_entropy=True, backend=backend).entropy
-    theirs = utils.entropy_from_logits(logits)
-    gold = Gold(logits, 1.0, targets)
-    assert ours is not None
-    assert_agree(ours, theirs, logits, gold.entropy, gold.logits)
+    ours = gk.token_logprobs(logits, targets, temperature=temperature, return_entropy=True, backend=backend)
+    theirs = of_trl(logits, targets, temperature)
+    wide = logits.detach().double().requires_grad_()
+    gold = of_trl(wide, targets, temperature)
+    for mine, peers, exact in zip(ours, theirs, gold, strict=True):
+        assert_within_budget(mine, peers, exact)
+        upstream = torch.randn(targets.shape, device=targets.device)
+        gradients = [torch.autograd.grad(result, logits, upstream, retain_graph=True)[0] for result in (mine, peers)]
+        (by_wide,) = torch.autograd.grad(exact, wide, upstream.double(), retain_graph=True)
+        assert_within_budget(*gradients, by_wide)
 
 
 # TRL's slicing between the model and the loss: the last position has no target.
@@ -75,64 +60,37 @@ def test_logits_shifted_by_one(backend: str) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
-ROWS, WIDTH, VOCABULARY, TEMPERATURE = 6, 11, 40, 0.9
-
-
-def logits_for(logprobs: Tensor, targets: Tensor) -> Tensor:
-    """Random logits with these log-probs at the targets."""
-    logits = torch.randn(*logprobs.shape, VOCABULARY, dtype=torch.float64)
-    is_target = torch.arange(VOCABULARY) == targets[..., None]
+def logits_of(logprobs: Tensor, targets: Tensor) -> Tensor:
+    """Random logits of 40 tokens with these log-probs at the targets."""
+    logits = torch.randn(*logprobs.shape, 40, dtype=torch.float64)
+    is_target = torch.arange(40) == targets[..., None]
     others = logits.masked_fill(is_target, -torch.inf).logsumexp(-1)
     own = logprobs - torch.log(-torch.expm1(logprobs)) + others
     return torch.where(is_target, own[..., None], logits)
-
-
-def batch() -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """Logits whose ratios are on both sides of the clip bounds, targets, a mask, and TRL's inputs by its names."""
-    shape = ROWS, WIDTH
-    old = -3 * torch.rand(shape, dtype=torch.float64) - 0.7
-    shift = torch.tensor([0.3, -0.35, 0.05, 0.35, -0.3, -0.05])[:, None]
-    targets = torch.randint(VOCABULARY, shape)
-    logits = logits_for((old + 0.25 * torch.randn(shape) + shift).clamp(max=-1e-3), targets) * TEMPERATURE
-    mask = torch.arange(WIDTH) < torch.randint(4, WIDTH + 1, (ROWS, 1))
-    inputs = {
-        "old_per_token_logps": old,
-        "ref_per_token_logps": old + 0.3 * torch.randn(shape),
-        "advantages": torch.tensor([1.5, -0.7, -1.0, 0.0, -1.2, 0.6], dtype=torch.float64),
-    }
-    return logits, targets, mask, inputs
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", TRL_LOSS_TYPES)
 @pytest.mark.parametrize("backend", FAST)
 def test_grpo_trainer_from_logits(backend: str, loss_type: str, level: str) -> None:
-    logits, targets, mask, inputs = batch()
+    batch = policy_peers.make_batch(torch.float64)
+    mask, temperature, targets = batch["mask"], 0.9, torch.randint(40, batch["mask"].shape)
+    logits = logits_of(batch["logprobs"], targets) * temperature
     fields: dict[str, Any] = {"loss_type": loss_type, "importance_sampling_level": level, "beta": 0.1}
     fields |= {"entropy_coef": 0.01, "sapo_temperature_neg": 1.0625}  # TRL rounds it to float32
-    leaf = logits.clone().requires_grad_()
+    leaf, theirs = (logits.clone().requires_grad_() for _ in range(2))
     logprobs, entropy = gk.token_logprobs(
-        leaf, targets.where(mask, -100), temperature=TEMPERATURE, return_entropy=True, backend=backend
+        leaf, targets.where(mask, -100), temperature=temperature, return_entropy=True, backend=backend
     )
+    arguments = {name: batch[name] for name in ("old_logprobs", "advantages", "mask", "ref_logprobs")}
+    normalizer = {"tokens": mask.sum()} if loss_type in ("dapo", "cispo", "vespo") else None
+    config = gk.LossConfig.trl(**fields)
     result = gk.policy_loss(
-        logprobs,
-        inputs["old_per_token_logps"],
-        inputs["advantages"],
-        mask=mask,
-        ref_logprobs=inputs["ref_per_token_logps"],
-        entropy=entropy,
-        normalizer={"tokens": mask.sum()} if loss_type in ("dapo", "cispo", "vespo") else None,
-        config=gk.LossConfig.trl(**fields),
-        backend=backend,
+        logprobs, entropy=entropy, normalizer=normalizer, config=config, backend=backend, **arguments
     )
-    theirs = logits.clone().requires_grad_()
-    want, metrics = peers_trl.policy_loss(
-        utils.selective_log_softmax(theirs, targets, temperature=TEMPERATURE),
-        utils.entropy_from_logits(theirs / TEMPERATURE),
-        mask,
-        inputs,
-        **fields,
-    )
+    names = {"old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs", "advantages": "advantages"}
+    inputs = {name: batch[ours] for name, ours in names.items()}
+    want, metrics = peers_trl.policy_loss(*of_trl(theirs, targets, temperature), mask, inputs, **fields)
     gradients = [torch.autograd.grad(loss, logit)[0] for loss, logit in ((result.loss, leaf), (want, theirs))]
     torch.testing.assert_close(result.loss.detach(), want.detach(), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10 * float(gradients[1].abs().max()))
