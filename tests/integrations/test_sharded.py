@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import grpo_kernels as gk
 from tests.communication import Communication
 from tests.harness import quick
-from tests.ops.linear_head.distillation_cases import EXACT, noise
+from tests.ops.linear_head.heads import EXACT, noise
 from tests.ops.linear_head.policy_loss_cases import CONFIGS, problem
 
 pytestmark = pytest.mark.skipif(

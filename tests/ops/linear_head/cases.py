@@ -1,199 +1,123 @@
-"""Heads, and batches of linear_logprobs with and without a support."""
+"""Batches of linear_logprobs with and without a support, and its definition."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels.ops.linear_head import logprobs_op, support_op
-from tests.harness import assert_within_budget, runnable_backends
+from tests.harness import assert_within_budget
+from tests.ops.linear_head import heads
+from tests.ops.linear_head.heads import F64, IGNORED, OF_SUPPORT, SUPPORTS, leaves_of, with_changes
 from tests.ops.promises import Inputs, Op, Results, Same, run
 
-F32, F64 = torch.float32, torch.float64
-NAN, INF, IGNORED = float("nan"), float("inf"), -100
-SUPPORTS, OF_SUPPORT = logprobs_op.SUPPORTS, support_op.SUPPORTS
-BACKENDS = runnable_backends(SUPPORTS)
-KERNELS = [name for name in BACKENDS if name != "reference"]
-FAST = tuple(name for name in BACKENDS if name in ("cpu", "reference"))
-
-LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b")
-OPTIONS = ("bias", "softcap", "logit_scale", "banned", "vocab_start", "process_group")
-OF_TOKENS = ("hidden", "targets", "temperature", "by_logprobs", "by_entropy", "positions")
+NAMES = ("logprobs", "entropy")
 
 
-def draw_head(
-    columns: int = 37,
-    width: int = 6,
-    *,
-    bias: bool = False,
-    adapter: int = 0,
-    banned: int = 0,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-) -> Inputs:
-    """Tensors for head_of by name, in float64, with an adapter of this rank and this number of banned ids."""
-    inputs: Inputs = {"weight": 2 * torch.randn(columns, width).double()}
-    if bias:
-        inputs["bias"] = torch.randn(columns).double()
-    if adapter:
-        inputs["lora_a"] = torch.randn(adapter, width).double()
-        inputs["lora_b"] = torch.randn(columns, adapter).double()
-        inputs["lora_scale"] = 0.7
-    if banned:
-        inputs["banned"] = torch.randperm(columns)[:banned]
-    given = {"softcap": softcap, "logit_scale": logit_scale}
-    return inputs | {name: value for name, value in given.items() if value is not None}
-
-
-def head_of(inputs: Inputs) -> gk.LMHead | Tensor:
-    """The head of these inputs; of one without options the weight alone. With "is_wide" an adapter is in float32."""
-    options = {name: inputs[name] for name in OPTIONS if name in inputs}
-    if "lora_a" in inputs:
-        a, b = inputs["lora_a"], inputs["lora_b"]
-        wide = torch.promote_types(inputs["weight"].dtype, F32) if "is_wide" in inputs else a.dtype
-        options["lora"] = a.to(wide), b.to(wide), inputs["lora_scale"]
-    return gk.LMHead(inputs["weight"], **options) if options else inputs["weight"]
-
-
-def allowed_by(head: Inputs) -> Tensor:
-    """Ids that are not banned."""
-    allowed = torch.ones(len(head["weight"]), dtype=torch.bool)
-    if "banned" in head:
-        allowed[head["banned"]] = False
-    return allowed.nonzero()[:, 0]
-
-
-def draw_tokens(head: Inputs, *shape: int, ignored: float = 0.2) -> Inputs:
-    """Hidden states, targets that the head does not ban, some of them ignored, and upstream gradients."""
-    ids = allowed_by(head)
-    targets = ids[torch.randint(len(ids), shape)]
-    targets[torch.rand(shape) < ignored] = IGNORED
-    return {
-        "hidden": torch.randn(*shape, head["weight"].shape[1]).double(),
-        "targets": targets,
-        "by_logprobs": torch.randn(shape).double(),
-        "by_entropy": torch.randn(shape).double(),
-    }
-
-
-def draw_support(inputs: Inputs, most: int, sizes: list[int] | None = None) -> Inputs:
-    """1 to `most` ids in any order for each token, with its target; ignored tokens may keep none."""
-    allowed, kept = allowed_by(inputs), []
-    for place, target in enumerate(inputs["targets"].flatten().tolist()):
-        least = 0 if target == IGNORED else 1
-        size = int(torch.randint(least, min(most, len(allowed)) + 1, ())) if sizes is None else sizes[place]
-        ids = allowed[torch.randperm(len(allowed))[:size]]
-        if target != IGNORED and target not in ids.tolist():
-            ids[size // 2] = target
-        kept.append(ids)
-    return {"token_ids": torch.cat([torch.zeros(0).long(), *kept]), "offsets": offsets_of(kept)}
-
-
-def offsets_of(kept: list[Tensor]) -> Tensor:
-    return torch.tensor([0, *map(len, kept)]).cumsum(0)
-
-
-def kept_by(inputs: Inputs) -> list[Tensor]:
-    """The ids of each token."""
-    return list(inputs["token_ids"].long().tensor_split(inputs["offsets"][1:-1].long()))[: len(inputs["offsets"]) - 1]
+def draw(shape: tuple[int, ...], *features: str, columns: int = 37, width: int = 6) -> Inputs:
+    """A head and tokens with upstream gradients; larger logits than those of the losses."""
+    inputs = heads.draw_head(shape, *features, columns=columns, width=width)
+    inputs["weight"] *= 2
+    return inputs | {f"by_{name}": heads.noise(*shape) for name in NAMES}
 
 
 @st.composite
 def batches(
-    draw: st.DrawFn, max_tokens: int = 24, max_columns: int = 40, support: bool | None = None, is_tiny: bool = True
+    draw_: st.DrawFn, max_tokens: int = 24, max_columns: int = 40, support: bool | None = None, is_tiny: bool = True
 ) -> Inputs:
     """Tokens in 0 to 3 dimensions under a head with any options, some of them without a gradient.
 
     In float32 a result of few numbers may happen to be exact, so that it gives other orders of sums no budget: batches
     that are not tiny have at least 8 tokens and 16 columns.
     """
-    torch.manual_seed(draw(st.integers(0, 1000)))
-    support = draw(st.booleans()) if support is None else support
-    columns = draw(st.integers(1 if is_tiny else 16, max_columns))
-    options = {
-        "bias": draw(st.booleans()),
-        "adapter": 0 if support else draw(st.sampled_from((0, 0, 1, 3))),
-        "banned": draw(st.sampled_from((0, 0, 1, columns // 2))) if columns > 1 else 0,
-        "softcap": draw(st.sampled_from((None, None, 9.0, 3.0))),
-        "logit_scale": draw(st.sampled_from((None, None, 0.5, 2.0))),
-    }
-    inputs = draw_head(columns, draw(st.integers(1 if is_tiny else 4, 9)), **options)
-    count = draw(st.integers(1 if is_tiny else 8, max_tokens))
+    torch.manual_seed(draw_(st.integers(0, 1000)))
+    support = draw_(st.booleans()) if support is None else support
+    least_tokens, least_columns, least_width = (1, 1, 1) if is_tiny else (8, 16, 4)
+    count, columns = draw_(st.integers(least_tokens, max_tokens)), draw_(st.integers(least_columns, max_columns))
     shapes = ((count,), (2, -(-count // 2)), (-(-count // 3), 3), (2, 1, -(-count // 2)), () if is_tiny else (count, 1))
-    shape = draw(st.sampled_from(shapes))
-    inputs |= draw_tokens(inputs, *shape, ignored=draw(st.sampled_from((0.0, 0.2, 1.0))))
-    inputs["targets"] = inputs["targets"].to(draw(st.sampled_from((torch.int64, torch.int32, torch.int16))))
-    inputs["hidden"] *= draw(st.sampled_from((1, 1, 1e-3) if "softcap" in inputs else (1, 5, 1e-3)))
-    if "lora_a" in inputs and draw(st.booleans()):
+    shape = draw_(st.sampled_from(shapes))
+    features = draw_(st.sets(st.sampled_from((*heads.HEADS, "ignored")))) - ({"lora"} if support else set())
+    inputs = draw(shape, *features, columns=columns, width=draw_(st.integers(least_width, 9)))
+    if "scaled" in features:
+        others = {
+            "softcap": (None, 3.0),
+            "logit_scale": (0.5, 2.0),
+            "temperature": (0.7, torch.rand(shape[:1]).double() + 0.5),
+        }
+        inputs |= {name: draw_(st.sampled_from(values)) for name, values in others.items()}
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+    if draw_(st.integers(0, 9)) == 0:
+        inputs["targets"][...] = IGNORED
+    inputs["targets"] = inputs["targets"].to(draw_(st.sampled_from((torch.int64, torch.int32, torch.int16))))
+    # A backward may add up logits in another order than the forward did: float32 leaves few digits of what a nearly
+    # certain token lacks to 1.
+    inputs["hidden"] *= draw_(st.sampled_from((1, 5, 1e-3) if is_tiny and "scaled" not in features else (1, 1e-3)))
+    if draw_(st.booleans()):
         inputs["is_wide"] = True
-    if draw(st.booleans()):
-        of_tokens = shape if draw(st.booleans()) else shape[:1]
-        inputs["temperature"] = draw(st.sampled_from((0.7, torch.rand(of_tokens).double() + 0.5)))
-    if draw(st.booleans()):
+    if draw_(st.booleans()):
         inputs |= {name: (torch.rand(shape) < 0.6) * inputs[name] for name in ("by_logprobs", "by_entropy")}
-    inputs.pop(draw(st.sampled_from(("none", "by_logprobs", "by_entropy"))), None)
-    if support:
-        kinds, kept = (
-            (torch.int64, torch.int32, torch.int16),
-            draw_support(inputs, draw(st.sampled_from((1, 3, columns)))),
-        )
-        kept = {name: value.to(draw(st.sampled_from(kinds))) for name, value in kept.items()}
-        return inputs | places(draw, shape) | kept
-    return inputs | places(draw, shape) | {"chunk_size": draw(st.sampled_from((None, 1, 3, 8, 100)))}
-
-
-def places(draw: st.DrawFn, shape: tuple[int, ...]) -> Inputs:
-    """Positions: none, a mask, or ids in any order."""
+    inputs.pop(draw_(st.sampled_from(("none", "by_logprobs", "by_entropy"))), None)
     mask = torch.rand(shape) < 0.6
     ids = mask.flatten().nonzero()[:, 0]
     ids = ids[torch.randperm(len(ids))]
-    positions = draw(st.sampled_from((None, mask, ids, ids.int())))
-    return {} if positions is None else {"positions": positions}
+    inputs["positions"] = draw_(st.sampled_from((None, mask, ids, ids.int())))
+    if not support:
+        return inputs | {"chunk_size": draw_(st.sampled_from((None, 1, 3, 8, 100)))}
+    kept = heads.draw_support(inputs, draw_(st.sampled_from((1, 3, columns))))["support"]
+    kinds = st.sampled_from((torch.int64, torch.int32, torch.int16))
+    return inputs | {"support": tuple(value.to(draw_(kinds)) for value in kept)}
 
 
 def call(inputs: Inputs, backend: str | None) -> Results:
     """Log-probs, entropies if their upstream gradient is given, and the loss of both upstream gradients."""
+    arguments = heads.arguments_of(inputs)
+    upstream = {name: arguments.pop(f"by_{name}", None) for name in NAMES}
+    results = gk.linear_logprobs(**arguments, return_entropy=upstream["entropy"] is not None, backend=backend)
+    return with_loss(results._asdict(), upstream, inputs)
+
+
+def with_loss(results: dict[str, Tensor | None], upstream: dict[str, Tensor | None], inputs: Inputs) -> Results:
     positions = inputs.get("positions")
-    logprobs, entropy = gk.linear_logprobs(
-        inputs["hidden"],
-        head_of(inputs),
-        inputs["targets"],
-        temperature=inputs.get("temperature", 1.0),
-        positions=positions,
-        support=(inputs["token_ids"], inputs["offsets"]) if "offsets" in inputs else None,
-        return_entropy="by_entropy" in inputs,
-        chunk_size=inputs.get("chunk_size"),
-        backend=backend,
-    )
+    present = {name: result for name, result in results.items() if result is not None}
+    terms = []
+    for name, result in present.items():
+        if (by := upstream[name]) is not None:
+            is_picked = positions is not None and positions.dtype != torch.bool
+            terms.append((result * (by.flatten()[positions] if is_picked else by.contiguous())).sum())
+    return {"loss": sum(terms[1:], terms[0])} | present
 
-    def summed(result: Tensor, upstream: Tensor) -> Tensor:
-        if isinstance(positions, Tensor) and positions.dtype != torch.bool:
-            upstream = upstream.flatten()[positions]
-        return (result * upstream.contiguous()).sum()
 
-    results = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
-    terms = [summed(result, inputs[f"by_{name}"]) for name, result in results.items() if f"by_{name}" in inputs]
-    return {"loss": sum(terms[1:], terms[0]), **results}
+def by_definition(inputs: Inputs) -> Results:
+    """From whole logits."""
+    targets, positions = inputs["targets"].long(), inputs.get("positions")
+    counts = targets != IGNORED
+    log_q = heads.distribution(inputs, counts)
+    results = torch.stack([log_q.gather(1, targets.clamp(min=0).view(-1, 1))[:, 0], heads.entropy_of(log_q)])
+    results = torch.where(counts.view(-1), results, 0).view(2, *targets.shape)
+    if positions is not None and positions.dtype == torch.bool:
+        results = torch.where(positions, results, 0)
+    elif positions is not None:
+        results = results.reshape(2, -1)[:, positions]
+    upstream = {name: inputs.get(f"by_{name}") for name in NAMES}
+    found: dict[str, Tensor | None] = dict(zip(NAMES, results, strict=True))
+    if upstream["entropy"] is None:
+        found["entropy"] = None
+    return with_loss(found, upstream, inputs)
 
 
 def op_of(inputs: Inputs, *frozen: str) -> Op:
-    leaves = tuple(name for name in LEAVES if name in inputs and name not in frozen)
-    return Op(lambda: inputs, call, OF_SUPPORT if "offsets" in inputs else SUPPORTS, leaves)
+    return Op(lambda: inputs, call, OF_SUPPORT if "support" in inputs else SUPPORTS, leaves_of(inputs, *frozen))
 
 
-def rounded(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Numbers that this dtype has, too, in float64."""
-
-    def of(value: object) -> object:
-        is_float = isinstance(value, Tensor) and value.dtype == F64
-        return value.to(dtype).double() if is_float else value
-
-    return {name: of(value) for name, value in inputs.items()}
+def defined(inputs: Inputs) -> Results:
+    """The definition with its gradients."""
+    return run(dataclasses.replace(op_of(inputs), call=lambda given, _: by_definition(given)), inputs, "reference", F64)
 
 
 def in_another_order(inputs: Inputs, op: Op, dtype: torch.dtype, order: Tensor) -> Results:
@@ -210,7 +134,7 @@ def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *froze
     A kernel may add a product in another order than the reference does, so that in the working dtype the worst of three
     orders counts.
     """
-    inputs, width = rounded(inputs, dtype), inputs["weight"].shape[1]
+    inputs, width = heads.rounded(inputs, dtype), inputs["weight"].shape[1]
     op = op_of(inputs, *frozen)
     got, gold = run(op, inputs, backend, dtype), run(op, inputs, "reference", F64)
     orders = [torch.arange(width), torch.arange(width).flip(0), torch.arange(width).roll(width // 2)]
@@ -225,83 +149,17 @@ def assert_as_reference(inputs: Inputs, backend: str, dtype: torch.dtype, *froze
     return got
 
 
-def assert_equal_in_float64(got: Results, expected: Results) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        size = float(value.abs().sum())
-        torch.testing.assert_close(
-            got[name], value, rtol=1e-10, atol=1e-12 * (1 + size), msg=lambda text, of=name: f"{of}: {text}"
-        )
-
-
 # For test_promises.py
-
-
-def draw(tokens: Callable[[Inputs], Inputs] = lambda head: {}, **options: object) -> Inputs:
-    """20 tokens in 4 rows, each with a temperature; `tokens` are further inputs."""
-    head = draw_head(**options)  # type: ignore[arg-type]
-    inputs = head | draw_tokens(head, 4, 5)
-    inputs["targets"][1, 2] = IGNORED
-    inputs["temperature"] = torch.rand(4, 5).double() + 0.5
-    return inputs | tokens(inputs)
-
-
-def taken(inputs: Inputs, places: Tensor) -> Inputs:
-    """The batch of only these tokens, in one row."""
-
-    def of(name: str) -> Tensor:
-        value: Tensor = inputs[name]
-        return value.flatten(0, -2 if name == "hidden" else -1)[places]
-
-    tokens = {name: of(name) for name in OF_TOKENS if name in inputs}
-    if "offsets" in inputs:
-        kept = kept_by(inputs)
-        kept = [kept[place] for place in places.tolist()]
-        tokens |= {"token_ids": torch.cat(kept), "offsets": offsets_of(kept)}
-    return inputs | tokens
-
-
-def in_calls(inputs: Inputs, parts: list[Tensor]) -> Same:
-    """A call for each of these parts of the tokens."""
-    shape, places = inputs["targets"].shape, torch.cat(parts)
-
-    def joined(results: list[Results]) -> Results:
-        def of(name: str) -> Tensor:
-            values = [result[name] for result in results]
-            if name not in ("logprobs", "entropy", "d_hidden"):
-                return torch.stack(values).sum(0)
-            whole = torch.cat(values)
-            return whole.index_copy(0, places, whole).view(*shape, *whole.shape[1:])
-
-        return {name: of(name) for name in results[0] if name != "loss"}  # a sum of the others, in another order
-
-    return Same([taken(inputs, part) for part in parts], joined)
-
-
-def permuted(inputs: Inputs) -> Same:
-    return in_calls(inputs, [torch.randperm(20)])
-
-
-def in_micro_batches(inputs: Inputs) -> Same:
-    return in_calls(inputs, list(torch.arange(20).split(5)))
-
-
-def with_changes(inputs: Inputs, is_exact: bool = False, **changes: object) -> Same:
-    return Same([inputs | changes], lambda results: results[0], is_exact)
-
-
-def in_chunks(inputs: Inputs) -> Same:
-    return with_changes(inputs, chunk_size=3)
 
 
 def of_a_mask(inputs: Inputs) -> Same:
     banned = torch.zeros(len(inputs["weight"]), dtype=torch.bool).index_fill(0, inputs["banned"], True)
-    return with_changes(inputs, is_exact=True, banned=banned)
+    return with_changes(is_exact=True, banned=banned)(inputs)
 
 
 def merged(inputs: Inputs) -> Same:
     """The adapter added to the weight."""
-    weight = inputs["weight"] + inputs["lora_scale"] * inputs["lora_b"] @ inputs["lora_a"]
+    weight = inputs["weight"] + heads.LORA_SCALE * inputs["lora_b"] @ inputs["lora_a"]
 
     def without_adapter(results: list[Results]) -> Results:
         return {name: value for name, value in results[0].items() if "lora" not in name}
@@ -312,17 +170,15 @@ def merged(inputs: Inputs) -> Same:
 
 def other_order(inputs: Inputs) -> Same:
     """The ids of each token in ascending order."""
-    kept = [ids.sort().values for ids in kept_by(inputs)]
-    return with_changes(inputs, token_ids=torch.cat(kept))
+    return with_changes(support=heads.support_of([ids.sort().values for ids in heads.kept_by(inputs)]))(inputs)
 
 
 def mask_of(inputs: Inputs) -> Same:
-    mask = torch.zeros(20, dtype=torch.bool).index_fill(0, inputs["positions"], True).view(4, 5)
+    positions, shape = inputs["positions"], inputs["targets"].shape
+    mask = torch.zeros(20, dtype=torch.bool).index_fill(0, positions, True).view(shape)
 
     def at_positions(results: list[Results]) -> Results:
-        return {
-            name: v.flatten()[inputs["positions"]] if v.shape == mask.shape else v for name, v in results[0].items()
-        }
+        return {name: v.flatten()[positions] if v.shape == shape else v for name, v in results[0].items()}
 
     return Same([inputs | {"positions": mask}], at_positions)
 
@@ -330,46 +186,43 @@ def mask_of(inputs: Inputs) -> Same:
 def unread(inputs: Inputs) -> dict[str, Tensor]:
     """Ignored tokens and those at other positions; with a support those that keep one id, and ids that none keeps."""
     is_unread = inputs["targets"] == IGNORED
-    if "offsets" in inputs:
-        is_unread = is_unread | (inputs["offsets"].diff() == 1).view(is_unread.shape)
-        is_unkept = torch.ones(len(inputs["weight"]), dtype=torch.bool).index_fill(0, inputs["token_ids"], False)
-        return {"hidden": is_unread, "weight": is_unkept, "bias": is_unkept}
+    if "support" in inputs:
+        ids, offsets = inputs["support"]
+        is_unkept = torch.ones(len(inputs["weight"]), dtype=torch.bool).index_fill(0, ids, False)
+        return {
+            "hidden": is_unread | (offsets.diff() == 1).view(is_unread.shape),
+            "weight": is_unkept,
+            "bias": is_unkept,
+        }
     if "positions" not in inputs:
         return {"hidden": is_unread}
     others = torch.ones(20, dtype=torch.bool).index_fill(0, inputs["positions"], False).view(4, 5)
     return {"hidden": is_unread | others, "targets": others}
 
 
-TOKENS = {"permuted tokens": permuted, "micro-batches": in_micro_batches}
-EVERYTHING = {"bias": True, "adapter": 2, "banned": 5, "softcap": 9.0, "logit_scale": 0.5}
+def drawn(*features: str, columns: int = 37, width: int = 6, **others: object) -> Inputs:
+    """20 tokens in 4 rows, some of them ignored, each with a temperature."""
+    inputs = draw((4, 5), "ignored", "temperatures", *features, columns=columns, width=width) | others
+    return inputs | heads.draw_support(inputs, 9) if "support" in features else inputs
+
+
+def described(rewrites: dict[str, Callable[[Inputs], Same]], *features: str, **others: Any) -> Op:
+    op = op_of(drawn(*features, **others))
+    draw_again = functools.partial(drawn, *features, **others)
+    is_any_order = op.supports is SUPPORTS
+    return dataclasses.replace(op, draw=draw_again, ignored=unread, rewrites=rewrites, adds_in_any_order=is_any_order)
+
+
+TOKENS = {"permuted tokens": heads.permuted, "micro-batches": heads.in_micro_batches}
+CHUNKS = TOKENS | {"chunks": with_changes(chunk_size=3)}
+OPTIONS = CHUNKS | {"banned ids as a mask": of_a_mask, "a merged adapter": merged}
+EVERYTHING = ("bias", "lora", "scaled", "banned")
+AT = torch.tensor([17, 3, 4, 11, 0, 6, 19])
 OPS = {
-    "linear_logprobs": Op(
-        draw, call, SUPPORTS, ("hidden", "weight"), unread, {**TOKENS, "chunks": in_chunks}, adds_in_any_order=True
-    ),
-    "LMHead with all options": Op(
-        functools.partial(draw, lambda head: {"chunk_size": 8}, **EVERYTHING),
-        call,
-        SUPPORTS,
-        LEAVES,
-        unread,
-        {**TOKENS, "chunks": in_chunks, "banned ids as a mask": of_a_mask, "a merged adapter": merged},
-        adds_in_any_order=True,
-    ),
-    "linear_logprobs at positions": Op(
-        functools.partial(draw, lambda head: {"positions": torch.tensor([17, 3, 4, 11, 0, 6, 19])}, bias=True),
-        call,
-        SUPPORTS,
-        LEAVES[:3],
-        unread,
-        {"a mask": mask_of},
-        adds_in_any_order=True,
-    ),
-    "linear_logprobs over a support": Op(
-        functools.partial(draw, functools.partial(draw_support, most=9), columns=101, bias=True, softcap=9.0),
-        call,
-        OF_SUPPORT,
-        LEAVES[:3],
-        unread,
-        {**TOKENS, "another order of ids": other_order},
+    "linear_logprobs": described(CHUNKS),
+    "LMHead with all options": described(OPTIONS, *EVERYTHING, chunk_size=8),
+    "linear_logprobs at positions": described({"a mask": mask_of}, "bias", positions=AT),
+    "linear_logprobs over a support": described(
+        TOKENS | {"another order of ids": other_order}, "bias", "scaled", "support", columns=101
     ),
 }

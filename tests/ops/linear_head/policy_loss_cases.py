@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +13,20 @@ from torch import Tensor
 import grpo_kernels as gk
 from tests.harness import logprob_error, reach
 from tests.ops.linear_head import distillation_cases as distillation
-from tests.ops.linear_head.distillation_cases import (
+from tests.ops.linear_head import heads
+from tests.ops.linear_head.distillation_cases import TEACHERS
+from tests.ops.linear_head.heads import (
     F32,
     F64,
     HEADS,
-    INF,
-    LEAVES,
     NAN,
+    OF_TERMS,
     OF_TOKEN,
+    OF_TOKENS,
     SUPPORTS,
-    TEACHERS,
+    leaves_of,
     noise,
+    with_changes,
 )
 from tests.ops.promises import Inputs, Op, Results, Same, run
 
@@ -49,17 +51,6 @@ FORMS = ("ignored", "packed", "shared", "gaps", "positions", "positions mask", "
 TERMS = ("on policy", "by token", "zeros", "policy_mask", "weights", "normalizer", "is_weights", "is_weights by row")
 REFERENCES = ("ref_hidden", "ref_weight", "ref_head")
 FEATURES = (*HEADS, *FORMS, *TERMS, *REFERENCES, *TEACHERS[:-2])
-# Inputs with a slot for each token of the head, and for each term of the loss; they are the same without term_index.
-OF_TOKENS = (
-    "hidden",
-    "targets",
-    "temperature",
-    "ref_hidden",
-    *distillation.PER_TOKEN,
-    "teacher_mask",
-    "teacher_weights",
-)
-OF_TERMS = ("old_logprobs", "advantages", "mask", "policy_mask", "segments", "ref_logprobs", "is_weights", "weights")
 COUNTS = {"tokens": 9.0, "rows": 3.0, "segments": 5.0}
 
 
@@ -69,14 +60,14 @@ class Problem(NamedTuple):
 
     @property
     def op(self) -> Op:
-        leaves = tuple(name for name in LEAVES if name in self.inputs)
-        return Op(lambda: self.inputs, functools.partial(call, config=self.config), SUPPORTS, leaves)
+        call_ = functools.partial(call, config=self.config)
+        return Op(lambda: self.inputs, call_, SUPPORTS, leaves_of(self.inputs))
 
     def run(self, backend: str, dtype: torch.dtype = F64, **changes: Any) -> Results:
         return run(self.op, self.inputs | changes, backend, dtype)
 
     def rounded(self, dtype: torch.dtype) -> Problem:
-        return Problem(distillation.rounded(self.inputs, dtype), self.config)
+        return Problem(heads.rounded(self.inputs, dtype), self.config)
 
     def defined(self) -> Results:
         """The definition with its gradients."""
@@ -95,16 +86,14 @@ def problem(config: str, *features: str, rows: int = 4, width: int = 7, columns:
     if settings.aggregation == "token-sum":
         wanted -= {"weights"}
     shape = (rows * width // 2 + 1,) if "shared" in wanted else (rows, width)
-    inputs, allowed = distillation.draw_head(shape, wanted, columns)
-    if "ignored" in wanted:
-        inputs["targets"].view(-1)[2::5] = -100
+    inputs = heads.draw_head(shape, *wanted, columns=columns)
     inputs |= draw_terms(settings, rows, width, wanted)
     if settings.kl != "none":
         inputs |= draw_reference(inputs, wanted)
     if "teacher" in wanted:
         if "normalizer" in wanted:
             wanted.add("teacher normalizer")
-        inputs |= distillation.draw_teacher(shape, allowed, wanted)
+        inputs |= distillation.draw_teacher(inputs, *wanted)
     if "shared" in wanted:
         inputs["term_index"] = torch.randint(-1, shape[0] - 1, (rows, width))  # the last one is no term's
     for name in ("old_logprobs", "ref_logprobs"):
@@ -112,14 +101,14 @@ def problem(config: str, *features: str, rows: int = 4, width: int = 7, columns:
             inputs[name] = logprobs_of(inputs) + 0.3 * noise(rows, width)  # ratios around their bounds
     if "packed" in wanted:
         inputs = packed(inputs)
-    inputs |= draw_places(inputs, allowed, wanted)
+    inputs |= draw_places(inputs, wanted)
     return Problem(inputs | options, settings)
 
 
 def logprobs_of(inputs: Inputs) -> Tensor:
     """Log-probs of the policy for each term; any number where it has none."""
     targets, index = inputs["targets"], inputs.get("term_index")
-    log_q = distillation.distribution(inputs, torch.ones_like(targets, dtype=torch.bool))
+    log_q = heads.distribution(inputs, torch.ones_like(targets, dtype=torch.bool))
     logprobs = log_q.gather(1, targets.clamp(min=0).view(-1, 1))[:, 0].clamp(min=-50)
     return logprobs.view(targets.shape) if index is None else logprobs[index.clamp(min=0)]
 
@@ -162,7 +151,7 @@ def draw_reference(inputs: Inputs, wanted: set[str]) -> Inputs:
     return {"ref_logprobs": -3 - noise(*inputs["mask"].shape).abs()}
 
 
-def draw_places(inputs: Inputs, allowed: Tensor, wanted: set[str]) -> Inputs:
+def draw_places(inputs: Inputs, wanted: set[str]) -> Inputs:
     """Arguments that read the tokens in their flat order."""
     targets = inputs["targets"].reshape(-1)
     places: Inputs = {}
@@ -171,11 +160,7 @@ def draw_places(inputs: Inputs, allowed: Tensor, wanted: set[str]) -> Inputs:
     elif "positions mask" in wanted:
         places["positions"] = torch.rand(inputs["targets"].shape) < 0.6
     if "support" in wanted:
-        kept = torch.rand(len(targets), len(inputs["weight"])) < 0.3
-        kept &= torch.zeros(kept.shape[1], dtype=torch.bool).index_fill(0, allowed, True)
-        kept[targets != -100] |= torch.nn.functional.one_hot(targets[targets != -100], kept.shape[1]).bool()
-        bounds = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0))
-        places["support"] = kept.nonzero()[:, 1], bounds
+        places |= heads.draw_support(inputs, 9)
     return places
 
 
@@ -267,14 +252,14 @@ def by_definition(inputs: Inputs, config: gk.LossConfig, offsets: Tensor | float
         index = inputs.get("term_index")
         return values.view(read.shape) if index is None else values[index.clamp(min=0)]
 
-    log_q = distillation.distribution(inputs, read)
+    log_q = heads.distribution(inputs, read)
     logprobs = log_q.gather(1, targets)[:, 0]
-    entropy = -(log_q.exp() * torch.where(log_q == -INF, 0, log_q)).sum(1)
+    entropy = heads.entropy_of(log_q)
     names = ("old_logprobs", "advantages", "policy_mask", "segments", "is_weights", "weights", "normalizer")
     others = {name: inputs[name] for name in (*names, "cu_seqlens", "ref_logprobs") if name in inputs}
     if "ref_hidden" in inputs:
         with torch.no_grad():
-            of_reference = distillation.distribution(inputs, read, "ref_").gather(1, targets)[:, 0]
+            of_reference = heads.distribution(inputs, read, "ref_").gather(1, targets)[:, 0]
         others["ref_logprobs"] = by_term(of_reference)
     has_entropy = config.entropy_coef != 0 or "return_entropy" in inputs
     others |= {"mask": takes_part(inputs), "entropy": by_term(entropy) if has_entropy else None, "config": config}
@@ -287,12 +272,9 @@ def by_definition(inputs: Inputs, config: gk.LossConfig, offsets: Tensor | float
 
 
 def call(inputs: Inputs, backend: str | None, config: gk.LossConfig | str = "grpo") -> Results:
-    arguments = distillation.without_fields(inputs)
-    head, ref_head = distillation.head_of(inputs), distillation.head_of(inputs, "ref_")
-    names = ("hidden", "targets", "old_logprobs", "advantages")
-    hidden, targets, old, advantages = (arguments.pop(name) for name in names)
-    arguments |= {"ref_head": ref_head, "teacher": distillation.teacher_of(inputs), "config": config}
-    loss, metrics = gk.linear_policy_loss(hidden, head, targets, old, advantages, **arguments, backend=backend)
+    heads_ = {"ref_head": heads.head_of(inputs, "ref_")}
+    arguments = heads.arguments_of(inputs) | heads_ | {"teacher": distillation.teacher_of(inputs), "config": config}
+    loss, metrics = gk.linear_policy_loss(**arguments, backend=backend)
     results = {"loss": loss, "metrics": metrics.tensor.to(loss.dtype)}  # whose errors those of the sums are
     if (part := metrics.distillation) is not None:
         assert not any(value.requires_grad for value in part)
@@ -305,9 +287,9 @@ def inherited_errors(case: Problem, backend: str) -> dict[str, float]:
     leaves = case.op.leaves
 
     def logprobs(dtype: torch.dtype) -> Tensor:
-        inputs = {n: v.to(dtype) if isinstance(v, Tensor) and v.dtype == F64 else v for n, v in case.inputs.items()}
+        inputs = heads.cast(case.inputs, dtype)
         read = tokens_read(inputs)
-        return distillation.distribution(inputs, read).gather(1, torch.where(read, inputs["targets"], 0).view(-1, 1))
+        return heads.distribution(inputs, read).gather(1, torch.where(read, inputs["targets"], 0).view(-1, 1))
 
     def moved(offsets: Tensor) -> Results:
         op = dataclasses.replace(case.op, call=lambda inputs, _: by_definition(inputs, case.config, offsets[:, 0]))
@@ -319,26 +301,6 @@ def inherited_errors(case: Problem, backend: str) -> dict[str, float]:
 
 
 # For test_promises.py
-
-
-def of_rows(inputs: Inputs, rows: Any) -> Inputs:
-    """Only these rows of a padded batch."""
-    names = {*OF_TOKENS, *OF_TERMS} & {name for name, value in inputs.items() if isinstance(value, Tensor)}
-    return inputs | {name: inputs[name][rows] for name in names}
-
-
-def with_changes(**changes: Any) -> Callable[[Inputs], Same]:
-    """Other arguments of which nothing may depend."""
-    return lambda inputs: Same([inputs | changes], lambda results: results[0])
-
-
-def in_another_order(inputs: Inputs) -> Same:
-    order = torch.randperm(len(inputs["targets"]))
-    back = order.argsort()
-    return Same(
-        [of_rows(inputs, order)],
-        lambda results: {name: v[back] if name in OF_TOKEN else v for name, v in results[0].items()},
-    )
 
 
 def in_one_row(inputs: Inputs) -> Same:
@@ -362,8 +324,7 @@ def in_micro_batches(inputs: Inputs) -> Same:
     others: Inputs = {"normalizer": numbers}
     if "teacher_ids" in inputs:
         others["teacher_normalizer"] = numbers["tokens"]
-    parts = [of_rows(inputs, part) | others for part in (slice(0, 2), slice(2, None))]
-    return Same(parts, distillation.added)
+    return heads.in_micro_batches(inputs, of_rows=True, **others)
 
 
 def as_positions(inputs: Inputs) -> Same:
@@ -386,7 +347,7 @@ def as_terms(inputs: Inputs) -> Same:
 
 
 ROWS = {
-    "other order": in_another_order,
+    "other order": functools.partial(heads.permuted, of_rows=True),
     "packed": in_one_row,
     "micro-batches": in_micro_batches,
     "positions": as_positions,

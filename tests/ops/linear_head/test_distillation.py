@@ -17,11 +17,14 @@ from hypothesis import given, settings
 import grpo_kernels as gk
 from tests.harness import INDUCTOR, assert_within_budget, examples
 from tests.ops.linear_head import distillation_cases as cases
-from tests.ops.linear_head.distillation_cases import BF16, F32, F64, KINDS, LEAVES, TAILS, assert_close, op_of
+from tests.ops.linear_head import heads
+from tests.ops.linear_head.distillation_cases import KINDS, TAILS, op_of
+from tests.ops.linear_head.heads import BF16, EXACT, F32, F64, KERNELS, assert_close
+from tests.ops.linear_head.policy_loss_cases import problem
 from tests.ops.promises import Inputs, run
 
-on_exact = pytest.mark.parametrize("backend", cases.EXACT)
-on_kernels = pytest.mark.parametrize("backend", cases.KERNELS)
+on_exact = pytest.mark.parametrize("backend", EXACT)
+on_kernels = pytest.mark.parametrize("backend", KERNELS)
 every_tail = pytest.mark.parametrize("tail", TAILS)
 
 
@@ -40,19 +43,28 @@ def test_any_settings_give_the_definition(backend: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @on_kernels
 def test_float32(backend: str, kind: str, tail: str) -> None:
-    features = {"bias", "unused slots", "gaps"} | ({"scaled", "lora"} if tail == "bucket" else {"banned"})
-    inputs = cases.rounded(cases.draw(features, (11,), 40, kind=kind, tail=tail), F32) | {"chunk_size": 4}
+    features = ("scaled", "lora") if tail == "bucket" else ("banned",)
+    inputs = cases.draw("bias", "unused slots", "gaps", *features, shape=(11,), columns=40, kind=kind, tail=tail)
+    inputs = heads.rounded(inputs, F32) | {"chunk_size": 4}
     gold, working = (run(op_of(inputs), inputs, "reference", dtype) for dtype in (F64, F32))
     for name, value in run(op_of(inputs), inputs, backend, F32).items():
         assert_within_budget(value, working[name], gold[name], name)
 
 
+@pytest.mark.pairs
+@pytest.mark.parametrize("is_alone", [True, False])
 @on_kernels
-def test_halves(backend: str) -> None:
+def test_halves(backend: str, is_alone: bool) -> None:
     """Gradients by the logits are rounded to bfloat16 once, and what the products give another time."""
-    inputs = cases.rounded(cases.draw({"bias"}, (11,), 40), BF16)
-    gold = run(op_of(inputs), inputs, "reference", F64)
-    got = run(op_of(inputs), inputs | {"chunk_size": 4}, backend, BF16)
+    if is_alone:
+        inputs = cases.draw("bias", shape=(11,), columns=40)
+        op = op_of(inputs)
+    else:
+        case = problem("dapo", "bias", "teacher", rows=2)
+        op, inputs = case.op, case.inputs
+    inputs = heads.rounded(inputs, BF16)
+    gold = run(op, inputs, "reference", F64)
+    got = run(op, inputs | {"chunk_size": 4}, backend, BF16)
     torch.testing.assert_close(got["loss"].double(), gold["loss"], rtol=1e-5, atol=1e-6)
     for name in ("d_hidden", "d_weight", "d_bias"):
         # two roundings, of terms whose largest is that of the result; Triton's interpreter truncates
@@ -62,7 +74,7 @@ def test_halves(backend: str) -> None:
 
 def one_token(k: int, **teacher: str) -> tuple[Inputs, list[int]]:
     """A token, and the columns that the teacher says nothing of."""
-    inputs = cases.draw({"bias"}, (1,), 40, k=k, **teacher)
+    inputs = cases.draw("bias", shape=(1,), columns=40, k=k, **teacher)
     return inputs, [column for column in range(40) if column not in inputs["teacher_ids"][0].tolist()]
 
 
@@ -71,7 +83,7 @@ def test_the_rest_is_exact_however_little_it_is(backend: str) -> None:
     """A student who is sure to one part in 10^20, where 1 minus the mass would be 0."""
     inputs, others = one_token(2, kind="forward_kl")
     inputs["bias"][inputs["teacher_ids"][0]] += 60
-    rest = cases.distribution(inputs, torch.ones(1, dtype=torch.bool))[0, others]
+    rest = heads.distribution(inputs, torch.ones(1, dtype=torch.bool))[0, others]
     assert rest.logsumexp(0).exp() < 1e-20
     got = run(op_of(inputs), inputs, backend, F64)
     assert got["divergence"].item() > 5
@@ -86,7 +98,7 @@ def test_a_sure_teacher_leaves_a_rounding_to_the_rest(backend: str) -> None:
     """In the reverse direction nothing at all would be infinite."""
     inputs, others = one_token(1, kind="reverse_kl")
     inputs["teacher_logprobs"][:] = 0
-    log_q = cases.distribution(inputs, torch.ones(1, dtype=torch.bool))[0]
+    log_q = heads.distribution(inputs, torch.ones(1, dtype=torch.bool))[0]
     left = log_q[others].exp().sum()
     want = (1 - left) * torch.log1p(-left) + left * (left.log() + 24 * math.log(2))
     got = run(op_of(inputs), inputs, backend, F64)
@@ -98,7 +110,7 @@ def test_a_sure_teacher_leaves_a_rounding_to_the_rest(backend: str) -> None:
 @on_exact
 def test_an_id_that_the_student_cannot_choose(backend: str, kind: str, tail: str) -> None:
     """A probability of 0 is what a very small one tends to."""
-    small = cases.draw({"bias"}, kind=kind, tail=tail)
+    small = cases.draw("bias", kind=kind, tail=tail)
     none, column = small | {"bias": small["bias"].clone()}, int(small["teacher_ids"][0, 0, 0])
     small["bias"][column], none["bias"][column] = -1e4, -math.inf
     want, got = (run(op_of(inputs), inputs, backend, F64) for inputs in (small, none))
@@ -106,62 +118,23 @@ def test_an_id_that_the_student_cannot_choose(backend: str, kind: str, tail: str
     assert got["loss"].isfinite()
 
 
-@on_kernels
-def test_only_asked_for_gradients_are_computed(backend: str) -> None:
-    """None at all, those of the hidden states, and that of the weight in a tensor that has something already."""
-    inputs = cases.rounded(cases.draw({"bias", "lora"}), F32)
-    whole = run(op_of(inputs), inputs, backend, F32)
-    tensors = {name: value.float() if value.dtype == F64 else value for name, value in inputs.items() if name in LEAVES}
-    plain = cases.call(inputs | tensors, backend)
-    assert not plain["loss"].requires_grad and torch.equal(plain["divergence"], whole["divergence"])
-    tensors["hidden"].requires_grad_()
-    (gradient,) = torch.autograd.grad(cases.call(inputs | tensors, backend)["loss"], tensors["hidden"])
-    assert torch.equal(gradient, whole["d_hidden"])
-    weight, into = tensors["weight"].requires_grad_(), torch.ones_like(tensors["weight"])
-    for _ in range(2):
-        results = cases.call(inputs | tensors | {"weight_grad": into, "chunk_size": 7}, backend)
-        assert not any(results[name].requires_grad for name in ("divergence", "mass"))
-        results["loss"].backward()
-    assert weight.grad is None
-    torch.testing.assert_close(into - 1, 2 * whole["d_weight"], rtol=1e-4, atol=1e-6)
-
-
-@on_kernels
-def test_backward_runs_once(backend: str) -> None:
-    inputs = cases.rounded(cases.draw(set()), F64)
-    tensors = {name: inputs[name].float().requires_grad_() for name in ("hidden", "weight")}
-    loss = cases.call(inputs | tensors, backend)["loss"]
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"^linear_distillation_loss: backward must run once, got a second call"):
-        loss.backward()
-
-
-@on_exact
-def test_the_gradient_of_the_loss_is_passed_on(backend: str) -> None:
-    inputs = cases.draw({"bias"})
-    whole = run(op_of(inputs), inputs, backend, F64)
-    weight = inputs["weight"].requires_grad_()
-    (-2.5 * cases.call(inputs, backend)["loss"]).backward()
-    torch.testing.assert_close(weight.grad, -2.5 * whole["d_weight"], rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.filterwarnings("ignore")  # of torch.compile about itself
 def test_where_all_tokens_are_computed_those_that_do_not_count_hold_anything() -> None:
     """As on a GPU: a graph does not choose its tokens by their values."""
     torch.compiler.reset()
-    inputs = cases.draw({"bias", "lora", "temperatures", "gaps"})
+    inputs = cases.draw("bias", "lora", "temperatures", "gaps")
     want = run(op_of(inputs), inputs, None, F64)
     junk = cases.with_garbage(inputs)
     assert junk["hidden"].isnan().any()
     compiled = torch.compile(cases.call, fullgraph=True, backend=INDUCTOR)
-    op = cases.Op(lambda: junk, compiled, cases.SUPPORTS, op_of(inputs).leaves)
+    op = cases.Op(lambda: junk, compiled, heads.SUPPORTS, op_of(inputs).leaves)
     assert_close(run(op, junk, None, F64), want)
 
 
 def test_defaults_of_a_teacher() -> None:
     """Forward KL with a bucket, the mean of it, and a mixture of halves."""
-    inputs = cases.draw({"bias"}, kind="forward_kl")
-    hidden, head = inputs["hidden"], cases.head_of(inputs)
+    inputs = cases.draw("bias", kind="forward_kl")
+    hidden, head = inputs["hidden"], heads.head_of(inputs)
     ids, logprobs = inputs["teacher_ids"], inputs["teacher_logprobs"]
     got = gk.linear_distillation_loss(hidden, head, gk.Teacher(ids, logprobs))
     torch.testing.assert_close(got.loss, cases.by_definition(inputs | {"teacher_coef": 1.0})["loss"])

@@ -3,15 +3,13 @@
 Faults that this is for: a chunk that is written elsewhere, or ends within a sequence; a gradient that is kept before
 its sequence is known; tokens left out that have a gradient by one term only; a mask, position or target of -100 that
 one of the ways does not see; an option of the head, of the reference's head or of the loss that is lost on the way; a
-term of a shared position that counts once; a weight gradient that is written and not added, rounded, or given twice;
-digits that a certain target loses beside a teacher.
+term of a shared position that counts once; digits that a certain target loses beside a teacher.
 """
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +17,12 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import registry
-from grpo_kernels.ops.linear_head import distillation_op, loss_op
 from tests.harness import assert_within_budget, examples, needs_cpu_kernels
 from tests.ops.linear_head import distillation_cases as distillation
+from tests.ops.linear_head import heads
 from tests.ops.linear_head import policy_loss_cases as cases
-from tests.ops.linear_head.distillation_cases import BACKENDS, EXACT, F32, F64, INF, KERNELS, LEAVES, assert_close
+from tests.ops.linear_head.heads import BACKENDS, BF16, EXACT, F32, F64, INF, KERNELS, assert_close
 from tests.ops.linear_head.policy_loss_cases import Problem, problem
-from tests.ops.promises import Results, run
 
 on_exact = pytest.mark.parametrize("backend", EXACT)
 on_kernels = pytest.mark.parametrize("backend", KERNELS)
@@ -92,7 +88,7 @@ def assert_within_budgets(backend: str, dtype: torch.dtype, name: str, *features
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("features", [("bias", "gaps"), ("lora", "teacher"), ("scaled",), ("support",)])
+@pytest.mark.parametrize("features", [("bias", "gaps"), ("lora", "teacher"), ("scaled", "shared"), ("support",)])
 @pytest.mark.parametrize("name", cases.CONFIGS)
 @on_kernels
 def test_float32_loses_no_more_than_torch_does(backend: str, name: str, features: tuple[str, ...]) -> None:
@@ -101,16 +97,14 @@ def test_float32_loses_no_more_than_torch_does(backend: str, name: str, features
     assert_within_budgets(backend, F32, name, *features, chunk_size=14)
 
 
-@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @on_kernels
 def test_a_reference_head_is_its_log_probs(backend: str, dtype: torch.dtype) -> None:
     """Both calls run the same kernels on the same chunks; only the products may add in another order."""
     case = problem("dapo", "ref_head", "scaled", rows=2, chunk_size=8).rounded(dtype)
-    own = {n: v.to(dtype) if isinstance(v, Tensor) and v.dtype == F64 else v for n, v in case.inputs.items()}
+    own = heads.cast(case.inputs, dtype)
     scaling = {"temperature": own["temperature"], "backend": backend}
-    of_reference = gk.linear_logprobs(
-        own["ref_hidden"], distillation.head_of(own, "ref_"), own["targets"], **scaling
-    ).logprobs
+    of_reference = gk.linear_logprobs(own["ref_hidden"], heads.head_of(own, "ref_"), own["targets"], **scaling).logprobs
     plain = {name: value for name, value in own.items() if not name.startswith("ref_")}
     expected = Problem(plain | {"ref_logprobs": of_reference}, case.config).run(backend, dtype)
     tolerance = 1e-5 if dtype == F32 else 2 * torch.finfo(dtype).eps
@@ -118,23 +112,11 @@ def test_a_reference_head_is_its_log_probs(backend: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["dapo", "sequence"])
 @on_kernels
 def test_halves_lose_no_more_than_torch_does(backend: str, name: str, dtype: torch.dtype) -> None:
     assert_within_budgets(backend, dtype, name, "bias", "gaps", "ignored", chunk_size=8)
-
-
-@on_kernels
-def test_halves_with_a_teacher(backend: str) -> None:
-    torch.manual_seed(1)
-    case = problem("dapo", "bias", "teacher", rows=2, chunk_size=8).rounded(torch.bfloat16)
-    got, gold = case.run(backend, torch.bfloat16), case.run("reference")
-    torch.testing.assert_close(got["loss"].double(), gold["loss"], rtol=1e-5, atol=1e-6)
-    for what in ("d_hidden", "d_weight", "d_bias"):
-        # two roundings, of terms whose largest is that of the result; Triton's interpreter truncates
-        allowed = 4 * torch.finfo(torch.bfloat16).eps * float(gold[what].abs().max())
-        assert float((got[what].double() - gold[what]).abs().max()) <= allowed, what
 
 
 # Nothing to compute, and extremes
@@ -178,7 +160,7 @@ def test_no_rows_before_tokens_that_belong_to_none(name: str, compact: bool) -> 
 def test_ids_may_be_the_whole_vocabulary(name: str, kept: int) -> None:
     """Nothing is left for the kernels; or one column, which is the target of a token and not of another."""
     case = problem(name, "bias")
-    inputs = case.inputs | distillation.draw_teacher(case.inputs["targets"].shape, torch.arange(31), set(), k=kept)
+    inputs = case.inputs | distillation.draw_teacher(case.inputs, k=kept)
     missing = {*range(31)} - {*inputs["teacher_ids"][0, 0].tolist()}
     inputs["targets"][0, 0] = next(iter(missing), 3)
     case = case._replace(inputs=inputs)
@@ -229,119 +211,6 @@ def test_a_wrong_target_is_nan_on_a_gpu(backend: str, features: tuple[str, ...],
     assert case.run(backend, F32)["loss"].isnan()
 
 
-# Gradients
-
-
-def leaves_of(case: Problem, frozen: str = "", dtype: torch.dtype = F64) -> dict[str, Tensor]:
-    return {n: case.inputs[n].to(dtype, copy=True).requires_grad_(n != frozen) for n in LEAVES if n in case.inputs}
-
-
-def call(case: Problem, leaves: dict[str, Tensor], backend: str = "cpu", **changes: Any) -> Results:
-    return cases.call(case.inputs | leaves | changes, backend, case.config)
-
-
-@pytest.mark.parametrize("features", [(), ("shared",), ("teacher",), ("support",), ("support", "teacher"), ("lora",)])
-@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "cuda"])
-def test_the_weight_gradient_is_added_to_a_tensor(backend: str, features: tuple[str, ...]) -> None:
-    """Over two calls, in several chunks, and in either dtype of a half."""
-    for dtype in (F64, F32) if backend == "cpu" else (F32,):
-        torch.manual_seed(0)
-        case = problem("dapo", "bias", *features, rows=2, chunk_size=5).rounded(dtype)
-        inputs = {n: v.to(dtype) if isinstance(v, Tensor) and v.dtype == F64 else v for n, v in case.inputs.items()}
-        leaves, whole = leaves_of(case, dtype=dtype), case.run(backend, dtype)
-        into = torch.ones_like(leaves["weight"])
-        for _ in range(2):
-            result = cases.call(inputs | leaves | {"weight_grad": into}, backend, case.config)
-            result["loss"].backward()
-        assert leaves["weight"].grad is None
-        digits = {"rtol": 1e-9, "atol": 1e-11} if dtype == F64 else {"rtol": 1e-4, "atol": 1e-5}
-        torch.testing.assert_close(into - 1, 2 * whole["d_weight"], **digits)
-        for name in leaves.keys() - {"weight"}:
-            torch.testing.assert_close(leaves[name].grad, 2 * whole[f"d_{name}"], **digits)
-
-
-@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16], ids=str)
-def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(into: torch.dtype) -> None:
-    case, bf16 = problem("grpo", "bias").rounded(torch.bfloat16), torch.bfloat16
-    total, leaves = torch.zeros(31, 5, dtype=into), leaves_of(case, dtype=bf16)
-    call(case, leaves, weight_grad=total)["loss"].backward()
-    expected = case.run("cpu", bf16)["d_weight"].to(into)
-    # one chunk: the float32 sum is rounded once, and its factors are rounded to half precision before
-    torch.testing.assert_close(total, expected, rtol=2**-7, atol=2**-8 * float(expected.abs().max()))
-    assert leaves["weight"].grad is None and total.any()
-
-
-def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
-    case = problem("grpo")
-    loss = call(case, leaves_of(case), weight_grad=torch.zeros(31, 5, dtype=F64))["loss"]
-    with pytest.raises(RuntimeError, match="linear_policy_loss: the loss must be given to backward unscaled"):
-        (loss / 2).backward()
-
-
-@both_memories
-def test_backward_again_and_scaled_and_twice_differentiated(memory: str) -> None:
-    case = problem("entropy", "bias", memory=memory)
-    whole, leaves = case.run("cpu"), leaves_of(case)
-    loss = call(case, leaves)["loss"]
-    (-2.5 * loss).backward(retain_graph=True)
-    torch.testing.assert_close(leaves["weight"].grad, -2.5 * whole["d_weight"], rtol=1e-12, atol=1e-14)
-    if memory == "fast":
-        with pytest.raises(RuntimeError, match="linear_policy_loss: backward must run once with memory='fast', got"):
-            loss.backward()
-    else:
-        loss.backward()
-        torch.testing.assert_close(leaves["weight"].grad, -1.5 * whole["d_weight"], rtol=1e-12, atol=1e-14)
-    leaves = leaves_of(case)
-    (gradient,) = torch.autograd.grad(call(case, leaves)["loss"], leaves["hidden"], create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.square().sum().backward()
-
-
-def test_backward_runs_once_where_a_teacher_adds_in_any_order_of_its_own() -> None:
-    case = problem("grpo", "teacher", memory="low")
-    loss = call(case, leaves_of(case))["loss"]
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"^linear_policy_loss: backward must run once with teacher, got a second"):
-        loss.backward()
-
-
-@both_memories
-@on_exact
-def test_results_without_gradients(backend: str, memory: str) -> None:
-    case = problem("dapo", "bias", "teacher", "ref_head", memory=memory)
-    whole, leaves = case.run(backend), leaves_of(case)
-    with torch.no_grad():
-        inside = call(case, leaves, backend)
-    plain = call(case, {}, backend)
-    for results in (inside, plain):
-        assert not any(value.requires_grad for value in results.values())
-        assert_close(results, {name: whole[name] for name in results})
-    reference = {name: case.inputs[name].requires_grad_() for name in ("ref_hidden", "ref_weight", "ref_bias")}
-    call(case, leaves | reference, backend)["loss"].backward()
-    assert all(leaf.grad is not None for leaf in leaves.values())
-    assert all(value.grad is None for value in reference.values())
-
-
-# The rest of torch, and metrics
-
-
-@both_memories
-def test_autocast_is_casting_by_hand(memory: str) -> None:
-    case = problem("dapo", "bias", "ref_hidden", memory=memory)
-    inputs = {n: v.float() if isinstance(v, Tensor) and v.dtype == F64 else v for n, v in case.inputs.items()}
-    case = case._replace(inputs=inputs)
-    cast, by_hand = leaves_of(case, dtype=F32), leaves_of(case, dtype=F32)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = call(case, cast)["loss"]
-    halves = {n: v.bfloat16() for n, v in (by_hand | {"ref_hidden": case.inputs["ref_hidden"]}).items()}
-    outside = call(case, halves)["loss"]
-    assert inside.dtype == F32 and torch.equal(inside, outside)
-    inside.backward()
-    outside.backward()
-    for name, leaf in cast.items():
-        assert leaf.grad.dtype == F32 and torch.equal(leaf.grad, by_hand[name].grad), name
-
-
 @both_memories
 @pytest.mark.parametrize("features", [("return_entropy",), ("by token",)])
 def test_metrics_are_those_of_policy_loss_under_every_name(features: tuple[str, ...], memory: str) -> None:
@@ -350,28 +219,9 @@ def test_metrics_are_those_of_policy_loss_under_every_name(features: tuple[str, 
     rows = gk.linear_logprobs(inputs["hidden"], inputs["weight"], inputs["targets"], return_entropy=is_measured)
     others = {n: inputs[n] for n in ("old_logprobs", "advantages", "mask", "ref_logprobs")} | {"config": case.config}
     expected = gk.policy_loss(rows.logprobs, **others, entropy=rows.entropy).metrics
-    arguments = distillation.without_fields(inputs) | {"config": case.config, "memory": memory}
-    got = gk.linear_policy_loss(head=inputs["weight"], **arguments).metrics
+    got = gk.linear_policy_loss(**heads.arguments_of(inputs), config=case.config, memory=memory).metrics
     for one, other in ((got.to_dict(), expected.to_dict()), (got.trl(), expected.trl()), (got.verl(), expected.verl())):
         assert one.keys() == other.keys()
         for key, value in other.items():
             assert one[key] == pytest.approx(value, rel=1e-12, nan_ok=True), key
     assert (got["entropy_sum"] > 0) == is_measured and got["tokens"] == inputs["mask"].sum()
-
-
-@needs_cpu_kernels
-@pytest.mark.parametrize("name", ["linear_policy_loss", "linear_distillation_loss"])
-def test_opcheck_of_the_ops_that_graphs_call(name: str) -> None:
-    """Eager calls run the same functions, but not as ops."""
-    if name == "linear_policy_loss":
-        features = ("bias", "lora", "gaps", "policy_mask", "is_weights", "return_entropy")  # no metric is NaN
-        case, module, function = problem("sequence", *features, chunk_size=14), loss_op, "loss_forward"
-        op, inputs = case.op, case.inputs
-    else:
-        inputs, module, function = distillation.draw({"bias", "lora", "gaps"}), distillation_op, "forward"
-        op = distillation.op_of(inputs)
-    with mock.patch.object(module, function, wraps=getattr(module, function)) as computed:
-        run(op, inputs, "cpu", F32)
-    flat = module.LOSS.layout.flat(computed.call_args.args[1])
-    flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
-    torch.library.opcheck(registry.overload(f"{name}_cpu"), flat)

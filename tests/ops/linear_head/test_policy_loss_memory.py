@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import needs_cpu_kernels
-from tests.ops.linear_head import distillation_cases as distillation
 from tests.ops.linear_head import policy_loss_cases as cases
-from tests.ops.linear_head.distillation_cases import F64
+from tests.ops.linear_head.heads import F64, assert_close
 from tests.ops.linear_head.policy_loss_cases import Problem, problem
 from tests.ops.promises import run
 
@@ -136,7 +135,7 @@ def test_nothing_is_computed_for_what_is_frozen(frozen: str, memory: str) -> Non
     with Products() as found:
         got = run(op, case.inputs, "cpu", F64)
     del expected[f"d_{frozen}"]
-    distillation.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+    assert_close(got, expected, rtol=1e-12, atol=1e-14)
     assert bool(found.by_hidden) == (frozen != "hidden") and bool(found.by_weight) == (frozen != "weight")
 
 

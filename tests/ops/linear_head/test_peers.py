@@ -1,6 +1,7 @@
-"""linear_logprobs against the installed TRL's fused head, torch's linear_cross_entropy and PEFT's adapter of a head.
+"""The ops of the head against the installed TRL, verl, PEFT and torch.
 
-Faults that this is for: a head that a trainer could not replace its own with.
+Faults that this is for: a head that a trainer could not replace its own with; another divergence, direction or tail
+than theirs, in this or in a new version of them; terms of a tree of samples at other positions than theirs.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from tests.harness import assert_within_budget
-from tests.ops.linear_head import cases
-from tests.ops.linear_head.cases import F64
+from tests.ops.linear_head import distillation_cases as distillation
+from tests.ops.linear_head import heads
+from tests.ops.linear_head.heads import EXACT, F64
+from tests.ops.promises import Inputs, run
 
 # all backends compute the same products and differ in the row kernel alone, which has tests of its own
-BACKENDS = cases.FAST
+on_exact = pytest.mark.parametrize("backend", EXACT)
 ROWS, WIDTH, HIDDEN, VOCABULARY = 3, 9, 16, 517
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -89,7 +92,7 @@ def ours(given: Head, backend: str, temperature: float = 1.0, **options: Any) ->
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_exact
 def test_linear_cross_entropy(backend: str, dtype: torch.dtype, reduction: str) -> None:
     if not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this torch has none")
@@ -135,7 +138,7 @@ def chunked(
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_exact
 def test_chunked_logprob_function(backend: str, options: dict[str, Any], dtype: torch.dtype, with_bias: bool) -> None:
     """Ours is no further from float64 than theirs, which rounds bfloat16 logits."""
     arguments, other, exact = head(dtype, with_bias), head(dtype, with_bias), head(F64, with_bias)
@@ -202,3 +205,83 @@ def test_an_adapter_of_the_head_from_peft() -> None:
     for other, by_other in zip(results[1:], gradients[1:], strict=True):
         torch.testing.assert_close(results[0], other, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(gradients[0], by_other, rtol=1e-9, atol=1e-12)
+
+
+# Distillation in TRL and verl
+
+
+def student_of(kind: str, tail: str) -> tuple[Inputs, Tensor, Tensor]:
+    """A batch, and the student's log-probs of the teacher's ids, as peers take them, with the leaf they depend on."""
+    inputs = distillation.draw("bias", shape=(11,), columns=40, kind=kind, tail=tail) | {"teacher_coef": 1.0}
+    leaf = inputs["hidden"].clone().requires_grad_()
+    log_q = heads.distribution(inputs | {"hidden": leaf}, torch.ones(11, dtype=torch.bool))
+    return inputs, leaf, log_q.gather(1, inputs["teacher_ids"])
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalise"])
+@pytest.mark.parametrize(("kind", "alpha"), [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)])
+@on_exact
+def test_divergences_of_trl(backend: str, kind: str, alpha: float, tail: str) -> None:
+    pytest.importorskip("trl")
+    from trl.experimental.sdft.loss_utils import add_tail_bucket, compute_divergence
+
+    inputs, leaf, student = student_of(kind, tail)
+    teacher = inputs["teacher_logprobs"]
+    if tail == "bucket":
+        student, teacher = add_tail_bucket(student), add_tail_bucket(teacher)
+    else:
+        student, teacher = student.log_softmax(1), teacher.log_softmax(1)
+    theirs = compute_divergence(student, teacher, alpha)
+    (want,) = torch.autograd.grad(theirs.mean(), leaf)
+    got = run(distillation.op_of(inputs), inputs, backend, F64)
+    torch.testing.assert_close(got["divergence"], theirs.detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(got["d_hidden"], want, rtol=1e-8, atol=1e-11)
+
+
+@on_exact
+def test_the_divergence_of_verl(backend: str) -> None:
+    """Verl's forward KL over the teacher's top k leaves the tail out. It computes in float32."""
+    losses = pytest.importorskip("verl.trainer.distillation.fsdp.losses")
+    inputs, leaf, student = student_of("forward_kl", "ignore")
+    theirs = losses.kl_divergence(log_q=student, log_p=inputs["teacher_logprobs"])
+    (want,) = torch.autograd.grad(theirs.mean(), leaf)
+    got = run(distillation.op_of(inputs), inputs, backend, F64)
+    # sums of five terms below 10
+    torch.testing.assert_close(got["divergence"].float(), theirs.detach().float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got["d_hidden"].float(), want.float(), rtol=1e-5, atol=1e-6)
+
+
+# Trees of samples that share positions
+
+
+def test_trees_of_trl() -> None:
+    packing = pytest.importorskip("trl.experimental.async_grpo.packing")
+    row, random, samples = packing.TreeRow(), torch.Generator().manual_seed(1), []
+    for tokens, advantage in (([3, 1, 4, 1, 5], 1.0), ([3, 1, 4, 1, 6, 2], -0.5), ([3, 1, 7], 0.25)):
+        sample = {
+            "input_ids": torch.tensor(tokens),
+            "completion_mask": torch.tensor([0] + [1] * (len(tokens) - 1)),
+            "old_log_probs": -torch.rand(len(tokens), generator=random),
+            "advantage": advantage,
+            "group_id": 0,
+        }
+        row.add(sample)
+        samples.append(sample)
+    fields = row.pack()
+    scores = torch.randn(13, 13, generator=random, dtype=F64)  # a model that sees the last token alone
+    hidden, targets = torch.eye(13, dtype=F64)[fields["input_ids"]], fields["shift_labels"]
+    terms = {
+        "old_logprobs": fields["old_log_probs"].double(),
+        "advantages": fields["advantages"].double(),
+        "cu_seqlens": F.pad(fields["segment_id"].bincount().cumsum(0), (1, 0)),
+    }
+    assert len(fields["token_index"]) == 11 > (targets != -100).sum()
+    weight, plain = scores.clone().requires_grad_(), scores.clone().requires_grad_()
+    shared = gk.linear_policy_loss(hidden, weight, targets, **terms, term_index=fields["token_index"]).loss
+    inputs = torch.cat([sample["input_ids"][:-1] for sample in samples])
+    logprobs = plain.T[inputs].log_softmax(-1).gather(1, torch.cat([s["input_ids"][1:] for s in samples])[:, None])
+    expected = gk.policy_loss(logprobs.squeeze(1), **terms).loss
+    torch.testing.assert_close(shared, expected)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, leaf)[0] for loss, leaf in ((shared, weight), (expected, plain)))
+    )

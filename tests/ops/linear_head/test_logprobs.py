@@ -1,8 +1,10 @@
-"""The kernels of linear_logprobs, with and without a support, against the float64 reference.
+"""linear_logprobs, with and without a support: the reference against the definition, and the kernels against it.
 
-Faults that this is for: a tail of a chunk, block or vector; logits that are rounded to half precision; a token without
-a gradient that is left out wrongly, or computed; a product for a factor that needs no gradient, or of the weight's size
-for an adapter; sums by token id that stop early; digits of nearly certain tokens that get lost.
+Faults that this is for: a bias or an adapter outside of logit_scale; a softcap before it, or after the temperature; a
+banned id with a logit of 0, or of the softcap; an entropy over ids that are banned or not kept; a temperature of the
+wrong token; a tail of a chunk, block or vector; logits that are rounded to half precision; a token without a gradient
+that is left out wrongly, or computed; a product for a factor that needs no gradient, or of the weight's size for an
+adapter; sums by token id that stop early; digits of nearly certain tokens that get lost.
 """
 
 from __future__ import annotations
@@ -14,22 +16,61 @@ import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import grpo_kernels as gk
 from grpo_kernels.ops.linear_head import support_reference
 from tests.harness import assert_within_budget, device_of, examples, needs_cpu_kernels, runnable_backends
-from tests.ops.linear_head import cases
-from tests.ops.linear_head.cases import BACKENDS, F32, F64, FAST, KERNELS, NAN, assert_as_reference
+from tests.ops.linear_head import cases, heads
+from tests.ops.linear_head.cases import assert_as_reference, draw
+from tests.ops.linear_head.heads import BACKENDS, BF16, EXACT, F32, F64, KERNELS, LEAVES, NAN, OVER_SUPPORT
 from tests.ops.promises import Inputs, Results, run
 
 # without shrinking, which takes minutes in Triton's interpreter
 PHASES = (Phase.explicit, Phase.generate)
-HALVES = (torch.bfloat16, torch.float16)
-OVER_SUPPORT = runnable_backends(cases.OF_SUPPORT)
+FROZEN = st.sets(st.sampled_from(LEAVES), max_size=4)
 on_kernels = pytest.mark.parametrize("backend", KERNELS)
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
 over_support = pytest.mark.parametrize("backend", OVER_SUPPORT)
+
+
+@settings(max_examples=examples(300))
+@given(cases.batches())
+def test_any_head_and_tokens_give_the_definition(inputs: Inputs) -> None:
+    heads.assert_close(run(cases.op_of(inputs), inputs, "reference", F64), cases.defined(inputs))
+
+
+def test_log_probs_in_numbers() -> None:
+    """The example of the page on supports: the logits are [3, 2, 1, 0] and [0, 1, 5, 1]."""
+    hidden, weight = torch.eye(2), torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 5.0, 1.0]]).T
+    targets, support = torch.tensor([1, 2]), (torch.tensor([0, 1, 2]), torch.tensor([0, 2, 3]))
+
+    def logprobs(head: gk.LMHead | Tensor, **options: object) -> list[float]:
+        got = gk.linear_logprobs(hidden, head, targets, backend="reference", **options)  # type: ignore[arg-type]
+        return [round(number, 4) for number in got.logprobs.tolist()]
+
+    assert logprobs(weight) == [-1.4402, -0.0425]
+    assert logprobs(weight, support=support) == [-1.3133, 0.0]  # log sigmoid(-1), and a certain token
+    # without ids 0 and 3: log sigmoid(1) and log sigmoid(4)
+    assert logprobs(gk.LMHead(weight, banned=torch.tensor([3, 0]))) == [-0.3133, -0.0181]
+    assert logprobs(gk.LMHead(weight, logit_scale=0.5), temperature=0.5) == [-1.4402, -0.0425]
+
+
+def test_gradcheck() -> None:
+    torch.manual_seed(1)
+    for features in (cases.EVERYTHING, ("bias", "scaled", "banned", "support")):
+        inputs = cases.drawn(*features, columns=9, width=3)
+        leaves = heads.leaves_of(inputs)
+
+        def results(*values: Tensor, names: tuple[str, ...] = leaves, given: Inputs = inputs) -> tuple[Tensor, Tensor]:
+            got = cases.call(given | dict(zip(names, values, strict=True)), "reference")
+            return got["logprobs"], got["entropy"]
+
+        assert torch.autograd.gradcheck(results, [inputs[name].requires_grad_() for name in leaves])
+
+
+# Kernels
 
 
 def of_dtypes(supports: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
@@ -40,11 +81,8 @@ def of_dtypes(supports: dict[str, Any]) -> list[tuple[str, torch.dtype]]:
         for dtype in supports[name]
         if name != "reference"
         and dtype != F64
-        and (dtype not in HALVES or name == "cpu" or supports is cases.OF_SUPPORT)
+        and (dtype not in (BF16, torch.float16) or name == "cpu" or supports is heads.OF_SUPPORT)
     ]
-
-
-FROZEN = st.sets(st.sampled_from(cases.LEAVES), max_size=4)
 
 
 @settings(max_examples=examples(300))
@@ -54,7 +92,7 @@ def test_any_head_and_tokens_in_float64(inputs: Inputs, frozen: set[str]) -> Non
     op = cases.op_of(inputs, *frozen)
     assume(op.leaves)
     got, expected = (run(op, inputs, backend, F64) for backend in ("cpu", "reference"))
-    cases.assert_equal_in_float64(got, expected)
+    heads.assert_close(got, expected)
 
 
 def check_any(backend: str, dtype: torch.dtype, support: bool) -> None:
@@ -62,19 +100,19 @@ def check_any(backend: str, dtype: torch.dtype, support: bool) -> None:
         assume(cases.op_of(inputs, *frozen).leaves)
         assert_as_reference(inputs, backend, dtype, *frozen)
 
-    is_fast = backend in FAST
+    is_fast = backend in EXACT
     batches = cases.batches(*((24, 40) if is_fast else (8, 20)), support=support, is_tiny=False)
     settings(max_examples=examples(90 if is_fast else 15), phases=PHASES)(given(batches, FROZEN)(check))()
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize(("backend", "dtype"), of_dtypes(cases.SUPPORTS), ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), of_dtypes(heads.SUPPORTS), ids=str)
 def test_any_head_and_tokens(backend: str, dtype: torch.dtype) -> None:
     check_any(backend, dtype, support=False)
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize(("backend", "dtype"), of_dtypes(cases.OF_SUPPORT), ids=str)
+@pytest.mark.parametrize(("backend", "dtype"), of_dtypes(heads.OF_SUPPORT), ids=str)
 def test_any_support(backend: str, dtype: torch.dtype) -> None:
     check_any(backend, dtype, support=True)
 
@@ -85,13 +123,12 @@ def test_any_support(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3)], ids=str)
 @on_backends
 def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
-    head = cases.draw_head(bias=True, adapter=2, banned=3)
-    empty = cases.draw_tokens(head, *shape)
-    plain = {name: value for name, value in (head | empty).items() if name not in ("lora_a", "lora_b")}
-    nothing = {"token_ids": torch.zeros(0).int(), "offsets": torch.zeros(1).int()}
-    for inputs in (head | empty, plain | nothing, head | empty | {"positions": torch.zeros(shape).bool()}):
-        if "offsets" not in inputs or backend in OVER_SUPPORT:
-            got = run(cases.op_of(inputs), inputs, backend, F32)
+    inputs = draw(shape, "bias", "banned")
+    adapted = draw(shape, "bias", "lora")
+    support = torch.zeros(0).int(), torch.zeros(1).int()
+    for batch in (adapted, inputs | {"support": support}, adapted | {"positions": torch.zeros(shape).bool()}):
+        if "support" not in batch or backend in OVER_SUPPORT:
+            got = run(cases.op_of(batch), batch, backend, F32)
             assert got["logprobs"].shape == got["entropy"].shape == shape
             assert not any(value.any() for value in got.values())
 
@@ -99,35 +136,31 @@ def test_no_tokens(backend: str, shape: tuple[int, ...]) -> None:
 @on_backends
 def test_certain_tokens_are_exact_zeros(backend: str) -> None:
     """Log-probs of one id, where there is no other or all others are banned, and those of ignored tokens."""
-    alone = cases.draw_head(1, bias=True)
-    banned = cases.draw_head(4, banned=3, adapter=2)
-    plain = cases.draw_head()
+    plain, of_four = draw((5,)), draw((5,), "lora", columns=4)
     for inputs in (
-        alone | cases.draw_tokens(alone, 5),
-        banned | cases.draw_tokens(banned, 5),
-        plain | cases.draw_tokens(plain, 5, ignored=1.0),
-        plain | cases.draw_tokens(plain, 5) | {"positions": torch.zeros(0).long()},
+        draw((5,), "bias", columns=1),
+        of_four | {"banned": torch.arange(3), "targets": torch.full((5,), 3)},
+        plain | {"targets": torch.full((5,), heads.IGNORED)},
+        plain | {"positions": torch.zeros(0).long()},
     ):
         assert not any(value.any() for value in run(cases.op_of(inputs), inputs, backend, F32).values())
 
 
-@pytest.mark.parametrize(("tokens", "columns", "width"), [(3, 7, 300), (17, 300, 257), (2, 33, 256)], ids=str)
+@pytest.mark.parametrize(("tokens", "columns", "width"), [(3, 7, 300), (17, 300, 257), (5, 33, 256)], ids=str)
 @over_support
 def test_sizes_of_a_support(backend: str, tokens: int, columns: int, width: int) -> None:
     """Around the blocks of hidden states, ids and columns."""
-    head = cases.draw_head(columns, width, bias=True)
-    inputs = head | cases.draw_tokens(head, tokens)
-    inputs |= cases.draw_support(inputs, columns, [(columns, 8, 9, 1)[i % 4] for i in range(tokens)])
-    for dtype in (F32, torch.bfloat16):
+    inputs = draw((tokens,), "bias", "ignored", columns=columns, width=width)
+    inputs |= heads.draw_support(inputs, columns, [(columns, 8, 9, 1)[i % 4] for i in range(tokens)])
+    for dtype in (F32, BF16):
         assert_as_reference(inputs, backend, dtype)
 
 
 @over_support
 def test_many_tokens_that_keep_the_same_ids(backend: str) -> None:
     """As frequent ones do: a sum by id takes several steps."""
-    head = cases.draw_head(3, bias=True)
-    inputs = head | cases.draw_tokens(head, 40)
-    inputs |= cases.draw_support(inputs, 3, [3] * 40)
+    inputs = draw((40,), "bias", "ignored", columns=3)
+    inputs |= heads.draw_support(inputs, 3, [3] * 40)
     assert_as_reference(inputs, backend, F32)
 
 
@@ -135,12 +168,11 @@ def test_many_tokens_that_keep_the_same_ids(backend: str) -> None:
 @needs_cpu_kernels
 def test_a_vocabulary_of_a_model(chunk_size: int | None) -> None:
     """In chunks of the default size, of which the last is not whole; log-probs are exact to the fifth digit."""
-    head = cases.draw_head(1203, 32, bias=True)
-    head["weight"] /= 4
-    inputs = head | cases.draw_tokens(head, 600) | {"chunk_size": chunk_size}
-    for dtype in (F32, torch.bfloat16):
+    inputs = draw((600,), "bias", "ignored", columns=1203, width=32) | {"chunk_size": chunk_size}
+    inputs["weight"] /= 4
+    for dtype in (F32, BF16):
         got = assert_as_reference(inputs, "cpu", dtype)
-        gold = run(cases.op_of(inputs), cases.rounded(inputs, dtype), "reference", F64)["logprobs"]
+        gold = run(cases.op_of(inputs), heads.rounded(inputs, dtype), "reference", F64)["logprobs"]
         torch.testing.assert_close(got["logprobs"].double(), gold, rtol=0, atol=1e-5)
 
 
@@ -169,18 +201,16 @@ def test_nearly_certain_tokens_keep_their_digits(backend: str) -> None:
 
 @on_backends
 def test_a_nan_stays_in_its_token(backend: str) -> None:
-    inputs = cases.draw_head(bias=True)
-    inputs |= cases.draw_tokens(inputs, 9, ignored=0.0)
+    inputs = draw((9,), "bias")
     inputs["hidden"][4, 1] = NAN
     got = run(cases.op_of(inputs, "weight", "bias"), inputs, backend, F32)
     for name in ("logprobs", "entropy", "d_hidden"):
         assert got[name][4].isnan().all() and got[name][torch.arange(9) != 4].isfinite().all(), name
 
 
-@pytest.mark.parametrize("backend", [name for name in KERNELS if name not in FAST])
+@pytest.mark.parametrize("backend", [name for name in KERNELS if name not in EXACT])
 def test_a_target_that_is_no_column_gives_nan_where_it_cannot_be_an_error(backend: str) -> None:
-    inputs = cases.draw_head()
-    inputs |= cases.draw_tokens(inputs, 3, ignored=0.0)
+    inputs = draw((3,))
     for target in (-1, 37):
         inputs["targets"][1] = target
         got = run(cases.op_of(inputs), inputs, backend, F32)
@@ -203,7 +233,7 @@ def multiplications(call: Callable[[], Results]) -> int:
     return total
 
 
-TOKENS, COLUMNS, WIDTH, RANK = 24, 512, 256, 4
+TOKENS, COLUMNS, WIDTH, RANK = 24, 512, 256, 2
 
 
 @needs_cpu_kernels
@@ -212,18 +242,18 @@ TOKENS, COLUMNS, WIDTH, RANK = 24, 512, 256, 4
     [((), TOKENS, 4), (("weight",), TOKENS, 3), (("hidden",), TOKENS, 3), ((), TOKENS // 3, 2), (("weight",), 0, 1)],
     ids=str,
 )
-@pytest.mark.parametrize("adapter", [0, RANK])
+@pytest.mark.parametrize("has_adapter", [False, True])
 def test_the_products_of_the_page_and_no_others(
-    frozen: tuple[str, ...], live: int, products: int, adapter: int
+    frozen: tuple[str, ...], live: int, products: int, has_adapter: bool
 ) -> None:
     """One forward; backward one for the logits, hidden states and weight each, of the tokens with a gradient."""
-    inputs = cases.draw_head(COLUMNS, WIDTH, adapter=adapter)
-    inputs |= cases.draw_tokens(inputs, TOKENS, ignored=0.0) | {"chunk_size": 10}
+    features = ("lora",) if has_adapter else ()
+    inputs = draw((TOKENS,), *features, columns=COLUMNS, width=WIDTH) | {"chunk_size": 10}
     inputs |= {name: inputs[name] * (torch.arange(TOKENS) < live) for name in ("by_logprobs", "by_entropy")}
     counted = multiplications(lambda: run(cases.op_of(inputs, *frozen), inputs, "cpu", F32))
     whole = TOKENS * COLUMNS * WIDTH
     # an adapter's factors each way, for logits twice, hidden states, A and B: far less than a product B A
-    of_adapter = adapter * TOKENS * (COLUMNS + WIDTH)
+    of_adapter = RANK * has_adapter * TOKENS * (COLUMNS + WIDTH)
     assert products * whole <= counted <= products * whole + 5 * of_adapter
     assert 5 * of_adapter < COLUMNS * RANK * WIDTH
 
@@ -231,12 +261,10 @@ def test_the_products_of_the_page_and_no_others(
 # A support
 
 
-@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_gathered_chunks_and_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums over tokens and ids whose entries are in several chunks."""
-    head = cases.draw_head(40, 21, bias=True)
-    inputs = head | cases.draw_tokens(head, 20)
-    inputs |= cases.draw_support(inputs, 30)
+    inputs = cases.drawn("bias", "support", columns=40, width=21)
     expected, threads = run(cases.op_of(inputs), inputs, "reference", dtype), torch.get_num_threads()
     for numbers, count in ((21, 1), (5 * 21, 2), (support_reference._GATHERED, 3)):
         monkeypatch.setattr(support_reference, "_GATHERED", numbers)
@@ -246,11 +274,9 @@ def test_gathered_chunks_and_threads_change_no_bit(dtype: torch.dtype, monkeypat
         assert all(torch.equal(got[name], expected[name]) for name in expected), numbers
 
 
-@pytest.mark.parametrize("dtype", [F32, torch.bfloat16, F64], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
 def test_the_sums_of_a_gpu_are_those_of_a_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = cases.draw_head(40, 21, bias=True)
-    inputs = cases.rounded(head | cases.draw_tokens(head, 60), dtype)
-    inputs |= cases.draw_support(inputs, 40)
+    inputs = heads.rounded(cases.drawn("bias", "support", columns=40, width=21), dtype)
     working, gold = (run(cases.op_of(inputs), inputs, "reference", kind) for kind in (dtype, F64))
     monkeypatch.setattr(support_reference, "_on_cpu", lambda tensor: False)
     got = run(cases.op_of(inputs), inputs, "reference", dtype)

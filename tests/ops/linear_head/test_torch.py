@@ -1,0 +1,280 @@
+"""The three ops of the head with the rest of torch: autograd, autocast, gradients that are added to a tensor, graphs.
+
+Faults that this is for: a backward that scales what it should not, hands out a gradient twice, or reads what it has
+overwritten; a gradient of a factor that is frozen, or of the reference model; a weight gradient that is written and not
+added, rounded, given twice, or touches ids that no token keeps; an autocast that casts twice, or float64; a schema that
+graphs cannot use; a graph that is compiled for one number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels import registry
+from grpo_kernels.ops.linear_head import distillation_op, loss_op
+from tests.harness import INDUCTOR, device_of, needs_cpu_kernels
+from tests.ops.linear_head import cases, heads
+from tests.ops.linear_head import distillation_cases as distillation
+from tests.ops.linear_head.heads import BF16, F32, F64, OVER_SUPPORT, assert_close
+from tests.ops.linear_head.policy_loss_cases import problem
+from tests.ops.promises import Inputs, Op, Results, placed, run
+
+Batch = tuple[Op, Inputs]
+
+
+def of_logprobs(*features: str) -> Callable[[], Batch]:
+    def draw() -> Batch:
+        inputs = cases.drawn(*features)
+        return cases.op_of(inputs), inputs
+
+    return draw
+
+
+def of_loss(*features: str, **options: Any) -> Callable[[], Batch]:
+    def draw() -> Batch:
+        case = problem("dapo", "bias", *features, **options)
+        return case.op, case.inputs
+
+    return draw
+
+
+def of_distillation() -> Batch:
+    inputs = distillation.draw("bias", "lora")
+    return distillation.op_of(inputs), inputs
+
+
+BATCHES: dict[str, Callable[[], Batch]] = {
+    "log-probs": of_logprobs(*cases.EVERYTHING),
+    "log-probs over a support": of_logprobs("bias", "scaled", "support"),
+    "loss": of_loss("ref_hidden"),
+    "loss with a teacher": of_loss("ref_head", "teacher"),
+    "loss in low memory": of_loss("ref_hidden", memory="low"),
+    "loss over a support": of_loss("support"),
+    "loss with a teacher in low memory": of_loss("teacher", memory="low"),
+    "distillation": of_distillation,
+}
+# of a second backward; others may run again
+ONCE = {
+    "loss": "linear_policy_loss: backward must run once with memory='fast', got a second call",
+    "loss with a teacher": "linear_policy_loss: backward must run once with memory='fast', got a second call",
+    "loss with a teacher in low memory": "linear_policy_loss: backward must run once with teacher, got a second call",
+    "distillation": "linear_distillation_loss: backward must run once, got a second call",
+}
+KERNELS = [name for name in heads.KERNELS if name != "cuda"]
+on_batches = pytest.mark.parametrize("name", BATCHES)
+on_kernels = pytest.mark.parametrize("backend", KERNELS)
+
+
+def on_device(batch: Batch, backend: str, *leaves: str) -> Inputs:
+    """With these leaves, in the widest dtype of the backend."""
+    op, inputs = batch
+    dtype, device = F64 if backend == "cpu" else F32, device_of(backend)
+    given = placed(op, inputs, dtype, lambda value: value.to(device))
+    return given | {name: given[name].detach().requires_grad_(name in leaves) for name in op.leaves}
+
+
+def close(got: Results, expected: Results, backend: str = "cpu") -> None:
+    assert_close(got, expected, **({} if backend == "cpu" else {"rtol": 1e-4, "atol": 1e-5}))
+
+
+def gradients(inputs: Inputs, op: Op) -> Results:
+    return {f"d_{name}": inputs[name].grad.cpu() for name in op.leaves if inputs[name].grad is not None}
+
+
+# Autograd
+
+
+@pytest.mark.pairs
+@on_batches
+@on_kernels
+def test_a_second_backward_is_an_error_or_adds_as_much_again(backend: str, name: str) -> None:
+    op, inputs = BATCHES[name]()
+    given = on_device((op, inputs), backend, *op.leaves)
+    whole = run(op, inputs, backend, F64 if backend == "cpu" else F32)
+    expected = {key: value for key, value in whole.items() if key.startswith("d_")}
+    loss = op.call(given, backend)["loss"]
+    (-2.5 * loss).backward(retain_graph=True)
+    close(gradients(given, op), {key: -2.5 * value for key, value in expected.items()}, backend)
+    if name in ONCE:
+        with pytest.raises(RuntimeError, match=f"^{ONCE[name]}"):
+            loss.backward()
+    else:
+        loss.backward()
+        close(gradients(given, op), {key: -1.5 * value for key, value in expected.items()}, backend)
+
+
+@pytest.mark.pairs
+@on_batches
+@on_kernels
+def test_second_derivatives_are_refused(backend: str, name: str) -> None:
+    op, inputs = BATCHES[name]()
+    given = on_device((op, inputs), backend, "hidden")
+    (gradient,) = torch.autograd.grad(op.call(given, backend)["loss"], given["hidden"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"a second derivative|does not require grad"):
+        gradient.square().sum().backward()
+
+
+@pytest.mark.pairs
+@on_batches
+@pytest.mark.parametrize("backend", heads.EXACT)
+def test_only_asked_for_gradients_are_given(backend: str, name: str) -> None:
+    """None at all, those of the hidden states, and none of the reference model."""
+    op, inputs = BATCHES[name]()
+    whole = run(op, inputs, backend, F64)
+    results = {key: value for key, value in whole.items() if not key.startswith("d_")}
+    with torch.no_grad():
+        inside = op.call(on_device((op, inputs), "cpu", *op.leaves), backend)
+    plain = op.call(on_device((op, inputs), "cpu"), backend)
+    for found in (inside, plain):
+        assert not any(value.requires_grad for value in found.values())
+        close(found, results)
+    given = on_device((op, inputs), "cpu", "hidden")
+    reference = [given[key].requires_grad_() for key in ("ref_hidden", "ref_weight", "ref_bias") if key in given]
+    op.call(given, backend)["loss"].backward()
+    close(gradients(given, op), {"d_hidden": whole["d_hidden"]})
+    assert all(value.grad is None for value in reference)
+
+
+# A tensor that the gradient of the weight is added to
+
+ADDED = (), ("shared",), ("teacher",), ("support",), ("support", "teacher"), ("lora",)
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize(
+    "features",
+    [(), ("shared",), ("teacher",), ("support",), ("support", "teacher"), ("lora",), "distillation"],
+    ids=str,
+)
+@on_kernels
+def test_the_weight_gradient_is_added_to_a_tensor(backend: str, features: tuple[str, ...] | str) -> None:
+    """Over two calls, in several chunks."""
+    draw = of_distillation if isinstance(features, str) else of_loss(*features, rows=2, chunk_size=5)
+    op, inputs = draw()
+    given = on_device((op, inputs), backend, *op.leaves)
+    whole = run(op, inputs, backend, F64 if backend == "cpu" else F32)
+    into = torch.ones_like(given["weight"], requires_grad=False)
+    for _ in range(2):
+        op.call(given | {"weight_grad": into}, backend)["loss"].backward()
+    assert given["weight"].grad is None
+    got = gradients(given, op) | {"d_weight": into.cpu() - 1}
+    close(got, {key: 2 * value for key, value in whole.items() if key in got}, backend)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("into", [F32, BF16], ids=str)
+@pytest.mark.parametrize("features", [(), ("support",)], ids=str)
+def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(features: tuple[str, ...], into: torch.dtype) -> None:
+    case = problem("grpo", "bias", *features).rounded(BF16)
+    given = placed(case.op, case.inputs, BF16, lambda value: value)
+    total = torch.zeros(31, 5, dtype=into)
+    case.op.call(given | {"weight_grad": total}, "cpu")["loss"].backward()
+    expected = case.run("cpu", BF16)["d_weight"].to(into)
+    # one chunk: the float32 sum is rounded once, and its factors are rounded to half precision before
+    torch.testing.assert_close(total, expected, rtol=2**-7, atol=2**-8 * float(expected.abs().max()))
+    assert given["weight"].grad is None and total.any()
+
+
+def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
+    op, inputs = of_loss()()
+    given = on_device((op, inputs), "cpu", "weight")
+    loss = op.call(given | {"weight_grad": torch.zeros(31, 5, dtype=F64)}, "cpu")["loss"]
+    with pytest.raises(RuntimeError, match="linear_policy_loss: the loss must be given to backward unscaled"):
+        (loss / 2).backward()
+
+
+@pytest.mark.parametrize("backend", [name for name in OVER_SUPPORT if name != "reference"])
+def test_over_a_support_a_scaled_gradient_is_added_to_the_rows_of_kept_ids(backend: str) -> None:
+    op, inputs = of_loss("support", columns=67, rows=2)()
+    given = on_device((op, inputs), backend, "weight")
+    expected = run(op, inputs, backend, given["weight"].dtype)["d_weight"]
+    start = torch.randn_like(given["weight"])
+    into = start.detach().clone()
+    (4 * op.call(given | {"weight_grad": into}, backend)["loss"]).backward()
+    close({"added": (into - start).detach().cpu()}, {"added": 4 * expected}, "triton")
+    untouched = torch.ones(67, dtype=torch.bool).index_fill(0, inputs["support"][0], False)
+    assert untouched.any() and torch.equal(into[untouched], start[untouched])
+
+
+# Autocast
+
+
+@on_batches
+@pytest.mark.parametrize("backend", heads.EXACT)
+def test_autocast_is_casting_by_hand(backend: str, name: str) -> None:
+    op, inputs = BATCHES[name]()
+    inputs = heads.cast(inputs, F32)
+    found = []
+    for is_inside in (True, False):
+        leaves = {key: inputs[key].clone().requires_grad_() for key in op.leaves}
+        given = inputs | leaves
+        if not is_inside:
+            names = [f"{prefix}{key}" for prefix in ("", "ref_") for key in ("hidden", "weight", "bias")]
+            given |= {key: given[key].bfloat16() for key in names if key in given}
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_inside):
+            results = op.call(given, backend)
+        assert results["loss"].dtype == F32
+        found.append(results | dict(zip(leaves, torch.autograd.grad(results["loss"], [*leaves.values()]), strict=True)))
+    for key, value in found[0].items():
+        assert torch.equal(value.nan_to_num(), found[1][key].nan_to_num()) and value.dtype == found[1][key].dtype, key
+
+
+@on_batches
+def test_autocast_leaves_float64_alone(name: str) -> None:
+    op, inputs = BATCHES[name]()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = run(op, inputs, "reference", F64)
+    outside = run(op, inputs, "reference", F64)
+    assert inside["loss"].dtype == F64
+    assert_close(inside, outside, rtol=0, atol=0)
+
+
+# Graphs
+
+
+def test_a_graph_for_any_number_of_tokens() -> None:
+    torch.compiler.reset()
+    head = heads.cast(cases.draw((20,), "bias"), F32)
+
+    def loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        lm_head = gk.LMHead(head["weight"], head["bias"])
+        logprobs = gk.linear_logprobs(hidden * 2, lm_head, targets, chunk_size=3).logprobs
+        return logprobs.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=INDUCTOR, dynamic=True)
+    for tokens in (4, 7, 20):
+        hidden, targets = head["hidden"][:tokens].clone().requires_grad_(), head["targets"][:tokens].clone()
+        with torch.compiler.set_stance("default" if tokens == 4 else "fail_on_recompile"):
+            got = torch.autograd.grad(compiled(hidden, targets), hidden)
+        torch.testing.assert_close(got, torch.autograd.grad(loss(hidden, targets), hidden), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_of_positions_breaks_the_graph_and_keeps_the_results() -> None:
+    torch.compiler.reset()
+    inputs = heads.cast(cases.drawn("bias"), F32) | {"positions": torch.arange(20).view(4, 5) % 3 == 0}
+    compiled = torch.compile(lambda given: cases.call(given, None)["logprobs"], backend=INDUCTOR)
+    torch.testing.assert_close(compiled(inputs), cases.call(inputs, None)["logprobs"], rtol=1e-6, atol=1e-6)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("name", ["linear_policy_loss", "linear_distillation_loss"])
+def test_opcheck_of_the_ops_that_graphs_call(name: str) -> None:
+    """Eager calls run the same functions, but not as ops."""
+    if name == "linear_policy_loss":
+        features = ("bias", "lora", "gaps", "policy_mask", "is_weights", "return_entropy")  # no metric is NaN
+        case, module, function = problem("sequence", *features, chunk_size=14), loss_op, "loss_forward"
+        op, inputs = case.op, case.inputs
+    else:
+        (op, inputs), module, function = of_distillation(), distillation_op, "forward"
+    with mock.patch.object(module, function, wraps=getattr(module, function)) as computed:
+        run(op, inputs, "cpu", F32)
+    flat = module.LOSS.layout.flat(computed.call_args.args[1])
+    flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
+    torch.library.opcheck(registry.overload(f"{name}_cpu"), flat)
