@@ -40,8 +40,8 @@ def banning(*ids: int) -> dict[str, Any]:
     return {"head": gk.LMHead(WEIGHT, banned=torch.tensor(ids))}
 
 
-def with_id(value: int) -> dict[str, Any]:
-    return {"support": (IDS.index_fill(0, torch.tensor(3), value), OFFSETS)}
+def with_id(value: int, place: int = 3) -> dict[str, Any]:
+    return {"support": (IDS.index_fill(0, torch.tensor(place), value), OFFSETS)}
 
 
 def with_offsets(*values: int, count: int = 6) -> dict[str, Any]:
@@ -185,9 +185,10 @@ OF_SUPPORTS: dict[type[Exception], Rows] = {
         "support.token_ids must be in [0, 7), got -1 in row 2": with_id(-1),
         "support.token_ids must be in [0, 7), got 7 in row 2": with_id(7),
         "support.token_ids must differ within a row, got 6 twice in row 2": with_id(6),
+        "support.token_ids must differ within a row, got 0 twice in row 0": with_id(0, place=0),
         "targets must be in the support of their row, got 6 in row 2": with_offsets(0, 2, 3, 3, count=3),
         "targets must be in the support of their row, got 0 in row 0": with_offsets(0, 0, 0, 0, count=0),
-        "support.token_ids must not be banned by the head, got 3 at [3]": banning(3),
+        "support.token_ids must not be banned by the head, got 4 at [0]": banning(4),
     },
 }
 OF_SUPPORTS[ValueError] |= {
