@@ -34,7 +34,6 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()) or "cpu" not in EXACT,
     reason="needs gloo and the CPU kernels",
 )
-Batch = tuple[Op, Inputs]
 # Columns of each rank, by the number of ranks.
 SHARES = {2: (12, 19), 4: (1, 5, 21, 4)}
 TOKENS, COLUMNS = 14, 31
@@ -43,7 +42,7 @@ SPLIT = ("weight", "bias", "lora_b", "ref_weight", "ref_bias", "ref_lora_b")
 CERTAIN = torch.tensor([1e-3, 1e-6, 1e-9, 1e-12], dtype=F64)
 
 
-def of_logprobs(*features: str, frozen: tuple[str, ...] = (), **changes: Any) -> Batch:
+def of_logprobs(*features: str, frozen: tuple[str, ...] = (), **changes: Any) -> Op:
     """Targets at both ends of both shards, ignored ones, and tokens without a gradient."""
     torch.manual_seed(4)
     inputs = cases.draw((TOKENS,), "bias", *features, columns=COLUMNS, width=5)
@@ -53,16 +52,15 @@ def of_logprobs(*features: str, frozen: tuple[str, ...] = (), **changes: Any) ->
     for name in ("by_logprobs", "by_entropy"):
         inputs[name][::5] = 0
     inputs = {name: value for name, value in (inputs | changes).items() if name != "by_entropy" or value is not None}
-    return cases.op_of(inputs, *frozen), inputs
+    return cases.op_of(inputs, *frozen)
 
 
-def of_loss(config: str, *features: str, **options: Any) -> Batch:
+def of_loss(config: str, *features: str, **options: Any) -> Op:
     torch.manual_seed(3)
-    case = problem(config, *features, **options)
-    return case.op, case.inputs
+    return problem(config, *features, **options).op
 
 
-def certain(column: int, offset: float) -> Batch:
+def certain(column: int, offset: float) -> Op:
     """One id has nearly all of the probability, as given by CERTAIN; the others share the rest equally."""
     rest = CERTAIN.log() - math.log(COLUMNS - 1)
     weight = torch.tensor([[1.0, 0.0]], dtype=F64).repeat(COLUMNS, 1)
@@ -70,25 +68,26 @@ def certain(column: int, offset: float) -> Batch:
     hidden = torch.stack([(rest + offset), torch.full_like(rest, offset)], 1).float().double()
     inputs = {"hidden": hidden, "targets": torch.full((4,), column), "weight": weight}
     inputs |= {"by_logprobs": torch.ones(4).double(), "by_entropy": torch.ones(4).double()}
-    return cases.op_of(inputs), inputs
+    return cases.op_of(inputs)
 
 
-def without_columns(first: int) -> Batch:
+def without_columns(first: int) -> Op:
     """The logits of the last columns are -inf by the bias."""
-    op, inputs = of_logprobs()
+    op = of_logprobs()
+    inputs = op.draw()
     inputs["bias"][first:] = -math.inf
     inputs["targets"] = torch.where(inputs["targets"] >= first, 3, inputs["targets"])
-    return op, inputs
+    return op
 
 
-def with_nan() -> Batch:
-    op, inputs = of_logprobs()
-    inputs["hidden"][2, 1] = NAN
-    return op, inputs
+def with_nan() -> Op:
+    op = of_logprobs()
+    op.draw()["hidden"][2, 1] = NAN
+    return op
 
 
 EVERYTHING = ("bias", "gaps", "ignored", "lora", "scaled", "banned", "policy_mask")
-CASES: dict[str, Callable[[], Batch]] = {
+CASES: dict[str, Callable[[], Op]] = {
     "plain": of_logprobs,
     "chunks": functools.partial(of_logprobs, chunk_size=3),
     "scaled": functools.partial(of_logprobs, "scaled"),
@@ -112,7 +111,7 @@ CASES: dict[str, Callable[[], Batch]] = {
     "certain, there": functools.partial(certain, 20, 0.0),
     "certain, far from 0": functools.partial(certain, 20, 40.0),
 }
-LOSSES: dict[str, Callable[[], Batch]] = {
+LOSSES: dict[str, Callable[[], Op]] = {
     "loss in chunks": functools.partial(of_loss, "dapo", "bias", "gaps", chunk_size=4),
     "loss in its own chunks": functools.partial(of_loss, "dapo", "bias", "packed"),
     "loss of all tokens": functools.partial(of_loss, "dapo", "bias", chunk_size=4, compact=False),
@@ -146,9 +145,9 @@ def of_rank(inputs: Inputs, rank: int) -> Inputs:
 
 
 def sharded(case: str, backend: str, dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    op, inputs = ALL[case]()
+    op = ALL[case]()
     with Communication() as communication:
-        results = run(op, of_rank(inputs, rank), backend, dtype)
+        results = run(op, of_rank(op.draw(), rank), backend, dtype)
     return results | {"sent": communication.take()}
 
 
@@ -161,9 +160,8 @@ def message_of(call: Callable[[], object]) -> str:
 
 
 def wrong_targets(rank: int) -> dict[str, str]:
-    def message(batch: Batch, **changes: Any) -> str:
-        op, inputs = batch
-        given = of_rank(inputs, rank)
+    def message(op: Op, **changes: Any) -> str:
+        given = of_rank(op.draw(), rank)
         for target in changes.pop("targets", ()):
             given["targets"][given["targets"] == 12] = target
         return message_of(lambda: run(op, given | changes, "cpu", F64))
@@ -177,8 +175,8 @@ def wrong_targets(rank: int) -> dict[str, str]:
 
 
 def added_weight_gradient(rank: int) -> Tensor:
-    op, inputs = ALL["loss in chunks"]()
-    inputs = of_rank(inputs, rank)
+    op = ALL["loss in chunks"]()
+    inputs = of_rank(op.draw(), rank)
     inputs["weight"].requires_grad_()
     inputs["weight_grad"] = torch.zeros_like(inputs["weight"])
     op.call(inputs, "cpu")["loss"].backward()
@@ -195,22 +193,12 @@ def chunk_sizes(rank: int) -> list[int]:
 # DTensors
 
 
-def of_distillation() -> Batch:
-    inputs = distillation.draw("bias", "lora")
-    return distillation.op_of(inputs), inputs
-
-
-def over_support() -> Batch:
-    inputs = cases.drawn("bias", "scaled", "support")
-    return cases.op_of(inputs), inputs
-
-
-WHOLE: dict[str, Callable[[], Batch]] = {
+WHOLE: dict[str, Callable[[], Op]] = {
     "logprobs": functools.partial(of_logprobs, "lora"),
-    "support": over_support,
+    "support": lambda: cases.op_of(cases.drawn("bias", "scaled", "support")),
     "loss": functools.partial(of_loss, "dapo", "bias", "lora", "ref_hidden"),
     "low memory": functools.partial(of_loss, "dapo", "bias", "lora", "ref_hidden", memory="low"),
-    "distillation": of_distillation,
+    "distillation": lambda: distillation.op_of(distillation.draw("bias", "lora")),
 }
 
 
@@ -222,7 +210,8 @@ def differentiated(op: Op, inputs: Inputs, leaves: dict[str, Tensor]) -> Results
 
 def in_one_process(call: str) -> Results:
     torch.manual_seed(3)
-    op, inputs = WHOLE[call]()
+    op = WHOLE[call]()
+    inputs = op.draw()
     return differentiated(op, inputs, {name: inputs[name].requires_grad_() for name in op.leaves})
 
 
@@ -231,7 +220,8 @@ def as_dtensors(call: str, mesh: Any, is_split: bool) -> Results:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     torch.manual_seed(3)
-    op, inputs = WHOLE[call]()
+    op = WHOLE[call]()
+    inputs = op.draw()
     given: Inputs = {}
     for name in (*op.leaves, "ref_hidden"):
         if name in inputs:
@@ -251,7 +241,8 @@ def as_dtensors(call: str, mesh: Any, is_split: bool) -> Results:
 def refused_dtensors(mesh: Any) -> dict[str, str]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    op, inputs = WHOLE["loss"]()
+    op = WHOLE["loss"]()
+    inputs = op.draw()
     messages = {}
     for name in (*LEAVES, "ref_hidden", "targets"):
         place = Replicate() if name == "targets" else Shard(0)
@@ -304,7 +295,8 @@ def joined(found: list[dict[str, Any]]) -> Results:
 
 @pytest.mark.parametrize(("case", "backend", "dtype"), RUNS, ids=str)
 def test_it_is_what_one_process_gets(ranks: list[dict[Any, Any]], case: str, backend: str, dtype: torch.dtype) -> None:
-    op, inputs = ALL[case]()
+    op = ALL[case]()
+    inputs = op.draw()
     got = joined([rank[case, backend, dtype] for rank in ranks])
     gold, working = (run(op, inputs, "reference", kind) for kind in (F64, dtype))
     for name, value in gold.items():
@@ -319,7 +311,7 @@ def test_it_is_what_one_process_gets(ranks: list[dict[Any, Any]], case: str, bac
 @pytest.mark.parametrize("dtype", [F64, F32], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("certain")])
 def test_certain_tokens_keep_their_digits(ranks: list[dict[Any, Any]], case: str, dtype: torch.dtype) -> None:
-    hidden = CASES[case]()[1]["hidden"]
+    hidden = CASES[case]().draw()["hidden"]
     gold = -torch.log1p((COLUMNS - 1) * (hidden[:, 0] - hidden[:, 1]).exp())  # the gap that rounding leaves
     for rank in ranks:
         got = rank[case, "cpu", dtype]["logprobs"].double()
@@ -330,7 +322,8 @@ def test_certain_tokens_keep_their_digits(ranks: list[dict[Any, Any]], case: str
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_ranks_send(ranks: list[dict[Any, Any]], case: str) -> None:
     """Three numbers a token and rank, and the gradients of what all ranks have."""
-    op, inputs = CASES[case]()
+    op = CASES[case]()
+    inputs = op.draw()
     count = len(ranks[0][case, "cpu", F64]["logprobs"]) if case != "mask" else int(inputs["positions"].sum())
     backward = [inputs[name].numel() for name in ("hidden", "lora_a") if name in op.leaves]
     if "positions" in inputs:
@@ -347,7 +340,7 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
     def sent(case: str) -> list[int]:
         return [size for _, size in ranks[0][case, "cpu", F64]["sent"]]
 
-    inputs, size = LOSSES["loss in chunks"]()[1], len(ranks)
+    inputs, size = LOSSES["loss in chunks"]().draw(), len(ranks)
     counts = takes_part(inputs)
     *chunks, of_hidden = sent("loss in chunks")
     assert sum(chunks) == 8 * 3 * size * int(counts.sum())
@@ -358,8 +351,8 @@ def test_what_the_ranks_of_a_loss_send(ranks: list[dict[Any, Any]]) -> None:
 
 
 def test_the_weight_gradient_is_added_to_a_tensor(ranks: list[dict[Any, Any]]) -> None:
-    op, inputs = ALL["loss in chunks"]()
-    want = run(op, inputs, "cpu", F64)["d_weight"]
+    op = ALL["loss in chunks"]()
+    want = run(op, op.draw(), "cpu", F64)["d_weight"]
     torch.testing.assert_close(torch.cat([rank["weight_grad"] for rank in ranks]), want, rtol=1e-9, atol=1e-11)
 
 
@@ -420,7 +413,8 @@ def alone() -> Iterator[Any]:
 def test_every_placement_is_whole_on_one_rank(alone: Any) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    op, inputs = WHOLE["logprobs"]()
+    op = WHOLE["logprobs"]()
+    inputs = op.draw()
     tensors = {name: distribute_tensor(inputs[name], alone, [Shard(0)]) for name in LEAVES}
     assert torch.equal(op.call(inputs | tensors, "cpu")["loss"], in_one_process("logprobs")["loss"])
 
@@ -429,6 +423,7 @@ def test_every_placement_is_whole_on_one_rank(alone: Any) -> None:
 @pytest.mark.parametrize(("features", "rule"), [("teacher", "with teacher, whose ids"), ("support", "with support")])
 def test_a_split_head_and_a_teacher_or_a_support(features: str, rule: str) -> None:
     """The ids may be columns of any rank."""
-    op, inputs = of_loss("grpo", features)
+    op = of_loss("grpo", features)
+    inputs = op.draw()
     with pytest.raises(ValueError, match=f"^linear_policy_loss: head.vocab_start must be None {rule}"):
         op.call(inputs | {"vocab_start": 0}, "cpu")

@@ -26,38 +26,27 @@ from tests.ops.linear_head.heads import BF16, F32, F64, OVER_SUPPORT, assert_clo
 from tests.ops.linear_head.policy_loss_cases import problem
 from tests.ops.promises import Inputs, Op, Results, placed, run
 
-Batch = tuple[Op, Inputs]
+
+def of_logprobs(*features: str) -> Op:
+    return cases.op_of(cases.drawn(*features))
 
 
-def of_logprobs(*features: str) -> Callable[[], Batch]:
-    def draw() -> Batch:
-        inputs = cases.drawn(*features)
-        return cases.op_of(inputs), inputs
-
-    return draw
+def of_loss(*features: str, **options: Any) -> Op:
+    return problem("dapo", "bias", *features, **options).op
 
 
-def of_loss(*features: str, **options: Any) -> Callable[[], Batch]:
-    def draw() -> Batch:
-        case = problem("dapo", "bias", *features, **options)
-        return case.op, case.inputs
-
-    return draw
+def of_distillation() -> Op:
+    return distillation.op_of(distillation.draw("bias", "lora"))
 
 
-def of_distillation() -> Batch:
-    inputs = distillation.draw("bias", "lora")
-    return distillation.op_of(inputs), inputs
-
-
-BATCHES: dict[str, Callable[[], Batch]] = {
-    "log-probs": of_logprobs(*cases.EVERYTHING),
-    "log-probs over a support": of_logprobs("bias", "scaled", "support"),
-    "loss": of_loss("ref_hidden"),
-    "loss with a teacher": of_loss("ref_head", "teacher"),
-    "loss in low memory": of_loss("ref_hidden", memory="low"),
-    "loss over a support": of_loss("support"),
-    "loss with a teacher in low memory": of_loss("teacher", memory="low"),
+BATCHES: dict[str, Callable[[], Op]] = {
+    "log-probs": lambda: of_logprobs(*cases.EVERYTHING),
+    "log-probs over a support": lambda: of_logprobs("bias", "scaled", "support"),
+    "loss": lambda: of_loss("ref_hidden"),
+    "loss with a teacher": lambda: of_loss("ref_head", "teacher"),
+    "loss in low memory": lambda: of_loss("ref_hidden", memory="low"),
+    "loss over a support": lambda: of_loss("support"),
+    "loss with a teacher in low memory": lambda: of_loss("teacher", memory="low"),
     "distillation": of_distillation,
 }
 # of a second backward; others may run again
@@ -72,11 +61,10 @@ on_batches = pytest.mark.parametrize("name", BATCHES)
 on_kernels = pytest.mark.parametrize("backend", KERNELS)
 
 
-def on_device(batch: Batch, backend: str, *leaves: str) -> Inputs:
+def on_device(op: Op, backend: str, *leaves: str) -> Inputs:
     """With these leaves, in the widest dtype of the backend."""
-    op, inputs = batch
     dtype, device = F64 if backend == "cpu" else F32, device_of(backend)
-    given = placed(op, inputs, dtype, lambda value: value.to(device))
+    given = placed(op, op.draw(), dtype, lambda value: value.to(device))
     return given | {name: given[name].detach().requires_grad_(name in leaves) for name in op.leaves}
 
 
@@ -95,9 +83,9 @@ def gradients(inputs: Inputs, op: Op) -> Results:
 @on_batches
 @on_kernels
 def test_a_second_backward_is_an_error_or_adds_as_much_again(backend: str, name: str) -> None:
-    op, inputs = BATCHES[name]()
-    given = on_device((op, inputs), backend, *op.leaves)
-    whole = run(op, inputs, backend, F64 if backend == "cpu" else F32)
+    op = BATCHES[name]()
+    given = on_device(op, backend, *op.leaves)
+    whole = run(op, op.draw(), backend, F64 if backend == "cpu" else F32)
     expected = {key: value for key, value in whole.items() if key.startswith("d_")}
     loss = op.call(given, backend)["loss"]
     (-2.5 * loss).backward(retain_graph=True)
@@ -114,8 +102,8 @@ def test_a_second_backward_is_an_error_or_adds_as_much_again(backend: str, name:
 @on_batches
 @on_kernels
 def test_second_derivatives_are_refused(backend: str, name: str) -> None:
-    op, inputs = BATCHES[name]()
-    given = on_device((op, inputs), backend, "hidden")
+    op = BATCHES[name]()
+    given = on_device(op, backend, "hidden")
     (gradient,) = torch.autograd.grad(op.call(given, backend)["loss"], given["hidden"], create_graph=True)
     with pytest.raises(RuntimeError, match=r"a second derivative|does not require grad"):
         gradient.square().sum().backward()
@@ -126,16 +114,16 @@ def test_second_derivatives_are_refused(backend: str, name: str) -> None:
 @pytest.mark.parametrize("backend", heads.EXACT)
 def test_only_asked_for_gradients_are_given(backend: str, name: str) -> None:
     """None at all, those of the hidden states, and none of the reference model."""
-    op, inputs = BATCHES[name]()
-    whole = run(op, inputs, backend, F64)
+    op = BATCHES[name]()
+    whole = run(op, op.draw(), backend, F64)
     results = {key: value for key, value in whole.items() if not key.startswith("d_")}
     with torch.no_grad():
-        inside = op.call(on_device((op, inputs), "cpu", *op.leaves), backend)
-    plain = op.call(on_device((op, inputs), "cpu"), backend)
+        inside = op.call(on_device(op, "cpu", *op.leaves), backend)
+    plain = op.call(on_device(op, "cpu"), backend)
     for found in (inside, plain):
         assert not any(value.requires_grad for value in found.values())
         close(found, results)
-    given = on_device((op, inputs), "cpu", "hidden")
+    given = on_device(op, "cpu", "hidden")
     reference = [given[key].requires_grad_() for key in ("ref_hidden", "ref_weight", "ref_bias") if key in given]
     op.call(given, backend)["loss"].backward()
     close(gradients(given, op), {"d_hidden": whole["d_hidden"]})
@@ -156,10 +144,9 @@ ADDED = (), ("shared",), ("teacher",), ("support",), ("support", "teacher"), ("l
 @on_kernels
 def test_the_weight_gradient_is_added_to_a_tensor(backend: str, features: tuple[str, ...] | str) -> None:
     """Over two calls, in several chunks."""
-    draw = of_distillation if isinstance(features, str) else of_loss(*features, rows=2, chunk_size=5)
-    op, inputs = draw()
-    given = on_device((op, inputs), backend, *op.leaves)
-    whole = run(op, inputs, backend, F64 if backend == "cpu" else F32)
+    op = of_distillation() if isinstance(features, str) else of_loss(*features, rows=2, chunk_size=5)
+    given = on_device(op, backend, *op.leaves)
+    whole = run(op, op.draw(), backend, F64 if backend == "cpu" else F32)
     into = torch.ones_like(given["weight"], requires_grad=False)
     for _ in range(2):
         op.call(given | {"weight_grad": into}, backend)["loss"].backward()
@@ -183,8 +170,8 @@ def test_a_weight_gradient_of_a_half_is_added_up_in_either_dtype(features: tuple
 
 
 def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
-    op, inputs = of_loss()()
-    given = on_device((op, inputs), "cpu", "weight")
+    op = of_loss()
+    given = on_device(op, "cpu", "weight")
     loss = op.call(given | {"weight_grad": torch.zeros(31, 5, dtype=F64)}, "cpu")["loss"]
     with pytest.raises(RuntimeError, match="linear_policy_loss: the loss must be given to backward unscaled"):
         (loss / 2).backward()
@@ -192,14 +179,14 @@ def test_a_loss_whose_weight_gradient_was_added_must_not_be_scaled() -> None:
 
 @pytest.mark.parametrize("backend", [name for name in OVER_SUPPORT if name != "reference"])
 def test_over_a_support_a_scaled_gradient_is_added_to_the_rows_of_kept_ids(backend: str) -> None:
-    op, inputs = of_loss("support", columns=67, rows=2)()
-    given = on_device((op, inputs), backend, "weight")
-    expected = run(op, inputs, backend, given["weight"].dtype)["d_weight"]
+    op = of_loss("support", columns=67, rows=2)
+    given = on_device(op, backend, "weight")
+    expected = run(op, op.draw(), backend, given["weight"].dtype)["d_weight"]
     start = torch.randn_like(given["weight"])
     into = start.detach().clone()
     (4 * op.call(given | {"weight_grad": into}, backend)["loss"]).backward()
     close({"added": (into - start).detach().cpu()}, {"added": 4 * expected}, "triton")
-    untouched = torch.ones(67, dtype=torch.bool).index_fill(0, inputs["support"][0], False)
+    untouched = torch.ones(67, dtype=torch.bool).index_fill(0, op.draw()["support"][0], False)
     assert untouched.any() and torch.equal(into[untouched], start[untouched])
 
 
@@ -209,8 +196,8 @@ def test_over_a_support_a_scaled_gradient_is_added_to_the_rows_of_kept_ids(backe
 @on_batches
 @pytest.mark.parametrize("backend", heads.EXACT)
 def test_autocast_is_casting_by_hand(backend: str, name: str) -> None:
-    op, inputs = BATCHES[name]()
-    inputs = heads.cast(inputs, F32)
+    op = BATCHES[name]()
+    inputs = heads.cast(op.draw(), F32)
     found = []
     for is_inside in (True, False):
         leaves = {key: inputs[key].clone().requires_grad_() for key in op.leaves}
@@ -228,10 +215,10 @@ def test_autocast_is_casting_by_hand(backend: str, name: str) -> None:
 
 @on_batches
 def test_autocast_leaves_float64_alone(name: str) -> None:
-    op, inputs = BATCHES[name]()
+    op = BATCHES[name]()
     with torch.autocast("cpu", torch.bfloat16):
-        inside = run(op, inputs, "reference", F64)
-    outside = run(op, inputs, "reference", F64)
+        inside = run(op, op.draw(), "reference", F64)
+    outside = run(op, op.draw(), "reference", F64)
     assert inside["loss"].dtype == F64
     assert_close(inside, outside, rtol=0, atol=0)
 
@@ -270,11 +257,11 @@ def test_opcheck_of_the_ops_that_graphs_call(name: str) -> None:
     if name == "linear_policy_loss":
         features = ("bias", "lora", "gaps", "policy_mask", "is_weights", "return_entropy")  # no metric is NaN
         case, module, function = problem("sequence", *features, chunk_size=14), loss_op, "loss_forward"
-        op, inputs = case.op, case.inputs
+        op = case.op
     else:
-        (op, inputs), module, function = of_distillation(), distillation_op, "forward"
+        op, module, function = of_distillation(), distillation_op, "forward"
     with mock.patch.object(module, function, wraps=getattr(module, function)) as computed:
-        run(op, inputs, "cpu", F32)
+        run(op, op.draw(), "cpu", F32)
     flat = module.LOSS.layout.flat(computed.call_args.args[1])
     flat = [value.detach() if isinstance(value, Tensor) else value for value in flat]
     torch.library.opcheck(registry.overload(f"{name}_cpu"), flat)
