@@ -305,7 +305,7 @@ def test_it_is_what_one_process_gets(ranks: list[dict[Any, Any]], case: str, bac
             assert got[name].dtype == dtype
             assert_within_budget(got[name], working[name], value, name)
     if dtype == F64:
-        assert_close(got, gold)
+        assert_close(got, gold, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [F64, F32], ids=str)
@@ -385,7 +385,7 @@ def test_whole_dtensors_are_this_ranks_tensors(ranks: list[dict[Any, Any]], call
 @pytest.mark.parametrize("call", ["logprobs", "loss"])
 def test_a_split_vocabulary_is_given_by_its_local_columns(ranks: list[dict[Any, Any]], call: str) -> None:
     for rank in ranks:
-        assert_close(rank["split", call], in_one_process(call))
+        assert_close(rank["split", call], in_one_process(call), rtol=1e-10, atol=1e-12)
 
 
 def test_split_dtensors_are_refused(ranks: list[dict[Any, Any]]) -> None:

@@ -69,7 +69,9 @@ def on_device(op: Op, backend: str, *leaves: str) -> Inputs:
 
 
 def close(got: Results, expected: Results, backend: str = "cpu") -> None:
-    assert_close(got, expected, **({} if backend == "cpu" else {"rtol": 1e-4, "atol": 1e-5}))
+    assert_close(
+        got, expected, **({"rtol": 1e-12, "atol": 1e-14} if backend == "cpu" else {"rtol": 1e-4, "atol": 1e-5})
+    )
 
 
 def gradients(inputs: Inputs, op: Op) -> Results:
