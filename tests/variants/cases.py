@@ -56,21 +56,39 @@ def ignored(inputs: Inputs) -> dict[str, Tensor]:
     slots = ~inputs["mask"]
     if "cu_seqlens" in inputs:
         slots = slots | (torch.arange(ROWS * WIDTH) >= inputs["cu_seqlens"][-1])
-    return dict.fromkeys(NUMBERS, slots)
+    return {name: slots for name in NUMBERS if name in inputs}
 
 
-def draw_rows() -> Inputs:
+def draw_rows(*names: str) -> Inputs:
     inputs = draw(is_packed=True)
-    return {"mask": inputs["mask"], "cu_seqlens": inputs["cu_seqlens"], "count": 5 + torch.rand(()).double()}
+    inputs |= {"count": 5 + torch.rand(()).double(), "rollouts": torch.randint(-2, 2, (ROWS,))}
+    return {name: inputs[name] for name in ("mask", "cu_seqlens", *names)}
 
 
-def shares(inputs: Inputs, backend: str | None) -> Results:
-    return {"shares": gk.token_shares(**inputs, aggregation="token-mean")}
+def shares(inputs: Inputs, backend: str | None, aggregation: str) -> Results:
+    return {"shares": gk.token_shares(**inputs, aggregation=aggregation)}
+
+
+def ratios(inputs: Inputs, backend: str | None) -> Results:
+    logprobs = gk.rollout_logprobs(**inputs)
+    slots = ~ignored(inputs)["logprobs"]
+    return {"loss": (torch.where(slots, logprobs, 0) * inputs["old_logprobs"].nan_to_num()).sum(), "logprobs": logprobs}
 
 
 SUPPORTS = {"reference": (torch.float32, torch.float64)}
 OPS = {
-    "token_shares": Op(draw_rows, shares, SUPPORTS),
+    "token_shares": Op(
+        functools.partial(draw_rows, "count"), functools.partial(shares, aggregation="token-mean"), SUPPORTS
+    ),
+    "token_shares of rollouts": Op(
+        functools.partial(draw_rows, "rollouts"), functools.partial(shares, aggregation="seq-mean-token-mean"), SUPPORTS
+    ),
+    "token_shares of groups": Op(
+        functools.partial(draw_rows, "groups"), functools.partial(shares, aggregation="group-mean-token-mean"), SUPPORTS
+    ),
+    "rollout_logprobs": Op(
+        functools.partial(draw_rows, "logprobs", "old_logprobs", "rollouts"), ratios, SUPPORTS, ("logprobs",), ignored
+    ),
     "variants": Op(draw, call, SUPPORTS, ("logprobs",), ignored),
     "variants of packed rows": Op(functools.partial(draw, is_packed=True), call, SUPPORTS, ("logprobs",), ignored),
 }

@@ -163,6 +163,14 @@ def draw_column() -> Inputs:
     return {"rewards": inputs["rewards"][:, 0], "groups": inputs["groups"]}
 
 
+def draw_rollouts() -> Inputs:
+    """Twenty rollouts of three rows each, of which not all state the rewards or take part."""
+    inputs, source = draw(), torch.arange(60)[torch.randperm(60)] % 20
+    inputs = {name: value[source].clone() for name, value in inputs.items()}
+    inputs["rewards"][torch.rand(60, 2) < 0.2] = NAN
+    return inputs | {"valid": torch.rand(60) < 0.7, "rollouts": 1000 * source - 7}
+
+
 def draw_steps() -> Inputs:
     return {
         "episode_rewards": torch.randint(0, 3, (60,)).double(),
@@ -223,6 +231,13 @@ OPS = {
         SUPPORTS,
         ignored=ignored,
         rewrites=IDS | SCORED | {"pairs as groups": pairs_as_groups},
+    ),
+    "group_advantages of rollouts": Op(
+        lambda: draw_rollouts() | {"lengths": torch.randint(1, 50, (60,))},
+        functools.partial(call, config="verl-gdpo"),
+        SUPPORTS,
+        ignored=ignored,
+        rewrites={"permuted rows": permuted},
     ),
     "group_advantages of baselines": Op(
         lambda: draw_column() | {"baselines": torch.randn(60).double()},

@@ -168,7 +168,12 @@ def described(config: gk.CorrectionConfig) -> Op:
     return Op(draw, call, supports, (), ignored, rewrites)
 
 
+def draw_rollouts() -> Inputs:
+    return draw_packed() | {"rollouts": torch.randint(0, 3, (6,))}
+
+
 OPS = {
+    "sampling_correction of rollouts": dataclasses.replace(described(OF_ROWS), draw=draw_rollouts, rewrites={}),
     "sampling_correction of packed rows": dataclasses.replace(described(OF_ROWS), draw=draw_packed, rewrites={}),
     "sampling_correction of tokens": described(OF_TOKENS),
     "sampling_correction of rows": described(OF_ROWS),

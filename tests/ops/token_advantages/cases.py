@@ -279,6 +279,13 @@ OPS = {
 OPS["token_advantages of packed rows"] = dataclasses.replace(
     op_of(WALK), draw=draw_packed, ignored=lambda inputs: {"values": ~inputs["mask"]}
 )
+OPS["token_advantages of rollouts"] = dataclasses.replace(
+    op_of(TURNS),
+    draw=lambda: (
+        padded(int(torch.randint(1000, ())), 5, 12, turns="some") | {"rollouts": torch.tensor([3, -1, 3, 3, -1])}
+    ),
+    ignored=lambda inputs: dict.fromkeys(("rewards", "values", "turns"), ~inputs["mask"]),
+)
 for name in ("position", "rank"):
     OPS[f"optimal_token_baseline by {name}"] = Op(
         functools.partial(draw_probabilities, name),
