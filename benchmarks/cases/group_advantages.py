@@ -44,6 +44,36 @@ def ours_by_ids(i: Inputs) -> Tensor:
     return gk.group_advantages(i.rewards, i.ids).advantages
 
 
+class Rollouts(NamedTuple):
+    """Rows of rollouts, four each, of which eight are a group; neighbours, as agents write them."""
+
+    rewards: Tensor
+    rollouts: Tensor
+    groups: Tensor
+
+
+def make_rollouts(rows: int, device: torch.device, seed: int = 0) -> Rollouts:
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = torch.arange(rows) // 4
+    rewards = torch.randn(rows // 4, generator=generator)[rollouts]
+    return Rollouts(rewards.to(device), rollouts.to(device), rollouts.to(device) // GROUP)
+
+
+def ours_of_rollouts(i: Rollouts) -> Tensor:
+    return gk.group_advantages(i.rewards, i.groups, rollouts=i.rollouts).advantages
+
+
+def ours_of_rows(i: Rollouts) -> Tensor:
+    return gk.group_advantages(i.rewards, i.groups).advantages
+
+
+def first_rows(i: Rollouts) -> Tensor:
+    unique, number = torch.unique(i.rollouts, return_inverse=True)
+    rows = torch.arange(len(number), device=number.device)
+    first = torch.full_like(unique, len(number)).scatter_reduce(0, number, rows, "amin")
+    return gk.group_advantages(i.rewards[first], i.groups[first]).advantages[number]
+
+
 def trl(i: Inputs) -> Tensor:
     return peers.trl_grpo(i.rewards[:, None], GROUP)
 
@@ -117,6 +147,23 @@ CASES = [
             Bar("ratio at least", 5, "trl"),
             Bar("ratio at least", 5, "verl-grpo-vectorized"),
             Bar("ratio at least", 1, "torch.compile"),
+        ),
+    ),
+    Case(
+        OP,
+        "rollouts of four rows",
+        "1,024 rows: 256 rollouts, 8 of each prompt",
+        Floor(bytes=37 * 1024),
+        lambda device, seed: make_rollouts(1024, device, seed),
+        ours_of_rollouts,
+        same=SAME,
+        providers=(
+            Provider("ours, rows as rollouts", ours_of_rows, agrees=False),
+            Provider("ours, of first rows by torch", first_rows),
+        ),
+        bars=(
+            Bar("cost at most", 1.5, "ours, rows as rollouts"),
+            Bar("ratio at least", 1, "ours, of first rows by torch"),
         ),
     ),
     Case(

@@ -76,16 +76,18 @@ class Rollouts {
     compute(AdvantageOutputs<T>{advantages.data(), mean.data(), std.data(), size.data(),
                                 reinterpret_cast<bool*>(degenerate.data())});
     std::size_t rollout = 0;
-    for_each([&](const Span& span) {
+    for_each([&, out, rows = rows_](const Span& span) {
+      const T advantage = advantages[rollout], its_mean = mean[rollout], its_std = std[rollout];
+      const int32_t its_size = size[rollout];
+      const bool is_degenerate = degenerate[rollout++] != 0;
       for (int64_t k = 0; k < span.count; ++k) {
         const int64_t row = span[k];
-        out.advantages[row] = rows_.takes_part(row) ? advantages[rollout] : 0;
-        out.mean[row] = mean[rollout];
-        out.std[row] = std[rollout];
-        out.size[row] = size[rollout];
-        out.degenerate[row] = degenerate[rollout] != 0;
+        out.advantages[row] = rows.takes_part(row) ? advantage : 0;
+        out.mean[row] = its_mean;
+        out.std[row] = its_std;
+        out.size[row] = its_size;
+        out.degenerate[row] = is_degenerate;
       }
-      ++rollout;
     });
   }
 

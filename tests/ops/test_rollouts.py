@@ -36,12 +36,13 @@ def split(inputs: Inputs, seed: int) -> Inputs:
     source = torch.arange(count).repeat_interleave(torch.randint(1, 4, (count,), generator=generator))
     source = source[torch.randperm(len(source), generator=generator)]
     inputs = {name: value[source].clone() for name, value in inputs.items()}
-    first = torch.full((count,), len(source)).scatter_reduce(0, source, torch.arange(len(source)), "amin")
-    is_first = torch.zeros(len(source), dtype=torch.bool).index_fill(0, first, True)
+    # the last row of each rollout stays as it was
+    last = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, source, torch.arange(len(source)), "amax")
+    is_last = torch.zeros(len(source), dtype=torch.bool).index_fill(0, last, True)
     rewards, number = inputs["rewards"], torch.rand(len(source), generator=generator)
-    rewards[~is_first & (number < 0.3)] = torch.nan
-    is_masked = ~is_first & (number > 0.7)
-    valid = inputs.get("valid", torch.ones_like(is_first)) & ~is_masked
+    rewards[~is_last & (number < 0.3)] = torch.nan
+    is_masked = ~is_last & (number > 0.7)
+    valid = inputs.get("valid", torch.ones_like(is_last)) & ~is_masked
     rewards[~valid] = -123.0
     if "lengths" in inputs:
         inputs["lengths"] = torch.randint(0, 9, (len(source),), generator=generator).double()
