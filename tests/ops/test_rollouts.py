@@ -44,6 +44,8 @@ def split(inputs: Inputs, seed: int) -> Inputs:
     is_masked = ~is_last & (number > 0.7)
     valid = inputs.get("valid", torch.ones_like(is_last)) & ~is_masked
     rewards[~valid] = -123.0
+    if "subgroups" in inputs:
+        inputs["subgroups"][is_masked] = -1
     if "lengths" in inputs:
         inputs["lengths"] = torch.randint(0, 9, (len(source),), generator=generator).double()
     names = torch.randint(-(2**62), 2**62, (count,), generator=generator)
