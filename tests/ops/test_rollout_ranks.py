@@ -71,7 +71,8 @@ def losses(rows: slice, columns: slice, group: Any) -> dict[str, Tensor]:
         loss = gk.policy_loss(logprobs, old, batch["advantages"][rows], mask=mask, weights=shares).loss
         loss.backward()
         results |= {f"{name} loss": loss.detach(), f"{name} gradient": leaf.grad, f"{name} shares": shares}
-    return results
+    of_rows = gk.token_shares(mask, aggregation="seq-mean-token-mean", process_group=group)
+    return results | {"shares of rows": of_rows}
 
 
 def worker(rank: int, size: int, folder: str) -> None:
@@ -92,7 +93,8 @@ def test_ranks_together_are_one_batch(size: int, tmp_path: Path) -> None:
         for name in AGGREGATIONS:
             total = sum(results[kind][f"{name} loss"] for results in of_ranks)
             torch.testing.assert_close(total, want[f"{name} loss"], msg=lambda text, of=(kind, name): f"{of}: {text}")
-            for result in (f"{name} gradient", f"{name} shares"):
+            tensors = [f"{name} gradient", f"{name} shares", *(["shares of rows"] if kind == "rows" else [])]
+            for result in tensors:
                 for (rows, columns), results in zip(parts[size], of_ranks, strict=True):
                     torch.testing.assert_close(
                         results[kind][result],
