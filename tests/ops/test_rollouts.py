@@ -49,6 +49,8 @@ def split(inputs: Inputs, seed: int) -> Inputs:
     if "lengths" in inputs:
         inputs["lengths"] = torch.randint(0, 9, (len(source),), generator=generator).double()
     names = torch.randint(-(2**62), 2**62, (count,), generator=generator)
+    if seed % 2:  # numbers near each other, some of which are left out
+        names = torch.randperm(2 * count, generator=generator)[:count]
     return inputs | {"valid": valid, "rollouts": names[source]}
 
 
@@ -143,6 +145,16 @@ def test_consecutive_rows_as_groups() -> None:
         result = gk.group_advantages(rewards, 4, rollouts=rollouts, config="dr_grpo", backend=backend)
         torch.testing.assert_close(result.advantages, torch.tensor([0.5, 0.5, 0.5, -0.5, 0, 0, 0, 0]))
         assert result.size.tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("valid", [[True, True, True, True], [False, True, True, True]])
+@pytest.mark.parametrize("backend", FAST)
+def test_a_rollout_is_of_one_group_of_consecutive_rows(backend: str, valid: list[bool]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU asserts, which ends its context")
+    given = {"rollouts": torch.tensor([7, 8, 7, 9]), "valid": torch.tensor(valid)}
+    with pytest.raises(RuntimeError, match=r"^group_advantages: groups must be equal in all rows of a rollout, got"):
+        gk.group_advantages(torch.tensor([1.0, 0, 1, 0]), 2, **given, backend=backend)
 
 
 def drawn(batch: Rows, seed: int) -> dict[str, Tensor]:
