@@ -136,7 +136,11 @@ backends = {"none": [], "cpu": ["cpu"], "cuda": ["cpu", "cuda"]}[build_mode()]
 
 setup(
     packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes"],
-    package_dir={"grpo_trainer": "python/grpo_trainer", "grpo_trainer.recipes": "recipes"},
+    package_dir={
+        "grpo_conformance": "python/grpo_conformance",
+        "grpo_trainer": "python/grpo_trainer",
+        "grpo_trainer.recipes": "recipes",
+    },
     package_data={"grpo_kernels": ["py.typed"], "grpo_trainer.recipes": ["*.yaml"]},
     ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},

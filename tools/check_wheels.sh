@@ -55,7 +55,7 @@ mode = sys.argv[2]
 compiled = sorted(name for name in names if name.endswith(".so"))
 backends = {"none": [], "cpu": ["cpu"], "cuda": ["cpu", "cuda"]}[mode]
 assert compiled == [f"grpo_kernels/libgrpo_kernels_{backend}.so" for backend in backends], compiled
-assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} == {"grpo_kernels", "grpo_trainer"}, names
+assert {name.split("/")[0] for name in names if name.endswith("__init__.py")} == {"grpo_conformance", "grpo_kernels", "grpo_trainer"}, names
 assert "grpo_kernels/py.typed" in names
 assert "-py3-none-" in sys.argv[1] and (mode == "none") == sys.argv[1].endswith("-any.whl"), sys.argv[1]
 PY

@@ -1,0 +1,41 @@
+"""The command `grpo-conformance`, or `python -m grpo_conformance`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from grpo_conformance import CONVENTIONS, INVARIANTS, report, run
+from grpo_conformance.adapters import BUILT_IN, AdapterError, load
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 if an invariant fails, and 2 if an adapter cannot be loaded."""
+    parser = argparse.ArgumentParser("grpo-conformance", description="Checks that a trainer counts right.")
+    known = ", ".join(BUILT_IN)
+    parser.add_argument("adapters", nargs="+", help=f"{known}, or a Python file that defines `adapter`")
+    writers = {"html": report.page, "json": report.as_json, "markdown": report.markdown}
+    for kind in writers:
+        parser.add_argument(f"--{kind}", type=Path, metavar="PATH", help=f"also write the tables as {kind}")
+    options = parser.parse_args(arguments)
+    try:
+        adapters = [load(name) for name in options.adapters]
+        names = [adapter.name for adapter in adapters]
+        twice = {name for name in names if names.count(name) > 1}
+        if twice:
+            raise AdapterError(f"adapters must have different names, got {', '.join(sorted(twice))} twice")
+    except AdapterError as error:
+        print(f"grpo-conformance: {error}", file=sys.stderr)
+        return 2
+    results = {adapter.name: run(adapter, (*INVARIANTS, *CONVENTIONS)) for adapter in adapters}
+    print(report.text(results))
+    for kind, write in writers.items():
+        path = getattr(options, kind)
+        if path is not None:
+            path.write_text(write(results, path.read_text() if path.exists() else ""))
+    return int(report.has_failed(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

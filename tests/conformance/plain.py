@@ -1,0 +1,99 @@
+"""A trainer in loops over rows and tokens, written apart from every kernel, that counts right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from grpo_conformance import Batch
+from torch import Tensor
+
+
+class Plain:
+    name = "plain"
+
+    def advantages(self, batch: Batch) -> Tensor:
+        """Compares each rollout with the others of its group that have a reward and a token in the loss."""
+        counts = batch.mask.any(1) & ~batch.rewards.isnan()
+        groups: dict[int, dict[int, float]] = {}
+        for row in counts.nonzero().flatten().tolist():
+            of_group = groups.setdefault(int(batch.groups[row]), {})
+            of_group[int(batch.rollouts[row])] = float(batch.rewards[row])
+        result = torch.zeros(len(counts), dtype=torch.float64)
+        for row in range(len(counts)):
+            of_group = groups.get(int(batch.groups[row]), {})
+            own = of_group.get(int(batch.rollouts[row]))
+            if own is not None and len(of_group) > 1:
+                result[row] = self.compared(own, list(of_group.values()), batch.estimator)
+        return result
+
+    def compared(self, own: float, rewards: list[float], estimator: str) -> float:
+        count = len(rewards)
+        difference = own - math.fsum(rewards) / count if min(rewards) < max(rewards) else 0.0
+        if estimator == "leave-one-out":
+            return difference * count / (count - 1)
+        if estimator == "mean" or difference == 0:
+            return difference
+        mean = math.fsum(rewards) / count
+        return difference / math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / (count - 1))
+
+    def token_advantages(self, batch: Batch) -> Tensor:
+        """GAE over the counting tokens of each rollout, one after another."""
+        result = torch.zeros_like(batch.values)
+        for rollout in set(batch.rollouts.tolist()):
+            rows = (batch.rollouts == rollout).nonzero().flatten().tolist()
+            places = [(row, token) for row in rows for token in range(batch.mask.shape[1])]
+            rewards: list[float] = []
+            counting = [place for place in places if batch.mask[place]]
+            for place in places:
+                reward = float(batch.token_rewards[place].nan_to_num())
+                if batch.mask[place]:
+                    rewards.append(reward)
+                elif rewards:
+                    rewards[-1] += reward
+            following, advantage = 0.0, 0.0
+            for place, reward in zip(reversed(counting), reversed(rewards), strict=True):
+                value = float(batch.values[place])
+                advantage = reward + batch.gamma * following - value + batch.gamma * batch.lam * advantage
+                result[place], following = advantage, value
+        return result
+
+    def loss(self, batch: Batch) -> Tensor:
+        ratios = self.log_ratios(batch)
+        shares = batch.of_total(self.shares(batch.total))
+        terms = []
+        for place in self.places(batch):
+            advantage, ratio = batch.advantages[place[0]], ratios[place].exp()
+            clipped = ratio.clamp(1 - batch.clip, 1 + batch.clip)
+            term = torch.maximum(-advantage * ratio, -advantage * clipped)
+            difference = batch.ref_logprobs[place] - batch.logprobs[place]
+            kl = difference.exp() - difference - 1
+            terms.append((term + batch.kl_coef * kl - batch.entropy_coef * batch.entropy[place]) * shares[place])
+        return torch.stack(terms).sum() if terms else batch.logprobs.nansum() * 0
+
+    def places(self, batch: Batch) -> Iterable[tuple[int, int]]:
+        return (tuple(place) for place in batch.mask.nonzero().tolist())
+
+    def log_ratios(self, batch: Batch) -> dict[tuple[int, int], Tensor]:
+        own = {place: batch.logprobs[place] - batch.old_logprobs[place] for place in self.places(batch)}
+        if batch.ratio == "token":
+            return own
+        of_rollouts: dict[int, list[Tensor]] = {}
+        for (row, _), value in own.items():
+            of_rollouts.setdefault(int(batch.rollouts[row]), []).append(value)
+        return {place: torch.stack(of_rollouts[int(batch.rollouts[place[0]])]).mean() for place in own}
+
+    def shares(self, total: Batch) -> Tensor:
+        tokens: dict[int, int] = {}
+        for row, count in enumerate(total.mask.sum(1).tolist()):
+            rollout = int(total.rollouts[row])
+            tokens[rollout] = tokens.get(rollout, 0) + count
+        number = max(1, sum(count > 0 for count in tokens.values()))
+        of_rollout = {
+            "token-mean": lambda count: 1 / sum(tokens.values()),
+            "seq-mean-token-mean": lambda count: 1 / (number * max(count, 1)),
+            "seq-mean-token-sum": lambda count: 1 / number,
+        }[total.aggregation or "token-mean"]
+        rows = torch.tensor([of_rollout(tokens[rollout]) for rollout in total.rollouts.tolist()], dtype=torch.float64)
+        return rows[:, None].expand(total.mask.shape)

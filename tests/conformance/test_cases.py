@@ -1,0 +1,264 @@
+"""The cases, against trainers that are right and wrong.
+
+The faults to notice: a case that a wrong trainer passes, or that a right one fails. Each fault in the table is a few
+lines that make the plain trainer wrong in the way that a case is there for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from grpo_conformance import CONVENTIONS, INVARIANTS, PAD_GROUP, Batch, NotOffered, run
+from grpo_conformance.adapters import load
+from torch import Tensor
+
+from tests.conformance.plain import Plain
+
+RIGHT = Plain()
+
+
+def rows_as_rollouts(batch: Batch) -> Batch:
+    """Each row for itself, in the batch and in the whole of which it is a part."""
+    whole = None if batch.whole is None else rows_as_rollouts(batch.whole)
+    return batch.replace(rollouts=batch.of_total(torch.arange(len(batch.total.mask))), whole=whole)
+
+
+def alone(batch: Batch) -> Batch:
+    """A part that knows of no whole."""
+    return batch.replace(whole=None, rows=None, columns=None)
+
+
+def everything_counts(batch: Batch) -> Batch:
+    return batch.replace(mask=torch.ones_like(batch.mask))
+
+
+def rounded_mean(batch: Batch) -> Tensor:
+    return (batch.rewards - batch.rewards.mean()) / (batch.rewards.std() + 1e-6)
+
+
+def pads_vote(batch: Batch) -> Tensor:
+    return RIGHT.advantages(everything_counts(batch.replace(groups=batch.groups.where(batch.groups != PAD_GROUP, 0))))
+
+
+def global_mean_if_uneven(batch: Batch) -> Tensor:
+    even = len(set(batch.groups.bincount().tolist())) == 1
+    return RIGHT.advantages(batch if even else batch.replace(groups=torch.zeros_like(batch.groups)))
+
+
+def last_row_decides(batch: Batch) -> Tensor:
+    ids = batch.rollouts.tolist()
+    last = [len(ids) - 1 - ids[::-1].index(rollout) for rollout in ids]
+    return RIGHT.advantages(batch) * batch.mask.any(1)[last]
+
+
+def by_width(batch: Batch) -> Tensor:
+    return RIGHT.loss(batch) / batch.mask.shape[1]
+
+
+def wrong_rows_if_packed(batch: Batch) -> Tensor:
+    return RIGHT.loss(batch.replace(advantages=batch.advantages.roll(1)) if batch.packed else batch)
+
+
+def times_mask(*names: str) -> Callable[[Batch], Tensor]:
+    return lambda batch: RIGHT.loss(batch) + sum((getattr(batch, name) * batch.mask).sum() * 0 for name in names)
+
+
+def best_first(batch: Batch) -> Tensor:
+    return RIGHT.loss(batch.replace(advantages=batch.advantages.sort(descending=True).values))
+
+
+def by_rows(batch: Batch) -> Tensor:
+    return RIGHT.loss(batch) * batch.mask.any(1).sum() / len(batch.mask)
+
+
+def counted_alone(batch: Batch) -> Tensor:
+    return RIGHT.loss(alone(batch))
+
+
+def mean_over_parts(batch: Batch) -> Tensor:
+    return RIGHT.loss(alone(batch)) / batch.ranks / batch.steps
+
+
+def by_own_tokens(batch: Batch) -> Tensor:
+    return RIGHT.loss(batch) * (batch.mask.sum() / batch.mask.sum())
+
+
+def rows_count(batch: Batch) -> Tensor:
+    return RIGHT.loss(rows_as_rollouts(batch))
+
+
+def changed(method: str, **fields: Any) -> Callable[[Batch], Tensor]:
+    return lambda batch: getattr(RIGHT, method)(batch.replace(**fields))
+
+
+FAULTS: dict[str, Callable[[Batch], Tensor]] = {
+    "mean": lambda batch: RIGHT.advantages(batch.replace(groups=torch.zeros_like(batch.groups))),
+    "leave-one-out": changed("advantages", estimator="mean"),
+    "equal-rewards": rounded_mean,
+    "row-order": lambda batch: RIGHT.advantages(batch.replace(groups=torch.arange(len(batch.groups)) // 3)),
+    "uneven-groups": global_mean_if_uneven,
+    "rollout-in-mean": lambda batch: RIGHT.advantages(rows_as_rollouts(batch)),
+    "rollout-leave-one-out": lambda batch: RIGHT.advantages(rows_as_rollouts(batch)),
+    "rollout-in-std": lambda batch: RIGHT.advantages(rows_as_rollouts(batch)),
+    "rollout-masked-end": last_row_decides,
+    "masked-vote": lambda batch: RIGHT.advantages(everything_counts(batch)),
+    "unscored": lambda batch: RIGHT.advantages(batch.replace(rewards=batch.rewards.nan_to_num())),
+    "pad-rows": pads_vote,
+    "gae": changed("token_advantages", lam=1.0),
+    "gae-gap": lambda batch: RIGHT.token_advantages(everything_counts(batch)),
+    "gae-nan": lambda batch: RIGHT.token_advantages(batch) + (batch.values * batch.mask).sum() * 0,
+    "gae-masked-reward": lambda batch: RIGHT.token_advantages(batch.over(0.0, "token_rewards")),
+    "gae-rollout": lambda batch: RIGHT.token_advantages(rows_as_rollouts(batch)),
+    "token-mean": changed("loss", aggregation="seq-mean-token-mean"),
+    "row-mean": changed("loss", aggregation="token-mean"),
+    "row-sum": changed("loss", aggregation="token-mean"),
+    "clip": changed("loss", clip=10.0),
+    "padding": by_width,
+    "gaps": by_width,
+    "packing": wrong_rows_if_packed,
+    "nan-masked": times_mask("logprobs"),
+    "inf-masked": times_mask("ref_logprobs"),
+    "row-order-loss": best_first,
+    "micro-batches-tokens": counted_alone,
+    "micro-batches-rows": counted_alone,
+    "ranks-tokens": mean_over_parts,
+    "ranks-rows": lambda batch: RIGHT.loss(batch) / batch.ranks,
+    "slices-tokens": counted_alone,
+    "slices-rows": counted_alone,
+    "kl-share": mean_over_parts,
+    "entropy-share": mean_over_parts,
+    "entropy-of-ranks": mean_over_parts,
+    "rollout-mean": rows_count,
+    "rollout-sum": rows_count,
+    "rollout-ratio": rows_count,
+    "rollout-in-parts": rows_count,
+    "pad-rows-loss": by_rows,
+    "empty-part": by_own_tokens,
+}
+
+
+class Faulty(Plain):
+    def __init__(self, method: str, function: Callable[[Batch], Tensor]) -> None:
+        setattr(self, method, function)
+
+
+def test_every_invariant_has_a_fault() -> None:
+    assert list(FAULTS) == [case.name for case in INVARIANTS]
+    assert len({case.name for case in (*INVARIANTS, *CONVENTIONS)}) == len(INVARIANTS) + len(CONVENTIONS)
+
+
+@pytest.mark.parametrize("case", INVARIANTS, ids=lambda case: case.name)
+def test_a_fault_is_noticed(case: Any) -> None:
+    (right,) = run(RIGHT, [case])
+    assert (right.status, right.text, right.numbers) == ("pass", "", ())
+    (wrong,) = run(Faulty(case.method, FAULTS[case.name]), [case])
+    assert wrong.status == "fail" and wrong.numbers, wrong.text
+
+
+def test_our_ops_pass_everything() -> None:
+    results = run(load("grpo_kernels"), INVARIANTS)
+    assert [result.case.name for result in results if result.status != "pass"] == []
+
+
+def said(adapter: Any) -> dict[str, str]:
+    return {result.case.name: result.text for result in run(adapter, CONVENTIONS)}
+
+
+def test_conventions_of_the_plain_trainer() -> None:
+    assert said(RIGHT) == {
+        "voters": "masked do not; unscored do not",
+        "lone": "0; 0",
+        "std": "n - 1",
+        "epsilon": "nothing",
+        "siblings": "the last counts",
+        "discount": "skips it",
+        "aggregation": "mean over tokens",
+        "empty-row": "is left out",
+        "dual-clip": "100, unbounded",
+    }
+
+
+class Other:
+    """Other choices."""
+
+    name = "other"
+
+    def advantages(self, batch: Batch) -> Tensor:
+        rewards = batch.rewards.double()
+        if len(rewards) == 1:
+            return rewards
+        centred = rewards - rewards.mean()
+        return centred / (rewards.std(correction=0) + 1e-3) if batch.estimator == "mean-std" else centred
+
+    def token_advantages(self, batch: Batch) -> Tensor:
+        return RIGHT.token_advantages(everything_counts(batch))
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """With the gradient, rather than by autograd."""
+        leaf = batch.logprobs.detach().requires_grad_()
+        aggregation = batch.aggregation or "seq-mean-token-mean"
+        given = batch.replace(logprobs=leaf, aggregation=aggregation)
+        loss = RIGHT.loss(given) * (batch.mask.any(1).double().mean() if aggregation.startswith("seq") else 1)
+        loss = loss.clamp(max=3.0)
+        return loss, torch.autograd.grad(loss, leaf)[0]
+
+
+def test_other_conventions() -> None:
+    assert said(Other()) == {
+        "voters": "masked do; NaN",
+        "lone": "its reward; its reward",
+        "std": "n",
+        "epsilon": "1e-03",
+        "siblings": "each row has its own",
+        "discount": "counts its tokens",
+        "aggregation": "mean over rows",
+        "empty-row": "counts",
+        "dual-clip": "3",
+    }
+
+
+def test_what_an_adapter_lacks_is_not_offered() -> None:
+    class Half:
+        name = "half"
+
+        def advantages(self, batch: Batch) -> Tensor:
+            raise NotOffered("groups are fixed")
+
+    results = run(Half(), (*INVARIANTS, *CONVENTIONS))
+    assert {(result.status, result.text) for result in results} == {
+        ("not offered", "groups are fixed"),
+        ("not offered", "the adapter has no token_advantages"),
+        ("not offered", "the adapter has no loss"),
+    }
+
+
+@pytest.mark.parametrize(
+    "function, text",
+    [
+        (lambda batch: 1.0, r"raises ValueError: advantages must return a tensor of shape \[4\], got float"),
+        (lambda batch: batch.values, r"raises ValueError: .* of shape \[4\], got \[4, 2\]"),
+        (lambda batch: 1 / 0, "raises ZeroDivisionError: division by zero"),
+    ],
+)
+def test_an_adapter_that_breaks_is_an_error(function: Any, text: str) -> None:
+    (result,) = run(Faulty("advantages", function), INVARIANTS[:1])
+    assert result.status == "error"
+    assert re.fullmatch(text, result.text)
+
+
+def test_a_loss_of_another_shape_is_an_error() -> None:
+    case = next(case for case in INVARIANTS if case.name == "token-mean")
+    (result,) = run(Faulty("loss", lambda batch: (batch.advantages, batch.logprobs)), [case])
+    assert result.text == (
+        "raises ValueError: loss must return a scalar, with a gradient of shape [2, 2], got [2] and [2, 2]"
+    )
+
+
+def test_nan_is_never_right() -> None:
+    (result,) = run(Faulty("advantages", lambda batch: batch.rewards * math.nan), INVARIANTS[:1])
+    assert result.status == "fail" and len(result.numbers) == 4
