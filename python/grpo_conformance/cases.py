@@ -30,7 +30,12 @@ ADVANTAGES = (
         [1.5, -1.5, 0],
     ),
     _votes(
-        "equal-rewards", "Equal rewards give exactly 0", _by_std([2] * 8, [0.7] * 8), [0] * 8, "RL#4158", tolerance=0.0
+        "equal-rewards",
+        "Equal rewards give exactly 0",
+        _by_std([2] * 8, [0.7] * 8),
+        [0] * 8,
+        "NeMo-RL#4158",
+        tolerance=0.0,
     ),
     _votes(
         "row-order",
@@ -72,7 +77,6 @@ ADVANTAGES = (
         "A rollout keeps its advantage if its last row has no token in the loss",
         make([2, 0, 2], [1, 1, 0], rollouts=[7, 7, 8]),
         [0.5, -0.5],
-        "verl#7771",
         rows=[0, 2],
     ),
     _votes(
@@ -80,7 +84,7 @@ ADVANTAGES = (
         "The reward of a row without a token in the loss moves no mean",
         make([0, 2, 2], [100, 3, 1]),
         [1, -1],
-        "verl#6375 RL#4061 RL#3467",
+        "verl#6375 NeMo-RL#4061 NeMo-RL#3467",
         rows=[1, 2],
     ),
     _votes(
@@ -88,7 +92,7 @@ ADVANTAGES = (
         "A row that was not scored (NaN) gets 0 and moves no mean",
         make([2] * 3, [NAN, 3, 1]),
         [0, 1, -1],
-        "trl#7068 RL#4158",
+        "trl#7068 NeMo-RL#4158",
     ),
     _votes(
         "pad-rows",
@@ -112,7 +116,7 @@ TOKEN_ADVANTAGES = (
         "A critic's value at the output of a tool enters no advantage",
         make([[1, 0, 1]], token_rewards=[[0, 0, 1]], values=[[0.5, 50, 0.25]], lam=0.5),
         [0.125, 0.75],
-        "RL#4156 verl#336",
+        "NeMo-RL#4156 verl#336",
     ),
     _gae(
         "gae-nan",

@@ -76,7 +76,7 @@ CONVENTIONS = (
     Convention("std", "The standard deviation divides by", _std),
     Convention("epsilon", "What is added to the standard deviation", _epsilon),
     Convention("siblings", "Rows of one rollout that state different rewards", _siblings, "miles#2498"),
-    Convention("discount", "The discount across an output of a tool", _discount, "RL#4156"),
+    Convention("discount", "The discount across an output of a tool", _discount, "NeMo-RL#4156"),
     Convention("aggregation", "The mean of the loss, by default", _aggregation),
     Convention("empty-row", "A row without a token, in the mean over rows", _empty_row),
     Convention("dual-clip", "The loss of advantage -1 at a ratio of 100", _dual_clip),

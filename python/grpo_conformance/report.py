@@ -13,7 +13,7 @@ REPOSITORIES = {
     "agent-lightning": "microsoft/agent-lightning",
     "AReaL": "inclusionAI/AReaL",
     "miles": "radixark/miles",
-    "RL": "NVIDIA-NeMo/RL",
+    "NeMo-RL": "NVIDIA-NeMo/RL",
     "rllm": "rllm-org/rllm",
     "SkyRL": "NovaSky-AI/SkyRL",
     "slime": "THUDM/slime",

@@ -1,0 +1,119 @@
+"""The command: what it prints and writes, its exit status, and its errors.
+
+The faults to notice: a failure that the exit status hides, a table that lacks a case or its numbers, a page whose texts
+are not escaped, an error that does not say what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, run
+from grpo_conformance.__main__ import main
+from grpo_conformance.report import REPOSITORIES, TABLES, markdown
+
+from tests.conformance.plain import Plain
+
+WRONG = """
+class Wrong:
+    name = "mine<b>"
+
+    def advantages(self, batch):
+        return batch.rewards - batch.rewards.mean()
+
+adapter = Wrong()
+"""
+RIGHT = "from tests.conformance.plain import Plain\nadapter = Plain()\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    result = {}
+    for name, code in {"wrong": WRONG, "right": RIGHT}.items():
+        (tmp_path / f"{name}.py").write_text(code)
+        result[name] = str(tmp_path / f"{name}.py")
+    return result
+
+
+def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([files["right"]]) == 0
+    out = capsys.readouterr().out
+    assert "NO" not in out and all(f"\n{case.name} " in out for case in INVARIANTS)
+    assert main([files["wrong"], files["right"]]) == 1
+    out = capsys.readouterr().out
+    assert "masked-vote | mine<b> | row 1 is -31.67, not 1; row 2 is -33.67, not -1" in out
+    first = next(line for line in out.splitlines() if line.startswith("mean "))
+    assert first.split() == ["mean", "NO", "yes"]
+
+
+def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
+    paths = {kind: tmp_path / f"out.{kind}" for kind in ("html", "json", "markdown")}
+    options = [part for kind, path in paths.items() for part in (f"--{kind}", str(path))]
+    assert main([files["wrong"], files["right"], *options]) == 1
+    page, table = paths["html"].read_text(), paths["markdown"].read_text()
+    for text in (page, table):
+        assert "row 1 is -31.67, not 1" in text
+        for case in (*INVARIANTS, *CONVENTIONS):
+            assert case.title in text.replace("&#x27;", "'")
+            for thread in case.threads.split():
+                name, number = thread.split("#")
+                assert f"https://github.com/{REPOSITORIES[name]}/issues/{number}" in text
+    assert "<th>mine&lt;b&gt;</th>" in page and "mine<b>" not in page
+    listed = json.loads(paths["json"].read_text())["mine<b>"]
+    (one,) = (entry for entry in listed if entry["case"] == "masked-vote")
+    wrong = [{"name": "row 1", "expected": "1", "got": "-31.67"}, {"name": "row 2", "expected": "-1", "got": "-33.67"}]
+    assert one == {"case": "masked-vote", "status": "fail", "text": "", "wrong": wrong}
+
+
+def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(f"# Title\n\nWords.\n\n{TABLES}\n\nold tables\n")
+    assert main([files["right"], "--markdown", str(path)]) == 0
+    text = path.read_text()
+    assert text.startswith(f"# Title\n\nWords.\n\n{TABLES}\n\n## Invariants\n\n| case |") and "old tables" not in text
+    assert text == markdown({"plain": run(Plain(), (*INVARIANTS, *CONVENTIONS))}, text)
+
+
+@pytest.mark.parametrize(
+    "content, error",
+    [
+        ("x = 1\n", "must define `adapter`, an object with a name, got None"),
+        ("class A: name = 'a'\nadapter = A()\n", "adapter 'a' must have one of the methods advantages, token_advant"),
+        ("import absent_package\n", "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),
+    ],
+)
+def test_files_that_are_no_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, error: str
+) -> None:
+    (tmp_path / "mine.py").write_text(content)
+    assert main([str(tmp_path / "mine.py")]) == 2
+    printed = capsys.readouterr().err
+    assert error in printed and printed.startswith("grpo-conformance: ") and printed.count("\n") == 1
+
+
+def test_names_that_are_no_adapters(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(adapters.BUILT_IN, "verl", ("verl_trainer", "Verl", ("absent_package", "torch")))
+    for arguments, error in (
+        (["ver"], "adapter must be one of grpo_kernels, grpo_trainer, trl, fused_trl, verl, fused_verl or the path of"),
+        (["absent.py"], "adapter must be the path of a file, got 'absent.py', which is none"),
+        (["verl"], "adapter 'verl' needs packages that are not installed: absent_package"),
+        ([files["right"], files["right"]], "adapters must have different names, got plain twice"),
+    ):
+        assert main(arguments) == 2
+        assert error in capsys.readouterr().err
+
+
+def test_the_package_needs_torch_alone() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import grpo_conformance.__main__; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "print(sorted(n for n in new if n not in sys.stdlib_module_names))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "['grpo_conformance']", done.stderr
