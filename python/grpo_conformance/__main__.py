@@ -11,7 +11,7 @@ from grpo_conformance.adapters import BUILT_IN, AdapterError, load
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 1 if an invariant fails, and 2 if an adapter cannot be loaded."""
+    """Returns 1 if an invariant fails, and 2 if an adapter cannot be loaded or a page cannot be written."""
     parser = argparse.ArgumentParser("grpo-conformance", description="Checks that a trainer counts right.")
     known = ", ".join(BUILT_IN)
     parser.add_argument("adapters", nargs="+", help=f"{known}, or a Python file that defines `adapter`")
@@ -33,7 +33,11 @@ def main(arguments: list[str] | None = None) -> int:
     for kind, write in writers.items():
         path = getattr(options, kind)
         if path is not None:
-            path.write_text(write(results, path.read_text() if path.exists() else ""))
+            try:
+                path.write_text(write(results, path.read_text() if path.exists() else ""))
+            except OSError as error:
+                print(f"grpo-conformance: --{kind} must be a path that can be written, got {error}", file=sys.stderr)
+                return 2
     return int(report.has_failed(results))
 
 

@@ -109,6 +109,30 @@ def test_names_that_are_no_adapters(
         assert error in capsys.readouterr().err
 
 
+def test_a_path_that_cannot_be_written(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([files["right"], "--html", "/absent/page.html"]) == 2
+    assert "--html must be a path that can be written, got [Errno 2]" in capsys.readouterr().err
+
+
+def test_an_adapter_imports_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_adapter.py").write_text(RIGHT)
+    (tmp_path / "mine.py").write_text("from beside_the_adapter import adapter\n")
+    assert main([str(tmp_path / "mine.py")]) == 0
+
+
+def test_adapters_use_public_names_of_the_kernels_alone() -> None:
+    folder = Path(adapters.__file__).parent
+    imports = {
+        line.strip() for path in folder.glob("*.py") for line in path.read_text().splitlines() if "import" in line
+    }
+    assert {line for line in imports if "grpo_kernels" in line} == {
+        "import grpo_kernels as gk",
+        "from grpo_kernels.integrations.trl import FusedGRPOTrainer",
+        "from grpo_kernels.integrations.verl import fused_ppo_loss",
+        "from grpo_kernels.integrations.verl import patch_verl, unpatch_verl",
+    }
+
+
 def test_the_package_needs_torch_alone() -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import grpo_conformance.__main__; "

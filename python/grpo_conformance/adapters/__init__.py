@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def _of_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # for modules beside it, as Python does for a script
     try:
         spec.loader.exec_module(module)
     except Exception as error:
