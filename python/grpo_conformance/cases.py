@@ -16,23 +16,15 @@ ROWS, SUMS = "seq-mean-token-mean", "seq-mean-token-sum"
 _votes, _gae, _loss = (functools.partial(Invariant, method) for method in METHODS)
 
 
-def _by_std(lengths: list[int], rewards: list[float]) -> Batch:
-    return make(lengths, rewards, estimator="mean-std")
+_loo, _std = (functools.partial(make, estimator=name) for name in ("leave-one-out", "mean-std"))
 
-
-_NAMED = [70_000, 70_000, 3, 3]
 ADVANTAGES = (
-    _votes("mean", "The baseline is the mean of a group", make([2] * 4, [3, 1, 5, 9], _NAMED), [1, -1, -2, 2]),
-    _votes(
-        "leave-one-out",
-        "The baseline is the mean of the others",
-        make([2] * 3, [3, 1, 2], estimator="leave-one-out"),
-        [1.5, -1.5, 0],
-    ),
+    _votes("mean", "The baseline is a group's mean", make([2] * 4, [3, 1, 5, 9], [70, 70, 3, 3]), [1, -1, -2, 2]),
+    _votes("leave-one-out", "The baseline is the mean of the others", _loo([2] * 3, [3, 1, 2]), [1.5, -1.5, 0]),
     _votes(
         "equal-rewards",
         "Equal rewards give exactly 0",
-        _by_std([2] * 8, [0.7] * 8),
+        _std([2] * 8, [0.7] * 8),
         [0] * 8,
         "NeMo-RL#4158",
         tolerance=0.0,
@@ -40,7 +32,7 @@ ADVANTAGES = (
     _votes(
         "row-order",
         "The order of rows does not matter",
-        make([2] * 6, [9, 3, 4, 2, 5, 1], [1, 0, 1, 0, 1, 0], estimator="leave-one-out"),
+        _loo([2] * 6, [9, 3, 4, 2, 5, 1], [1, 0, 1, 0, 1, 0]),
         [4.5, 1.5, -3, 0, -1.5, -1.5],
     ),
     _votes(
@@ -60,15 +52,15 @@ ADVANTAGES = (
     _votes(
         "rollout-leave-one-out",
         "A rollout of three rows is left out as a whole",
-        make([2, 1, 3, 2], [1, 1, 1, 0], rollouts=[7, 7, 7, 8], estimator="leave-one-out"),
+        _loo([2, 1, 3, 2], [1, 1, 1, 0], rollouts=[7, 7, 7, 8]),
         [1, 1, 1, -1],
         "verl#7580 agent-lightning#593",
     ),
     _votes(
         "rollout-in-std",
         "A rollout of three rows counts once in the standard deviation",
-        split_first(_by_std([5, 2, 3], [3, 1, 0]), [2, 2, 1]),
-        _by_std([5, 2, 3], [3, 1, 0]),
+        split_first(_std([5, 2, 3], [3, 1, 0]), [2, 2, 1]),
+        _std([5, 2, 3], [3, 1, 0]),
         "miles#1931",
         expected_rows=[0, 0, 0, 1, 2],
     ),
@@ -87,13 +79,7 @@ ADVANTAGES = (
         "verl#6375 NeMo-RL#4061 NeMo-RL#3467",
         rows=[1, 2],
     ),
-    _votes(
-        "unscored",
-        "A row that was not scored (NaN) gets 0 and moves no mean",
-        make([2] * 3, [NAN, 3, 1]),
-        [0, 1, -1],
-        "trl#7068 NeMo-RL#4158",
-    ),
+    _votes("unscored", "A row without a score (NaN) does not vote", make([2] * 3, [NAN, 3, 1]), [0, 1, -1], "trl#7068"),
     _votes(
         "pad-rows",
         "Rows that make a batch divisible change no advantage",
@@ -104,38 +90,18 @@ ADVANTAGES = (
     ),
 )
 
+_KNOWN = make([2], token_rewards=[[0, 1]], values=[[0.5, 0.25]], gamma=0.5, lam=0.5)
+_GAP = make([[1, 0, 1]], token_rewards=[[0, 0, 1]], values=[[0.5, 50, 0.25]], lam=0.5)
+_NAN = make([[1, 0, 1]], token_rewards=[[0, NAN, 1]], values=[[0.5, NAN, 0.25]])
+_AFTER = make([[1, 1, 0]], token_rewards=[[0, 0, 1]], values=[[0.5, 0.25, 0]])
+_FOUR = make([4], token_rewards=[[0, 0, 0, 1]], values=[[0.5, 0.1, 0.3, 0.2]])
 TOKEN_ADVANTAGES = (
-    _gae(  # 1 - 0.25 at the end; before it 0.5 * 0.25 - 0.5, and a quarter of what follows
-        "gae",
-        "GAE of a known row",
-        make([2], token_rewards=[[0, 1]], values=[[0.5, 0.25]], gamma=0.5, lam=0.5),
-        [-0.1875, 0.75],
-    ),
-    _gae(
-        "gae-gap",
-        "A critic's value at the output of a tool enters no advantage",
-        make([[1, 0, 1]], token_rewards=[[0, 0, 1]], values=[[0.5, 50, 0.25]], lam=0.5),
-        [0.125, 0.75],
-        "NeMo-RL#4156 verl#336",
-    ),
-    _gae(
-        "gae-nan",
-        "NaN in masked slots reaches no advantage",
-        make([[1, 0, 1, 0]], token_rewards=[[0, NAN, 1, NAN]], values=[[0.5, NAN, 0.25, NAN]]),
-        [0.5, 0.75],
-    ),
-    _gae(
-        "gae-masked-reward",
-        "A reward at a token that does not count belongs to the last one that does",
-        make([[1, 1, 0]], token_rewards=[[0, 0, 1]], values=[[0.5, 0.25, 0]]),
-        [0.5, 0.75],
-    ),
-    _gae(
-        "gae-rollout",
-        "GAE goes on from one row of a rollout to the next",
-        split_first(make([4], token_rewards=[[0, 0, 0, 1]], values=[[0.5, 0.1, 0.3, 0.2]]), [2, 2]),
-        [0.5, 0.9, 0.7, 0.8],
-    ),
+    # 1 - 0.25 at the end; before it 0.5 * 0.25 - 0.5, and a quarter of what follows
+    _gae("gae", "GAE of a known row", _KNOWN, [-0.1875, 0.75]),
+    _gae("gae-gap", "The value at a tool's output enters no advantage", _GAP, [0.125, 0.75], "NeMo-RL#4156 verl#336"),
+    _gae("gae-nan", "NaN in masked slots reaches no advantage", _NAN, [0.5, 0.75]),
+    _gae("gae-masked-reward", "A reward at a masked token belongs to the last counting one", _AFTER, [0.5, 0.75]),
+    _gae("gae-rollout", "GAE goes on across rows of a rollout", split_first(_FOUR, [2, 2]), [0.5, 0.9, 0.7, 0.8]),
 )
 
 
@@ -144,7 +110,7 @@ def _ragged(**settings: Any) -> Batch:
     return make([[1, 1, 1, 1], [1, 0, 1, 1], [1], [1, 1]], **settings)
 
 
-def _micro_batches(batch: Batch) -> list[Batch]:
+def _parts(batch: Batch) -> list[Batch]:
     return [part(batch, rows, steps=2) for rows in ([0, 1], [2, 3])]
 
 
@@ -163,21 +129,18 @@ def _known(aggregation: str) -> Batch:
 _TOKENS, _ROWS = _ragged(kl_coef=0.1), _ragged(aggregation=ROWS, kl_coef=0.1)
 _KL, _ENTROPY = _ragged(kl_coef=0.5, advantages=[0] * 4), _ragged(entropy_coef=0.5)
 _ROLLOUTS, _SUMS = make([5, 2, 3], aggregation=ROWS), make([5, 2, 3], aggregation=SUMS)
+_SIGNS = make([1, 1], advantages=[1, -1]).of_ratio(1.5)
 _RATIO = make([5, 2, 3], aggregation=ROWS, ratio="sequence", clip=10.0)
 _IN_TWO, _EQUAL = split_first(_ROLLOUTS, [3, 2]), make([2, 2, 2], aggregation=ROWS)
-_EMPTY = _micro_batches(make([2, 3, 0, 0], kl_coef=0.1, entropy_coef=0.1))
+_EMPTY = _parts(make([2, 3, 0, 0], kl_coef=0.1, entropy_coef=0.1))
+_PADS = make([2, 3, 0, 0], groups=[0, 0, PAD_GROUP, PAD_GROUP])
 _SCORED = ("logprobs", "old_logprobs", "ref_logprobs")
 
 LOSSES = (
     _loss("token-mean", "A known mean over tokens", _known("token-mean"), [0, 0, -1 / 3, -1 / 3, 2 / 3]),
     _loss("row-mean", "A known mean over rows", _known(ROWS), [0.5, 0, -1 / 4, -1 / 4, 1]),
     _loss("row-sum", "A known mean over rows of sums over tokens", _known(SUMS), [0, 0, -1 / 2, -1 / 2, 1]),
-    _loss(
-        "clip",
-        "A ratio of 1.5 is clipped where the advantage is 1, and not where it is -1",
-        make([1, 1], advantages=[1, -1]).of_ratio(1.5),
-        [0.15, 0, 0, 0.75],
-    ),
+    _loss("clip", "A ratio of 1.5 is clipped for advantage 1, and not for -1", _SIGNS, [0.15, 0, 0, 0.75]),
     _loss("padding", "Padding on either side, of any width, changes nothing", padded(_ROWS, 3, 2), _ROWS),
     _loss("gaps", "Outputs of tools between the tokens change nothing", spread(_ROWS), _ROWS),
     _loss("packing", "The packed layout has the loss of the padded one", _ROWS.replace(packed=True), _ROWS),
@@ -191,21 +154,15 @@ LOSSES = (
         expected_rows=[0, 1, 6, 7, 2, 3, 4, 5],
     ),
     _loss(
-        "micro-batches-tokens",
-        "Micro-batches add up to the mean over tokens",
-        _micro_batches(_TOKENS),
-        _TOKENS,
-        "trl#5619 SkyRL#794",
+        "parts-tokens", "Micro-batches add up to the mean over tokens", _parts(_TOKENS), _TOKENS, "trl#5619 SkyRL#794"
     ),
-    _loss(
-        "micro-batches-rows", "Micro-batches add up to the mean over rows", _micro_batches(_ROWS), _ROWS, "verl#6609"
-    ),
+    _loss("parts-rows", "Micro-batches add up to the mean over rows", _parts(_ROWS), _ROWS, "verl#6609"),
     _loss("ranks-tokens", "Ranks add up to the mean over tokens", _ranks(_TOKENS), _TOKENS, "SkyRL#1751 AReaL#1730"),
     _loss("ranks-rows", "Ranks add up to the mean over rows", _ranks(_ROWS), _ROWS, "verl#7200"),
     _loss("slices-tokens", "Slices of the context add up to the mean over tokens", _slices(_TOKENS), _TOKENS),
     _loss("slices-rows", "Slices of the context add up to the mean over rows", _slices(_ROWS), _ROWS, "verl#7200"),
-    _loss("kl-share", "A micro-batch's KL is divided as the batch's", _micro_batches(_KL), _KL, "verl#6609"),
-    _loss("entropy-share", "A micro-batch's entropy is divided as the batch's", _micro_batches(_ENTROPY), _ENTROPY),
+    _loss("kl-share", "A micro-batch's KL is divided as the batch's", _parts(_KL), _KL, "verl#6609"),
+    _loss("entropy-share", "A micro-batch's entropy is divided as the batch's", _parts(_ENTROPY), _ENTROPY),
     _loss("entropy-of-ranks", "A rank's entropy is divided as the batch's", _ranks(_ENTROPY), _ENTROPY),
     _loss(
         "rollout-mean",
@@ -230,11 +187,7 @@ LOSSES = (
         "miles#2378",
     ),
     _loss(
-        "pad-rows-loss",
-        "Rows that make a batch divisible change no mean over tokens",
-        make([2, 3, 0, 0], groups=[0, 0, PAD_GROUP, PAD_GROUP]),
-        make([2, 3]),
-        "verl#7771",
+        "pad-rows-loss", "Rows that make a batch divisible change no mean over tokens", _PADS, make([2, 3]), "verl#7771"
     ),
     _loss("empty-part", "A micro-batch without a token in the loss adds 0, not NaN", _EMPTY, _EMPTY[:1]),
 )

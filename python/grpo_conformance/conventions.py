@@ -11,9 +11,8 @@ from grpo_conformance.run import Asked, Convention
 def _chosen(value: float, choices: dict[str, float]) -> str:
     if math.isnan(value):
         return "NaN"
-    return next(
-        (name for name, one in choices.items() if math.isclose(value, one, rel_tol=0.01, abs_tol=0.01)), f"{value:.4g}"
-    )
+    near = [name for name, choice in choices.items() if math.isclose(value, choice, rel_tol=0.01, abs_tol=0.01)]
+    return near[0] if near else f"{value:.4g}"
 
 
 def _voters(asked: Asked) -> str:

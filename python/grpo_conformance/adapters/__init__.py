@@ -68,14 +68,19 @@ def _of_file(path: Path) -> Any:
 
 def in_groups(batch: Batch) -> tuple[Tensor, int]:
     """Order of the rows by group and the size of the groups, for trainers whose groups are given by position."""
+    one_row_a_rollout(batch)
     sizes = set(Counter(batch.groups.tolist()).values())
     if len(sizes) > 1:
         raise NotOffered("groups have one size")
     return batch.groups.argsort(stable=True), sizes.pop()
 
 
-def refuse_rows_of_rollouts(batch: Batch) -> None:
-    """For trainers that know of no rollout of several rows."""
+def one_row_a_rollout(batch: Batch) -> None:
     ids = batch.total.rollouts.tolist()
     if len(set(ids)) < len(ids):
         raise NotOffered("a rollout is one row")
+
+
+def whole_rows(batch: Batch) -> None:
+    if batch.packed or batch.columns is not None:
+        raise NotOffered("the loss gets whole, padded rows")

@@ -13,8 +13,8 @@ from grpo_trainer.recipe import Algorithm
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_conformance.adapters import in_groups, refuse_rows_of_rollouts
-from grpo_conformance.batch import Batch, NotOffered
+from grpo_conformance.adapters import in_groups, one_row_a_rollout, whole_rows
+from grpo_conformance.batch import Batch
 
 ALGORITHMS = {"mean": "dr_grpo", "mean-std": "grpo", "leave-one-out": "rloo"}
 
@@ -47,7 +47,6 @@ class BundledTrainer:
     name = "grpo_trainer"
 
     def advantages(self, batch: Batch) -> Tensor:
-        refuse_rows_of_rollouts(batch)
         order, size = in_groups(batch)
         mask = batch.mask[order]
         plan = Plan.of(Algorithm(ALGORITHMS[batch.estimator]), batch.mask.shape[1])
@@ -56,9 +55,8 @@ class BundledTrainer:
         return assign_credit(plan, rollout, rewards, torch.ones(1), None, None, mask).advantages[order.argsort()]
 
     def loss(self, batch: Batch) -> Tensor:
-        refuse_rows_of_rollouts(batch)
-        if batch.packed or batch.columns is not None:
-            raise NotOffered("the loss gets whole, padded rows")
+        one_row_a_rollout(batch)
+        whole_rows(batch)
         total, losses = batch.total, list[Tensor]()
         places = torch.arange(len(total.mask)) if batch.rows is None else batch.rows
         logprobs = total.logprobs.index_copy(0, places, batch.logprobs)

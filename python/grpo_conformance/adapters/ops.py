@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -28,13 +27,9 @@ class Ops:
         return gk.token_advantages(rewards, values, mask=batch.mask, rollouts=rollouts, config=config).advantages
 
     def loss(self, batch: Batch) -> Tensor:
-        default = gk.LossConfig()
-        aggregation = batch.aggregation or default.aggregation
-        config = dataclasses.replace(
-            default, clip_low=batch.clip, clip_high=batch.clip, entropy_coef=batch.entropy_coef
-        )
-        if batch.kl_coef:
-            config = dataclasses.replace(config, kl="k3", kl_coef=batch.kl_coef)
+        kl: dict[str, Any] = {"kl": "k3", "kl_coef": batch.kl_coef} if batch.kl_coef else {}
+        config = gk.LossConfig(clip_low=batch.clip, clip_high=batch.clip, entropy_coef=batch.entropy_coef, **kl)
+        aggregation = batch.aggregation or config.aggregation
         total, logprobs = batch.total, batch.logprobs
         shares = gk.token_shares(total.mask, rollouts=total.rollouts, aggregation=aggregation)
         if batch.ratio == "sequence":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_conformance.adapters import in_groups, refuse_rows_of_rollouts
+from grpo_conformance.adapters import in_groups, one_row_a_rollout, whole_rows
 from grpo_conformance.batch import Batch, NotOffered
 
 with warnings.catch_warnings():
@@ -63,7 +63,6 @@ class Trl:
     kind: type = GRPOTrainer
 
     def advantages(self, batch: Batch) -> Tensor:
-        refuse_rows_of_rollouts(batch)
         order, size = in_groups(batch)
         return self._advantages(batch, batch.rewards[order][:, None], batch.mask[order], size)[order.argsort()]
 
@@ -75,9 +74,8 @@ class Trl:
         return _statements(kind)(trainer, rewards_per_func=rewards, num_generations=size, device="cpu")
 
     def loss(self, batch: Batch) -> Tensor:
-        refuse_rows_of_rollouts(batch)
-        if batch.packed or batch.columns is not None:
-            raise NotOffered("the loss gets whole, padded rows")
+        one_row_a_rollout(batch)
+        whole_rows(batch)
         changes: dict[str, Any] = {"importance_sampling_level": batch.ratio, "epsilon": batch.clip}
         if batch.aggregation is not None:
             if batch.aggregation not in LOSS_TYPES:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_conformance.batch import PAD_GROUP, Batch, NotOffered
+from grpo_conformance.adapters import whole_rows
+from grpo_conformance.batch import PAD_GROUP, Batch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -45,8 +46,7 @@ class Verl:
         return returns - batch.values
 
     def loss(self, batch: Batch) -> Tensor:
-        if batch.packed or batch.columns is not None:
-            raise NotOffered("the loss gets whole, padded rows")
+        whole_rows(batch)
         total = batch.total
         settings = {
             "dp_size": batch.ranks,
