@@ -160,6 +160,15 @@ def test_a_fault_is_noticed(case: Any) -> None:
     assert wrong.status == "fail" and wrong.numbers, wrong.text
 
 
+def test_a_gradient_outside_the_mask_is_noticed() -> None:
+    def leaks(batch: Batch) -> Tensor:
+        outside = (batch.logprobs * ~batch.mask).sum()
+        return RIGHT.loss(batch) + outside - outside.detach()
+
+    (result,) = run(Faulty("loss", leaks), [case for case in INVARIANTS if case.name == "token-mean"])
+    assert result.numbers == (("gradient outside the mask", 0.0, 1.0),)
+
+
 def test_our_ops_pass_everything() -> None:
     results = run(load("grpo_kernels"), INVARIANTS)
     assert [result.case.name for result in results if result.status != "pass"] == []

@@ -50,6 +50,12 @@ def test_the_status_says_whether_an_invariant_fails(files: dict[str, str], capsy
     assert first.split() == ["mean", "NO", "yes"]
 
 
+def test_an_adapter_that_breaks_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(WRONG.replace("batch.rewards -", "1 / 0 -"))
+    assert main([str(tmp_path / "mine.py")]) == 1
+    assert "masked-vote | mine<b> | raises ZeroDivisionError: division by zero" in capsys.readouterr().out
+
+
 def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
     paths = {kind: tmp_path / f"out.{kind}" for kind in ("html", "json", "markdown")}
     options = [part for kind, path in paths.items() for part in (f"--{kind}", str(path))]
