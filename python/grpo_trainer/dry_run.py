@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from grpo_trainer import checkpoint, engine, memory
-from grpo_trainer.data import encode_prompt
+from grpo_trainer.data import encode_demonstration, encode_prompt
 from grpo_trainer.embed import require_embedder
 from grpo_trainer.loading import check_four_bit
 from grpo_trainer.policy import context_length
-from grpo_trainer.pretrained import load_tokenizer
+from grpo_trainer.pretrained import is_gguf, load_tokenizer, loading
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Model, Recipe, Reward, Rl
 from grpo_trainer.recipe_checks import check_lengths, used_embedders
@@ -29,6 +29,7 @@ from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.trackers import TRACKERS
 from grpo_trainer.train import check_backend, default_rewards, plan_of, rewards_or_default
+from grpo_trainer.vocabulary import banned_ids, refuse_banned
 
 Check = Callable[[], Any]
 MakeTokenizer = Callable[[], Any]  # made once, when something first needs it
@@ -186,6 +187,8 @@ def _check_tokens(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer, lm: 
     if folder.is_dir() and all(path.name == "config.json" for path in folder.iterdir()):
         return  # a configuration alone, for an estimate of the memory
     check_reference(model, tokenizer(), lm)
+    if model.banned:
+        _check_banned(recipe, splits, tokenizer(), lm)
     chat = (model.chat_template, model.chat_template_options)
     for number, phase in enumerate(recipe.phases):
         kind, lines = ("rl", splits.train) if phase.rl is not None else ("sft", splits.sft)
@@ -193,6 +196,22 @@ def _check_tokens(recipe: Recipe, splits: Splits, tokenizer: MakeTokenizer, lm: 
         if lines and not any(0 < length <= model.max_prompt_tokens for length in lengths):
             left_out = f"{len(lines)} by model.max_prompt_tokens, {model.max_prompt_tokens}"
             raise ValueError(no_usable_line(f"phase {number} ({kind})", [left_out]))
+
+
+def _check_banned(recipe: Recipe, splits: Splits, tokenizer: Any, lm: Any) -> None:
+    """Raises if a banned token is unknown or ends responses, or if a demonstration has one."""
+    from transformers import GenerationConfig
+
+    path = recipe.model.path
+    if path != "tiny" and not is_gguf(path):
+        with contextlib.suppress(OSError, ValueError), loading("model.path", path):  # a model may have none
+            lm.generation_config = GenerationConfig.from_pretrained(path)
+    banned = banned_ids(recipe.model.banned, lm, tokenizer)
+    if any(phase.sft is not None for phase in recipe.phases):
+        for line in splits.sft:
+            refuse_banned(banned, tokenizer, encode_demonstration(tokenizer, line["demonstration"]))
+    if any(phase.rl is not None and phase.rl.rollout.engine == "vllm" for phase in recipe.phases):
+        engine.check_banned(banned)
 
 
 def _tokenizer(recipe: Recipe, splits: Splits) -> Any:

@@ -32,6 +32,7 @@ from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, assemble
 
 TESTED = ((0, 31), (0, 32))  # versions of vLLM, from the first up to the second
+MOST_BANNED = 1024  # ids with a bias that vLLM's runner of models on a GPU takes for a request
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM reserves for adapters
 ADAPTER_ID = 1
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -100,6 +101,7 @@ def check_policy(key: str, sampling: Sampling, model: Model, policy: Policy) -> 
             f"model.lora.rank: must be at most {LORA_RANKS[-1]} with rollout.engine: vllm, got {model.lora.rank}; "
             f"lower it {_WAY_OUT}"
         )
+    check_banned(policy.banned_ids)
     _check_heads(model, policy)
     length, limit = sampling.vllm.max_model_len, policy.context_length
     if length is not None and limit is not None and length > limit:
@@ -122,6 +124,15 @@ def _check_heads(model: Model, policy: Policy) -> None:
         raise ValueError(
             f"{key}: heads must have one of the sizes {', '.join(map(str, sizes))} with rollout.engine: vllm on the "
             f"CPU, got {config.num_attention_heads} heads of size {size}; change it, {_WAY_OUT}"
+        )
+
+
+def check_banned(ids: Sequence[int]) -> None:
+    """Raises if vLLM cannot ban that many ids."""
+    if len(ids) > MOST_BANNED:
+        raise ValueError(
+            f"model.banned: must have at most {MOST_BANNED} tokens with rollout.engine: vllm, got {len(ids)}; ban "
+            f"fewer, {_WAY_OUT}"
         )
 
 
@@ -288,6 +299,7 @@ class Engine:
                 min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
                 stop_token_ids=self.policy.stop_ids,
                 ignore_eos=True,  # the stop ids include it
+                logit_bias=dict.fromkeys(self.policy.banned_ids, -math.inf),  # finite only where vLLM's server reads it
                 seed=_prompt_seed(seed, first + i),
                 logprobs=0,
                 flat_logprobs=True,

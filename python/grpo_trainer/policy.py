@@ -22,6 +22,7 @@ from grpo_trainer.data import Batch, positions_of
 from grpo_trainer.loading import attention_of, explaining_attention, keep_layout_of_four_bits, load_lm, with_adapters
 from grpo_trainer.recipe import LOADING_KEYS, Model
 from grpo_trainer.tiny import make_tiny, train_tokenizer
+from grpo_trainer.vocabulary import banned_ids, count_logits, stop_ids
 
 AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 Run = Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
@@ -38,6 +39,7 @@ class Policy(nn.Module):
         temperature: of the distribution that is sampled and scored.
         backend: "kernel", "reference" or None, as in the ops.
         mixed_precision: "no", "bf16" or "fp16".
+        banned: ids that the policy cannot produce: their probability is 0 in sampling, scoring and the loss.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Policy(nn.Module):
         temperature: float = 1.0,
         backend: str | None = None,
         mixed_precision: str = "no",
+        banned: Sequence[int] = (),
     ) -> None:
         super().__init__()
         keep_layout_of_four_bits(lm)
@@ -57,14 +60,19 @@ class Policy(nn.Module):
         self.critic: Policy | None = None  # its value head replaces this policy's own
         self.is_seq2seq = bool(lm.config.is_encoder_decoder)
         self.eos_id = int(tokenizer.eos_token_id)
-        self.stop_ids = _stop_ids(self.inner, self.eos_id)
+        self.stop_ids = stop_ids(self.inner, self.eos_id)
+        self.banned_ids = sorted(banned)
+        self.banned: Tensor
+        self.register_buffer("banned", torch.tensor(self.banned_ids, dtype=torch.int64, device=self.device), False)
         self.cache_name = cache_name(self.inner)
         self.pad_id = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id)
         self.has_plain_head = not self.is_seq2seq and self._head_is_plain()
 
     def with_lm(self, lm: Any) -> Policy:
         """A policy with the same settings and another language model."""
-        return Policy(lm, self.tokenizer, self.temperature, self.backend, self.mixed_precision)
+        # a reference may lack the ids that pad the policy's vocabulary
+        banned = [i for i in self.banned_ids if i < count_logits(lm)]
+        return Policy(lm, self.tokenizer, self.temperature, self.backend, self.mixed_precision, banned)
 
     def add_value_head(self) -> None:
         size = self.lm.config.d_model if self.is_seq2seq else self.lm.config.hidden_size
@@ -122,7 +130,9 @@ class Policy(nn.Module):
 
     def _next(self, _: None, **kwargs: Any) -> Any:
         """One step of sampling."""
-        return self.lm(**kwargs)
+        output = self.lm(**kwargs)
+        output.logits = self._without_banned(output.logits)
+        return output
 
     def _encoded(self, _: None, **kwargs: Any) -> Any:
         return self.lm.get_encoder()(**kwargs)
@@ -132,7 +142,7 @@ class Policy(nn.Module):
         states, _ = self._states(batch, share)
         targets = torch.where(batch.mask, batch.tokens, -100)
         if not self.has_plain_head:
-            logits = _within(states, batch.support)
+            logits = _within(self._without_banned(states), batch.support)
             return gk.token_logprobs(logits, targets, temperature=self.temperature, backend=self.backend).logprobs
         head = self._head()
         return gk.linear_logprobs(
@@ -198,7 +208,7 @@ class Policy(nn.Module):
             )
         else:
             logprobs, entropy = gk.token_logprobs(
-                _within(states, batch.support),
+                _within(self._without_banned(states), batch.support),
                 torch.where(batch.mask, batch.tokens, -100),
                 temperature=self.temperature,
                 return_entropy=kwargs.pop("return_entropy", False),
@@ -212,7 +222,11 @@ class Policy(nn.Module):
         """The LM head, in the precision in which the model itself would apply it."""
         head = self.inner.get_output_embeddings()
         dtype = self.autocast_dtype or head.weight.dtype
-        return gk.LMHead(head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+        bias = None if head.bias is None else head.bias.to(dtype)
+        return gk.LMHead(head.weight.to(dtype), bias, banned=self.banned)
+
+    def _without_banned(self, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, self.banned, float("-inf")) if self.banned_ids else logits
 
     def _states(self, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
         """Inputs of the loss and of the value head.
@@ -299,15 +313,6 @@ class Policy(nn.Module):
 def cache_name(lm: Any) -> str:
     """The name of a model's key-value cache, in arguments and outputs; transformers 5.40 drops the old one."""
     return "cache" if "cache" in inspect.signature(lm.forward).parameters else "past_key_values"
-
-
-def _stop_ids(lm: Any, eos_id: int) -> list[int]:
-    """Tokens that end a response: the tokenizer's and the generation config's, such as a chat's end of turn."""
-    config = getattr(lm, "generation_config", None)
-    configured = getattr(config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [] if configured is None else [configured]
-    size = lm.get_input_embeddings().num_embeddings
-    return sorted({eos_id, *(i for i in ids if 0 <= i < size)})
 
 
 class Reference:
@@ -439,7 +444,8 @@ def load_policy(
 def make_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None) -> Policy:
     if settings.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return Policy(lm, tokenizer, backend=backend, mixed_precision=settings.mixed_precision)
+    banned = banned_ids(settings.banned, lm, tokenizer) if settings.banned else []
+    return Policy(lm, tokenizer, backend=backend, mixed_precision=settings.mixed_precision, banned=banned)
 
 
 def take_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None, device: torch.device | str) -> Policy:

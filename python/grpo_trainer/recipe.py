@@ -55,6 +55,9 @@ class Model:
     chat_template_options: dict[str, Any] = key(
         {}, "variables of the chat template, such as {enable_thinking: false} for Qwen3"
     )
+    banned: list[int | str] = key(
+        [], "ids, or tokens as the tokenizer spells them, with probability 0 in sampling and in the update"
+    )
     max_prompt_tokens: int = key(512, "longer prompts are dropped; their number is logged")
     reference_model_path: str | None = key(None, "reference of the KL term; null: the policy at the start of the phase")
 

@@ -34,6 +34,7 @@ from grpo_trainer.rewards import RewardFunction, gaps, load_reward, require_colu
 from grpo_trainer.rollout import select_usable
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
 from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.vocabulary import refuse_banned
 
 
 def plan_of(phase: int, rl: Rl) -> Plan:
@@ -333,6 +334,7 @@ class Trainer:
         policy = self.policy
         demonstration = encode_demonstration(policy.tokenizer, item["demonstration"]) if split == "sft" else []
         policy.check_tokens(demonstration, "the demonstrations")
+        refuse_banned(policy.banned_ids, policy.tokenizer, demonstration)
         if policy.context_length is None:
             return True
         response = len(demonstration) if split == "sft" else max(self._max_new_tokens)

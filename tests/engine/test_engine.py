@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -114,6 +115,44 @@ def test_greedy_tokens_are_those_of_transformers(lora: Lora | None) -> None:
         assert torch.equal(ours.batch.mask, theirs.batch.mask) and torch.equal(ours.truncated, theirs.truncated)
         assert not ours.logprobs.any() and torch.equal(ours.batch.prompts, theirs.batch.prompts)
         assert torch.equal(ours.batch.prompt_of, theirs.batch.prompt_of) and ours.texts == theirs.texts
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 9, "top_p": 0.9, "min_new_tokens": 3}], ids=str)
+def test_banned_tokens_have_no_share_of_the_probability(settings: dict[str, Any]) -> None:
+    with started(Model(tiny=TINY), **settings) as (policy, engine):
+        rollout = sampled(policy, engine)
+        counts = torch.bincount(rollout.batch.tokens[rollout.batch.mask], minlength=100)
+        counts[policy.stop_ids] = 0
+        banned = counts.topk(12).indices.tolist()
+    with started(Model(tiny=TINY, banned=banned), **settings) as (policy, engine):
+        rollout = sampled(policy, engine)
+        assert not torch.isin(rollout.batch.tokens[rollout.batch.mask], torch.tensor(banned)).any()
+        lost = 0.0
+        for i, stored in enumerate(rollout.logprobs):
+            logits, tokens = logits_of(policy, rollout, i)
+            lost = max(lost, float(logits.softmax(-1)[:, banned].sum(1).max()))
+            allowed = logits.index_fill(1, torch.tensor(banned), -math.inf)
+            allowed[: engine.sampling.min_new_tokens, policy.stop_ids] = -math.inf
+            allowed = _filtered(allowed, engine.sampling.top_p, engine.sampling.top_k)
+            expected = allowed.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+            torch.testing.assert_close(stored[: len(tokens)].double(), expected, rtol=1e-5, atol=1e-5)
+        assert lost > 0.2, "the bans must matter"
+
+
+def test_banned_tokens_are_not_sampled_whatever_their_logits() -> None:
+    """Logits that are hundreds apart would outweigh a bias of -100."""
+    banned = [i for i in range(60) if i not in (1, 5, 9)]
+    with started(Model(tiny=TINY, banned=banned), top_k=1) as (policy, engine):
+        with torch.no_grad():
+            policy.inner.get_output_embeddings().weight.mul_(1000)
+        engine.is_current = False
+        ours = sampled(policy, engine)
+        theirs = roll_out(policy, items_of(policy), engine.sampling, torch.Generator())
+        assert not torch.isin(ours.batch.tokens[ours.batch.mask], torch.tensor(banned)).any()
+        assert ours.batch.tokens.tolist() == theirs.batch.tokens.tolist()
+        logits, tokens = logits_of(policy, ours, 0)
+        gap = logits.max(-1).values - logits.gather(1, tokens[:, None]).squeeze(1)
+        assert gap.max() > 200
 
 
 def test_the_end_is_not_sampled_before_the_minimum_length() -> None:

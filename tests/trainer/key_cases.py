@@ -302,6 +302,7 @@ CASES: dict[str, Case] = {
     "model.gradient_checkpointing": made(True, recomputed_layers, "phases.0.rl.share_prompts=false"),
     "model.chat_template": made(True, splits, *SAVED),
     "model.chat_template_options": made({"tone": "calmly"}, splits, *SAVED, "model.chat_template=true"),
+    "model.banned": ran([7, "4"], weights),
     "model.max_prompt_tokens": made(19, splits),
     "model.reference_model_path": ran("{sibling}", metric("train/kl_rollout"), *SAVED),
     "data.task": made("strategies", splits, "data.options={{test: 4}}"),

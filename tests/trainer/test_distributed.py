@@ -64,6 +64,7 @@ RUNS = {
         "phases.1.rl.minibatches=1",
     ),
     "sharded": (*ODD, SHARDED),
+    "sharded_banned": (*ODD, "model.banned=[0, a, s, '#', Ġman, '=']", SHARDED),
     "sharded_values": (*ODD, SEGMENTS, SHARDED),
     "sharded_critic": (*ODD, CRITIC, SHARDED),
     "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", SHARDED),
