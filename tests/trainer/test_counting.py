@@ -1,10 +1,13 @@
 """Responses without a token in the loss, because they were truncated or rejected.
 
-The fault to notice: their rewards are part of what the other responses to the prompt are compared with.
+The faults to notice: their rewards are part of what the other responses to the prompt are compared with; they, or
+unscored responses and groups of equal rewards, count in a divisor, or in the KL and the entropy.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -180,3 +183,100 @@ def test_rejected_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.Monk
     assert not credit.mask[left_out].any() and credit.mask[~left_out].any(1).all()
     want = expected_of(arguments, rewards_of(arguments), left_out)
     torch.testing.assert_close(credit.advantages, want, rtol=1e-5, atol=1e-4)
+
+
+SHARES: dict[str, Callable[[int, int, int], float]] = {  # of a token, by the tokens, the rows and its row's tokens
+    "token-mean": lambda tokens, rows, length: 1 / tokens,
+    "seq-mean-token-mean": lambda tokens, rows, length: 1 / (rows * length),
+    "seq-mean-token-sum-norm": lambda tokens, rows, length: 1 / (rows * 12),
+}
+
+
+def some_unscored_or_equal(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+    """Equal rewards for the first prompt, and none for a response of each other one."""
+    return [
+        0.5 if i < 4 else None if i % 4 == 1 else len(text) % 3 / 4 + (i % 4) / 8 for i, text in enumerate(completions)
+    ]
+
+
+def counted_rows(rollout: Rollout) -> dict[int, float]:
+    """Advantages of Dr.GRPO of the rows that count, written apart."""
+    rewards = some_unscored_or_equal([], rollout.texts)
+    advantages: dict[int, float] = {}
+    for start in range(0, len(rewards), 4):
+        scores = {
+            row: score
+            for row in range(start, start + 4)
+            if (score := rewards[row]) is not None and not rollout.truncated[row]
+        }
+        if len({*scores.values()}) > 1:
+            mean = sum(scores.values()) / len(scores)
+            advantages |= {row: score - mean for row, score in scores.items()}
+    return advantages
+
+
+@pytest.mark.parametrize("aggregation", SHARES)
+@pytest.mark.parametrize("micro_batch", [1, 5, 64])
+def test_a_step_divides_by_what_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregation: str, micro_batch: int
+) -> None:
+    """Against the gradient of the policy term, k3 and entropy in float64, from transformers' own forward pass.
+
+    A ratio is 1 in a step's first minibatch, so the policy term is the advantage times the log-prob's gradient.
+    """
+    loss = f"{{kl: k3, kl_coef: 0.3, entropy_coef: 0.2, aggregation: {aggregation}}}"
+    recipe = small.recipe(
+        tmp_path,
+        f"phases.1.rl.algorithm={{name: dr_grpo, loss: {loss}}}",
+        f"phases.1.rl.rewards=[{{name: '{HERE}:some_unscored_or_equal'}}]",
+        "phases.1.rl.rollout.truncated=leave_out",
+        "phases.1.rl.minibatches=1",
+        "phases.1.rl.epochs=1",
+        f"phases.1.rl.micro_batch={micro_batch}",
+    )
+    trainer = Trainer(recipe)
+    settings = recipe.phases[1].rl
+    assert settings is not None
+    run = RlRun(trainer, 1, settings, 0)
+    lm, seen = trainer.policy.lm, dict[str, Any]()
+    reference = copy.deepcopy(lm).double().eval()
+    with torch.no_grad():
+        for weight in lm.parameters():
+            weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) / 10)
+        lm.get_output_embeddings().weight[trainer.policy.eos_id] *= 12  # some responses end, others are truncated
+    update = RlRun._update
+
+    def spy(self: RlRun, rollout: Rollout, credit: Credit, *more: Any) -> dict[str, float]:
+        seen.update(rollout=rollout, policy=copy.deepcopy(lm).double().eval())
+        return update(self, rollout, credit, *more)
+
+    def keep(self: RlRun) -> float:
+        seen["gradients"] = {name: weight.grad for name, weight in lm.named_parameters()}
+        return 1.0
+
+    monkeypatch.setattr(RlRun, "_update", spy)
+    monkeypatch.setattr(RlRun, "optimizer_step", keep)
+    metrics = run.step(trainer.items("train")[:6], 2)
+    rollout, policy = seen["rollout"], seen["policy"]
+    advantages = counted_rows(rollout)
+    left_out = len(rollout.texts) - len(advantages)
+    assert left_out > 6 and len(advantages) > 4 and rollout.truncated[4:].any()
+    assert any(row % 4 == 1 and not rollout.truncated[row] and row - 1 in advantages for row in range(4, 24))
+    want, tokens = torch.zeros((), dtype=torch.float64), int(rollout.lengths[[*advantages]].sum())
+    for row, advantage in advantages.items():
+        response = rollout.batch.tokens[row][rollout.batch.mask[row]]
+        prompt = torch.tensor(rollout.items[row // 4]["prompt_ids"])
+        whole = torch.cat((prompt, response))[None]
+        place = slice(len(prompt) - 1, -1)
+        logprobs, theirs = (model(whole).logits[0, place].log_softmax(-1) for model in (policy, reference))
+        of_tokens = logprobs.gather(1, response[:, None]).squeeze(1)
+        gap = theirs.detach().gather(1, response[:, None]).squeeze(1) - of_tokens
+        entropy = -(logprobs.exp() * logprobs).sum(1)
+        share = SHARES[aggregation](tokens, len(advantages), len(response))
+        want = want + share * (0.3 * (gap.exp() - gap - 1) - 0.2 * entropy - advantage * of_tokens).sum()
+    want.backward()
+    for name, weight in policy.named_parameters():
+        gradient = weight.grad
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(seen["gradients"][name].double(), gradient, rtol=1e-3, atol=1e-4 * scale)
+    assert metrics["train/skipped"] == 0
