@@ -116,7 +116,8 @@ def test_every_function_of_variants_is_shown_in_a_loss() -> None:
     exec(setting, scope)
     for block in blocks:
         exec(block, scope)
-        (gradient,) = torch.autograd.grad(scope.pop("loss"), scope["logprobs"])
+        leaf = scope["hidden" if "hidden" in block else "logprobs"]
+        (gradient,) = torch.autograd.grad(scope.pop("loss"), leaf)
         assert gradient.isfinite().all() and gradient.any() and not gradient[~scope["mask"]].any(), block
     assert all(f"gk.variants.{name}(" in "".join(blocks) for name in gk.variants.__all__)
 

@@ -90,6 +90,8 @@ def test_every_published_variant_has_a_setting_and_a_test(variant: published.Var
         "advantages": advantages[:, None] if "probs" in variant.setting else advantages,
         **dict.fromkeys(("rewarded", "imitated", "expert"), torch.arange(6).repeat(4, 1) % 2 == 0),
         "mu": 0.3,
+        **dict.fromkeys(("ids", "mu_logprobs"), torch.zeros(*shape, 1)),
+        "is_weights": torch.rand(shape),
         "entropy": torch.rand(shape),
         "log_z": torch.zeros(4),
         "rewards": torch.rand(shape) if "turns=" in variant.setting else torch.rand(4),

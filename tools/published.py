@@ -144,6 +144,12 @@ COMPOSED = (
         "arXiv 2504.14945",
         "variants/test_mixtures.py::test_shaping_of_luffy",
     ),
+    Variant(
+        "score centering",
+        "gk.Teacher(ids, mu_logprobs, tail='bucket', weights=-advantages * is_weights * gk.token_shares(mask))",
+        "arXiv 2609.20807, SkyRL#2244, miles#3317",
+        "variants/test_mixtures.py::test_score_centering",
+    ),
 )
 CORRECTIONS = (
     Variant(

@@ -1,7 +1,7 @@
-"""Losses over two masks with shares of their own, added: CHORD, LUFFY, cross-entropy of good examples, prime-rl.
+"""Losses of two terms: CHORD, LUFFY, cross-entropy of good examples, prime-rl, score centering.
 
 Faults they are there for: a share of the wrong tokens, a term of tokens that it is not for, NaN
-in what it does not read.
+in what it does not read, a tail of the sampler's distribution that is lost.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.ops.linear_head.logprobs_op import SUPPORTS as SUPPORTS_OF_HIDDEN
 from grpo_kernels.ops.policy_loss.registration import SUPPORTS
 from tests.harness import device_of, runnable_backends
 
@@ -117,3 +118,70 @@ def test_on_policy_distillation(backend: str) -> None:
     want = (-(teacher - old) * now)[mask].mean()
     config = gk.LossConfig(loss="reinforce")
     assert_same(gk.policy_loss(now, old, teacher - old, mask=mask, config=config, backend=backend).loss, want, now)
+
+
+COLUMNS, WIDTH = 37, 5
+
+
+@pytest.mark.parametrize("backend", runnable_backends(SUPPORTS_OF_HIDDEN, F64))
+@pytest.mark.parametrize("known", [6, COLUMNS])
+def test_score_centering(backend: str, known: int) -> None:
+    """arXiv 2609.20807: -A w (log pi(a) - E_mu log pi), with the tail of mu shared like that of pi.
+
+    The loss differs by the entropy of mu, which has no gradient. That of a logit is -A w times 1 for the token that was
+    sampled, minus mu.
+    """
+    random, device = torch.Generator().manual_seed(1), device_of(backend)
+    hidden, weight = torch.randn(*SHAPE, WIDTH, generator=random), torch.randn(COLUMNS, WIDTH, generator=random)
+    of_mu = 2 * torch.randn(*SHAPE, COLUMNS, generator=random)
+    actions, advantages = torch.randint(COLUMNS, SHAPE, generator=random), torch.randn(SHAPE, generator=random)
+    importance, mask = torch.rand(SHAPE, generator=random) * 2, torch.rand(SHAPE, generator=random) < 0.8
+    hidden, weight, of_mu, advantages, importance = (
+        value.to(device, F64) for value in (hidden, weight, of_mu, advantages, importance)
+    )
+    actions, mask = actions.to(device), mask.to(device)
+    factor = torch.where(mask, -advantages * importance, 0) / mask.sum()
+    mu, ids = of_mu.log_softmax(-1).topk(known)
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        shares = gk.token_shares(mask)
+        centre = gk.Teacher(ids, mu, kind="forward_kl", tail="bucket", weights=-advantages * importance * shares)
+        return gk.linear_policy_loss(
+            hidden,
+            weight,
+            actions,
+            None,
+            advantages,
+            mask=mask,
+            is_weights=importance,
+            weights=shares,
+            teacher=centre,
+            config=gk.LossConfig("reinforce"),
+            backend=backend,
+        ).loss
+
+    def published(hidden: Tensor, weight: Tensor) -> Tensor:
+        logprobs = (hidden @ weight.T).log_softmax(-1)
+        is_tail = torch.ones_like(logprobs, dtype=torch.bool).scatter(-1, ids, False)
+        p = logprobs.detach().exp()
+        tail = torch.where(is_tail, p, 0)
+        rest = 1 - mu.exp().sum(-1, keepdim=True)
+        share = tail / tail.sum(-1, keepdim=True).clamp(min=1e-300)
+        expected = (torch.where(is_tail, rest * share, of_mu.log_softmax(-1).exp()) * logprobs).sum(-1)
+        return (factor * (logprobs.gather(-1, actions[..., None]).squeeze(-1) - expected)).sum()
+
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    values, gradients = [], []
+    for loss in (ours, published):
+        value = loss(*leaves)
+        values.append(value)
+        gradients.append(torch.autograd.grad(value, leaves))
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+    if known == COLUMNS:
+        centred = torch.zeros_like(of_mu).scatter(-1, actions[..., None], 1.0) - of_mu.softmax(-1)
+        of_hidden = (factor[..., None] * centred) @ weight
+        torch.testing.assert_close(gradients[0][0], of_hidden.detach(), rtol=1e-12, atol=1e-15)
+        entropy = -(of_mu.softmax(-1) * of_mu.log_softmax(-1)).sum(-1)
+        torch.testing.assert_close(values[0] - values[1], -(factor * entropy).sum(), rtol=1e-12, atol=1e-14)
+    assert gradients[0][0][mask].any(-1).all() and not gradients[0][0][~mask].any()
