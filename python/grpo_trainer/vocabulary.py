@@ -53,12 +53,11 @@ def banned_ids(banned: Sequence[int | str], lm: Any, tokenizer: Any) -> list[int
 
 def refuse_banned(banned: Sequence[int], tokenizer: Any, demonstration: Sequence[int]) -> None:
     """Raises if a demonstrated response has a banned token, whose log-prob would be minus infinity."""
-    for i in sorted({*banned} & {*demonstration}):
+    clashes = sorted({*banned} & {*demonstration})
+    if clashes:
+        shown = _shown(tokenizer.convert_ids_to_tokens(clashes[0]), clashes[0])
         text = tokenizer.decode(demonstration)
-        raise ValueError(
-            f"{_KEY}: must not hold a token of a demonstration, got {_shown(tokenizer.convert_ids_to_tokens(i), i)} "
-            f"of {text[:80]!r}"
-        )
+        raise ValueError(f"{_KEY}: must not hold a token of a demonstration, got {shown} of {text[:80]!r}")
 
 
 def _shown(token: int | str, i: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import psutil
 import pytest
 import torch
 from grpo_trainer import cli, distributed, engine
+from grpo_trainer.dry_run import dry_run
 from grpo_trainer.engine import EngineError
 from grpo_trainer.recipe import Recipe, Rollout, Vllm
 from grpo_trainer.train import Trainer, train
@@ -288,6 +290,24 @@ def saved_model(folder: Path, lm: Any) -> str:
     lm.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return f"model={{path: '{folder / 'model'}', max_prompt_tokens: 40}}"
+
+
+def test_too_many_banned_tokens_are_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MOST_BANNED", 1)
+    recipe = small.recipe(tmp_path, *SHORT, "model.banned=['<pad>', '<start>']")
+    message = "model.banned: must have at most 1 tokens with rollout.engine: vllm, got 2; ban fewer, or use"
+    with pytest.raises(ValueError, match=message):
+        Trainer(recipe)
+    assert [problem for problem in dry_run(recipe)[1] if re.match(message, problem)]
+
+
+def test_banned_tokens_are_scored_as_the_engine_scored_them(tmp_path: Path) -> None:
+    """The gap of log-probs stays that of rounding, with most of the probability on banned tokens."""
+    banned = f"model.banned={[*'ABCDEFGHabcdefghiklmnoprstuvwy']}"
+    recipe = small.recipe(tmp_path, *SHORT, banned)
+    Trainer(recipe).run()
+    steps = rl_lines(recipe.folder)
+    assert len(steps) > 1 and max(line["sampling/gap_max"] for line in steps) < 1e-4
 
 
 def test_models_that_vllm_cannot_load_are_an_error_at_the_start(tmp_path: Path) -> None:
