@@ -215,15 +215,35 @@ def counted_rows(rollout: Rollout) -> dict[int, float]:
     return advantages
 
 
+def loss_of(
+    rollout: Rollout,
+    advantages: dict[int, float],
+    policy: Any,
+    reference: Any,
+    share_of: Callable[[int, int, int], float],
+) -> Tensor:
+    """The policy term of ratios of 1, 0.3 times k3 and -0.2 times the entropy, from transformers' own forward pass."""
+    want, tokens = torch.zeros((), dtype=torch.float64), int(rollout.lengths[[*advantages]].sum())
+    for row, advantage in advantages.items():
+        response = rollout.batch.tokens[row][rollout.batch.mask[row]]
+        prompt = torch.tensor(rollout.items[row // 4]["prompt_ids"])
+        whole = torch.cat((prompt, response))[None]
+        place = slice(len(prompt) - 1, -1)
+        logprobs, theirs = (model(whole).logits[0, place].log_softmax(-1) for model in (policy, reference))
+        of_tokens = logprobs.gather(1, response[:, None]).squeeze(1)
+        gap = theirs.detach().gather(1, response[:, None]).squeeze(1) - of_tokens
+        entropy = -(logprobs.exp() * logprobs).sum(1)
+        share = share_of(tokens, len(advantages), len(response))
+        want = want + share * (0.3 * (gap.exp() - gap - 1) - 0.2 * entropy - advantage * of_tokens).sum()
+    return want
+
+
 @pytest.mark.parametrize("aggregation", SHARES)
 @pytest.mark.parametrize("micro_batch", [1, 5, 64])
 def test_a_step_divides_by_what_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregation: str, micro_batch: int
 ) -> None:
-    """Against the gradient of the policy term, k3 and entropy in float64, from transformers' own forward pass.
-
-    A ratio is 1 in a step's first minibatch, so the policy term is the advantage times the log-prob's gradient.
-    """
+    """Against a float64 gradient; a ratio is 1 in a step's first minibatch."""
     loss = f"{{kl: k3, kl_coef: 0.3, entropy_coef: 0.2, aggregation: {aggregation}}}"
     recipe = small.recipe(
         tmp_path,
@@ -262,18 +282,7 @@ def test_a_step_divides_by_what_counts(
     left_out = len(rollout.texts) - len(advantages)
     assert left_out > 6 and len(advantages) > 4 and rollout.truncated[4:].any()
     assert any(row % 4 == 1 and not rollout.truncated[row] and row - 1 in advantages for row in range(4, 24))
-    want, tokens = torch.zeros((), dtype=torch.float64), int(rollout.lengths[[*advantages]].sum())
-    for row, advantage in advantages.items():
-        response = rollout.batch.tokens[row][rollout.batch.mask[row]]
-        prompt = torch.tensor(rollout.items[row // 4]["prompt_ids"])
-        whole = torch.cat((prompt, response))[None]
-        place = slice(len(prompt) - 1, -1)
-        logprobs, theirs = (model(whole).logits[0, place].log_softmax(-1) for model in (policy, reference))
-        of_tokens = logprobs.gather(1, response[:, None]).squeeze(1)
-        gap = theirs.detach().gather(1, response[:, None]).squeeze(1) - of_tokens
-        entropy = -(logprobs.exp() * logprobs).sum(1)
-        share = SHARES[aggregation](tokens, len(advantages), len(response))
-        want = want + share * (0.3 * (gap.exp() - gap - 1) - 0.2 * entropy - advantage * of_tokens).sum()
+    want = loss_of(rollout, advantages, policy, reference, SHARES[aggregation])
     want.backward()
     for name, weight in policy.named_parameters():
         gradient = weight.grad
