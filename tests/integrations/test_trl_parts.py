@@ -25,6 +25,7 @@ import grpo_kernels as gk
 from grpo_kernels.integrations.trl import FusedGRPOTrainer, patch_trl, unpatch_trl
 from grpo_kernels.integrations.trl import patch as trl_patch
 from grpo_kernels.integrations.trl import trainer as trl_side
+from grpo_kernels.integrations.trl.arguments import check_segments
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from tests.integrations import tiny_trl
 
@@ -206,10 +207,10 @@ def test_evaluation_of_segments_keeps_prompts_whole(tmp_path: Path, monkeypatch:
     trainer = made(tmp_path, changes=changes, segments=gk.SegmentConfig(), eval_dataset=tiny_trl.prompts())
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     trainer.args.per_device_eval_batch_size = 8
-    trainer._check_options()
+    check_segments(trainer)
     trainer.args.per_device_eval_batch_size = 6
     with pytest.raises(ValueError, match=r"per_device_eval_batch_size must hold whole groups of 4 .*, got 6"):
-        trainer._check_options()
+        check_segments(trainer)
 
 
 def test_evaluation_of_more_than_a_generation(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import grpo_kernels as gk
 
@@ -49,3 +50,59 @@ def check_advantages(advantages: gk.AdvantageConfig | None, similarity: gk.Simil
             "FusedGRPOTrainer: similarity and embedder must be given for advantages with shrinkage or "
             f"singleton='parent', got shrinkage={advantages.shrinkage!r}, singleton={advantages.singleton!r}"
         )
+
+
+def check_segments(trainer: Any) -> None:
+    """Refuses settings of a trainer with segments that segments do not go with."""
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    rules = [
+        (
+            "masked_rows",
+            trainer.masked_rows,
+            trainer.masked_rows == "leave_out",
+            "must be 'leave_out' with segments, which need tokens to take part",
+        ),
+        (
+            "flat_groups",
+            trainer.flat_groups,
+            trainer.flat_groups == "keep",
+            "must be 'keep' with segments, whose advantages differ within a completion",
+        ),
+        ("scale_rewards", trainer.scale_rewards, trainer.scale_rewards == "none", "must be 'none' with segments"),
+        (
+            "importance_sampling_level",
+            trainer.importance_sampling_level,
+            trainer.importance_sampling_level == "token",
+            "must be 'token' with segments, whose ratio is of the segment",
+        ),
+        ("loss_type", trainer.loss_type, trainer.loss_type != "vespo", "must not be 'vespo' with segments"),
+        (
+            "multi_objective_aggregation",
+            trainer.multi_objective_aggregation,
+            trainer.multi_objective_aggregation == "sum_then_normalize",
+            "must be 'sum_then_normalize' with segments",
+        ),
+        (
+            "per_device_eval_batch_size",
+            trainer.args.per_device_eval_batch_size,
+            trainer.accelerator.num_processes == 1
+            or trainer.args.eval_strategy == "no"
+            or trainer.args.per_device_eval_batch_size % trainer.num_generations_eval == 0,
+            f"must hold whole groups of {trainer.num_generations_eval} with segments",
+        ),
+        (
+            "use_bias_correction_kl",
+            trainer.args.use_bias_correction_kl,
+            trainer.beta == 0.0 or not trainer.args.use_bias_correction_kl,
+            "must be False with segments and beta, as it weighs a token's KL by the token's ratio",
+        ),
+        (
+            "per_device_train_batch_size * steps_per_generation",
+            rows,
+            trainer.accelerator.num_processes == 1 or rows % trainer.num_generations == 0,
+            f"must hold whole groups of {trainer.num_generations} with segments, as a prompt's mean is their baseline",
+        ),
+    ]
+    for name, value, holds, rule in rules:
+        if not holds:
+            raise ValueError(f"FusedGRPOTrainer: {name} {rule}, got {value!r}")

@@ -50,6 +50,8 @@ def policy_loss(
     if mean is not None:
         options = options | {"config": dataclasses.replace(config, entropy_coef=0.0)}
     arguments = tokens._asdict() | options | {"policy_mask": policy_mask, "entropy": entropy}
+    if tokens.weights is None:  # a function that has no use for them is not asked to accept them
+        del arguments["weights"]
     result = (trainer.loss_function or gk.policy_loss)(logprobs, **arguments)
     if mean is None or bonus == 0:
         return result, kept

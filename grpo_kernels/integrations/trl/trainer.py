@@ -18,9 +18,9 @@ from trl.models.utils import disable_gradient_checkpointing
 
 import grpo_kernels as gk
 from grpo_kernels.checks import instance, unknown
-from grpo_kernels.integrations.trl import composed
+from grpo_kernels.integrations.trl import composed, counting
 from grpo_kernels.integrations.trl import head as fused_head
-from grpo_kernels.integrations.trl.arguments import POLICY_TERM, check_advantages, check_loss
+from grpo_kernels.integrations.trl.arguments import POLICY_TERM, check_advantages, check_loss, check_segments
 from grpo_kernels.integrations.trl.installed import refuse_other_trl
 
 _THRESHOLD = "segment_threshold.json"  # in a checkpoint
@@ -29,6 +29,7 @@ _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: o
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
 _MASKED_ROWS = ("leave_out", "vote")
+_FLAT_GROUPS = ("keep", "leave_out")
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -49,6 +50,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             or needs the current log-probs before its terms (off_policy_mask_threshold, top_entropy_quantile)
         masked_rows: "leave_out" compares completions with those of their group that have a token in the loss; "vote"
             with all, as TRL does, also with those that mask_truncated_completions or a tool mask empties
+        flat_groups: "keep", as TRL, or "leave_out": completions of prompts whose advantages are all 0 are not in the
+            loss, neither in its KL term and entropy bonus nor in what it divides by
         backend: "kernel" or "reference"; None means the kernel where there is one
     """
 
@@ -66,6 +69,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         segments: gk.SegmentConfig | None = None,
         head: str = "logprobs",
         masked_rows: str = "leave_out",
+        flat_groups: str = "keep",
         backend: str | None = None,
         **options: Any,
     ) -> None:
@@ -102,6 +106,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
         if masked_rows not in _MASKED_ROWS:
             raise unknown("FusedGRPOTrainer", "masked_rows", masked_rows, _MASKED_ROWS)
+        if flat_groups not in _FLAT_GROUPS:
+            raise unknown("FusedGRPOTrainer", "flat_groups", flat_groups, _FLAT_GROUPS)
         parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
         keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in options:
@@ -111,10 +117,15 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.advantages, self.policy_term = advantages, loss if isinstance(loss, gk.LossConfig) else None
         self.loss_function = loss if callable(loss) else None
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
-        self.head, self._head_call, self.masked_rows = head, fused_head.logprobs, masked_rows
+        self.head, self._head_call = head, fused_head.logprobs
+        self.masked_rows, self.flat_groups = masked_rows, flat_groups
+        self.rollouts = counting.Rollouts(self)
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
         self._entropy_window = torch.zeros(2, dtype=torch.float64)
-        self._check_options()
+        if head == "fused":
+            fused_head.check_fused(self)
+        if segments is not None:
+            check_segments(self)
         self._loss_config(0.0)  # refuses unsupported settings now rather than at the first step
 
     # ------------------------------------------------------------------------------------------------ rewards
@@ -138,30 +149,33 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
         size = self.num_generations if mode == "train" else self.num_generations_eval
+        rollouts = self.rollouts.gather(output["prompt_ids"])
         if self.segments is not None:
             self._add_segments(output, size, mode)
             all_advantages = self.accelerator.gather(output["advantages"].sum(1))
         else:
-            all_advantages = self._advantages(output, size, mode)
-            local = len(output["prompt_ids"])
-            first = self.accelerator.process_index * local
-            output["advantages"] = all_advantages[first : first + local].to(output["advantages"])
+            all_advantages = self._advantages(output, size, mode, rollouts)
+            output["advantages"] = counting.own(self, all_advantages).to(output["advantages"])
+            is_flat = counting.flat(all_advantages, size) if self.flat_groups == "leave_out" else None
+            counting.count_once(
+                self, output, rollouts, is_flat, self.args.steps_per_generation if mode == "train" else 1
+            )
         logged = self._logs["advantages"]
         for _ in range(min(len(all_advantages), len(logged))):  # TRL's values for the same completions
             logged.pop()
         logged.extend(all_advantages.tolist())
         return output
 
-    def _advantages(self, output: dict[str, Any], size: int, mode: str) -> Tensor:
+    def _advantages(self, output: dict[str, Any], size: int, mode: str, rollouts: Tensor | None = None) -> Tensor:
         by_reward = self.multi_objective_aggregation == "normalize_then_sum"
         config = self.advantages or gk.AdvantageConfig.of("trl-gdpo" if by_reward else _ADVANTAGES[self.scale_rewards])
         config = dataclasses.replace(config, reward_weights=tuple(self.reward_weights.tolist()))
         lengths: Tensor | None = None
         valid: Tensor | None = None
         if config.needs_lengths or self.masked_rows == "leave_out":
-            counts = self.accelerator.gather(_mask(output).sum(1))
+            counts = self.accelerator.gather(counting.loss_mask(output).sum(1))
             lengths = counts if config.needs_lengths else None
-            valid = counts > 0 if self.masked_rows == "leave_out" else None
+            valid = counting.of_rollouts(counts, rollouts) > 0 if self.masked_rows == "leave_out" else None
         subgroups = None
         if self.similarity is not None:
             clusters = gk.similarity_groups(
@@ -173,6 +187,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return gk.group_advantages(
             self._scored,
             size,
+            rollouts=rollouts,
             subgroups=subgroups,
             valid=valid,
             lengths=lengths,
@@ -182,7 +197,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _add_segments(self, output: dict[str, Any], size: int, mode: str) -> None:
         """Places rewards at the ends of completions. The baseline is a prompt's mean, as TRL has no critic."""
-        mask = _mask(output)
+        mask = counting.loss_mask(output)
         old = output.get("old_per_token_logps")
         if old is None:  # the policy has not changed since sampling
             rows = self.args.per_device_train_batch_size if mode == "train" else self.args.per_device_eval_batch_size
@@ -191,14 +206,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             output["old_per_token_logps"] = old
         sampled = output.get("sampling_per_token_logps", old)
         sampled = torch.where(sampled.isnan(), old, sampled)  # tokens that vLLM could not score
-        local = len(mask)
-        first = self.accelerator.process_index * local
-        weights = self.reward_weights.to(self._scored.device)
-        totals = (self._scored * weights).nansum(1)[first : first + local]
+        own_rewards = counting.own(self, self._scored)
+        totals = (own_rewards * self.reward_weights.to(own_rewards.device)).nansum(1)
         at_end = torch.zeros_like(old)
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1, keepdim=True)
         at_end.scatter_(1, last, totals[:, None].to(at_end))
-        scored = mask & ~self._scored[first : first + local].isnan().all(1)[:, None]
+        scored = mask & ~own_rewards.isnan().all(1)[:, None]
         segments = gk.endpoint_segments(
             at_end,
             old,
@@ -267,10 +280,11 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         tokens = fused_head.TokenInputs(
             old_logprobs=inputs.get("old_per_token_logps"),
             advantages=inputs["advantages"],
-            mask=_mask(inputs),
+            mask=counting.loss_mask(inputs),
             ref_logprobs=inputs["ref_per_token_logps"] if self.beta != 0.0 else None,
             is_weights=inputs["importance_sampling_ratio"] if corrected else None,
             segments=inputs.get("segment_ids"),
+            weights=inputs.get(counting.WEIGHTS),
         )
 
         def compose(logprobs: Tensor, entropy: Tensor) -> gk.PolicyLoss:
@@ -416,63 +430,6 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self.entropy_coef = max(self.entropy_coef - step, self.args.entropy_coef_min)
         self._last_world_entropy = entropy
         self._entropy_window.zero_()
-
-    def _check_options(self) -> None:
-        if self.head == "fused":
-            fused_head.check_fused(self)
-        if self.segments is None:
-            return
-        rows = self.args.per_device_train_batch_size * self.args.steps_per_generation
-        rules = [
-            (
-                "masked_rows",
-                self.masked_rows,
-                self.masked_rows == "leave_out",
-                "must be 'leave_out' with segments, which need tokens to take part",
-            ),
-            ("scale_rewards", self.scale_rewards, self.scale_rewards == "none", "must be 'none' with segments"),
-            (
-                "importance_sampling_level",
-                self.importance_sampling_level,
-                self.importance_sampling_level == "token",
-                "must be 'token' with segments, whose ratio is of the segment",
-            ),
-            ("loss_type", self.loss_type, self.loss_type != "vespo", "must not be 'vespo' with segments"),
-            (
-                "multi_objective_aggregation",
-                self.multi_objective_aggregation,
-                self.multi_objective_aggregation == "sum_then_normalize",
-                "must be 'sum_then_normalize' with segments",
-            ),
-            (
-                "per_device_eval_batch_size",
-                self.args.per_device_eval_batch_size,
-                self.accelerator.num_processes == 1
-                or self.args.eval_strategy == "no"
-                or self.args.per_device_eval_batch_size % self.num_generations_eval == 0,
-                f"must hold whole groups of {self.num_generations_eval} with segments",
-            ),
-            (
-                "use_bias_correction_kl",
-                self.args.use_bias_correction_kl,
-                self.beta == 0.0 or not self.args.use_bias_correction_kl,
-                "must be False with segments and beta, as it weighs a token's KL by the token's ratio",
-            ),
-            (
-                "per_device_train_batch_size * steps_per_generation",
-                rows,
-                self.accelerator.num_processes == 1 or rows % self.num_generations == 0,
-                f"must hold whole groups of {self.num_generations} with segments, as a prompt's mean is their baseline",
-            ),
-        ]
-        for name, value, holds, rule in rules:
-            if not holds:
-                raise ValueError(f"FusedGRPOTrainer: {name} {rule}, got {value!r}")
-
-
-def _mask(inputs: dict[str, Any]) -> Tensor:
-    mask: Tensor = inputs["completion_mask"]
-    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
 
 
 def _text(completion: str | list[dict[str, Any]]) -> str:
