@@ -189,6 +189,21 @@ def test_segments_reach_the_actor(queue: Any, patched: None) -> None:
     assert rows == [[*range(length)] for length in LENGTHS]
 
 
+def test_lengths_of_sessions_reach_the_actor(queue: Any, patched: None) -> None:
+    """With the estimators of verl, too; and the correction finds the sessions."""
+    batch = put("lengths", SCORES, [{}] * 8, outputs=2)
+    updated = compute(batch, "grpo", rollout_correction={"rollout_is": "sequence"})
+    names = ["session_tokens", "rows_per_session", "rollout_is_weights"]
+    assert set(names) <= set(updated.fields)
+    held = queue.kv_batch_get(keys=updated.keys, partition_id="lengths", select_fields=names)
+    assert held["session_tokens"].flatten().tolist() == [8, 8, 6, 6, 5, 5, 9, 9]
+    assert held["rows_per_session"].flatten().tolist() == [2.0] * 8
+    weights = [row[0].item() for row in held["rollout_is_weights"].unbind()]
+    assert weights[::2] == weights[1::2] and len(set(weights)) > 1
+    plain = compute(put("rows", SCORES, [{}] * 8), "grpo")
+    assert not set(names) & set(plain.fields)
+
+
 # --------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -8,6 +8,7 @@ import torch
 from verl.protocol import DataProto
 
 import grpo_kernels as gk
+from grpo_kernels.integrations.verl import queue
 from grpo_kernels.integrations.verl.advantages import is_pad
 
 # The fields that verl reads here, and what it takes for those that are missing.
@@ -23,17 +24,20 @@ _FIELDS: dict[str, Any] = {
 def rollout_correction(batch: DataProto, rollout_corr_config: Any) -> tuple[DataProto, dict[str, float]]:
     """Adds rollout_is_weights to the batch if the config asks for them, and replaces its response_mask.
 
-    As verl's compute_rollout_correction_and_add_to_batch, but weights are 0 where a rejection dropped the token, and no
-    metric includes the rows that verl's v1 trainer appends to make a batch divisible.
+    As verl's compute_rollout_correction_and_add_to_batch, but weights are 0 where a rejection dropped the token, no
+    metric includes the rows that verl's v1 trainer appends to make a batch divisible, and statistics of sequences are
+    those of sessions where the batch is in its queue.
     """
     fields = {name: rollout_corr_config.get(name, default) for name, default in _FIELDS.items()}
     config = gk.CorrectionConfig.verl(**fields)
     mask, rows = batch.batch["response_mask"], _rows(batch)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    sessions = queue.rollouts()
     result = gk.sampling_correction(
         batch.batch["old_log_probs"][rows],
         batch.batch["rollout_log_probs"][rows],
         mask=mask[rows],
+        rollouts=None if sessions is None else sessions.to(mask.device)[rows],
         config=config,
         group=torch.distributed.group.WORLD if distributed and config.batch_normalize else None,
     )

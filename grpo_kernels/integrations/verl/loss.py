@@ -15,6 +15,7 @@ from verl.utils.metric import AggregationType, Metric
 
 import grpo_kernels as gk
 from grpo_kernels.integrations.verl.advantages import SEGMENTS
+from grpo_kernels.integrations.verl.sessions import ROWS, TOKENS
 from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS
 
 VERLS = ("vanilla", "gspo", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")
@@ -96,11 +97,14 @@ def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = No
         if key not in data:
             raise KeyError(f"fused_ppo_loss: data must hold {key!r} for this config, got {sorted(data.keys())}")
         kwargs[argument] = layout.of_data(data[key], -1 if argument == "segments" else 0)
+    mask = layout.of_data(data["response_mask"]).bool()
+    if TOKENS in data and terms.counts_sessions:
+        kwargs["weights"] = mask * terms.session_weights(data)[layout.rows]
     loss, metrics = terms.loss(
         layout.of_model(model_output["log_probs"]),
         layout.of_data(data["old_log_probs"]),
         layout.of_data(data["advantages"]),
-        mask=layout.of_data(data["response_mask"]).bool(),
+        mask=mask,
         cu_seqlens=layout.cu_seqlens,
         **kwargs,
     )
@@ -132,7 +136,7 @@ class _Terms:
         ranks = info.get("dp_size", 1)
         fields = {name: config.get(name, default) for name, default in VERL_DEFAULTS.items()}
         self.own = {name: config.policy_loss.get(name, default) for name, default in OF_MODE.get(mode, {}).items()}
-        self.mode = mode
+        self.mode, self.aggregation = mode, aggregation
         is_variant = mode in ("segment", "clip_cov", "kl_cov")
         fields |= {"loss_mode": "vanilla" if is_variant else mode, "loss_agg_mode": aggregation}
         fields |= self.own if mode == "dro" else {}
@@ -147,13 +151,17 @@ class _Terms:
         self.scale = ranks if summed and self.config.aggregation == "token-sum" else 1
         self.other_scale = ranks if summed and self.scale == 1 else 1
         self.normalizer = self._normalizer(info, ranks)
+        self.rows = (self.normalizer or {}).get("rows")
 
     def loss(
         self, logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, **kwargs: Any
     ) -> tuple[Tensor, gk.PolicyLossMetrics | _VariantMetrics]:
         """The loss before its scale. Clip-Cov and KL-Cov compose it from variants."""
         rows: dict[str, Any] = {"mask": mask, "cu_seqlens": kwargs.get("cu_seqlens")}
+        of_sessions = kwargs.get("weights")
         options: dict[str, Any] = {"normalizer": self.normalizer, "config": self.config}
+        if of_sessions is not None:
+            options["normalizer"] = None  # they have divided
         if self.mode == "clip_cov":
             weights = gk.variants.clip_cov_weights(
                 logprobs,
@@ -184,7 +192,7 @@ class _Terms:
             logprobs,
             old,
             advantages,
-            self._shares(**rows),
+            self._shares(**rows) if of_sessions is None else of_sessions,
             ratio=self.own["kl_cov_ratio"],
             coef=self.own["ppo_kl_coef"],
             is_weights=kwargs.get("is_weights"),
@@ -192,6 +200,26 @@ class _Terms:
         )
         moved = {"actor/ppo_kl": torch.where(mask != 0, (logprobs - old).detach().abs(), 0).sum()}
         return result.loss + penalty, _VariantMetrics(result.metrics, self.mode, moved, penalty.detach())
+
+    @property
+    def counts_sessions(self) -> bool:
+        """Whether the outputs of a session are one sequence. A ratio of geo_mean is that of one row."""
+        return self.aggregation.startswith("seq-mean") and self.mode != "geo_mean"
+
+    def session_weights(self, data: Any) -> Tensor:
+        """Weight of a token in each row [B], from the columns of sessions."""
+        count, means = self.rows, {self.config.aggregation, self.aggregation}
+        if count is None:
+            raise ValueError(f"fused losses: global_batch_size must be given with {TOKENS!r}, got None")
+        if len(means) > 1:
+            raise ValueError(
+                f"fused losses: loss_agg_mode must be {self.config.aggregation!r} for loss_mode {self.mode!r} with "
+                f"sessions of several outputs, got {self.aggregation!r}"
+            )
+        share: Tensor = data[ROWS].reshape(-1).double() / count
+        if self.aggregation == "seq-mean-token-mean":
+            share = share / data[TOKENS].reshape(-1).clamp(min=1)
+        return share if self.config.max_length is None else share / self.config.max_length
 
     def _shares(self, mask: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         unit = "tokens" if self.config.aggregation == "token-mean" else "rows"

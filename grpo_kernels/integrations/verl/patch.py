@@ -12,7 +12,7 @@ import torch
 from verl.trainer.ppo import core_algos
 
 from grpo_kernels.checks import boolean
-from grpo_kernels.integrations.verl import advantages, checkpoints, queue
+from grpo_kernels.integrations.verl import advantages, checkpoints, queue, sessions
 from grpo_kernels.integrations.verl import head as fused_head
 from grpo_kernels.integrations.verl import loss as loss_side
 from grpo_kernels.integrations.verl.correction import rollout_correction
@@ -45,8 +45,8 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True, he
 
     Args:
         grpo: compute adv_estimator 'grpo', 'gdpo', 'gae', 'reinforce_plus_plus', 'optimal_token_baseline' and
-            'tir_optimal_token_baseline' ourselves, let our estimators see the whole batch and outputs by session, and
-            save adaptive thresholds with verl's checkpoints
+            'tir_optimal_token_baseline' ourselves, let our estimators see the whole batch and outputs by session,
+            tell the loss and the correction which outputs are one session, and save adaptive thresholds with verl's checkpoints
         loss: replace ppo_loss by fused_ppo_loss
         correction: compute the weights, rejections and metrics of algorithm.rollout_correction with our kernel
         head: with use_fused_kernels, compute log-probs and entropies by linear_logprobs whatever impl_backend is; a
@@ -152,42 +152,35 @@ def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any
         """As verl does for 'grpo', gives all outputs of a session one advantage, from the reward of its last one."""
         name, config = str(getattr(adv_estimator, "value", adv_estimator)), _config_of(arguments, options)
         queue.add_columns(data, name, config)
+        of_row, last = sessions.of_keys(batch_keys)
+        has_several = len(last) < len(batch_keys)
         if adv_estimator not in advantages.ESTIMATORS:
-            return original(data, batch_keys, adv_estimator, *arguments, **options)
-        sessions, last = _sessions(batch_keys)
-        if len(last) == len(batch_keys):
+            data = original(data, batch_keys, adv_estimator, *arguments, **options)
+        elif not has_several:
             data = module.compute_advantage(data, adv_estimator, *arguments, **options)
-            queue.put_segments(data)
-            return data
-        if adv_estimator not in advantages.OF_RESPONSES:
+        elif adv_estimator in advantages.OF_RESPONSES:
+            _add_advantages(data, name, config, of_row, last)
+        else:
             raise ValueError(
                 f"{adv_estimator}: every session must have one output, as an output's advantages are those of its own "
                 f"tokens, got {len(batch_keys)} outputs of {len(last)} sessions"
             )
-        final, mask = data.select_idxs(list(last.values())), data.batch["response_mask"]
-        number = {session: i for i, session in enumerate(last)}
-        of_row = torch.tensor([number[session] for session in sessions], device=mask.device)
-        # a session whose last output is masked still votes if another one has tokens in the loss
-        counts = mask.new_zeros(len(last), dtype=torch.int64).index_add(0, of_row, mask.sum(1).long())
-        with torch.no_grad(), advantages.processing(final):
-            rewards, uids = final.batch["token_level_rewards"], final.non_tensor_batch["uid"]
-            of_session = advantages.response_advantages(name, rewards, counts, uids, config)
-        tokens, returns = advantages.to_tokens(of_session[of_row], rewards, mask)
-        data.batch["advantages"], data.batch["returns"] = tokens, returns
+        if has_several:
+            sessions.add_columns(data, of_row)
+        queue.put_columns(data)
         return data
 
     return compute_advantage_for_multi_trajectories
 
 
-def _sessions(keys: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Session of every row, and row of every session's last output; keys are uid_session_output."""
-    sessions, last, output_of = [], dict[str, int](), dict[str, int]()
-    for row, key in enumerate(keys):
-        parts = key.rsplit("_", 2)
-        if len(parts) != 3 or not parts[2].isdigit():
-            raise ValueError(f"{_OF_SESSIONS}: batch_keys must be of the form uid_session_output, got {key!r}")
-        session, output = f"{parts[0]}_{parts[1]}", int(parts[2])
-        sessions.append(session)
-        if session not in last or output_of[session] < output:
-            last[session], output_of[session] = row, output
-    return sessions, last
+def _add_advantages(data: Any, name: str, config: Any, of_row: torch.Tensor, last: list[int]) -> None:
+    """Adds advantages and returns of sessions to a DataProto."""
+    final, mask = data.select_idxs(last), data.batch["response_mask"]
+    of_row = of_row.to(mask.device)
+    # a session whose last output is masked still votes if another one has tokens in the loss
+    counts = sessions.lengths(mask, of_row)[last]
+    with torch.no_grad(), advantages.processing(final):
+        rewards, uids = final.batch["token_level_rewards"], final.non_tensor_batch["uid"]
+        of_session = advantages.response_advantages(name, rewards, counts, uids, config)
+    tokens, returns = advantages.to_tokens(of_session[of_row], rewards, mask)
+    data.batch["advantages"], data.batch["returns"] = tokens, returns

@@ -1,7 +1,7 @@
 """Further columns of verl's v1 trainer, which hands advantages a fixed list of those in its queue.
 
-While patched, an estimator finds here what a reward function returned beside the score, and the loss `fused_segment`
-finds the segments that an estimator cut.
+While patched, an estimator finds here what a reward function returned beside the score, and a loss finds
+the segments that an estimator cut, and the lengths of sessions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from grpo_kernels.integrations.verl import advantages
+from grpo_kernels.integrations.verl import advantages, sessions
 
 # The KVBatchMeta of the batch whose advantages are being computed.
 QUEUED: ContextVar[Any] = ContextVar("grpo_kernels_verl_queued", default=None)
@@ -53,19 +54,28 @@ def add_columns(data: Any, estimator: str, config: Any) -> None:
             data.non_tensor_batch[name] = _objects([extra.get(name) for extra in extras])
 
 
-def put_segments(data: Any) -> None:
-    """Puts the column of segments, if an estimator made it, into the queue, which hands it to the actor."""
+def put_columns(data: Any) -> None:
+    """Puts the columns of segments and of sessions, if there are any, into the queue, which hands them to the actor."""
     queued = QUEUED.get()
-    if queued is None or advantages.SEGMENTS not in data.batch:
+    names = [name for name in (advantages.SEGMENTS, *sessions.COLUMNS) if name in data.batch]
+    if queued is None or not names:
         return
     import transfer_queue
     from tensordict import TensorDict
     from verl.workers.utils.padding import response_to_nested
 
     key = {"keys": queued.keys, "partition_id": queued.partition_id}
-    mask = transfer_queue.kv_batch_get(**key, select_fields=["response_mask"])["response_mask"]
-    column = response_to_nested(data.batch[advantages.SEGMENTS], mask)
-    transfer_queue.kv_batch_put(**key, fields=TensorDict({advantages.SEGMENTS: column}, batch_size=len(queued)))
+    columns = {name: data.batch[name] for name in names}
+    if advantages.SEGMENTS in columns:
+        mask = transfer_queue.kv_batch_get(**key, select_fields=["response_mask"])["response_mask"]
+        columns[advantages.SEGMENTS] = response_to_nested(columns[advantages.SEGMENTS], mask)
+    transfer_queue.kv_batch_put(**key, fields=TensorDict(columns, batch_size=len(queued)))
+
+
+def rollouts() -> Tensor | None:
+    """Number of the session of each row of the batch in the queue, or None if each has one output."""
+    queued = QUEUED.get()
+    return None if queued is None else sessions.rollouts(queued.keys)
 
 
 def _needed(estimator: str, config: Any) -> Sequence[str]:
