@@ -243,6 +243,10 @@ def test_ids_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         trainer.rollouts.gather(rows)
     with pytest.raises(RuntimeError, match="rewards must be equal in all rows of a rollout"):
         generated(tmp_path, "grpo", rewards=range(16))
+    monkeypatch.undo()
+    trainer._scored = torch.zeros(4, 1)
+    with pytest.raises(RuntimeError, match="groups must be equal in all rows of a rollout"):  # of two prompts
+        trainer._advantages({"completion_mask": torch.ones(4, 1)}, 2, "train", torch.tensor([0, 1, 1, 3]))
     with pytest.raises(ValueError, match=r"flat_groups must be one of keep, leave_out, got 'leaveout' \(did you mean"):
         trainer_of(tmp_path, flat_groups="leaveout")
     with pytest.raises(ValueError, match="flat_groups must be 'keep' with segments"):

@@ -163,6 +163,32 @@ def test_parts_of_other_losses_add_up(mode: str) -> None:
     assert_close(accumulated(batch, fields, {COLUMNS[0]: lengths, COLUMNS[1]: torch.ones(6)}), plain)
 
 
+def test_the_penalty_of_kl_cov_is_of_sessions() -> None:
+    """With all tokens drawn."""
+    batch = batch_of_actor()
+    fields = settings("kl_cov", "seq-mean-token-mean") | {"kl_cov_ratio": 1.0}
+    columns = columns_of(batch.mask, KEYS)
+    with_penalty, without = (accumulated(batch, fields | {"ppo_kl_coef": value}, columns)[0] for value in (0.7, 0.0))
+    moved = (batch.logprobs - batch.old).abs()
+    means = [moved[rows][batch.mask[rows]].mean() for rows in SESSIONS[:3]]
+    assert with_penalty - without == pytest.approx(0.7 * float(sum(means)) / 4, rel=1e-9)
+
+
+def test_padded_rows_weigh_as_nested_ones() -> None:
+    batch = batch_of_actor()
+    columns = columns_of(batch.mask, KEYS)
+    arguments = {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask}
+    losses = []
+    for nested in (True, False):
+        data = tiny_verl.micro_batch(arguments, nested, global_batch_size=6)
+        for name, column in columns.items():
+            data[name] = column
+        output = {"log_probs": tiny_verl.model_output(batch.logprobs, nested)}
+        config = of_losses.actor(of_losses.fields_of("vanilla", "seq-mean-token-mean"))
+        losses.append(fused_ppo_loss(config, output, data)[0].item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
 @pytest.mark.parametrize("mode", ["vanilla", "geo_mean"])
 def test_means_of_tokens_and_of_one_row_do_not_change(mode: str) -> None:
     batch = batch_of_actor()

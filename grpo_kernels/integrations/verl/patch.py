@@ -46,7 +46,8 @@ def patch_verl(grpo: bool = True, loss: bool = True, correction: bool = True, he
     Args:
         grpo: compute adv_estimator 'grpo', 'gdpo', 'gae', 'reinforce_plus_plus', 'optimal_token_baseline' and
             'tir_optimal_token_baseline' ourselves, let our estimators see the whole batch and outputs by session,
-            tell the loss and the correction which outputs are one session, and save adaptive thresholds with verl's checkpoints
+            tell the loss and the correction which outputs are one session, and save adaptive thresholds with verl's
+            checkpoints
         loss: replace ppo_loss by fused_ppo_loss
         correction: compute the weights, rejections and metrics of algorithm.rollout_correction with our kernel
         head: with use_fused_kernels, compute log-probs and entropies by linear_logprobs whatever impl_backend is; a
