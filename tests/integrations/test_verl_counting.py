@@ -241,21 +241,21 @@ def test_pads_are_in_no_metric_of_the_correction(patched: None, config: Any) -> 
         assert torch.equal(got.batch[name][:count], value) and not got.batch[name][count:].any(), name
 
 
-@pytest.mark.parametrize("aggregation", of_losses.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", of_losses.VERL_AGGREGATIONS)
 @pytest.mark.parametrize("mode", [mode for mode in of_losses.MODES if mode != "geo_mean"])
 def test_pads_are_no_rows_of_a_loss(mode: str, aggregation: str) -> None:
     """Without a global count, which includes them; geo_mean then counts all rows, as verl's does."""
-    batch = of_losses.make_batch().to(torch.float64)
+    batch = of_losses.make_batch()
     config = of_losses.actor(of_losses.fields_of(mode, aggregation))
     values = []
     for pads in (0, 2):
         rows = [
             torch.cat([value, value.new_zeros(pads, value.shape[1])])
-            for value in (batch.old, batch.logprobs, batch.advantages, batch.mask)
+            for value in (batch[key] for key in ("old_logprobs", "logprobs", "advantages", "mask"))
         ]
         rows[1].requires_grad_()
         loss, metrics = core_algos.get_policy_loss_fn(f"fused_{mode}")(*rows, aggregation, config)
         (gradient,) = torch.autograd.grad(loss, rows[1])
-        values.append((loss.detach(), gradient[: len(batch.mask)], metrics))
+        values.append((loss.detach(), gradient[: len(batch["mask"])], metrics))
     torch.testing.assert_close(values[1][:2], values[0][:2], rtol=1e-12, atol=1e-15)
     assert values[1][2] == pytest.approx(values[0][2], rel=1e-12)

@@ -44,7 +44,7 @@ class TokenInputs(NamedTuple):
     ref_logprobs: Tensor | None
     is_weights: Tensor | None  # [B, 1] or [B, T]
     segments: Tensor | None
-    weights: Tensor | None  # in the place of the aggregation's mean
+    weights: Tensor | None = None  # in the place of the aggregation's mean
 
 
 @contextlib.contextmanager
