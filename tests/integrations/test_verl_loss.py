@@ -18,7 +18,9 @@ pytest.importorskip("tensordict")
 
 import grpo_kernels as gk
 from tests.integrations import tiny_verl
+from tests.ops.policy_loss import peers
 from tests.ops.policy_loss import test_peers_verl as of_losses
+from tests.ops.promises import Inputs
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -44,12 +46,12 @@ def patched() -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["ordinary", "beyond"])
 @pytest.mark.parametrize("info", [None, of_losses.GLOBAL], ids=["local", "global"])
 @pytest.mark.parametrize("weights", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("aggregation", of_losses.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", of_losses.VERL_AGGREGATIONS)
 @pytest.mark.parametrize("mode", of_losses.MODES)
 def test_registered_losses(mode: str, aggregation: str, weights: bool, info: Any, kind: str) -> None:
     if info and mode == "geo_mean":
         pytest.skip("verl ignores it: test_geo_mean_counts_the_rows_of_all_ranks")
-    batch = of_losses.make_batch(kind).to(torch.float64)
+    batch = of_losses.make_batch(kind)
     fields = of_losses.fields_of(mode, aggregation)
     ours = fields | {"loss_mode": f"fused_{mode}"}
     want = of_losses.theirs(batch, fields, weights, info)
@@ -58,15 +60,15 @@ def test_registered_losses(mode: str, aggregation: str, weights: bool, info: Any
 
 def test_geo_mean_counts_the_rows_of_all_ranks() -> None:
     """verl averages over the micro-batch and then accumulates the gradients; ours divides by the global count."""
-    batch = of_losses.make_batch().to(torch.float64)
+    batch = of_losses.make_batch()
     fields = of_losses.fields_of("geo_mean", "seq-mean-token-sum")
     want = of_losses.theirs(batch, fields, False, of_losses.GLOBAL)
     got = of_losses.theirs(batch, fields | {"loss_mode": "fused_geo_mean"}, False, of_losses.GLOBAL)
-    torch.testing.assert_close(got.loss * (24 / 2) / len(batch.mask), want.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(got.loss * (24 / 2) / len(batch["mask"]), want.loss, rtol=1e-12, atol=0)
 
 
 def test_constant_length_is_the_padded_width() -> None:
-    batch = of_losses.make_batch().to(torch.float64)
+    batch = of_losses.make_batch()
     fields = of_losses.fields_of("vanilla", "seq-mean-token-sum-norm")
     del fields["loss_scale_factor"]
     want = of_losses.theirs(batch, fields, False, None)
@@ -77,7 +79,7 @@ def test_constant_length_is_the_padded_width() -> None:
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "token-sum"])
 def test_with_the_count_of_another_unit(aggregation: str) -> None:
-    batch = of_losses.make_batch().to(torch.float64)
+    batch = of_losses.make_batch()
     fields = of_losses.fields_of("vanilla", aggregation)
     other = {"dp_size": 1, ("batch_num_tokens" if aggregation.startswith("seq") else "global_batch_size"): 150}
     want = of_losses.theirs(batch, fields, False, other)
@@ -88,7 +90,7 @@ def test_with_the_count_of_another_unit(aggregation: str) -> None:
 def test_what_losses_refuse() -> None:
     batch = of_losses.make_batch()
     config = of_losses.actor(of_losses.fields_of("vanilla", "token-mean"), {"dp_size": 2})
-    arguments = (batch.old, batch.logprobs, batch.advantages, batch.mask)
+    arguments = [batch[name] for name in ("old_logprobs", "logprobs", "advantages", "mask")]
     with pytest.raises(ValueError, match="batch_num_tokens must be given for dp_size=2"):
         core_algos.get_policy_loss_fn("fused_vanilla")(*arguments, "token-mean", config)
     with pytest.raises(ValueError, match="global_batch_size must be given for dp_size=2"):
@@ -104,15 +106,23 @@ def test_what_losses_refuse() -> None:
 INFO = {"dp_size": 2, "batch_num_tokens": 150, "global_batch_size": 24}
 
 
-def actor_batch(dtype: torch.dtype = torch.float64) -> of_losses.Batch:
-    batch = of_losses.make_batch().to(dtype)
-    batch.mask &= torch.arange(10) < torch.tensor(tiny_verl.LENGTHS)[:, None]
-    return batch
+def actor_batch(dtype: torch.dtype = torch.float64) -> Inputs:
+    """The rows of the losses' batch as tiny_verl lays them out, with leaves that require a gradient."""
+    width = max(tiny_verl.LENGTHS)
+    batch = of_losses.make_batch(dtype=dtype)
+    batch = {name: value[:, :width].contiguous() for name, value in batch.items() if value.dim() == 2}
+    batch["mask"] &= torch.arange(width) < torch.tensor(tiny_verl.LENGTHS)[:, None]
+    return batch | {name: batch[name].requires_grad_() for name in peers.LEAVES}
+
+
+def columns_of(batch: Inputs) -> dict[str, Tensor]:
+    names = {"old_log_probs": "old_logprobs", "advantages": "advantages", "response_mask": "mask"}
+    return {name: batch[own] for name, own in names.items()} | {"ref_log_prob": batch["ref_logprobs"]}
 
 
 def of_actor(
     function: Any,
-    batch: of_losses.Batch,
+    batch: Inputs,
     fields: dict[str, Any],
     nested: bool,
     *,
@@ -120,23 +130,17 @@ def of_actor(
     with_entropy: bool = True,
     info: dict[str, Any] | None = None,
     columns: dict[str, Tensor] | None = None,
-) -> tuple[of_losses.Result, dict[str, Any]]:
-    logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
-    output = {"log_probs": tiny_verl.model_output(logprobs, nested)}
+) -> tuple[peers.Result, dict[str, Any]]:
+    output = {"log_probs": tiny_verl.model_output(batch["logprobs"], nested)}
     if with_entropy:
-        output["entropy"] = tiny_verl.model_output(entropy, nested)
-    arguments = {
-        "old_log_probs": batch.old,
-        "advantages": batch.advantages,
-        "response_mask": batch.mask,
-        "ref_log_prob": batch.ref,
-    } | (columns or {})
+        output["entropy"] = tiny_verl.model_output(batch["entropy"], nested)
+    arguments = columns_of(batch) | (columns or {})
     if weights:
-        arguments["rollout_is_weights"] = batch.is_weights
+        arguments["rollout_is_weights"] = batch["is_weights"]
     config = of_losses.actor(fields)
     loss, metrics = function(config, output, tiny_verl.micro_batch(arguments, nested, **(info or {})))
     numbers = {key: value.aggregate() if isinstance(value, Metric) else value for key, value in metrics.items()}
-    return of_losses.Result(loss, logprobs, entropy, numbers), metrics
+    return peers.result_of(loss, batch, numbers), metrics
 
 
 def assert_like_verls(fields: dict[str, Any], nested: bool, **options: Any) -> None:
@@ -171,7 +175,7 @@ def test_ppo_loss(mode: str, prefix: str, nested: bool) -> None:
 @pytest.mark.pairs
 @LAYOUTS
 @pytest.mark.parametrize("info", [{}, INFO], ids=["local", "global"])
-@pytest.mark.parametrize("aggregation", of_losses.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", of_losses.VERL_AGGREGATIONS)
 def test_ppo_loss_aggregations(aggregation: str, info: dict[str, Any], nested: bool) -> None:
     for mode in ("vanilla", "sapo"):  # which has an aggregation of its own
         fields = of_losses.fields_of(mode, aggregation, entropy_coeff=0.3, use_kl_loss=True, kl_loss_coef=0.5)
@@ -181,7 +185,7 @@ def test_ppo_loss_aggregations(aggregation: str, info: dict[str, Any], nested: b
 
 
 @LAYOUTS
-@pytest.mark.parametrize("name", [*of_losses.KLS, "k1+", "abs+", "mse+", "low_var_kl+"])
+@pytest.mark.parametrize("name", [*of_losses.KL_TYPES, "k1+", "abs+", "mse+", "low_var_kl+"])
 def test_ppo_loss_kls(name: str, nested: bool) -> None:
     fields = of_losses.fields_of("gpg", "token-mean", use_kl_loss=True, kl_loss_type=name, kl_loss_coef=0.5)
     assert_like_verls(fields, nested, with_entropy=False)
@@ -202,36 +206,30 @@ def test_padded_columns_of_nested_responses() -> None:
     want, _ = of_actor(fused_ppo_loss, batch, fields, nested=True)
     for nested in (True, False):
         data = tiny_verl.micro_batch({}, nested, dp_size=1, batch_num_tokens=None, global_batch_size=None)
-        other = tiny_verl.micro_batch(
-            {
-                "old_log_probs": batch.old,
-                "advantages": batch.advantages,
-                "response_mask": batch.mask,
-                "ref_log_prob": batch.ref,
-            },
-            not nested,
-        )
+        other = tiny_verl.micro_batch(columns_of(batch), not nested)
         for name in ("old_log_probs", "advantages", "response_mask", "ref_log_prob"):
             data[name] = other[name]
-        logprobs, entropy = (x.clone().requires_grad_() for x in (batch.logprobs, batch.entropy))
         output = {
-            "log_probs": tiny_verl.model_output(logprobs, nested),
-            "entropy": tiny_verl.model_output(entropy, nested),
+            "log_probs": tiny_verl.model_output(batch["logprobs"], nested),
+            "entropy": tiny_verl.model_output(batch["entropy"], nested),
         }
         loss, metrics = fused_ppo_loss(of_losses.actor(fields), output, data)
         numbers = {key: value.aggregate() if isinstance(value, Metric) else value for key, value in metrics.items()}
-        of_losses.assert_parity(of_losses.Result(loss, logprobs, entropy, numbers), want, batch, fields)
+        of_losses.assert_parity(peers.result_of(loss, batch, numbers), want, batch, fields)
 
 
 @LAYOUTS
 def test_segments(nested: bool) -> None:
     batch = actor_batch()
-    ids = torch.where(batch.mask, torch.arange(10) // 3, -1)
+    ids = torch.where(batch["mask"], torch.arange(10) // 3, -1)
     fields = of_losses.fields_of("vanilla", "seq-mean-token-sum", use_kl_loss=True)
     ours = fields | {"loss_mode": "fused_segment"}
     got, _ = of_actor(fused_ppo_loss, batch, ours, nested, columns={"segment_ids": ids})
     config = dataclasses.replace(gk.LossConfig.verl(**fields), ratio="segment")
-    want = of_losses.ours("reference", batch, fields, config=config, segments=ids)
+    names = ("mask", "ref_logprobs", "entropy")
+    policy = [batch[name] for name in ("logprobs", "old_logprobs", "advantages")]
+    own = gk.policy_loss(*policy, **{name: batch[name] for name in names}, config=config, segments=ids)
+    want = peers.result_of(own.loss, batch, own.metrics.verl())
     of_losses.assert_parity(got, want, batch, fields)
 
 
@@ -254,15 +252,9 @@ def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.
     monkeypatch.setattr(_verl_loss, "_expect", lambda holds, message: None)  # synchronizes on the CPU only
     batch = actor_batch(torch.float32)
     fields = of_losses.fields_of("vanilla", "token-mean", entropy_coeff=0.01, use_kl_loss=True)
-    columns = {
-        "old_log_probs": batch.old,
-        "advantages": batch.advantages,
-        "response_mask": batch.mask,
-        "ref_log_prob": batch.ref,
-    }
-    output = {"log_probs": tiny_verl.model_output(batch.logprobs.clone().requires_grad_(), nested)}
-    output["entropy"] = tiny_verl.model_output(batch.entropy, nested)
-    data = tiny_verl.micro_batch(columns, nested, **INFO)
+    output = {"log_probs": tiny_verl.model_output(batch["logprobs"], nested)}
+    output["entropy"] = tiny_verl.model_output(batch["entropy"].detach(), nested)
+    data = tiny_verl.micro_batch(columns_of(batch), nested, **INFO)
     fused_ppo_loss(of_losses.actor(fields), output, data)  # warms up cached look-ups
     counts = []
     for function in (fused_ppo_loss, losses.ppo_loss):
@@ -275,8 +267,8 @@ def test_nothing_waits_until_a_metric_is_read(nested: bool, monkeypatch: pytest.
 def test_metrics_go_to_other_processes_as_numbers() -> None:
     """Metrics are sent without their tensor, as the trainer's process may lack its device."""
     batch = actor_batch(torch.float32)
-    columns = {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask}
-    output = {"log_probs": tiny_verl.model_output(batch.logprobs, True)}
+    columns = {name: value for name, value in columns_of(batch).items() if name != "ref_log_prob"}
+    output = {"log_probs": tiny_verl.model_output(batch["logprobs"], True)}
     _, metrics = fused_ppo_loss(
         of_losses.actor(of_losses.fields_of("vanilla", "token-mean")), output, tiny_verl.micro_batch(columns, True)
     )
@@ -307,13 +299,15 @@ def test_other_losses_go_to_verl(
     batch = actor_batch(torch.float32)
     theirs = _verl_loss.originals["ppo_loss"]
     assert theirs.__module__ == "verl.workers.utils.losses"
-    fields = of_losses.fields_of("bypass_mode", "token-mean")
+    fields = of_losses.fields_of("vanilla", "token-mean") | {"loss_mode": "bypass_mode"}
     _verl_loss._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             got, _ = of_actor(losses.ppo_loss, batch, fields, nested=True)
     want, _ = of_actor(theirs, batch, fields, nested=True)
-    assert torch.equal(got.loss, want.loss) and all(map(torch.equal, got.grads, want.grads))
+    assert torch.equal(got.loss, want.loss) and all(
+        torch.equal(got.gradients[name], want.gradients[name]) for name in peers.LEAVES
+    )
     assert [record.getMessage() for record in caplog.records if "fused_ppo_loss" in record.getMessage()] == [
         "fused_ppo_loss: loss_mode 'bypass_mode' is not one of ours, verl's own ppo_loss computes it"
     ]
@@ -341,12 +335,12 @@ def test_what_ppo_loss_refuses() -> None:
         with pytest.raises(error, match=message):
             of_actor(fused_ppo_loss, batch, fields | changes, True, **options)
     config = of_losses.actor(fields | {"use_kl_loss": True})
-    columns = {"old_log_probs": batch.old, "advantages": batch.advantages, "response_mask": batch.mask}
+    columns = {name: value for name, value in columns_of(batch).items() if name != "ref_log_prob"}
     for nested in (True, False):
-        output = {"log_probs": tiny_verl.model_output(batch.logprobs, nested)}
+        output = {"log_probs": tiny_verl.model_output(batch["logprobs"], nested)}
         with pytest.raises(KeyError, match="data must hold 'ref_log_prob'"):
             fused_ppo_loss(config, output, tiny_verl.micro_batch(columns, nested))
-        short = {"log_probs": tiny_verl.model_output(batch.logprobs, False)[:-1]}
+        short = {"log_probs": tiny_verl.model_output(batch["logprobs"], False)[:-1]}
         with pytest.raises(ValueError, match="a value for every token of prompts and responses, got 50"):
             fused_ppo_loss(of_losses.actor(fields), short, tiny_verl.micro_batch(columns, nested))
 
