@@ -62,7 +62,7 @@ class Verl:
             "old_log_probs": batch.old_logprobs,
             "ref_log_prob": batch.ref_logprobs,
             "advantages": batch.advantages[:, None].expand(count, width).contiguous(),
-        }
+        } | self._of_sessions(batch)
         data = tensordict_utils.get_tensordict(columns, settings)
         # each position holds the value of the next token, so the last has none
         output = {"log_probs": torch.nn.functional.pad(batch.logprobs, (0, 1)).flatten()}
@@ -85,6 +85,10 @@ class Verl:
             keys.append(f"{uid}_{rollout}_{seen.setdefault(rollout, 0)}")
             seen[rollout] += 1
         return v1.compute_advantage_for_multi_trajectories(data, keys, estimator, config={}, **options)
+
+    def _of_sessions(self, batch: Batch) -> dict[str, Tensor]:
+        """Further columns of the batch that the actor gets."""
+        return {}
 
     def _ppo_loss(self) -> Any:
         return losses.ppo_loss
@@ -119,6 +123,13 @@ class FusedVerl(Verl):
             return super()._advantages(data, batch, estimator, **options)
         finally:
             unpatch_verl()
+
+    def _of_sessions(self, batch: Batch) -> dict[str, Tensor]:
+        """What the patched trainer puts into the queue beside the advantages of the whole batch."""
+        data = self._data(batch.total, torch.zeros_like(batch.total.logprobs))
+        known = {*data.batch.keys(), "advantages", "returns"}
+        columns = self._advantages(data, batch.total, "fused_grpo").batch
+        return {name: batch.of_total(column) for name, column in columns.items() if name not in known}
 
     def _ppo_loss(self) -> Any:
         from grpo_kernels.integrations.verl import fused_ppo_loss
