@@ -129,6 +129,8 @@ BARS = {
         for h in HEADS
         for x in ("naive autograd", "trl")
     ),
+    ("group_advantages", "rollouts of four rows", "cost at most", "ours, rows as rollouts", 1.5),
+    ("group_advantages", "rollouts of four rows", "ratio at least", "ours, of first rows by torch", 1),
     ("endpoint_segments", "norm=none", "ratio at least", "a loop over tokens", 200),
     ("endpoint_segments", "norm=none", "exponent below", "", 1.1),
     ("endpoint_segments", "norm=none", "growth at most", "", 2),

@@ -70,9 +70,8 @@ def shares(inputs: Inputs, backend: str | None, aggregation: str) -> Results:
 
 
 def ratios(inputs: Inputs, backend: str | None) -> Results:
-    logprobs = gk.rollout_logprobs(**inputs)
-    slots = ~ignored(inputs)["logprobs"]
-    return {"loss": (torch.where(slots, logprobs, 0) * inputs["old_logprobs"].nan_to_num()).sum(), "logprobs": logprobs}
+    logprobs = gk.rollout_logprobs(**inputs)  # 0 where no token takes part
+    return {"loss": (logprobs * inputs["old_logprobs"].nan_to_num()).sum(), "logprobs": logprobs}
 
 
 SUPPORTS = {"reference": (torch.float32, torch.float64)}
