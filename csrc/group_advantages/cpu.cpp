@@ -244,10 +244,10 @@ void check_lengths(const WeightedBatch<T>& in) {
 }  // namespace
 
 AdvantageTensors group_advantages_cpu(Tensor rewards, std::optional<Tensor> groups, int64_t group_size,
-                                      std::optional<Tensor> rollouts, std::optional<Tensor> subgroups, std::optional<Tensor> valid,
-                                      std::optional<Tensor> lengths, std::optional<Tensor> baselines,
-                                      std::vector<double> weights, std::vector<int64_t> modes,
-                                      std::vector<double> coefficients) {
+                                      std::optional<Tensor> rollouts, std::optional<Tensor> subgroups,
+                                      std::optional<Tensor> valid, std::optional<Tensor> lengths,
+                                      std::optional<Tensor> baselines, std::vector<double> weights,
+                                      std::vector<int64_t> modes, std::vector<double> coefficients) {
   const AdvantageInputs in =
       advantage_inputs(rewards, subgroups, valid, lengths, baselines, weights, modes, coefficients);
   check_array(kOp, "groups", groups, in.rows, ScalarType::Long);
