@@ -34,9 +34,14 @@ class Rollouts {
   // `groups` is null for groups of group_size consecutive rows.
   Rollouts(const AdvantageBatch<T>& rows, const int64_t* ids, const int64_t* groups, int64_t group_size)
       : rows_(rows), ids_(ids), are_runs_(std::is_sorted(ids, ids + rows.rows)) {
-    if (!are_runs_) siblings_ = groups_from_ids(ids, rows.rows);
+    if (are_runs_) {
+      find_ends();
+    } else {
+      siblings_ = groups_from_ids(ids, rows.rows);
+    }
     groups_.reserve(rows.rows);
     rewards_.reserve(rows.rows * rows.columns);
+    if (are_runs_ && fold_plain(groups, group_size)) return;
     for_each([&](const Span& span) {
       const int64_t leader = leader_of(span);
       add_group(span, leader, groups, group_size);
@@ -96,9 +101,10 @@ class Rollouts {
   template <typename Visit>
   void for_each(Visit visit) const {
     if (are_runs_) {
-      for (int64_t first = 0, end = 0; first < rows_.rows; first = end) {
-        while (end < rows_.rows && ids_[end] == ids_[first]) ++end;
+      int64_t first = 0;
+      for (const int32_t end : ends_) {
         visit(Span{nullptr, first, end - first});
+        first = end;
       }
       return;
     }
@@ -106,6 +112,43 @@ class Rollouts {
       const Span span = span_of(siblings_, s);
       if (span.count > 0) visit(span);
     }
+  }
+
+  void find_ends() {
+    ends_.resize(rows_.rows);
+    std::size_t count = 0;
+    for (int64_t row = 1; row <= rows_.rows; ++row) {
+      ends_[count] = static_cast<int32_t>(row);
+      count += row == rows_.rows || ids_[row] != ids_[row - 1];
+    }
+    ends_.resize(count);
+  }
+
+  // The plain case in one pass without branches: one reward a row, which all rows of a rollout state, and nothing else.
+  // Returns whether it is the case.
+  bool fold_plain(const int64_t* groups, int64_t group_size) {
+    if (rows_.columns != 1 || rows_.valid != nullptr || rows_.subgroups != nullptr || rows_.lengths != nullptr ||
+        rows_.baselines != nullptr) {
+      return false;
+    }
+    bool differs = false;
+    for (int64_t row = 1; row < rows_.rows; ++row) {
+      const bool is_sibling = ids_[row] == ids_[row - 1];
+      differs |= is_sibling & !(rows_.rewards[row] == rows_.rewards[row - 1]);
+      if (groups != nullptr) differs |= is_sibling & (groups[row] != groups[row - 1]);
+    }
+    if (groups == nullptr) {
+      for (int64_t row = group_size; row < rows_.rows; row += group_size) differs |= ids_[row] == ids_[row - 1];
+    }
+    if (differs) return false;
+    int64_t first = 0, group = 0;
+    for (const int32_t end : ends_) {
+      while (groups == nullptr && first >= (group + 1) * group_size) ++group;
+      groups_.push_back(groups == nullptr ? group : groups[first]);
+      rewards_.push_back(rows_.rewards[first]);
+      first = end;
+    }
+    return true;
   }
 
   // The row that stands for a rollout: its first that takes part, or else its first.
@@ -173,7 +216,8 @@ class Rollouts {
   const AdvantageBatch<T>& rows_;
   const int64_t* ids_;
   bool are_runs_;
-  RowGroups siblings_;  // unless the rows of a rollout are neighbours
+  std::vector<int32_t> ends_;  // past the last row of each rollout, if its rows are neighbours
+  RowGroups siblings_;         // otherwise
   std::vector<int64_t> groups_, subgroups_;
   std::vector<T> rewards_, baselines_;
   std::vector<uint8_t> valid_;

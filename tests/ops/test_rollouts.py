@@ -35,6 +35,9 @@ def split(inputs: Inputs, seed: int) -> Inputs:
     count = len(inputs["groups"])
     source = torch.arange(count).repeat_interleave(torch.randint(1, 4, (count,), generator=generator))
     source = source[torch.randperm(len(source), generator=generator)]
+    if seed % 3 == 0:  # neighbours, all of which state the rewards
+        source = source.sort().values
+        return {name: value[source] for name, value in inputs.items()} | {"rollouts": 5 * source - 11}
     inputs = {name: value[source].clone() for name, value in inputs.items()}
     # the last row of each rollout stays as it was
     last = torch.zeros(count, dtype=torch.int64).scatter_reduce(0, source, torch.arange(len(source)), "amax")
@@ -54,9 +57,15 @@ def split(inputs: Inputs, seed: int) -> Inputs:
     return inputs | {"valid": valid, "rollouts": names[source]}
 
 
+def participants(inputs: Inputs) -> Tensor:
+    valid = inputs.get("valid", torch.ones(len(inputs["groups"]), dtype=torch.bool))
+    return valid & (inputs["subgroups"] >= 0) if "subgroups" in inputs else valid
+
+
 def folded(inputs: Inputs) -> tuple[Inputs, Tensor]:
     """Rollouts as rows, by a loop over them, and the rollout of each row."""
-    valid = inputs["valid"] & (inputs["subgroups"] >= 0) if "subgroups" in inputs else inputs["valid"]
+    valid = participants(inputs)
+    inputs = inputs | {"valid": valid}
     names, of_row = inputs["rollouts"].unique(return_inverse=True)
     columns = inputs["rewards"].view(len(of_row), -1)
     table: dict[str, list[Tensor]] = {name: [] for name in inputs if name != "rollouts"}
@@ -81,8 +90,7 @@ def assert_folds(inputs: Inputs, seed: int, config: gk.AdvantageConfig, backend:
     inputs = split(inputs, seed)
     rollouts, of_row = folded(inputs)
     want = {name: values[of_row] for name, values in call(rollouts, "reference", config).items()}
-    takes_part = inputs["valid"] & (inputs["subgroups"] >= 0) if "subgroups" in inputs else inputs["valid"]
-    want["advantages"] = torch.where(takes_part, want["advantages"], 0)
+    want["advantages"] = torch.where(participants(inputs), want["advantages"], 0)
     device = device_of(backend)
     got = call({name: value.to(device) for name, value in inputs.items()}, backend, config)
     for name, values in want.items():
@@ -90,6 +98,28 @@ def assert_folds(inputs: Inputs, seed: int, config: gk.AdvantageConfig, backend:
 
 
 MODEST = ("normal", "binary", "grid", "equal")
+
+
+def plain(columns: int, **more: Tensor) -> Inputs:
+    torch.manual_seed(0)
+    rewards = torch.randn(12, columns, dtype=F64)
+    return {"rewards": rewards if columns > 1 else rewards[:, 0], "groups": torch.arange(12) // 4} | more
+
+
+# Rollouts of neighbouring rows: nothing but rewards, and each of what a row can have besides.
+NEIGHBOURS = (
+    (plain(1), "grpo"),
+    (plain(2), "grpo"),
+    (plain(1, lengths=torch.ones(12)), "verl-gdpo"),
+    (plain(1, valid=torch.arange(12) % 3 > 0), "rloo"),
+    (plain(1, baselines=torch.randn(12, dtype=F64)), "remax"),
+)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_neighbours_are_one_rollout(backend: str) -> None:
+    for inputs, name in NEIGHBOURS:
+        assert_folds(inputs, 0, PRESETS[name], backend)
 
 
 @pytest.mark.parametrize("backend", FAST)
@@ -118,8 +148,12 @@ CONTRADICTIONS: dict[str, tuple[list[float], list[float]]] = {
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 @pytest.mark.parametrize("backend", FAST)
-@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 0, 1, 2]])
-def test_siblings_must_agree(backend: str, name: str, order: list[int]) -> None:
+def test_siblings_must_agree(backend: str, name: str) -> None:
+    for order in ([0, 1, 2, 3], [3, 0, 1, 2]):  # ids that descend, and that ascend
+        assert_must_agree(backend, name, order)
+
+
+def assert_must_agree(backend: str, name: str, order: list[int]) -> None:
     wrong, right = (torch.tensor(values)[order] for values in CONTRADICTIONS[name])
     numbers = {"groups": torch.zeros(4, dtype=torch.int64), "rewards": torch.tensor([1.0, 1, 1, 0])[order]}
     given = numbers | {
@@ -147,14 +181,18 @@ def test_consecutive_rows_as_groups() -> None:
         assert result.size.tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("valid", [[True, True, True, True], [False, True, True, True]])
+@pytest.mark.parametrize(
+    ("rollouts", "more"),
+    [([7, 8, 7, 9], {}), ([7, 8, 7, 9], {"valid": torch.tensor([False, True, True, True])}), ([7, 8, 8, 9], {})],
+    ids=["first", "second", "neighbours"],
+)
 @pytest.mark.parametrize("backend", FAST)
-def test_a_rollout_is_of_one_group_of_consecutive_rows(backend: str, valid: list[bool]) -> None:
+def test_a_rollout_is_of_one_group_of_consecutive_rows(backend: str, rollouts: list[int], more: Inputs) -> None:
     if torch.cuda.is_available():
         pytest.skip("a GPU asserts, which ends its context")
-    given = {"rollouts": torch.tensor([7, 8, 7, 9]), "valid": torch.tensor(valid)}
+    given = {"rollouts": torch.tensor(rollouts)} | more
     with pytest.raises(RuntimeError, match=r"^group_advantages: groups must be equal in all rows of a rollout, got"):
-        gk.group_advantages(torch.tensor([1.0, 0, 1, 0]), 2, **given, backend=backend)
+        gk.group_advantages(torch.tensor([1.0, 1, 1, 1]), 2, **given, backend=backend)
 
 
 def drawn(batch: Rows, seed: int) -> dict[str, Tensor]:
