@@ -186,7 +186,7 @@ class Rollouts {
     }
   }
 
-  // What the rows of a rollout that take part have in common.
+  // A value that the rows of a rollout that take part have in common.
   template <typename V>
   void add_shared(const char* name, const V* of_rows, std::vector<V>& of_rollouts, const Span& span, int64_t leader) {
     if (of_rows == nullptr) return;

@@ -1,4 +1,4 @@
-"""What a case is, how it asks an adapter, and what comes of it."""
+"""Cases, how they ask an adapter, and what comes of it."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_lengths_are_those_of_rollouts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss_type", [*BY_SEQUENCE, "dapo"])
 @pytest.mark.parametrize("head", ["logprobs", "fused"])
 def test_flat_groups_are_left_out(tmp_path: Path, loss_type: str, head: str) -> None:
-    """Of the loss, its KL term and its divisor."""
+    """In the loss, its KL term and its divisor."""
     trainer, output = generated(tmp_path, loss_type, flat_groups="leave_out", head=head)
     want = expected(trainer, output, loss_type, NOT_FLAT)
     assert_close(accumulated(trainer, output), want)

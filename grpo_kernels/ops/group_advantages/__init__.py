@@ -19,7 +19,7 @@ _NUMBERS = checks.INTEGERS + checks.FLOATS
 
 
 class GroupAdvantages(NamedTuple):
-    """Result of group_advantages, one entry per reward row; the rows of a rollout have the same.
+    """Result of group_advantages, one entry per reward row; the rows of a rollout share theirs.
 
     Attributes:
         advantages: float32, or float64 for float64 rewards

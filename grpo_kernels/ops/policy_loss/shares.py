@@ -45,7 +45,7 @@ def token_shares(
         max_length: constant divisor of "seq-mean-token-sum-norm"
         process_group: a torch.distributed process group whose ranks hold parts of the batch: rows, or slices of rows.
             Ids of rollouts and groups are then those of the whole batch; rows with one id are one rollout, on whichever
-            ranks they are. Waits for the device once
+            ranks they are, so slices of rows need ids. Waits for the device once
     """
     checks.tensor(_OP, "mask", mask, (torch.bool, *checks.INTEGERS, *checks.FLOATS))
     if mask.dim() != (2 if cu_seqlens is None else 1):
@@ -64,9 +64,10 @@ def token_shares(
     if aggregation == "token-sum":
         return members.view(mask.shape)
     ranks = RankRows(len(lengths), mask.device, process_group)
-    of_row, counted = _sizes(ranks, lengths, units)
+    everywhere = ranks.gather(lengths)
+    of_row, counted = _sizes(ranks, everywhere, units)
     if aggregation == "token-mean":
-        counted = ranks.gather(lengths).sum()
+        counted = everywhere.sum()
     share = (1 / _divisor(mask, count, counted)).expand(rows.count)
     if aggregation in ("seq-mean-token-mean", _OF_GROUPS):
         share = share / of_row.clamp(min=1)
@@ -89,22 +90,23 @@ def _check_means(aggregation: str, max_length: int | None, groups: int | Tensor 
 
 
 def _units(aggregation: str, rollouts: Tensor | None, groups: int | Tensor | None, lengths: Tensor) -> int | Tensor:
-    """What the mean is over: ids of the rows, or a number of consecutive rows."""
+    """The units that the mean is over: ids of the rows, or a number of consecutive rows."""
     if rollouts is not None:
         rollouts = checks.per_row(_OP, "rollouts", rollouts, checks.INTEGERS, lengths).long()
         if not aggregation.startswith("seq-mean"):
             rollouts = None  # tokens and groups are counted alike however they are split
     if groups is None:
         return 1 if rollouts is None else rollouts
-    RowGroups.of(_OP, groups, lengths)  # checks them
-    return groups.long() if isinstance(groups, Tensor) else groups
+    if isinstance(groups, Tensor):
+        return checks.per_row(_OP, "groups", groups, checks.INTEGERS, lengths).long()
+    RowGroups.of(_OP, groups, lengths)  # refuses what does not divide this rank's rows
+    return groups
 
 
-def _sizes(ranks: RankRows, lengths: Tensor, units: int | Tensor) -> tuple[Tensor, Tensor]:
+def _sizes(ranks: RankRows, everywhere: Tensor, units: int | Tensor) -> tuple[Tensor, Tensor]:
     """Tokens of the unit that each row is part of, and the number of units that have any; over all ranks."""
-    everywhere = ranks.gather(lengths)
     if isinstance(units, int) and units == 1:
-        return lengths, (everywhere > 0).sum().double()
+        return ranks.own(everywhere), (everywhere > 0).sum().double()
     members = RowGroups.of(_OP, ranks.gather(units) if isinstance(units, Tensor) else units, everywhere)
     totals = members.reduce(everywhere, "sum", 0.0)
     return ranks.own(totals[members.group]), (totals > 0).sum().double()

@@ -125,7 +125,7 @@ class FusedVerl(Verl):
             unpatch_verl()
 
     def _of_sessions(self, batch: Batch) -> dict[str, Tensor]:
-        """What the patched trainer puts into the queue beside the advantages of the whole batch."""
+        """Columns that the patched trainer puts into the queue beside the advantages of the whole batch."""
         data = self._data(batch.total, torch.zeros_like(batch.total.logprobs))
         known = {*data.batch.keys(), "advantages", "returns"}
         columns = self._advantages(data, batch.total, "fused_grpo").batch

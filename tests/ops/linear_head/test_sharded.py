@@ -131,7 +131,7 @@ RUNS += [(case, "reference", F64) for case in ("plain", "adapter", "banned", "a 
 RUNS += [(case, "cpu", F32) for case in CASES if case in ("plain", "scaled", "chunks", "adapter") or "certain" in case]
 
 
-# What a rank does
+# A rank
 
 
 def of_rank(inputs: Inputs, rank: int) -> Inputs:
