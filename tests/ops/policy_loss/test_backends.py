@@ -213,18 +213,25 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
 # Arguments that are the same
 
 
-@pytest.mark.parametrize("count", [7, 0.25])  # a count per rank can be below 1
+@pytest.mark.parametrize("unit", ["tokens", "rows", "segments"])
 @on_backends
-def test_a_normalizer_may_be_a_number_or_a_tensor(backend: str, count: float) -> None:
-    batch = cases.padded(1, 4, 9)
+def test_a_normalizer_may_be_a_number_a_tensor_or_named(backend: str, unit: str) -> None:
+    by_row = {"rows": "seq-mean-token-mean"}.get(unit, "token-mean")
+    op = op_of(gk.LossConfig(ratio="segment" if unit == "segments" else "token", aggregation=by_row))
+    batch = cases.padded(1, 4, 9, optional=("segments",))
 
     def result(value: Any) -> Tensor:
-        value = value.to(device_of(backend)) if isinstance(value, Tensor) else value
-        return run(op_of(gk.LossConfig()), batch | {"normalizer": value}, backend, F64)["d_logprobs"]
+        if isinstance(value, Tensor):
+            value = value.to(device_of(backend))
+        return run(op, batch | {"normalizer": value}, backend, F64)["d_logprobs"]
 
-    want = result({"tokens": count})
-    assert all(torch.equal(result(same), want) for same in (count, torch.tensor(count), torch.tensor([count])))
-    assert not torch.equal(want, result(2 * count))
+    for value in (7, 0.25):  # a count per rank can be below 1
+        want = result(value)
+        for same in (torch.tensor(value), torch.tensor([value]), {unit: value}, {unit: torch.tensor(value)}):
+            if isinstance(same, dict):
+                same = {unit: same[unit].to(device_of(backend)) if isinstance(same[unit], Tensor) else value}
+            assert torch.equal(result(same), want)
+        assert not torch.equal(want, result(2 * value))
     assert torch.equal(result(torch.tensor(0)), result(1))  # a count of nothing
 
 

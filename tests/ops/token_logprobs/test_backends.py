@@ -111,6 +111,28 @@ def test_nearly_certain_tokens_keep_their_digits(backend: str, columns: int, off
     assert (got["logprobs"] < 0).all()
 
 
+@on_backends
+def test_a_certain_row_has_its_entropy_for_any_target(backend: str) -> None:
+    logits = torch.full((2, 300), -20.0, dtype=F64)
+    logits[:, 7] = 5.0
+    ones = torch.ones(2, dtype=F64)
+    inputs = {"logits": logits, "targets": torch.tensor([7, 8]), "by_logprobs": ones, "by_entropy": ones}
+    got = run(op_of(), inputs, backend, F32)
+    mass = 299 * math.exp(-25)
+    entropy = torch.full((2,), math.log1p(mass) + 25 * mass / (1 + mass), dtype=F64)
+    torch.testing.assert_close(got["entropy"].double(), entropy, rtol=1e-5, atol=0)
+    assert got["logprobs"][1].item() == pytest.approx(-25 - math.log1p(mass), rel=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 9, 1000, 4099])
+@on_backends
+def test_equal_logits(backend: str, columns: int) -> None:
+    inputs = rows_of((1, columns)) | {"logits": torch.full((1, columns), 3.7, dtype=F64)}
+    got = run(op_of(), inputs, backend, F32)
+    assert got["logprobs"].item() == pytest.approx(-math.log(columns), rel=1e-6)
+    assert got["entropy"].item() == pytest.approx(math.log(columns), rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @on_backends
 def test_the_lowest_number_masks_as_minus_infinity_does(backend: str, dtype: torch.dtype) -> None:
