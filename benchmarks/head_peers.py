@@ -40,6 +40,8 @@ SHAPES = (
     Shape(8192, 4096, 128256, "llama-3.1-8b's head", "cuda", torch.bfloat16),
     Shape(8192, 4096, 151936, "qwen3-8b's head", "cuda", torch.bfloat16),
 )
+# On a CPU with matrix units for it; others convert to float32.
+HALVES = Shape(512, 1024, 32000, "a head of 1,024 with llama-2's vocabulary", "cpu", torch.bfloat16)
 
 
 class Inputs:

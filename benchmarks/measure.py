@@ -26,7 +26,7 @@ def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> di
     best = lambda call: min(seconds(call, repeats) for _ in range(7))  # noqa: E731
     result = {"copy": 2 * 4 * large.numel() / best(lambda: there.copy_(large))}
     side = side or (2048 if device.type == "cpu" else 8192)
-    for dtype in (torch.float32,) if device.type == "cpu" else (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         result[str(dtype).removeprefix("torch.")] = 2 * side**3 / best(lambda a=a, b=b: a @ b)
     return result

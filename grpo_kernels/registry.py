@@ -28,6 +28,8 @@ from grpo_kernels.backends import cpu_library
 NAMESPACE = __name__.partition(".")[0]
 ops = getattr(torch.ops, NAMESPACE)
 HAS_CPU_LIBRARY = cpu_library is not None
+# Whether the CPU has matrix units that multiply bfloat16 and add in float32.
+HAS_HALF_PRODUCTS = cpu_library is not None and cpu_library.build_facts()["half_products_here"] != "none"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _GPUS = tuple(device.upper() for device in backends.COPIED)
 _Function = Callable[..., Any]

@@ -78,6 +78,7 @@ def test_names_of_cases_are_unique() -> None:
 
 # Every CPU bar by kind, provider and limit. Bars must not be removed or relaxed.
 HEADS = ("N=1024 H=256 V=32000", "N=2048 H=512 V=50304")
+HALVES = "N=512 H=1024 V=32000"  # in bfloat16
 HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
 CLIPPED = [f"{head}, PPO with {share}% clipped" for head in HEADS for share in (0, 5, 30, 50)]
 TAUGHT = (("ratio at least", "two losses", 1.6), ("cost at most", "linear_policy_loss", 1.2))
@@ -112,6 +113,9 @@ BARS = {
     *(("linear_policy_loss", head, "cost at most", "three bare products", 1.15) for head in HEADS),
     *(("linear_policy_loss", head, "ratio at least", peer, 1) for head in HEADS for peer in HEAD_PEERS),
     *(("linear_policy_loss", head, "memory below", "naive autograd", 0.15) for head in HEADS),
+    ("linear_policy_loss", HALVES, "cost at most", "three bare products", 1.3),
+    *(("linear_policy_loss", HALVES, "ratio at least", peer, 1) for peer in HEAD_PEERS),
+    ("linear_policy_loss", HALVES, "memory below", "naive autograd", 0.5),
     *(("linear_policy_loss", f"{head}, one row in 16", "ratio at least", "all rows", 10) for head in HEADS),
     *(("linear_policy_loss", f"{head}, half the advantages 0", "ratio at least", "all rows", 1.4) for head in HEADS),
     *(("linear_policy_loss", clip, "memory below", "the logits", 0.4) for clip in CLIPPED),
@@ -328,7 +332,7 @@ def test_the_machine_is_described_without_names() -> None:
 
 def test_the_ceiling_is_of_copies_and_products() -> None:
     result = measure.ceiling(CPU, copied=2**16, side=64)
-    assert set(result) == {"copy", "float32"}
+    assert set(result) == {"copy", "float32", "bfloat16"}
     assert all(1e6 < value < 1e15 for value in result.values())
 
 

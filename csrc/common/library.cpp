@@ -12,6 +12,7 @@
 #include "common/allocate.h"
 #include "common/parallel.h"
 #include "common/simd/levels.h"
+#include "linear_head/half_product.h"
 
 // The C functions that grpo_kernels/compiled.py calls through ctypes. The ops are registered with torch when the
 // library is loaded. Nothing here includes Python's headers, so one build serves every version of Python.
@@ -24,7 +25,11 @@ GRPO_C_API const char* grpo_build_facts() {
   static const std::string facts =
       std::string("compiler=" GRPO_COMPILER "\nflags=" GRPO_FLAGS "\ntorch_target=" GRPO_TORCH_TARGET
                   "\nbuilt_with_torch=" GRPO_BUILT_WITH_TORCH "\nsimd_compiled=" GRPO_SIMD_LEVELS "\nsimd_here=") +
-      simd_name(simd_level()) + "\ncuda=" GRPO_CUDA_VERSION "\ncuda_architectures=" GRPO_CUDA_ARCHITECTURES;
+      simd_name(simd_level()) +
+#ifndef USE_CUDA
+      "\nhalf_products_here=" + half_products_here() +
+#endif
+      "\ncuda=" GRPO_CUDA_VERSION "\ncuda_architectures=" GRPO_CUDA_ARCHITECTURES;
   return facts.c_str();
 }
 

@@ -22,7 +22,9 @@ void backward_into(const Tensor& gradient, const Tensor& logits, const RowTensor
     using T = std::remove_pointer_t<decltype(type)>;
     const LogitRows<T> in = rows_of<T>(logits, rows);
     const LogitLayout layout = check_logits(gradient);
-    GRPO_CHECK(gradient.scalar_type() == logits.scalar_type(), kLogprobsOp, ": gradient must have the dtype of logits");
+    const bool is_half = std::is_same_v<T, float> && gradient.scalar_type() == ScalarType::BFloat16;
+    GRPO_CHECK(is_half || gradient.scalar_type() == logits.scalar_type(), kLogprobsOp,
+               ": gradient must have the dtype of logits, or be bfloat16 for float32");
     GRPO_CHECK(layout.rows == in.layout.rows && layout.columns == in.layout.columns && layout.inner == in.layout.inner,
                kLogprobsOp, ": gradient must have the shape of the logits");
     check_upstream(in.layout, wide_dtype(logits.scalar_type()), tensors);
@@ -30,6 +32,9 @@ void backward_into(const Tensor& gradient, const Tensor& logits, const RowTensor
     const Upstream<T> upstream{optional_data<Wide<T>>(tensors.grad_logprobs),
                                optional_data<Wide<T>>(tensors.grad_entropy), optional_data<Wide<T>>(tensors.entropy),
                                static_cast<const double*>(tensors.normalizer.const_data_ptr())};
+    if constexpr (std::is_same_v<T, float>) {
+      if (is_half) return backward_rows(in, upstream, data_of<BFloat16>(gradient), layout);
+    }
     backward_rows(in, upstream, data_of<T>(gradient), layout);
   });
 }

@@ -72,13 +72,13 @@ struct Upstream {
   }
 };
 
-template <typename T>
-void backward_rows(const LogitRows<T>& in, const Upstream<T>& upstream, T* gradient, const LogitLayout& layout) {
+template <typename T, typename G>
+void backward_rows(const LogitRows<T>& in, const Upstream<T>& upstream, G* gradient, const LogitLayout& layout) {
   for_each_row(in, [&](int64_t row) {
-    T* const to = gradient + layout.offset(row);
+    G* const to = gradient + layout.offset(row);
     const RowGradient<Wide<T>> row_upstream = upstream.row(row);
     if (!in.has_target(row) || row_upstream.is_zero()) {
-      std::fill_n(to, layout.columns, T{});
+      std::fill_n(to, layout.columns, G{});
       return;
     }
     GRPO_SIMD_CALL(row_gradient, in.logits + in.layout.offset(row), to, layout.columns, in.targets[row], in.map(row),

@@ -159,8 +159,8 @@ RowSums sums_of(const T* logits, int64_t columns, int64_t target, const LogitMap
   return sums;
 }
 
-template <bool kCapped, bool kEntropy, typename T>
-void write_gradient(const T* logits, T* gradient, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map,
+template <bool kCapped, bool kEntropy, typename T, typename G>
+void write_gradient(const T* logits, G* gradient, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map,
                     const RowGradient<Wide<T>>& row) {
   using V = typename LanesOf<T>::Vector;
   using W = typename LanesOf<T>::Widest;
@@ -197,8 +197,8 @@ GRPO_HD RowSums choose_sums(const T* logits, int64_t columns, int64_t target, co
                 : sums_of<false, false>(logits, columns, target, map);
 }
 
-template <typename T>
-GRPO_HD void choose_gradient(const T* logits, T* gradient, int64_t columns, int64_t target,
+template <typename T, typename G>
+GRPO_HD void choose_gradient(const T* logits, G* gradient, int64_t columns, int64_t target,
                              const LogitMap<Wide<T>>& map, const RowGradient<Wide<T>>& row) {
   const bool entropy = row.for_entropy != 0;
   if (map.capped) {
@@ -211,18 +211,22 @@ GRPO_HD void choose_gradient(const T* logits, T* gradient, int64_t columns, int6
 
 }  // namespace
 
+#define GRPO_DEFINE_GRADIENT(T, G)                                                                               \
+  void row_gradient(const T* logits, G* gradient, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map, \
+                    const RowGradient<Wide<T>>& row) {                                                           \
+    choose_gradient(logits, gradient, columns, target, map, row);                                                \
+  }
 #define GRPO_DEFINE(T)                                                                                            \
   RowSums row_sums(const T* logits, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map, bool spread) { \
     return choose_sums(logits, columns, target, map, spread);                                                     \
   }                                                                                                               \
-  void row_gradient(const T* logits, T* gradient, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map,  \
-                    const RowGradient<Wide<T>>& row) {                                                            \
-    choose_gradient(logits, gradient, columns, target, map, row);                                                 \
-  }
+  GRPO_DEFINE_GRADIENT(T, T)
 GRPO_DEFINE(float)
 GRPO_DEFINE(double)
 GRPO_DEFINE(Half)
 GRPO_DEFINE(BFloat16)
+GRPO_DEFINE_GRADIENT(float, BFloat16)
 #undef GRPO_DEFINE
+#undef GRPO_DEFINE_GRADIENT
 
 }  // namespace grpo_kernels::GRPO_SIMD

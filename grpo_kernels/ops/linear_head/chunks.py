@@ -12,12 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_kernels import registry
 from grpo_kernels.ops.linear_head.head import Head
 from grpo_kernels.ops.linear_head.sizes import HALVES, tokens_per_product
 from grpo_kernels.ops.token_logprobs import registration as token_logprobs
 from grpo_kernels.ops.token_logprobs.config import IGNORED
 from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, LogitRows, Measured, Scaling
 
+# For the CPU only: writes a @ b of bfloat16 to `out`, or adds it, with float32 sums.
+registry.define_compiled("_half_product_cpu(Tensor(a!) out, Tensor a, Tensor b, bool add) -> ()")
 _ALIGNMENT = 16  # items that a row of a matrix is padded to, for 32 bytes of halves
 # Weights of fewer elements get their gradient in float32 first: cuBLAS may split the sums of a small product among
 # multiprocessors and add the parts in half precision.
@@ -121,8 +124,7 @@ class Products:
         self.backend, self.head = backend, head
         self.columns = head.weight.shape[0]
         self.adapter = None if head.lora is None else Adapter(head.wide, *head.lora)
-        # The CPU's half products would round their results.
-        self.in_halves = backend != "cpu" and head.weight.dtype in HALVES
+        self.in_halves = head.weight.dtype in HALVES and (backend != "cpu" or _multiplies_on_cpu(head.weight))
         self.weight = head.weight if self.in_halves else head.weight.to(head.wide)
         self.logit_columns = self.columns + pad_column
         self.tile = self.matrix(size, head.wide) if tile is None else tile
@@ -224,11 +226,20 @@ class Products:
         multiply(by_logits.t(), hidden, total, add)
 
 
+def _multiplies_on_cpu(factor: Tensor) -> bool:
+    """Whether the CPU has a product for this dtype that does not round its sums; torch's does."""
+    return factor.dtype == torch.bfloat16 and factor.device.type == "cpu" and registry.HAS_HALF_PRODUCTS
+
+
 def multiply(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
     """Writes a @ b to `out` or adds it; never by a factor of 0, because `out` may be uninitialised.
 
     For a float32 `out`, halves are multiplied exactly and added in float32.
     """
+    if _multiplies_on_cpu(a) and (out.dtype == torch.float32 or not add):
+        a, b = (factor if 1 in factor.stride() else factor.contiguous() for factor in (a, b))
+        registry.ops._half_product_cpu(out, a, b, add)
+        return
     if a.dtype in HALVES and out.dtype == torch.float32:
         if not a.is_cuda:
             a, b = a.float(), b.float()
@@ -281,7 +292,8 @@ class Gradients:
             self.staged = products.matrix(max(size, chunk_tokens), head.weight.dtype)
         self.into, self.is_written = into, into is not None
         if into is None:
-            is_single = self.staged is not None and tokens <= len(self.staged) and head.weight.numel() >= UNSPLIT
+            is_single = self.staged is not None and tokens <= len(self.staged)
+            is_single = is_single and (head.weight.numel() >= UNSPLIT or head.weight.device.type == "cpu")
             shape = tuple(head.weight.shape) if self.needs_weight else (0, 0)
             into = token_logprobs.empty(
                 head.weight, shape, head.weight.dtype if is_single else head.wide, products.backend
@@ -353,7 +365,9 @@ class Gradients:
             self.bias += by_logits.sum(0, dtype=self.bias.dtype)
 
 
-def _processors(device: torch.device) -> int:
+def _processors(device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return None
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

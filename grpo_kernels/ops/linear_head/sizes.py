@@ -30,23 +30,26 @@ def tokens_per_chunk(tokens: int, vocabulary: int, device_type: str, dtype: torc
 
 
 def tokens_per_product(
-    tokens: int, chunk_tokens: int, shape: tuple[int, ...], needs_weight: bool, processors: int
+    tokens: int, chunk_tokens: int, shape: tuple[int, ...], needs_weight: bool, processors: int | None
 ) -> int:
     """Tokens whose gradient by the logits is kept in half precision until two products read it.
 
     One product over all tokens writes the gradient of the weight once, in its own dtype. Several must accumulate in
     float32, each reading and writing 4 bytes an element of the weight. So one is chosen if the gradients by the logits
     take no more memory than that accumulator and 2 GiB. Otherwise it is the size within 2 GiB that costs least:
-    tiles of the product for the hidden states should fill all multiprocessors in every wave.
+    tiles of the product for the hidden states should fill all multiprocessors in every wave. On a CPU they may take no
+    more than the accumulator, and otherwise a product is one of a chunk.
 
     Args:
         shape: of the weight, [V, H]
-        processors: multiprocessors of the device
+        processors: multiprocessors of the device; None for a CPU
     """
     if not needs_weight:
         return min(tokens, chunk_tokens)
     columns, width = shape
     accumulator = 4 * columns * width
+    if processors is None:
+        return tokens if 2 * tokens * columns <= accumulator else min(tokens, chunk_tokens)
     if 2 * tokens * columns <= accumulator + _PRODUCT_MEMORY - 4 * chunk_tokens * columns:
         return tokens
     most = max(1, (_PRODUCT_MEMORY - 4 * chunk_tokens * columns) // (2 * columns * TILE_TOKENS))

@@ -90,7 +90,7 @@ BACKWARD = registry.TorchOp(
     reference=reference.backward,
     folder=__package__,
 )
-# Over the logits themselves; on a GPU also in the half precision of the matrix products that read it.
+# Over the logits themselves, or in the half precision of the matrix products that read it (on a CPU in bfloat16).
 BACKWARD_INTO = registry.TorchOp(
     "token_logprobs_backward_into",
     GradientInto,

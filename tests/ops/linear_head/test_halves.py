@@ -1,4 +1,6 @@
-"""Heads in half precision on a GPU, whose gradient by the logits is rounded once and waits for larger products.
+"""Heads in half precision on a GPU, or on a CPU that multiplies it.
+
+The gradient by the logits is rounded once and waits for larger products.
 
 Faults that this is for: a gradient that is rounded twice, or accumulated in half precision; tokens that wait for a
 product and are lost, or multiplied with the hidden states of others; a padding column that is multiplied; rows of
@@ -17,13 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels import registry
 from grpo_kernels.ops.linear_head import chunks, sizes
 from tests.harness import device_of, runnable_backends
 from tests.ops.linear_head import cases, heads
 from tests.ops.linear_head.heads import BF16, F32, F64, IGNORED, LEAVES, SUPPORTS
 from tests.ops.promises import Inputs, Results, evaluated, placed
 
-BACKENDS = [name for name in runnable_backends(SUPPORTS, BF16) if name in ("cuda", "triton")]
+BACKENDS = [
+    name
+    for name in runnable_backends(SUPPORTS, BF16)
+    if name in ("cuda", "triton") or (name == "cpu" and registry.HAS_HALF_PRODUCTS)
+]
 WIDTH, COLUMNS = 32, 77
 
 on_backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -192,7 +199,7 @@ def test_weight_grad_is_added_to(backend: str, of_total: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("pad", [False, True])
-@on_backends
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "cpu"])
 def test_rows_of_matrices_are_aligned(backend: str, pad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and kernels read 16 bytes at a time; with the column for targets of other ranks, too."""
     made: list[Tensor] = []
@@ -225,6 +232,11 @@ H100 = 132  # multiprocessors
 def test_one_product_if_its_tokens_take_no_more_than_the_accumulator() -> None:
     assert sizes.tokens_per_product(8192, 752, (151_936, 4096), True, H100) == 8192
     assert 2 * 8192 * 151_936 + 4 * 752 * 151_936 <= 4 * 151_936 * 4096 + 2**31
+
+
+def test_a_cpu_stages_no_more_than_the_accumulator() -> None:
+    assert sizes.tokens_per_product(2048, 512, (32_000, 1024), True, None) == 2048
+    assert sizes.tokens_per_product(2049, 512, (32_000, 1024), True, None) == 512
 
 
 @pytest.mark.parametrize("tokens", [16_384, 65_536, 262_144])

@@ -1,0 +1,133 @@
+"""Products of bfloat16 matrices with float32 sums on the matrix units of a CPU.
+
+Faults that this is for: a panel's last lanes or last depth that are not zero, or are written beyond the matrix; a
+transposition of one layout; sums of a depth that replace those of the one before; a block that is packed once although
+its depth changed; parts of the threads that overlap; a result that is rounded twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_kernels import registry
+from grpo_kernels.ops.linear_head import chunks
+from tests.harness import cpu_threads
+
+BF16 = torch.bfloat16
+
+needs_units = pytest.mark.skipif(not registry.HAS_HALF_PRODUCTS, reason="this CPU has no matrix units")
+
+
+def factor(rows: int, columns: int, is_transposed: bool) -> Tensor:
+    """Within a larger matrix, whose other numbers are NaN."""
+    shape = (columns, rows) if is_transposed else (rows, columns)
+    around = torch.full((shape[0] + 2, shape[1] + 5), torch.nan, dtype=BF16)
+    inside = around[1:-1, 2:-3]
+    inside.copy_(torch.randn(shape))
+    return inside.t() if is_transposed else inside
+
+
+def bound(a: Tensor, b: Tensor) -> Tensor:
+    """Of sums in float32, in any order, where each addition rounds."""
+    return (a.double().abs() @ b.double().abs()) * (a.shape[1] + 2) * 2**-24
+
+
+# One number, panels and a rest, several blocks; an odd depth, and more than is packed at once.
+SIZES = [(1, 1, 1), (47, 79, 63), (70, 5, 2100), (64, 96, 1024), (40, 2300, 1100), (600, 33, 65), (1100, 5, 3)]
+
+
+@needs_units
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("layout", list(itertools.product([False, True], repeat=2)), ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_layout_and_size(size: tuple[int, int, int], layout: tuple[bool, bool], threads: int) -> None:
+    rows, columns, depth = size
+    a, b = factor(rows, depth, layout[0]), factor(depth, columns, layout[1])
+    gold = a.double() @ b.double()
+    around = torch.full((rows + 2, columns + 3), 7.0)
+    out = around[1:-1, 1:-2]
+    with cpu_threads(threads):
+        registry.ops._half_product_cpu(out, a, b, False)
+        assert ((out.double() - gold).abs() <= bound(a, b)).all()
+        before = out.clone()
+        registry.ops._half_product_cpu(out, a, b, True)
+        torch.testing.assert_close(out, before + before, rtol=2**-23, atol=0)
+        assert (around[0] == 7).all() and (around[-1] == 7).all()
+        assert (around[:, 0] == 7).all() and (around[:, -2:] == 7).all()
+        rounded = torch.full((rows, columns), torch.nan, dtype=BF16)
+        registry.ops._half_product_cpu(rounded, a, b, False)
+    assert torch.equal(rounded, before.to(BF16))
+
+
+@needs_units
+def test_threads_change_no_bit() -> None:
+    a, b = factor(300, 1500, False), factor(1500, 700, True)
+    found = []
+    for threads in (1, 2, 4):
+        out = torch.empty(300, 700)
+        with cpu_threads(threads):
+            registry.ops._half_product_cpu(out, a, b, False)
+        found.append(out)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@needs_units
+def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
+    a, b = torch.randn(40, 64).to(BF16), torch.randn(64, 50).to(BF16)
+    a[3, 5], a[37, 63] = torch.nan, torch.inf
+    out = torch.empty(40, 50)
+    registry.ops._half_product_cpu(out, a, b, False)
+    assert out[3].isnan().all() and not out[37].isfinite().any()
+    others = [row for row in range(40) if row not in (3, 37)]
+    assert out[others].isfinite().all()
+
+
+@needs_units
+@pytest.mark.parametrize(
+    ("out", "a", "b", "add", "message"),
+    [
+        (torch.empty(2, 3), torch.ones(2, 4), torch.ones(4, 3).to(BF16), False, "a must be a matrix of bfloat16"),
+        (
+            torch.empty(2, 3),
+            torch.ones(2, 4).to(BF16),
+            torch.ones(5, 3).to(BF16),
+            False,
+            "one depth above 0, got 4 and 5",
+        ),
+        (torch.empty(2, 3), torch.ones(9, 4).to(BF16), torch.ones(4, 3).to(BF16), False, "a must have the shape"),
+        (torch.empty(2, 3), torch.ones(2, 8).to(BF16)[:, ::2], torch.ones(4, 3).to(BF16), False, "a stride of 1"),
+        (torch.empty(2, 3).to(BF16), torch.ones(2, 4).to(BF16), torch.ones(4, 3).to(BF16), True, "out must be float32"),
+        (torch.empty(3, 2).t(), torch.ones(2, 4).to(BF16), torch.ones(4, 3).to(BF16), False, "out must be a matrix"),
+    ],
+)
+def test_a_direct_call_is_checked(out: Tensor, a: Tensor, b: Tensor, add: bool, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        registry.ops._half_product_cpu(out, a, b, add)
+
+
+@pytest.mark.parametrize("op", ["linear_logprobs", "linear_policy_loss"])
+def test_a_machine_without_units_gets_the_same(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the rounding of the gradient by the logits, which is a relative 2^-9 of each."""
+    hidden, weight = torch.randn(3, 20, 64).to(BF16), torch.randn(501, 64).to(BF16) / 4
+    targets, old = torch.randint(501, (3, 20)), torch.full((3, 20), -6.0)
+
+    def results() -> list[Tensor]:
+        leaves = [value.clone().requires_grad_() for value in (hidden, weight)]
+        if op == "linear_logprobs":
+            value = gk.linear_logprobs(*leaves, targets, backend="cpu").logprobs.sum()
+        else:
+            value = gk.linear_policy_loss(*leaves, targets, old, torch.tensor([1.0, -1, 0.5]), backend="cpu").loss
+        return [value.detach(), *torch.autograd.grad(value, leaves)]
+
+    here = results()
+    monkeypatch.setattr(registry, "HAS_HALF_PRODUCTS", False)
+    assert not chunks._multiplies_on_cpu(weight)
+    there = results()
+    torch.testing.assert_close(here[0], there[0], rtol=1e-6, atol=0)
+    for a, b in zip(here[1:], there[1:], strict=True):
+        assert (a.float() - b.float()).norm() < 2**-8 * b.float().norm()
