@@ -28,9 +28,12 @@ _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: o
 # Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
-_MASKED_ROWS = ("leave_out", "vote")
-_FLAT_GROUPS = ("keep", "leave_out")
-_ENTROPY_MEANS = ("micro_batch", "batch")
+_CHOICES = {
+    "head": fused_head.HEADS,
+    "masked_rows": ("leave_out", "vote"),
+    "flat_groups": ("keep", "leave_out"),
+    "entropy_mean": ("micro_batch", "batch"),
+}
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -106,14 +109,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
         if isinstance(loss, gk.LossConfig):
             check_loss(loss)
-        if head not in fused_head.HEADS:
-            raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
-        if masked_rows not in _MASKED_ROWS:
-            raise unknown("FusedGRPOTrainer", "masked_rows", masked_rows, _MASKED_ROWS)
-        if flat_groups not in _FLAT_GROUPS:
-            raise unknown("FusedGRPOTrainer", "flat_groups", flat_groups, _FLAT_GROUPS)
-        if entropy_mean not in _ENTROPY_MEANS:
-            raise unknown("FusedGRPOTrainer", "entropy_mean", entropy_mean, _ENTROPY_MEANS)
+        chosen = {"head": head, "masked_rows": masked_rows, "flat_groups": flat_groups, "entropy_mean": entropy_mean}
+        for name, choice in chosen.items():
+            if choice not in _CHOICES[name]:
+                raise unknown("FusedGRPOTrainer", name, choice, _CHOICES[name])
         parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
         keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in options:
