@@ -123,8 +123,8 @@ class FusedTrl(Trl):
         if batch.ratio == "sequence":
             raise NotOffered("rows of one answer have no common ratio")
         total = batch.total
-        weights = self.counted(total, torch.arange(len(total.mask)), len(total.mask), trainer)["loss_weights"]
-        return {"loss_weights": batch.of_total(weights)}
+        output = self.counted(total, torch.arange(len(total.mask)), len(total.mask), trainer)
+        return {name: batch.of_total(value) for name, value in output.items() if name == "loss_weights"}
 
     def counted(self, batch: Batch, order: Tensor, size: int, trainer: Any) -> dict[str, Tensor]:
         """A generation batch, which has advantages now, and weights if rollouts have several rows."""
