@@ -18,7 +18,7 @@ MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "pandas.read_pickle", "eval", "exec", "yaml.unsafe_load"}
 
 # Compiles statements of the installed TRL's source, which importing TRL runs as well.
-OF_PEERS = {"python/grpo_conformance/adapters/trl_trainer.py": "exec"}
+OF_PEERS = {"python/grpo_conformance/adapters/trl.py": "exec"}
 
 
 def unsafe_places(text: str) -> Iterator[str]:

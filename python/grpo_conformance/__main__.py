@@ -6,39 +6,33 @@ import argparse
 import sys
 from pathlib import Path
 
-from grpo_conformance import CONVENTIONS, INVARIANTS, report, run
+from grpo_conformance import CONVENTIONS, INVARIANTS, Result, report, run
 from grpo_conformance.adapters import BUILT_IN, AdapterError, load
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if an invariant fails, and 2 if an adapter cannot be loaded or a page cannot be written."""
     parser = argparse.ArgumentParser("grpo-conformance", description="Checks that a trainer counts right.")
-    known = ", ".join(BUILT_IN)
-    parser.add_argument("adapters", nargs="+", help=f"{known}, or a Python file that defines `adapter`")
+    parser.add_argument("adapters", nargs="+", help=f"{', '.join(BUILT_IN)}, or a Python file that defines `adapter`")
     writers = {"html": report.page, "json": report.as_json, "markdown": report.markdown}
     for kind in writers:
         parser.add_argument(f"--{kind}", type=Path, metavar="PATH", help=f"also write the tables as {kind}")
     options = parser.parse_args(arguments)
+    results: dict[str, list[Result]] = {}
     try:
-        adapters = [load(name) for name in options.adapters]
-        names = [adapter.name for adapter in adapters]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise AdapterError(f"adapters must have different names, got {', '.join(sorted(twice))} twice")
-    except AdapterError as error:
+        for adapter in [load(name) for name in options.adapters]:
+            if adapter.name in results:
+                raise AdapterError(f"adapters must have different names, got {adapter.name} twice")
+            results[adapter.name] = run(adapter, (*INVARIANTS, *CONVENTIONS))
+        print(report.text(results))
+        for kind, write in writers.items():
+            path = getattr(options, kind)
+            if path is not None:
+                path.write_text(write(results, path.read_text() if path.exists() else ""))
+    except (AdapterError, OSError) as error:
         print(f"grpo-conformance: {error}", file=sys.stderr)
         return 2
-    results = {adapter.name: run(adapter, (*INVARIANTS, *CONVENTIONS)) for adapter in adapters}
-    print(report.text(results))
-    for kind, write in writers.items():
-        path = getattr(options, kind)
-        if path is not None:
-            try:
-                path.write_text(write(results, path.read_text() if path.exists() else ""))
-            except OSError as error:
-                print(f"grpo-conformance: --{kind} must be a path that can be written, got {error}", file=sys.stderr)
-                return 2
-    return int(report.has_failed(results))
+    return int(any(result.has_failed for of in results.values() for result in of))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 PAD_GROUP = -1
@@ -56,6 +57,11 @@ class Batch:
     def total(self) -> Batch:
         return self if self.whole is None else self.whole
 
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether a rollout of the whole batch has several rows."""
+        return len(set(self.total.rollouts.tolist())) < len(self.total.rollouts)
+
     def of_total(self, values: Tensor) -> Tensor:
         """Takes this part out of values [N] or [N, T] of the whole batch."""
         values = values if self.rows is None else values[self.rows]
@@ -72,7 +78,6 @@ class Batch:
         return self.replace(logprobs=self.old_logprobs + torch.tensor(ratio, dtype=torch.float64).log())
 
 
-_BY_ROW = ("groups", "rollouts", "rewards", "advantages")
 _BY_TOKEN = ("mask", "logprobs", "old_logprobs", "ref_logprobs", "entropy", "token_rewards", "values")
 
 
@@ -81,28 +86,25 @@ def make(
     rewards: Sequence[float] | None = None,
     groups: Sequence[int] | None = None,
     rollouts: Sequence[int] | None = None,
-    advantages: Sequence[float] | None = None,
     **fields: Any,
 ) -> Batch:
     """Makes a batch of one group, a rollout a row, whose log-probs and entropies are irregular but fixed numbers.
 
-    Args:
-        mask: 0 and 1 for each token, or the length of each row.
-        rewards, groups, rollouts, advantages: of each row; by default advantages are 1, -0.5, 1, ...
-        **fields: further fields of Batch.
+    The mask is 0 and 1 for each token, or the length of each row. Other fields of Batch may be given; advantages are
+    1, -0.5, 1, ... unless they are.
     """
     rows = [[1] * row if isinstance(row, int) else list(row) for row in mask]
     count, width = len(rows), max(map(len, rows))
     place = torch.arange(count * width, dtype=torch.float64).view(count, width)
     old = -1.2 - (place * 1.7).sin()
-    for name in ("token_rewards", "values"):
-        fields[name] = torch.tensor(fields.get(name, [[0] * width] * count), dtype=torch.float64)
+    zeros, ones = [[0] * width] * count, [(1, -0.5)[i % 2] for i in range(count)]
+    for name, default in (("token_rewards", zeros), ("values", zeros), ("advantages", ones)):
+        fields[name] = torch.tensor(fields.get(name, default), dtype=torch.float64)
     return Batch(
         mask=torch.tensor([row + [0] * (width - len(row)) for row in rows]).bool(),
         groups=torch.tensor(groups or [0] * count),
         rollouts=torch.tensor(rollouts or range(count)),
         rewards=torch.tensor(rewards or [0] * count, dtype=torch.float32),
-        advantages=torch.tensor(advantages or [(1, -0.5)[i % 2] for i in range(count)], dtype=torch.float64),
         logprobs=old + 0.4 * (place * 2.3).cos(),
         old_logprobs=old,
         ref_logprobs=old + 0.5 * (place * 0.9 + 1).sin(),
@@ -111,40 +113,35 @@ def make(
     )
 
 
-def take(batch: Batch, rows: Sequence[int]) -> Batch:
-    """A batch of these rows alone, which knows of no other."""
-    return batch.replace(**{name: getattr(batch, name)[list(rows)] for name in _BY_ROW + _BY_TOKEN})
-
-
 def part(batch: Batch, rows: Sequence[int], columns: tuple[int, int] | None = None, **counts: int) -> Batch:
     """The part of a batch that one rank or micro-batch has; counts are `ranks` and `steps`."""
-    result = take(batch, rows).replace(whole=batch, rows=torch.tensor(rows), columns=columns, **counts)
-    return _by_token(result, lambda values: values if columns is None else values[:, slice(*columns)])
-
-
-def _by_token(batch: Batch, change: Any) -> Batch:
-    return batch.replace(**{name: change(getattr(batch, name)) for name in _BY_TOKEN})
+    result = _changed(batch, lambda values: values[:, slice(*(columns or (None,)))], rows)
+    return result.replace(whole=batch, rows=torch.tensor(rows), columns=columns, **counts)
 
 
 def padded(batch: Batch, left: int, right: int) -> Batch:
     """The batch with more padding on either side of its rows."""
-    return _by_token(batch, lambda values: torch.nn.functional.pad(values, (left, right), value=0))
+    return _changed(batch, lambda values: F.pad(values, (left, right), value=0))
 
 
 def spread(batch: Batch) -> Batch:
     """The batch with a token that does not count after each of its tokens, as the output of a tool is."""
-    return _by_token(batch, lambda values: torch.stack([values, torch.zeros_like(values)], 2).flatten(1))
+    return _changed(batch, lambda values: torch.stack([values, torch.zeros_like(values)], 2).flatten(1))
 
 
 def split_first(batch: Batch, lengths: Sequence[int]) -> Batch:
     """The batch with the tokens of its first row in several rows of these lengths, which are still one rollout."""
-    rows = take(batch, [0] * len(lengths) + list(range(1, len(batch.mask))))
-    ends = torch.tensor(lengths).cumsum(0).tolist()
 
     def change(values: Tensor) -> Tensor:
-        values = values.clone()
-        for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            values[i] = torch.nn.functional.pad(values[i, end - length : end], (0, values.shape[1] - length))
-        return values
+        rows = torch.split(values[0, : sum(lengths)], list(lengths))
+        first = [F.pad(row, (0, values.shape[1] - len(row))) for row in rows]
+        return torch.stack([*first, *values[len(lengths) :]])
 
-    return _by_token(rows, change)
+    return _changed(batch, change, [0] * len(lengths) + list(range(1, len(batch.mask))))
+
+
+def _changed(batch: Batch, change: Callable[[Tensor], Tensor], rows: Sequence[int] | None = None) -> Batch:
+    """A batch of these rows, or of all, whose values of tokens are changed."""
+    index = list(range(len(batch.mask)) if rows is None else rows)
+    by_row = {name: getattr(batch, name)[index] for name in ("groups", "rollouts", "rewards", "advantages")}
+    return batch.replace(**by_row, **{name: change(getattr(batch, name)[index]) for name in _BY_TOKEN})

@@ -5,116 +5,92 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from grpo_conformance.run import ERROR, FAILS, NOT_OFFERED, PASSES, Case, Convention, Result
+from grpo_conformance.run import ERROR, FAILS, PASSES, REPORTS, Convention, Result
 
-REPOSITORIES = {
-    "agent-lightning": "microsoft/agent-lightning",
-    "AReaL": "inclusionAI/AReaL",
-    "miles": "radixark/miles",
-    "NeMo-RL": "NVIDIA-NeMo/RL",
-    "rllm": "rllm-org/rllm",
-    "SkyRL": "NovaSky-AI/SkyRL",
-    "slime": "THUDM/slime",
-    "trl": "huggingface/trl",
-    "verl": "verl-project/verl",
-}
-MARKS = {PASSES: "yes", FAILS: "NO", ERROR: "ERROR", NOT_OFFERED: "-"}
 Results = Mapping[str, Sequence[Result]]  # by the adapter's name
-TABLES = "<!-- written by grpo-conformance --markdown -->"
-Cell = str | list[tuple[str, str]]  # a text, or names and addresses of links
+Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
+THREADS = {  # of public projects, in which users met what a case is about
+    "equal-rewards": "NVIDIA-NeMo/RL#4158",
+    "uneven-groups": "THUDM/slime#1414 THUDM/slime#2230 THUDM/slime#2204",
+    "rollout-in-mean": "radixark/miles#2378 radixark/miles#1931 THUDM/slime#2302 rllm-org/rllm#924",
+    "rollout-leave-one-out": "verl-project/verl#7580 microsoft/agent-lightning#593",
+    "rollout-in-std": "radixark/miles#1931",
+    "masked-vote": "verl-project/verl#6375 NVIDIA-NeMo/RL#4061 NVIDIA-NeMo/RL#3467",
+    "unscored": "huggingface/trl#7068",
+    "pad-rows": "verl-project/verl#7771",
+    "gae-gap": "NVIDIA-NeMo/RL#4156 verl-project/verl#336",
+    "parts-tokens": "huggingface/trl#5619 NovaSky-AI/SkyRL#794",
+    "parts-rows": "verl-project/verl#6609",
+    "ranks-tokens": "NovaSky-AI/SkyRL#1751 inclusionAI/AReaL#1730",
+    "ranks-rows": "verl-project/verl#7200",
+    "slices-rows": "verl-project/verl#7200",
+    "kl-share": "verl-project/verl#6609",
+    "rollout-mean": "verl-project/verl#7580 rllm-org/rllm#924 radixark/miles#2378",
+    "rollout-sum": "THUDM/slime#2302",
+    "rollout-in-parts": "radixark/miles#2378",
+    "pad-rows-loss": "verl-project/verl#7771",
+    "siblings": "radixark/miles#2498",
+    "discount": "NVIDIA-NeMo/RL#4156",
+}
+START = "<!-- written by grpo-conformance --markdown -->"
 
 
-def has_failed(results: Results) -> bool:
-    return any(result.status in (FAILS, ERROR) for of in results.values() for result in of)
-
-
-def links(case: Case) -> list[tuple[str, str]]:
-    """Names and addresses of a case's threads."""
-    threads = [thread.split("#") for thread in case.threads.split()]
-    return [(f"{of}#{number}", f"https://github.com/{REPOSITORIES[of]}/issues/{number}") for of, number in threads]
-
-
-def number(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def what_went_wrong(result: Result, limit: int = 3) -> str:
-    """The first of the wrong numbers beside the right ones."""
-    if result.text:
-        return result.text
-    named = [f"{name} is {number(got)}, not {number(expected)}" for name, expected, got in result.numbers]
-    more = len(named) - limit
-    return "; ".join(named[:limit]) + (f"; and {more} more" if more > 0 else "")
-
-
-def tables(results: Results) -> list[tuple[str, list[str], list[list[Cell]]]]:
-    """Title, header and rows of: the invariants, what went wrong in them, and the conventions."""
-    names, by_case = list(results), list(zip(*results.values(), strict=True))
-    invariants: list[list[Cell]] = []
-    conventions: list[list[Cell]] = []
-    wrong: list[list[Cell]] = []
-    for row in by_case:
+def tables(results: Results, link: str = "{thread}") -> list[Table]:
+    """The invariants, what went wrong in them, and the conventions; their last column has the threads."""
+    invariants, wrong, conventions = list[list[str]](), list[list[str]](), list[list[str]]()
+    for row in zip(*results.values(), strict=True):
         case = row[0].case
+        listed = [(name, name.replace("#", "/issues/")) for name in THREADS.get(case.name, "").split()]
+        threads = " ".join(link.format(thread=name, address=f"https://github.com/{path}") for name, path in listed)
         if isinstance(case, Convention):
-            texts = ["-" if result.status == NOT_OFFERED else result.text for result in row]
-            conventions.append([case.title, *texts, links(case)])
+            said = [result.text if result.status == REPORTS else result.status for result in row]
+            conventions.append([case.title, *said, threads])
             continue
-        invariants.append([case.name, case.title, *(MARKS[result.status] for result in row), links(case)])
-        failed = [(name, r) for name, r in zip(names, row, strict=True) if r.status in (FAILS, ERROR)]
-        wrong += [[case.name, name, what_went_wrong(result)] for name, result in failed]
+        invariants.append([case.name, case.title, *(result.status for result in row), threads])
+        failed = [(name, of) for name, of in zip(results, row, strict=True) if of.has_failed]
+        wrong += [[case.name, name, result.text, threads] for name, result in failed]
     return [
-        ("Invariants", ["case", "what must hold", *names, "met in"], invariants),
-        ("What went wrong", ["case", "trainer", "numbers"], wrong),
-        ("Conventions", ["choice", *names, "met in"], conventions),
+        ("Invariants", ["case", "what must hold", *results, "met in"], invariants),
+        ("What went wrong", ["case", "trainer", "numbers", "met in"], wrong),
+        ("Conventions", ["choice", *results, "met in"], conventions),
     ]
 
 
 def text(results: Results) -> str:
-    """The tables for a terminal, without the titles and links of cases."""
-    width = max((len(result.case.name) for of in results.values() for result in of), default=0)
+    """The tables for a terminal."""
+    (_, _, invariants), *others = tables(results)
+    width = max((len(name) for name, *_ in invariants), default=0)
     lines = [" " * width + "  " + "  ".join(results)]
-    for row in zip(*results.values(), strict=True):
-        if not isinstance(row[0].case, Convention):
-            marks = [MARKS[result.status].ljust(len(name)) for name, result in zip(results, row, strict=True)]
-            lines.append(f"{row[0].case.name:<{width}}  {'  '.join(marks)}".rstrip())
-    for title, _, rows in tables(results)[1:]:
-        lines += ["", title, *(" | ".join(cell for cell in row if isinstance(cell, str)) for row in rows)]
+    for name, _, *marks, _ in invariants:
+        cells = [mark.ljust(len(of)) for of, mark in zip(results, marks, strict=True)]
+        lines.append(f"{name:<{width}}  {'  '.join(cells)}".rstrip())
+    for title, _, rows in others:
+        lines += ["", title, *(" | ".join(cells[:-1]) for cells in rows)]
     return "\n".join(lines)
 
 
 def markdown(results: Results, page: str = "") -> str:
     """A page with the tables after its introduction, which ends at the comment."""
-    introduction, comment, _ = page.partition(TABLES)
-    parts = [introduction + TABLES + "\n\n" if comment else ""]
-    for title, header, rows in tables(results):
-        lines = [header, ["---"] * len(header), *([_in_markdown(cell) for cell in row] for row in rows)]
+    introduction, comment, _ = page.partition(START)
+    parts = []
+    for title, header, rows in tables(results, "[{thread}]({address})"):
+        lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in cells] for cells in rows)]
         parts.append(f"## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
-    return parts[0] + "\n".join(parts[1:])
-
-
-def _in_markdown(cell: Cell) -> str:
-    if isinstance(cell, str):
-        return cell.replace("|", "\\|")
-    return " ".join(f"[{name}]({address})" for name, address in cell)
+    return (introduction + START + "\n\n" if comment else "") + "\n".join(parts)
 
 
 def page(results: Results, before: str = "") -> str:
     """An HTML page that needs nothing else."""
     parts = []
-    for title, header, rows in tables(results):
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-        body = "\n".join(f"<tr>{''.join(map(_in_html, row))}</tr>" for row in rows)
-        parts.append(f"<h2>{title}</h2>\n<table>\n<tr>{head}</tr>\n{body}\n</table>")
+    for title, header, rows in tables(results, '<a href="{address}">{thread}</a>'):
+        lines = ["".join(f"<th>{html.escape(name)}</th>" for name in header)]
+        for *cells, threads in rows:
+            kinds = [f' class="{cell}"' if cell in (PASSES, FAILS, ERROR) else "" for cell in cells]
+            filled = [f"<td{kind}>{html.escape(cell)}</td>" for kind, cell in zip(kinds, cells, strict=True)]
+            lines.append("".join(filled) + f"<td>{threads}</td>")
+        parts.append(f"<h2>{title}</h2>\n<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>")
     return _PAGE.format(parts="\n".join(parts))
-
-
-def _in_html(cell: Cell) -> str:
-    if isinstance(cell, str):
-        kind = f' class="{cell}"' if cell in MARKS.values() and cell != "-" else ""
-        return f"<td{kind}>{html.escape(cell)}</td>"
-    return f"<td>{' '.join(f'<a href={json.dumps(address)}>{name}</a>' for name, address in cell)}</td>"
 
 
 _PAGE = """<!doctype html>
@@ -129,8 +105,4 @@ _PAGE = """<!doctype html>
 
 
 def as_json(results: Results, before: str = "") -> str:
-    def fields(result: Result) -> dict[str, Any]:
-        wrong = [{"name": n, "expected": number(e), "got": number(g)} for n, e, g in result.numbers]
-        return {"case": result.case.name, "status": result.status, "text": result.text, "wrong": wrong}
-
-    return json.dumps({name: [fields(result) for result in of] for name, of in results.items()}, indent=1)
+    return json.dumps({title: [header, *rows] for title, header, rows in tables(results)}, indent=1)

@@ -159,6 +159,10 @@ class Credit:
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     clusters: gk.SimilarityGroups | None = None
 
+    def in_loss(self, mask: Tensor) -> Tensor:
+        """Those of the response tokens [N, T] that enter the loss."""
+        return mask if self.mask is None else self.mask & mask
+
 
 def assign_credit(
     plan: Plan,
@@ -195,13 +199,43 @@ def assign_credit(
     else:
         credit = _credit_responses(plan, rollout, rewards, weights, embeddings, counted)
     if counted is not None:
-        credit.mask = counted if credit.mask is None else credit.mask & counted
+        credit.mask = credit.in_loss(counted)
     if totals.isnan().any():  # unscored responses carry no signal and must not enter the divisors either
-        mask = rollout.batch.mask if credit.mask is None else credit.mask
-        credit.mask = mask & ~totals.isnan()[:, None]
+        credit.mask = credit.in_loss(rollout.batch.mask) & ~totals.isnan()[:, None]
     if plan.settings.top_k_ratio < 1:
         _keep_largest(credit, rollout, plan.settings.top_k_ratio)
     return credit
+
+
+def rows_in_loss(plan: Plan, credit: Credit, mask: Tensor, group_size: int) -> Tensor:
+    """Responses [N] that enter the loss; groups without any advantage carry no learning signal.
+
+    Args:
+        plan: the algorithm.
+        credit: of the responses.
+        mask: [N, T] response tokens.
+        group_size: responses per prompt.
+    """
+    has_signal = credit.in_loss(mask).any(1)
+    if plan.settings.drop_flat and plan.segments is None:
+        advantages = credit.advantages if credit.advantages.dim() == 1 else credit.advantages.abs().sum(1)
+        is_group_flat = (advantages.view(-1, group_size) == 0).all(1)
+        has_signal = has_signal & ~is_group_flat.repeat_interleave(group_size)
+    return has_signal
+
+
+def minibatch_counts(mask: Tensor, segments: Tensor | None = None) -> dict[str, float]:
+    """Tokens, rows and segments of a minibatch [N, T], by which each of its micro-batches divides its share."""
+    counts = {"tokens": float(mask.sum()), "rows": float(len(mask))}
+    if segments is not None:
+        counts["segments"] = float(_count_ids(torch.where(mask, segments, -1)))
+    return counts
+
+
+def _count_ids(ids: Tensor) -> int:
+    """Number of different ids from 0 on, added up over the rows."""
+    ordered = torch.nn.functional.pad(ids.sort(1).values, (1, 0), value=-1)
+    return int((ordered.diff(dim=1) != 0).sum())
 
 
 def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -280,7 +314,7 @@ def _credit_segments(plan: Plan, rollout: Rollout, rewards: Tensor, values: Tens
 
 def _keep_largest(credit: Credit, rollout: Rollout, ratio: float) -> None:
     """Masks all but the given share of each group's responses in the loss, with the largest absolute advantages."""
-    mask = rollout.batch.mask if credit.mask is None else credit.mask
+    mask = credit.in_loss(rollout.batch.mask)
     is_in_loss = mask.any(1).view(-1, rollout.group_size)
     magnitude = credit.advantages.abs()
     magnitude = (magnitude if magnitude.dim() == 1 else magnitude.amax(1)).view_as(is_in_loss)

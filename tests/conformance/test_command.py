@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from grpo_conformance import CONVENTIONS, INVARIANTS, adapters, run
 from grpo_conformance.__main__ import main
-from grpo_conformance.report import REPOSITORIES, TABLES, markdown
+from grpo_conformance.report import START, THREADS, markdown
 
 from tests.conformance.plain import Plain
 
@@ -65,22 +65,27 @@ def test_what_is_written(files: dict[str, str], tmp_path: Path) -> None:
         assert "row 1 is -31.67, not 1" in text
         for case in (*INVARIANTS, *CONVENTIONS):
             assert case.title in text.replace("&#x27;", "'")
-            for thread in case.threads.split():
+            for thread in THREADS.get(case.name, "").split():
                 name, number = thread.split("#")
-                assert f"https://github.com/{REPOSITORIES[name]}/issues/{number}" in text
+                assert f"https://github.com/{name}/issues/{number}" in text
     assert "<th>mine&lt;b&gt;</th>" in page and "mine<b>" not in page
-    listed = json.loads(paths["json"].read_text())["mine<b>"]
-    (one,) = (entry for entry in listed if entry["case"] == "masked-vote")
-    wrong = [{"name": "row 1", "expected": "1", "got": "-31.67"}, {"name": "row 2", "expected": "-1", "got": "-33.67"}]
-    assert one == {"case": "masked-vote", "status": "fail", "text": "", "wrong": wrong}
+    listed = json.loads(paths["json"].read_text())
+    assert listed["Invariants"][0] == ["case", "what must hold", "mine<b>", "plain", "met in"]
+    (one,) = (cells for cells in listed["What went wrong"] if cells[0] == "masked-vote")
+    assert one[:3] == ["masked-vote", "mine<b>", "row 1 is -31.67, not 1; row 2 is -33.67, not -1"]
+    assert "<td>masked-vote</td><td>mine&lt;b&gt;</td><td>row 1 is -31.67, not 1; row 2" in page
+
+
+def test_threads_are_of_cases() -> None:
+    assert set(THREADS) <= {case.name for case in (*INVARIANTS, *CONVENTIONS)}
 
 
 def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "page.md"
-    path.write_text(f"# Title\n\nWords.\n\n{TABLES}\n\nold tables\n")
+    path.write_text(f"# Title\n\nWords.\n\n{START}\n\nold tables\n")
     assert main([files["right"], "--markdown", str(path)]) == 0
     text = path.read_text()
-    assert text.startswith(f"# Title\n\nWords.\n\n{TABLES}\n\n## Invariants\n\n| case |") and "old tables" not in text
+    assert text.startswith(f"# Title\n\nWords.\n\n{START}\n\n## Invariants\n\n| case |") and "old tables" not in text
     assert text == markdown({"plain": run(Plain(), (*INVARIANTS, *CONVENTIONS))}, text)
 
 
@@ -88,7 +93,8 @@ def test_an_introduction_is_kept(files: dict[str, str], tmp_path: Path) -> None:
     "content, error",
     [
         ("x = 1\n", "must define `adapter`, an object with a name, got None"),
-        ("class A: name = 'a'\nadapter = A()\n", "adapter 'a' must have one of the methods advantages, token_advant"),
+        ("class A: name = 'a'\nadapter = A()\n", "must have one of the methods advantages, token_advantages, loss"),
+        (WRONG.replace("def", "lacks = ['packing']\n\n    def"), "may lack rollouts of several rows, uneven groups"),
         ("import absent_package\n", "cannot be imported: ModuleNotFoundError: No module named 'absent_package'"),
     ],
 )
@@ -104,11 +110,14 @@ def test_files_that_are_no_adapters(
 def test_names_that_are_no_adapters(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(adapters.BUILT_IN, "verl", ("verl_trainer", "Verl", ("absent_package", "torch")))
+    monkeypatch.setitem(adapters.BUILT_IN, "verl", ("absent_module", "Verl"))
     for arguments, error in (
         (["ver"], "adapter must be one of grpo_kernels, grpo_trainer, trl, fused_trl, verl, fused_verl or the path of"),
-        (["absent.py"], "adapter must be the path of a file, got 'absent.py', which is none"),
-        (["verl"], "adapter 'verl' needs packages that are not installed: absent_package"),
+        (["absent.py"], "or the path of a .py file, got 'absent.py'"),
+        (
+            ["verl"],
+            "adapter 'verl' cannot be imported: ModuleNotFoundError: No module named 'grpo_conformance.adapters.a",
+        ),
         ([files["right"], files["right"]], "adapters must have different names, got plain twice"),
     ):
         assert main(arguments) == 2
@@ -117,7 +126,7 @@ def test_names_that_are_no_adapters(
 
 def test_a_path_that_cannot_be_written(files: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([files["right"], "--html", "/absent/page.html"]) == 2
-    assert "--html must be a path that can be written, got [Errno 2]" in capsys.readouterr().err
+    assert capsys.readouterr().err == "grpo-conformance: [Errno 2] No such file or directory: '/absent/page.html'\n"
 
 
 def test_an_adapter_imports_modules_beside_it(tmp_path: Path) -> None:
@@ -134,8 +143,7 @@ def test_adapters_use_public_names_of_the_kernels_alone() -> None:
     assert {line for line in imports if "grpo_kernels" in line} == {
         "import grpo_kernels as gk",
         "from grpo_kernels.integrations.trl import FusedGRPOTrainer",
-        "from grpo_kernels.integrations.verl import fused_ppo_loss",
-        "from grpo_kernels.integrations.verl import patch_verl, unpatch_verl",
+        "from grpo_kernels.integrations.verl import fused_ppo_loss, patch_verl, unpatch_verl",
     }
 
 

@@ -33,8 +33,7 @@ OUTPUT = {
 
 def compared(trainer: Any, output: dict[str, Tensor] = OUTPUT, rewards: Tensor = REWARDS) -> list[float]:
     """Advantages of a group of these completions."""
-    trainer._scored = rewards
-    values: list[float] = trainer._advantages(output, len(rewards), "train").tolist()
+    values: list[float] = trainer.add_advantages(dict(output), rewards, len(rewards)).tolist()
     return values
 
 
@@ -62,8 +61,7 @@ def test_masked_completions_join_no_cluster(tmp_path: Path) -> None:
     trainer._embeddings = torch.randn(8, 5, generator=random)
     rewards = torch.randn(8, 2, generator=random)
     mask = torch.tensor([[1], [0], [1], [1], [0], [1], [1], [1]])
-    trainer._scored = rewards
-    got = trainer._advantages({"completion_mask": mask}, 8, "train")
+    got = trainer.add_advantages({"completion_mask": mask}, rewards, 8)
     rows = mask[:, 0] > 0
     labels = gk.similarity_groups(trainer._embeddings[rows], 6, config=config).labels
     want = gk.group_advantages(rewards[rows], 6, subgroups=labels, config="dr_grpo").advantages

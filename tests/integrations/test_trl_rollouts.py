@@ -174,6 +174,47 @@ def test_flat_groups_without_rollouts(tmp_path: Path) -> None:
     )
 
 
+def entropies_by_hand(trainer: Any, output: dict[str, Tensor]) -> tuple[float, Tensor]:
+    """The mean entropy of the batch's tokens in the loss, from the logits, and its gradient."""
+    trainer.model.zero_grad()
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], 1)
+    seen = torch.cat([output["prompt_mask"], output["completion_mask"]], 1)
+    logits = trainer.model(input_ids=ids, attention_mask=seen).logits.double()
+    logits = logits[:, -output["completion_ids"].shape[1] - 1 : -1] / trainer.temperature
+    entropy = -(logits.softmax(2) * logits.log_softmax(2)).sum(2)
+    mask = (output["completion_mask"] * output.get("tool_mask", 1)).bool()
+    mean = entropy[mask].mean()
+    mean.backward()
+    return mean.item(), gradient_of(trainer)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo"])
+def test_the_entropy_bonus_is_a_mean_over_the_batch_where_asked(tmp_path: Path, loss_type: str) -> None:
+    """And not of micro-batches, however the rows are dealt."""
+    for batches, options in (
+        (8, {"names": None, "rewards": range(16), "head": "fused"}),
+        (2, {"flat_groups": "leave_out"}),
+    ):
+        results = []
+        for coef, kind in ((0.0, "batch"), (0.5, "batch"), (0.5, "micro_batch")):
+            trainer, output = generated(
+                tmp_path, loss_type, batches, changes={"entropy_coef": coef}, entropy_mean=kind, **options
+            )
+            results.append(accumulated(trainer, output))
+        mean, gradient = entropies_by_hand(trainer, output)
+        (without, plain), (got, moved), (of_parts, _) = results
+        assert without - got == pytest.approx(0.5 * mean, rel=1e-4)
+        torch.testing.assert_close(plain - moved, 0.5 * gradient, rtol=1e-3, atol=1e-5)
+        assert batches == 2 or of_parts != pytest.approx(got, rel=1e-4)
+
+
+def test_a_mean_entropy_that_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"entropy_mean must be 'micro_batch' with top_entropy_quantile, .* with 0\.5"):
+        trainer_of(tmp_path, changes={"top_entropy_quantile": 0.5}, entropy_mean="batch")
+    with pytest.raises(ValueError, match="entropy_mean must be one of micro_batch, batch, got 'batches'"):
+        trainer_of(tmp_path, entropy_mean="batches")
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_a_batch_of_flat_groups_alone(tmp_path: Path, loss_type: str) -> None:
     trainer, output = generated(tmp_path, loss_type, names=None, rewards=[1.0] * 16, flat_groups="leave_out")
@@ -218,12 +259,12 @@ def test_what_reads_sequences_is_refused(tmp_path: Path, changes: Any, options: 
 def test_a_correction_of_sequences_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     trainer.use_vllm = True
-    rows = torch.zeros(16, 1)
-    trainer.rollouts._names = list(ROLLOUTS)
+    rewards = torch.zeros(16, 1)
+    output, rollouts = {"completion_mask": torch.ones(16, 1)}, torch.arange(16)
     with pytest.raises(ValueError, match=r"vllm_importance_sampling_mode must be of tokens .*, got 'sequence_mask'"):
-        trainer.rollouts.gather(rows)
+        trainer.add_advantages(output, rewards, 4, rollouts)
     trainer.vllm_importance_sampling_mode = "token_truncate"
-    assert trainer.rollouts.gather(rows) is not None
+    assert not trainer.add_advantages(output, rewards, 4, rollouts).any()
 
 
 def test_ids_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,9 +285,8 @@ def test_ids_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="rewards must be equal in all rows of a rollout"):
         generated(tmp_path, "grpo", rewards=range(16))
     monkeypatch.undo()
-    trainer._scored = torch.zeros(4, 1)
     with pytest.raises(RuntimeError, match="groups must be equal in all rows of a rollout"):  # of two prompts
-        trainer._advantages({"completion_mask": torch.ones(4, 1)}, 2, "train", torch.tensor([0, 1, 1, 3]))
+        trainer.add_advantages({"completion_mask": torch.ones(4, 1)}, torch.zeros(4, 1), 2, torch.tensor([0, 1, 1, 3]))
     with pytest.raises(ValueError, match=r"flat_groups must be one of keep, leave_out, got 'leaveout' \(did you mean"):
         trainer_of(tmp_path, flat_groups="leaveout")
     with pytest.raises(ValueError, match="flat_groups must be 'keep' with segments"):

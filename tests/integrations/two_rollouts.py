@@ -88,8 +88,9 @@ def trained(per_device: int) -> list[list[dict[str, Any]]]:
             "gradient_accumulation_steps": 4,
             "max_steps": 2,
             "loss_type": loss_type,
+            "entropy_coef": 0.1,
         }
-        trainer = trainer_of(Path(tempfile.mkdtemp()), changes=changes, flat_groups=flat_groups)
+        trainer = trainer_of(Path(tempfile.mkdtemp()), changes=changes, flat_groups=flat_groups, entropy_mean="batch")
         trainer.train()
         kept = ("loss", "grad_norm")  # the others are means over micro-batches, as TRL's
         logs.append([{name: entry[name] for name in kept} for entry in trainer.state.log_history[:-1]])

@@ -17,10 +17,11 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from grpo_trainer.adapters import settings_of_base
+from grpo_trainer.algorithm import minibatch_counts
 from grpo_trainer.data import prompt_text
 from grpo_trainer.dry_run import dry_run
 from grpo_trainer.embed import load_embedder
-from grpo_trainer.phases.rl import RlRun, _count_ids
+from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.phases.sft import SftRun, diversity_weights
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Model, Recipe, Similarity
@@ -262,7 +263,7 @@ def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
 
 def test_segments_that_a_mask_empties_do_not_count() -> None:
     ids = torch.tensor([[0, 0, -1, -1, 2, 3], [-1, -1, -1, -1, -1, -1], [-1, 5, 5, 6, -1, 6]])
-    assert _count_ids(ids) == 3 + 0 + 2
+    assert minibatch_counts(ids >= 0, ids) == {"tokens": 8, "rows": 3, "segments": 3 + 0 + 2}
 
 
 def test_rare_demonstrations_of_a_prompt_count_for_more(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from grpo_trainer.algorithm import Credit, Plan, _keep_largest
+from grpo_trainer.algorithm import Credit, Plan, _keep_largest, rows_in_loss
 from grpo_trainer.data import Batch
 from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.policy import Policy, evaluating, load_policy
@@ -158,7 +158,8 @@ def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
     arguments: dict[str, Any] = {}
 
     def update(self: RlRun, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
-        arguments.update(rollout=rollout, credit=credit, rows=self._rows_with_signal(rollout, credit))
+        mask = rollout.batch.mask
+        arguments.update(rollout=rollout, credit=credit, rows=rows_in_loss(self.plan, credit, mask, rollout.group_size))
         return {"train/skipped": 1.0}
 
     monkeypatch.setattr(RlRun, "_update", update)

@@ -15,7 +15,12 @@ from grpo_kernels.integrations.trl.head import TokenInputs
 def needs_logprobs(trainer: Any) -> bool:
     """Whether the loss needs the current log-probs before its terms."""
     filters = trainer.off_policy_mask_threshold is not None or trainer.top_entropy_quantile < 1.0
-    return filters or trainer.loss_function is not None
+    return filters or trainer.loss_function is not None or has_bonus_of_batch(trainer)
+
+
+def has_bonus_of_batch(trainer: Any) -> bool:
+    """Whether the entropy bonus is added to the loss, which knows the mean over a micro-batch alone."""
+    return bool(trainer.entropy_mean == "batch" and trainer._entropy_bonus_enabled)
 
 
 def policy_loss(
@@ -24,11 +29,13 @@ def policy_loss(
     entropy: Tensor,
     tokens: TokenInputs,
     sampling_logprobs: Tensor | None,
+    batch_share: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[gk.PolicyLoss, Tensor | None]:
     """The loss of log-probs, and with top_entropy_quantile the sum of the kept tokens' entropies and their number.
 
-    TRL's entropy bonus is the mean over the kept tokens of the micro-batch.
+    TRL's entropy bonus is the mean over the kept tokens of the micro-batch. `batch_share` is the divisor of the sum in
+    its place for entropy_mean="batch": the tokens of a micro-batch, on average over all of the batch.
     """
     config, policy_mask, kept, mean = options["config"], None, None, None
     if trainer.top_entropy_quantile < 1.0:
@@ -36,6 +43,8 @@ def policy_loss(
         policy_mask = gk.variants.high_entropy_mask(entropy, tokens.mask, trainer.top_entropy_quantile, floor=floor)
         kept = torch.stack([torch.where(policy_mask, entropy, 0).sum(), policy_mask.sum()])
         mean, kept = kept[0] / kept[1].clamp(min=1), kept.detach()
+    if batch_share is not None:
+        mean = torch.where(tokens.mask, entropy, 0).sum() / batch_share
     if trainer.off_policy_mask_threshold is not None:
         old = logprobs.detach() if tokens.old_logprobs is None else tokens.old_logprobs
         is_near = gk.variants.off_policy_mask(

@@ -51,7 +51,6 @@ class Rollouts:
             raise ValueError(
                 f"FusedGRPOTrainer: {FIELD!r} must be returned by rollout_func in all processes or in none, got both"
             )
-        check_rollouts(self._trainer)
         firsts = torch.arange(len(gathered), device=rows.device) // count * count
         return gathered + firsts  # a rollout is of one process, whose ids may be those of another
 

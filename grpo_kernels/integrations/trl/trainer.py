@@ -28,8 +28,12 @@ _SEGMENTS = "num_segments_in_batch"  # of inputs, as TRL's num_items_in_batch: o
 # Losses that TRL divides by the tokens of the whole generation batch instead of the micro-batch's.
 _BY_ALL_TOKENS = ("dapo", "cispo", "vespo")
 _ADVANTAGES = {"group": "trl-group", "batch": "trl-batch", "none": "trl-none"}
-_MASKED_ROWS = ("leave_out", "vote")
-_FLAT_GROUPS = ("keep", "leave_out")
+_CHOICES = {
+    "head": fused_head.HEADS,
+    "masked_rows": ("leave_out", "vote"),
+    "flat_groups": ("keep", "leave_out"),
+    "entropy_mean": ("micro_batch", "batch"),
+}
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -52,6 +56,8 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             with all, as TRL does, also with those that mask_truncated_completions or a tool mask empties
         flat_groups: "keep", as TRL, or "leave_out": completions of prompts whose advantages are all 0 are not in the
             loss, neither in its KL term and entropy bonus nor in what it divides by
+        entropy_mean: the entropy bonus is a mean over the tokens of a "micro_batch", as TRL's, in which a token weighs
+            more the fewer others there are, or of the "batch" of all micro-batches and processes
         backend: "kernel" or "reference"; None means the kernel where there is one
     """
 
@@ -70,6 +76,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         head: str = "logprobs",
         masked_rows: str = "leave_out",
         flat_groups: str = "keep",
+        entropy_mean: str = "micro_batch",
         backend: str | None = None,
         **options: Any,
     ) -> None:
@@ -102,12 +109,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             raise ValueError("FusedGRPOTrainer: loss and segments exclude each other, got both")
         if isinstance(loss, gk.LossConfig):
             check_loss(loss)
-        if head not in fused_head.HEADS:
-            raise unknown("FusedGRPOTrainer", "head", head, fused_head.HEADS)
-        if masked_rows not in _MASKED_ROWS:
-            raise unknown("FusedGRPOTrainer", "masked_rows", masked_rows, _MASKED_ROWS)
-        if flat_groups not in _FLAT_GROUPS:
-            raise unknown("FusedGRPOTrainer", "flat_groups", flat_groups, _FLAT_GROUPS)
+        chosen = {"head": head, "masked_rows": masked_rows, "flat_groups": flat_groups, "entropy_mean": entropy_mean}
+        for name, choice in chosen.items():
+            if choice not in _CHOICES[name]:
+                raise unknown("FusedGRPOTrainer", name, choice, _CHOICES[name])
         parameters = [p for of in (FusedGRPOTrainer, GRPOTrainer) for p in inspect.signature(of).parameters.values()]
         keywords = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         for name in options:
@@ -118,10 +123,15 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self.loss_function = loss if callable(loss) else None
         self.similarity, self.embedder, self.segments, self.kernel_backend = similarity, embedder, segments, backend
         self.head, self._head_call = head, fused_head.logprobs
-        self.masked_rows, self.flat_groups = masked_rows, flat_groups
+        self.masked_rows, self.flat_groups, self.entropy_mean = masked_rows, flat_groups, entropy_mean
         self.rollouts = counting.Rollouts(self)
         self.threshold = None if segments is None else gk.SegmentThreshold(segments)
         self._entropy_window = torch.zeros(2, dtype=torch.float64)
+        if entropy_mean == "batch" and self.top_entropy_quantile < 1.0:
+            raise ValueError(
+                "FusedGRPOTrainer: entropy_mean must be 'micro_batch' with top_entropy_quantile, as the tokens kept in "
+                f"other micro-batches are not known yet, got 'batch' with {self.top_entropy_quantile!r}"
+            )
         if head == "fused":
             fused_head.check_fused(self)
         if segments is not None:
@@ -151,22 +161,46 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         size = self.num_generations if mode == "train" else self.num_generations_eval
         rollouts = self.rollouts.gather(output["prompt_ids"])
         if self.segments is not None:
+            if rollouts is not None:
+                counting.check_rollouts(self)  # which refuses segments
             self._add_segments(output, size, mode)
             all_advantages = self.accelerator.gather(output["advantages"].sum(1))
         else:
-            all_advantages = self._advantages(output, size, mode, rollouts)
-            output["advantages"] = counting.own(self, all_advantages).to(output["advantages"])
-            is_flat = counting.flat(all_advantages, size) if self.flat_groups == "leave_out" else None
-            counting.count_once(
-                self, output, rollouts, is_flat, self.args.steps_per_generation if mode == "train" else 1
-            )
+            all_advantages = self.add_advantages(output, self._scored, size, rollouts)
         logged = self._logs["advantages"]
         for _ in range(min(len(all_advantages), len(logged))):  # TRL's values for the same completions
             logged.pop()
         logged.extend(all_advantages.tolist())
         return output
 
-    def _advantages(self, output: dict[str, Any], size: int, mode: str, rollouts: Tensor | None = None) -> Tensor:
+    def add_advantages(
+        self, output: dict[str, Any], rewards: Tensor, size: int, rollouts: Tensor | None = None
+    ) -> Tensor:
+        """Adds a generation batch's advantages to it, and weights of its tokens where a mean over rows is not right.
+
+        To make advantages of your own, override this method; it must set output["advantages"].
+
+        Args:
+            output: this process's part of the batch, by TRL's names: completion_mask, and tool_mask with tools
+            rewards: of all processes, in rank order, [N, R]; NaN where there is none
+            size: completions of a prompt
+            rollouts: ids [N] below N of the answers that the rows are parts of; None: each is one
+
+        Returns:
+            the advantages of all processes, [N]
+        """
+        mode = "train" if self.model.training else "eval"
+        if rollouts is not None:
+            counting.check_rollouts(self)
+        advantages = self._advantages(output, rewards, size, mode, rollouts)
+        output["advantages"] = counting.own(self, advantages).to(output["completion_mask"].device)
+        is_flat = counting.flat(advantages, size) if self.flat_groups == "leave_out" else None
+        counting.count_once(self, output, rollouts, is_flat, self.args.steps_per_generation if mode == "train" else 1)
+        return advantages
+
+    def _advantages(
+        self, output: dict[str, Any], rewards: Tensor, size: int, mode: str, rollouts: Tensor | None
+    ) -> Tensor:
         by_reward = self.multi_objective_aggregation == "normalize_then_sum"
         config = self.advantages or gk.AdvantageConfig.of("trl-gdpo" if by_reward else _ADVANTAGES[self.scale_rewards])
         config = dataclasses.replace(config, reward_weights=tuple(self.reward_weights.tolist()))
@@ -185,7 +219,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             for name, value in gk.similarity_metrics(clusters).items():
                 self._metrics[mode][name].append(value)
         return gk.group_advantages(
-            self._scored,
+            rewards,
             size,
             rollouts=rollouts,
             subgroups=subgroups,
@@ -287,9 +321,16 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             weights=inputs.get(counting.WEIGHTS),
         )
 
+        batch_share = None
+        if composed.has_bonus_of_batch(self):
+            batches = self.args.steps_per_generation if self.model.training else 1
+            batch_share = inputs["num_items_in_batch"].clamp(min=1.0) / (batches * self.accelerator.num_processes)
+
         def compose(logprobs: Tensor, entropy: Tensor) -> gk.PolicyLoss:
             sampler = inputs.get("sampling_per_token_logps")
-            result, self._kept_entropy = composed.policy_loss(self, logprobs, entropy, tokens, sampler, options)
+            result, self._kept_entropy = composed.policy_loss(
+                self, logprobs, entropy, tokens, sampler, batch_share, options
+            )
             return result
 
         if self.head == "fused":

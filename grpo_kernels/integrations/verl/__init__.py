@@ -11,10 +11,11 @@
 Estimators: fused_grpo, fused_dr_grpo, fused_rloo, fused_opo, fused_grpo_passk, fused_reinforce_plus_plus_baseline,
 fused_gpg; after patch_verl also fused_gdpo, similarity_group_grpo and group_ppo. Losses: fused_vanilla, fused_gspo,
 fused_sapo, fused_cispo, fused_gpg, fused_dppo_tv, fused_dppo_kl, fused_geo_mean, fused_dro, fused_clip_cov,
-fused_kl_cov; with fused_ppo_loss also fused_segment. Importing this package registers them.
+fused_kl_cov; with fused_ppo_loss also fused_segment and fused_session_gspo. Importing this package registers them.
 
 Our estimators leave responses without a token in the loss out of the statistics of their group, and with
-+algorithm.grpo_kernels.masked_rows=vote count them as verl does.
++algorithm.grpo_kernels.masked_rows=vote count them as verl does. After patch_verl, verl's own gae and
+reinforce_plus_plus have the options carry_rewards and session_outputs there.
 """
 
 from __future__ import annotations

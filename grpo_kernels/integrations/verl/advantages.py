@@ -16,8 +16,11 @@ from torch import Tensor
 import grpo_kernels as gk
 from grpo_kernels.checks import unknown
 
-# The DataProto being processed. Set by patch_verl, because verl passes registered functions only a part of it.
+# What patch_verl knows of the batch being processed. verl passes registered functions only a part of the DataProto, its
+# gae no config, and none of them the sessions of its v1 trainer.
 BATCH: ContextVar[Any] = ContextVar("grpo_kernels_verl_batch", default=None)
+CONFIG: ContextVar[Any] = ContextVar("grpo_kernels_verl_config", default=None)
+SESSIONS: ContextVar[Any] = ContextVar("grpo_kernels_verl_sessions", default=None)
 # Key of our options in verl's `algorithm`.
 OPTIONS = "grpo_kernels"
 LABELS, EMBEDDINGS, SEGMENTS = "similarity_labels", "similarity_embeddings", "segment_ids"
@@ -41,6 +44,36 @@ PRESETS = {
 # Estimators with one advantage per response, equal at all of its tokens; group_ppo has one per token.
 OF_RESPONSES = tuple(PRESETS)
 ESTIMATORS = (*OF_RESPONSES, "group_ppo")
+# verl's own estimators that have TokenOptions
+OF_TOKENS = ("gae", "reinforce_plus_plus")
+
+SEPARATE, JOINED = "separate", "joined"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenOptions:
+    """Keys of algorithm.grpo_kernels for advantages of tokens, by default as in verl.
+
+    Args:
+        carry_rewards: a reward at a token that does not count belongs to the last one before it that does
+        session_outputs: "separate", or "joined": the outputs of a session follow each other as one response, with the
+            score of the last one, which verl has copied to all
+    """
+
+    carry_rewards: bool = False
+    session_outputs: str = SEPARATE
+
+    @classmethod
+    def of(cls, name: str) -> TokenOptions:
+        options = cls(**_options(name, options_of(CONFIG.get()), cls, None)[0])
+        carry = options.carry_rewards
+        if not isinstance(carry, bool):
+            raise TypeError(f"{name}: algorithm.{OPTIONS}.carry_rewards must be true or false, got {carry!r}")
+        if options.session_outputs not in (SEPARATE, JOINED):
+            key = f"algorithm.{OPTIONS}.session_outputs"
+            raise unknown(name, key, options.session_outputs, (SEPARATE, JOINED))
+        return options
+
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 # Adaptive thresholds persist from batch to batch.
@@ -124,7 +157,7 @@ def gae_advantage_return(
     token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Replaces verl's function, which has these arguments."""
-    settings = gk.TokenAdvantageConfig("gae", gamma=float(gamma), lam=float(lam), carry_rewards=False)
+    settings = gk.TokenAdvantageConfig("gae", gamma=float(gamma), lam=float(lam))
     return _of_tokens(token_level_rewards, values, response_mask, settings)
 
 
@@ -134,7 +167,7 @@ def reinforce_plus_plus_advantage(
     """Replaces verl's function, which ignores further arguments, too."""
     if config is None:
         raise ValueError("reinforce_plus_plus: config must be verl's algorithm section, which has gamma, got None")
-    settings = gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=float(config.gamma), carry_rewards=False)
+    settings = gk.TokenAdvantageConfig("reinforce_plus_plus", gamma=float(config.gamma))
     return _of_tokens(token_level_rewards, None, response_mask, settings)
 
 
@@ -173,8 +206,41 @@ def optimal_token_baseline(name: str, places: str) -> Estimator:
 def _of_tokens(
     rewards: Tensor, values: Tensor | None, mask: Tensor, settings: gk.TokenAdvantageConfig
 ) -> tuple[Tensor, Tensor]:
-    result = gk.token_advantages(rewards, values, mask=mask, config=settings)
+    options = TokenOptions.of(settings.estimator)
+    settings = dataclasses.replace(settings, carry_rewards=options.carry_rewards)
+    if options.session_outputs == JOINED:
+        result = _of_sessions(settings.estimator, rewards, values, mask, settings)
+    else:
+        result = gk.token_advantages(rewards, values, mask=mask, config=settings)
     return result.advantages.to(rewards.dtype), result.returns.to(rewards.dtype)
+
+
+def _of_sessions(
+    name: str, rewards: Tensor, values: Tensor | None, mask: Tensor, settings: gk.TokenAdvantageConfig
+) -> gk.TokenAdvantages:
+    """Advantages across the outputs of each session."""
+    sessions = SESSIONS.get()
+    if sessions is None:
+        raise ValueError(
+            f"{name}: algorithm.{OPTIONS}.session_outputs must be {SEPARATE!r} where the outputs of sessions have no "
+            f"keys, as in verl's trainer before v1, got {JOINED!r}"
+        )
+    scores = _column(name, "token_level_scores")
+    if scores is None:
+        raise ValueError(f"{name}: the batch must hold 'token_level_scores' for {JOINED!r} outputs, got none")
+    is_copy = torch.ones(len(rewards), 1, dtype=torch.bool, device=rewards.device)
+    is_copy[sessions.last] = False
+    rewards = torch.where(is_copy, rewards - scores, rewards)  # what is left is the penalty of use_kl_in_reward
+    order, of_row = sessions.order.to(rewards.device), sessions.of_row.to(rewards.device)
+    result = gk.token_advantages(
+        rewards[order],
+        None if values is None else values[order],
+        mask=mask[order],
+        rollouts=of_row[order],
+        config=settings,
+    )
+    place = order.argsort()
+    return gk.TokenAdvantages(result.advantages[place], result.returns[place])
 
 
 def _of_segments(rewards: Tensor, mask: Tensor, index: Any, config: Any) -> tuple[Tensor, Tensor]:
@@ -258,13 +324,13 @@ def _fields(kind: type) -> list[str]:
 
 
 @contextlib.contextmanager
-def processing(batch: Any) -> Iterator[None]:
-    """Within this context estimators see the whole batch."""
-    token = BATCH.set(batch)
+def knowing(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Within this context estimators see a value of BATCH, CONFIG or SESSIONS."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        BATCH.reset(token)
+        variable.reset(token)
 
 
 def _batch(name: str) -> Any:

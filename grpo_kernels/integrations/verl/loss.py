@@ -15,7 +15,7 @@ from verl.utils.metric import AggregationType, Metric
 
 import grpo_kernels as gk
 from grpo_kernels.integrations.verl.advantages import SEGMENTS
-from grpo_kernels.integrations.verl.sessions import ROWS, TOKENS
+from grpo_kernels.integrations.verl.sessions import IDS, ROWS, TOKENS
 from grpo_kernels.ops.policy_loss.verl_fields import VERL_DEFAULTS
 
 VERLS = ("vanilla", "gspo", "sapo", "cispo", "gpg", "dppo_tv", "dppo_kl", "geo_mean", "dro", "clip_cov", "kl_cov")
@@ -30,7 +30,9 @@ _WITHOUT = {
     "clip_cov": ("actor/pg_clipfrac_lower",),
     "kl_cov": ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"),
 }
-LOSSES = {f"fused_{mode}": mode for mode in (*VERLS, "segment")}
+# losses of ours -> verl's whose fields they have; they need more than verl gives a registered loss
+OURS = {"segment": "vanilla", "session_gspo": "gspo"}
+LOSSES = {f"fused_{mode}": mode for mode in (*VERLS, *OURS)}
 PPOLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 # verl's own ppo_loss while fused_ppo_loss replaces it
@@ -53,10 +55,10 @@ def policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     ) -> tuple[Tensor, dict[str, Any]]:
         if config is None:
             raise ValueError(f"{name}: config must be given, verl's ActorConfig, got None")
-        if mode == "segment":
+        if mode in OURS:
             raise RuntimeError(
-                f"{name}: verl gives a registered loss no segments; train with fused_ppo_loss, as after "
-                "grpo_kernels.integrations.verl.patch_verl()"
+                f"{name}: verl gives a registered loss no segments and no sessions; train with fused_ppo_loss, as "
+                "after grpo_kernels.integrations.verl.patch_verl()"
             )
         terms = _Terms(config, mode, loss_agg_mode, config.global_batch_info, response_mask.shape[-1], False)
         loss, measured = terms.loss(
@@ -100,15 +102,39 @@ def fused_ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = No
     mask = layout.of_data(data["response_mask"]).bool()
     if TOKENS in data and terms.counts_sessions:
         kwargs["weights"] = mask * terms.session_weights(data)[layout.rows]
+    logprobs, old = layout.of_model(model_output["log_probs"]), layout.of_data(data["old_log_probs"])
+    if mode == "session_gspo":
+        old = _with_ratios_of_sessions(logprobs.detach(), old, mask, data, layout)
     loss, metrics = terms.loss(
-        layout.of_model(model_output["log_probs"]),
-        layout.of_data(data["old_log_probs"]),
+        logprobs,
+        old,
         layout.of_data(data["advantages"]),
         mask=mask,
         cu_seqlens=layout.cu_seqlens,
         **kwargs,
     )
     return terms.scaled(loss), _measured(metrics, terms, config, entropy is not None)
+
+
+def _with_ratios_of_sessions(logprobs: Tensor, old: Tensor, mask: Tensor, data: Any, layout: _Layout) -> Tensor:
+    """Old log-probs from which each token's log ratio is the mean over its session, as gspo's is over its row.
+
+    verl deals the outputs of a session to mini-batches, ranks and micro-batches. A mean over some of them would be
+    another ratio, so that all have to be here.
+    """
+    count = len(layout.lengths)
+    ids = data[IDS].reshape(-1) if IDS in data else torch.arange(count, device=old.device)
+    if IDS in data:
+        tokens = torch.zeros(count, dtype=torch.int64, device=old.device)
+        tokens = tokens.index_add(0, layout.rows.expand(mask.shape).flatten(), mask.flatten().long())
+        here = torch.where(ids[:, None] == ids, tokens, 0).sum(1)
+        _expect(
+            (here == data[TOKENS].reshape(-1)).all(),
+            "all outputs of a session must be in one micro-batch for loss_mode 'fused_session_gspo', got a part of "
+            "them; give one rank whole mini-batches, or choose 'fused_gspo' with ratios of outputs",
+        )
+    of_sessions = gk.rollout_logprobs(logprobs, old, ids, mask=mask, cu_seqlens=layout.cu_seqlens)
+    return torch.where(mask, logprobs - (of_sessions - old), old)
 
 
 def _mode(name: str) -> str | None:
@@ -137,8 +163,8 @@ class _Terms:
         fields = {name: config.get(name, default) for name, default in VERL_DEFAULTS.items()}
         self.own = {name: config.policy_loss.get(name, default) for name, default in OF_MODE.get(mode, {}).items()}
         self.mode, self.aggregation = mode, aggregation
-        is_variant = mode in ("segment", "clip_cov", "kl_cov")
-        fields |= {"loss_mode": "vanilla" if is_variant else mode, "loss_agg_mode": aggregation}
+        of_verl = "vanilla" if mode in ("clip_cov", "kl_cov") else OURS.get(mode, mode)
+        fields |= {"loss_mode": of_verl, "loss_agg_mode": aggregation}
         fields |= self.own if mode == "dro" else {}
         if aggregation == "seq-mean-token-sum-norm":
             length = info.get("loss_scale_factor", None)
@@ -255,8 +281,8 @@ class _Terms:
 @functools.lru_cache(maxsize=64)
 def _loss_config(fields: tuple[tuple[str, Any], ...], mode: str, ranks: int) -> gk.LossConfig:
     config = gk.LossConfig.verl(**dict(fields))
-    if mode == "segment":
-        config = dataclasses.replace(config, ratio="segment")
+    if mode in OURS:
+        config = dataclasses.replace(config, ratio="segment" if mode == "segment" else "token")
     if mode in ("clip_cov", "kl_cov"):
         config = dataclasses.replace(config, dual_clip=None, log_ratio_clamp=None)
     if mode == "kl_cov":

@@ -129,12 +129,13 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     def compute_advantage(data: Any, adv_estimator: Any, *arguments: Any, **options: Any) -> Any:
         config = _config_of(arguments, options)
         name = str(getattr(adv_estimator, "value", adv_estimator))
-        if advantages.options_of(config) and name not in advantages.ESTIMATORS:
+        with_options = (*advantages.ESTIMATORS, *advantages.OF_TOKENS)
+        if advantages.options_of(config) and name not in with_options:
             raise ValueError(
                 f"compute_advantage: algorithm.{advantages.OPTIONS} must be left out unless adv_estimator is one of "
-                f"{', '.join(advantages.ESTIMATORS)}, got {name!r}"
+                f"{', '.join(with_options)}, got {name!r}"
             )
-        with advantages.processing(data):
+        with advantages.knowing(advantages.BATCH, data), advantages.knowing(advantages.CONFIG, config):
             return original(data, adv_estimator, *arguments, **options)
 
     return compute_advantage
@@ -153,21 +154,21 @@ def _by_sessions(original: Callable[..., Any], module: Any) -> Callable[..., Any
         """As verl does for 'grpo', gives all outputs of a session one advantage, from the reward of its last one."""
         name, config = str(getattr(adv_estimator, "value", adv_estimator)), _config_of(arguments, options)
         queue.add_columns(data, name, config)
-        of_row, last = sessions.of_keys(batch_keys)
-        has_several = len(last) < len(batch_keys)
+        of_keys = sessions.of_keys(batch_keys)
         if adv_estimator not in advantages.ESTIMATORS:
-            data = original(data, batch_keys, adv_estimator, *arguments, **options)
-        elif not has_several:
+            with advantages.knowing(advantages.SESSIONS, of_keys):
+                data = original(data, batch_keys, adv_estimator, *arguments, **options)
+        elif not of_keys.has_several:
             data = module.compute_advantage(data, adv_estimator, *arguments, **options)
         elif adv_estimator in advantages.OF_RESPONSES:
-            _add_advantages(data, name, config, of_row, last)
+            _add_advantages(data, name, config, of_keys.of_row, of_keys.last)
         else:
             raise ValueError(
                 f"{adv_estimator}: every session must have one output, as an output's advantages are those of its own "
-                f"tokens, got {len(batch_keys)} outputs of {len(last)} sessions"
+                f"tokens, got {len(batch_keys)} outputs of {len(of_keys.last)} sessions"
             )
-        if has_several:
-            sessions.add_columns(data, of_row)
+        if of_keys.has_several:
+            sessions.add_columns(data, of_keys.of_row)
         queue.put_columns(data)
         return data
 
@@ -180,7 +181,7 @@ def _add_advantages(data: Any, name: str, config: Any, of_row: torch.Tensor, las
     of_row = of_row.to(mask.device)
     # a session whose last output is masked still votes if another one has tokens in the loss
     counts = sessions.lengths(mask, of_row)[last]
-    with torch.no_grad(), advantages.processing(final):
+    with torch.no_grad(), advantages.knowing(advantages.BATCH, final):
         rewards, uids = final.batch["token_level_rewards"], final.non_tensor_batch["uid"]
         of_session = advantages.response_advantages(name, rewards, counts, uids, config)
     tokens, returns = advantages.to_tokens(of_session[of_row], rewards, mask)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_trainer import checkpoint, distributed, interruption
-from grpo_trainer.algorithm import Credit, Plan, assign_credit, total_rewards
+from grpo_trainer.algorithm import Credit, Plan, assign_credit, minibatch_counts, rows_in_loss, total_rewards
 from grpo_trainer.data import Batch, prompt_text
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.engine import Engine, EngineError
@@ -280,7 +280,7 @@ class RlRun(PhaseRun):
         set_training(policy, rl.dropout)
         metric_tensors, norms, losses = [], [], []
         generator = torch.Generator().manual_seed(self.trainer.seed_of("minibatches", self.number, step))
-        has_signal = self._rows_with_signal(rollout, credit)
+        has_signal = rows_in_loss(self.plan, credit, rollout.batch.mask, rollout.group_size)
         copies = torch.arange(rollout.group_size)
         for _ in range(rl.epochs):
             order = torch.randperm(len(rollout.items), generator=generator)
@@ -304,16 +304,6 @@ class RlRun(PhaseRun):
         metrics = loss_metrics(metric_tensors, losses, norms, self.plan)
         return metrics | {"train/skipped": 0.0, "train/lr": self.optimizer.param_groups[0]["lr"]}
 
-    def _rows_with_signal(self, rollout: Rollout, credit: Credit) -> Tensor:
-        """Responses [N] that enter the loss; groups without any advantage carry no learning signal."""
-        mask = rollout.batch.mask if credit.mask is None else credit.mask & rollout.batch.mask
-        has_signal = mask.any(1)
-        if self.plan.settings.drop_flat and self.plan.segments is None:
-            advantages = credit.advantages if credit.advantages.dim() == 1 else credit.advantages.abs().sum(1)
-            is_group_flat = (advantages.view(-1, rollout.group_size) == 0).all(1)
-            has_signal = has_signal & ~is_group_flat.repeat_interleave(rollout.group_size)
-        return has_signal
-
     def _minibatch(
         self,
         rollout: Rollout,
@@ -324,10 +314,8 @@ class RlRun(PhaseRun):
         step: int,
     ) -> tuple[Tensor, float]:
         """Accumulates the gradient of one optimizer step; micro-batches divide by the counts of the whole minibatch."""
-        mask = rollout.batch.mask if credit.mask is None else credit.mask & rollout.batch.mask
-        normalizer = {"tokens": float(mask[rows].sum()), "rows": float(len(rows))}
-        if credit.segments is not None:
-            normalizer["segments"] = float(_count_ids(torch.where(mask[rows], credit.segments[rows], -1)))
+        mask = credit.in_loss(rollout.batch.mask)
+        normalizer = minibatch_counts(mask[rows], None if credit.segments is None else credit.segments[rows])
         critic = self.plan.settings.critic or Critic()
         is_warmup = values is not None and step <= critic.warmup
         metric_tensors, losses = [], []
@@ -367,12 +355,6 @@ class RlRun(PhaseRun):
                 losses.append(objective.detach())
         merged = gk.PolicyLossMetrics.merge(micro_batches.all_gather(metric_tensors))
         return merged, sum_losses(micro_batches.all_gather(losses))
-
-
-def _count_ids(ids: Tensor) -> int:
-    """Number of different ids from 0 on, added up over the rows."""
-    ordered = torch.nn.functional.pad(ids.sort(1).values, (1, 0), value=-1)
-    return int((ordered.diff(dim=1) != 0).sum())
 
 
 def _value_error(predicted: Tensor, old: Tensor, returns: Tensor, critic: Critic) -> Tensor:

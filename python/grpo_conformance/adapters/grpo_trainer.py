@@ -1,0 +1,35 @@
+"""The bundled trainer: its credit, its rows and counts of a minibatch, and its loss of log-probs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from grpo_trainer.algorithm import Credit, Plan, assign_credit, minibatch_counts, rows_in_loss
+from grpo_trainer.recipe import Algorithm
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_conformance.adapters import ESTIMATORS, in_groups, loss_fields, loss_tokens
+from grpo_conformance.batch import Batch
+
+
+class BundledTrainer:
+    name = "grpo_trainer"
+    lacks = ("rollouts of several rows", "uneven groups", "packed rows", "slices of the context")
+
+    def advantages(self, batch: Batch) -> Tensor:
+        order, size = in_groups(batch)
+        mask, rewards = batch.mask[order], batch.rewards[order][:, None]
+        plan = Plan.of(Algorithm(ESTIMATORS[batch.estimator]), mask.shape[1])
+        rollout: Any = SimpleNamespace(group_size=size, batch=SimpleNamespace(mask=mask), lengths=mask.sum(1))
+        return assign_credit(plan, rollout, rewards, torch.ones(1), None, None, mask).advantages[order.argsort()]
+
+    def loss(self, batch: Batch) -> Tensor:
+        total = batch.total
+        plan = Plan.of(Algorithm("grpo", loss=loss_fields(batch) | {"ratio": batch.ratio}, drop_flat=False), 1)
+        rows = rows_in_loss(plan, Credit(total.advantages), total.mask, len(total.mask))
+        rows_of_part = {"advantages": batch.advantages, "mask": batch.mask} | loss_tokens(batch)
+        counts = minibatch_counts(total.mask[rows])
+        return gk.policy_loss(batch.logprobs, normalizer=counts, config=plan.loss, **rows_of_part).loss
