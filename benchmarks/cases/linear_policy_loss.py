@@ -99,7 +99,6 @@ def cases(shape: Shape) -> list[Case]:
             Bar("cost at most", products, "three bare products"),
             *(Bar("ratio at least", 1, p.name) for p in PEERS if shape.device in p.devices),
             Bar("memory below", 0.5 if shape is HALVES else 0.15, "naive autograd"),
-            ),
         ),
         quick=("naive autograd",) if shape is SHAPES[0] else (),
         **common,
