@@ -82,6 +82,11 @@ HALVES = "N=512 H=1024 V=32000"  # in bfloat16
 HEAD_PEERS = ("naive autograd", "F.linear_cross_entropy", "F.linear_cross_entropy, chunked", "trl", "verl")
 CLIPPED = [f"{head}, PPO with {share}% clipped" for head in HEADS for share in (0, 5, 30, 50)]
 TAUGHT = (("ratio at least", "two losses", 1.6), ("cost at most", "linear_policy_loss", 1.2))
+WHOLE = (
+    ("cost at most", "four bare products", 1.15),
+    ("ratio at least", "naive autograd", 1),
+    ("memory below", "naive autograd", 0.2),
+)
 SIZES = (8, 16, 32, 64)
 SETTINGS = ("the same again", "ipo", "icepop", "topr", "gspo", "is_weights", "policy_mask")
 BARS = {
@@ -133,6 +138,7 @@ BARS = {
         for h in HEADS
         for x in ("naive autograd", "trl")
     ),
+    *(("linear_distillation_loss", f"{head}, from hidden states", *bar) for head in HEADS for bar in WHOLE),
     ("group_advantages", "rollouts of four rows", "cost at most", "ours, rows as rollouts", 1.5),
     ("group_advantages", "rollouts of four rows", "ratio at least", "ours, of first rows by torch", 1),
     ("endpoint_segments", "norm=none", "ratio at least", "a loop over tokens", 200),

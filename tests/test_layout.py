@@ -21,7 +21,9 @@ LAYER_OF = {
     **dict.fromkeys(("config", "trl_fields", "verl_fields", "sizes"), "names"),
     **dict.fromkeys(("reference", "losses", "head", "divergence", "support_reference", "by_rollout"), "reference"),
     **dict.fromkeys(("arguments", "support", "teacher"), "arguments"),
-    **dict.fromkeys(("registration", "logprobs_op", "loss_op", "distillation_op", "support_op"), "op"),
+    **dict.fromkeys(
+        ("registration", "logprobs_op", "loss_op", "distillation_op", "whole_distillation_op", "support_op"), "op"
+    ),
     **dict.fromkeys(("chunks", "chunking", "precomputed"), "op"),
     "triton": "triton",
     "aot": "aot",

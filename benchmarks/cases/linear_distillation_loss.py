@@ -117,7 +117,57 @@ def of_shape(
     )
 
 
-CASES = [make(shape) for make in (case, term) for shape in SHAPES]
+class WholeInputs(Inputs):
+    """A teacher of the student's size, by its hidden states."""
+
+    def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
+        super().__init__(shape, device, seed)
+        other = Inputs(shape, device, seed + 1)
+        self.its_hidden, self.its_weight = other.hidden.detach(), other.weight.detach()
+        self.its_logits = torch.zeros(shape.rows, shape.vocabulary, dtype=shape.dtype, device=device)
+
+
+def whole(i: WholeInputs) -> tuple[Tensor, ...]:
+    teacher = gk.Teacher(hidden=i.its_hidden, head=i.its_weight)
+    return i.gradients(gk.linear_distillation_loss(i.hidden, i.weight, teacher).loss)
+
+
+def naive_whole(i: WholeInputs) -> tuple[Tensor, ...]:
+    log_q, log_p = (
+        (hidden @ weight.T).float().log_softmax(-1)
+        for hidden, weight in ((i.hidden, i.weight), (i.its_hidden, i.its_weight))
+    )
+    return i.gradients((log_p.exp() * (log_p - log_q)).sum(1).mean())
+
+
+def four_products(i: WholeInputs) -> None:
+    torch.mm(i.its_hidden, i.its_weight.T, out=i.its_logits)
+    bare_products(i)
+
+
+def of_hidden_states(shape: Shape) -> Case:
+    return Case(
+        OP,
+        f"{shape}, from hidden states",
+        shape.model,
+        Floor(flops=4 * shape.products),
+        lambda device, seed: WholeInputs(shape, device, seed),
+        whole,
+        (Provider("naive autograd", naive_whole), Provider("four bare products", four_products, agrees=False)),
+        (
+            Bar("cost at most", 1.15, "four bare products"),
+            Bar("ratio at least", 1, "naive autograd"),
+            Bar("memory below", 0.2, "naive autograd"),
+        ),
+        same=same(shape),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        devices=(shape.device,),
+        pairs=5,
+        returned=lambda i: i.gradient_bytes,
+    )
+
+
+CASES = [make(shape) for make in (case, term, of_hidden_states) for shape in SHAPES]
 TINY = Shape(0, 64, 1024, "", "", torch.float32)
 SWEEPS = [
     Sweep(

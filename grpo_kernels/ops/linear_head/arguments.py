@@ -72,19 +72,32 @@ def check_reference(
     if lm_head.weight.shape[:1] != head.weight.shape[:1] or lm_head.vocab_start != own.vocab_start:
         want, got = (f"{len(each.weight)} columns from {each.vocab_start}" for each in (own, lm_head))
         raise ValueError(f"{op}: ref_head must have the columns of head, {want}, got {got}")
-    ref_hidden = checks.tensor(op, "ref_hidden", checks.local(op, "ref_hidden", ref_hidden), checks.FLOATS)
-    checks.same_device(op, "ref_hidden", ref_hidden, head.hidden.device)
+    return check_other_head(op, ("ref_hidden", "ref_head"), head, shape, ref_hidden, lm_head)
+
+
+def check_other_head(
+    op: str, names: tuple[str, str], head: Head, shape: torch.Size, hidden: Any, lm_head: LMHead
+) -> Head:
+    """Another model's head for the tokens of `head`, of this shape. Its hidden states and factors get no gradient.
+
+    Args:
+        names: of the arguments that gave its hidden states and the head
+    """
+    name, name_of_head = names
+    hidden = checks.tensor(op, name, checks.local(op, name, hidden), checks.FLOATS)
+    checks.same_device(op, name, hidden, head.hidden.device)
     width = lm_head.weight.shape[1]
-    if ref_hidden.shape != (*shape, width):
+    if hidden.shape != (*shape, width):
+        default = " (by default head)" if name_of_head == "ref_head" else ""
         raise ValueError(
-            f"{op}: ref_hidden must have shape {[*shape, width]}, for targets and ref_head (by default head), "
-            f"got {list(ref_hidden.shape)}"
+            f"{op}: {name} must have shape {[*shape, width]}, for targets and {name_of_head}{default}, "
+            f"got {list(hidden.shape)}"
         )
-    ref_hidden, weight, bias = _of_one_dtype(op, "ref_hidden", "ref_head", ref_hidden, lm_head)
+    hidden, weight, bias = _of_one_dtype(op, name, name_of_head, hidden, lm_head)
     if weight.dtype != head.hidden.dtype:
-        raise TypeError(f"{op}: ref_hidden must be of dtype {head.hidden.dtype} like hidden, got {weight.dtype}")
+        raise TypeError(f"{op}: {name} must be of dtype {head.hidden.dtype} like hidden, got {weight.dtype}")
     a, b, lora_scale = lm_head.lora or (None, None, 1.0)
-    factors = (ref_hidden.reshape(-1, width), weight, bias, a, b)
+    factors = (hidden.reshape(-1, width), weight, bias, a, b)
     return dataclasses.replace(
         head.with_factors(*(None if factor is None else factor.detach() for factor in factors)),
         banned=lm_head.banned,

@@ -314,19 +314,27 @@ class Gradients:
         by_separate: Tensor | None = None,
     ) -> None:
         """Adds the gradient of a chunk, whose logits it may overwrite; `by_separate` as in Products.differentiate."""
-        count = len(chunk.hidden)
-        if count == 0:
+        if len(chunk.hidden) == 0:
             return
+        into = self.place(len(chunk.hidden))
+        by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, into, by_separate)
+        self.add_by_logits(by_logits, chunk.hidden, tokens)
+
+    def place(self, count: int) -> Tensor | None:
+        """Where the gradient by the logits of this many tokens belongs; None means over the logits themselves."""
         if self.staged is None:
-            by_logits = self.products.differentiate(chunk, by_logprob, by_entropy, None, by_separate)
-            self._multiply(by_logits, chunk.hidden, tokens)
-            return
+            return None
         if self.count + count > len(self.staged):
             self._multiply_waiting()
-        place = slice(self.count, self.count + count)
-        self.products.differentiate(chunk, by_logprob, by_entropy, self.staged[place], by_separate)
+        return self.staged[self.count : self.count + count]
+
+    def add_by_logits(self, by_logits: Tensor, hidden: Tensor, tokens: slice | Tensor) -> None:
+        """Adds the gradient of tokens with these hidden states, which was written to its place."""
+        if self.staged is None:
+            self._multiply(by_logits, hidden, tokens)
+            return
         self.waiting.append(tokens)
-        self.count += count
+        self.count += len(by_logits)
 
     def finish(self) -> tuple[Tensor, ...]:
         """The gradients in the dtypes of their tensors; the weight's is empty if it was added to `into`."""

@@ -1,4 +1,4 @@
-"""Distillation from a teacher's most probable tokens, straight from hidden states."""
+"""Distillation from a teacher's most probable tokens or hidden states, straight from the student's hidden states."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from grpo_kernels import backends, checks
 from grpo_kernels.ops.linear_head import distillation_op as op
+from grpo_kernels.ops.linear_head import whole_distillation_op as whole_op
 from grpo_kernels.ops.linear_head.arguments import check_chunk_size, check_head, check_weight_grad
 from grpo_kernels.ops.linear_head.head import LMHead
 from grpo_kernels.ops.linear_head.logprobs_op import SUPPORTS
-from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher
+from grpo_kernels.ops.linear_head.teacher import DistillationLoss, Teacher, check_teacher, check_whole_teacher
 
 _OP = "linear_distillation_loss"
 _FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
@@ -27,17 +28,18 @@ def linear_distillation_loss(
     weight_grad: Tensor | None = None,
     backend: str | None = None,
 ) -> DistillationLoss:
-    """Divergence of the student from a teacher of whom the k most probable tokens are known.
+    """Divergence of the student from a teacher, of whom the k most probable tokens or the hidden states are known.
 
-    The loss is its mean over the tokens, computed with its gradient in three matrix products, of which only one chunk
-    of tokens is in memory at a time.
+    The loss is its mean over the tokens, computed with its gradient in three matrix products, four with the teacher's
+    hidden states. The logits of only one chunk of tokens are in memory at a time.
 
     Args:
         hidden: [..., H], one row per token (shift first); bfloat16, float16, float32, float64 on the CPU
         head: the student's LMHead, or its weight [V, H]; not split over ranks
-        teacher: ids and log-probs [..., k], and which divergence
+        teacher: ids and log-probs [..., k], or hidden states [..., H'] and a head, and which divergence
         mask: [...], tokens that take part beside teacher.mask; None means all
-        temperature: of the student, as in linear_logprobs. Both distributions should be of the same temperature
+        temperature: of the student, as in linear_logprobs, and of a teacher's head. A teacher's log-probs should be of
+            the same temperature
         chunk_size: tokens whose logits are in memory at a time; None means chosen from the shapes
         weight_grad: tensor that the gradient of the weight is added to, as in linear_policy_loss
         backend: "kernel" or "reference"; None means the kernel where there is one
@@ -66,6 +68,11 @@ def linear_distillation_loss(
                 f"got {list(mask.shape)}"
             )
         takes_part = mask.reshape(-1) != 0
+    if isinstance(teacher, Teacher) and (teacher.hidden is not None or teacher.head is not None):
+        inputs, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs)
+        loss, divergence = whole_op.apply(chosen, inputs, whole, size, weight_grad)
+        mass = (whole.shares != 0).to(divergence.dtype)
+        return DistillationLoss(loss, divergence.view(shape), mass.view(shape))
     tokens = check_teacher(_OP, teacher, shape, takes_part, inputs)
     loss, divergence, mass = op.apply(chosen, inputs, tokens, size, weight_grad)
     return DistillationLoss(loss, divergence.view(shape), mass.view(shape))

@@ -18,7 +18,7 @@ from grpo_kernels import registry
 from grpo_kernels.inputs import op_inputs
 from grpo_kernels.ops.linear_head import divergence as _reference
 from grpo_kernels.ops.linear_head.chunks import Chunk, Gradients, Products, SeparateColumns
-from grpo_kernels.ops.linear_head.divergence import ABSENT, FORWARD_KL, RENORMALISE, REVERSE_KL, TeacherTokens
+from grpo_kernels.ops.linear_head.divergence import ABSENT, RENORMALISE, TeacherTokens
 from grpo_kernels.ops.linear_head.head import FACTORS, Head
 from grpo_kernels.ops.linear_head.logprobs_op import KERNELS, fake_gradients
 from grpo_kernels.ops.linear_head.precomputed import PrecomputedGradient
@@ -35,12 +35,12 @@ class Chunking:
     product_tokens: int
 
     @classmethod
-    def of(cls, teacher: TeacherTokens, head: Head, chunk_size: int | None) -> Chunking:
+    def of(cls, shares: Tensor, head: Head, chunk_size: int | None) -> Chunking:
         """Leaves out tokens without a share on the CPU; a GPU would have to be waited for."""
         device, tokens = head.hidden.device, None
         if device.type == "cpu" and not torch.compiler.is_compiling():
-            tokens = teacher.shares.nonzero().squeeze(1)
-            tokens = None if len(tokens) == len(teacher.shares) else tokens
+            tokens = shares.nonzero().squeeze(1)
+            tokens = None if len(tokens) == len(shares) else tokens
         total = len(head.hidden) if tokens is None else len(tokens)
         size = chunk_size or tokens_per_chunk(total, len(head.weight), device.type, head.weight.dtype)
         return cls(tokens, size, chunk_size or 0)
@@ -108,7 +108,7 @@ def _terms(
         scaled, others, teacher.logprobs[tokens], ids == ABSENT, teacher.tail
     )
     values = _reference.divergence(log_p, log_q, teacher.kind, teacher.beta).sum(1)
-    slopes = _slopes(log_p, log_q, teacher.kind, teacher.beta)
+    slopes = _reference.slopes(log_p, log_q, teacher.kind, teacher.beta)
     total = slopes.sum(1)
     by_rest = shares * (total * log_rest.exp() - slopes[:, -1])
     # logits that no category depends on, or none at all
@@ -117,20 +117,6 @@ def _terms(
     by_id = torch.where(counts[:, None], shares[:, None] * by_id, 0)
     values, mass = torch.where(counts, values, 0), torch.where(counts, log_mass.exp(), 0)
     return values, mass, torch.where(counts, by_rest, 0), by_id
-
-
-def _slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
-    """The derivative of the divergence by the log-probability of each category of the student."""
-    exists = log_p > -torch.inf
-    log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
-    p, (q, finite) = log_p.exp(), _reference.student(log_q)
-    if kind == FORWARD_KL:
-        slopes = -p
-    elif kind == REVERSE_KL:
-        slopes = q * (finite - log_p + 1)
-    else:
-        slopes = (1 - beta) * q * (finite - _reference.mixture(log_p, log_q, beta))
-    return torch.where(exists, slopes, 0)
 
 
 class Term:
@@ -265,7 +251,7 @@ def apply(
     """
     if backend == "reference":
         return _reference.forward(head, teacher)
-    chunking = Chunking.of(teacher, head, chunk_size)
+    chunking = Chunking.of(teacher.shares, head, chunk_size)
 
     def compute(factors: tuple[Tensor | None, ...], needs: list[bool]) -> tuple[Tensor, ...]:
         inputs = Distillation(head.with_factors(*factors), teacher, chunking, needs)

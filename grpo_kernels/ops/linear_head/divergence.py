@@ -23,6 +23,19 @@ LEAST_REST = 2.0**-24
 
 
 @op_inputs
+class WholeTeacher:
+    """Checked arguments of a distillation from hidden states: the teacher's head, and the share of each token [N].
+
+    Both heads have the same banned ids, and the student's temperature.
+    """
+
+    head: Head
+    shares: Tensor
+    kind: int
+    beta: float
+
+
+@op_inputs
 class TeacherTokens:
     """Checked arguments of a distillation: ids and log-probs [N, k], and the share of each token in the loss [N]."""
 
@@ -51,6 +64,22 @@ def forward(head: Head, teacher: TeacherTokens) -> tuple[Tensor, Tensor, Tensor]
     values = torch.where(counts, divergence(log_p, log_q, teacher.kind, teacher.beta).sum(1), 0)
     mass = torch.where(counts, log_mass.exp(), 0)
     return (shares * values).sum().to(values.dtype), values.detach(), mass.detach()
+
+
+def forward_whole(head: Head, teacher: WholeTeacher) -> tuple[Tensor, Tensor]:
+    """The loss and the divergence of every token, over the whole vocabulary."""
+    counts = teacher.shares != 0
+
+    def log_probs(of: Head) -> Tensor:
+        logits = torch.where(counts[:, None], logits_of(of, ~counts), 0)
+        z = Scaling(head.row_temperature, *of.scaling).apply(logits)
+        return z - logsumexp(z)[:, None]
+
+    with torch.no_grad():
+        log_p = log_probs(teacher.head)
+    values = divergence(log_p, log_probs(head), teacher.kind, teacher.beta).sum(1)
+    values = torch.where(counts, values, 0)
+    return (teacher.shares * values).sum().to(values.dtype), values.detach()
 
 
 def categories(
@@ -95,6 +124,20 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
         log_m = mixture(log_p, log_q, beta)
         part = beta * p * (log_p - log_m) + (1 - beta) * q * (finite - log_m)
     return torch.where(exists, part, 0)
+
+
+def slopes(log_p: Tensor, log_q: Tensor, kind: int, beta: float) -> Tensor:
+    """The derivative of the divergence by the log-probability of each category of the student."""
+    exists = log_p > -math.inf
+    log_p, log_q = torch.where(exists, log_p, 0), torch.where(exists, log_q, 0)
+    p, (q, finite) = log_p.exp(), student(log_q)
+    if kind == FORWARD_KL:
+        result = -p
+    elif kind == REVERSE_KL:
+        result = q * (finite - log_p + 1)
+    else:
+        result = (1 - beta) * q * (finite - mixture(log_p, log_q, beta))
+    return torch.where(exists, result, 0)
 
 
 def student(log_q: Tensor) -> tuple[Tensor, Tensor]:

@@ -200,6 +200,10 @@ def _check_teacher(
 ) -> TeacherTokens | None:
     if teacher is None:
         return None
+    if isinstance(teacher, Teacher) and teacher.hidden is not None:
+        raise ValueError(
+            f"{_OP}: teacher must have ids and log-probs, got hidden states; linear_distillation_loss takes them"
+        )
     tokens = check_teacher(_OP, teacher, targets.shape, head.targets != IGNORED, head)
     if lm_head.vocab_start is not None:
         raise ValueError(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import checks
-from grpo_kernels.ops.linear_head.arguments import is_banned
-from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, TeacherTokens
-from grpo_kernels.ops.linear_head.head import Head
+from grpo_kernels.ops.linear_head.arguments import check_other_head, is_banned
+from grpo_kernels.ops.linear_head.divergence import ABSENT, KINDS, TAILS, TeacherTokens, WholeTeacher
+from grpo_kernels.ops.linear_head.head import Head, LMHead
 
 _FLAGS = (torch.bool, *checks.INTEGERS, *checks.FLOATS)
 _MOST = 1e-3  # by which a teacher's probabilities may exceed 1 in half precision
@@ -20,7 +20,10 @@ _MOST = 1e-3  # by which a teacher's probabilities may exceed 1 in half precisio
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Teacher:
-    """A teacher of whom the k most probable tokens are known, and which divergence from it is measured.
+    """A teacher, and which divergence from it is measured.
+
+    It is either its most probable tokens, `ids` and `logprobs`, or its whole distribution, `hidden` and `head`, whose
+    logits are computed a chunk at a time.
 
     Attributes:
         ids: integers [..., k] for tokens [...], different from each other for a token; -1 for unused slots
@@ -35,10 +38,13 @@ class Teacher:
         weights: [...]; the loss is the weighted sum of the divergences instead of their mean over the tokens
         normalizer: what the sum of the divergences is divided by instead of the number of tokens, for example the count
             over all micro-batches and ranks
+        hidden: [..., H'] of the teacher's last layer, for linear_distillation_loss; it gets no gradient
+        head: the teacher's LMHead, or its weight [V, H'], over the student's vocabulary, and of its temperature. An id
+            that either head bans has probability 0 in both
     """
 
-    ids: Tensor
-    logprobs: Tensor
+    ids: Tensor | None = None
+    logprobs: Tensor | None = None
     coef: float = 1.0
     kind: str = "forward_kl"
     tail: str = "bucket"
@@ -46,6 +52,8 @@ class Teacher:
     mask: Tensor | None = None
     weights: Tensor | None = None
     normalizer: float | Tensor | None = None
+    hidden: Tensor | None = None
+    head: LMHead | Tensor | None = None
 
 
 class DistillationLoss(NamedTuple):
@@ -54,7 +62,7 @@ class DistillationLoss(NamedTuple):
     Attributes:
         loss: scalar to call backward() on
         divergence: of every token, in the shape of the tokens, without a gradient; 0 for tokens that do not count
-        mass: the student's probability of all the teacher's ids, likewise
+        mass: the student's probability of all the teacher's ids, likewise; 1 for a teacher's hidden states
     """
 
     loss: Tensor
@@ -68,6 +76,7 @@ def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tenso
         raise TypeError(f"{op}: teacher must be a Teacher, got {type(teacher).__name__}")
     device, ids, logprobs = head.hidden.device, teacher.ids, teacher.logprobs
     checks.tensor(op, "teacher.ids", ids, checks.INTEGERS)
+    assert ids is not None
     checks.same_device(op, "teacher.ids", ids, device)
     if ids.shape[:-1] != shape or ids.dim() != len(shape) + 1 or ids.shape[-1] == 0:
         sizes = "".join(f"{size}, " for size in shape)
@@ -76,26 +85,65 @@ def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tenso
             f"[{sizes}{head.hidden.shape[-1]}], got {list(ids.shape)}"
         )
     checks.tensor(op, "teacher.logprobs", logprobs, checks.FLOATS)
+    assert logprobs is not None
     checks.same_device(op, "teacher.logprobs", logprobs, device)
     checks.constant(op, "teacher.logprobs", logprobs)
     if logprobs.shape != ids.shape:
         raise ValueError(
             f"{op}: teacher.logprobs must have the shape of teacher.ids, {list(ids.shape)}, got {list(logprobs.shape)}"
         )
-    for field, value, allowed in (("kind", teacher.kind, KINDS), ("tail", teacher.tail, TAILS)):
-        if value not in allowed:
-            raise checks.unknown(op, f"teacher.{field}", value, allowed)
-    beta = _check_beta(op, teacher)
+    if teacher.tail not in TAILS:
+        raise checks.unknown(op, "teacher.tail", teacher.tail, TAILS)
+    kind, beta = _check_kind(op, teacher)
+    counts, shares = _counts_and_shares(op, teacher, shape, takes_part, head)
+    ids, logprobs = _check_values(op, ids, logprobs, counts, head)
+    return TeacherTokens(ids, logprobs, shares, kind, TAILS.index(teacher.tail), beta)
+
+
+def check_whole_teacher(
+    op: str, teacher: Teacher, shape: torch.Size, takes_part: Tensor | None, head: Head
+) -> tuple[Head, WholeTeacher]:
+    """The student's head with the teacher's bans, and the teacher of tokens of this shape."""
+    for name in ("ids", "logprobs"):
+        if getattr(teacher, name) is not None:
+            raise ValueError(f"{op}: teacher.{name} must be None beside teacher.hidden, got a tensor")
+    if teacher.tail != "bucket":
+        raise ValueError(
+            f"{op}: teacher.tail must be left out beside teacher.hidden, which leaves no tail, got {teacher.tail!r}"
+        )
+    kind, beta = _check_kind(op, teacher)
+    its_head = LMHead.of(op, "teacher.head", teacher.head)
+    if its_head.vocab_start is not None:
+        raise ValueError(f"{op}: teacher.head.vocab_start must be None, got {its_head.vocab_start}")
+    if len(its_head.weight) != len(head.weight):
+        raise ValueError(
+            f"{op}: teacher.head must have the {len(head.weight)} ids of the student's, got {len(its_head.weight)}"
+        )
+    own = check_other_head(op, ("teacher.hidden", "teacher.head"), head, shape, teacher.hidden, its_head)
+    bans = [banned for banned in (head.banned, own.banned) if banned is not None]
+    banned = torch.cat(bans).sort().values if bans else None
+    _, shares = _counts_and_shares(op, teacher, shape, takes_part, head)
+    head, own = (dataclasses.replace(each, banned=banned) for each in (head, own))
+    return head, WholeTeacher(own, shares, kind, beta)
+
+
+def _check_kind(op: str, teacher: Teacher) -> tuple[int, float]:
+    if teacher.kind not in KINDS:
+        raise checks.unknown(op, "teacher.kind", teacher.kind, KINDS)
+    return KINDS.index(teacher.kind), _check_beta(op, teacher)
+
+
+def _counts_and_shares(
+    op: str, teacher: Teacher, shape: torch.Size, takes_part: Tensor | None, head: Head
+) -> tuple[Tensor, Tensor]:
+    """Tokens that count, and the factor of each token's divergence in the loss, [N]."""
     checks.finite(op, "teacher.coef", teacher.coef)
-    counts = torch.ones(len(head.hidden), dtype=torch.bool, device=device)
+    counts = torch.ones(len(head.hidden), dtype=torch.bool, device=head.hidden.device)
     if teacher.mask is not None:
         counts = _per_token(op, "teacher.mask", teacher.mask, _FLAGS, shape, head) != 0
     if takes_part is not None:
         counts = counts & takes_part
-    shares = _shares(op, counts, teacher, shape, head) * teacher.coef
-    ids, logprobs = _check_values(op, ids, logprobs, counts, head)
-    codes = KINDS.index(teacher.kind), TAILS.index(teacher.tail)
-    return TeacherTokens(ids, logprobs, shares, *codes, beta)
+    return counts, _shares(op, counts, teacher, shape, head) * teacher.coef
 
 
 def _check_beta(op: str, teacher: Teacher) -> float:
