@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Builds the distributions into dist/ and checks them: the sdist, and from it one wheel for each build mode. A wheel serves
-# every version of Python, and every torch from 2.11 on.
+# Builds the distributions into dist/ and checks them: the sdist, and from it a wheel without compiled kernels and one with.
+# A wheel serves every version of Python, and every torch from 2.11 on.
 #
 #   bash tools/build_wheels.sh [TAG]    TAG must be v and the version
 #
-#   dist/*.tar.gz, dist/*-none-any.whl, dist/*-manylinux*.whl   published: without compiled kernels, and with CPU kernels
-#   dist/cuda/*.whl                                             CPU and CUDA kernels; only where nvcc is found
+#   dist/*.tar.gz
+#   dist/*-none-any.whl       no compiled kernels
+#   dist/*-manylinux*.whl     CPU kernels, and CUDA kernels where nvcc is found, which a release for x86-64 must have
 #
 # `make dist` prepares the environment. The glibc that a wheel needs is that of this machine or older; a release is built in
 # a manylinux container.
@@ -25,18 +26,21 @@ if [ "${1:-}" ] && [ "$1" != "v$version" ]; then
   exit 1
 fi
 
-modes="none cpu"
-if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then modes="$modes cuda"; fi
+compiled=cpu
+if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then compiled=cuda; fi
+if [ "${1:-}" ] && [ "$(uname -m)" = x86_64 ] && [ $compiled = cpu ]; then
+  echo "build_wheels: a release for x86-64 must have CUDA kernels; put nvcc on PATH or set CUDA_HOME" >&2
+  exit 1
+fi
 mkdir "$work/source" && tar -xf "$sdist" -C "$work/source" --strip-components=1
-for mode in $modes; do
+for mode in none $compiled; do
   GRPO_KERNELS_BUILD=$mode python -m pip wheel -q --no-build-isolation --no-deps -w "$work/$mode" "$work/source"
-  case $mode in none | cpu) folder=dist ;; cuda) folder=dist/cuda ;; esac
   if [ "$mode" = none ]; then
-    mv "$work/none"/*.whl "$folder"
+    mv "$work/none"/*.whl dist
   else
     # Names the glibc that the wheel needs, and fails if it needs a library that no manylinux system has. torch and its
     # CUDA libraries are on the user's machine.
-    auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w "$folder" "$work/$mode"/*.whl
+    auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' -w dist "$work/$mode"/*.whl
   fi
 done
 wheels=$(find dist -name '*.whl' | sort)
