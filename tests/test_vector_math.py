@@ -1,4 +1,4 @@
-"""Tests the vector math of the CPU kernels for accuracy and for equal bits on every instruction set."""
+"""Tests the vector math of the CPU kernels for accuracy and for equal bits of AVX2 and AVX-512."""
 
 from __future__ import annotations
 
@@ -48,33 +48,38 @@ def samples(function: str, dtype: type) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_results_are_exact_to_a_few_units_in_the_last_place(function: str, dtype: type) -> None:
+@pytest.mark.parametrize("level", levels.FLAGS)
+def test_results_are_exact_to_a_few_units_in_the_last_place(level: str, function: str, dtype: type) -> None:
     x = samples(function, dtype)
     exact = FUNCTIONS[function](x.astype(TYPES[dtype][1]))
     unit = np.spacing(np.abs(exact).astype(dtype)).astype(TYPES[dtype][1])
-    error = np.abs(apply(function, x).astype(TYPES[dtype][1]) - exact) / unit
+    error = np.abs(apply(function, x, level).astype(TYPES[dtype][1]) - exact) / unit
     worst = int(error.argmax())
     assert error[worst] <= BOUNDS[function], f"{error[worst]:.2f} units at {x[worst]!r}"
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("level", ["avx2", "avx512"])
-def test_every_instruction_set_gives_the_same_bits(level: str, function: str, dtype: type) -> None:
+def test_avx512_gives_the_bits_of_avx2(function: str, dtype: type) -> None:
     x = samples(function, dtype)
-    assert apply(function, x, level).tobytes() == apply(function, x).tobytes()
+    assert apply(function, x, "avx512").tobytes() == apply(function, x, "avx2").tobytes()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.__name__)
-def test_ends_of_the_range(dtype: type) -> None:
+@pytest.mark.parametrize("level", levels.FLAGS)
+def test_ends_of_the_range(level: str, dtype: type) -> None:
     inf, nan = np.inf, np.nan
     top, bottom = (88.73, -87.4) if dtype is np.float32 else (709.79, -708.6)
     x = np.array([nan, inf, -inf, 0.0, top, bottom, np.finfo(dtype).max, -np.finfo(dtype).max], dtype)
+
+    def ends(function: str) -> np.ndarray:
+        return apply(function, np.tile(x, 2), level)[: len(x)]  # sixteen numbers
+
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(apply("exp", x), [nan, inf, 0, 1, inf, 0, inf, 0])
-        np.testing.assert_array_equal(apply("expm1", x), [nan, inf, -1, 0, inf, -1, inf, -1])
-    np.testing.assert_array_equal(apply("tanh", x), [nan, 1, -1, 0, 1, -1, 1, -1])
-    np.testing.assert_array_equal(apply("slope", x), [nan, 0, 0, 1, 0, 0, 0, 0])
+        np.testing.assert_array_equal(ends("exp"), [nan, inf, 0, 1, inf, 0, inf, 0])
+        np.testing.assert_array_equal(ends("expm1"), [nan, inf, -1, 0, inf, -1, inf, -1])
+    np.testing.assert_array_equal(ends("tanh"), [nan, 1, -1, 0, 1, -1, 1, -1])
+    np.testing.assert_array_equal(ends("slope"), [nan, 0, 0, 1, 0, 0, 0, 0])
 
 
 HALVES = {"half": torch.float16, "bfloat16": torch.bfloat16}

@@ -51,4 +51,13 @@ struct AdvantageOutputs {
   bool* degenerate;
 };
 
+template <typename T>
+GRPO_HD void copy_outputs(const AdvantageOutputs<T>& from, int64_t index, const AdvantageOutputs<T>& to, int64_t row) {
+  to.advantages[row] = from.advantages[index];
+  to.mean[row] = from.mean[index];
+  to.std[row] = from.std[index];
+  to.size[row] = from.size[index];
+  to.degenerate[row] = from.degenerate[index];
+}
+
 }  // namespace grpo_kernels

@@ -5,11 +5,14 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "common/check.h"
 #include "common/row_groups.h"
+#include "common/simd/levels.h"
 #include "group_advantages/batch.h"
+#include "group_advantages/simd.h"
 
 namespace grpo_kernels {
 
@@ -33,24 +36,16 @@ class Rollouts {
  public:
   // `groups` is null for groups of group_size consecutive rows.
   Rollouts(const AdvantageBatch<T>& rows, const int64_t* ids, const int64_t* groups, int64_t group_size)
-      : rows_(rows), ids_(ids), are_runs_(std::is_sorted(ids, ids + rows.rows)) {
-    if (are_runs_) {
-      find_ends();
+      : rows_(rows),
+        ids_(ids),
+        ends_(new int32_t[rows.rows]),
+        runs_(GRPO_SIMD_CALL(find_runs, ids, groups, rows.rewards, rows.rows, ends_.get())) {
+    if (!runs_.ascend) siblings_ = groups_from_ids(ids, rows.rows);
+    if (is_plain(group_size)) {
+      take_first_rows(groups, group_size);
     } else {
-      siblings_ = groups_from_ids(ids, rows.rows);
+      take_all_rows(groups, group_size);
     }
-    groups_.reserve(rows.rows);
-    rewards_.reserve(rows.rows * rows.columns);
-    if (are_runs_ && fold_plain(groups, group_size)) return;
-    for_each([&](const Span& span) {
-      const int64_t leader = leader_of(span);
-      add_group(span, leader, groups, group_size);
-      add_rewards(span, leader);
-      add_shared("subgroups", rows_.subgroups, subgroups_, span, leader);
-      add_shared("baselines", rows_.baselines, baselines_, span, leader);
-      if (rows_.valid != nullptr) valid_.push_back(rows_.takes_part(leader));
-      if (rows_.lengths != nullptr) add_length(span);
-    });
   }
 
   // Whether every id is that of one row, where that is seen at a glance: there is then nothing to fold.
@@ -78,31 +73,32 @@ class Rollouts {
     std::vector<T> advantages(count), mean(count), std(count);
     std::vector<int32_t> size(count);
     std::vector<uint8_t> degenerate(count);
-    compute(AdvantageOutputs<T>{advantages.data(), mean.data(), std.data(), size.data(),
-                                reinterpret_cast<bool*>(degenerate.data())});
-    std::size_t rollout = 0;
-    for_each([&, out, rows = rows_](const Span& span) {
-      const T advantage = advantages[rollout], its_mean = mean[rollout], its_std = std[rollout];
-      const int32_t its_size = size[rollout];
-      const bool is_degenerate = degenerate[rollout++] != 0;
-      for (int64_t k = 0; k < span.count; ++k) {
-        const int64_t row = span[k];
-        out.advantages[row] = rows.takes_part(row) ? advantage : 0;
-        out.mean[row] = its_mean;
-        out.std[row] = its_std;
-        out.size[row] = its_size;
-        out.degenerate[row] = is_degenerate;
-      }
-    });
+    const AdvantageOutputs<T> own{advantages.data(), mean.data(), std.data(), size.data(),
+                                  reinterpret_cast<bool*>(degenerate.data())};
+    compute(own);
+    if (runs_.ascend) {
+      GRPO_SIMD_CALL(spread_runs, own, ends_.get(), runs_.count, rows_.rows, out);
+    } else {
+      std::size_t rollout = 0;
+      for_each([&](const Span& span) {
+        for (int64_t k = 0; k < span.count; ++k) copy_outputs(own, rollout, out, span[k]);
+        ++rollout;
+      });
+    }
+    if (rows_.valid == nullptr && rows_.subgroups == nullptr) return;
+    for (int64_t row = 0; row < rows_.rows; ++row) {
+      if (!rows_.takes_part(row)) out.advantages[row] = 0;
+    }
   }
 
  private:
   // Calls visit(its rows) for every rollout.
   template <typename Visit>
   void for_each(Visit visit) const {
-    if (are_runs_) {
+    if (runs_.ascend) {
       int64_t first = 0;
-      for (const int32_t end : ends_) {
+      for (int64_t r = 0; r < runs_.count; ++r) {
+        const int64_t end = ends_[r];
         visit(Span{nullptr, first, end - first});
         first = end;
       }
@@ -114,41 +110,46 @@ class Rollouts {
     }
   }
 
-  void find_ends() {
-    ends_.resize(rows_.rows);
-    std::size_t count = 0;
-    for (int64_t row = 1; row <= rows_.rows; ++row) {
-      ends_[count] = static_cast<int32_t>(row);
-      count += row == rows_.rows || ids_[row] != ids_[row - 1];
-    }
-    ends_.resize(count);
-  }
-
-  // The plain case in one pass without branches: one reward a row, which all rows of a rollout state, and nothing else.
-  // Returns whether it is the case.
-  bool fold_plain(const int64_t* groups, int64_t group_size) {
-    if (rows_.columns != 1 || rows_.valid != nullptr || rows_.subgroups != nullptr || rows_.lengths != nullptr ||
-        rows_.baselines != nullptr) {
+  // Whether there is one reward a row, which all rows of a rollout state, and nothing else.
+  bool is_plain(int64_t group_size) const {
+    if (!runs_.ascend || !runs_.agree || rows_.columns != 1 || rows_.valid != nullptr || rows_.subgroups != nullptr ||
+        rows_.lengths != nullptr || rows_.baselines != nullptr) {
       return false;
     }
-    bool differs = false;
-    for (int64_t row = 1; row < rows_.rows; ++row) {
-      const bool is_sibling = ids_[row] == ids_[row - 1];
-      differs |= is_sibling & !(rows_.rewards[row] == rows_.rewards[row - 1]);
-      if (groups != nullptr) differs |= is_sibling & (groups[row] != groups[row - 1]);
-    }
-    if (groups == nullptr) {
-      for (int64_t row = group_size; row < rows_.rows; row += group_size) differs |= ids_[row] == ids_[row - 1];
-    }
-    if (differs) return false;
-    int64_t first = 0, group = 0;
-    for (const int32_t end : ends_) {
-      while (groups == nullptr && first >= (group + 1) * group_size) ++group;
-      groups_.push_back(groups == nullptr ? group : groups[first]);
-      rewards_.push_back(rows_.rewards[first]);
-      first = end;
+    for (int64_t row = group_size; group_size > 0 && row < rows_.rows; row += group_size) {
+      if (ids_[row] == ids_[row - 1]) return false;
     }
     return true;
+  }
+
+  void take_first_rows(const int64_t* groups, int64_t group_size) {
+    groups_.resize(runs_.count);
+    rewards_.resize(runs_.count);
+    int64_t first = 0;
+    for (int64_t r = 0; r < runs_.count; ++r) {
+      groups_[r] = group_of(first, groups, group_size);
+      rewards_[r] = rows_.rewards[first];
+      first = ends_[r];
+    }
+  }
+
+  void take_all_rows(const int64_t* groups, int64_t group_size) {
+    groups_.reserve(rows_.rows);
+    rewards_.reserve(rows_.rows * rows_.columns);
+    for_each([&](const Span& span) {
+      const int64_t leader = leader_of(span);
+      add_group(span, leader, groups, group_size);
+      add_rewards(span, leader);
+      add_shared("subgroups", rows_.subgroups, subgroups_, span, leader);
+      add_shared("baselines", rows_.baselines, baselines_, span, leader);
+      if (rows_.valid != nullptr) valid_.push_back(rows_.takes_part(leader));
+      if (rows_.lengths != nullptr) add_length(span);
+    });
+  }
+
+  static int64_t group_of(int64_t row, const int64_t* groups, int64_t group_size) {
+    // rows are fewer than 2^31, and a division of 32 bits is several times as fast
+    return groups == nullptr ? static_cast<uint32_t>(row) / static_cast<uint32_t>(group_size) : groups[row];
   }
 
   // The row that stands for a rollout: its first that takes part, or else its first.
@@ -160,9 +161,7 @@ class Rollouts {
   }
 
   void add_group(const Span& span, int64_t leader, const int64_t* groups, int64_t group_size) {
-    // rows are fewer than 2^31, and a division of 32 bits is several times as fast
-    const int64_t group =
-        groups == nullptr ? static_cast<uint32_t>(leader) / static_cast<uint32_t>(group_size) : groups[leader];
+    const int64_t group = group_of(leader, groups, group_size);
     groups_.push_back(group);
     for (int64_t k = 0; k < span.count; ++k) {
       const int64_t row = span[k];
@@ -215,9 +214,9 @@ class Rollouts {
 
   const AdvantageBatch<T>& rows_;
   const int64_t* ids_;
-  bool are_runs_;
-  std::vector<int32_t> ends_;  // past the last row of each rollout, if its rows are neighbours
-  RowGroups siblings_;         // otherwise
+  std::unique_ptr<int32_t[]> ends_;  // past the last row of each rollout, if ids ascend
+  Runs runs_;
+  RowGroups siblings_;  // otherwise
   std::vector<int64_t> groups_, subgroups_;
   std::vector<T> rewards_, baselines_;
   std::vector<uint8_t> valid_;

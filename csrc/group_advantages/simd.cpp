@@ -229,6 +229,64 @@ GRPO_HD void all_entries(const PlainGroups<T>& groups, int64_t begin, int64_t en
   }
 }
 
+GRPO_HD QuadBits load_ids(const int64_t* from) {
+  QuadBits ids;
+  memcpy(&ids, from, sizeof ids);
+  return ids;
+}
+
+// Free of branches that depend on the ids, as it cannot be predicted where a run ends.
+template <bool kHasGroups, typename T>
+GRPO_HD Runs all_runs(const int64_t* ids, const int64_t* groups, const T* rewards, int64_t rows, int32_t* ends) {
+  int64_t count = 0, row = 1;
+  bool descends = false, differs = false;
+#ifdef __AVX2__  // other comparisons of 64 bits are slower than those of one row
+  QuadBits any_descends{}, any_differs{};
+  for (; row + 4 <= rows; row += 4) {
+    const QuadBits own = load_ids(ids + row), previous = load_ids(ids + row - 1), is_same = own == previous;
+    any_descends |= own < previous;
+    any_differs |= is_same & (load_quad(rewards + row) != load_quad(rewards + row - 1));
+    if (kHasGroups) any_differs |= is_same & (load_ids(groups + row) != load_ids(groups + row - 1));
+    const int same = _mm256_movemask_pd((Quad)is_same);
+    for (int l = 0; l < 4; ++l) {
+      ends[count] = static_cast<int32_t>(row + l);
+      count += ~same >> l & 1;
+    }
+  }
+  descends = _mm256_movemask_pd((Quad)any_descends) != 0;
+  differs = _mm256_movemask_pd((Quad)any_differs) != 0;
+#endif
+  for (; row < rows; ++row) {
+    const bool is_same = ids[row] == ids[row - 1];
+    descends |= ids[row] < ids[row - 1];
+    differs |= is_same & (rewards[row] != rewards[row - 1]);
+    if (kHasGroups) differs |= is_same & (groups[row] != groups[row - 1]);
+    ends[count] = static_cast<int32_t>(row);
+    count += !is_same;
+  }
+  ends[count++] = static_cast<int32_t>(rows);
+  return {count, !descends, !differs};
+}
+
+// Eight rows at a time: the next run overwrites what is too much.
+template <typename T>
+GRPO_HD void to_rows(const AdvantageOutputs<T> of_runs, const int32_t* ends, int64_t runs, int64_t rows,
+                     const AdvantageOutputs<T> out) {
+  int64_t row = 0;
+  for (int64_t run = 0; run < runs; ++run) {
+    const int64_t end = ends[run];
+    for (; row < end && row + kLanes <= rows; row += kLanes) {
+      store_eight(out.advantages + row, of_runs.advantages[run]);
+      store_eight(out.mean + row, of_runs.mean[run]);
+      store_eight(out.std + row, of_runs.std[run]);
+      store_eight(out.size + row, of_runs.size[run]);
+      memset(out.degenerate + row, of_runs.degenerate[run], kLanes);
+    }
+    for (; row < end; ++row) copy_outputs(of_runs, run, out, row);
+    row = end;
+  }
+}
+
 }  // namespace
 
 GroupStatistics group_statistics(const double* values, int64_t count) { return stats_of(values, count); }
@@ -242,5 +300,18 @@ void plain_entries(const PlainGroups<float>& groups, int64_t begin, int64_t end,
 void plain_entries(const PlainGroups<double>& groups, int64_t begin, int64_t end, GroupEntry<double>* entries) {
   all_entries(groups, begin, end, entries);
 }
+
+#define GRPO_DEFINE(T)                                                                                       \
+  Runs find_runs(const int64_t* ids, const int64_t* groups, const T* rewards, int64_t rows, int32_t* ends) { \
+    return groups == nullptr ? all_runs<false>(ids, groups, rewards, rows, ends)                             \
+                             : all_runs<true>(ids, groups, rewards, rows, ends);                             \
+  }                                                                                                          \
+  void spread_runs(const AdvantageOutputs<T>& of_runs, const int32_t* ends, int64_t runs, int64_t rows,      \
+                   const AdvantageOutputs<T>& out) {                                                         \
+    to_rows(of_runs, ends, runs, rows, out);                                                                 \
+  }
+GRPO_DEFINE(float)
+GRPO_DEFINE(double)
+#undef GRPO_DEFINE
 
 }  // namespace grpo_kernels::GRPO_SIMD

@@ -33,14 +33,26 @@ struct PlainGroups {
   AdvantageOutputs<T> out;
 };
 
+// The runs of equal ids among the rows of a batch.
+struct Runs {
+  int64_t count;
+  bool ascend;  // whether every id has one run, and the ids ascend
+  bool agree;   // whether the rows of every run have the same reward, and the same group where groups are given
+};
+
 }  // namespace grpo_kernels
 
 // group_statistics    statistics of values in which NaN means "not scored"; leaves out second, length and length_reward
 // plain_groups     writes all outputs of groups begin to end - 1
 // plain_entries    writes the entries of groups begin to end - 1
-#define GRPO_DECLARE_FOR(T)                                                    \
-  void plain_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end); \
-  void plain_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, GroupEntry<T>* entries);
+// find_runs        writes the row past the last one of every run; looks at the first of several columns of rewards only
+// spread_runs      copies the outputs of runs to their rows
+#define GRPO_DECLARE_FOR(T)                                                                                 \
+  void plain_groups(const PlainGroups<T>& groups, int64_t begin, int64_t end);                              \
+  void plain_entries(const PlainGroups<T>& groups, int64_t begin, int64_t end, GroupEntry<T>* entries);     \
+  Runs find_runs(const int64_t* ids, const int64_t* groups, const T* rewards, int64_t rows, int32_t* ends); \
+  void spread_runs(const AdvantageOutputs<T>& of_runs, const int32_t* ends, int64_t runs, int64_t rows,     \
+                   const AdvantageOutputs<T>& out);
 #define GRPO_DECLARE(level)                                              \
   namespace grpo_kernels::level {                                        \
   GroupStatistics group_statistics(const double* values, int64_t count); \

@@ -58,6 +58,11 @@ Counts count_row(const PolicyBatch<T>& in, int64_t row) {
   return counts;
 }
 
+template <typename T>
+bool has_all_tokens(const PolicyBatch<T>& in, int64_t row, const Counts& counts) {
+  return counts.tokens == static_cast<double>(in.length(row));
+}
+
 // Tokens whose terms do not depend on a neighbour's. Skips the masked tokens before the first and after the last valid
 // one, so that padding costs next to nothing and changes no bit; where few of the others are valid, packs those.
 template <typename T>
@@ -170,7 +175,7 @@ class WholeRow {
   void run(PolicySums& sums) {
     static thread_local RowScratch<T> scratch;
     PolicyBatch<T> in = in_;  // without a mask where it says nothing
-    if (counts_.tokens == static_cast<double>(last_ - first_)) in.mask = tokens_.mask = nullptr;
+    if (has_all_tokens(in_, row_, counts_)) in.mask = tokens_.mask = nullptr;
     const RowStatistics statistics = GRPO_SIMD_CALL(row_statistics, in, row_);
     statistics.finish(in_, row_, counts_, tokens_, sums);
     if (plan_.by_segment() || plan_.loss == Loss::kGeoMean) {
@@ -296,7 +301,9 @@ void compute(const PolicyBatch<T>& in, T* gradient, T* entropy_gradient, double*
     const double cost = (in.plan.loss == Loss::kClip ? kClipCost : kTermCost) * (sizeof(T) / sizeof(float));
     divide(count, threads_for(cost * static_cast<double>(in.tokens)), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const PolicyTokens<T> tokens = tokens_of(in, tasks[i].row, tasks[i].first, shares(tasks[i].row), gradient);
+        const int64_t row = tasks[i].row;
+        PolicyTokens<T> tokens = tokens_of(in, row, tasks[i].first, shares(row), gradient);
+        if (has_all_tokens(in, row, counts[row])) tokens.mask = nullptr;
         run_tokens(tokens, in.plan, kind, tasks[i].count, parts[i]);
       }
     });

@@ -27,10 +27,11 @@ GRPO_HD void flush(const StepExtremes<Math>& lanes, PolicySums& sums) {
 }
 
 template <typename T, WalkKind kKind, bool kAllValid>
-void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+GRPO_HD void run_with(const PolicyTokens<T>& tokens, const PolicyPlan& plan, const TermCoefficients<T>& coefficients,
+                      int64_t count, PolicySums& sums) {
   using Math = typename MathOf<T>::Math;
   constexpr int64_t kCount = Math::kCount, kBetweenFlushes = 64 * kCount;
-  PolicyWalk<Math, kKind> walk(tokens, plan);
+  PolicyWalk<Math, kKind> walk(tokens, plan, coefficients);
   PolicySums walk_sums;
   for (int64_t begin = 0; begin < count; begin += kBetweenFlushes) {
     const int64_t end = count < begin + kBetweenFlushes ? count : begin + kBetweenFlushes;
@@ -43,6 +44,20 @@ void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, P
   flush(walk.extremes, walk_sums);
   walk_sums.apply_shares(tokens.shares);
   sums.merge(walk_sums);
+}
+
+// A clip without a cap, clamps and a dual clip, as in GRPO, is compiled without them.
+template <typename T, WalkKind kKind, bool kAllValid>
+void run(const PolicyTokens<T>& tokens, const PolicyPlan& plan, int64_t count, PolicySums& sums) {
+  const TermCoefficients<T> coefficients(plan);
+  const bool is_clip = kKind == WalkKind::kPlainClip || kKind == WalkKind::kPlainSequence;
+  if (is_clip && !coefficients.has_limits() && !coefficients.has_dual) {
+    TermCoefficients<T> without = coefficients.without_limits();
+    without.has_dual = false;
+    run_with<T, kKind, kAllValid>(tokens, plan, without, count, sums);
+  } else {
+    run_with<T, kKind, kAllValid>(tokens, plan, coefficients, count, sums);
+  }
 }
 
 // All tokens are valid where there is neither a mask nor a segment id that could say otherwise.

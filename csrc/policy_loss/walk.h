@@ -180,7 +180,7 @@ struct PolicyWalk {
 
   GRPO_HD void store_gradient(int64_t k, int64_t left, const V& score_gradient, const V& ratio_gradient,
                               const V& kl_gradient) {
-    V gradient = score_gradient + kl_gradient;
+    V gradient = kIsClip ? kl_gradient : score_gradient + kl_gradient;
     if (has(in.term_gradient)) {
       M::store(in.term_gradient + k, left, score_gradient + ratio_gradient);
       gradient = kl_gradient;

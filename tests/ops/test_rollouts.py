@@ -173,6 +173,23 @@ def assert_must_agree(backend: str, name: str, order: list[int]) -> None:
         gk.group_advantages(**masked, backend=backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_neighbours_of_any_number_share_a_result_and_must_agree(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rewards, groups, sizes = torch.randn(24, dtype=dtype), torch.arange(24) // 8, torch.randint(1, 20, (24,))
+    of_row = torch.arange(24).repeat_interleave(sizes)
+    given = {"rewards": rewards[of_row], "groups": groups[of_row], "rollouts": of_row}
+    want = gk.group_advantages(rewards, groups)
+    for ours, of_rollouts in zip(gk.group_advantages(**given), want, strict=True):
+        assert torch.equal(ours, of_rollouts[of_row])
+    for row in (sizes[of_row] > 1).nonzero()[:, 0]:
+        for name in ("rewards", "groups"):
+            wrong = given[name].clone()
+            wrong[row] += 1
+            with pytest.raises(RuntimeError, match=f"^group_advantages: {name} must be equal in all rows of a rollout"):
+                gk.group_advantages(**given | {name: wrong})
+
+
 def test_consecutive_rows_as_groups() -> None:
     rewards, rollouts = torch.tensor([1.0, 1, 1, 0, 3, 3, 3, 3]), torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
     for backend in FAST:

@@ -53,7 +53,7 @@ void emulator_narrow_bfloat16(const float* from, uint16_t* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = __bfloat16_as_ushort(__float2bfloat16_rn(from[i]));
 }
 void apply_float(int function, const float* from, float* to, int64_t count) {
-  apply<Floats>(function, from, to, count);
+  apply<WideFloats>(function, from, to, count);
 }
 void apply_double(int function, const double* from, double* to, int64_t count) {
   apply<Quad>(function, from, to, count);

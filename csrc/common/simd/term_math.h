@@ -271,8 +271,20 @@ GRPO_WIDE_COMPARISON(<=, _CMP_LE_OQ)
 GRPO_WIDE_COMPARISON(>=, _CMP_GE_OQ)
 GRPO_WIDE_COMPARISON(==, _CMP_EQ_OQ)
 #undef GRPO_WIDE_COMPARISON
-GRPO_HD WideFlag operator&(const WideFlag& x, const WideFlag& y) { return {_kand_mask16(x.bits, y.bits)}; }
-GRPO_HD WideFlag operator|(const WideFlag& x, const WideFlag& y) { return {_kor_mask16(x.bits, y.bits)}; }
+// The compiler sees through operations on constants, but not through these intrinsics.
+GRPO_HD bool is_known(const WideFlag& flag, __mmask16 bits) {
+  return __builtin_constant_p(flag.bits) && flag.bits == bits;
+}
+GRPO_HD WideFlag operator&(const WideFlag& x, const WideFlag& y) {
+  if (is_known(x, 0xffff) || is_known(y, 0)) return y;
+  if (is_known(y, 0xffff) || is_known(x, 0)) return x;
+  return {_kand_mask16(x.bits, y.bits)};
+}
+GRPO_HD WideFlag operator|(const WideFlag& x, const WideFlag& y) {
+  if (is_known(x, 0) || is_known(y, 0xffff)) return y;
+  if (is_known(y, 0) || is_known(x, 0xffff)) return x;
+  return {_kor_mask16(x.bits, y.bits)};
+}
 GRPO_HD WideCounter operator+(const WideCounter& x, const WideCounter& y) {
   return {_mm512_add_epi32(x.lanes, y.lanes)};
 }
@@ -290,7 +302,11 @@ struct WideMath {
   }
   GRPO_HD static Value all(float value) { return {every<WideFloats>(value)}; }
   GRPO_HD static Flag none() { return {0}; }
-  GRPO_HD static Flag negate(const Flag& flag) { return {_knot_mask16(flag.bits)}; }
+  GRPO_HD static Flag negate(const Flag& flag) {
+    if (is_known(flag, 0)) return {0xffff};
+    if (is_known(flag, 0xffff)) return {0};
+    return {_knot_mask16(flag.bits)};
+  }
   GRPO_HD static Value select(const Flag& flag, const Value& yes, const Value& no) {
     return {(WideFloats)_mm512_mask_blend_ps(flag.bits, (__m512)no.lanes, (__m512)yes.lanes)};
   }

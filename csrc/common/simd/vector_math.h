@@ -3,8 +3,8 @@
 #include "common/simd/lanes.h"
 
 // exp, expm1 and tanh of vectors: Floats (eight floats), Quad (four doubles), and WideFloats (sixteen floats), which
-// are Floats where the instruction set has no such vectors. Free of calls and of fused multiply-add, so that every
-// instruction set gives the same bits. Errors are at most 2 units in the last place, tanh 4. NaN gives NaN. exp is 0
+// are Floats where the instruction set has no such vectors. Free of calls. Multiply-adds are fused where the source says
+// so and nowhere else, so that AVX-512 and AVX2 give the same bits; the baseline rounds products. Errors are at most 2 units in the last place, tanh 4. NaN gives NaN. exp is 0
 // where the result would be below 2^-125 (floats) or 2^-1021 (doubles), because subnormal numbers take some processors
 // a hundred cycles.
 namespace grpo_kernels::GRPO_SIMD {
@@ -131,6 +131,20 @@ GRPO_HD void split(const WideFloats& wide, Floats& low, Floats& high) {
 }
 #endif
 
+// a * b + c, rounded once on AVX2 and AVX-512.
+template <typename V>
+GRPO_HD V fused(const V& a, const V& b, const V& c) {
+#if defined(__FMA__)
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return _mm512_fmadd_ps(a, b, c);
+#endif
+  if constexpr (sizeof(V) == 32 && sizeof(a[0]) == 4) return _mm256_fmadd_ps(a, b, c);
+  if constexpr (sizeof(V) == 32 && sizeof(a[0]) == 8) return _mm256_fmadd_pd(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 template <typename V>
 struct Reduced {
   V half_scale;  // 2^(n - 1), because 2^n may overflow
@@ -143,35 +157,36 @@ GRPO_HD Reduced<V> reduce_exp(const V& unclamped) {
   using Math = LaneMath<V>;
   V x = larger(every<V>(Math::kLow), unclamped);
   if constexpr (kMayOverflow) x = smaller(every<V>(Math::kHigh), x);
-  const V rounded = x * Math::kLog2e + Math::kRound;
+  const V rounded = fused(x, every<V>(Math::kLog2e), every<V>(Math::kRound));
   const V n = rounded - Math::kRound;
-  const V r = (x - n * Math::kLn2High) - n * Math::kLn2Low;
+  const V r = fused(n, every<V>(-Math::kLn2Low), fused(n, every<V>(-Math::kLn2High), x));
+  const auto term = [](int i) __attribute__((always_inline)) { return every<V>(Math::kTerms[i]); };
   constexpr int kDegree = sizeof(Math::kTerms) / sizeof(Math::kTerms[0]) - 1;
   const V square = r * r;
   V sum;
   if constexpr (kDegree == 4) {
     // floats: even and odd powers in parallel, which shortens the dependency chain
-    const V odd = square * Math::kTerms[3] + Math::kTerms[1];
-    sum = (square * Math::kTerms[4] + Math::kTerms[2]) * square + Math::kTerms[0] + odd * r;
+    const V odd = fused(square, term(3), term(1));
+    sum = fused(odd, r, fused(fused(square, term(4), term(2)), square, term(0)));
   } else {  // doubles: parallel sums would cost half a unit in the last place
-    sum = every<V>(Math::kTerms[kDegree]);
-    for (int i = kDegree - 1; i >= 0; --i) sum = sum * r + Math::kTerms[i];
+    sum = term(kDegree);
+    for (int i = kDegree - 1; i >= 0; --i) sum = fused(sum, r, term(i));
   }
   Reduced<V> reduced;
-  reduced.expm1_r = r + square * sum;
+  reduced.expm1_r = fused(square, sum, r);
   reduced.half_scale = (V)(((typename Math::Bits)rounded + Math::kHalfExponent) << Math::kMantissa);
   return reduced;
 }
 
 template <typename V>
 GRPO_HD V exp_of(const Reduced<V>& reduced) {
-  const V mantissa = reduced.expm1_r + typename LaneMath<V>::Scalar(1);
-  return (mantissa + mantissa) * reduced.half_scale;
+  const V half = fused(reduced.expm1_r, reduced.half_scale, reduced.half_scale);
+  return half + half;
 }
 
 template <typename V>
 GRPO_HD V expm1_of(const Reduced<V>& reduced) {
-  const V half = reduced.expm1_r * reduced.half_scale + (reduced.half_scale - typename LaneMath<V>::Scalar(0.5));
+  const V half = fused(reduced.expm1_r, reduced.half_scale, reduced.half_scale - typename LaneMath<V>::Scalar(0.5));
   return half + half;
 }
 

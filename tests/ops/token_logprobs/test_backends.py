@@ -344,7 +344,8 @@ def test_more_rows_than_blocks() -> None:
 TYPES = {"float32": F32, "float64": F64, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def by_level(name: str, logits: Tensor, softcap: float, level: str) -> tuple[bytes, ...]:
+def by_level(name: str, logits: Tensor, softcap: float, level: str) -> list[Tensor]:
+    """The gradient by the logits of a row, and the sums of its softmax."""
     gradient, results = torch.empty_like(logits), torch.empty(5, dtype=F64)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (logits, gradient, results)]
     size, target = ctypes.c_int64(len(logits)), ctypes.c_int64(len(logits) // 2)
@@ -352,21 +353,26 @@ def by_level(name: str, logits: Tensor, softcap: float, level: str) -> tuple[byt
     call(*pointers[:2], size, target, ctypes.c_double(softcap), pointers[2])
     assert not results.isnan().any() or logits.isnan().any()
     # any NaN matches any other, whatever its sign
-    clean = (tensor.where(~tensor.isnan(), 12345) for tensor in (gradient, results))
-    return tuple(tensor.view(torch.uint8).numpy().tobytes() for tensor in clean)
+    return [tensor.where(~tensor.isnan(), 12345) for tensor in (gradient, results)]
+
+
+# The baseline rounds products that the others do not round; halves may then be rounded the other way.
+NEAR = {"float32": 2e-6, "float64": 1e-12, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 @levels.needs_sources
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("name", TYPES)
-@pytest.mark.parametrize("level", ["avx2", "avx512"])
-def test_every_instruction_set_gives_the_same_bits(level: str, name: str, softcap: float) -> None:
+def test_avx512_gives_the_bits_of_avx2_and_the_baseline_is_close(name: str, softcap: float) -> None:
     for columns in (1, 7, 8, 33, 2047, 4099):
         logits = rows_of((columns,), TYPES[name])["logits"].to(TYPES[name])
         for spoiled in (None, -INF, NAN) if columns > 1 else (None,):
             if spoiled is not None:
                 logits[columns // 3] = spoiled
-            assert by_level(name, logits, softcap, level) == by_level(name, logits, softcap, "baseline")
+            by_set = [by_level(name, logits, softcap, level) for level in ("avx512", "avx2", "baseline")]
+            for avx512, avx2, baseline in zip(*by_set, strict=True):
+                assert torch.equal(avx512.view(torch.uint8), avx2.view(torch.uint8))
+                torch.testing.assert_close(baseline, avx2, rtol=NEAR[name], atol=NEAR[name] / 10)
 
 
 # In a process of its own: here, kernels are interpreted and expose no parameters.
