@@ -24,7 +24,8 @@ def describe(call: Call, device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"warm_us": statistics.median(host_seconds(call) * 1e6 for _ in range(rounds))}
     timer = Timer(call)
-    result: dict[str, Any] = {"warm_us": timer.warm(rounds), "cold_us": timer.cold(rounds)}
+    result: dict[str, Any] = {"host_us": statistics.median(host_seconds(call) * 1e6 for _ in range(rounds))}
+    result |= {"warm_us": timer.warm(rounds), "cold_us": timer.cold(rounds)}
     return result | {"is_gapless": timer.is_gapless} | counts(call) | graph_time(call, rounds)
 
 

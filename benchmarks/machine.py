@@ -16,6 +16,7 @@ import grpo_kernels as gk
 PACKAGES = (
     "torch",
     "triton",
+    "transformers",
     "trl",
     "verl",
     "liger-kernel",
@@ -42,6 +43,7 @@ def describe() -> dict[str, object]:
     }
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
+        facts["capability"] = torch.cuda.get_device_capability()
         facts["cuda"] = torch.version.cuda
         facts["driver"] = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
     return facts

@@ -7,19 +7,24 @@ python -m benchmarks.tables gpu_check.tar.gz --into docs/performance.md
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import re
 import tarfile
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_lines
 from benchmarks.run import short, why_not
 from benchmarks.timings import share
 
 Result = dict[str, Any]
 WIDTH = 100  # columns of the document
 ARCHIVED = ("timings.json", "peers.json", "scaling.json")
+MOST_FAILURES = 40  # shown on the page
 
 
 def case_rows(result: Result) -> list[str]:
@@ -71,18 +76,19 @@ def memory_rows(result: Result) -> list[str]:
 def timing_rows(result: Result) -> list[str]:
     """Rows of our times on each backend, beside a copy of the same bytes or, for products, the floor."""
     lines = [
-        "| case | backend | cold | warm | graph replay | MB | of the floor | launches | waits |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | backend | host | cold | warm | graph replay | MB | of the floor | launches | waits |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for timing in result["timings"]:
         case = f"| {timing['op']}, {timing['name']}, {timing['dtype']} | {timing['backend']} |"
         if "missing" in timing:
-            lines.append(f"{case} {timing['missing']} | | | | | | |")
+            lines.append(f"{case} {timing['missing']} | | | | | | | |")
             continue
         part = share(timing)
         warm = time(timing["warm_us"]) + ("" if timing.get("is_gapless", True) else " with the host's gaps")
         graph = time(timing["graph_us"]) if "graph_us" in timing else timing.get("graph_missing", "")
         cells = [
+            time(timing["host_us"]) if "host_us" in timing else "",
             time(timing["cold_us"]) if "cold_us" in timing else "",
             warm,
             graph,
@@ -109,6 +115,53 @@ def machine_line(result: Result) -> str:
         f"Ceiling of the same run: a copy moves {limits['copy'] / 1e9:.1f} GB/s; bare products do {speeds}."
     )
     return textwrap.fill(line, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def ratios(head: list[Result], other: list[Result]) -> str:
+    """The times of another commit over those of this one, from the shortest of each."""
+    sides: list[dict[str, dict[str, float]]] = [{}, {}]
+    for side, runs in zip(sides, (head, other), strict=True):
+        for timing in (timing for run in runs for timing in run["timings"]):
+            times = side.setdefault(f"{timing['op']}, {timing['name']}, {timing['dtype']} | {timing['backend']}", {})
+            for kind in ("cold_us", "warm_us", "graph_us"):
+                times[kind] = min(timing.get(kind, math.inf), times.get(kind, math.inf))
+    lines = ["| case | backend | cold | warm | graph replay |", "|---|---|---|---|---|"]
+    for case in sides[0].keys() & sides[1].keys():
+        both = [(sides[1][case][kind], sides[0][case][kind]) for kind in ("cold_us", "warm_us", "graph_us")]
+        cells = [f"{theirs / ours:.3f}" if math.isfinite(theirs + ours) else "" for theirs, ours in both]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def loaded(folder: Path, *names: str) -> list[Result]:
+    """Results in a folder, without those that are missing or were cut off."""
+    results = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            results.append(json.loads((folder / name).read_text()))
+    return results
+
+
+def page(folder: Path) -> str:
+    """Summary of the results of gpu_check so far."""
+    check = loaded(folder, "gpu_check.json")[0]
+    facts = ", ".join(f"{name} {value}" for name, value in check["machine"].items())
+    parts = [f"# GPU check: {check['machine']['gpu']}", facts, "## Steps"]
+    table = ["| part | step | state | seconds | |", "|---|---|---|---|---|"]
+    for row in check["steps"]:
+        state = f"**{row['state']}**" if row["state"] == "FAILED" else row["state"]
+        table.append(f"| {row['part']} | {row['step']} | {state} | {row['seconds']:.1f} | {row['why']} |")
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in gpu_lines.read(path)]
+    states = gpu_lines.results(lines)
+    counts = Counter(line["state"] for line in states.values())
+    parts += ["\n".join(table), "Tests: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))]
+    failed = [f"- `{name}`: {line['why']}" for name, line in states.items() if line["state"] == "failed"]
+    parts += ["## What failed", "\n".join(failed[:MOST_FAILURES])] if failed else []
+    parts += [f"and {len(failed) - MOST_FAILURES} more"] if len(failed) > MOST_FAILURES else []
+    parts += [text(results)] if (results := loaded(folder, *ARCHIVED)) else []
+    head, other = (loaded(folder, f"{side}_1.json", f"{side}_2.json") for side in ("head", "other"))
+    parts += ["## The other commit's times over ours", ratios(head, other)] if head and other else []
+    return "\n\n".join(parts) + "\n"
 
 
 def text(results: list[Result]) -> str:

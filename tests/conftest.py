@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from pathlib import Path
 
 import torch
 
@@ -17,6 +20,7 @@ if not torch.cuda.is_available():
 import hypothesis
 import pytest
 
+from benchmarks import gpu_lines
 from grpo_kernels import backends, registry
 from tests import interpreter, thinning
 from tests.emulation import build
@@ -39,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(2 if not hasattr(config, "workerinput") else 1)
     if backends.interpreting() and importlib.util.find_spec("triton") is not None:
         interpreter.quicken()
+    if config.getoption("--results", None) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Results(config.getoption("--results")))
     backends.name_implementations()
     emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
     if not torch.cuda.is_available() and emulate:
@@ -47,11 +53,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="a file that gets a line of JSON for each test as it ends")
     parser.addoption("--all", action="store_true", help="run all cases of parametrized tests, and tests marked full")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests marked `full`, and of parametrized tests all cases but a cover for each backend."""
+    """Marks tests of the GPU's backends, and leaves out tests marked `full`, and of parametrized tests all cases but a
+    cover for each backend."""
+    for item in items:
+        if getattr(getattr(item, "callspec", None), "params", {}).get("backend") in ("cuda", "triton"):
+            item.add_marker("gpu")
     if config.getoption("--all"):
         return
     left_out = {item.nodeid for item in items if item.get_closest_marker("full") is not None}
@@ -68,6 +80,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends a worker whose GPU reports an error, as it would in every later test; xdist starts another one."""
+    result = yield
+    if hasattr(item.config, "workerinput") and (error := gpu_lines.device_error()):
+        print(f"{item.nodeid}: {error}", file=sys.__stderr__, flush=True)
+        os._exit(gpu_lines.START_AGAIN)
+    return result
+
+
+class Results:
+    """Appends a line of JSON for each test as it ends, so that a run that is stopped loses nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            message = getattr(getattr(report.longrepr, "reprcrash", None), "message", None) or str(
+                report.longrepr or ""
+            )
+            why = " | ".join(message.strip().splitlines()[:3])[:400]
+            line = {"item": report.nodeid, "state": report.outcome, "seconds": round(report.duration, 3), "why": why}
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def pytest_collection_finish() -> None:

@@ -1,21 +1,46 @@
-"""tools/kernel_cases.py on kernels compiled for the host: every kernel has a case, and every result is correct."""
+"""tools/kernel_cases.py on a GPU, or on kernels compiled for the host: every op and every kernel has a case, and every
+result is correct. `make gpu-check` runs the tests marked gpu first, in this order."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import gpu_lines
+from grpo_kernels import registry
 from tests import emulation
 from tests.emulation import build
 from tests.harness import quick
-from tools import gpu_summary, kernel_cases
+from tools import kernel_cases
 
 CPU = torch.device("cpu")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 OF_CUDA = [name for name, case in kernel_cases.CASES.items() if "cuda" in case.backends]
+SMOKE = [
+    (op, backend)
+    for op in kernel_cases.SMOKE
+    for backend in ("cuda", "triton")
+    if backend in registry.all_ops[op].supports
+]
+CASES = [(name, backend) for name, case in kernel_cases.CASES.items() for backend in case.backends]
+pytestmark = pytest.mark.skipif(
+    not HAS_GPU and emulation.only.args[0], reason="needs a GPU, or a compiler and the sources to emulate one"
+)
+on_gpus = pytest.mark.pairs if HAS_GPU else pytest.mark.gpu  # with a GPU, every case on each backend runs
+
+
+@on_gpus
+@pytest.mark.parametrize(("name", "backend"), SMOKE)
+def test_a_small_call_of_each_op_gives_the_reference(name: str, backend: str) -> None:
+    assert kernel_cases.compare(kernel_cases.SMOKE[name], name, backend, DEVICE) > 0
+
+
+@on_gpus
+@pytest.mark.parametrize(("name", "backend"), CASES if HAS_GPU else [case for case in CASES if case[1] == "triton"])
+def test_values_and_gradients_of_each_case(name: str, backend: str) -> None:
+    assert kernel_cases.compare(kernel_cases.CASES[name].run, name, backend, DEVICE) > 0
 
 
 def kernels_of_the_sources() -> set[str]:
@@ -43,22 +68,12 @@ def test_a_case_launches_the_kernels_it_says_and_gives_the_reference(name: str) 
     assert results[0] > 0
 
 
-@emulation.only
-@pytest.mark.parametrize(("name", "backend"), gpu_summary.PAIRS)
-def test_a_small_call_of_each_op_gives_the_reference(name: str, backend: str) -> None:
-    assert kernel_cases.compare(kernel_cases.SMOKE[name], name, backend, CPU) > 0
-
-
-@emulation.only
-def test_lines_are_written_and_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = tmp_path / "lines"
-    command = f"kernel_cases token_logprobs agglomerate --smoke --device cpu --share 1/2 --results {lines}"
-    monkeypatch.setattr("sys.argv", command.split())
-    for _ in range(2):
-        with pytest.raises(SystemExit) as ended:
-            kernel_cases.main()
-        assert ended.value.code == 0
-        assert [line["state"] for line in gpu_lines.read(lines)] == ["begun", "passed"]
+def test_every_op_that_chooses_a_backend_has_a_small_call() -> None:
+    ops = set()
+    for path in (build.ROOT / "grpo_kernels" / "ops").rglob("*.py"):
+        if "backends.select(" in path.read_text():
+            ops |= set(re.findall(r"(?:(?:_OP|name) = |select\(\s*)\"(\w+)\"", path.read_text()))
+    assert ops == kernel_cases.SMOKE.keys()
 
 
 @emulation.only

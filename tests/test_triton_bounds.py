@@ -1,4 +1,5 @@
-"""Interpreted Triton kernels never access memory outside a tensor, whatever targets, ids and offsets hold."""
+"""Interpreted Triton kernels never access memory outside a tensor, whatever targets, ids and offsets hold, and their
+hints of alignment are true, which a GPU would answer with an error."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ import torch
 from tests.harness import quick
 from tools import kernel_cases
 
-OUTSIDE = ("outside_token_advantages", "outside_logprobs", "outside_kept")
+WATCHED = ("outside_token_advantages", "outside_logprobs", "logprobs", "outside_kept")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes loads and stores outside of a kernel's tensors raise an error."""
+    """Makes loads and stores outside of a kernel's tensors, or not where it says, raise an error."""
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     place, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
@@ -36,6 +37,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
             begin = tensor.data_ptr()
             inside |= (first >= begin) & (first + size <= begin + tensor.nbytes)
         assert inside.all(), "an access outside the tensors"
+        if divisors := pointers.attr.get("tt.divisibility"):  # of the first pointer of each piece of 16 bytes
+            pieces = numpy.asarray(pointers.data)[..., :: 16 // size]
+            read = numpy.broadcast_to(mask.data, pointers.data.shape)[..., :: 16 // size].astype(bool)
+            assert not (pieces[read] % divisors[-1]).any(), "a hint of alignment that is not true"
 
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
         check(pointers, mask)
@@ -50,6 +55,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "create_masked_store", checked_store)
 
 
-@pytest.mark.parametrize("name", quick(OUTSIDE, "outside_logprobs"))
+@pytest.mark.parametrize("name", quick(WATCHED, "outside_logprobs", "logprobs"))
 def test_kernels_stay_inside_their_arrays(name: str, watched: None) -> None:
     assert list(kernel_cases.CASES[name].run("triton", lambda tensor: tensor))

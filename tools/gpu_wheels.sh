@@ -1,30 +1,22 @@
 #!/usr/bin/env bash
-# Collects the packages that a GPU machine without a network lacks into .wheels, from where gpu_check installs them.
+# Collects the packages that a GPU machine without a network lacks into .wheels, from where gpu_check imports them.
 # Dependencies are left out, so that torch, triton and numpy stay those of the machine.
 #   tools/gpu_wheels.sh [PYTHON_VERSION=3.12] [PACKAGE ...]
 set -euo pipefail
-root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$(dirname "$0")/.."
 version=${1:-3.12}
-shift || true
-# Peers and their imports that an image with transformers, accelerate and sentence-transformers lacks.
-packages=("$@")
-if [ ${#packages[@]} = 0 ]; then
-  packages=(trl datasets dill multiprocess liger-kernel cut-cross-entropy fastcluster pytest-benchmark py-cpuinfo
-    rouge-score nltk vaderSentiment peft rich)
-fi
-platforms=()
+packages=("${@:2}")
+[ ${#packages[@]} -gt 0 ] || packages=(setuptools cmake ninja packaging pytest pluggy iniconfig pytest-xdist execnet
+  hypothesis sortedcontainers trl datasets dill multiprocess liger-kernel cut-cross-entropy fastcluster pytest-benchmark
+  py-cpuinfo rouge-score nltk vaderSentiment peft rich)
+platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 for glibc in 39 35 34 31 28 27 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
-platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 
-rm -rf "$root/.wheels"
-mkdir "$root/.wheels"
+rm -rf .wheels
 for package in "${packages[@]}"; do
-  pin=$(grep -iE "^${package//[-_]/[-_]}==" "$root/tools/constraints.txt" || true)
-  if ! python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
-    --python-version "$version" --implementation cp "${platforms[@]}" -d "$root/.wheels" "${pin:-$package}"; then
-    # published as source only: a wheel of pure Python serves every version
-    python3 -m pip wheel --quiet --disable-pip-version-check --no-deps -w "$root/.wheels" "${pin:-$package}"
-  fi
+  pin=$(grep -iE "^${package//[-_]/[-_]}==" tools/constraints.txt | tail -1 | cut -d';' -f1 || true)
+  options=(--quiet --disable-pip-version-check --no-deps "${pin:-$package}")
+  # a package published as source only becomes a wheel of pure Python, which serves every version
+  python3 -m pip download "${options[@]}" --only-binary=:all: --python-version "$version" --implementation cp \
+    "${platforms[@]}" -d .wheels || python3 -m pip wheel "${options[@]}" -w .wheels
 done
-ls -l "$root/.wheels"
-du -sh "$root/.wheels"

@@ -1,14 +1,13 @@
 """Checks small cases of every GPU kernel: values and gradients on a backend against the float64 reference.
 
-    python -m tools.kernel_cases                                  # the CUDA kernels' cases
-    python -m tools.kernel_cases --backend cuda triton --smoke    # first, one small call of each op
+    python -m tools.kernel_cases                           # the CUDA kernels' cases
+    python -m tools.kernel_cases logprobs --backend triton
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tools.kernel_cases
 
-The error against float64 must be at most twice that of the reference in the working dtype. With --results a line per
-item is appended to a file as it ends, and items in the file are skipped: after a crash the same command continues.
-Without a GPU, --device cpu runs the kernels in the emulator and in Triton's interpreter; tests/test_sanitizer.py does
-so under AddressSanitizer, and tests/test_kernel_cases.py checks that the cases launch the kernels they name and that
-every kernel of csrc has a case.
+The error against float64 must be at most twice that of the reference in the working dtype. tests/test_kernel_cases.py
+runs the cases and a small call of each op, on a GPU or emulated, and checks that the cases launch the kernels they name
+and that every kernel of csrc has a case. Without a GPU, --device cpu runs the kernels in the emulator and in Triton's
+interpreter; tests/test_sanitizer.py does so under AddressSanitizer.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -238,7 +234,6 @@ def kernels(source: str, *names: str) -> set[str]:
 
 
 HEAD = kernels("token_logprobs", "forward", "backward") | kernels("policy_loss", "count", "tokens", "reduce", "scale")
-_PATIENCE = 120  # seconds until an item of --results counts as hung
 
 CASES = {
     "every_config": Case(every_config, kernels("group_advantages", "groups"), ("cuda",)),
@@ -386,26 +381,6 @@ def enable_stand_ins() -> None:
     registry.enable_emulated_cuda()
 
 
-def report(items: dict[str, Callable[[], int]], path: Path) -> int:
-    """Runs the items without a result in the file, writes a line for each, and returns the exit status."""
-    lines = gpu_lines.Lines(path, _PATIENCE)
-    for item, run in items.items():
-        if item in lines.known:
-            continue
-        began = time.monotonic()
-        with lines.begun(item):
-            try:
-                count, why = run(), gpu_lines.device_error()
-            except Exception as error:
-                count, why = 0, gpu_lines.first_lines(error)
-        lines.write(item, "failed" if why else "passed", seconds=round(time.monotonic() - began, 2), why=why)
-        print(f"{item}: {why or f'{count} results'}", flush=True)
-        if why and gpu_lines.device_error():
-            print("the GPU reports an error in every further call of this process", flush=True)
-            return gpu_lines.START_AGAIN
-    return int(any(lines.known[item]["state"] != "passed" for item in items))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names of cases; default: all")
@@ -418,38 +393,17 @@ def main() -> None:
         default="cuda",
         help="where to run; cpu: emulator and interpreter; default: %(default)s",
     )
-    parser.add_argument("--smoke", action="store_true", help="run one small call of each op instead of the cases")
-    parser.add_argument(
-        "--share", default="1/1", help="I/N: every N-th item, starting with the I-th; default: %(default)s"
-    )
-    parser.add_argument(
-        "--results", type=Path, help="a file that gets a line per item; default: stop at the first failure"
-    )
     options = parser.parse_args()
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         enable_stand_ins()
     device = torch.device(options.device)
-    runs: dict[str, Callable[[str, Put], Iterable[Tensor]]] = {name: case.run for name, case in CASES.items()}
-    if options.smoke:
-        runs = SMOKE
-    unknown = set(options.cases) - runs.keys()
+    unknown = set(options.cases) - CASES.keys()
     if unknown:
-        parser.error(f"cases must be of {', '.join(runs)}, got {', '.join(sorted(unknown))}")
-    first, step = (int(number) for number in options.share.split("/"))
-    items = {
-        f"{'smoke' if options.smoke else 'values'}:{name}:{backend}": lambda n=name, b=backend: compare(
-            runs[n], n, b, device
-        )
-        for name in options.cases or runs
-        for backend in options.backend
-        if (backend in registry.all_ops[name].supports if options.smoke else backend in CASES[name].backends)
-    }
-    share = dict(list(items.items())[first - 1 :: step])
-    if options.results is not None:
-        sys.exit(report(share, options.results))
-    for item, run in share.items():
-        print(f"{item}: {run()} results", flush=True)
+        parser.error(f"cases must be of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    for name in options.cases or CASES:
+        for backend in {*options.backend} & {*CASES[name].backends}:
+            print(f"{name} on {backend}: {compare(CASES[name].run, name, backend, device)} results", flush=True)
     if error := gpu_lines.device_error():
         raise SystemExit(f"kernel_cases: {error}")
     print("all cases ran")

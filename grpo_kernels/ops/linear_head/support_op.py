@@ -197,12 +197,12 @@ class RaggedRows:
 
     logits: Tensor
     places: Tensor
-    bounds: Tensor
     row_temperature: Tensor | None
     temperature: float
     softcap: float | None
     logit_scale: float
     want_entropy: bool
+    bounds: Tensor
 
 
 @op_inputs
@@ -211,15 +211,15 @@ class RaggedGradient:
 
     grad_logprobs: Tensor | None
     grad_entropy: Tensor | None
-    logits: Tensor
-    places: Tensor
-    bounds: Tensor
     normalizer: Tensor
     entropy: Tensor | None
+    logits: Tensor
+    places: Tensor
     row_temperature: Tensor | None
     temperature: float
     softcap: float | None
     logit_scale: float
+    bounds: Tensor
 
 
 def _fake_logprobs(inputs: RaggedRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,15 +256,15 @@ class _Logprobs(torch.autograd.Function):
         upstream = registry.upstream(by_logprobs), registry.upstream(by_entropy if rows.want_entropy else None)
         gradient = RaggedGradient(
             *upstream,
-            rows.logits,
-            rows.places,
-            rows.bounds,
             normalizer,
             entropy,
+            rows.logits,
+            rows.places,
             rows.row_temperature,
             rows.temperature,
             rows.softcap,
             rows.logit_scale,
+            rows.bounds,
         )
         result = LOGPROBS_BACKWARD(ctx.backend, gradient)
         return registry.first_derivative("sampled_support", result), None, None
@@ -276,6 +276,6 @@ def apply(backend: str, head: Head, entries: Entries, want_entropy: bool, into: 
     hidden, weight = (x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous() for x in (head.hidden, head.weight))
     bias = None if head.bias is None else head.bias.contiguous()
     logits = _Logits.apply(hidden, weight, bias, entries, into, backend)  # type: ignore[no-untyped-call]
-    rows = RaggedRows(logits, entries.places, entries.bounds, head.row_temperature, *head.scaling, want_entropy)
+    rows = RaggedRows(logits, entries.places, head.row_temperature, *head.scaling, want_entropy, entries.bounds)
     results = _Logprobs.apply(logits, rows, backend)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], results)

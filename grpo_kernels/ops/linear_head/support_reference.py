@@ -137,12 +137,12 @@ class _Rows:
 def logprobs(
     logits: Tensor,
     places: Tensor,
-    bounds: Tensor,
     row_temperature: Tensor | None,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
     want_entropy: bool,
+    bounds: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropies and log-sum-exps, by the formulas of token_logprobs.reference.distribution."""
     own = _Rows(logits, places, bounds, Scaling(row_temperature, temperature, softcap, logit_scale))
@@ -167,15 +167,15 @@ def logprobs(
 def logprobs_backward(
     grad_logprobs: Tensor | None,
     grad_entropy: Tensor | None,
-    logits: Tensor,
-    places: Tensor,
-    bounds: Tensor,
     normalizer: Tensor,
     entropy: Tensor | None,
+    logits: Tensor,
+    places: Tensor,
     row_temperature: Tensor | None,
     temperature: float,
     softcap: float | None,
     logit_scale: float,
+    bounds: Tensor,
 ) -> Tensor:
     """The gradient by the formulas of token_logprobs.reference.backward."""
     own = _Rows(logits, places, bounds, Scaling(row_temperature, temperature, softcap, logit_scale))

@@ -1,23 +1,22 @@
-"""Log-probs over a support in Triton: gathered dot products, rows of several lengths, and sums by token id.
+"""Log-probs over a support in Triton: gathered dot products, and sums by token id."""
 
-Without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars.
-"""
-
-from typing import Any, Optional
+# without `from __future__ import annotations`: Triton reads the annotations of the kernels' scalars
+from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from grpo_kernels.ops.token_logprobs.triton import IGNORED, _differentiate_row, _factor, _measure_row
+from grpo_kernels.ops.token_logprobs.triton import backward as logprobs_backward
+from grpo_kernels.ops.token_logprobs.triton import forward as logprobs
 
-# Entries and columns of a program at a time: sixteen numbers a thread.
-_ENTRIES, _BLOCK, _WARPS = 8, 256, 4
-_ROW_BLOCK, _ROW_WARPS = 256, 1  # kept ids of a row at a time
-# Nothing is compiled anew for another length, stride, temperature or coefficient.
+__all__ = ["add_weight", "logits", "logprobs", "logprobs_backward", "to_hidden"]
+
+# Entries and columns of a program at a time: sixteen numbers for each thread of four warps.
+ENTRIES, BLOCK = tl.constexpr(8), tl.constexpr(256)
+# Nothing is compiled anew for another length or stride.
 _RUNTIME = ["count", "width", "hidden_stride", "weight_stride"]
-_ROW_RUNTIME = ["temperature", "numerator", "bend"]
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -32,8 +31,6 @@ def _logits_kernel(
     width: "i32",
     hidden_stride: "i64",
     weight_stride: "i64",
-    ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)
     inside = entry < count
@@ -64,8 +61,6 @@ def _to_hidden_kernel(
     result_ptr,
     width: "i32",
     weight_stride: "i64",
-    ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -78,8 +73,7 @@ def _to_hidden_kernel(
         is_read = (gradient != 0)[:, None] & (column < width)[None, :]
         w = tl.load(weight_ptr + token_id[:, None] * weight_stride + column[None, :], mask=is_read, other=0.0)
         sum += tl.sum(gradient[:, None] * w.to(tl.float32), axis=0)
-    dtype = result_ptr.dtype.element_ty
-    tl.store(result_ptr + row * width + column, sum.to(dtype), mask=column < width)
+    tl.store(result_ptr + row * width + column, sum.to(result_ptr.dtype.element_ty), mask=column < width)
 
 
 @triton.jit(do_not_specialize=["count", "width", "hidden_stride"])
@@ -94,8 +88,6 @@ def _add_weight_kernel(
     count: "i64",
     width: "i32",
     hidden_stride: "i64",
-    ENTRIES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """One program per place among the entries by token id; the one at the first entry of an id sums all of them."""
     place = tl.program_id(0).to(tl.int64)
@@ -131,93 +123,6 @@ def _add_weight_kernel(
             tl.store(bias_ptr + own_id, by_bias.to(bias_ptr.dtype.element_ty), mask=is_owner)
 
 
-@triton.jit(do_not_specialize=_ROW_RUNTIME)
-def _logprobs_kernel(
-    logits_ptr,
-    places_ptr,
-    bounds_ptr,
-    temperatures_ptr,
-    logprobs_ptr,
-    entropy_ptr,
-    normalizer_ptr,
-    temperature: "fp64",
-    numerator: "fp64",
-    bend: "fp32",
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places_ptr + row)
-    begin = tl.load(bounds_ptr + row)
-    columns = (tl.load(bounds_ptr + row + 1) - begin).to(tl.int32)
-    if (place == IGNORED) | (columns == 0):
-        nothing = tl.where(place == IGNORED, 0.0, float("nan"))  # a row that counts, but keeps no id
-        tl.store(logprobs_ptr + row, nothing)
-        tl.store(normalizer_ptr + row, nothing)
-        if entropy_ptr is not None:
-            tl.store(entropy_ptr + row, nothing)
-    else:
-        factor = _factor(temperatures_ptr, row, temperature, numerator)
-        logits_ptr += begin
-        _measure_row(
-            logits_ptr, place, columns, factor, bend, row, logprobs_ptr, entropy_ptr, normalizer_ptr, CAPPED, BLOCK
-        )
-
-
-@triton.jit(do_not_specialize=_ROW_RUNTIME)
-def _logprobs_backward_kernel(
-    logits_ptr,
-    gradient_ptr,
-    places_ptr,
-    bounds_ptr,
-    temperatures_ptr,
-    normalizer_ptr,
-    entropy_ptr,
-    grad_logprobs_ptr,
-    grad_entropy_ptr,
-    temperature: "fp64",
-    numerator: "fp64",
-    bend: "fp32",
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places_ptr + row)
-    begin = tl.load(bounds_ptr + row)
-    columns = (tl.load(bounds_ptr + row + 1) - begin).to(tl.int32)
-    for_logprob = 0.0
-    for_entropy = 0.0
-    if grad_logprobs_ptr is not None:
-        for_logprob = tl.load(grad_logprobs_ptr + row)
-    if grad_entropy_ptr is not None:
-        for_entropy = tl.load(grad_entropy_ptr + row)
-    logits_ptr += begin
-    gradient_ptr += begin
-    if (place == IGNORED) | ((for_logprob == 0) & (for_entropy == 0)) | (columns == 0):
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            tl.store(gradient_ptr + column, tl.zeros([BLOCK], tl.float32), mask=column < columns)
-    else:
-        factor = _factor(temperatures_ptr, row, temperature, numerator)
-        _differentiate_row(
-            logits_ptr,
-            gradient_ptr,
-            place,
-            columns,
-            factor,
-            bend,
-            row,
-            normalizer_ptr,
-            entropy_ptr,
-            for_logprob,
-            for_entropy,
-            grad_entropy_ptr is not None,
-            CAPPED,
-            False,
-            BLOCK,
-        )
-
-
 def logits(
     hidden: Tensor,
     weight: Tensor,
@@ -231,10 +136,8 @@ def logits(
     count, width = len(token_ids), hidden.shape[1]
     if count > 0:
         strides = hidden.stride(0), weight.stride(0)
-        constants: dict[str, Any] = {"ENTRIES": _ENTRIES, "BLOCK": _BLOCK, "num_warps": _WARPS}
-        _logits_kernel[(triton.cdiv(count, _ENTRIES),)](
-            hidden, weight, bias, token_ids, rows, result, count, width, *strides, **constants
-        )
+        blocks = triton.cdiv(count, ENTRIES.value)
+        _logits_kernel[(blocks,)](hidden, weight, bias, token_ids, rows, result, count, width, *strides)
     return result
 
 
@@ -242,10 +145,8 @@ def to_hidden(by_logits: Tensor, weight: Tensor, token_ids: Tensor, bounds: Tens
     rows, width = len(bounds) - 1, weight.shape[1]
     result = weight.new_empty(rows, width)
     if rows > 0:
-        constants: dict[str, Any] = {"ENTRIES": _ENTRIES, "BLOCK": _BLOCK, "num_warps": _WARPS}
-        _to_hidden_kernel[(rows, triton.cdiv(width, _BLOCK))](
-            by_logits, weight, token_ids, bounds, result, width, weight.stride(0), **constants
-        )
+        blocks = triton.cdiv(width, BLOCK.value)
+        _to_hidden_kernel[(rows, blocks)](by_logits, weight, token_ids, bounds, result, width, weight.stride(0))
     return result
 
 
@@ -260,78 +161,6 @@ def add_weight(
 ) -> None:
     count, width = len(token_ids), hidden.shape[1]
     if count > 0 and (weight is not None or bias is not None):
-        blocks = 1 if weight is None else triton.cdiv(width, _BLOCK)
-        constants: dict[str, Any] = {"ENTRIES": _ENTRIES, "BLOCK": _BLOCK, "num_warps": _WARPS}
-        _add_weight_kernel[(count, blocks)](
-            by_logits, hidden, token_ids, rows, order, weight, bias, count, width, hidden.stride(0), **constants
-        )
-
-
-def _row_options(
-    temperature: float, softcap: Optional[float], logit_scale: float
-) -> tuple[tuple[float, float, float], dict[str, Any]]:
-    """The last arguments of both kernels of rows: run-time values and constexprs."""
-    numerator, bend = (logit_scale, 0.0) if softcap is None else (softcap, logit_scale / softcap)
-    constants = {"CAPPED": softcap is not None, "BLOCK": _ROW_BLOCK, "num_warps": _ROW_WARPS}
-    return (temperature, numerator, bend), constants
-
-
-def logprobs(
-    logits: Tensor,
-    places: Tensor,
-    bounds: Tensor,
-    row_temperature: Optional[Tensor],
-    temperature: float,
-    softcap: Optional[float],
-    logit_scale: float,
-    want_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    results = logits.new_empty(places.shape)
-    entropy = torch.empty_like(results) if want_entropy else results.new_empty(0)
-    normalizer = torch.empty_like(results, dtype=torch.float64)
-    if len(places) > 0:
-        arguments, constants = _row_options(temperature, softcap, logit_scale)
-        _logprobs_kernel[(len(places),)](
-            logits,
-            places,
-            bounds,
-            row_temperature,
-            results,
-            entropy if want_entropy else None,
-            normalizer,
-            *arguments,
-            **constants,
-        )
-    return results, entropy, normalizer
-
-
-def logprobs_backward(
-    grad_logprobs: Optional[Tensor],
-    grad_entropy: Optional[Tensor],
-    logits: Tensor,
-    places: Tensor,
-    bounds: Tensor,
-    normalizer: Tensor,
-    entropy: Optional[Tensor],
-    row_temperature: Optional[Tensor],
-    temperature: float,
-    softcap: Optional[float],
-    logit_scale: float,
-) -> Tensor:
-    gradient = torch.empty_like(logits)
-    if len(places) > 0:
-        arguments, constants = _row_options(temperature, softcap, logit_scale)
-        _logprobs_backward_kernel[(len(places),)](
-            logits,
-            gradient,
-            places,
-            bounds,
-            row_temperature,
-            normalizer,
-            entropy,
-            grad_logprobs,
-            grad_entropy,
-            *arguments,
-            **constants,
-        )
-    return gradient
+        blocks = 1 if weight is None else triton.cdiv(width, BLOCK.value)
+        inputs = by_logits, hidden, token_ids, rows, order, weight, bias
+        _add_weight_kernel[(count, blocks)](*inputs, count, width, hidden.stride(0))

@@ -9,45 +9,51 @@ from grpo_kernels.ops.token_logprobs import triton as kernels
 
 
 def _aot_cases() -> tuple[AotCase, ...]:
-    runtime = {"columns": "i32", "temperature": "fp64", "numerator": "fp64", "bend": "fp32"}
-    runtime |= dict.fromkeys(("inner", "outer_stride", "inner_stride"), "i64")
-    rows = {"targets_ptr": "*i64", "normalizer_ptr": "*fp64", "entropy_ptr": "*fp32"}
-    forward_rows = rows | {"logprobs_ptr": "*fp32"}
-    backward_rows = rows | {"grad_logprobs_ptr": "*fp32", "grad_entropy_ptr": "*fp32"}
-    backward_rows |= dict.fromkeys(("gradient_outer_stride", "gradient_inner_stride"), "i64")
-    temperatures = {"temperatures_ptr": "*fp32"}
-    usual = {"CAPPED": False, "ALIGNED": True}
-    small = {"CAPPED": True, "ALIGNED": False, "BLOCK": kernels._SMALL_BLOCK}
+    types = {"columns": "i32", "factor": "fp64", "bend": "fp32"}
+    types |= dict.fromkeys(("inner", "outer_stride", "inner_stride"), "i64")
+    types |= {"targets_ptr": "*i64", "normalizer_ptr": "*fp64"}
+    strides = dict.fromkeys(("gradient_outer_stride", "gradient_inner_stride"), "i64")
+    temperatures, entropy = {"temperatures_ptr": "*fp32"}, {"entropy_ptr": "*fp32"}
+    optional = ("temperatures_ptr", "bounds_ptr", "entropy_ptr", "grad_entropy_ptr")
 
-    def without(types: dict[str, str], *names: str) -> tuple[dict[str, str], dict[str, None]]:
-        return {k: v for k, v in types.items() if k not in names}, dict.fromkeys(names)
-
-    plain_forward, no_entropy = without(forward_rows, "entropy_ptr")
-    plain_backward, no_upstream = without(backward_rows, "entropy_ptr", "grad_entropy_ptr")
-    nothing = {"temperatures_ptr": None}
-    half, single = {"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}
-    half_gradient, single_gradient = half | {"gradient_ptr": "*bf16"}, single | {"gradient_ptr": "*fp32"}
-    rounded = {"gradient_ptr": "*bf16"}
-    copied, inplace = {"INPLACE": False}, {"INPLACE": True}
-
-    def case(kernel: Any, types: dict[str, str], constants: dict[str, Any], label: str) -> AotCase:
-        is_small = "BLOCK" in constants
-        constants = {"BLOCK": kernels._BLOCK_BYTES // (4 if types["logits_ptr"] == "*fp32" else 2)} | constants
-        warps = kernels._SMALL_WARPS if is_small else kernels._WARPS
-        aligned = tuple(name for name in ("logits_ptr", "gradient_ptr") if name in types and not is_small)
-        return AotCase(kernel, types | runtime, constants, warps, label=label, aligned=aligned)
+    def case(
+        kernel: Any, dtype: str, more: dict[str, str], label: str, capped: bool = False, gradient: str = ""
+    ) -> AotCase:
+        signature = types | {"logits_ptr": dtype} | more
+        is_forward, is_short = kernel is kernels._forward_kernel, "bounds_ptr" in more
+        if is_forward:
+            signature |= {"logprobs_ptr": "*fp32"}
+        else:
+            signature |= strides | {"gradient_ptr": gradient or dtype, "grad_logprobs_ptr": "*fp32"}
+            signature |= {"grad_entropy_ptr": "*fp32"} if "entropy_ptr" in more else {}
+        warps = kernels._SHORT_WARPS if is_short else kernels._WARPS
+        loads = kernels._LOADS if is_forward else kernels._LOADS_BACKWARD
+        constants: dict[str, Any] = {"CAPPED": capped, "LOADS": kernels._SHORT_LOADS if is_short else loads}
+        absent = [name for name in optional if name not in signature and not (is_forward and name.startswith("grad"))]
+        return AotCase(kernel, signature, constants | {"LANES": 32 * warps} | dict.fromkeys(absent), warps, label=label)
 
     forward, backward = kernels._forward_kernel, kernels._backward_kernel
-    capped, small_label = usual | nothing | {"CAPPED": True}, "small, fp32, per-row temperature"
+    kept = {"bounds_ptr": "*i64"}
     return (
-        case(forward, half | plain_forward, usual | nothing | no_entropy, "bf16"),
-        case(forward, single | plain_forward, usual | nothing | no_entropy, "fp32"),
-        case(forward, half | forward_rows, capped, "bf16, softcap, entropy"),
-        case(forward, single | forward_rows | temperatures, small, small_label),
-        case(backward, half_gradient | plain_backward, usual | nothing | no_upstream | copied, "bf16"),
-        case(backward, half_gradient | backward_rows, capped | inplace, "bf16, softcap, entropy, in place"),
-        case(backward, single_gradient | backward_rows | temperatures, small | copied, small_label),
-        case(backward, single | rounded | plain_backward, usual | nothing | no_upstream | copied, "fp32 to bf16"),
+        case(forward, "*bf16", {}, "bf16"),
+        case(forward, "*bf16", entropy, "bf16, entropy"),
+        case(forward, "*fp32", temperatures, "fp32, per-row temperature"),
+        case(forward, "*bf16", {}, "bf16, softcap", capped=True),
+        case(forward, "*bf16", entropy, "bf16, softcap, entropy", capped=True),
+        case(forward, "*fp32", kept, "kept"),
+        case(
+            forward, "*fp32", kept | entropy | temperatures, "kept, softcap, entropy, per-row temperature", capped=True
+        ),
+        case(backward, "*bf16", {}, "bf16"),
+        case(backward, "*bf16", entropy, "bf16, entropy"),
+        case(backward, "*fp32", temperatures, "fp32, per-row temperature"),
+        case(backward, "*fp32", {}, "fp32 to bf16", gradient="*bf16"),
+        case(backward, "*bf16", {}, "bf16, softcap", capped=True),
+        case(backward, "*bf16", entropy, "bf16, softcap, entropy", capped=True),
+        case(backward, "*fp32", kept, "kept"),
+        case(
+            backward, "*fp32", kept | entropy | temperatures, "kept, softcap, entropy, per-row temperature", capped=True
+        ),
     )
 
 

@@ -1,4 +1,7 @@
-"""token_logprobs in Triton: one program per row, a running maximum and running sums in every lane.
+"""token_logprobs in Triton: one program per row, in one or two passes over its logits.
+
+Each kernel is compiled once for a dtype and the optional arguments: not for a vocabulary, stride, temperature or
+alignment. A row is a body of whole pieces of 16 bytes and the few columns before and after it.
 
 Without `from __future__ import annotations`: Triton reads the annotations "fp64" of the kernels' scalars.
 """
@@ -11,165 +14,91 @@ import triton.language as tl
 from torch import Tensor
 
 IGNORED = tl.constexpr(-100)
-# Below this, exp is 0; a finite number in place of -inf, so that 0 times it is 0.
+# Below this, exp2 is 0; a finite number in place of -inf, so that 0 times it is 0.
 _NO_EXPONENT = tl.constexpr(-10000.0)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
-# A row's columns at a time, in bytes: two loads of 16 per thread, the fastest of 1 to 4 on an H200. A row of a small
-# vocabulary goes to a single warp.
-_BLOCK_BYTES, _WARPS = 8192, 8
-_SMALL_BLOCK, _SMALL_WARPS = 256, 1
-# Nothing is compiled anew for another length, stride, temperature or coefficient; what alignment allows is a constexpr.
-_RUNTIME = ["columns", "inner", "outer_stride", "inner_stride", "temperature", "numerator", "bend"]
-_RUNTIME_BACKWARD = [*_RUNTIME, "gradient_outer_stride", "gradient_inner_stride"]
+# Loads of 16 bytes per thread at a time; rows within bounds have few columns.
+_WARPS, _LOADS, _LOADS_BACKWARD = 8, 4, 2
+_SHORT_WARPS, _SHORT_LOADS = 1, 2
+# Arguments of which no value or alignment is compiled in.
+_ROWS = ["logits_ptr", "targets_ptr", "temperatures_ptr", "bounds_ptr", "normalizer_ptr", "entropy_ptr"]
+_BACKWARD = ["gradient_ptr", "grad_logprobs_ptr", "grad_entropy_ptr", "gradient_outer_stride", "gradient_inner_stride"]
+_RUNTIME = ["columns", "inner", "outer_stride", "inner_stride", "factor", "bend"]
 
 
 @triton.jit
-def _row_start(row, inner, outer_stride, inner_stride):
-    return row // inner * outer_stride + row % inner * inner_stride
+def _span(bounds_ptr, row, columns, inner, outer_stride, inner_stride):
+    """Where a row begins, and how many columns it has."""
+    start = row // inner * outer_stride + row % inner * inner_stride
+    if bounds_ptr is not None:
+        start = tl.load(bounds_ptr + row)
+        columns = (tl.load(bounds_ptr + row + 1) - start).to(tl.int32)
+    return start, columns
 
 
 @triton.jit
-def _factor(temperatures_ptr, row, temperature, numerator):
+def _factor(temperatures_ptr, row, factor):
     """z = factor * x, or with a softcap factor * tanh(bend * x). NaN if the temperature means nothing."""
     if temperatures_ptr is not None:
         temperature = tl.load(temperatures_ptr + row).to(tl.float64)
-    means = (temperature > 0) & (temperature < float("inf"))
-    return tl.where(means, numerator / tl.where(means, temperature, 1.0), float("nan")).to(tl.float32)
-
-
-@triton.jit
-def _bent(u):
-    """tanh(u) and 1 - tanh(u)^2. The polynomial, interpolated at Chebyshev's points, is exact to 6e-10 below 0.625."""
-    square = u * u
-    near = 0.00229280719276
-    near = near * square - 0.00834400056095
-    near = near * square + 0.02176893546
-    near = near * square - 0.0539592616426
-    near = near * square + 0.133333035656
-    near = near * square - 0.333333331722
-    near = u + u * square * near
-    decay = tl.exp(-2 * tl.abs(u))
-    far = (1 - decay) / (1 + decay)
-    far = tl.where(u < 0, -far, far)
-    return tl.where(tl.abs(u) < 0.625, near, far), 4 * decay / ((1 + decay) * (1 + decay))
+        means = (temperature > 0) & (temperature < float("inf"))
+        factor = tl.where(means, factor / tl.where(means, temperature, 1.0), float("nan"))
+    return factor
 
 
 @triton.jit
 def _unscaled(x, bend, CAPPED: tl.constexpr):
-    """Logits before the product with the factor; infinite ones stay what they are under a softcap."""
-    if CAPPED:
-        tanh, _ = _bent(x * bend)
-        return tl.where(tl.abs(x) == float("inf"), x, tanh)
-    return x
+    """Logits before the product with the factor, and their derivative; infinite ones stay so under a softcap."""
+    if not CAPPED:
+        return x, 1.0
+    else:
+        u = x * bend
+        # tanh(|u|) = 1 - 2 r with r = 1 / (1 + exp(2 |u|)); near 0, where that cancels, a polynomial
+        root = tl.rsqrt(1.0 + tl.exp2(tl.abs(u) * (2 * _LOG2_E)))
+        r = root * root
+        sign = u.to(tl.int32, bitcast=True) & -2147483648
+        far = ((1.0 - 2.0 * r).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        square = u * u
+        near = -0.00661575 * square + 0.02131274
+        near = near * square - 0.05391007
+        near = near * square + 0.13333118
+        near = near * square - 0.33333332
+        near = u * square * near + u
+        # the last product is 0, or infinite if x is
+        tanh = tl.where(tl.abs(u) < 0.55, near, far) + x * 1.401298464324817e-45
+        return tanh, (r - r * r) * (4.0 * bend)
 
 
 @triton.jit
-def _mapped(x, factor, bend, CAPPED: tl.constexpr):
-    """z and dz/dx of logits; infinite ones stay what they are under a softcap."""
-    if CAPPED:
-        tanh, slope = _bent(x * bend)
-        return tl.where(tl.abs(x) == float("inf"), x, tanh * factor), slope * (bend * factor)
-    return x * factor, tl.zeros_like(x) + factor
+def _body(pointer, columns, ITEMS: tl.constexpr):
+    """Number of columns before a row's first 16-byte boundary, and of those in whole pieces of ITEMS after it."""
+    address = pointer.to(tl.int64)
+    before = (15 - (address + 15) % 16) // (pointer.dtype.element_ty.primitive_bitwidth // 8)
+    before = tl.minimum(before.to(tl.int32), columns)
+    return before, (columns - before) // ITEMS * ITEMS
 
 
-@triton.jit
-def _log1p(x):
-    """For float64; exact where x is far below 1."""
-    sum = 1.0 + x
-    lost = sum - 1.0
-    return tl.where(lost == 0, x, tl.log(sum) * (x / tl.where(lost == 0, 1.0, lost)))
-
-
-@triton.jit
-def _measure_row(
-    logits_ptr,
-    target,
-    columns,
-    factor,
-    bend,
-    row,
-    logprobs_ptr,
-    entropy_ptr,
-    normalizer_ptr,
-    CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Log-prob, entropy and log-sum-exp of the row of logits at `logits_ptr`."""
-    # As in csrc/token_logprobs/softmax.h, the largest logits are counted and the others summed. Differences are taken
-    # before any scaling, where they are exact for equal logits, so that one product serves the scaling and the
-    # exponential to base 2. A lane takes 16 bytes of logits at a time, and scales its sums once for all of them.
-    ITEMS: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    LANES: tl.constexpr = BLOCK // ITEMS
-    places = tl.arange(0, LANES)[:, None] * ITEMS + tl.arange(0, ITEMS)[None, :]
-    scale = factor * _LOG2_E
-    top = tl.full([LANES], _LOWEST, tl.float32)
-    ties = tl.zeros([LANES], tl.float32)
-    below = tl.zeros([LANES], tl.float32)
-    spread = tl.zeros([LANES], tl.float32)
-    for start in range(0, columns, BLOCK):
-        column = start + places
-        x = tl.load(logits_ptr + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-        u = _unscaled(x, bend, CAPPED)
-        new_top = tl.maximum(top, tl.max(u, axis=1))
-        is_top = tl.where(u == new_top[:, None], 1.0, 0.0)
-        exponent = (u - new_top[:, None]) * scale
-        term = tl.exp2(exponent) - is_top
-        gap = tl.where(new_top == top, 0.0, tl.maximum((top - new_top) * scale, _NO_EXPONENT))
-        decay = tl.exp2(gap)
-        sum = ties + below
-        if entropy_ptr is not None:
-            exponent = tl.where(exponent < _NO_EXPONENT, _NO_EXPONENT, exponent)
-            spread = (spread - gap * sum) * decay - tl.sum(exponent * term, axis=1)
-        below = tl.where(new_top == top, below, sum * decay) + tl.sum(term, axis=1)
-        ties = tl.where(new_top == top, ties, 0.0) + tl.sum(is_top, axis=1)
-        top = new_top
-
-    row_top = tl.max(top, axis=0)
-    at_top = top == row_top
-    gap = tl.where(at_top, 0.0, tl.maximum((top - row_top) * scale, _NO_EXPONENT))
-    decay = tl.exp2(gap)
-    sum = ties + below
-    number = tl.sum(tl.where(at_top, ties, 0.0), axis=0).to(tl.float64)
-    others = (number - 1.0) + tl.sum(tl.where(at_top, below, sum * decay), axis=0).to(tl.float64)
-    log_sum = _log1p(others)
-    known = (target >= 0) & (target < columns)
-    x = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
-    u = _unscaled(x, bend, CAPPED)
-    # a target that is no column, an overflow, or no number at all
-    fails = (known == 0) | (row_top == float("inf")) | (others < 0)
-    spoiled = tl.where(fails, float("nan"), 0.0)
-    logprob = (u.to(tl.float64) - row_top.to(tl.float64)) * factor.to(tl.float64) - log_sum + spoiled
-    tl.store(logprobs_ptr + row, tl.where(logprob > 0, 0.0, logprob).to(tl.float32))
-    # of no number at all it is what another part of the vocabulary may be added to
-    total = (row_top * factor).to(tl.float64) + log_sum + spoiled
-    tl.store(normalizer_ptr + row, tl.where((others < 0) & known, float("-inf"), total))
-    if entropy_ptr is not None:
-        spreads = tl.sum((spread - gap * sum) * decay, axis=0).to(tl.float64) * _LN_2
-        entropy = log_sum + spreads / (1.0 + others) + spoiled
-        tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy).to(tl.float32))
-
-
-@triton.jit(do_not_specialize=_RUNTIME)
+@triton.jit(do_not_specialize=[*_ROWS, "logprobs_ptr", *_RUNTIME])
 def _forward_kernel(
     logits_ptr,
     targets_ptr,
     temperatures_ptr,
-    logprobs_ptr,
-    entropy_ptr,
+    bounds_ptr,
     normalizer_ptr,
+    entropy_ptr,
+    logprobs_ptr,
     columns: "i32",
     inner: "i64",
     outer_stride: "i64",
     inner_stride: "i64",
-    temperature: "fp64",
-    numerator: "fp64",
+    factor: "fp64",
     bend: "fp32",
     CAPPED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
@@ -178,159 +107,175 @@ def _forward_kernel(
         tl.store(normalizer_ptr + row, 0.0)
         if entropy_ptr is not None:
             tl.store(entropy_ptr + row, 0.0)
-    else:
-        start_of_row = _row_start(row, inner, outer_stride, inner_stride)
-        if ALIGNED:  # tl.multiple_of would be lost: on an argument, and on a result of a function that is inlined
-            start_of_row = start_of_row // 16 * 16
-            columns = columns // 16 * 16
-        logits_ptr += start_of_row
-        factor = _factor(temperatures_ptr, row, temperature, numerator)
-        _measure_row(
-            logits_ptr, target, columns, factor, bend, row, logprobs_ptr, entropy_ptr, normalizer_ptr, CAPPED, BLOCK
-        )
+        return
+    start, columns = _span(bounds_ptr, row, columns, inner, outer_stride, inner_stride)
+    logits_ptr += start
+    factor = _factor(temperatures_ptr, row, factor)
+    # The largest logits are counted and the others summed, which keeps the digits of a nearly certain row. All threads
+    # share the largest so far. Differences are taken before any scaling, where they are exact for equal logits, so that
+    # one product serves the scaling and the exponential to base 2.
+    ITEMS: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    scale = factor.to(tl.float32) * _LOG2_E
+    before, body = _body(logits_ptr, columns, ITEMS)
+    lanes = tl.arange(0, LANES)
+    edge = tl.where(lanes < before, lanes, lanes + body)
+    edge_x = tl.load(logits_ptr + edge, mask=lanes < columns - body, other=float("-inf")).to(tl.float32)
+    edge_u = _unscaled(edge_x, bend, CAPPED)[0]
+    top = tl.maximum(tl.max(edge_u, axis=0), _LOWEST)
+    ties = tl.sum(tl.where(edge_u == top, 1.0, 0.0), axis=0)
+    edge_exponent = (tl.where(edge_u == top, float("-inf"), edge_u) - top) * scale
+    below = tl.exp2(edge_exponent)
+    spread = tl.maximum(edge_exponent, _NO_EXPONENT) * below
+    pieces = tl.arange(0, LOADS)[:, None, None] * LANES + lanes[None, :, None]
+    places = pieces * ITEMS + tl.arange(0, ITEMS)[None, None, :]
+    body_ptr = logits_ptr + before
+    for start in range(0, body, LOADS * LANES * ITEMS):
+        column = start + places
+        x = tl.load(tl.multiple_of(body_ptr + column, [1, 1, 16]), mask=column < body, other=float("-inf"))
+        u = _unscaled(x.to(tl.float32), bend, CAPPED)[0]
+        tile_top = tl.max(tl.max(tl.max(u, axis=2), axis=0), axis=0)
+        if tile_top >= top:
+            gap = tl.maximum((top - tile_top) * scale, _NO_EXPONENT)
+            decay = tl.exp2(gap)
+            is_raised = tile_top > top
+            # what was largest so far is one of the others from now on
+            sum = below + tl.where(lanes == 0, tl.where(is_raised, ties, 0.0), 0.0)
+            spread = (spread + gap * sum) * decay
+            below = sum * decay
+            is_top = u == tile_top
+            ties = tl.where(is_raised, 0.0, ties) + tl.sum(tl.sum(tl.sum(tl.where(is_top, 1.0, 0.0), 2), 0), 0)
+            u = tl.where(is_top, float("-inf"), u)
+            top = tile_top
+        exponent = (u - top) * scale
+        term = tl.exp2(exponent)
+        below += tl.sum(tl.sum(term, axis=2), axis=0)
+        if entropy_ptr is not None:
+            spread += tl.sum(tl.sum(tl.maximum(exponent, _NO_EXPONENT) * term, axis=2), axis=0)
 
-
-@triton.jit
-def _target_gradient(
-    logits_ptr, target, columns, factor, bend, high, low, for_logprob, for_entropy, own_entropy, CAPPED: tl.constexpr
-):
-    """g (1 - p) - h p (log p + H), without cancellation where p is nearly 1."""
+    others = (ties.to(tl.float64) - 1.0) + tl.sum(below, axis=0).to(tl.float64)
+    # log1p(others), exact where they are far below 1
+    lost = (1.0 + others) - 1.0
+    log_sum = tl.where(lost == 0, others, tl.log(1.0 + others) * (others / tl.where(lost == 0, 1.0, lost)))
     known = (target >= 0) & (target < columns)
-    x = tl.load(logits_ptr + tl.where(known, target, 0)).to(tl.float32)
-    z, slope = _mapped(x, factor, bend, CAPPED)
-    log_p = (z.to(tl.float64) - high.to(tl.float64)) - low.to(tl.float64)
-    rest = tl.where(log_p > -1e-5, -log_p * (1.0 + 0.5 * log_p), 1.0 - tl.exp(log_p))
-    surprise = tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy
-    return (for_logprob * rest - for_entropy * tl.exp(log_p) * surprise).to(tl.float32) * slope
+    own = _unscaled(tl.load(logits_ptr + target, mask=known, other=0.0).to(tl.float32), bend, CAPPED)[0]
+    # a target that is no column, an overflow, or no number at all
+    fails = (known == 0) | (top == float("inf")) | (others < 0)
+    spoiled = tl.where(fails, float("nan"), 0.0)
+    logprob = (own.to(tl.float64) - top.to(tl.float64)) * factor - log_sum + spoiled
+    tl.store(logprobs_ptr + row, tl.where(logprob > 0, 0.0, logprob).to(tl.float32))
+    # of no number at all it is what another part of the vocabulary may be added to
+    total = top.to(tl.float64) * factor + log_sum + spoiled
+    tl.store(normalizer_ptr + row, tl.where((others < 0) & known, float("-inf"), total))
+    if entropy_ptr is not None:
+        entropy = log_sum - tl.sum(spread, axis=0).to(tl.float64) * _LN_2 / (1.0 + others) + spoiled
+        tl.store(entropy_ptr + row, tl.where(entropy < 0, 0.0, entropy).to(tl.float32))
 
 
 @triton.jit
-def _differentiate_row(
-    logits_ptr,
-    gradient_ptr,
-    target,
-    columns,
-    factor,
-    bend,
-    row,
-    normalizer_ptr,
-    entropy_ptr,
-    for_logprob,
-    for_entropy,
-    HAS_ENTROPY: tl.constexpr,
-    CAPPED: tl.constexpr,
-    INPLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes the gradient of the row of logits at `logits_ptr` to `gradient_ptr`."""
-    dtype = gradient_ptr.dtype.element_ty
-    normalizer = tl.load(normalizer_ptr + row)
-    high = normalizer.to(tl.float32)
-    low = (normalizer - high.to(tl.float64)).to(tl.float32)
-    own_entropy = 0.0
-    if HAS_ENTROPY:
-        own_entropy = tl.load(entropy_ptr + row)
-
-    own = _target_gradient(
-        logits_ptr, target, columns, factor, bend, high, low, for_logprob, for_entropy, own_entropy, CAPPED
-    )
-    if INPLACE:
-        tl.debug_barrier()  # all threads have read the target before one overwrites it
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < columns
-        x = tl.load(logits_ptr + column, mask=inside, other=0.0).to(tl.float32)
-        z, slope = _mapped(x, factor, bend, CAPPED)
-        log_p = (z - high) - low
-        p = tl.exp(log_p)
-        weight = tl.zeros_like(p) + for_logprob
-        if HAS_ENTROPY:
-            weight += for_entropy * (tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy)
-        dx = tl.where(column == target, own, -(p * weight) * slope)
-        tl.store(gradient_ptr + column, dx.to(dtype), mask=inside)
+def _by_logit(x, bend, scale, pivot, shift, constant, by_exponent, CAPPED: tl.constexpr):
+    """(constant + by_exponent * log2 p) p du/dx, with log2 p = scale * (u - pivot) + shift."""
+    u, slope = _unscaled(x.to(tl.float32), bend, CAPPED)
+    exponent = (u - pivot) * scale + shift
+    weight = constant
+    if by_exponent is not None:
+        weight = tl.maximum(exponent, _NO_EXPONENT) * by_exponent + constant
+    return tl.exp2(exponent) * weight * slope
 
 
-@triton.jit(do_not_specialize=_RUNTIME_BACKWARD)
+@triton.jit(do_not_specialize=[*_ROWS, *_RUNTIME, *_BACKWARD])
 def _backward_kernel(
     logits_ptr,
-    gradient_ptr,
     targets_ptr,
     temperatures_ptr,
+    bounds_ptr,
     normalizer_ptr,
     entropy_ptr,
+    gradient_ptr,
     grad_logprobs_ptr,
     grad_entropy_ptr,
     columns: "i32",
     inner: "i64",
     outer_stride: "i64",
     inner_stride: "i64",
-    temperature: "fp64",
-    numerator: "fp64",
+    factor: "fp64",
     bend: "fp32",
     gradient_outer_stride: "i64",
     gradient_inner_stride: "i64",
     CAPPED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    INPLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     for_logprob = 0.0
     for_entropy = 0.0
+    own_entropy = 0.0
     if grad_logprobs_ptr is not None:
         for_logprob = tl.load(grad_logprobs_ptr + row)
     if grad_entropy_ptr is not None:
         for_entropy = tl.load(grad_entropy_ptr + row)
-    start_of_row = _row_start(row, inner, outer_stride, inner_stride)
-    start_of_gradient = _row_start(row, inner, gradient_outer_stride, gradient_inner_stride)
-    if ALIGNED:  # as in the forward pass
-        start_of_row = start_of_row // 16 * 16
-        start_of_gradient = start_of_gradient // 16 * 16
-        columns = columns // 16 * 16
-    logits_ptr += start_of_row
-    gradient_ptr += start_of_gradient
+        own_entropy = tl.load(entropy_ptr + row)
+    start, _ = _span(bounds_ptr, row, columns, inner, outer_stride, inner_stride)
+    logits_ptr += start
+    start, columns = _span(bounds_ptr, row, columns, inner, gradient_outer_stride, gradient_inner_stride)
+    gradient_ptr += start
+    # a row without an upstream gradient is not read, and whatever its logits are, its gradient is 0
+    counts = (target != IGNORED) & ((for_logprob != 0) | (for_entropy != 0))
+    factor = tl.where(counts, _factor(temperatures_ptr, row, factor), 1.0)
+    normalizer = tl.where(counts, tl.load(normalizer_ptr + row), 0.0)
+    # differences are taken before any scaling, as in the forward pass
+    pivot = (normalizer / factor).to(tl.float32)
+    shift = ((pivot.to(tl.float64) * factor - normalizer) * _LOG2_E).to(tl.float32)
+    scale = (factor * _LOG2_E).to(tl.float32)
+    constant = tl.where(counts, -(for_logprob + for_entropy * own_entropy), 0.0) * factor.to(tl.float32)
+    by_exponent = None
+    if grad_entropy_ptr is not None:
+        by_exponent = tl.where(counts, -for_entropy * _LN_2, 0.0) * factor.to(tl.float32)
+
     dtype = gradient_ptr.dtype.element_ty
-    if (target == IGNORED) | ((for_logprob == 0) & (for_entropy == 0)):
-        for start in range(0, columns, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            tl.store(gradient_ptr + column, tl.zeros([BLOCK], dtype), mask=column < columns)
-    else:
-        factor = _factor(temperatures_ptr, row, temperature, numerator)
-        _differentiate_row(
-            logits_ptr,
-            gradient_ptr,
-            target,
-            columns,
-            factor,
-            bend,
-            row,
-            normalizer_ptr,
-            entropy_ptr,
-            for_logprob,
-            for_entropy,
-            grad_entropy_ptr is not None,
-            CAPPED,
-            INPLACE,
-            BLOCK,
-        )
+    ITEMS: tl.constexpr = 128 // dtype.primitive_bitwidth  # at least 16 bytes of the logits
+    before, body = _body(gradient_ptr, columns, ITEMS)
+    if (logits_ptr + before).to(tl.int64) % 16 != 0:  # logits that are aligned differently are read one at a time
+        body = 0
+    known = counts & (target >= 0) & (target < columns)
+    # for the target g (1 - p) - h p (log p + H), without cancellation where p is nearly 1
+    own, slope = _unscaled(tl.load(logits_ptr + target, mask=known, other=0.0).to(tl.float32), bend, CAPPED)
+    log_p = own.to(tl.float64) * factor - normalizer
+    rest = tl.where(log_p > -1e-5, -log_p * (1.0 + 0.5 * log_p), 1.0 - tl.exp(log_p))
+    surprise = tl.where(log_p < _NO_EXPONENT, _NO_EXPONENT, log_p) + own_entropy
+    own_gradient = (for_logprob * rest - for_entropy * tl.exp(log_p) * surprise).to(tl.float32)
+    own_gradient *= slope * factor.to(tl.float32)
+    tl.debug_barrier()  # in place: all threads have read the target before one overwrites it
+    lanes = tl.arange(0, LANES)
+    for start in range(0, columns - body, LANES * ITEMS):
+        edge = start + tl.arange(0, LANES * ITEMS)
+        inside = edge < columns - body
+        column = edge + tl.where(edge < before, 0, body)
+        x = tl.load(logits_ptr + column, mask=inside & counts, other=0.0)
+        dx = _by_logit(x, bend, scale, pivot, shift, constant, by_exponent, CAPPED)
+        tl.store(gradient_ptr + column, dx.to(dtype), mask=inside)
+    logits_ptr += before
+    gradients_ptr = gradient_ptr + before
+    pieces = tl.arange(0, LOADS)[:, None, None] * LANES + lanes[None, :, None]
+    places = pieces * ITEMS + tl.arange(0, ITEMS)[None, None, :]
+    for start in range(0, body, LOADS * LANES * ITEMS):
+        column = start + places
+        x = tl.load(tl.multiple_of(logits_ptr + column, [1, 1, 16]), mask=(column < body) & counts, other=0.0)
+        dx = _by_logit(x, bend, scale, pivot, shift, constant, by_exponent, CAPPED)
+        tl.store(tl.multiple_of(gradients_ptr + column, [1, 1, 16]), dx.to(dtype), mask=column < body)
+    tl.debug_barrier()  # the target's own gradient replaces that of the loop
+    tl.store(gradient_ptr + target, own_gradient.to(dtype), mask=known)
 
 
-def _launch_options(
-    logits: Tensor, temperature: float, softcap: Optional[float], logit_scale: float, gradient_strides: tuple[int, ...]
+def _arguments(
+    logits: Tensor, bounds: Optional[Tensor], temperature: float, softcap: Optional[float], scale: float, loads: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The last arguments of both kernels: run-time values and constexprs."""
-    columns = logits.shape[2]
-    outer_stride, inner_stride = logits.stride(0), logits.stride(1)
-    numerator, bend = (logit_scale, 0.0) if softcap is None else (softcap, logit_scale / softcap)
-    small = columns <= 4 * _SMALL_BLOCK
-    arguments = columns, logits.shape[1], outer_stride, inner_stride, temperature, numerator, bend
-    return arguments, {
-        "CAPPED": softcap is not None,
-        "ALIGNED": all(number % 16 == 0 for number in (columns, outer_stride, inner_stride, *gradient_strides)),
-        "BLOCK": _SMALL_BLOCK if small else _BLOCK_BYTES // logits.itemsize,
-        "num_warps": _SMALL_WARPS if small else _WARPS,
-    }
+    """The common arguments of both kernels: run-time values and constexprs."""
+    shape, strides = (logits.shape[1:], logits.stride()[:2]) if bounds is None else ((1, 0), (0, 0))
+    factor, bend = (scale, 0.0) if softcap is None else (softcap, scale / softcap)
+    warps, loads = (_WARPS, loads) if bounds is None else (_SHORT_WARPS, _SHORT_LOADS)
+    constants = {"CAPPED": softcap is not None, "LOADS": loads, "LANES": 32 * warps, "num_warps": warps}
+    return (shape[1], shape[0], *strides, factor / temperature, bend), constants
 
 
 def forward(
@@ -341,22 +286,16 @@ def forward(
     softcap: Optional[float],
     logit_scale: float,
     want_entropy: bool,
+    bounds: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropies and log-sum-exps of rows [outer, inner, columns], or one after the other within `bounds`."""
     logprobs = logits.new_empty(targets.shape, dtype=torch.float32)
     entropy = torch.empty_like(logprobs) if want_entropy else logprobs.new_empty(0)
     normalizer = torch.empty_like(logprobs, dtype=torch.float64)
     if targets.numel() > 0:
-        arguments, constants = _launch_options(logits, temperature, softcap, logit_scale, ())
-        _forward_kernel[(targets.numel(),)](
-            logits,
-            targets,
-            row_temperature,
-            logprobs,
-            entropy if want_entropy else None,
-            normalizer,
-            *arguments,
-            **constants,
-        )
+        arguments, constants = _arguments(logits, bounds, temperature, softcap, logit_scale, _LOADS)
+        rows = logits, targets, row_temperature, bounds, normalizer, entropy if want_entropy else None, logprobs
+        _forward_kernel[(targets.numel(),)](*rows, *arguments, **constants)
     return logprobs, entropy, normalizer
 
 
@@ -385,23 +324,11 @@ def backward_into(
     temperature: float,
     softcap: Optional[float],
     logit_scale: float,
+    bounds: Optional[Tensor] = None,
 ) -> None:
     """Writes the gradient by the logits, perhaps over them."""
-    if targets.numel() == 0:
-        return
-    strides = gradient.stride(0), gradient.stride(1)
-    arguments, constants = _launch_options(logits, temperature, softcap, logit_scale, strides)
-    _backward_kernel[(targets.numel(),)](
-        logits,
-        gradient,
-        targets,
-        row_temperature,
-        normalizer,
-        entropy,
-        grad_logprobs,
-        grad_entropy,
-        *arguments,
-        *strides,
-        INPLACE=gradient.data_ptr() == logits.data_ptr(),
-        **constants,
-    )
+    if targets.numel() > 0:
+        arguments, constants = _arguments(logits, bounds, temperature, softcap, logit_scale, _LOADS_BACKWARD)
+        strides = gradient.stride()[:2] if bounds is None else (0, 0)
+        rows = logits, targets, row_temperature, bounds, normalizer, entropy, gradient, grad_logprobs, grad_entropy
+        _backward_kernel[(targets.numel(),)](*rows, *arguments, *strides, **constants)

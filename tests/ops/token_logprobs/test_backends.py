@@ -11,8 +11,10 @@ import ctypes
 import importlib.util
 import math
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,15 @@ def test_the_lowest_number_masks_as_minus_infinity_does(backend: str, dtype: tor
         assert run(op_of(softcap=softcap), inputs, backend, dtype)["logprobs"][0] == -INF
 
 
+@on_kernels
+def test_a_softcap_far_below_and_above_the_logits(backend: str) -> None:
+    """All parts of the tangent, each as a target; a low temperature makes their errors large."""
+    logits = torch.linspace(-1, 1, 41, dtype=F64) * torch.tensor([0.3, 0.8, 3.0, 200.0])[:, None]
+    logits = logits.float().double()[:, None].expand(-1, 41, -1)
+    inputs = rows_of((4, 41, 41)) | {"logits": logits, "targets": torch.arange(41).expand(4, -1)}
+    assert_like_reference(inputs, backend, F32, softcap=1.0, temperature=0.02)
+
+
 # Bad rows
 
 
@@ -279,7 +290,7 @@ def test_sizes_around_a_batch_of_cuda(pieces: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("before", range(1, 8))
 @pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [1, 9, 24, 301, 1800])
-@pytest.mark.parametrize("backend", [name for name in KERNELS if name != "triton"])
+@on_kernels
 def test_logits_aligned_differently_from_their_gradient(
     backend: str, columns: int, dtype: torch.dtype, before: int
 ) -> None:
@@ -375,25 +386,84 @@ def test_avx512_gives_the_bits_of_avx2_and_the_baseline_is_close(name: str, soft
                 torch.testing.assert_close(baseline, avx2, rtol=NEAR[name], atol=NEAR[name] / 10)
 
 
-# In a process of its own: here, kernels are interpreted and expose no parameters.
+# In a process of its own, as kernels are interpreted here. A launch computes the key of its compilation, and stops.
 CODE = """
+import itertools, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import jit
 from grpo_kernels.ops.token_logprobs import triton as op
-for kernel in (op._forward_kernel, op._backward_kernel):
-    for p in kernel.params:
-        fixed = p.is_constexpr or p.name.endswith("_ptr") or p.do_not_specialize
-        assert fixed, f"{kernel.__name__}: {p.name} is specialised"
-        assert p.is_constexpr or p.name.endswith("_ptr") or p.annotation_type, f"{p.name} has the type of its value"
-    print(kernel.__name__, *(p.name for p in kernel.params if p.is_constexpr))
+
+backend, keys = make_backend(GPUTarget("cuda", 90, 32)), set()
+
+def run(self, *args, grid, warmup, **kwargs):
+    bind = jit.create_function_from_signature(self.signature, self.params, backend)
+    _, specialization, options = bind(*args, **kwargs)
+    keys.add((self.__name__, str(specialization), str(options)))
+
+jit.JITFunction.run = run
+columns, temperatures, shifts = (1, 16, 32000, 50257, 151936, 128256), (1.0, 0.7), (0, 1)
+
+def rows(dtype, shift, *shape):
+    return torch.empty(torch.Size(shape).numel() + shift, dtype=dtype)[shift:].view(shape)
+
+def count(dtype, cap, entropy, gradient_dtype):
+    keys.clear()
+    for v, temperature, shift, n in itertools.product(columns, temperatures, shifts, (1, 3)):
+        logits, targets = rows(dtype, shift, 1, n, v), rows(torch.int64, shift, 1, n)
+        scaling = None, temperature, cap, 1.0
+        results = op.forward(logits, targets, *scaling, entropy)
+        upstream = rows(torch.float32, shift, 1, n)
+        gradient = logits if gradient_dtype == dtype and shift else torch.empty(logits.shape, dtype=gradient_dtype)
+        own = (upstream, results[1]) if entropy else (None, None)
+        op.backward_into(gradient, upstream, own[0], results[2], own[1], logits, targets, *scaling)
+    return len(keys)
+
+for dtype, cap, entropy in itertools.product((torch.bfloat16, torch.float32), (None, 30.0), (False, True)):
+    print(dtype, cap, entropy, count(dtype, cap, entropy, dtype))
+print("float32 to bfloat16", count(torch.float32, None, False, torch.bfloat16))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_a_new_length_stride_or_coefficient_compiles_no_triton_kernel() -> None:
+def test_a_vocabulary_temperature_stride_or_alignment_compiles_no_triton_kernel() -> None:
+    """One compilation of each kernel for a dtype, with or without a softcap and an entropy."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    # each has at most two values, except for the block size of a small vocabulary
-    assert done.stdout.split("\n")[:2] == [
-        "_forward_kernel CAPPED ALIGNED BLOCK",
-        "_backward_kernel CAPPED ALIGNED INPLACE BLOCK",
-    ]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 9 and all(line.endswith(" 2") for line in lines), done.stdout
+
+
+DOCUMENT = ROOT / "docs" / "ops" / "token_logprobs.md"
+COPIED = """
+import sys, torch
+import token_logprobs_triton
+exec(sys.stdin.read())
+torch.manual_seed(0)
+for dtype, columns in ((torch.float32, 37), (torch.bfloat16, 640)):
+    leaves = [torch.randn(2, 3, columns, dtype=dtype, requires_grad=True) for _ in range(2)]
+    leaves[1].data.copy_(leaves[0].data)
+    targets = torch.randint(columns, (2, 3))
+    ours = TokenLogprobs.apply(leaves[0], targets, 0.7)
+    theirs = (leaves[1].float() / 0.7).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn(2, 3)
+    ours.backward(upstream)
+    theirs.backward(upstream)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
+assert not [name for name in sys.modules if name.startswith("grpo_kernels")], "it is to stand alone"
+print("equal")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="tests are run from outside the checkout")
+def test_the_copied_file_works_alone(tmp_path: Path) -> None:
+    """The file of Triton's kernels in a folder of its own, with the function of the document."""
+    shutil.copy(ROOT / "grpo_kernels/ops/token_logprobs/triton.py", tmp_path / "token_logprobs_triton.py")
+    shown = DOCUMENT.read_text().partition("## Copy the kernels")[2].partition("```python\n")[2].partition("```")[0]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", COPIED]
+    done = subprocess.run(command, input=shown, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "equal\n", done.stderr
