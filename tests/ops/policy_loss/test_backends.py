@@ -96,6 +96,14 @@ def test_plain_inputs(backend: str, name: str, width: int, mask: str, offset: in
     assert_like_reference(wide, PLAIN[name][0], backend, F32, sums=backend == "cuda")  # whose sums are in float32
 
 
+def test_a_mask_of_many_tokens_is_counted() -> None:
+    for width in (15, 16, 4081, 4096, 9001):
+        ones = torch.ones(1, width)
+        for mask in (torch.ones(1, width, dtype=torch.bool), torch.arange(width)[None] != 3):
+            loss = gk.policy_loss(-ones, -ones, torch.ones(1), mask=mask, config=gk.LossConfig()).loss
+            torch.testing.assert_close(loss, torch.tensor(-1.0), rtol=1e-6, atol=0)
+
+
 # More than one task of 1,024 tokens, and many warps.
 LENGTHS = [1500, 40, 0, 1025, 1, 2, 4]
 LONG: dict[str, gk.LossConfig] = {
