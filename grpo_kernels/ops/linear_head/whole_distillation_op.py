@@ -49,8 +49,27 @@ class DivergenceRows:
     beta: float
 
 
+_OF_ROWS = [field.name for field in dataclasses.fields(DivergenceRows)][:7]  # the tensors
+_BLOCK = 2**23  # logits that plain torch takes at a time: 64 MiB in float64
+
+
 def _divergence_rows(inputs: DivergenceRows) -> Tensor:
-    """Divergence of each row in plain torch; a row of share 0 has none."""
+    """Divergence of each row in plain torch, some rows at a time; a row of share 0 has none."""
+    rows = max(1, _BLOCK // inputs.student.shape[1])
+    if len(inputs.student) <= rows:
+        return _block_of_rows(inputs)
+
+    def block(part: slice) -> DivergenceRows:
+        tensors = {name: getattr(inputs, name) for name in _OF_ROWS}
+        return dataclasses.replace(
+            inputs,
+            **{name: value if value is None or value.numel() == 0 else value[part] for name, value in tensors.items()},
+        )
+
+    return torch.cat([_block_of_rows(block(part)) for part in chunks(len(inputs.student), rows)])
+
+
+def _block_of_rows(inputs: DivergenceRows) -> Tensor:
     temperature = inputs.row_temperature, inputs.temperature
     own = Scaling(*temperature, inputs.softcap, inputs.logit_scale)
     its = Scaling(*temperature, inputs.teacher_softcap, inputs.teacher_logit_scale)

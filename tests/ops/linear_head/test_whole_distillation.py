@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels.ops.linear_head import whole_distillation_op
 from tests.harness import cpu_threads, runnable_backends
 from tests.ops.linear_head.heads import SUPPORTS
 
@@ -168,6 +169,18 @@ def test_tokens_that_do_not_count_may_hold_anything(backend: str, kind: str, chu
     assert torch.equal(got.mass, counts.float())
     for found, gold in zip(torch.autograd.grad(got.loss, leaves), gradients, strict=True):
         close(found, gold, F32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_torch_takes_some_rows_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    i = draw(temperature=torch.rand(SHAPE).double() + 0.5)
+    results = []
+    for block in (2**23, 4 * 53):
+        monkeypatch.setattr(whole_distillation_op, "_BLOCK", block)
+        got, leaves = call(i, kind, F64, "cpu", mask=torch.arange(21).view(SHAPE) % 4 > 0)
+        results.append([got.divergence, *torch.autograd.grad(got.loss, leaves)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_without_a_gradient() -> None:
