@@ -239,9 +239,3 @@ def name_implementations() -> None:
     """Lets `backend` also be the name of a kernel. For tests, benchmarks and tools, which compare them."""
     global _choices
     _choices = ("kernel", *IMPLEMENTATIONS)
-
-
-def enable_emulated_cuda() -> None:
-    """Lets the CUDA kernels take CPU tensors on request. For tests that compiled its kernels for the host."""
-    DEVICES["cuda"] = {"cpu"}
-    _emulated.add("cuda")

@@ -151,7 +151,7 @@ class TorchOp:
         supports: dtypes by implementation
         fake: function of the inputs, which gives results without values
         cuda: function of the op's flat arguments that a GPU runs
-        triton: such a function, or the name of one in triton.py; beside `cuda` it is an op of its own, <name>_triton
+        triton: such a function, or the name of one in triton.py
         reference: function of the inputs
         opaque_reference: whether torch.compile must take the reference as a whole, because it reads values
         on_host: implementations that also take tensors on a GPU, in copies, for an op without a gradient: "cpu", where
@@ -190,8 +190,8 @@ class TorchOp:
         for implementation in supports:
             if implementation != "reference":
                 self._calls[implementation] = kernel
-        for number, (implementation, run) in enumerate(self._on_gpu.items()):
-            if number > 0 or (implementation == "triton" and backends.interpreting()):
+        for implementation, run in self._on_gpu.items():
+            if implementation == "triton" and backends.interpreting():
                 self.stand_in(implementation)
             else:
                 for device in _GPUS:
@@ -214,6 +214,10 @@ class TorchOp:
         if implementation == "cpu" and self._on_host is not None and not arguments[0].is_cpu:
             call = self._on_host
         return call(*arguments)
+
+    def runs(self, implementation: str, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the implementation takes such tensors here."""
+        return backends.refusal(implementation, device.type, dtype, self.supports, device.index) is None
 
     def stand_in(self, implementation: str) -> None:
         """Makes a GPU's kernel an op of its own, for tensors on any device."""
@@ -287,7 +291,8 @@ class ComposedOp:
 
 def enable_emulated_cuda() -> None:
     """Lets the CUDA kernels take CPU tensors on request. For tests that compiled the kernels for the host."""
-    backends.enable_emulated_cuda()
+    backends.DEVICES["cuda"] = {"cpu"}
+    backends._emulated.add("cuda")
     for op in all_ops.values():
         if isinstance(op, TorchOp):
             op.stand_in("cuda")

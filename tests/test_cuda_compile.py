@@ -23,7 +23,7 @@ SOURCES = sorted((ROOT / "csrc").glob("*/*.cu"))
 # -fmad=false in CMakeLists.txt
 ROUND_AS_WRITTEN = tuple(f"{op}/cuda.cu" for op in ("group_advantages", "similarity_groups", "endpoint_segments"))
 # Kernels that stream through tokens or rewards.
-WIDE = tuple(f"{op}/cuda.cu" for op in ("policy_loss", "group_advantages", "endpoint_segments", "token_logprobs"))
+WIDE = tuple(f"{op}/cuda.cu" for op in ("policy_loss", "group_advantages", "endpoint_segments"))
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path=os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 

@@ -87,11 +87,10 @@ def test_a_replay_on_new_values_equals_a_call(gpu: Gpu, name: str, backend: str)
 
 
 @without_gpu
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
 @pytest.mark.parametrize("name", WAITING)
-def test_documented_settings_wait(gpu: Gpu, name: str, backend: str) -> None:
+def test_documented_settings_wait(gpu: Gpu, name: str) -> None:
     with pytest.raises(Waits):
-        WAITING[name](gpu.put, backend)
+        WAITING[name](gpu.put)
 
 
 def test_every_op_is_captured() -> None:

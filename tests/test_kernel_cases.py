@@ -17,14 +17,14 @@ from tools import kernel_cases
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-OF_CUDA = [name for name, case in kernel_cases.CASES.items() if "cuda" in case.backends]
+OF_CUDA = [name for name, case in kernel_cases.CASES.items() if case.kernels]
 SMOKE = [
     (op, backend)
     for op in kernel_cases.SMOKE
     for backend in ("cuda", "triton")
     if backend in registry.all_ops[op].supports
 ]
-CASES = [(name, backend) for name, case in kernel_cases.CASES.items() for backend in case.backends]
+CASES = [(name, case.backend) for name, case in kernel_cases.CASES.items()]
 pytestmark = pytest.mark.skipif(
     not HAS_GPU and emulation.only.args[0], reason="needs a GPU, or a compiler and the sources to emulate one"
 )

@@ -3,13 +3,15 @@
 #include <algorithm>
 #include <atomic>
 
+#include "common/check.h"
 #include "common/parallel.h"
 #include "common/simd/levels.h"
 #include "token_logprobs/simd.h"
-#include "token_logprobs/tensors.h"
 
 // Both passes over rows of logits on several threads: log-probs and entropies, and the gradient of the logits.
 namespace grpo_kernels {
+
+constexpr const char* kLogprobsOp = "token_logprobs";
 
 template <typename T>
 struct LogitRows {

@@ -103,7 +103,7 @@ GRPO_HD void add_vector(VectorSums<V>& sums, const V& x, const LogitMap<T>& map,
 // Sums of two vectors alternately, the same on every instruction set: a wide vector holds both. Where no logit of the
 // block is the row's largest, as in nearly all blocks, there are no ties to look for.
 template <bool kCapped, bool kSpread, bool kTies, typename T>
-GRPO_HD void add_terms(RowSoftmax<double>& row, const T* logits, int64_t count, const LogitMap<Wide<T>>& map) {
+GRPO_HD void add_terms(RowSoftmax& row, const T* logits, int64_t count, const LogitMap<Wide<T>>& map) {
   using V = typename LanesOf<T>::Vector;
   using W = typename LanesOf<T>::Widest;
   constexpr int kCount = LaneMath<V>::kCount;
@@ -133,7 +133,7 @@ GRPO_HD void add_terms(RowSoftmax<double>& row, const T* logits, int64_t count, 
 }
 
 template <bool kCapped, bool kSpread, typename T>
-GRPO_HD void add_block(RowSoftmax<double>& row, const T* logits, int64_t count, const LogitMap<Wide<T>>& map) {
+GRPO_HD void add_block(RowSoftmax& row, const T* logits, int64_t count, const LogitMap<Wide<T>>& map) {
   using Math = VectorMath<typename LanesOf<T>::Vector>;
   // the map is monotonic, so the largest logit has the largest z
   const auto largest = map_logit<Math, kCapped>(map, Math::every(largest_of(logits, count)));
@@ -149,8 +149,7 @@ GRPO_HD void add_block(RowSoftmax<double>& row, const T* logits, int64_t count, 
 template <bool kCapped, bool kSpread, typename T>
 RowSums sums_of(const T* logits, int64_t columns, int64_t target, const LogitMap<Wide<T>>& map) {
   using Math = VectorMath<typename LanesOf<T>::Vector>;
-  RowSums sums;
-  sums.softmax.top = Lowest<Wide<T>>::kValue;
+  RowSums sums{{Lowest<Wide<T>>::kValue}, 0};
   for (int64_t first = 0; first < columns; first += kBlock) {
     add_block<kCapped, kSpread>(sums.softmax, logits + first, columns - first < kBlock ? columns - first : kBlock, map);
   }

@@ -18,7 +18,7 @@ template <typename T>
 using Wide = typename WideOf<T>::Type;
 
 struct RowSums {
-  RowSoftmax<double> softmax;
+  RowSoftmax softmax;
   double target_z;
 };
 

@@ -6,7 +6,7 @@
 #include "common/host_device.h"
 
 // From a row of logits to the log-probability of one of them, the row's entropy, and the gradient of both. `Math` has
-// the functions whose names differ between scalars and vectors of lanes; see ScalarMath below.
+// the functions of the vectors V of lanes.
 namespace grpo_kernels {
 
 constexpr int64_t kIgnoredTarget = -100;
@@ -59,38 +59,27 @@ GRPO_HD MappedLogit<V> map_logit(const LogitMap<T>& map, const V& x) {
 }
 
 // Sums over a part of a row's logits, relative to the largest of them. The sum of exponentials is ties + below; apart,
-// because log1p(ties - 1 + below) is accurate where the sum is nearly 1. Math::exp takes differences times `factor`,
-// which lets it have another base than e.
-template <typename T>
+// because log1p(ties - 1 + below) is accurate where the sum is nearly 1.
 struct RowSoftmax {
-  T top = Lowest<T>::kValue;
-  T ties = 0;    // logits equal to top; a tie with a top that is known from before may count as below
-  T below = 0;   // sum of exp(z - top) over the others
-  T spread = 0;  // sum of exp(z - top) (top - z) factor
+  double top;
+  double ties = 0;    // logits equal to top
+  double below = 0;   // sum of exp(z - top) over the others
+  double spread = 0;  // sum of exp(z - top) (top - z)
 
   template <typename Math>
-  GRPO_HD void raise(T new_top, T factor = 1) {
+  GRPO_HD void raise(double new_top) {
     if (!(new_top > top)) return;
-    const T distance = (top - new_top) * factor;
-    const T gap = distance > T(kNoExponent) ? distance : T(kNoExponent);
-    const T decay = Math::exp(gap), sum = ties + below;
+    const double distance = top - new_top;
+    const double gap = distance > kNoExponent ? distance : kNoExponent;
+    const double decay = Math::exp(gap), sum = ties + below;
     spread = (spread - gap * sum) * decay;
     below = sum * decay;
     ties = 0;
     top = new_top;
   }
-
-  template <typename Math>
-  GRPO_HD void merge(RowSoftmax other, T factor = 1) {
-    raise<Math>(other.top, factor);
-    other.template raise<Math>(top, factor);
-    ties += other.ties;
-    below += other.below;
-    spread += other.spread;
-  }
 };
 
-// The terms of one logit, or of a vector of logits, in those sums.
+// The terms of a vector of logits in those sums.
 template <typename V>
 struct SoftmaxTerms {
   V tie, below, spread;
@@ -112,7 +101,7 @@ struct RowResult {
 };
 
 // NaN for rows with +inf or NaN, or with -inf alone.
-GRPO_HD RowResult finish_row(const RowSoftmax<double>& row, double target_z) {
+GRPO_HD RowResult finish_row(const RowSoftmax& row, double target_z) {
   const double top = row.top < INFINITY ? row.top : NAN;
   const double others = (row.ties - 1) + row.below;
   const double log_sum = isnan(top) ? NAN : log1p(others);
@@ -161,23 +150,6 @@ GRPO_HD double target_gradient(const RowGradient<T>& row, double z) {
   const double from_entropy = row.for_entropy == 0 ? 0 : static_cast<double>(row.for_entropy) * exp(log_p) * surprise;
   return static_cast<double>(row.for_logprob) * -expm1(log_p) - from_entropy;
 }
-
-template <typename T>
-struct ScalarMath {
-  struct TanhAndSlope {
-    T tanh, slope;
-  };
-  static GRPO_HD T exp(T x) { return ::exp(x); }
-  static GRPO_HD T every(T x) { return x; }
-  static GRPO_HD TanhAndSlope tanh_and_slope(T x) {
-    const T t = ::tanh(x), decay = ::exp(T(-2) * ::fabs(x));
-    return {t, T(4) * decay / ((1 + decay) * (1 + decay))};
-  }
-  static GRPO_HD T infinite_or(T x, T finite) { return ::fabs(x) < INFINITY || x != x ? finite : x; }
-  static GRPO_HD T one_where_equal(T z, T top) { return z == top ? T(1) : T(0); }
-  static GRPO_HD T zero_where_equal(T z, T top, T other) { return z == top ? T(0) : other; }
-  static GRPO_HD T at_least(T x, T floor) { return x < floor ? floor : x; }
-};
 
 // Row r of the logits starts at (r / inner) * outer_stride + (r % inner) * inner_stride; columns are adjacent.
 struct LogitLayout {

@@ -158,9 +158,6 @@ inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, 
 inline unsigned __ballot_sync(unsigned mask, int predicate, GRPO_SITE) {
   return grpo_kernels::emulation::vote(GRPO_OP(Ballot), mask, predicate != 0, where);
 }
-inline int __any_sync(unsigned mask, int predicate, GRPO_SITE) {
-  return static_cast<int>(grpo_kernels::emulation::vote(GRPO_OP(Any), mask, predicate != 0, where));
-}
 inline unsigned __reduce_add_sync(unsigned mask, unsigned value, GRPO_SITE) {
   return grpo_kernels::emulation::vote(GRPO_OP(ReduceAdd), mask, value, where);
 }

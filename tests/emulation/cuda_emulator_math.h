@@ -27,11 +27,6 @@ inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits);
 inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
 inline double __longlong_as_double(long long bits) { return std::bit_cast<double>(bits); }
 
-inline float __fdividef(float x, float y) { return x / y; }
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-  return static_cast<unsigned>(((static_cast<std::uint64_t>(high) << 32) | low) >> (shift & 31));
-}
-
 // Overloads, not templates, for the same conversions as in CUDA. NaN loses against a number.
 #define GRPO_MIN_MAX(T)                               \
   constexpr T min(T a, T b) { return b < a ? b : a; } \

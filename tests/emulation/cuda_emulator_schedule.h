@@ -49,7 +49,6 @@ enum class Operation : std::uint8_t {
   kShflDown,
   kShflXor,
   kBallot,
-  kAny,
   kReduceAdd,
   kReduceMinSigned,
   kReduceMin,
@@ -59,9 +58,9 @@ enum class Operation : std::uint8_t {
 
 inline const char* name_of(Operation operation) {
   static constexpr const char* kNames[] = {
-      "__syncthreads",     "__syncthreads_or",  "__syncwarp",    "__shfl_sync", "__shfl_up_sync",
-      "__shfl_down_sync",  "__shfl_xor_sync",   "__ballot_sync", "__any_sync",  "__reduce_add_sync",
-      "__reduce_min_sync", "__reduce_min_sync", "mma.sync",      "ldmatrix"};
+      "__syncthreads",     "__syncthreads_or", "__syncwarp",    "__shfl_sync",       "__shfl_up_sync",
+      "__shfl_down_sync",  "__shfl_xor_sync",  "__ballot_sync", "__reduce_add_sync", "__reduce_min_sync",
+      "__reduce_min_sync", "mma.sync",         "ldmatrix"};
   return kNames[static_cast<int>(operation)];
 }
 

@@ -120,7 +120,6 @@ inline std::uint64_t Scheduler::combine(const Warp& warp, std::uint32_t group, O
     }
   }
   if (operation == Operation::kBallot || operation >= Operation::kMma) return ballot;
-  if (operation == Operation::kAny) return ballot != 0;
   return result;
 }
 

@@ -86,14 +86,12 @@ __device__ int vote_of(unsigned thread) { return static_cast<int>((thread * thre
 __global__ void vote(int* wrong) {
   const int value = vote_of(threadIdx.x), lane = static_cast<int>(threadIdx.x % 32);
   unsigned above = 0, equal = 0, sum = 0, odd = 0, even = 0, least = 7;
-  bool is_7 = false;
   for (unsigned i = 0; i < 32; ++i) {
     const int other = vote_of(threadIdx.x - lane + i);
     above |= static_cast<unsigned>(other > 3) << i;
     equal |= static_cast<unsigned>(other == value) << i;
     odd |= static_cast<unsigned>(i < 16 && other % 2 != 0) << i;
     even += i >= 16 && other % 2 == 0;
-    is_7 |= other == 7;
     sum += other;
     least = min(least, static_cast<unsigned>(other));
   }
@@ -105,7 +103,6 @@ __global__ void vote(int* wrong) {
   right &= __reduce_add_sync(kAllLanes, static_cast<unsigned>(value)) == sum;
   right &= __reduce_min_sync(kAllLanes, value - 4) == static_cast<int>(least) - 4;
   right &= __reduce_min_sync(kAllLanes, static_cast<unsigned>(value)) == least;
-  right &= (__any_sync(kAllLanes, value == 7) != 0) == is_7;
   right &= __popc(above) == count && __ffs(static_cast<int>(equal)) == first && __clz(value) == zeros;
   // the halves of a warp in different branches, each a group of its own
   if (lane < 16) {

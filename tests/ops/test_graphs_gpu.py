@@ -89,9 +89,9 @@ def test_a_replay_on_new_values_equals_a_call(name: str, backend: str, request: 
         assert_same_bits(hosts(results), want)
 
 
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", WAITING)
-def test_documented_settings_wait(name: str, backend: str, request: pytest.FixtureRequest) -> None:
+def test_documented_settings_wait(name: str, request: pytest.FixtureRequest) -> None:
     def put_once(value: Tensor) -> Tensor:
         torch.cuda.set_sync_debug_mode("default")  # for the copy
         try:
@@ -101,7 +101,7 @@ def test_documented_settings_wait(name: str, backend: str, request: pytest.Fixtu
 
     request.getfixturevalue("refuse_waits")
     with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-        WAITING[name](put_once, backend)
+        WAITING[name](put_once)
 
 
 @pytest.mark.parametrize(("name", "backend"), EACH)

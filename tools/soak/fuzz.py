@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import backends
+from grpo_kernels import backends, registry
 from tools.soak import fuzz_calls
 from tools.soak.fuzz_calls import Call, Draw, is_float
 
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backends.name_implementations()
     if options.emulated:
         torch.ops.load_library(options.emulated)
-        backends.enable_emulated_cuda()
+        registry.enable_emulated_cuda()
     poison()
     if options.replay is not None:
         return replay(options.replay, options.backend)

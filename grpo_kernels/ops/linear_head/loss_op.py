@@ -133,7 +133,7 @@ class _Batch:
         if self.reference is not None:
             policy = dataclasses.replace(policy, ref_logprobs=self._by_term(self.ref_logprobs))
         entropy = None if self.entropy is None else self._by_term(self.entropy)
-        backend = policy_loss.beside(self.products.backend)
+        backend = policy_loss.beside(self.products.backend, self.logprobs.device, self.logprobs.dtype)
         inputs = PolicyInputs(self._by_term(self.logprobs), entropy, policy, self.chunking.needs_entropy_gradient)
         loss, metrics, *by_term = policy_loss.apply_with_gradients(backend, inputs)
         by_logprob, by_entropy = map(self._by_row, by_term)

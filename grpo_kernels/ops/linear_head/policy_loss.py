@@ -161,7 +161,7 @@ def linear_policy_loss(
         call = call._replace(head=inputs)
     is_fast = memory == "fast" and chosen != "reference" and torch.is_grad_enabled() and any(inputs.needs_grad)
     chunking = None
-    if is_fast and not (torch.compiler.is_compiling() and _needs_eager(taught, chosen)):
+    if is_fast and not (torch.compiler.is_compiling() and _needs_eager(taught, _backend_of_loss(layout, chosen))):
         shares = None if taught is None else taught.shares
         split = split_tokens(layout, inputs, policy, config, index, shares) if is_compact else (None, chosen_tokens)
         chunking = chunking_of(layout, inputs, policy, config, want_entropy, split, index, size, shard)
@@ -190,9 +190,13 @@ class _Call(NamedTuple):
     shape: torch.Size
 
 
-def _needs_eager(teacher: TeacherTokens | None, backend: str) -> bool:
+def _needs_eager(teacher: TeacherTokens | None, of_loss: str) -> bool:
     """Whether the chunks cannot be one traced op, in which neither a teacher nor the reference has a gradient."""
-    return teacher is not None or policy_loss.beside(backend) == "reference"
+    return teacher is not None or of_loss == "reference"
+
+
+def _backend_of_loss(layout: Layout, of_head: str) -> str:
+    return policy_loss.beside(of_head, layout.device, layout.dtype)
 
 
 def _check_teacher(
@@ -263,7 +267,7 @@ def _with_low_memory(
         reference = call.reference.for_targets_of(call.head)
         policy = dataclasses.replace(policy, ref_logprobs=logprobs_of(reference, False)[0])
     logprobs, entropy = logprobs_of(call.head, call.want_entropy)
-    result = compute(layout, call.config, logprobs, entropy, policy, policy_loss.beside(backend))
+    result = compute(layout, call.config, logprobs, entropy, policy, _backend_of_loss(layout, backend))
     return _add_divergence(result, call, chunk_size, backend)
 
 
@@ -283,10 +287,7 @@ def _over_support(call: _Call, support: tuple[Tensor, Tensor], chosen: str) -> P
         policy = dataclasses.replace(policy, ref_logprobs=_by_term(ref_logprobs, layout, call.term_index))
     logprobs, entropy = support_op.apply(chosen, head, entries, call.want_entropy, weight_grad)
     entropy_of_all = _by_term(entropy, layout, call.term_index) if call.want_entropy else None
-    by_term, of_loss = _by_term(logprobs, layout, call.term_index), policy_loss.beside(chosen)
-    device, dtype = layout.device, layout.dtype
-    if chosen == "triton" and backends.refusal("cuda", device.type, dtype, policy_loss.SUPPORTS, device.index) is None:
-        of_loss = "cuda"  # which a support has no kernel in
+    by_term, of_loss = _by_term(logprobs, layout, call.term_index), _backend_of_loss(layout, chosen)
     result = compute(layout, call.config, by_term, entropy_of_all, policy, of_loss)
     return _add_divergence(result, call, None, chosen)
 

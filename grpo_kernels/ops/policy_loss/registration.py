@@ -102,9 +102,11 @@ def apply_with_gradients(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Te
     return loss.detach(), metrics, by_logprob, rest[0] if rest else by_logprob.new_empty(0)
 
 
-def beside(head: str) -> str:
-    """The backend of the loss where that of the LM head is `head`; Triton has none."""
-    return "reference" if head == "triton" else head
+def beside(head: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend of the loss where that of the LM head is `head`: beside Triton CUDA, or else the reference."""
+    if head != "triton":
+        return head
+    return "cuda" if FORWARD.runs("cuda", device, dtype) else "reference"
 
 
 # The upstream gradient
@@ -153,10 +155,11 @@ def scaled_in_place(op: str, backend: str, gradient: Tensor, upstream: Tensor) -
         return scaled(op, gradient, upstream)
     if backend == "cpu" and upstream.item() == 1:
         return gradient
-    if backend != "cuda" or not gradient.is_contiguous():
+    has_kernel = backend == "triton" and SCALE.runs("cuda", gradient.device, gradient.dtype)
+    if not has_kernel or not gradient.is_contiguous():
         return gradient.mul_(upstream)
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    SCALE(backend, Scaled(gradient, upstream.to(wide).contiguous()))
+    SCALE("cuda", Scaled(gradient, upstream.to(wide).contiguous()))
     return gradient
 
 

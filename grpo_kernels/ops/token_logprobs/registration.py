@@ -13,14 +13,8 @@ from grpo_kernels.ops.token_logprobs.reference import Gradient, GradientInto, Lo
 
 _GPU = (torch.bfloat16, torch.float16, torch.float32)
 _ALL = (*_GPU, torch.float64)
-SUPPORTS = {"cuda": _GPU, "triton": _GPU, "cpu": _ALL, "reference": _ALL}
-_ROWS = "Tensor logits, Tensor targets, Tensor? row_temperature, float temperature, float? softcap, float logit_scale"
+SUPPORTS = {"triton": _GPU, "cpu": _ALL, "reference": _ALL}
 
-registry.define_compiled(f"_token_logprobs_cuda({_ROWS}, bool want_entropy) -> (Tensor, Tensor, Tensor)")
-registry.define_compiled(
-    "_token_logprobs_backward_cuda(Tensor(a!) gradient, Tensor? grad_logprobs, Tensor? grad_entropy, "
-    f"Tensor normalizer, Tensor? entropy, {_ROWS}) -> ()"
-)
 # For the CPU only: asks for huge pages for a tensor that has not been written yet.
 registry.define_compiled("_expect_large_tensor_cpu(Tensor tensor) -> ()")
 _LARGE = 2**22  # bytes above which the first touch of memory costs as much as a pass over it
@@ -45,36 +39,12 @@ def _fake_backward(inputs: Gradient) -> Tensor:
     return inputs.rows.logits.new_empty(inputs.rows.logits.shape)
 
 
-def _cuda(*args: Any) -> tuple[Tensor, ...]:
-    return cast(tuple[Tensor, ...], registry.ops._token_logprobs_cuda(*args))
-
-
-def _cuda_backward(
-    grad_logprobs: Tensor | None,
-    grad_entropy: Tensor | None,
-    normalizer: Tensor,
-    entropy: Tensor | None,
-    logits: Tensor,
-    *rest: Any,
-) -> Tensor:
-    gradient = logits.new_empty(logits.shape)
-    registry.ops._token_logprobs_backward_cuda(
-        gradient, grad_logprobs, grad_entropy, normalizer, entropy, logits, *rest
-    )
-    return gradient
-
-
-def _cuda_backward_into(*args: Any) -> None:
-    registry.ops._token_logprobs_backward_cuda(*args)
-
-
 FORWARD = registry.TorchOp(
     "token_logprobs",
     Measured,
     "(Tensor, Tensor, Tensor)",
     SUPPORTS,
     _fake,
-    cuda=_cuda,
     triton="forward",
     reference=reference.forward,
     folder=__package__,
@@ -85,7 +55,6 @@ BACKWARD = registry.TorchOp(
     "Tensor",
     SUPPORTS,
     _fake_backward,
-    cuda=_cuda_backward,
     triton="backward",
     reference=reference.backward,
     folder=__package__,
@@ -97,7 +66,6 @@ BACKWARD_INTO = registry.TorchOp(
     "()",
     SUPPORTS,
     lambda inputs: None,
-    cuda=_cuda_backward_into,
     triton="backward_into",
     reference=reference.backward_into,
     mutated=("gradient",),

@@ -29,7 +29,7 @@ from tests.ops.promises import Inputs, Results, evaluated, placed
 BACKENDS = [
     name
     for name in runnable_backends(SUPPORTS, BF16)
-    if name in ("cuda", "triton") or (name == "cpu" and registry.HAS_HALF_PRODUCTS)
+    if name == "triton" or (name == "cpu" and registry.HAS_HALF_PRODUCTS)
 ]
 WIDTH, COLUMNS = 32, 77
 

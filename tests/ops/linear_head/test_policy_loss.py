@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import grpo_kernels as gk
+from grpo_kernels import backends
 from tests.harness import assert_within_budget, examples, needs_cpu_kernels
 from tests.ops.linear_head import distillation_cases as distillation
 from tests.ops.linear_head import heads
@@ -92,9 +93,20 @@ def assert_within_budgets(backend: str, dtype: torch.dtype, name: str, *features
 @pytest.mark.parametrize("name", cases.CONFIGS)
 @on_kernels
 def test_float32_loses_no_more_than_torch_does(backend: str, name: str, features: tuple[str, ...]) -> None:
-    if backend == "cuda" and "support" in features:
-        pytest.skip("a support has no CUDA kernel")
     assert_within_budgets(backend, F32, name, *features, chunk_size=14)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("triton" not in KERNELS, reason="needs Triton")
+@pytest.mark.parametrize("features", [("bias", "gaps"), ("teacher",), ("support",)])
+@pytest.mark.parametrize("name", ["dapo", "entropy", "sequence"])
+def test_float32_without_the_cuda_kernel_of_the_loss(
+    name: str, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk takes the loss and its gradient from the reference."""
+    monkeypatch.setattr(backends, "_emulated", set())
+    monkeypatch.setattr(backends, "cuda_error", "not built")
+    assert_within_budgets("triton", F32, name, *features, chunk_size=14)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)

@@ -8,6 +8,7 @@ graphs cannot use; a graph that is compiled for one number of tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_kernels import registry
+from grpo_kernels import backends, registry
 from grpo_kernels.ops.linear_head import distillation_op, loss_op
 from tests.harness import INDUCTOR, device_of, needs_cpu_kernels
 from tests.ops.linear_head import cases, heads
@@ -56,9 +57,8 @@ ONCE = {
     "loss with a teacher in low memory": "linear_policy_loss: backward must run once with teacher, got a second call",
     "distillation": "linear_distillation_loss: backward must run once, got a second call",
 }
-KERNELS = [name for name in heads.KERNELS if name != "cuda"]
 on_batches = pytest.mark.parametrize("name", BATCHES)
-on_kernels = pytest.mark.parametrize("backend", KERNELS)
+on_kernels = pytest.mark.parametrize("backend", heads.KERNELS)
 
 
 def on_device(op: Op, backend: str, *leaves: str) -> Inputs:
@@ -243,6 +243,20 @@ def test_a_graph_for_any_number_of_tokens() -> None:
         with torch.compiler.set_stance("default" if tokens == 4 else "fail_on_recompile"):
             got = torch.autograd.grad(compiled(hidden, targets), hidden)
         torch.testing.assert_close(got, torch.autograd.grad(loss(hidden, targets), hidden), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("triton" not in heads.KERNELS, reason="needs Triton")
+def test_a_graph_without_the_cuda_kernel_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference of the loss has a gradient in low memory alone."""
+    monkeypatch.setattr(backends, "_emulated", set())
+    monkeypatch.setattr(backends, "cuda_error", "not built")
+    torch.compiler.reset()
+    op = problem("dapo", "bias", rows=2).op
+    compiled = dataclasses.replace(op, call=torch.compile(op.call, fullgraph=True, backend=INDUCTOR))
+    inputs = op.draw()
+    close(run(compiled, inputs, "triton", F32), run(op, inputs, "triton", F32), "triton")
+    torch.compiler.reset()
 
 
 def test_a_mask_of_positions_breaks_the_graph_and_keeps_the_results() -> None:

@@ -20,7 +20,7 @@ HALVES = (torch.bfloat16, torch.float16)
 NAN, INF = float("nan"), float("inf")
 BACKENDS = runnable_backends(SUPPORTS)
 KERNELS = [name for name in BACKENDS if name != "reference"]
-# Triton's interpreter and the emulated CUDA are 10 to 1000 times slower
+# Triton's interpreter is 10 to 1000 times slower
 FAST = ("cpu", "reference") if not torch.cuda.is_available() else tuple(BACKENDS)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -24,7 +24,6 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels.ops.token_logprobs.registration import SUPPORTS
-from tests import emulation
 from tests.emulation.build import ROOT
 from tests.harness import device_of, examples
 from tests.ops.promises import Inputs, run
@@ -277,14 +276,6 @@ def test_no_rows_of_any_strides_are_overwritten(backend: str) -> None:
 # One kernel alone
 
 
-# A batch of pieces of 16 bytes of a whole warp, one piece less or more, and a warp that has none.
-@emulation.only
-@pytest.mark.parametrize("dtype", [F32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("pieces", [127, 128, 129, 255, 256, 257, 1151])
-def test_sizes_around_a_batch_of_cuda(pieces: int, dtype: torch.dtype) -> None:
-    assert_like_reference(rows_of((2, pieces * 16 // dtype.itemsize), dtype), "cuda", dtype)
-
-
 # The gradient of a slice is contiguous, so its rows and those of the logits are aligned differently.
 @pytest.mark.pairs
 @pytest.mark.parametrize("before", range(1, 8))
@@ -318,38 +309,6 @@ def test_rows_whose_largest_logit_comes_late(backend: str, softcap: float | None
     ascending = torch.linspace(-60, 30, columns).double().expand(2, -1)
     for logits in (ascending, ascending.flip(-1)):
         assert_like_reference(inputs | {"logits": logits}, backend, F32, softcap=softcap)
-
-
-@emulation.only
-@pytest.mark.parametrize("entropy", [False, True])
-def test_forward_and_backward_take_one_launch_each(entropy: bool) -> None:
-    logits, targets = torch.randn(3, 200, requires_grad=True), torch.arange(3)
-    results: list[Any] = []
-
-    def forward() -> None:
-        results[:] = gk.token_logprobs(logits, targets, return_entropy=entropy, backend="cuda")
-
-    assert emulation.launches(forward) == 1
-    assert emulation.launches(sum(result.sum() for result in results if result is not None).backward) == 1
-
-
-# Blocks of 64 and 512 threads, and rows at any alignment.
-@emulation.only
-@pytest.mark.parametrize("columns", [301, 1801])
-def test_every_schedule_gives_the_same_bits(columns: int) -> None:
-    inputs, results = rows_of((3, columns), torch.bfloat16), []
-    for seed in range(5):
-        emulation.set_schedule(seed)
-        results.append(run(op_of(softcap=30.0), inputs, "cuda", torch.bfloat16))
-    assert all(torch.equal(other[name], value) for other in results[1:] for name, value in results[0].items())
-
-
-@emulation.only
-@pytest.mark.slow
-def test_more_rows_than_blocks() -> None:
-    inputs = rows_of((2**14 + 150, 40))
-    inputs["targets"][::3] = -100
-    assert_like_reference(inputs, "cuda", F32)
 
 
 TYPES = {"float32": F32, "float64": F64, "float16": torch.float16, "bfloat16": torch.bfloat16}
