@@ -23,8 +23,7 @@ _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 _RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
 _LAYOUT = registry.Layout(PolicyInputs)
-# One more result: whether segment ids ascend, [1] for ratios of segments, otherwise [0].
-registry.define_compiled(f"_policy_loss_cuda({_LAYOUT.schema()}) -> {_RESULTS[:-1]}, Tensor)")
+registry.define_compiled(f"_policy_loss_cuda({_LAYOUT.schema()}, Tensor(a!)? segments_ascend) -> {_RESULTS}")
 
 
 def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -41,10 +40,11 @@ def _cuda(*args: Any) -> tuple[Tensor, ...]:
     if policy.cu_seqlens is not None:
         bounds = packed_bounds("policy_loss", policy.cu_seqlens, inputs.logprobs.numel())
         inputs = dataclasses.replace(inputs, policy=dataclasses.replace(policy, cu_seqlens=bounds))
-    *results, ascends = registry.ops._policy_loss_cuda(*_LAYOUT.flat(inputs))
-    if ascends.numel() > 0:
-        torch._assert_async(ascends.all(), "policy_loss: segments must ascend from 0 along each row")
-    return tuple(results)
+    ascend = None if policy.segments is None else policy.segments.new_empty(1, dtype=torch.bool)
+    results: tuple[Tensor, ...] = registry.ops._policy_loss_cuda(*_LAYOUT.flat(inputs), ascend)
+    if ascend is not None:
+        torch._assert_async(ascend, "policy_loss: segments must ascend from 0 along each row")
+    return results
 
 
 FORWARD = registry.TorchOp(
