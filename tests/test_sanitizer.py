@@ -14,11 +14,11 @@ from tests.emulation import build
 
 # One process for all cases, because starting Python under the sanitizer takes most of the time.
 CASES = """
-import sys, torch, grpo_kernels as gk
-from grpo_kernels import backends
+import ctypes, sys, torch, grpo_kernels as gk
+from grpo_kernels import registry
 from tools import kernel_cases
 torch.ops.load_library(sys.argv[1])
-backends.enable_emulated_cuda()
+registry.enable_emulated_cuda()
 if len(sys.argv) > 2:  # an op whose order points outside its rows
     order = torch.tensor([0, 1, 2, 2_000])
     starts = torch.tensor([0, 4, 4, 4, 4])
@@ -28,6 +28,10 @@ if len(sys.argv) > 2:  # an op whose order points outside its rows
     )
 for name in kernel_cases.CASES:
     kernel_cases.check(name, torch.device("cpu"))
+launched = ctypes.CDLL(sys.argv[1]).grpo_kernels_launched
+launched.restype = ctypes.c_uint64
+kernels = launched((ctypes.c_uint64 * 1000)(), ctypes.c_uint64(1000))
+assert kernels > 40, f"the cases must launch the CUDA kernels, got {kernels} of them"
 print("clean")
 """
 
