@@ -303,9 +303,14 @@ def overload(name: str) -> _Function:
     return cast(_Function, getattr(ops, name).default)
 
 
-def define_compiled(schema: str) -> None:
-    """Defines an op that only compiled code implements and only our own Python calls."""
-    _library.define(schema)
+def define_compiled(schema: str, fake: _Function | None = None) -> None:
+    """Defines an op that only compiled code implements and only our own Python calls.
+
+    One that Python also calls outside of another op has results without values, by `fake`.
+    """
+    _library.define(schema, tags=() if fake is None else (torch.Tag.pt2_compliant_tag,))
+    if fake is not None:
+        torch.library.register_fake(f"{NAMESPACE}::{schema.partition('(')[0]}", fake, lib=_library)
 
 
 def lazy(function: str, folder: str) -> _Function:

@@ -293,7 +293,7 @@ def guard_fault(function: str) -> str | None:
     launch = re.search(r"\blaunch_\w+\(", function)
     if guard is None or launch is None or guard.start() > launch.start():
         return "no guard before the launch"
-    parameters = function.replace("(GRPO_POLICY_PARAMETERS)", "(Tensor logprobs)")
+    parameters = function.replace("(GRPO_POLICY_PARAMETERS", "(Tensor logprobs")
     if f"Tensor {guard[1]}," not in parameters and f"Tensor {guard[1]})" not in parameters:
         return f"the guard is for {guard[1]}, which is not an argument"
     if streams != {f"{guard[1]}.get_device_index()"}:

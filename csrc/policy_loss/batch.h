@@ -8,8 +8,9 @@ namespace grpo_kernels {
 
 // Cases that a walk over tokens is specialised for. "Plain" is a ratio of tokens, or of the row for kPlainSequence
 // (GSPO), with no inputs beyond old log-probs, advantages, a mask and the reference log-probs of a k3 KL; kPlain is any
-// loss of a token on such inputs and importance weights, for CPUs.
-enum class WalkKind { kAny, kPlain, kPlainClip, kPlainSequence };
+// loss of a token on such inputs and importance weights, for CPUs. For CUDA threads, kUnbiasedClip is kPlainClip with
+// kl_unbiased (TRL's with beta), and kPlainCispo is CISPO without importance weights.
+enum class WalkKind { kAny, kPlain, kPlainClip, kPlainSequence, kUnbiasedClip, kPlainCispo };
 
 // Optional arguments with one entry per token, in the order of the op's schema (PolicyInputs and Policy in Python): of
 // the dtype of the log-probs, bool and int32.
@@ -49,18 +50,19 @@ struct PolicyBatch {
   // Whether a row must be read as a whole before its first term.
   GRPO_HD bool needs_whole_rows() const { return plan.couples_tokens() || segments != nullptr; }
 
-  // Whether all inputs are plain but for importance weights.
-  GRPO_HD bool has_usual_inputs() const {
+  // Whether all inputs are plain but for importance weights and, where `unbiased`, kl_unbiased.
+  GRPO_HD bool has_usual_inputs(bool unbiased) const {
     const int usual = (old_logprobs != nullptr) + (mask != nullptr) + (ref_logprobs != nullptr);
 #define GRPO_GIVEN(name) +(name != nullptr)
     const bool has_other_input = 0 GRPO_POLICY_TOKENS(GRPO_GIVEN, GRPO_GIVEN, GRPO_GIVEN) > usual;
 #undef GRPO_GIVEN
-    const bool has_other_kl = plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased);
+    const bool has_other_kl =
+        plan.kl != Kl::kNone && (plan.kl != Kl::kK3 || plan.kl_straight || plan.kl_unbiased != unbiased);
     return !has_other_input && !has_other_kl && old_logprobs != nullptr;
   }
 
   GRPO_HD WalkKind walk_kind() const {
-    if (!has_usual_inputs()) return WalkKind::kAny;
+    if (!has_usual_inputs(false)) return WalkKind::kAny;
     const bool is_clip = plan.loss == Loss::kClip && is_weights == nullptr;
     if (!plan.couples_tokens()) return is_clip ? WalkKind::kPlainClip : WalkKind::kPlain;
     return is_clip && plan.ratio == Ratio::kSequence && advantages_by_row ? WalkKind::kPlainSequence : WalkKind::kAny;

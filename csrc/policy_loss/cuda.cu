@@ -90,12 +90,28 @@ bool takes_quads(const PolicyArrays<T>& arrays) {
 }
 
 template <typename T>
-Kernel<T> tokens_kernel_of(const PolicyArrays<T>& arrays) {
-  if (arrays.batch.walk_kind() != WalkKind::kPlainClip) return tokens_kernel<T, false, WalkKind::kAny>;
-  if constexpr (sizeof(T) == 4) {
-    if (takes_quads(arrays)) return tokens_kernel<T, true, WalkKind::kPlainClip>;
+WalkKind token_kind(const PolicyBatch<T>& batch) {
+  const bool is_clip = batch.plan.loss == Loss::kClip, has_unit_weights = batch.is_weights == nullptr;
+  if (is_clip && has_unit_weights && batch.plan.kl_unbiased && batch.has_usual_inputs(true)) {
+    return WalkKind::kUnbiasedClip;
   }
-  return tokens_kernel<T, false, WalkKind::kPlainClip>;
+  const WalkKind kind = batch.walk_kind();
+  const bool is_cispo = kind == WalkKind::kPlain && batch.plan.loss == Loss::kCispo && has_unit_weights;
+  return is_cispo ? WalkKind::kPlainCispo : kind;
+}
+
+template <typename T>
+Kernel<T> tokens_kernel_of(const PolicyArrays<T>& arrays) {
+  const WalkKind kind = token_kind(arrays.batch);
+  if constexpr (sizeof(T) == 4) {
+    if (takes_quads(arrays)) {
+      if (kind == WalkKind::kPlainClip) return tokens_kernel<T, true, WalkKind::kPlainClip>;
+      if (kind == WalkKind::kUnbiasedClip) return tokens_kernel<T, true, WalkKind::kUnbiasedClip>;
+      if (kind == WalkKind::kPlainCispo) return tokens_kernel<T, true, WalkKind::kPlainCispo>;
+    }
+  }
+  if (kind == WalkKind::kPlainClip) return tokens_kernel<T, false, WalkKind::kPlainClip>;
+  return tokens_kernel<T, false, WalkKind::kAny>;
 }
 
 template <typename T>

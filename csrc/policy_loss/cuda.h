@@ -41,7 +41,7 @@ struct PolicyArrays {
   T *log_ratios, *scores, *term_gradient;  // [tokens], for segments
   double* metrics;
   T* loss;
-  bool* segments_ascend;  // [1], for segments
+  bool* segments_ascend;  // [1]; null if nobody asks
 };
 
 constexpr int kCountBlocks = 256, kTotalBlocks = 64;

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <optional>
 #include <tuple>
 #include <type_traits>
@@ -15,15 +16,53 @@
 
 namespace grpo_kernels {
 
-// loss, metrics, gradient, entropy_gradient, and whether segment ids ascend: [1] for ratios of segments, else [0]
-using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+// Arrays of working memory one after the other, each at a multiple of 16 bytes; null before the memory is there.
+class WorkingMemory {
+ public:
+  explicit WorkingMemory(std::byte* data) : data_(data) {}
 
-PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS) {
+  template <typename Item>
+  Item* take(int64_t count) {
+    Item* const items = data_ == nullptr ? nullptr : reinterpret_cast<Item*>(data_ + bytes_);
+    bytes_ += (count * static_cast<int64_t>(sizeof(Item)) + 15) / 16 * 16;
+    return items;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_;
+  int64_t bytes_ = 0;
+};
+
+// Gives the arrays their parts of the working memory, and returns the bytes that all of them take.
+template <typename T>
+int64_t place(PolicyArrays<T>& arrays, std::byte* data) {
+  const PolicyBatch<T>& batch = arrays.batch;
+  const bool by_segment = batch.plan.by_segment();
+  WorkingMemory memory(data);
+  if (needs_counts(batch)) {
+    arrays.row_counts = memory.take<Counts>(batch.rows);
+    arrays.block_counts = memory.take<Counts>(kCountBlocks);
+  }
+  arrays.parts = memory.take<PolicyPart>(batch.needs_whole_rows() ? batch.rows : arrays.tasks);
+  arrays.blocks = memory.take<PolicyTotal>(kTotalBlocks);
+  arrays.done = memory.take<DoneCounter>(1);
+  if (by_segment || batch.plan.loss == Loss::kGeoMean) arrays.terms = memory.take<bool>(batch.tokens);
+  if (by_segment) {
+    arrays.log_ratios = memory.take<T>(batch.tokens);
+    arrays.scores = memory.take<T>(batch.tokens);
+    arrays.term_gradient = memory.take<T>(batch.tokens);
+  }
+  return memory.bytes();
+}
+
+using PolicyLossTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // loss, metrics, gradient, entropy_gradient
+
+// segments_ascend [1], where given, gets whether segment ids ascend from 0 along each row.
+PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS, std::optional<Tensor> segments_ascend) {
   const PolicyInputs inputs(GRPO_POLICY_ARGUMENTS);
-  const int64_t rows = inputs.rows, tokens = inputs.tokens;
-  const bool by_segment = inputs.plan.by_segment();
   const PolicyResults results(inputs);
-  const Tensor segments_ascend = empty_vector(logprobs, by_segment ? 1 : 0, aoti_torch_dtype_bool());
+  check_array(PolicyInputs::kOp, "segments_ascend", segments_ascend, 1, ScalarType::Bool);
 
   const DeviceGuard guard(logprobs.get_device_index());
   void* stream = current_stream(logprobs.get_device_index());
@@ -39,31 +78,14 @@ PolicyLossTensors policy_loss_cuda(GRPO_POLICY_PARAMETERS) {
     if (needs_entropy_gradient) arrays.entropy_gradient = data_of<T>(results.entropy_gradient);
     arrays.metrics = data_of<double>(results.metrics);
     arrays.loss = data_of<T>(results.loss);
+    if (segments_ascend) arrays.segments_ascend = data_of<bool>(*segments_ascend);
     arrays.is_aligned = is_aligned(arrays.batch, arrays.gradient);
-    std::optional<Tensor> row_counts, block_counts, parts, blocks, done, terms, values;
-    if (needs_counts(arrays.batch)) {
-      arrays.row_counts = allocate_records<Counts>(row_counts, logprobs, rows);
-      arrays.block_counts = allocate_records<Counts>(block_counts, logprobs, kCountBlocks);
-    }
-    const int64_t num_parts = arrays.batch.needs_whole_rows() ? rows : arrays.tasks;
-    arrays.parts = allocate_records<PolicyPart>(parts, logprobs, num_parts);
-    arrays.blocks = allocate_records<PolicyTotal>(blocks, logprobs, kTotalBlocks);
-    arrays.done = allocate_records<DoneCounter>(done, logprobs, 1);
-    if (by_segment || inputs.plan.loss == Loss::kGeoMean) {
-      terms = empty_vector(logprobs, tokens, aoti_torch_dtype_bool());
-      arrays.terms = data_of<bool>(*terms);
-    }
-    if (by_segment) {
-      arrays.segments_ascend = data_of<bool>(segments_ascend);
-      values = empty_vector(logprobs, 3 * tokens, dtype_of(logprobs));
-      arrays.log_ratios = data_of<T>(*values);
-      arrays.scores = arrays.log_ratios + tokens;
-      arrays.term_gradient = arrays.scores + tokens;
-    }
+    const Tensor memory = empty_vector(logprobs, place(arrays, nullptr), aoti_torch_dtype_uint8());
+    place(arrays, static_cast<std::byte*>(memory.mutable_data_ptr()));
     launch_policy_loss(arrays, stream);
   };
   inputs.is_double() ? run(double{}) : run(float{});
-  return {results.loss, results.metrics, results.gradient, results.entropy_gradient, segments_ascend};
+  return {results.loss, results.metrics, results.gradient, results.entropy_gradient};
 }
 
 void scale_gradient_cuda(Tensor gradient, Tensor upstream) {

@@ -5,7 +5,7 @@
 #include "common/cuda/team.cuh"
 #include "policy_loss/cuda.h"
 
-// The plain walks of PPO's loss without limits beyond the clipping itself, four tokens a thread.
+// The plain walks of PPO's loss and CISPO without limits beyond the clipping itself, four tokens a thread.
 namespace grpo_kernels {
 namespace {
 
@@ -125,7 +125,8 @@ __device__ PolicySums walk_quads(const PolicyTokens<float>& tokens, const Policy
   sums.low_clipped = warp_sum(walk.sums.low_clipped);
   sums.high_clipped = warp_sum(walk.sums.high_clipped);
   sums.dual_clipped = warp_sum(walk.sums.dual_clipped);
-  sums.clipped = sums.low_clipped + sums.high_clipped;
+  // CISPO clips ratios outside on either side, whatever the sign of the advantage
+  sums.clipped = kKind == WalkKind::kPlainCispo ? warp_sum(walk.sums.clipped) : sums.low_clipped + sums.high_clipped;
   float lowest = walk.extremes.ratio_min, highest = walk.extremes.ratio_max;
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
     lowest = fminf(lowest, __shfl_xor_sync(kAllLanes, lowest, offset));

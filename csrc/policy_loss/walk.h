@@ -32,7 +32,8 @@ struct PolicyWalk {
   using V = typename Math::Value;
   using Flag = typename Math::Flag;
   static constexpr bool kIsAny = kKind == WalkKind::kAny, kIsSequence = kKind == WalkKind::kPlainSequence;
-  static constexpr bool kIsClip = kKind == WalkKind::kPlainClip || kIsSequence;
+  static constexpr bool kIsUnbiased = kKind == WalkKind::kUnbiasedClip, kIsCispo = kKind == WalkKind::kPlainCispo;
+  static constexpr bool kIsClip = kKind == WalkKind::kPlainClip || kIsUnbiased || kIsSequence;
   static constexpr bool kIsToken = !kIsAny && !kIsSequence;
 
   const PolicyTokens<T> in;  // a copy: a reference would be read again after every store
@@ -55,9 +56,10 @@ struct PolicyWalk {
 
   // Repeat what kKind implies, so that the compiler drops the other branches.
   GRPO_HD bool has(const void* optional) const { return kIsAny && optional != nullptr; }
-  GRPO_HD bool has_weights() const { return !kIsClip && in.is_weights != nullptr; }
-  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : plan.loss; }
+  GRPO_HD bool has_weights() const { return !kIsClip && !kIsCispo && in.is_weights != nullptr; }
+  GRPO_HD Loss loss() const { return kIsClip ? Loss::kClip : (kIsCispo ? Loss::kCispo : plan.loss); }
   GRPO_HD Kl kl_kind() const { return kIsAny ? plan.kl : Kl::kK3; }
+  GRPO_HD bool is_unbiased_kl() const { return kIsUnbiased || (kIsAny && plan.kl_unbiased); }
   GRPO_HD bool is_local_kl() const { return kIsAny && plan.kl_aggregation == Aggregation::kLocalTokenMean; }
   GRPO_HD bool is_token_ratio() const { return kIsToken || (kIsAny && plan.ratio == Ratio::kToken); }
 
@@ -166,7 +168,7 @@ struct PolicyWalk {
     KlTerm<M> kl = kl_term<M>(kl_kind(), log_ratio, coefficients);
     if (kIsAny && plan.kl_straight) kl.slope = log_ratio;
     const V scale = M::select(is_valid, weight * M::all(kl_share), M::all(0));
-    if (kIsAny && plan.kl_unbiased) {
+    if (is_unbiased_kl()) {
       kl.value *= term.ratio;
       kl.slope *= term.ratio;
       if (coefficients.has_kl) ratio_gradient += M::select(term.is_unclamped & is_valid, kl.value, M::all(0)) * scale;

@@ -23,8 +23,6 @@ _WIDE = (torch.float32, torch.float64)
 SUPPORTS = {"cuda": _WIDE, "cpu": _WIDE, "reference": _WIDE}
 _RESULTS = "(Tensor, Tensor, Tensor, Tensor)"
 _LAYOUT = registry.Layout(PolicyInputs)
-# One more result: whether segment ids ascend, [1] for ratios of segments, otherwise [0].
-registry.define_compiled(f"_policy_loss_cuda({_LAYOUT.schema()}) -> {_RESULTS[:-1]}, Tensor)")
 
 
 def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -34,22 +32,40 @@ def _fake(inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logprobs.new_empty(()), metrics, logprobs.new_empty(tokens), by_entropy
 
 
-def _cuda(*args: Any) -> tuple[Tensor, ...]:
+registry.define_compiled(
+    f"_policy_loss_cuda({_LAYOUT.schema()}, Tensor(a!)? segments_ascend) -> {_RESULTS}",
+    fake=lambda *values: _fake(_LAYOUT.build(iter(values[:-1]))),
+)
+
+
+def _cuda(inputs: PolicyInputs) -> tuple[Tensor, ...]:
     """Checks the bounds of packed rows and the order of segments; the rest is one compiled op."""
-    inputs = _LAYOUT.build(iter(args))
     policy = inputs.policy
     if policy.cu_seqlens is not None:
         bounds = packed_bounds("policy_loss", policy.cu_seqlens, inputs.logprobs.numel())
         inputs = dataclasses.replace(inputs, policy=dataclasses.replace(policy, cu_seqlens=bounds))
-    *results, ascends = registry.ops._policy_loss_cuda(*_LAYOUT.flat(inputs))
-    if ascends.numel() > 0:
-        torch._assert_async(ascends.all(), "policy_loss: segments must ascend from 0 along each row")
-    return tuple(results)
+    ascend = None if policy.segments is None else policy.segments.new_empty(1, dtype=torch.bool)
+    results: tuple[Tensor, ...] = registry.ops._policy_loss_cuda(*_LAYOUT.flat(inputs), ascend)
+    if ascend is not None:
+        torch._assert_async(ascend, "policy_loss: segments must ascend from 0 along each row")
+    return results
+
+
+def _cuda_of_flat(*args: Any) -> tuple[Tensor, ...]:
+    return _cuda(_LAYOUT.build(iter(args)))
 
 
 FORWARD = registry.TorchOp(
-    "policy_loss", PolicyInputs, _RESULTS, SUPPORTS, _fake, cuda=_cuda, reference=reference.forward
+    "policy_loss", PolicyInputs, _RESULTS, SUPPORTS, _fake, cuda=_cuda_of_flat, reference=reference.forward
 )
+
+
+def _forward(backend: str, inputs: PolicyInputs) -> tuple[Tensor, ...]:
+    """The op. Eager calls of the CUDA kernel do without it: its way through torch to Python takes 10 us."""
+    is_eager = type(inputs.logprobs) is Tensor and not torch.compiler.is_compiling()
+    if backend == "cuda" and is_eager:
+        return _cuda(inputs)
+    return cast(tuple[Tensor, ...], FORWARD(backend, inputs))
 
 
 class _PolicyLoss(torch.autograd.Function):
@@ -59,7 +75,7 @@ class _PolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor | None, inputs: PolicyInputs, backend: str
     ) -> tuple[Tensor, Tensor]:
-        loss, metrics, *gradients = FORWARD(backend, inputs)
+        loss, metrics, *gradients = _forward(backend, inputs)
         ctx.mark_non_differentiable(metrics)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*gradients)
@@ -89,7 +105,7 @@ def apply(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
 def apply_with_gradients(backend: str, inputs: PolicyInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, metrics, and the gradients by log-probs and entropy, flat; for callers that are not traced."""
     if backend != "reference":
-        return cast(tuple[Tensor, Tensor, Tensor, Tensor], FORWARD(backend, inputs))
+        return cast(tuple[Tensor, Tensor, Tensor, Tensor], _forward(backend, inputs))
     with torch.enable_grad():
         logprobs, entropy = inputs.logprobs.detach().requires_grad_(), inputs.entropy
         leaves = [logprobs]

@@ -1,8 +1,8 @@
 """The kernels of token_advantages against its definition in extended precision.
 
-Faults that this is for: a tail of a vector or tile; a carry that is lost between tiles, chunks or rows; a turn that
-goes on in the next row or ends at a tile; moments that are merged wrongly; a chunk that does not see a NaN of its row;
-tokens after the last row that are not written; equal returns whose rounded mean is whitened.
+Faults that this is for: a tail of a vector or tile; a carry that is lost between tiles or rows; a turn that goes on in
+the next row or ends at a tile; moments that are merged wrongly; a NaN that other tiles of its row do not see; tokens
+after the last row that are not written; equal returns whose rounded mean is whitened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_any_settings(backend: str, dtype: torch.dtype) -> None:
     settings(max_examples=examples(200) if is_fast else examples(30))(given(batch, cases.configs())(check))()
 
 
-# Around the vectors of the CPU and the tiles and chunks of Triton.
+# Around the vectors of the CPU and the tiles of Triton.
 @pytest.mark.pairs
 @pytest.mark.parametrize("turns", ["none", "some"])
 @pytest.mark.parametrize("width", [31, 257, 1023, 1100, 2500])
@@ -46,7 +46,7 @@ def test_long_rows(backend: str, width: int, turns: str) -> None:
     config = gk.TokenAdvantageConfig(gamma=0.999, lam=0.95)
     assert_by_definition(batch, config, backend, F32)
     assert_by_definition(cases.packed(batch), config, backend, F64)
-    batch["rewards"][0, (0, width // 2, -1)[width % 3]] = NAN  # which one of several chunks sees
+    batch["rewards"][0, (0, width // 2, -1)[width % 3]] = NAN  # which one of several tiles sees
     assert_by_definition(batch, config, backend, F64)
 
 
