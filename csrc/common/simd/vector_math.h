@@ -3,10 +3,10 @@
 #include "common/simd/lanes.h"
 
 // exp, expm1 and tanh of vectors: Floats (eight floats), Quad (four doubles), and WideFloats (sixteen floats), which
-// are Floats where the instruction set has no such vectors. Free of calls. Multiply-adds are fused where the source says
-// so and nowhere else, so that AVX-512 and AVX2 give the same bits; the baseline rounds products. Errors are at most 2
-// units in the last place, tanh 4. NaN gives NaN. exp is 0 where the result would be below 2^-125 (floats) or 2^-1021
-// (doubles), because subnormal numbers take some processors a hundred cycles.
+// are Floats where the instruction set has no such vectors. Free of calls. Multiply-adds are fused where the source
+// says so and nowhere else, so that AVX-512 and AVX2 give the same bits; the baseline rounds products. Errors are at
+// most 2 units in the last place, tanh 4. NaN gives NaN. exp is 0 where the result would be below 2^-125 (floats) or
+// 2^-1021 (doubles), because subnormal numbers take some processors a hundred cycles.
 namespace grpo_kernels::GRPO_SIMD {
 
 typedef float Floats __attribute__((vector_size(32)));
