@@ -1,10 +1,5 @@
-"""`python -m grpo_trainer`: grpo-train, for launchers that take a module."""
+"""Runs the command grpo: python -m grpo_trainer train RECIPE."""
 
-from __future__ import annotations
+from grpo_trainer.cli import main
 
-import sys
-
-from grpo_trainer.cli import train
-
-if __name__ == "__main__":
-    sys.exit(train())
+raise SystemExit(main())

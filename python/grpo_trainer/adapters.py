@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Set
 from pathlib import Path
@@ -44,7 +43,7 @@ def settings_of_base(settings: Model, folder: Path) -> Model:
     made = Path(base) if base else Path(BASE)
     for place in ((folder / "../../.." / BASE).resolve(), made):  # first in its own run, which may have been moved
         if made.name == BASE and (place / "config.json").exists():
-            return dataclasses.replace(settings, path=str(place))
+            return settings.model_copy(update={"path": str(place)})
     raise ValueError(
         f"model.path: must be the model that the adapters in {str(folder)!r} were trained on, "
         f"{repr(base) if base else 'which they do not name'}, got 'tiny', whose weights are new"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from grpo_trainer.recipe import Algorithm, Similarity
+from grpo_trainer.messages import unknown_key, unknown_name
+from grpo_trainer.recipe import Algorithm, Rl, Similarity
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import attempt, refuse, unknown_key, unknown_name
 
 Config = TypeVar("Config")
 _CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
@@ -42,10 +42,10 @@ ALGORITHMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ppo": ({}, {}),
     "group_ppo": ({}, {"ratio": "segment"}),
 }
-_FIELDS_OF_TRL = {
-    "beta": "kl_coef",
-    "epsilon": "clip_low, and clip_high unless epsilon_high is given",
-    "epsilon_high": "clip_high",
+# fields of the configs that a key of the recipe sets
+_SET_BY = {
+    "advantage": {"reward_weights": "the weight of each reward"},
+    "loss": {"kl_coef": "algorithm.beta", "clip_low": "algorithm.epsilon", "clip_high": "algorithm.epsilon_high"},
 }
 CORRECTION = {"weights": "token", "weight_max": 2.0}  # of the mismatch between an engine and the policy
 CORRECTION_OF_SEGMENTS = CORRECTION | {"weights": "sequence"}  # whose terms read the weight of one token
@@ -61,70 +61,62 @@ class Plan:
     advantage: gk.AdvantageConfig | None
     loss: gk.LossConfig
     similarity: Similarity | None
+    clustering: gk.SimilarityConfig | None
     segments: gk.SegmentConfig | None
     threshold: gk.SegmentThreshold | None
     correction: gk.CorrectionConfig  # applies where an engine other than the policy samples
 
     @classmethod
-    def of(cls, settings: Algorithm, max_new_tokens: int) -> Plan:
-        """Resolves the settings, and raises on any that the algorithm does not use.
-
-        Args:
-            settings: the algorithm of the recipe.
-            max_new_tokens: longest response, the divisor of `dr_grpo`.
-        """
-        if settings.name not in ALGORITHMS:
-            raise ValueError(unknown_name("algorithm.name", settings.name, list(ALGORITHMS)))
-        advantage, loss = ALGORITHMS[settings.name]
-        if settings.loss.get("kl") == "none":  # the algorithm's coefficient goes with its KL
-            loss = {name: value for name, value in loss.items() if name != "kl_coef"}
-        loss = loss | settings.loss
-        if loss.get("aggregation") == "seq-mean-token-sum-norm":
-            loss = {"max_length": max_new_tokens} | loss
-        has_critic = settings.name in WITH_CRITIC
+    def of(cls, rl: Rl) -> Plan:
+        """Resolves the settings, and raises on any that the algorithm does not use; errors name keys of the recipe."""
+        settings = rl.algorithm
+        name, has_critic = settings.name, settings.name in WITH_CRITIC
+        if name not in ALGORITHMS:
+            raise ValueError(unknown_name("rl.algorithm.name", name, list(ALGORITHMS)))
         _refuse_unused(settings, has_critic)
-        segments = None
+        advantage_fields, loss_fields = ALGORITHMS[name]
+        segments = threshold = advantage = None
         if has_critic:
-            fields = {"group_max_size": 1} if settings.name == "ppo" else {}
-            segments = gk.SegmentConfig.of(fields | settings.segments, "algorithm.segments")
-            if settings.sparse:
-                loss = loss | {"ratio": "token"}
-        similarity = settings.similarity
-        if similarity is None and settings.name in WITH_CLUSTERS:
+            fields = {"group_max_size": 1} if name == "ppo" else {}
+            segments = gk.SegmentConfig.of(fields | settings.segments, "rl.algorithm.segments")
+            threshold = gk.SegmentThreshold(segments) if name == "group_ppo" else None
+            loss_fields = loss_fields | ({"ratio": "token"} if settings.sparse else {})
+        elif name != "polychromic":
+            advantage = _config(gk.AdvantageConfig, advantage_fields, settings.advantage, "advantage")
+        loss_fields = _with_coefficients(loss_fields, settings)
+        if (settings.loss | loss_fields).get("aggregation") == "seq-mean-token-sum-norm":
+            loss_fields = {"max_length": rl.rollout.max_completion_length} | loss_fields
+        loss = _config(gk.LossConfig, loss_fields, settings.loss, "loss")
+        similarity, clustering = settings.similarity, None
+        if similarity is None and name in WITH_CLUSTERS:
             similarity = Similarity()
-        threshold = gk.SegmentThreshold(segments) if segments is not None and settings.name == "group_ppo" else None
-        config = None
-        problems: list[Exception] = []
-        if not has_critic and settings.name != "polychromic":
-            config = attempt(problems, _config, gk.AdvantageConfig, advantage | settings.advantage, "advantage")
-        resolved = attempt(problems, _config, gk.LossConfig, loss, "loss")
-        refuse(problems)
-        assert resolved is not None
-        by_default = CORRECTION_OF_SEGMENTS if resolved.ratio == "segment" else CORRECTION
-        correction = _config(gk.CorrectionConfig, settings.correction or by_default, "correction")
-        plan = cls(settings, config, resolved, similarity, segments, threshold, correction)
-        plan._refuse_unmet()
         if similarity is not None:
-            _ = plan.clustering  # raises now rather than in the first step
+            clustering = _config(gk.SimilarityConfig, {}, similarity.config, "similarity.config")
+        by_default = CORRECTION_OF_SEGMENTS if loss.ratio == "segment" else CORRECTION
+        correction = _config(gk.CorrectionConfig, {}, settings.correction or by_default, "correction")
+        plan = cls(settings, advantage, loss, similarity, clustering, segments, threshold, correction)
+        plan._refuse_unmet(rl.rollout.num_generations)
         return plan
 
-    def _refuse_unmet(self) -> None:
-        """Raises if the advantages or the loss need what this algorithm does not give them."""
+    def _refuse_unmet(self, group_size: int) -> None:
+        """Raises if the advantages or the loss need what this algorithm or its groups do not give them."""
         loss, advantage = self.loss, self.advantage
         by_segment = loss.ratio.startswith("segment") and self.segments is None
-        rules: list[tuple[str, Any, bool, str]] = [
-            ("loss.ratio", loss.ratio, by_segment, "must not be of segments, which ppo and group_ppo alone have"),
-        ]
-        if advantage is not None:
-            chosen = "center" if "center" in self.settings.advantage else "estimator"
-            rule = "must not need baselines, which the trainer does not have"
-            rules.append((f"advantage.{chosen}", getattr(advantage, chosen), advantage.needs_baselines, rule))
-            parent = {"shrinkage": advantage.shrinkage > 0, "singleton": advantage.singleton == "parent"}
-            for field, needs_clusters in parent.items():
-                is_refused = needs_clusters and self.similarity is None
-                rule = "applies within clusters: give algorithm.similarity, too"
-                rules.append((f"advantage.{field}", getattr(advantage, field), is_refused, rule))
-        _refuse_first(rules, self.settings.name)
+        rule = "must not be of segments, which ppo and group_ppo alone have"
+        _refuse(by_segment, "algorithm.loss.ratio", rule, loss.ratio, self.settings)
+        if advantage is None:
+            return
+        rule = "must not need baselines, which the trainer does not have"
+        chosen = "center" if "center" in self.settings.advantage else "estimator"
+        value = getattr(advantage, chosen)
+        _refuse(advantage.needs_baselines, f"algorithm.advantage.{chosen}", rule, value, self.settings)
+        rule = "applies within clusters: give algorithm.similarity, too"
+        for field, is_set in (("shrinkage", advantage.shrinkage > 0), ("singleton", advantage.singleton == "parent")):
+            is_refused = is_set and self.similarity is None
+            _refuse(is_refused, f"algorithm.advantage.{field}", rule, getattr(advantage, field), self.settings)
+        compares = advantage.center not in ("none", "baseline") and advantage.singleton == "zero"
+        rule = "must be at least 2, as the responses of a prompt are compared"
+        _refuse(compares and group_size == 1, "rollout.num_generations", rule, group_size, self.settings)
 
     def described(self) -> str:
         """The configs of the advantages and of the loss, without the fields that have their defaults."""
@@ -132,19 +124,27 @@ class Plan:
         return "; ".join(f"{name}: {_changed(config)}" for name, config in configs.items() if config is not None)
 
     @property
-    def clustering(self) -> gk.SimilarityConfig:
-        assert self.similarity is not None
-        return _config(gk.SimilarityConfig, self.similarity.config, "similarity.config")
-
-    @property
-    def compares_responses(self) -> bool:
-        """Whether the only response of a prompt has no advantage."""
-        config = self.advantage
-        return config is not None and config.center not in ("none", "baseline") and config.singleton == "zero"
-
-    @property
     def needs_reference(self) -> bool:
         return self.loss.kl != "none"
+
+
+def _with_coefficients(fields: dict[str, Any], settings: Algorithm) -> dict[str, Any]:
+    """The fields of the loss with the recipe's beta and epsilon, which mean what they mean in TRL."""
+    beta, low, high = settings.beta, settings.epsilon, settings.epsilon_high
+    kl = settings.loss.get("kl", fields.get("kl", "none"))
+    if beta == 0 or (kl == "none" and beta is None):
+        fields = {name: value for name, value in fields.items() if name not in ("kl", "kl_coef")}
+        _refuse(
+            kl != "none" and "kl" in settings.loss, "algorithm.loss.kl", "must be left out with beta: 0", kl, settings
+        )
+    elif beta is not None:
+        _refuse(
+            kl == "none" and "kl" in settings.loss, "algorithm.beta", "must be 0 with loss.kl: none", beta, settings
+        )
+        fields = fields | {"kl": "k3" if kl == "none" else kl, "kl_coef": beta}
+    if low is not None:
+        fields = fields | {"clip_low": low, "clip_high": low}
+    return fields if high is None else fields | {"clip_high": high}
 
 
 @dataclasses.dataclass
@@ -260,7 +260,7 @@ def _credit_responses(
         lengths = rollout.lengths if counted is None else counted.sum(1)
     if plan.similarity is None:
         return Credit(gk.group_advantages(rewards, size, lengths=lengths, config=config).advantages)
-    assert embeddings is not None
+    assert embeddings is not None and plan.clustering is not None
     clusters = gk.similarity_groups(embeddings, size, config=plan.clustering)
     if plan.similarity.sharing > 0:
         rewards = share_rewards(rewards, clusters.group_ids, size, plan.similarity.sharing)
@@ -275,7 +275,7 @@ def _credit_responses(
 
 def _credit_sets(plan: Plan, rollout: Rollout, rewards: Tensor, embeddings: Tensor) -> Credit:
     """Polychromic: scores a set by mean reward times diversity, and credits a response with its sets' advantage."""
-    assert plan.similarity is not None
+    assert plan.clustering is not None
     size = rollout.group_size
     clusters = gk.similarity_groups(embeddings, size, config=plan.clustering)
     advantages = gk.diversity.set_advantages(
@@ -346,44 +346,31 @@ def share_rewards(rewards: Tensor, group_ids: Tensor, size: int, power: float) -
 
 def _refuse_unused(settings: Algorithm, has_critic: bool) -> None:
     """Raises if a setting would have no effect on this algorithm."""
-    name = settings.name
+    name, similarity = settings.name, settings.similarity
     is_polychromic = name == "polychromic"
-    no_critic, critic_only = "applies to algorithms without a critic", "applies to ppo and group_ppo"
-    advantage, similarity = settings.advantage, settings.similarity
-    rules: list[tuple[str, Any, bool, str]] = [
-        ("advantage", advantage, bool(advantage) and has_critic, no_critic),
-        ("segments", settings.segments, bool(settings.segments) and not has_critic, critic_only),
-        ("sparse", settings.sparse, settings.sparse and name != "group_ppo", "applies to group_ppo"),
-        ("critic", settings.critic, settings.critic is not None and not has_critic, critic_only),
-        (
-            "advantage",
-            advantage,
-            bool(advantage) and is_polychromic,
-            "applies to algorithms other than polychromic, which credits sets of responses",
-        ),
-        (
-            "advantage.reward_weights",
-            advantage.get("reward_weights"),
-            "reward_weights" in advantage,
-            "is set by the weight of each reward",
-        ),
-        ("set_size", settings.set_size, settings.set_size > 0 and not is_polychromic, "applies to polychromic"),
-        ("similarity", similarity, similarity is not None and has_critic, no_critic),
-        ("drop_flat", settings.drop_flat, not settings.drop_flat and has_critic, no_critic),
-    ]
-    if is_polychromic and similarity is not None:
-        for key, default in (("sharing", 0.0), ("within", 1.0), ("between", 0.0)):
-            value = getattr(similarity, key)
-            rule = "applies to algorithms other than polychromic"
-            rules.append((f"similarity.{key}", value, value != default, rule))
-    _refuse_first(rules, name)
+    without_critic, with_critic = "applies to algorithms without a critic", "applies to ppo and group_ppo"
+    sets = "applies to algorithms other than polychromic, which credits sets of responses"
+    defaults = Algorithm()
+    for key, is_used, rule in (
+        ("advantage", not has_critic, without_critic),
+        ("advantage", not is_polychromic, sets),
+        ("similarity", not has_critic, without_critic),
+        ("drop_flat", not has_critic, without_critic),
+        ("segments", has_critic, with_critic),
+        ("critic", has_critic, with_critic),
+        ("sparse", name == "group_ppo", "applies to group_ppo"),
+        ("set_size", is_polychromic, "applies to polychromic"),
+    ):
+        value = getattr(settings, key)
+        _refuse(not is_used and value != getattr(defaults, key), f"algorithm.{key}", rule, value, settings)
+    for key in ("sharing", "within", "between") if is_polychromic and similarity is not None else ():
+        value = getattr(similarity, key)
+        _refuse(value != getattr(Similarity(), key), f"algorithm.similarity.{key}", sets, value, settings)
 
 
-def _refuse_first(rules: Sequence[tuple[str, Any, bool, str]], name: str) -> None:
-    """Raises on the first of (key, value, whether it is refused, rule) that is."""
-    for key, value, is_refused, rule in rules:
-        if is_refused:
-            raise ValueError(f"algorithm.{key}: {rule}, got {value!r} with {name!r}")
+def _refuse(is_refused: bool, key: str, rule: str, value: Any, settings: Algorithm) -> None:
+    if is_refused:
+        raise ValueError(f"rl.{key}: {rule}, got {value!r} with {settings.name!r}")
 
 
 def _changed(config: Any) -> str:
@@ -393,18 +380,16 @@ def _changed(config: Any) -> str:
     return ", ".join(changed) or "the defaults"
 
 
-def _unknown_field(key: str, name: str, known: list[str]) -> str:
-    if key == "loss" and name in _FIELDS_OF_TRL:
-        return f"algorithm.loss.{name}: no such key; TRL's {name} is {_FIELDS_OF_TRL[name]}"
-    return unknown_key(f"algorithm.{key}", name, known)
-
-
-def _config(kind: Callable[..., Config], fields: dict[str, Any], key: str) -> Config:
-    """Builds a config from YAML, whose lists become tuples; errors name the key of the recipe."""
+def _config(kind: Callable[..., Config], defaults: dict[str, Any], fields: dict[str, Any], key: str) -> Config:
+    """Builds a config from YAML, whose lists become tuples, over the algorithm's own fields; errors name the key."""
     known = list(inspect.signature(kind).parameters)
-    refuse([ValueError(_unknown_field(key, name, known)) for name in fields if name not in known])
-    kwargs = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(unknown_key(f"rl.algorithm.{key}", name, known))
+        if name in _SET_BY.get(key, {}):
+            raise ValueError(f"rl.algorithm.{key}.{name}: is set by {_SET_BY[key][name]}, got {value!r}")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     try:
-        return kind(**kwargs)
+        return kind(**(defaults | given))
     except (TypeError, ValueError) as error:
-        raise type(error)(f"algorithm.{key}: {error}") from error
+        raise type(error)(f"rl.algorithm.{key}: {error}") from error

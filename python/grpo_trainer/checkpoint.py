@@ -1,19 +1,17 @@
-"""Checkpoints: safetensors and JSON, either complete or absent.
+"""Checkpoints: safetensors and JSON in a folder that is either complete or absent.
 
 A checkpoint is written to a temporary folder, flushed to disk and then renamed, so that a run may be killed at any
-moment. Its state.json holds a digest of every file and the recipe it belongs to.
+moment. Its state.json holds the recipe that it belongs to.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +21,18 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.adapters import BASE, load_adapter, save_without_adapters
 from grpo_trainer.loading import load_lm
-from grpo_trainer.log import Log
-from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy
+from grpo_trainer.log import PHASES, Log, to_json
+from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy, set_adapters
 from grpo_trainer.pretrained import without_bars
 from grpo_trainer.recipe import MEMORY_KEYS, Recipe
-from grpo_trainer.settings import join, plain
+from grpo_trainer.recipes import flat
 
-FORMAT = 2
 _LISTED = 8  # differences that an error lists
-_RESUMED = "resume it with its own values, or train with these in another output, or from the start with --fresh"
-_BRANCHED = "a branch must keep the values of the run that it starts from"
-_WAY_OUT = "; remove this folder to resume from the checkpoint before it, or start again with --fresh"
-# keys that may change when a run is resumed
-_MAY_CHANGE = ("output", "threads", "distributed", "logging", "checkpoints", "evaluation", "name")
+# what may change when a run is resumed
+_MAY_CHANGE = (
+    *("name", "output", "threads", "distributed", "logging", "checkpoints", "evaluation"),
+    *(f"rl.rollout.vllm.{key}" for key in MEMORY_KEYS),
+)
 
 
 class CheckpointError(Exception):
@@ -46,101 +43,62 @@ class CheckpointError(Exception):
 class State:
     """Position of a run, and what its results depend on beyond the weights and the recipe."""
 
-    folder: Path
-    phase: int
+    phase: str
     step: int
     threshold: float | None  # of group_ppo's segments
     threads: int
     embedders: dict[str, str]  # resolved names by recipe key
 
 
-def to_json(value: Any) -> str:
-    return json.dumps(value, indent=1, sort_keys=True) + "\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    temporary = path.with_name(f".new-{path.name}")
-    temporary.write_text(text)
-    _flush(temporary)
-    temporary.rename(path)
-
-
 # Runs
 
 
 def start_run(recipe: Recipe) -> None:
-    """Prepares the folder of a new run, and removes models left by a run without a checkpoint."""
-    for earlier in (*recipe.folder.glob("reference-*"), *recipe.folder.glob(BASE)):
-        shutil.rmtree(earlier)
+    """Prepares the folder of a new run, from which an earlier one is removed."""
+    import yaml
+
+    if is_used(recipe):
+        shutil.rmtree(recipe.folder)
     recipe.folder.mkdir(parents=True, exist_ok=True)
-    write_text(recipe.folder / "recipe.json", to_json(plain(recipe)))
+    text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+    (recipe.folder / "recipe.yaml").write_text(text, encoding="utf-8")
 
 
-def refuse_used_folder(folder: Path, may_hold_run: bool = False) -> None:
+def is_used(recipe: Recipe) -> bool:
+    return (recipe.folder / "recipe.yaml").exists()
+
+
+def refuse_used_folder(recipe: Recipe, may_hold_run: bool = False) -> None:
+    folder = recipe.folder
     nearest = next(part for part in [folder, *folder.absolute().parents] if part.exists())
     if not nearest.is_dir():
         raise FileExistsError(f"output: must be a folder, got {str(folder)!r}, where {str(nearest)!r} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise PermissionError(f"output: must be writable, got {str(folder)!r}, where {str(nearest)!r} is not")
-    if not may_hold_run and (folder / "recipe.json").exists():
+    if not may_hold_run and is_used(recipe):
         raise FileExistsError(
-            f"{folder} contains a run already; continue it with --resume (in Python run(resume=True)), remove it with "
-            "--fresh, or choose another output"
+            f"output: must be a folder without a run, got {str(folder)!r}; continue the run in it with --resume (in "
+            "Python resume=True), or remove it with --fresh"
         )
 
 
-def branch(source: str | Path, recipe: Recipe) -> None:
-    """Starts a run at the end of another one whose phases are this recipe's first ones.
-
-    Resumed from there, the run has the bits of one that trained those phases itself. Logs and evaluations of the other
-    run are copied.
-
-    Args:
-        source: folder of the finished run.
-        recipe: the recipe, equal to the other one except for its name, its output and its further phases.
-    """
-    refuse_used_folder(recipe.folder)
-    source = Path(source)
-    stored = _read_json(source / "recipe.json")
-    count = len(stored.get("phases", []))
-    if not 0 < count < len(recipe.phases):
-        raise CheckpointError(
-            f"{source}: to branch, the run must have fewer phases than the recipe, {len(recipe.phases)}, and at "
-            f"least 1, got {count}"
-        )
-    _refuse_differences(
-        source, _differences(stored.get("evaluation"), plain(recipe)["evaluation"], "evaluation"), _BRANCHED
-    )
-    if all(phase.rl is None for phase in recipe.phases[:count]):
-        for name in ("rewards", "max_new_tokens"):
-            if not (value := getattr(recipe.evaluation, name)):
-                raise CheckpointError(
-                    f"{source}: to branch, evaluation.{name} must be set, as its default follows the RL phase, which "
-                    f"the run has not, got {value!r}"
-                )
-    phase = recipe.phases[count - 1]
-    state = load_last(dataclasses.replace(recipe, output=str(source), phases=recipe.phases[:count]), _BRANCHED)
-    last = (count - 1, phase.sft.steps if phase.sft is not None else phase.rl.steps if phase.rl is not None else 0)
-    if state is None or (state.phase, state.step) != last:
-        raise CheckpointError(
-            f"{source}: to branch, the run must have the checkpoint after its last step, phase {last[0]}, step "
-            f"{last[1]}; finish it with --resume"
-        )
-    folder = recipe.folder
-    final = shutil.ignore_patterns(f"*-{count}-*")  # evaluations after the last phase, which a resumed run repeats
-    shutil.copytree(source / "evaluations", folder / "evaluations", ignore=final, dirs_exist_ok=True)
-    for file in (*source.glob("*.jsonl"), *source.glob("solved.json")):
-        shutil.copy(file, folder / file.name)
-    with _atomic_folder(checkpoint_folder(recipe, *last)) as temporary:
-        shutil.copytree(state.folder, temporary, dirs_exist_ok=True)
-        content = _read_sealed(temporary) | {"recipe": _binding(plain(recipe))}
-        _write_sealed(temporary, content)
-    write_text(folder / "recipe.json", to_json(plain(recipe)))
+def last_folder(recipe: Recipe) -> Path | None:
+    """Folder of the newest checkpoint."""
+    return next(reversed(_checkpoints(recipe)), None)
 
 
-def checkpoint_folder(recipe: Recipe, phase: int, step: int) -> Path:
-    return recipe.folder / "checkpoints" / f"{phase}-{step:06d}"
+def load_last(recipe: Recipe) -> State | None:
+    """Reads the newest checkpoint; None if a run with this recipe has not written one yet."""
+    folder = last_folder(recipe)
+    if folder is None:
+        return None
+    content = _read_state(folder)
+    _refuse_other_recipe(folder, content["recipe"], recipe)
+    return State(**{field.name: content[field.name] for field in dataclasses.fields(State)})
+
+
+def folder_of(recipe: Recipe, phase: str, step: int) -> Path:
+    return recipe.folder / "checkpoints" / f"{phase}-{step}"
 
 
 def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
@@ -153,40 +111,15 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
             return
         from safetensors.torch import save_file
 
-        with _atomic_folder(state.folder) as folder:
+        with _atomic_folder(folder_of(recipe, state.phase, state.step)) as folder:
             save_policy(policy, folder / "model", weights, of_critic)
             save_file(moments, folder / "optimizer.safetensors")
-            content = {
-                "format": FORMAT,
-                "optimizer_steps": steps,
-                "recipe": _binding(plain(recipe)),
-                **{name: value for name, value in vars(state).items() if name != "folder"},
-            }
-            _write_sealed(folder, content)
+            content = dataclasses.asdict(state) | {"optimizer_steps": steps, "recipe": _binding(recipe)}
+            (folder / "state.json").write_text(to_json(content, indent=1) + "\n")
         log.event("checkpoint", phase=state.phase, step=state.step)
         for old in _checkpoints(recipe)[: -recipe.checkpoints.keep]:
-            shutil.rmtree(old)
-
-
-def load_last(recipe: Recipe, way_out: str = _RESUMED) -> State | None:
-    """Reads and verifies the newest checkpoint; None if a run with this recipe has not written one yet.
-
-    Args:
-        recipe: the recipe.
-        way_out: what the error for a run of another recipe advises.
-    """
-    folders = _checkpoints(recipe)
-    if folders:
-        return _read_state(folders[-1], recipe, way_out)
-    written = recipe.folder / "recipe.json"
-    if written.exists():
-        _refuse_other_recipe(recipe.folder, _binding(_read_json(written)), recipe, way_out)
-    return None
-
-
-def last_folder(recipe: Recipe) -> Path | None:
-    """Folder of the newest checkpoint."""
-    return next(reversed(_checkpoints(recipe)), None)
+            if old != folder_of(recipe, "rl", 0):  # the reference of the KL term
+                shutil.rmtree(old)
 
 
 def restore_policy(recipe: Recipe, state: State, initial: Policy, is_given: bool = False) -> Policy:
@@ -200,39 +133,39 @@ def restore_policy(recipe: Recipe, state: State, initial: Policy, is_given: bool
     """
     from safetensors.torch import load_file, load_model
 
-    folder = state.folder / "model"
-    if recipe.model.lora is None:
-        like = initial.lm if is_given else None
-        lm = load_lm(dataclasses.replace(recipe.model, path=str(folder)), initial.device, like)
-        policy = make_policy(lm, initial.tokenizer, recipe.model, initial.backend)
-    else:
-        load_adapter(initial, recipe.model, folder)
-        policy = initial
-    if (folder / "critic.safetensors").exists():
-        policy.add_critic()
-        assert policy.critic is not None
-        load_model(policy.critic.lm, str(folder / "critic.safetensors"))
-    elif (folder / "value_head.safetensors").exists():
-        policy.add_value_head()
-    head = (policy.critic or policy).value_head
-    if head is not None:
-        head.load_state_dict(load_file(folder / "value_head.safetensors"))
+    folder = folder_of(recipe, state.phase, state.step) / "model"
+    policy = initial
+    with _explaining_damage(folder):
+        if recipe.model.lora is None:
+            like = initial.lm if is_given else None
+            lm = load_lm(recipe.model.model_copy(update={"path": str(folder)}), initial.device, like)
+            policy = make_policy(lm, initial.tokenizer, recipe.model, initial.backend)
+        else:
+            load_adapter(initial, recipe.model, folder)
+        if (folder / "critic.safetensors").exists():
+            policy.add_critic()
+            assert policy.critic is not None
+            load_model(policy.critic.lm, str(folder / "critic.safetensors"))
+        elif (folder / "value_head.safetensors").exists():
+            policy.add_value_head()
+        head = (policy.critic or policy).value_head
+        if head is not None:
+            head.load_state_dict(load_file(folder / "value_head.safetensors"))
     return policy
 
 
-def restore_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
+def restore_optimizer(recipe: Recipe, state: State, optimizer: torch.optim.Optimizer) -> None:
     from safetensors.torch import load_file
 
-    moments = load_file(state.folder / "optimizer.safetensors")
-    steps = json.loads((state.folder / "state.json").read_text())["optimizer_steps"]
+    folder = folder_of(recipe, state.phase, state.step)
+    with _explaining_damage(folder):
+        moments, steps = load_file(folder / "optimizer.safetensors"), _read_state(folder)["optimizer_steps"]
     for i, parameter in enumerate(_parameters(optimizer)):
         if f"{i}.exp_avg" not in moments:
             continue
         average = moments[f"{i}.exp_avg"]
         if average.shape != parameter.shape:
-            raise CheckpointError(
-                f"{state.folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}"
-            )
+            raise CheckpointError(f"{folder}: moment {i} must be {list(parameter.shape)}, got {list(average.shape)}")
         optimizer.state[parameter] = {
             "step": torch.tensor(float(steps[i]), device=parameter.device),
             "exp_avg": distributed.shard_like(average, parameter),
@@ -240,56 +173,30 @@ def restore_optimizer(state: State, optimizer: torch.optim.Optimizer) -> None:
         }
 
 
-def load_reference(recipe: Recipe, policy: Policy, phase: int, lm: Any = None) -> Reference:
-    """Reference of a phase: the policy at its start, kept in the run's folder for runs resumed within the phase.
+def load_reference(recipe: Recipe, policy: Policy, step: int, lm: Any = None) -> Reference:
+    """Reference of the KL term: another model, or the policy at the start of RL, which is the checkpoint rl-0.
 
     Args:
         recipe: the recipe, which may name another model.
         policy: the policy.
-        phase: the phase.
+        step: steps of RL that are done.
         lm: another model, of the caller's.
     """
-    from safetensors.torch import load_file
-
     settings = recipe.model
     if settings.reference_model_path is not None or lm is not None:
         return Reference(policy, settings, lm=lm)
-    folder = recipe.folder / f"reference-{phase}"
-    weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
-    exists = distributed.broadcast((folder / "state.json").exists())
-    with distributed.fail_together():
-        if exists and distributed.is_main_process():
-            _verify_reference(folder)
-        if not exists and distributed.is_main_process():
-            with _atomic_folder(folder) as temporary:
-                _save_reference(policy, temporary, weights, only_adapters=settings.lora is not None)
-                _write_sealed(temporary, {})
-    if not exists and weights is None:
+    folder = folder_of(recipe, "rl", 0) / "model"
+    if settings.lora is None and (step or policy.is_sharded):
+        with _explaining_damage(folder):
+            return Reference(policy, settings.model_copy(update={"reference_model_path": str(folder)}))
+    if not step:
         return Reference(policy, settings)
-    if settings.lora is None:
-        return Reference(policy, dataclasses.replace(settings, reference_model_path=str(folder / "model")))
-    return Reference(policy, settings, load_file(folder / "adapters.safetensors"))
-
-
-def _verify_reference(folder: Path) -> None:
-    """Raises if the reference is damaged. It cannot be made again: the weights that it copies are those of the phase's
-    start."""
-    try:
-        _read_sealed(folder)
-    except CheckpointError as error:
-        reason = str(error).removesuffix(_WAY_OUT)
-        raise CheckpointError(f"{reason}; start again with --fresh, or from a copy of the folder") from error
-
-
-def _save_reference(policy: Policy, folder: Path, weights: dict[str, Tensor] | None, only_adapters: bool) -> None:
-    from safetensors.torch import save_file
-
-    if only_adapters:
-        adapters = {name: value.contiguous() for name, value in adapters_of(policy).items()}
-        save_file(adapters, folder / "adapters.safetensors")
-    else:
-        with without_bars():
-            policy.lm.save_pretrained(folder / "model", state_dict=weights)
+    current = {name: value.clone() for name, value in adapters_of(policy).items()}
+    with _explaining_damage(folder):
+        load_adapter(policy, settings, folder)
+    reference = Reference(policy, settings)
+    set_adapters(policy, current)
+    return reference
 
 
 # Models
@@ -322,7 +229,7 @@ def save_policy(
 
 
 def keep_base(recipe: Recipe, policy: Policy) -> None:
-    """Keeps the weights below the adapters if the run has made them, so that peft and grpo-eval find them."""
+    """Keeps the weights below the adapters if the run has made them, so that peft and grpo eval find them."""
     if recipe.model.path != "tiny" or recipe.model.lora is None:
         return
     folder = recipe.folder / BASE
@@ -338,93 +245,54 @@ def keep_base(recipe: Recipe, policy: Policy) -> None:
 
 def _checkpoints(recipe: Recipe) -> list[Path]:
     """Folders of all checkpoints, oldest first."""
-    folder = recipe.folder / "checkpoints"
-    if not folder.exists():
-        return []
-    folders = [path for path in folder.glob("*-*") if not path.name.startswith(".")]
-    return sorted(folders, key=lambda path: tuple(int(part) for part in path.name.split("-")))
+    folders = [(path.name.partition("-"), path) for path in (recipe.folder / "checkpoints").glob("[!.]*-*")]
+    ordered = sorted((PHASES.index(phase), int(step), path) for (phase, _, step), path in folders)
+    return [path for _, _, path in ordered]
 
 
-def _read_state(folder: Path, recipe: Recipe, way_out: str) -> State:
-    state = _read_sealed(folder)
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: format must be {FORMAT}, got {state.get('format')!r}")
-    _refuse_other_recipe(folder, state["recipe"], recipe, way_out)
-    return State(folder, *(state[name] for name in ("phase", "step", "threshold", "threads", "embedders")))
+def _read_state(folder: Path) -> dict[str, Any]:
+    with _explaining_damage(folder):
+        content: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        return {name: content[name] for name in ("optimizer_steps", "recipe", *State.__dataclass_fields__)}
 
 
-def _write_sealed(folder: Path, content: dict[str, Any]) -> None:
-    """Writes state.json with the digests of all files in the folder and of itself."""
-    content = content | {"files": _digests(folder)}
-    (folder / "state.json").write_text(to_json(content | {"digest": _digest(content)}))
+@contextlib.contextmanager
+def _explaining_damage(folder: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
 
-
-def _read_sealed(folder: Path) -> dict[str, Any]:
-    """Reads state.json and verifies the folder; raises CheckpointError on any damage."""
-    content = _read_json(folder / "state.json")
-    digest = content.pop("digest", None)  # checkpoints of version 0.1.0 have none
-    if digest not in (None, _digest(content)):
-        raise CheckpointError(f"{folder}: state.json is damaged{_WAY_OUT}")
-    digests = _digests(folder)
-    for name, digest in content.get("files", {}).items():
-        if digests.get(name) != digest:
-            raise CheckpointError(f"{folder}: {name} is {'damaged' if name in digests else 'missing'}{_WAY_OUT}")
-    return content
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(to_json(content).encode()).hexdigest()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        way_out = _WAY_OUT if path.name == "state.json" else ""
-        raise CheckpointError(f"{path.parent}: {path.name} cannot be read ({error}){way_out}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.parent}: {path.name} must be an object, got {type(content).__name__}")
-    return content
+        yield
+    except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
+        if str(error).startswith("model.lora"):  # other adapters than the recipe's
+            raise
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(
+            f"{folder}: must be a whole checkpoint, got {text}; remove this folder to resume from the checkpoint before "
+            "it, or start again with --fresh"
+        ) from error
 
 
-def _refuse_other_recipe(folder: Path, stored: dict[str, Any], recipe: Recipe, way_out: str) -> None:
-    _refuse_differences(folder, _differences(stored, _binding(plain(recipe)), ""), way_out)
+def _binding(recipe: Recipe) -> dict[str, Any]:
+    """The values of a recipe that determine a run's results, by their paths."""
+    values = flat(recipe.model_dump())
+    return {path: value for path, value in values.items() if not f"{path}.".startswith(_MAY_CHANGE_PREFIXES)}
 
 
-def _refuse_differences(folder: Path, differences: dict[str, tuple[Any, Any]], way_out: str) -> None:
-    if differences:
+_MAY_CHANGE_PREFIXES = tuple(f"{path}." for path in _MAY_CHANGE)
+
+
+def _refuse_other_recipe(folder: Path, stored: Mapping[str, Any], recipe: Recipe) -> None:
+    own = json.loads(to_json(_binding(recipe)))
+    paths = [path for path in sorted({*stored, *own}) if stored.get(path) != own.get(path)]
+    if paths:
         listed = [
-            f"{path} is {_shortened(theirs)} there and {_shortened(ours)} here"
-            for path, (theirs, ours) in sorted(differences.items())
+            f"{path} is {stored.get(path)!r:.80} there and {own.get(path)!r:.80} here" for path in paths[:_LISTED]
         ]
-        more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-        raise CheckpointError(f"{folder}: belongs to another recipe: {', '.join(listed[:_LISTED])}{more}; {way_out}")
-
-
-def _shortened(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _binding(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The part of a recipe that determines a run's results."""
-    binding = copy.deepcopy({name: value for name, value in recipe.items() if name not in _MAY_CHANGE})
-    for phase in binding.get("phases", []):
-        settings = ((phase.get("rl") or {}).get("rollout") or {}).get("vllm") or {}
-        for name in MEMORY_KEYS:
-            settings.pop(name, None)
-    return binding
-
-
-def _differences(a: Any, b: Any, where: str) -> dict[str, tuple[Any, Any]]:
-    """The values that differ, by their paths."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        pairs = [(name, a.get(name), b.get(name)) for name in a.keys() | b.keys()]
-    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        pairs = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
-    else:
-        return {} if a == b else {where: (a, b)}
-    return {path: values for name, x, y in pairs for path, values in _differences(x, y, join(where, str(name))).items()}
+        more = f", and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+        raise CheckpointError(
+            f"{folder}: belongs to another recipe: {', '.join(listed)}{more}; resume it with its own values, or train "
+            "with these in another output, or from the start with --fresh"
+        )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -441,14 +309,6 @@ def _moments(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], list[
             if name in state:
                 moments[f"{i}.{name}"] = distributed.full_tensor(state[name]).contiguous()
     return moments, steps
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "state.json"
-    }
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.settings import known_columns, read_text
+from grpo_trainer.messages import known_columns
+from grpo_trainer.recipes import read_text
 
 Line = dict[str, Any]
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat

@@ -45,6 +45,23 @@ def is_launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def start() -> torch.device:
+    """Joins the processes that a launcher such as torchrun started, and returns this process's device."""
+    for plugin in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true":
+            raise ValueError(
+                "accelerate: processes must be launched without one of its plugins, as `distributed` decides whether "
+                f"weights are sharded, got {plugin}"
+            )
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    if is_launched() and not dist.is_initialized():
+        dist.init_process_group("nccl" if has_gpu else "gloo")
+    return device
+
+
 def destroy_process_group() -> None:
     if world_size() > 1:
         dist.destroy_process_group()

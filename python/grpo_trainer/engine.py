@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import hashlib
 import importlib.metadata
@@ -107,7 +106,7 @@ def check_policy(key: str, sampling: Sampling, model: Model, policy: Policy) -> 
     if length is not None and limit is not None and length > limit:
         raise ValueError(
             f"{key}.vllm.max_model_len: must not exceed the model's context, {limit}, got {length}; lower it, and "
-            "model.max_prompt_tokens or rollout.max_new_tokens with it"
+            "model.max_prompt_length or rollout.max_completion_length with it"
         )
 
 
@@ -163,7 +162,7 @@ def options(model: Model, sampling: Sampling, device: str, context_length: int |
     """
     settings, is_cpu = sampling.vllm, device == "cpu"
     length = settings.max_model_len or min(
-        model.max_prompt_tokens + sampling.max_new_tokens, context_length or math.inf
+        model.max_prompt_length + sampling.max_completion_length, context_length or math.inf
     )
     cache = 1.0 if settings.cache_gib is None and is_cpu else settings.cache_gib
     dtype = _DTYPES.get(model.mixed_precision, model.dtype) if settings.dtype == "auto" else settings.dtype
@@ -172,7 +171,9 @@ def options(model: Model, sampling: Sampling, device: str, context_length: int |
         "trust_remote_code": model.trust_remote_code,
         "dtype": dtype,
         "max_model_len": length,
-        "max_num_seqs": max(1, min(sampling.batch, sampling.prompts * sampling.group_size) // distributed.world_size()),
+        "max_num_seqs": max(
+            1, min(sampling.batch, sampling.prompts * sampling.num_generations) // distributed.world_size()
+        ),
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": None if cache is None else int(cache * 2**30),
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -222,7 +223,12 @@ class Engine:
                 self.llm.collective_rpc(_note_loaded_weights)
             self.hand_over()
             # finds what is wrong before the first step, and compiles what is compiled
-            self._generate([[policy.eos_id]], 0, 0, dataclasses.replace(rl.rollout, group_size=1, max_new_tokens=1))
+            self._generate(
+                [[policy.eos_id]],
+                0,
+                0,
+                rl.rollout.model_copy(update={"num_generations": 1, "max_completion_length": 1}),
+            )
 
     def roll_out(self, items: list[dict[str, Any]], generator: torch.Generator) -> Rollout:
         """Samples responses as `grpo_trainer.rollout.roll_out` does; each process samples for its share of the items.
@@ -233,7 +239,7 @@ class Engine:
         """
         if not self.is_current:
             self.hand_over()
-        copies, local = self.sampling.group_size, distributed.local_range(len(items))
+        copies, local = self.sampling.num_generations, distributed.local_range(len(items))
         with distributed.fail_together(), self._explaining("sampling"):
             prompts = [items[i]["prompt_ids"] for i in local]
             responses = self._generate(prompts, local.start, generator.initial_seed(), self.sampling)
@@ -291,12 +297,12 @@ class Engine:
             return []
         parameters = [
             self._vllm.SamplingParams(
-                n=sampling.group_size,
+                n=sampling.num_generations,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=sampling.max_new_tokens,
-                min_tokens=min(sampling.min_new_tokens, sampling.max_new_tokens),
+                max_tokens=sampling.max_completion_length,
+                min_tokens=min(sampling.min_completion_length, sampling.max_completion_length),
                 stop_token_ids=self.policy.stop_ids,
                 ignore_eos=True,  # the stop ids include it
                 logit_bias=dict.fromkeys(self.policy.banned_ids, -math.inf),  # finite only where vLLM's server reads it

@@ -7,18 +7,22 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from grpo_trainer.adapters import load_adapter, settings_of_base
 from grpo_trainer.algorithm import total_rewards
 from grpo_trainer.diversity_measures import MAX_EMBEDDED, diversity_efficiency, measure_prompts, medoids
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.policy import Policy
-from grpo_trainer.recipe import Evaluation, Reward, Similarity
+from grpo_trainer.recipe import Evaluation, Recipe, Similarity, Vllm
 from grpo_trainer.recipe import Rollout as Sampling
-from grpo_trainer.rewards import RewardFunction, component_means, score
+from grpo_trainer.rewards import LoadedReward, component_means, score
 from grpo_trainer.rollout import Rollout, roll_out
+from grpo_trainer.setup import Run, distribute_weights, set_up
+from grpo_trainer.splits import no_usable_line
 from grpo_trainer.tasks.base import Item
 
 
@@ -60,10 +64,10 @@ def evaluate(
     policy: Policy,
     items: list[Item],
     settings: Evaluation,
-    rewards: Sequence[Reward],
-    functions: Sequence[RewardFunction],
-    max_new_tokens: int,
+    rewards: Sequence[LoadedReward],
+    max_completion_length: int,
     generator: torch.Generator,
+    solved: float,
 ) -> Result:
     """Answers all prompts greedily; with `settings.samples`, also measures pass@k and diversity of sampled answers.
 
@@ -71,14 +75,15 @@ def evaluate(
         policy: the policy to evaluate.
         items: prompts with the columns that the rewards read.
         settings: batch size, number of samples, sampling temperature.
-        rewards: settings of the rewards.
-        functions: the reward functions that belong to them.
-        max_new_tokens: longest response.
+        rewards: the rewards.
+        max_completion_length: longest response.
         generator: random numbers for sampling.
+        solved: total reward from which a response counts as correct, unless a reward reports correctness.
     """
-    sampling = Sampling(group_size=1, temperature=0.0, max_new_tokens=max_new_tokens, batch=settings.batch)
+    length = {"max_completion_length": max_completion_length, "batch": settings.batch}
+    sampling = Sampling().model_copy(update=length | {"num_generations": 1, "temperature": 0.0})
     greedy = roll_out(policy, items, sampling, None)
-    totals, correct, skipped, components = _grade(greedy, rewards, functions, settings.solved)
+    totals, correct, skipped, components = _grade(greedy, rewards, solved)
     lines: list[dict[str, Any]] = [
         {"prompt": item["prompt"], "greedy": text, "reward": reward, "correct": is_correct}
         for item, text, reward, is_correct in zip(items, greedy.texts, totals, correct, strict=True)
@@ -95,9 +100,9 @@ def evaluate(
     if not settings.samples:
         return Result(metrics, lines)
     n = settings.samples
-    sampling = dataclasses.replace(sampling, group_size=n, temperature=settings.temperature)
+    sampling = sampling.model_copy(update={"num_generations": n, "temperature": settings.temperature})
     sampled = roll_out(policy, items, sampling, generator)
-    totals, correct, skipped, _ = _grade(sampled, rewards, functions, settings.solved)
+    totals, correct, skipped, _ = _grade(sampled, rewards, solved)
     for i, line in enumerate(lines):
         rows = slice(i * n, (i + 1) * n)
         line |= {"samples": sampled.texts[rows], "rewards": totals[rows], "right": correct[rows]}
@@ -141,15 +146,15 @@ def _embedder(name: str) -> Embedder:
 
 
 def _grade(
-    rollout: Rollout, rewards: Sequence[Reward], functions: Sequence[RewardFunction], solved: float
+    rollout: Rollout, rewards: Sequence[LoadedReward], solved: float
 ) -> tuple[list[float], list[float], int, dict[str, float]]:
     """Total reward and correctness of each response, the number of skipped scores, and the means of the components.
 
     A reward with a component "correct" decides correctness; otherwise a total of at least `solved` counts as correct.
     """
-    values, skipped, components = score(rewards, functions, rollout)
+    values, skipped, components = score(rewards, rollout)
     means = component_means(rewards, components)
-    totals = total_rewards(values, torch.tensor([reward.weight for reward in rewards], dtype=torch.float64))
+    totals = total_rewards(values, torch.tensor([reward.settings.weight for reward in rewards], dtype=torch.float64))
     correct = next((parts["correct"] for parts in components if "correct" in parts), None)
     if correct is None:
         correct = torch.where(totals.isnan(), torch.nan, (totals >= solved).double())
@@ -159,3 +164,49 @@ def _grade(
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
+
+
+def evaluate_split(run: Run, split: str) -> Result | None:
+    """Evaluates the policy as it is; None if the split is empty."""
+    recipe, settings = run.recipe, run.recipe.evaluation
+    items = run.items(split)[: settings.test_prompts if split == "test" else settings.prompts]
+    if not items:
+        return None
+    generator = torch.Generator(run.policy.device).manual_seed(recipe.seed_of("evaluation", split))
+    length, rewards = recipe.max_completion_length, run.evaluation_rewards
+    result = evaluate(run.policy, items, settings, rewards, length, generator, run.solved)
+    return dataclasses.replace(result, solved=None if settings.solved_quantile is None else run.solved)
+
+
+def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:
+    """Evaluates another model, or adapters, on a split of the recipe's data.
+
+    Args:
+        recipe: data, rewards and sampling.
+        path: folder or hub name of a model, or folder of adapters that the recipe's model was trained with.
+        split: "train", "validation" or "test".
+    """
+    is_adapter = (Path(path) / "adapter_config.json").exists()
+    if is_adapter:
+        model = settings_of_base(recipe.model, Path(path))
+    elif recipe.model.four_bit:  # the precision that adapters are trained and evaluated in; new adapters add zero
+        model = recipe.model.model_copy(update={"path": path})
+    else:
+        model = recipe.model.model_copy(update={"path": path, "lora": None})
+    changes: dict[str, Any] = {
+        "model": model.model_copy(update={"reference_model_path": None}),  # of the KL term, which is not evaluated
+        "logging": recipe.logging.model_copy(update={"to": []}),
+    }
+    if recipe.rl is not None:  # evaluations sample with the policy, whatever the engine
+        rollout = recipe.rl.rollout.model_copy(update={"engine": "transformers", "vllm": Vllm()})
+        algorithm = recipe.rl.algorithm.model_copy(update={"correction": {}})
+        changes["rl"] = recipe.rl.model_copy(update={"rollout": rollout, "algorithm": algorithm})
+    run = set_up(recipe.model_copy(update=changes))
+    run.log.is_main = False  # keeps the evaluation out of the run's logs
+    if is_adapter:
+        load_adapter(run.policy, recipe.model, Path(path))
+    distribute_weights(run)
+    result = evaluate_split(run, split)
+    if result is None:
+        raise ValueError(no_usable_line(f"the split {split!r}", run.left_out[split]))
+    return result

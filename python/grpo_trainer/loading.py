@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from grpo_trainer import pretrained
+from grpo_trainer.messages import nearest
 from grpo_trainer.recipe import Model
-from grpo_trainer.settings import nearest
 
 FOUR_BIT_ON_CPU = (0, 50)  # first version of bitsandbytes that was tried on a CPU
 

@@ -1,4 +1,4 @@
-"""Logs of a run: JSON lines, trackers and a progress bar."""
+"""Logs of a run: JSON lines, trackers and a progress line."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_trainer import strict_json
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.trackers import TRACKERS, Histogram, Tracker
+
+PHASES = ("sft", "rl")  # in their order
+SHOWN = {  # in the progress line
+    "train/loss": "loss",
+    "rewards/mean": "reward",
+    "train/kl_mean": "KL",
+    "speed/tokens_per_second": "tokens/s",
+}
 
 
 class Log:
     """Writes the run's JSON lines.
 
-    metrics.jsonl holds the metrics of each step, samples.jsonl responses, maps.jsonl maps of one prompt's responses,
-    and events.jsonl what was skipped, saved and resumed.
+    metrics.jsonl holds the metrics of each step and evaluation, evaluations.jsonl the responses of each evaluation,
+    samples.jsonl some responses of each step, and events.jsonl what was skipped, saved and resumed.
     """
 
     def __init__(self, recipe: Recipe, is_main: bool = True) -> None:
         self.settings, self.folder, self.is_main = recipe.logging, recipe.folder, is_main
-        steps = [phase.sft.steps if phase.sft else phase.rl.steps if phase.rl else 0 for phase in recipe.phases]
-        self.steps_before = [sum(steps[:number]) for number in range(len(steps) + 1)]  # of earlier phases
+        self.steps_before_rl = 0 if recipe.sft is None else recipe.sft.steps
         self.start = time.time()
         self.bar: Any = None
-        self.trackers: list[Tracker] = []
+        self.trackers: list[Tracker] = [TRACKERS[kind](recipe) for kind in self.settings.to] if is_main else []
         self.open_trackers: list[Tracker] = []
-        if is_main:
-            self.trackers = [TRACKERS[kind](recipe) for kind in self.settings.to]
 
     def open(self) -> None:
         """Starts or resumes a run in each tracker."""
@@ -40,65 +44,69 @@ class Log:
             tracker.open()
             self.open_trackers.append(tracker)
 
-    def metrics(self, kind: str, phase: int, step: int, values: dict[str, float]) -> None:
-        if not self.is_main or (step % self.settings.every and kind != "eval"):
-            return
-        header = {"phase": kind, "number": phase, "step": step, "time": round(time.time() - self.start, 3)}
-        self._write("metrics", header | values)
+    def metrics(self, phase: str, step: int, values: Mapping[str, float]) -> None:
+        """Writes the metrics of a training step."""
+        if self.is_main and step % self.settings.every == 0:
+            self._metrics({"kind": "train", "phase": phase, "step": step}, values)
+
+    def evaluation(self, phase: str, step: int, split: str, values: Mapping[str, float], content: Any) -> None:
+        """Writes the metrics of an evaluation, and its responses."""
+        if self.is_main:
+            self._metrics({"kind": "eval", "phase": phase, "step": step, "split": split}, values)
+            self._write("evaluations", {"phase": phase, "step": step, "split": split} | content)
+
+    def _metrics(self, header: dict[str, Any], values: Mapping[str, float]) -> None:
+        self._write("metrics", {**header, "time": round(time.time() - self.start, 3), **values})
         known = {name: value for name, value in values.items() if not math.isnan(value)}
         for tracker in self.trackers:
-            tracker.log(known, self.steps_before[phase] + step)
+            tracker.log(known, self._step_of_trackers(header["phase"], header["step"]))
 
-    def samples(self, phase: int, step: int, samples: list[dict[str, Any]]) -> None:
-        shown = samples[: self.settings.samples] if self.is_main else []
-        for sample in shown:
-            self._write("samples", {"number": phase, "step": step} | sample)
-        if shown and step % self.settings.every == 0:
-            rows = [[_as_text(value) for value in sample.values()] for sample in shown]
+    def samples(self, phase: str, step: int, samples: list[dict[str, Any]]) -> None:
+        if not (self.is_main and samples):
+            return
+        for sample in samples:
+            self._write("samples", {"phase": phase, "step": step} | sample)
+        if step % self.settings.every == 0:
+            rows = [[_as_text(value) for value in sample.values()] for sample in samples]
             for tracker in self.trackers:
-                tracker.table("samples", list(shown[0]), rows, self.steps_before[phase] + step)
+                tracker.table("samples", list(samples[0]), rows, self._step_of_trackers(phase, step))
 
-    def histograms(self, phase: int, step: int, values: Mapping[str, Tensor]) -> None:
+    def histograms(self, phase: str, step: int, values: Mapping[str, Tensor]) -> None:
         """Sends the distributions of tensors to the trackers."""
         if not (self.is_main and self.trackers):
             return
         known = {name: of for name, tensor in values.items() if (of := Histogram.of(tensor)) is not None}
         for tracker in self.trackers:
-            tracker.histograms(known, self.steps_before[phase] + step)
-
-    def map(self, phase: int, line: dict[str, Any]) -> None:
-        if self.is_main:
-            self._write("maps", {"number": phase} | line)
+            tracker.histograms(known, self._step_of_trackers(phase, step))
 
     def event(self, kind: str, **facts: Any) -> None:
         if self.is_main:
             self._write("events", {"event": kind, "time": round(time.time() - self.start, 3)} | facts)
 
-    def progress(self, title: str, done: int, total: int, shown: dict[str, float]) -> None:
+    def progress(self, phase: str, done: int, total: int, metrics: Mapping[str, float]) -> None:
         if not (self.is_main and self.settings.progress):
             return
-        text = "  ".join(f"{name} {value:,.{0 if abs(value) >= 100 else 3}f}" for name, value in shown.items())
+        shown = {name: metrics[key] for key, name in SHOWN.items() if key in metrics}
+        text = ", ".join(f"{name} {value:,.{0 if abs(value) >= 100 else 3}f}" for name, value in shown.items())
         if not sys.stderr.isatty():
             if done == total or done % max(1, total // 10) == 0:
-                print(f"{title} {done}/{total}  {text}", file=sys.stderr, flush=True)
+                self.line(f"{phase} {done}/{total}  {text}")
             return
-        if self.bar is None or self.bar[0] != title:
-            self.close_progress()
-            self.bar = (title, *_bar(title, total))
-        self.bar[1].update(self.bar[2], completed=done, text=text)
+        if self.bar is None:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, initial=done - 1, desc=phase, dynamic_ncols=True)
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update()
 
     def line(self, text: str) -> None:
-        """Prints a line, above the progress bar if there is one."""
-        if not (self.is_main and self.settings.progress):
-            return
-        if self.bar is not None:
-            self.bar[1].console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        """Prints a line, above the progress line if there is one."""
+        if self.is_main and self.settings.progress:
+            self.bar.write(text, sys.stderr) if self.bar is not None else print(text, file=sys.stderr, flush=True)
 
     def close_progress(self) -> None:
         if self.bar is not None:
-            self.bar[1].stop()
+            self.bar.close()
             self.bar = None
 
     def close(self) -> None:
@@ -106,9 +114,9 @@ class Log:
         while self.open_trackers:
             self.open_trackers.pop().close()
 
-    def truncate(self, phase: int, step: int) -> None:
-        """Removes the lines after a checkpoint, and those of the evaluation at it, which a resumed run repeats."""
-        for name in ("metrics", "samples", "maps") if self.is_main else ():
+    def truncate(self, phase: str, step: int) -> None:
+        """Removes the lines after a checkpoint, and the evaluations at it, which a resumed run repeats."""
+        for name in ("metrics", "evaluations", "samples") if self.is_main else ():
             path = self.folder / f"{name}.jsonl"
             if not path.exists():
                 continue
@@ -118,29 +126,39 @@ class Log:
                     entry = json.loads(line)
                 except json.JSONDecodeError:
                     continue  # cut off when the run was killed
-                position = (entry["number"], entry["step"])
-                is_evaluation = name == "maps" or entry.get("phase") == "eval"
-                if position < (phase, step) or (position == (phase, step) and not is_evaluation):
+                position, last = (PHASES.index(entry["phase"]), entry["step"]), (PHASES.index(phase), step)
+                if position < last or (position == last and "split" not in entry):
                     kept.append(line)
             temporary = path.with_name(f".new-{path.name}")
             temporary.write_text("".join(line + "\n" for line in kept))
             temporary.replace(path)
 
+    def _step_of_trackers(self, phase: str, step: int) -> int:
+        return step + (self.steps_before_rl if phase == "rl" else 0)
+
     def _write(self, name: str, entry: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{name}.jsonl").open("a") as file:
-            file.write(strict_json.to_text(entry) + "\n")
+        path = self.folder / f"{name}.jsonl"
+        try:
+            with path.open("a") as file:
+                file.write(to_json(entry) + "\n")
+        except OSError as error:  # of a full disk has no file name
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """JSON in which NaN and infinities, which JSON lacks, are null."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(name): _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _as_text(value: Any) -> Any:
     """A value for a cell of a table: lists, such as chat messages, as JSON."""
     return value if isinstance(value, str | int | float) else json.dumps(value, ensure_ascii=False)
-
-
-def _bar(title: str, total: int) -> tuple[Any, Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    title_column, text_column = TextColumn("{task.description}"), TextColumn("{task.fields[text]}")
-    bar = Progress(title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text_column)
-    bar.start()
-    return bar, bar.add_task(title, total=total, text="")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_trainer.algorithm import Credit, Plan
-from grpo_trainer.recipe import Reward
+from grpo_trainer.rewards import LoadedReward, sum_counters
 from grpo_trainer.rollout import Rollout
 
 
@@ -60,13 +60,13 @@ def sampling_metrics(metrics: gk.CorrectionMetrics) -> dict[str, float]:
     }
 
 
-def reward_names(settings: list[Reward]) -> list[str]:
+def reward_names(loaded: Sequence[LoadedReward]) -> list[str]:
     """Name of each reward in the metrics; rewards of one name are numbered."""
-    names = [setting.name for setting in settings]
+    names = [reward.settings.name for reward in loaded]
     return [f"{name}.{i}" if names.count(name) > 1 else name for i, name in enumerate(names)]
 
 
-def similarity_warnings(metrics: dict[str, float]) -> dict[str, str]:
+def similarity_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
     """Warnings about `similarity_groups/*` metrics outside their healthy ranges, by kind.
 
     The ranges are those published with similarity-group GRPO, for 8 responses per prompt. Prompts without a response in
@@ -92,11 +92,11 @@ def similarity_warnings(metrics: dict[str, float]) -> dict[str, str]:
     return {kind: text for kind, (is_outside, text) in rules.items() if is_outside}
 
 
-def counter_metrics(settings: list[Reward], counters: list[dict[str, float]]) -> dict[str, float]:
-    """Counters of the rewards that have them, for example rewards/judge_failed."""
+def counter_metrics(loaded: Sequence[LoadedReward]) -> dict[str, float]:
+    """Counters of the rewards that have them, for example rewards/judge_failed; all processes must call it."""
     return {
         f"rewards/{reward}_{name}": value
-        for reward, values in zip(reward_names(settings), counters, strict=True)
+        for reward, values in zip(reward_names(loaded), sum_counters(loaded), strict=True)
         for name, value in values.items()
     }
 
@@ -112,7 +112,7 @@ def rollout_metrics(
     rollout: Rollout,
     totals: Tensor,
     rewards: Tensor,
-    settings: list[Reward],
+    loaded: Sequence[LoadedReward],
     credit: Credit,
     reference: Tensor | None,
 ) -> dict[str, float]:
@@ -122,7 +122,7 @@ def rollout_metrics(
         rollout: N sampled responses of at most T tokens.
         totals: [N] weighted sums of the rewards, NaN for unscored responses.
         rewards: [N, R] individual rewards.
-        settings: the R rewards of the recipe.
+        loaded: the R rewards of the recipe.
         credit: the advantages.
         reference: [N, T] log-probs of the reference policy, if the loss has a KL term.
     """
@@ -155,7 +155,7 @@ def rollout_metrics(
         "rollout/length_max": float(rollout.lengths.max()),
         "rollout/truncated": float(rollout.truncated.double().mean()),
     }
-    for i, name in enumerate(reward_names(settings) if len(settings) > 1 else []):
+    for i, name in enumerate(reward_names(loaded) if len(loaded) > 1 else []):
         metrics[f"rewards/{name}"] = float(rewards[:, i].nanmean())
     if reference is not None:
         log_ratio = (rollout.logprobs - reference)[rollout.batch.mask].double()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -323,27 +322,23 @@ class Reference:
     Args:
         policy: the policy that is trained.
         settings: the model settings; `reference_model_path` names another model.
-        adapters: the adapters to freeze, for a resumed run; None: the policy's current ones.
         lm: another model, already loaded.
     """
 
-    def __init__(
-        self, policy: Policy, settings: Model, adapters: dict[str, Tensor] | None = None, lm: Any = None
-    ) -> None:
+    def __init__(self, policy: Policy, settings: Model, lm: Any = None) -> None:
         self.policy = policy
         self.other: Policy | None = None
         self.adapters: dict[str, Tensor] = {}
         if settings.reference_model_path is not None or lm is not None:
             path, device = settings.reference_model_path or "", "cpu" if policy.is_sharded else policy.device
-            other = dataclasses.replace(settings, path=path, lora=None)
+            other = settings.model_copy(update={"path": path, "lora": None})
             self.other = self._frozen(load_lm(other, device) if lm is None else copy.deepcopy(lm).to(device))
             if policy.is_sharded:
                 distributed.shard(self.other, policy.device)
         elif settings.lora is None:
             self.other = self._frozen(copy.deepcopy(policy.lm))
         else:
-            weights = adapters or adapters_of(policy)
-            self.adapters = {name: value.to(policy.device, copy=True) for name, value in weights.items()}
+            self.adapters = {name: value.clone() for name, value in adapters_of(policy).items()}
 
     def _frozen(self, lm: Any) -> Policy:
         return self.policy.with_lm(lm).requires_grad_(False).eval()

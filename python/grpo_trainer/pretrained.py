@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_trainer.settings import nearest_file
+from grpo_trainer.messages import nearest_file
 
 SUFFIX = ".gguf"
 

@@ -40,7 +40,7 @@ def select_usable(
     policy: Policy,
     items: Sequence[dict[str, Any]],
     column: str,
-    max_prompt_tokens: int,
+    max_prompt_length: int,
     chat: bool,
     chat_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def select_usable(
     ]
     for item in encoded:
         policy.check_tokens(item["prompt_ids"], "the prompts")
-    return [item for item in encoded if 0 < len(item["prompt_ids"]) <= max_prompt_tokens]
+    return [item for item in encoded if 0 < len(item["prompt_ids"]) <= max_prompt_length]
 
 
 @torch.no_grad()
@@ -67,7 +67,7 @@ def roll_out(
         sampling: its settings; a temperature of 0 takes the most probable token.
         generator: random numbers; the same in every process.
     """
-    ids, group_size = [item["prompt_ids"] for item in items], sampling.group_size
+    ids, group_size = [item["prompt_ids"] for item in items], sampling.num_generations
     prompts_at_once = max(1, sampling.batch // group_size)
     tokens: list[list[int]] = [[] for _ in range(len(ids) * group_size)]
     logprobs: list[list[float]] = [[] for _ in tokens]
@@ -118,7 +118,7 @@ def _sample(
     policy: Policy, prompts: list[list[int]], sampling: Sampling, generator: torch.Generator | None
 ) -> list[tuple[list[int], list[float], list[Tensor]]]:
     """Samples a group of responses to each prompt: token ids, log-probs, and kept ids of each token if wanted."""
-    device, longest, copies = policy.device, sampling.max_new_tokens, sampling.group_size
+    device, longest, copies = policy.device, sampling.max_completion_length, sampling.num_generations
     ids, mask = pad(prompts, policy.pad_id, left=not policy.is_seq2seq)
     rows = torch.arange(len(prompts) * copies, device=device)  # rows that are still decoded
     is_finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
@@ -134,7 +134,7 @@ def _sample(
         logits = decoder.logits.float()
         # without keep_support, tokens that may not be sampled are still scored, as in the update
         open_logits = logits
-        if t < sampling.min_new_tokens:
+        if t < sampling.min_completion_length:
             open_logits = logits.index_fill(1, stop_ids, float("-inf"))
         if sampling.temperature == 0:
             chosen = local.all_gather(open_logits.argmax(-1))

@@ -9,8 +9,8 @@ from typing import Any
 
 from grpo_trainer import tasks
 from grpo_trainer.data import check_prompt, prompt_text, read_jsonl
+from grpo_trainer.messages import known_columns, nearest_file
 from grpo_trainer.recipe import Data, Recipe
-from grpo_trainer.settings import known_columns, nearest_file
 from grpo_trainer.tasks.base import Item, Splits
 from grpo_trainer.templates import Template, texts_of
 
@@ -51,9 +51,9 @@ def missing_files(data: Data) -> list[str]:
 def require_lines(recipe: Recipe, splits: Splits) -> None:
     """Raises if a phase has no line to train on."""
     data = recipe.data
-    if not splits.train and any(phase.rl for phase in recipe.phases):
+    if not splits.train and recipe.rl is not None:
         raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
-    if not splits.sft and any(phase.sft for phase in recipe.phases):
+    if not splits.sft and recipe.sft is not None:
         if data.demonstration_template is not None:
             template = Template("data.demonstration_template", data.demonstration_template)
             raise ValueError(

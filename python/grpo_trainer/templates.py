@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_trainer.settings import known_columns
+from grpo_trainer.messages import known_columns
 
 Line = dict[str, Any]
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.settings import plain
 
 BINS = 64
 
@@ -93,7 +92,10 @@ class Wandb:
         recipe, refusals = self.recipe, getattr(self.module, "Error", ())
         try:
             self.module.init(
-                project=recipe.logging.project, config=plain(recipe), resume="allow", **self.identity(_run_id(recipe))
+                project=recipe.logging.project,
+                config=recipe.model_dump(),
+                resume="allow",
+                **self.identity(_run_id(recipe)),
             )
         except refusals as error:  # such as that nobody has logged in
             raise ValueError(f"logging.to: {self.name} refuses the run: {' '.join(str(error).split())}") from error

@@ -10,21 +10,22 @@ import importlib
 import inspect
 import math
 import traceback
-import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import ConfigDict, ValidationError, validate_call
 from torch import Tensor
 
 from grpo_trainer import distributed
 from grpo_trainer.data import Prompt, prompt_text
 from grpo_trainer.deadline import call_within
+from grpo_trainer.messages import known_columns, nearest, unknown_name
 from grpo_trainer.recipe import Reward
+from grpo_trainer.recipes import explain
 from grpo_trainer.rewards.weighted import WeightedReward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import check_type, known_columns, nearest, unknown_key, unknown_name
 
 RewardFunction = Callable[..., Sequence[float | None]]
 BUNDLED = ("exact", "gsm8k", "reply", "dialogue", "diversity", "judge", "reward_model")
@@ -35,20 +36,24 @@ class RewardError(Exception):
     """A reward function failed; the message names it."""
 
 
-def load_reward(settings: Reward, where: str = "rewards") -> RewardFunction:
+class LoadedReward(NamedTuple):
+    settings: Reward
+    function: RewardFunction
+
+
+def load_reward(settings: Reward, where: str = "rewards") -> LoadedReward:
     """Creates a bundled reward or imports `module:function`; errors name the key `where`."""
+    return LoadedReward(settings, _load_function(settings, where))
+
+
+def _load_function(settings: Reward, where: str) -> RewardFunction:
     if settings.name in BUNDLED:
         make = _import(f"grpo_trainer.rewards.{settings.name}:make", where)
-        accepted = inspect.signature(make).parameters
-        if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
-            for option in settings.options:
-                if option not in accepted:
-                    raise ValueError(unknown_key(f"{where}.options", option, list(accepted)))
-        kinds = typing.get_type_hints(make)
-        for option, value in settings.options.items():
-            check_type(kinds.get(option, Any), value, f"{where}.options.{option}")
         try:
-            function: RewardFunction = make(**settings.options)
+            function: RewardFunction = validate_call(config=ConfigDict(strict=True))(make)(**settings.options)
+        except ValidationError as error:
+            known = list(inspect.signature(make).parameters)
+            raise ValueError(explain(error, f"{where}.options", lambda _: known)) from None
         except (TypeError, ValueError) as error:
             kind = TypeError if isinstance(error, TypeError) else ValueError  # some of their kinds take no text
             raise kind(f"{where}.options: {error}") from error
@@ -79,15 +84,15 @@ def _import(path: str, where: str) -> Any:
     return getattr(loaded, name)
 
 
-def require_columns(settings: Reward, function: RewardFunction, where: str, lines: Sequence[Mapping[str, Any]]) -> None:
+def require_columns(reward: LoadedReward, where: str, lines: Sequence[Mapping[str, Any]]) -> None:
     """Raises if a reward needs a column that no line has, before anything is computed.
 
     Args:
-        settings: settings of the reward; one whose failures are skipped may lack columns.
-        function: the reward.
+        reward: the reward; one whose failures are skipped may lack columns.
         where: its key, for errors.
         lines: the lines that it will score.
     """
+    settings, function = reward
     columns = {name for line in lines for name in line} - {"prompt", "prompt_ids"}
     for name in ("prompts", "completions", "truncated"):
         if name in columns:
@@ -105,8 +110,9 @@ def require_columns(settings: Reward, function: RewardFunction, where: str, line
         _refuse_arguments(settings, function, where, known)
 
 
-def gaps(settings: Reward, function: RewardFunction, where: str, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def gaps(reward: LoadedReward, where: str, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yields a sentence for each column that a reward takes by name and that some lines lack."""
+    settings, function = reward
     for names in _needs(function):
         lacking = sum(all(line.get(name) is None for name in names) for line in lines)
         if 0 < lacking < len(lines) and "truncated" not in names:
@@ -151,7 +157,7 @@ class Scores(NamedTuple):
     components: list[dict[str, Tensor]]  # of each reward, [N] by name before weights; NaN where it was not scored
 
 
-def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollout: Rollout) -> Scores:
+def score(loaded: Sequence[LoadedReward], rollout: Rollout) -> Scores:
     """Scores a rollout; each process scores whole prompts, its part of them."""
     prompts, columns = _columns(rollout)
     local, size = distributed.local_range(len(rollout.items)), rollout.group_size
@@ -160,7 +166,7 @@ def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollo
     columns = {name: values[rows] for name, values in columns.items()}
     rewards, components, skipped = [], [], 0
     with distributed.fail_together():
-        for setting, function in zip(settings, functions, strict=True):
+        for setting, function in loaded:
             counters = _counters(function)
             counters.update(dict.fromkeys(counters, 0))
             values, parts, failed = _values(setting, function, prompts, texts, columns) if prompts else ([], {}, 0)
@@ -175,7 +181,7 @@ def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollo
 
     # a process without a prompt, or whose function failed, does not know the names
     known = distributed.all_gather_objects([list(parts) for parts in components])
-    names = [list(dict.fromkeys(name for of in known for name in of[i])) for i in range(len(functions))]
+    names = [list(dict.fromkeys(name for of in known for name in of[i])) for i in range(len(loaded))]
     flat = [
         parts.get(name, [math.nan] * len(texts)) for parts, of in zip(components, names, strict=True) for name in of
     ]
@@ -184,9 +190,9 @@ def score(settings: Sequence[Reward], functions: Sequence[RewardFunction], rollo
     return Scores(gathered(rewards), int(distributed.all_reduce_sum(torch.tensor(skipped))), by_name)
 
 
-def component_means(settings: Sequence[Reward], components: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+def component_means(loaded: Sequence[LoadedReward], components: Sequence[dict[str, Tensor]]) -> dict[str, float]:
     """Means of the components over the scored responses; named after their reward, too, if several report some."""
-    names = [setting.name for setting in settings]
+    names = [reward.settings.name for reward in loaded]
     is_one = sum(map(bool, components)) <= 1
     means = {}
     for i, parts in enumerate(components):
@@ -206,11 +212,11 @@ def _is_bundled(function: RewardFunction) -> bool:
     return type(function).__module__.startswith("grpo_trainer.")
 
 
-def sum_counters(functions: Sequence[RewardFunction]) -> list[dict[str, float]]:
-    """Counters of the functions in the last call of `score`, over all processes; empty where a function has none."""
+def sum_counters(loaded: Sequence[LoadedReward]) -> list[dict[str, float]]:
+    """Counters of the rewards in the last call of `score`, over all processes; empty where a function has none."""
     sums = []
-    for function in functions:
-        counters = _counters(function)
+    for reward in loaded:
+        counters = _counters(reward.function)
         totals = distributed.all_reduce_sum(torch.tensor(list(counters.values()), dtype=torch.float64)).tolist()
         sums.append(dict(zip(counters, totals, strict=True)))
     return sums

@@ -15,13 +15,13 @@ from torch.nn.functional import normalize
 
 from grpo_trainer.embed import Embedder, load_embedder
 from grpo_trainer.recipe import Similarity
+from grpo_trainer.recipes import validated
 from grpo_trainer.rewards.weighted import Parts, WeightedReward
-from grpo_trainer.settings import build
 
 
 def make(**options: Any) -> Diversity:
     """Creates the reward with options of `algorithm.similarity`: embedder, text, unfinished, tail, cache."""
-    return Diversity(load_embedder(build(Similarity, options, "diversity")))
+    return Diversity(load_embedder(validated(Similarity, options)))
 
 
 class Diversity(WeightedReward):

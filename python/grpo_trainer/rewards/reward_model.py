@@ -106,7 +106,7 @@ class RewardModel:
             if is_long and not self.truncates:
                 raise ValueError(
                     f"reward_model.max_length: texts must have at most {self.max_length} tokens, got {len(ids)} for "
-                    f"response {i}; shorten rollout.max_new_tokens or set on_long: truncate"
+                    f"response {i}; shorten rollout.max_completion_length or set on_long: truncate"
                 )
             truncated += is_long
             rows.append(tuple(ids[-self.max_length :] if is_long and self.max_length else ids))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_trainer.settings import unknown_key
+from grpo_trainer.messages import unknown_key
 
 Parts = dict[str, float]
 

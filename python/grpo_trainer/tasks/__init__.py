@@ -7,7 +7,7 @@ import importlib
 import inspect
 from typing import Any
 
-from grpo_trainer.settings import unknown_key, unknown_name
+from grpo_trainer.messages import unknown_key, unknown_name
 from grpo_trainer.tasks.base import Sizes, Splits
 
 TASKS = ("arithmetic", "strategies", "gsm8k", "word_problems", "dialogue", "reply")

@@ -1,1 +1,0 @@
-"""The phases of a run: supervised and reinforcement learning."""

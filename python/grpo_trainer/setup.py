@@ -1,0 +1,355 @@
+"""Setting up a run: what a recipe names is loaded, and errors in any part of it are raised before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import importlib.util
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import grpo_kernels as gk
+from grpo_trainer import checkpoint, distributed, engine, interruption
+from grpo_trainer.algorithm import Plan
+from grpo_trainer.calibration import calibrate
+from grpo_trainer.data import encode_demonstration
+from grpo_trainer.embed import Embedder, require_embedder, resolve
+from grpo_trainer.loading import check_four_bit
+from grpo_trainer.log import Log
+from grpo_trainer.policy import Policy, Reference, load_policy, take_policy
+from grpo_trainer.ray_pool import check_ray
+from grpo_trainer.recipe import Recipe, Reward
+from grpo_trainer.references import check_reference
+from grpo_trainer.rewards import LoadedReward, gaps, load_reward, require_columns
+from grpo_trainer.rollout import Rollout, roll_out, select_usable
+from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
+from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.vocabulary import refuse_banned
+
+
+@dataclasses.dataclass
+class Run:
+    """A recipe made ready, and the state of its training."""
+
+    recipe: Recipe
+    device: torch.device
+    log: Log
+    splits: Splits
+    rewards: list[LoadedReward]  # of RL, or of evaluations without RL
+    evaluation_rewards: list[LoadedReward]
+    plan: Plan | None  # of RL
+    embedders: dict[str, str]  # names by recipe key, with "auto" resolved
+    policy: Policy
+    given_model: bool  # whether the caller gave the model as an object
+    given_reference: Any  # model of the KL term that the caller gave
+    notes: list[str]  # what the user should know before the first step
+    resumed: checkpoint.State | None = None
+    # state of training
+    optimizer: torch.optim.Optimizer = dataclasses.field(init=False)
+    scaler: torch.amp.GradScaler = dataclasses.field(init=False)  # of the losses, with fp16
+    reference: Reference | None = None  # of the KL term
+    embedder: Embedder | None = None  # of similarity groups, or of polychromic SFT
+    engine: engine.Engine | None = None  # samples in place of the policy
+    watched: dict[str, Tensor] | None = None  # weights and gradients of a step whose histograms are logged
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # of a step's parts
+    usable: dict[str, list[Item]] = dataclasses.field(default_factory=dict)  # by split
+    left_out: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))  # by split
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the weights are, or will be, sharded over the processes."""
+        return self.recipe.distributed == "fsdp2" and distributed.world_size() > 1
+
+    @property
+    def reward_weights(self) -> Tensor:
+        return torch.tensor([reward.settings.weight for reward in self.rewards])
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[part] += time.perf_counter() - start
+
+    def roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
+        """Samples a group of responses to each prompt, with the policy or with the engine."""
+        assert self.recipe.rl is not None
+        if self.engine is None:
+            return roll_out(self.policy, items, self.recipe.rl.rollout, generator)
+        interruption.stop_if_asked()
+        try:
+            return self.engine.roll_out(items, generator)
+        except (engine.EngineError, distributed.ProcessError) as error:
+            if interruption.signal_number() is None:
+                raise
+            raise interruption.Stopped from error  # Ctrl-C in a terminal reaches the engine's processes, too
+
+    def items(self, split: str) -> list[Item]:
+        """Lines of a split whose prompts fit the model; how many were dropped is logged."""
+        if split in self.usable:
+            return self.usable[split]
+        lines, data, model = getattr(self.splits, split), self.recipe.data, self.recipe.model
+        chat = (model.chat_template, model.chat_template_options)
+        fitting = select_usable(self.policy, lines, data.prompt, model.max_prompt_length, *chat)
+        usable = [item for item in fitting if self._fits_context(split, item)]
+        for of, limit, dropped in (
+            ("model.max_prompt_length", model.max_prompt_length, len(lines) - len(fitting)),
+            ("the model's context", self.policy.context_length, len(fitting) - len(usable)),
+        ):
+            if dropped:
+                self.log.event("prompts left out", split=split, count=dropped, limit=limit, of=of)
+                self.left_out[split].append(f"{dropped} by {of}, {limit}")
+        self.usable[split] = usable
+        return usable
+
+    def _fits_context(self, split: str, item: Item) -> bool:
+        """Whether the model can read the prompt together with the longest response."""
+        policy, recipe = self.policy, self.recipe
+        demonstration = encode_demonstration(policy.tokenizer, item["demonstration"]) if split == "sft" else []
+        policy.check_tokens(demonstration, "the demonstrations")
+        refuse_banned(policy.banned_ids, policy.tokenizer, demonstration)
+        if policy.context_length is None:
+            return True
+        of_rl = 0 if recipe.rl is None else recipe.rl.rollout.max_completion_length
+        response = len(demonstration) if split == "sft" else max(recipe.max_completion_length, of_rl)
+        prompt = len(item["prompt_ids"])
+        return (max(prompt, response) if policy.is_seq2seq else prompt + response) <= policy.context_length
+
+    @functools.cached_property
+    def solved(self) -> float:
+        """Reward from which a response of an evaluation counts as correct."""
+        settings = self.recipe.evaluation
+        if settings.solved_quantile is None:
+            return settings.solved
+        validation = self.splits.validation
+        return calibrate(settings.solved_quantile, validation, self.recipe.data, self.evaluation_rewards)
+
+    def close(self) -> None:
+        self.log.close()
+        if self.engine is not None:
+            self.engine.close()
+        if self.embedder is not None:
+            self.embedder.close()
+
+
+def set_up(recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: Any = None) -> Run:
+    """Loads what a recipe names; for parameters see `train.train`."""
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"train: recipe must be a Recipe, as grpo_trainer.recipes.load returns one, got {type(recipe).__name__} "
+            f"{recipe!r}"
+        )
+    if reference is not None and not hasattr(reference, "get_output_embeddings"):
+        raise TypeError(f"train: reference must be a model of transformers, got {type(reference).__name__}")
+    if recipe.model.mixed_precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("model.mixed_precision: must be no or bf16 without a GPU, got 'fp16'")
+    check_backend(recipe.backend)
+    device = distributed.start()
+    torch.set_num_threads(distributed.broadcast(torch.get_num_threads()))
+    with distributed.fail_together():
+        log = Log(recipe, distributed.is_main_process())
+        splits = load_splits(recipe.data, recipe.seed)
+        require_lines(recipe, splits)
+        plan = check_packages(recipe)
+        rewards, evaluation_rewards, notes = load_rewards(recipe, splits)
+        torch.manual_seed(recipe.seed_of("weights"))
+        policy = _load_policy(recipe, splits, device, model, tokenizer, reference)
+        check_policy(recipe, policy)
+        embedders = _resolve_embedders(recipe, plan, rewards, evaluation_rewards)
+    given = (model is not None, reference)
+    return Run(recipe, device, log, splits, rewards, evaluation_rewards, plan, embedders, policy, *given, notes)
+
+
+def check_backend(name: str) -> None:
+    if name == "kernel" and "ok" not in (known := gk.available_kernels()).values():
+        raise ValueError(f"backend: must be auto or reference where no kernel runs ({known}), got 'kernel'")
+
+
+def check_packages(recipe: Recipe) -> Plan | None:
+    """Raises if a package that the recipe needs is missing, or a setting has no effect; returns the plan of RL."""
+    sft, rl, evaluation = recipe.sft, recipe.rl, recipe.evaluation
+    if recipe.model.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ValueError('model.lora: needs the package peft, which is not installed: pip install "grpo-kernels[lora]"')
+    if recipe.model.four_bit:
+        check_four_bit()
+    if sft is not None and sft.polychromic is not None:
+        require_embedder("sft.polychromic.embedder", sft.polychromic.embedder)
+    if evaluation.samples:
+        require_embedder("evaluation.embedder", evaluation.embedder)
+    if rl is None:
+        return None
+    plan = Plan.of(rl)
+    if rl.rollout.engine == "vllm":
+        engine.check_installed("rl.rollout", rl.rollout)
+        engine.check_loss("rl", plan.loss, plan.correction)
+    if plan.similarity is not None:
+        require_embedder("rl.algorithm.similarity.embedder", plan.similarity.embedder)
+        if plan.similarity.workers:
+            check_ray("rl.algorithm.similarity.workers")
+    return plan
+
+
+def load_rewards(recipe: Recipe, splits: Splits) -> tuple[list[LoadedReward], list[LoadedReward], list[str]]:
+    """The rewards of RL and those of evaluations, and what the user should know about them.
+
+    Evaluations have the same rewards throughout, so that they compare. Raises if a reward needs a column that the data
+    lacks.
+    """
+    named, notes = recipe.evaluation.rewards, []
+    where = "rl.rewards" if recipe.rl is not None else "evaluation.rewards"
+    settings = recipe.rl.rewards if recipe.rl is not None else named
+    if not settings:
+        settings = [Reward(name=name) for name in splits.rewards]
+        if recipe.data.task is None:
+            notes.append(f"{where}: none is named, so {' and '.join(splits.rewards)} rewards the responses")
+    rewards = [load_reward(reward, f"{where}.{i}") for i, reward in enumerate(settings)]
+    used = [(where, rewards, splits.train)] if recipe.rl is not None else []
+    evaluation_rewards = rewards
+    if named and recipe.rl is not None:
+        where = "evaluation.rewards"
+        evaluation_rewards = [load_reward(reward, f"{where}.{i}") for i, reward in enumerate(named)]
+    used.append((where, evaluation_rewards, splits.test))
+    used.append((where, evaluation_rewards, splits.validation if recipe.evaluation.every else []))
+    for key, loaded, lines in used:
+        for i, reward in enumerate(loaded):
+            require_columns(reward, f"{key}.{i}", lines)
+    if recipe.rl is not None:
+        notes += [gap for i, reward in enumerate(rewards) for gap in gaps(reward, f"rl.rewards.{i}", splits.train)]
+    return rewards, evaluation_rewards, notes
+
+
+def _load_policy(
+    recipe: Recipe, splits: Splits, device: torch.device, model: Any, tokenizer: Any, reference: Any
+) -> Policy:
+    settings, backend = recipe.model, None if recipe.backend == "auto" else recipe.backend
+    if recipe.distributed == "fsdp2" and distributed.world_size() > 1:
+        device = torch.device("cpu")  # weights that will be sharded need not fit on one device
+    if reference is not None and settings.reference_model_path is not None:
+        raise ValueError(
+            f"model.reference_model_path: must be null with a reference object, got {settings.reference_model_path!r}"
+        )
+    if model is None:
+        if tokenizer is not None:
+            raise ValueError("train: tokenizer must be given with a model, got a tokenizer alone")
+        return load_policy(settings, corpus_of(recipe.data, splits), backend, device)
+    if recipe.rl is not None and recipe.rl.rollout.engine != "transformers":
+        raise ValueError(
+            "rl.rollout.engine: must be transformers with a model object, as others read model.path, got "
+            f"{recipe.rl.rollout.engine!r}"
+        )
+    return take_policy(model, tokenizer, settings, backend, device)
+
+
+def check_policy(recipe: Recipe, policy: Policy) -> None:
+    """Raises if the recipe asks for more than its model can do."""
+    context = policy.context_length
+    lengths = {"evaluation.max_completion_length": recipe.evaluation.max_completion_length}
+    if recipe.rl is not None:
+        lengths["rl.rollout.max_completion_length"] = recipe.rl.rollout.max_completion_length
+    for key, length in lengths.items():
+        if context is not None and length is not None and length >= context:
+            raise ValueError(f"{key}: must be less than the model's context, {context}, got {length}")
+    check_reference(recipe.model, policy.tokenizer, policy.lm)
+    if recipe.rl is not None and recipe.rl.rollout.engine == "vllm":
+        engine.check_policy("rl.rollout", recipe.rl.rollout, recipe.model, policy)
+
+
+def _resolve_embedders(
+    recipe: Recipe, plan: Plan | None, rewards: list[LoadedReward], evaluation_rewards: list[LoadedReward]
+) -> dict[str, str]:
+    """Embedders by recipe key; "auto" depends on the installed packages."""
+    names = {}
+    if recipe.sft is not None and recipe.sft.polychromic is not None:
+        names["sft.polychromic.embedder"] = recipe.sft.polychromic.embedder
+    if plan is not None and plan.similarity is not None:
+        names["rl.algorithm.similarity.embedder"] = plan.similarity.embedder
+    if recipe.evaluation.samples:
+        names["evaluation.embedder"] = recipe.evaluation.embedder
+    for key, loaded in (("rl.rewards", rewards), ("evaluation.rewards", evaluation_rewards)):
+        for i, reward in enumerate(loaded):
+            embedder = getattr(reward.function, "embedder", None)
+            if isinstance(embedder, Embedder):
+                names[f"{key}.{i}"] = embedder.name
+    return {key: resolve(name) for key, name in names.items()}
+
+
+def begin(run: Run, resume: bool, fresh: bool) -> tuple[str, int]:
+    """Opens the run's folder, and returns its position: the phase and the number of its steps that are done."""
+    recipe, phase, step = run.recipe, "sft" if run.recipe.sft is not None else "rl", 0
+    with distributed.fail_together():  # all processes read the folder before the main one writes to it
+        if not resume:
+            checkpoint.refuse_used_folder(recipe, may_hold_run=fresh)
+        elif (state := checkpoint.load_last(recipe)) is not None:
+            _restore_environment(run, state)
+            run.policy = checkpoint.restore_policy(recipe, state, run.policy, run.given_model)
+            run.resumed, phase, step = state, state.phase, state.step
+    with distributed.fail_together():
+        _start_logs(run, phase, step, resume)
+        if not run.given_model:
+            checkpoint.keep_base(recipe, run.policy)
+    for name, split, settings in (("sft", "sft", recipe.sft), ("rl", "train", recipe.rl)):
+        if settings is not None and not run.items(split):
+            raise ValueError(no_usable_line(name, run.left_out[split]))
+    distribute_weights(run)
+    return phase, step
+
+
+def distribute_weights(run: Run) -> None:
+    """Shards the weights if the recipe says so; replicated weights must be identical in all processes."""
+    if run.is_sharded:
+        distributed.shard(run.policy, run.device)
+    distributed.assert_identical("weights at the start", *([] if run.is_sharded else run.policy.parameters()))
+
+
+def _start_logs(run: Run, phase: str, step: int, resume: bool) -> None:
+    log, recipe = run.log, run.recipe
+    if not log.is_main:
+        return
+    if run.resumed is not None:
+        log.truncate(phase, step)
+        log.event("resumed", phase=phase, step=step, threads=run.resumed.threads)
+    else:
+        checkpoint.start_run(recipe)
+    log.open()
+    if recipe.backend == "auto" and run.device.type == "cpu" and (reason := gk.available_kernels()["cpu"]) != "ok":
+        log.line(f"no kernels run on this CPU ({reason}): the reference takes their place, and is slower")
+    for note in run.notes:
+        log.line(note)
+    log.event(
+        "started",
+        date=datetime.datetime.now().isoformat(timespec="seconds"),
+        torch=torch.__version__,
+        grpo_kernels=gk.__version__,
+        threads=torch.get_num_threads(),
+        processes=distributed.world_size(),
+        embedders=run.embedders,
+        algorithm=None if run.plan is None else run.plan.described(),
+    )
+
+
+def _restore_environment(run: Run, state: checkpoint.State) -> None:
+    """Restores what affects the results but need not be in the recipe: threads, and embedders named "auto"."""
+    recipe, folder = run.recipe, checkpoint.folder_of(run.recipe, state.phase, state.step)
+    if recipe.threads is None:
+        torch.set_num_threads(state.threads)
+    elif torch.get_num_threads() != state.threads:
+        raise checkpoint.CheckpointError(
+            f"{folder}: threads: must be {state.threads} as in the original run, or unset, as another number changes "
+            f"the rounding, got {torch.get_num_threads()}"
+        )
+    for key, name in run.embedders.items():
+        original = state.embedders.get(key, name)
+        is_explicit = key == "evaluation.embedder" and recipe.evaluation.embedder != "auto"
+        if original != name and not is_explicit:
+            raise checkpoint.CheckpointError(
+                f"{folder}: {key}: auto must resolve to {original!r} as in the original run, got {name!r} from the "
+                "packages that are installed now"
+            )
