@@ -36,7 +36,7 @@ def compare(args: argparse.Namespace) -> dict[str, list[float]]:
         tiny=Tiny(hidden=args.hidden, layers=args.layers, heads=args.hidden // 64, intermediate=2 * args.hidden)
     )
     policy = load_policy(model, texts, None)
-    items = select_usable(policy, [{"prompt": text} for text in texts], "prompt", model.max_prompt_tokens, False)
+    items = select_usable(policy, [{"prompt": text} for text in texts], "prompt", model.max_prompt_length, False)
     sampling = Sampling(prompts=args.prompts, group_size=args.group_size, max_new_tokens=args.tokens, engine="vllm")
     engine = Engine(policy, model, Rl(rollout=sampling), "rollout")
 

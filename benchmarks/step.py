@@ -135,7 +135,7 @@ class Runner(Protocol):
 class Ours:
     def __init__(self, size: Size, folder: Path, device: str) -> None:
         from grpo_trainer.recipe import Recipe
-        from grpo_trainer.settings import build
+        from grpo_trainer.recipes import validated
 
         from benchmarks.trainer_run import begin, take_step
 

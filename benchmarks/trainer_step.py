@@ -60,14 +60,14 @@ def main() -> None:
     shutil.rmtree(options.out, ignore_errors=True)
 
     sft = [
-        f"phases.0.sft.steps={options.sft}",
+        f"sft.steps={options.sft}",
         "evaluation.test_prompts=8",
         "evaluation.samples=0",
         "logging.progress=false",
     ]
     base = recipes.load(options.recipe, sft)
     before = dataclasses.replace(base, output=str(options.out / "before"), phases=base.phases[:1])
-    Trainer(before).run()
+    train(before)
     start = next((options.out / "before" / "checkpoints").iterdir()) / "model"
 
     runs = {name: variant(name, base, options.out, start) for name in NAMES}

@@ -6,7 +6,7 @@
 "before" is the checkpoint that RL started from, "after" the last one. Answers are greedy, except for the measure
 "sampled". The interval is a paired bootstrap over the prompts. Existing runs are resumed.
 
-Several recipes are also compared with each other: tables are printed, and the page of `grpo-report --compare` is
+Several recipes are also compared with each other: tables are printed, and the page of `grpo report --compare` is
 written. Phases that recipes share are trained once per seed: name the recipe that ends with them first.
 """
 
@@ -149,7 +149,7 @@ def main() -> None:
     if not names:
         parser.error("a recipe is needed")
     torch.set_num_threads(options.threads)
-    sys.path.insert(0, os.getcwd())  # own rewards, as with grpo-train
+    sys.path.insert(0, os.getcwd())  # own rewards, as with grpo train
     gains: dict[str, list[tuple[str, ...]]] = {name: [] for name in names}
     for seed in options.seeds:
         finished: list[Recipe] = []

@@ -267,8 +267,8 @@ def _explaining_damage(folder: Path) -> Iterator[None]:
             raise
         text = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointError(
-            f"{folder}: must be a whole checkpoint, got {text}; remove this folder to resume from the checkpoint before "
-            "it, or start again with --fresh"
+            f"{folder}: must be a whole checkpoint, got {text}; remove it to resume from the checkpoint before it, or "
+            "start again with --fresh"
         ) from error
 
 
@@ -285,9 +285,8 @@ def _refuse_other_recipe(folder: Path, stored: Mapping[str, Any], recipe: Recipe
     own = json.loads(to_json(_binding(recipe)))
     paths = [path for path in sorted({*stored, *own}) if stored.get(path) != own.get(path)]
     if paths:
-        listed = [
-            f"{path} is {stored.get(path)!r:.80} there and {own.get(path)!r:.80} here" for path in paths[:_LISTED]
-        ]
+        values = [(path, stored.get(path), own.get(path)) for path in paths[:_LISTED]]
+        listed = [f"{path} is {theirs!r:.80} there and {ours!r:.80} here" for path, theirs, ours in values]
         more = f", and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
         raise CheckpointError(
             f"{folder}: belongs to another recipe: {', '.join(listed)}{more}; resume it with its own values, or train "

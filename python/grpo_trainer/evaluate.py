@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from grpo_trainer import distributed
 from grpo_trainer.adapters import load_adapter, settings_of_base
 from grpo_trainer.algorithm import total_rewards
 from grpo_trainer.diversity_measures import MAX_EMBEDDED, diversity_efficiency, measure_prompts, medoids
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
+from grpo_trainer.monitor import response_map
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Evaluation, Recipe, Similarity, Vllm
 from grpo_trainer.recipe import Rollout as Sampling
@@ -176,6 +178,22 @@ def evaluate_split(run: Run, split: str) -> Result | None:
     length, rewards = recipe.max_completion_length, run.evaluation_rewards
     result = evaluate(run.policy, items, settings, rewards, length, generator, run.solved)
     return dataclasses.replace(result, solved=None if settings.solved_quantile is None else run.solved)
+
+
+def evaluate_and_log(run: Run, split: str, phase: str, step: int) -> dict[str, float]:
+    """Evaluates a split, and logs the metrics and responses; returns {} if the split is empty."""
+    result = evaluate_split(run, split)
+    if result is None:
+        return {}
+    metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
+    if split == "validation":
+        metrics |= {f"eval/{name}": value for name, value in result.group_metrics.items()}
+    content = result.to_json()
+    if split == "validation" and phase == "rl" and (drawn := response_map(run)) is not None:
+        content["map"] = drawn
+    with distributed.fail_together():
+        run.log.evaluation(phase, step, split, metrics, content)
+    return metrics
 
 
 def evaluate_model(recipe: Recipe, path: str, split: str) -> Result:

@@ -4,65 +4,15 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_kernels import SimilarityConfig
-from grpo_trainer.messages import nearest
-
-EMBEDDERS = ("auto", "hashed", "minilm")
-NAMES_OF_EMBEDDERS = "hashed, minilm, or a sentence-transformers name or folder; auto: minilm if installed"
-
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-class Section(BaseModel):
-    """A part of a recipe. Other keys are refused, and so are values that would have to be converted."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> Any:
-        for key, is_met, rule in self.rules():
-            if not is_met:
-                value = getattr(self, key.partition(".")[0])
-                for name in key.split(".")[1:]:
-                    value = getattr(value, name)
-                raise ValueError(f"{key}: {rule}, got {value!r}")
-        return self
-
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yields the rules over several keys: the key that errors name, whether the rule is met, the rule."""
-        yield from ()
-
-
-def _embedder_rule(name: str) -> tuple[str, bool, str]:
-    """A name that is none of ours is sought on the hub, unless it looks like one of ours misspelt."""
-    is_own = name in EMBEDDERS or "/" in name or Path(name).exists()
-    near = difflib.get_close_matches(name, EMBEDDERS, 1, 0.75)
-    return "embedder", is_own or not near, f"must be {NAMES_OF_EMBEDDERS}{nearest(name, EMBEDDERS)}"
-
-
-def _is_template(output: str) -> bool:
-    try:
-        output.format(name="", seed=0)
-    except (KeyError, IndexError, ValueError):
-        return False
-    return True
+from grpo_trainer.section import Rule, Section, Share, embedder_rule
 
 
 class Tiny(Section):
@@ -79,7 +29,7 @@ class Tiny(Section):
     vocabulary: PositiveInt = 160
     """vocabulary size of the tokenizer, which is trained on the demonstrations"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         yield "heads", self.hidden % self.heads == 0, f"must divide hidden, {self.hidden}"
 
 
@@ -125,7 +75,7 @@ class Model(Section):
     reference_model_path: str | None = None
     """reference of the KL term; null: the policy at the start of RL"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         near = difflib.get_close_matches(self.path, ["tiny"], 1, 0.75)
         is_own = self.path == "tiny" or "/" in self.path or Path(self.path).exists()
         yield "path", is_own or not near, "must be 'tiny', a folder, a GGUF file or a hub name; the nearest is 'tiny'"
@@ -161,7 +111,7 @@ class Data(Section):
     limit: PositiveInt | None = None
     """largest number of lines to train on, of each of sft and train"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         yield "train", self.task is not None or self.train is not None, "must be given with task: null"
         yield "options", self.task is not None or not self.options, "must be empty with task: null"
         for name in ("train", "sft", "validation", "test") if self.task is not None else ():
@@ -202,8 +152,8 @@ class Polychromic(Section):
     among: Literal["prompt", "batch"] = "prompt"
     """compare the demonstrations of a prompt, or of a step whatever their prompts"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
-        yield _embedder_rule(self.embedder)
+    def rules(self) -> Iterator[Rule]:
+        yield embedder_rule(self.embedder)
 
 
 class Sft(Section):
@@ -218,7 +168,7 @@ class Sft(Section):
     polychromic: Polychromic | None = None
     """give rare demonstrations more weight"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         most = SimilarityConfig.max_rows
         is_compared = self.polychromic is not None and self.polychromic.among == "batch"
         rule = f"must be from 2 to {most} with polychromic.among: batch, which compares all of them"
@@ -272,7 +222,7 @@ class Rollout(Section):
     vllm: Vllm = Vllm()
     """settings of engine: vllm"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         rows = self.prompts * self.num_generations
         yield "num_generations", rows > 1, "must be at least 2 with prompts: 1"
         is_filtered = self.top_p < 1 or self.top_k > 0
@@ -328,8 +278,8 @@ class Similarity(Section):
     between: NonNegativeFloat = 0.0
     """weight of advantages computed over all responses to the prompt"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
-        yield _embedder_rule(self.embedder)
+    def rules(self) -> Iterator[Rule]:
+        yield embedder_rule(self.embedder)
         has_batches = self.batch_tokens is None or self.embedder != "hashed"
         yield "batch_tokens", has_batches, "must be left out with embedder: hashed"
         yield "gpus_per_worker", self.gpus_per_worker == 0 or self.workers > 0, "must be 0 without workers"
@@ -403,7 +353,7 @@ class Rl(Section):
     dropout: bool = False
     """apply dropout in the update"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         prompts, size, set_size = self.rollout.prompts, self.rollout.num_generations, self.algorithm.set_size
         yield "minibatches", self.minibatches <= prompts, f"must not exceed rollout.prompts, {prompts}"
         rule = f"must be 0, or at least 2 and less than the {size} of a group, as a set of all credits all alike"
@@ -440,8 +390,8 @@ class Evaluation(Section):
     tracked: NonNegativeInt = 4
     """number of prompts whose responses the report shows before and after training"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
-        yield _embedder_rule(self.embedder)
+    def rules(self) -> Iterator[Rule]:
+        yield embedder_rule(self.embedder)
         is_alone = self.solved_quantile is None or self.solved == type(self).model_fields["solved"].default
         yield "solved", is_alone, "must be left out with solved_quantile"
 
@@ -462,7 +412,7 @@ class Logging(Section):
     watch: NonNegativeInt = 0
     """steps between histograms of the trained weights and their gradients in the trackers; 0: none; not with fsdp2"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
+    def rules(self) -> Iterator[Rule]:
         yield "watch", self.watch == 0 or bool(self.to), "must be 0 without a tracker in to"
 
 
@@ -501,8 +451,9 @@ class Recipe(Section):
     checkpoints: Checkpoints = Checkpoints()
     """checkpoints to resume from"""
 
-    def rules(self) -> Iterator[tuple[str, bool, str]]:
-        yield "output", _is_template(self.output), "must have no other braces than {name} and {seed}"
+    def rules(self) -> Iterator[Rule]:
+        others = re.sub(r"\{(name|seed)\}", "", self.output)
+        yield "output", not {"{", "}"} & {*others}, "must have no other braces than {name} and {seed}"
         if self.distributed == "fsdp2":
             rule = "with distributed: fsdp2"
             yield "logging.watch", self.logging.watch == 0, f"must be 0 {rule}"

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_trainer.messages import nearest, unknown_key
-from grpo_trainer.recipe import Recipe, Section
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.section import Section
 
 
 def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = False) -> Recipe:

@@ -25,7 +25,7 @@ from grpo_trainer.loading import check_four_bit
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy, Reference, load_policy, take_policy
 from grpo_trainer.ray_pool import check_ray
-from grpo_trainer.recipe import Recipe, Reward
+from grpo_trainer.recipe import Recipe, Reward, Rl
 from grpo_trainer.references import check_reference
 from grpo_trainer.rewards import LoadedReward, gaps, load_reward, require_columns
 from grpo_trainer.rollout import Rollout, roll_out, select_usable
@@ -44,7 +44,7 @@ class Run:
     splits: Splits
     rewards: list[LoadedReward]  # of RL, or of evaluations without RL
     evaluation_rewards: list[LoadedReward]
-    plan: Plan | None  # of RL
+    plan: Any  # the algorithm.Plan of RL; None without RL
     embedders: dict[str, str]  # names by recipe key, with "auto" resolved
     policy: Policy
     given_model: bool  # whether the caller gave the model as an object
@@ -57,6 +57,7 @@ class Run:
     reference: Reference | None = None  # of the KL term
     embedder: Embedder | None = None  # of similarity groups, or of polychromic SFT
     engine: engine.Engine | None = None  # samples in place of the policy
+    monitor: Any = None  # a monitor.Monitor of RL
     watched: dict[str, Tensor] | None = None  # weights and gradients of a step whose histograms are logged
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # of a step's parts
     usable: dict[str, list[Item]] = dataclasses.field(default_factory=dict)  # by split
@@ -66,6 +67,11 @@ class Run:
     def is_sharded(self) -> bool:
         """Whether the weights are, or will be, sharded over the processes."""
         return self.recipe.distributed == "fsdp2" and distributed.world_size() > 1
+
+    @property
+    def rl(self) -> Rl:
+        assert self.recipe.rl is not None
+        return self.recipe.rl
 
     @property
     def reward_weights(self) -> Tensor:
@@ -81,9 +87,8 @@ class Run:
 
     def roll_out(self, items: list[Item], generator: torch.Generator) -> Rollout:
         """Samples a group of responses to each prompt, with the policy or with the engine."""
-        assert self.recipe.rl is not None
         if self.engine is None:
-            return roll_out(self.policy, items, self.recipe.rl.rollout, generator)
+            return roll_out(self.policy, items, self.rl.rollout, generator)
         interruption.stop_if_asked()
         try:
             return self.engine.roll_out(items, generator)

@@ -18,13 +18,14 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_trainer import checkpoint, distributed, interruption, sft
-from grpo_trainer.algorithm import Credit, Plan, assign_credit, minibatch_counts, rows_in_loss, total_rewards
+from grpo_trainer.algorithm import Credit, assign_credit, minibatch_counts, rows_in_loss, total_rewards
 from grpo_trainer.data import Batch
 from grpo_trainer.embed import embed_all, load_embedder
 from grpo_trainer.engine import Engine
-from grpo_trainer.evaluate import evaluate_split
+from grpo_trainer.evaluate import evaluate_and_log
 from grpo_trainer.metrics import counter_metrics, loss_metrics, rollout_metrics, sampling_metrics
-from grpo_trainer.monitor import Monitor, response_map, weights_and_gradients
+from grpo_trainer.monitor import Monitor, weights_and_gradients
+from grpo_trainer.optimizer import make_optimizer, set_lr
 from grpo_trainer.policy import evaluating, set_training
 from grpo_trainer.recipe import Critic, Optimizer, Recipe, Rl, Sft
 from grpo_trainer.rewards import component_means, score
@@ -32,7 +33,7 @@ from grpo_trainer.rollout import Rollout
 from grpo_trainer.setup import Run, begin, set_up
 from grpo_trainer.tasks.base import Item
 
-TakeStep = Callable[[list[Item], int], dict[str, float]]
+TakeStep = Callable[[Run, list[Item], int], dict[str, float]]
 
 
 def train(
@@ -65,24 +66,8 @@ def train(
             fine_tune(run, recipe.sft, step)
         if recipe.rl is not None:
             reinforce(run, recipe.rl, step if phase == "rl" else 0)
-            return evaluate(run, "test", "rl", recipe.rl.steps)
-        return evaluate(run, "test", "sft", 0 if recipe.sft is None else recipe.sft.steps)
-
-
-def evaluate(run: Run, split: str, phase: str, step: int) -> dict[str, float]:
-    """Evaluates a split, and logs the metrics and responses; returns {} if the split is empty."""
-    result = evaluate_split(run, split)
-    if result is None:
-        return {}
-    metrics = {f"eval/{split}_{name}": value for name, value in result.metrics.items()}
-    if split == "validation":
-        metrics |= {f"eval/{name}": value for name, value in result.group_metrics.items()}
-    content = result.to_json()
-    if split == "validation" and phase == "rl" and (drawn := response_map(run)) is not None:
-        content["map"] = drawn
-    with distributed.fail_together():
-        run.log.evaluation(phase, step, split, metrics, content)
-    return metrics
+            return evaluate_and_log(run, "test", "rl", recipe.rl.steps)
+        return evaluate_and_log(run, "test", "sft", 0 if recipe.sft is None else recipe.sft.steps)
 
 
 def take_steps(run: Run, phase: str, settings: Sft | Rl, start: int, take_step: TakeStep) -> None:
@@ -93,7 +78,7 @@ def take_steps(run: Run, phase: str, settings: Sft | Rl, start: int, take_step: 
 
     def evaluate_if_due(step: int) -> None:
         if step in (0, settings.steps) or (isinstance(settings, Rl) and is_due(step, recipe.evaluation.every)):
-            evaluate(run, "validation", phase, step)
+            evaluate_and_log(run, "validation", phase, step)
 
     try:
         evaluate_if_due(start)
@@ -104,7 +89,7 @@ def take_steps(run: Run, phase: str, settings: Sft | Rl, start: int, take_step: 
             run.seconds.clear()
             run.watched = {} if is_due(step, recipe.logging.watch) else None
             began = time.perf_counter()
-            metrics = take_step(items_of_step(recipe, phase, data, per_step, step), step)
+            metrics = take_step(run, items_of_step(recipe, phase, data, per_step, step), step)
             metrics["time/step"] = time.perf_counter() - began
             metrics |= {f"time/{name}": seconds for name, seconds in run.seconds.items()}
             with distributed.fail_together():
@@ -152,33 +137,38 @@ def save(run: Run, phase: str, step: int) -> None:
 
 def reinforce(run: Run, rl: Rl, start: int) -> None:
     """Takes the steps of reinforcement learning after `start`."""
-    plan, policy, critic = run.plan, run.policy, rl.algorithm.critic or Critic()
-    assert plan is not None
-    policy.temperature = rl.rollout.temperature
-    if plan.segments is not None and not policy.has_values:
-        policy.add_critic() if critic.separate else policy.add_value_head()
-    make_optimizer(run, rl.optimizer, critic.lr, start)
-    if plan.threshold is not None and run.resumed is not None and run.resumed.threshold is not None:
-        plan.threshold.load_state_dict({"value": run.resumed.threshold})
-    run.embedder = None if plan.similarity is None else load_embedder(plan.similarity)
-    if rl.rollout.engine == "vllm":
-        run.engine = Engine(policy, run.recipe.model, rl, "rl.rollout")
     if start == 0:
-        evaluate(run, "test", "rl", 0)  # compared with the final evaluation
-        if plan.needs_reference and run.given_reference is None and run.recipe.model.reference_model_path is None:
-            save(run, "rl", 0)
-    if plan.needs_reference:
-        run.reference = checkpoint.load_reference(run.recipe, policy, start, run.given_reference)
+        evaluate_and_log(run, "test", "rl", 0)  # compared with the final evaluation
+    prepare_rl(run, start)
     if rl.rollout.prompts > (there := len(run.items("train"))):
         run.log.event("prompts occur more than once in a step", prompts=there)
         run.log.line(f"rl.rollout.prompts: {rl.rollout.prompts} of {there} prompts, so that some occur twice in a step")
-    monitor = Monitor(run.recipe, run.log)
-    take_steps(run, "rl", rl, start, lambda items, step: rl_step(run, rl, plan, monitor, items, step))
+    take_steps(run, "rl", rl, start, rl_step)
 
 
-def rl_step(run: Run, rl: Rl, plan: Plan, monitor: Monitor, items: list[Item], step: int) -> dict[str, float]:
+def prepare_rl(run: Run, start: int) -> None:
+    """Loads what the steps after `start` need: critic, optimizer, reference, embedder, engine."""
+    rl, plan, policy, critic = run.rl, run.plan, run.policy, run.rl.algorithm.critic or Critic()
+    policy.temperature = rl.rollout.temperature
+    if plan.segments is not None and not policy.has_values:
+        policy.add_critic() if critic.separate else policy.add_value_head()
+    if plan.threshold is not None and start:
+        assert run.resumed is not None
+        plan.threshold.load_state_dict({"value": run.resumed.threshold})
+    make_optimizer(run, rl.optimizer, critic.lr, start)
+    if plan.needs_reference:
+        if start == 0 and run.given_reference is None and run.recipe.model.reference_model_path is None:
+            save(run, "rl", 0)  # the reference of a resumed run
+        run.reference = checkpoint.load_reference(run.recipe, policy, start, run.given_reference)
+    run.embedder = None if plan.similarity is None else load_embedder(plan.similarity)
+    if rl.rollout.engine == "vllm":
+        run.engine = Engine(policy, run.recipe.model, rl, "rl.rollout")
+    run.monitor = Monitor(run.recipe, run.log)
+
+
+def rl_step(run: Run, items: list[Item], step: int) -> dict[str, float]:
     """One step of GRPO: sample groups of responses, reward them, compare them, and update the policy."""
-    policy = run.policy
+    rl, plan, policy = run.rl, run.plan, run.policy
     # 1. Roll out: a group of responses to each prompt.
     with run.timed("generate"):
         generator = torch.Generator(policy.device).manual_seed(run.recipe.seed_of("sampling", step))
@@ -197,10 +187,10 @@ def rl_step(run: Run, rl: Rl, plan: Plan, monitor: Monitor, items: list[Item], s
         counted = rollout.batch.mask
         if rl.rollout.truncated == "leave_out":
             counted = counted & ~rollout.truncated[:, None]
-        correction = correct_sampling(run, rl, plan, rollout, counted)
+        correction = correct_sampling(run, rollout, counted)
         counted = counted if correction is None else correction.mask
-        reference = reference_logprobs(run, rl, rollout, step)
-        values = critic_values(run, rl, rollout) if plan.segments is not None else None
+        reference = reference_logprobs(run, rollout, step)
+        values = critic_values(run, rollout) if plan.segments is not None else None
     # 5. Credit: rewards become advantages within groups.
     with run.timed("advantage"):
         left_in = None if counted is rollout.batch.mask else counted
@@ -211,7 +201,7 @@ def rl_step(run: Run, rl: Rl, plan: Plan, monitor: Monitor, items: list[Item], s
         if correction is not None and plan.correction.weights != "none":
             credit.is_weights = correction.weights
     # 6. Update: minibatches of prompts, an optimizer step for each.
-    learned = update(run, rl, plan, rollout, credit, reference, values, step)
+    learned = update(run, rollout, credit, reference, values, step)
     # 7. Log.
     totals = total_rewards(rewards, weights)
     metrics = rollout_metrics(rollout, totals, rewards, run.rewards, credit, reference) | learned
@@ -224,31 +214,31 @@ def rl_step(run: Run, rl: Rl, plan: Plan, monitor: Monitor, items: list[Item], s
         metrics["embedder/restarts"] = float(run.embedder.pool.restarts)
     if run.seconds["generate"] > 0:  # a benchmark times the parts by a clock of its own
         metrics["speed/tokens_per_second"] = float(rollout.lengths.sum()) / run.seconds["generate"]
-    monitor.see(step, rollout, rewards, totals, credit, metrics)
+    run.monitor.see(step, rollout, rewards, totals, credit, metrics)
     return metrics
 
 
 @torch.no_grad()
-def correct_sampling(run: Run, rl: Rl, plan: Plan, rollout: Rollout, counted: Tensor) -> gk.SamplingCorrection | None:
+def correct_sampling(run: Run, rollout: Rollout, counted: Tensor) -> gk.SamplingCorrection | None:
     """Scores the tokens of another engine again, and weighs the mismatch; None where the policy itself sampled."""
     if run.engine is None:
         return None
     with evaluating(run.policy):
-        scored = by_token(run, rl, rollout, lambda part: run.policy("logprobs", part))
+        scored = by_token(run, rollout, lambda part: run.policy("logprobs", part))
     by_engine, rollout.logprobs = rollout.logprobs, scored
-    return gk.sampling_correction(scored, by_engine, mask=counted, config=plan.correction)
+    return gk.sampling_correction(scored, by_engine, mask=counted, config=run.plan.correction)
 
 
-def reference_logprobs(run: Run, rl: Rl, rollout: Rollout, step: int) -> Tensor | None:
+def reference_logprobs(run: Run, rollout: Rollout, step: int) -> Tensor | None:
     """Log-probs [N, T] by the reference of the KL term, which must be the policy itself in the first step."""
     reference = run.reference
     if reference is None:
         return None
     is_own = run.given_reference is None and run.recipe.model.reference_model_path is None
-    result = by_token(run, rl, rollout, reference.logprobs)
+    result = by_token(run, rollout, reference.logprobs)
     if step == 1 and is_own:
         with evaluating(run.policy), torch.no_grad():
-            own = by_token(run, rl, rollout, lambda part: run.policy("logprobs", part))
+            own = by_token(run, rollout, lambda part: run.policy("logprobs", part))
         if not torch.equal(own, result):
             difference = float((own - result).abs().max())
             raise RuntimeError(
@@ -258,16 +248,16 @@ def reference_logprobs(run: Run, rl: Rl, rollout: Rollout, step: int) -> Tensor 
 
 
 @torch.no_grad()
-def critic_values(run: Run, rl: Rl, rollout: Rollout) -> Tensor:
+def critic_values(run: Run, rollout: Rollout) -> Tensor:
     with evaluating(run.policy):
-        values = by_token(run, rl, rollout, lambda part: run.policy("values", part))
+        values = by_token(run, rollout, lambda part: run.policy("values", part))
     return torch.where(rollout.batch.mask, values, 0)
 
 
-def by_token(run: Run, rl: Rl, rollout: Rollout, compute: Callable[[Batch], Tensor]) -> Tensor:
+def by_token(run: Run, rollout: Rollout, compute: Callable[[Batch], Tensor]) -> Tensor:
     """Values [N, T] of the response tokens, computed by micro-batch."""
     values = torch.zeros_like(rollout.logprobs)
-    for rows, counts in micro_batches(run, torch.arange(len(values), device=values.device), rl.micro_batch):
+    for rows, counts in micro_batches(run, torch.arange(len(values), device=values.device), run.rl.micro_batch):
         part = compute(rollout.batch.rows(rows))
         if counts:
             values[rows, : part.shape[1]] = part
@@ -276,8 +266,6 @@ def by_token(run: Run, rl: Rl, rollout: Rollout, compute: Callable[[Batch], Tens
 
 def update(
     run: Run,
-    rl: Rl,
-    plan: Plan,
     rollout: Rollout,
     credit: Credit,
     reference: Tensor | None,
@@ -285,9 +273,9 @@ def update(
     step: int,
 ) -> dict[str, float]:
     """Passes over the rollout in minibatches of prompts, with an optimizer step for each; returns its metrics."""
-    metric_tensors, norms, losses = [], [], []
+    rl, metric_tensors, norms, losses = run.rl, [], [], []
     generator = torch.Generator().manual_seed(run.recipe.seed_of("minibatches", step))
-    has_signal = rows_in_loss(plan, credit, rollout.batch.mask, rollout.group_size)
+    has_signal = rows_in_loss(run.plan, credit, rollout.batch.mask, rollout.group_size)
     copies, device = torch.arange(rollout.group_size), rollout.logprobs.device
     set_training(run.policy, rl.dropout)
     for _ in range(rl.num_iterations):
@@ -299,7 +287,7 @@ def update(
                 run.log.event("minibatch skipped: no response has an advantage", phase="rl", step=step)
                 continue
             with run.timed("model"):
-                metric_tensor, loss = accumulate(run, rl, plan, rollout, credit, reference, values, rows, step)
+                metric_tensor, loss = accumulate(run, rollout, credit, reference, values, rows, step)
                 norms.append(optimizer_step(run, rl.optimizer, step))
             if run.engine is not None:
                 run.engine.is_current = False
@@ -308,14 +296,12 @@ def update(
     run.policy.eval()
     if not metric_tensors:
         return {"train/skipped": 1.0}
-    metrics = loss_metrics(metric_tensors, losses, norms, plan)
+    metrics = loss_metrics(metric_tensors, losses, norms, run.plan)
     return metrics | {"train/skipped": 0.0, "train/lr": run.optimizer.param_groups[0]["lr"]}
 
 
 def accumulate(
     run: Run,
-    rl: Rl,
-    plan: Plan,
     rollout: Rollout,
     credit: Credit,
     reference: Tensor | None,
@@ -324,7 +310,7 @@ def accumulate(
     step: int,
 ) -> tuple[Tensor, float]:
     """Accumulates the gradient of one optimizer step; micro-batches divide by the counts of the whole minibatch."""
-    mask = credit.in_loss(rollout.batch.mask)
+    rl, mask = run.rl, credit.in_loss(rollout.batch.mask)
     normalizer = minibatch_counts(mask[rows], None if credit.segments is None else credit.segments[rows])
     critic = rl.algorithm.critic or Critic()
     is_warmup = values is not None and step <= critic.warmup
@@ -341,7 +327,7 @@ def accumulate(
             "loss",
             part,
             share=rl.share_prompts and not run.recipe.model.gradient_checkpointing,
-            config=plan.loss,
+            config=run.plan.loss,
             old_logprobs=cut(rollout.logprobs),
             advantages=cut(credit.advantages),
             mask=cut(mask),
@@ -382,11 +368,13 @@ def fine_tune(run: Run, settings: Sft, start: int) -> None:
     sft.prepare(run)
     run.policy.temperature = 1.0
     make_optimizer(run, settings.optimizer, 0.0, start)
-    take_steps(run, "sft", settings, start, lambda items, step: sft_step(run, settings, items, step))
+    take_steps(run, "sft", settings, start, sft_step)
 
 
-def sft_step(run: Run, settings: Sft, items: list[Item], step: int) -> dict[str, float]:
+def sft_step(run: Run, items: list[Item], step: int) -> dict[str, float]:
     """One step that raises the log-probs of demonstrations."""
+    settings = run.recipe.sft
+    assert settings is not None
     with run.timed("model"):
         batch, weights = sft.batch_of(run, items)
         normalizer = float((weights[:, None] * batch.mask).sum())
@@ -409,48 +397,6 @@ def sft_step(run: Run, settings: Sft, items: list[Item], step: int) -> dict[str,
 
 
 # Optimizer
-
-
-def make_optimizer(run: Run, settings: Optimizer, critic_lr: float, start: int) -> None:
-    """AdamW: matrices with weight decay, vectors without, and the critic at its own learning rate.
-
-    A value head, which is never sharded, has a group of its own: a fused step takes tensors of one kind.
-    """
-    groups: dict[str, list[Tensor]] = {"matrices": [], "vectors": [], "critic": [], "value_head": []}
-    for name, parameter in run.policy.named_parameters():
-        if parameter.requires_grad:
-            kind = "matrices" if parameter.dim() > 1 else "vectors"
-            if name.startswith(("value_head", "critic")):
-                kind = "value_head" if "value_head" in name else "critic"
-            groups[kind].append(parameter)
-    described = []
-    for kind, parameters in groups.items():
-        lr = settings.lr if kind in ("matrices", "vectors") else critic_lr
-        decay = settings.weight_decay if kind == "matrices" else 0.0
-        described.append({"params": parameters, "lr": lr, "full_lr": lr, "weight_decay": decay})
-    betas = (settings.betas[0], settings.betas[1])
-    used = [group for group in described if group["params"]]
-    run.optimizer = torch.optim.AdamW(used, betas=betas, eps=settings.eps, fused=True)
-    run.scaler = torch.amp.GradScaler(enabled=run.recipe.model.mixed_precision == "fp16")
-    if start:
-        assert run.resumed is not None
-        checkpoint.restore_optimizer(run.recipe, run.resumed, run.optimizer)
-
-
-def set_lr(optimizer: torch.optim.Optimizer, settings: Optimizer, step: int, steps: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = group["full_lr"] * lr_factor(settings, step, steps)
-
-
-def lr_factor(settings: Optimizer, step: int, steps: int) -> float:
-    """Fraction of the learning rate at a step, counted from 1."""
-    if step <= settings.warmup:
-        return step / (settings.warmup + 1)
-    if settings.schedule == "constant":
-        return 1.0
-    progress = (step - settings.warmup - 1) / max(steps - settings.warmup, 1)
-    decay = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return settings.final + (1 - settings.final) * decay
 
 
 def micro_batches(run: Run, rows: Tensor, size: int) -> distributed.MicroBatches:

@@ -43,7 +43,7 @@ def change(policy: Policy, part: str, by: float) -> None:
 def started(model: Model, **settings: Any) -> Iterator[tuple[Policy, Engine]]:
     policy = policy_of(model)
     sampling = Sampling(**{"group_size": 3, "max_new_tokens": 9, "engine": "vllm"} | settings)
-    engine = Engine(policy, model, Rl(rollout=sampling), "phases.0.rl.rollout")
+    engine = Engine(policy, model, Rl(rollout=sampling), "rl.rollout")
     try:
         yield policy, engine
     finally:
@@ -61,7 +61,7 @@ def sampled(policy: Policy, engine: Engine, seed: int = 0, before: str = "") -> 
 def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits in float64 of transformers' own forward pass over one response, and its tokens."""
     tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
-    prompt = torch.tensor([rollout.items[i // rollout.group_size]["prompt_ids"]])
+    prompt = torch.tensor([rollout.items[i // rollout.num_generations]["prompt_ids"]])
     policy.lm.double()
     with torch.no_grad(), evaluating(policy):
         logits = policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1]
@@ -262,7 +262,7 @@ def test_the_process_keeps_its_threads_seeds_and_environment(monkeypatch: pytest
     before = torch.get_rng_state(), random.getstate(), [os.environ.get(name) for name in names], torch.set_num_threads
     policy = policy_of(Model(tiny=TINY))
     torch.set_rng_state(before[0])
-    engine = Engine(policy, Model(tiny=TINY), Rl(rollout=Sampling(engine="vllm")), "phases.0.rl.rollout")
+    engine = Engine(policy, Model(tiny=TINY), Rl(rollout=Sampling(engine="vllm")), "rl.rollout")
     engine.close()
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert ([os.environ.get(name) for name in names], torch.set_num_threads) == before[2:]

@@ -28,10 +28,10 @@ from tests.trainer import small
 from tests.trainer.test_distributed import launched
 from tests.trainer.test_train import lines, stopped_after, timeless, weights
 
-ROLLOUT = "phases.1.rl.rollout"
+ROLLOUT = "rl.rollout"
 HEADS = "model.tiny.heads=1"  # of size 32, the smallest that vLLM has code for
 VLLM = (f"{ROLLOUT}.engine=vllm", HEADS, "evaluation.every=0")
-SHORT = (*VLLM, "phases.0.sft.steps=2", "phases.1.rl.steps=2")
+SHORT = (*VLLM, "sft.steps=2", "rl.steps=2")
 
 
 def rl_lines(folder: Path) -> list[dict[str, Any]]:
@@ -59,14 +59,14 @@ def test_recipes_take_two_steps(tmp_path: Path, name: str, capfd: pytest.Capture
 
 def test_a_coarser_engine_is_weighed_and_rejected(tmp_path: Path) -> None:
     """A bfloat16 engine for a float32 policy: half a unit in the last place is 2^-9 of each weight and activation."""
-    coarse = (*SHORT, f"{ROLLOUT}.vllm.dtype=bfloat16", "phases.1.rl.steps=1")
+    coarse = (*SHORT, f"{ROLLOUT}.vllm.dtype=bfloat16", "rl.steps=1")
     rejecting = (
-        "phases.1.rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
+        "rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
     )
     runs = {}
     for name, more in {
         "weighed": (),
-        "bare": ("phases.1.rl.algorithm.correction={weights: none}",),
+        "bare": ("rl.algorithm.correction={weights: none}",),
         "cut": (rejecting,),
     }.items():
         train(small.recipe(tmp_path / name, *coarse, *more))
@@ -90,8 +90,8 @@ def test_the_correction_is_that_of_the_trainers_log_probs(tmp_path: Path, monkey
         tokens, logprobs = real(completion)
         return tokens, [value + 0.6931471805599453 for value in logprobs]
 
-    plain = (*SHORT, "phases.1.rl.steps=1", "phases.1.rl.epochs=1", "phases.1.rl.minibatches=1")
-    plain += ("phases.1.rl.algorithm={name: rloo, loss: {loss: reinforce}}",)
+    plain = (*SHORT, "rl.steps=1", "rl.num_iterations=1", "rl.minibatches=1")
+    plain += ("rl.algorithm={name: rloo, loss: {loss: reinforce}}",)
     train(small.recipe(tmp_path / "as_it_is", *plain))
     monkeypatch.setattr(engine, "_response", shifted)
     train(small.recipe(tmp_path / "shifted", *plain))
@@ -103,13 +103,13 @@ def test_the_correction_is_that_of_the_trainers_log_probs(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     "more",
-    [(), ("phases.1.rl.algorithm={name: group_ppo}",), ("model.lora={rank: 4}",)],
+    [(), ("rl.algorithm={name: group_ppo}",), ("model.lora={rank: 4}",)],
     ids=["grpo", "group_ppo", "adapters"],
 )
 def test_a_stopped_run_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    more = (*VLLM, *more, "checkpoints.every=1", "phases.1.rl.steps=3")
+    more = (*VLLM, *more, "checkpoints.every=1", "rl.steps=3")
     train(small.recipe(tmp_path / "whole", *more))
     recipe = small.recipe(tmp_path / "parts", *more)
     stopped_after(monkeypatch, recipe, 1, 1)
@@ -166,7 +166,7 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, lim
 
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     """The engine lives in the trainer's process and is killed with it."""
-    more = (*VLLM, "checkpoints.every=1", "phases.1.rl.steps=12")
+    more = (*VLLM, "checkpoints.every=1", "rl.steps=12")
     script = tmp_path / "run.py"
     with started(script, tmp_path / "parts", *more) as killed:
         wait_for_steps(killed, tmp_path / "parts", 2)
@@ -182,7 +182,7 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
 def test_a_killed_worker_is_an_error_within_a_minute_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     """With tensor parallelism parts of the engine are processes of their own."""
     more = (*VLLM, f"{ROLLOUT}.vllm.tensor_parallel_size=2", "model.tiny={hidden: 64, heads: 2, layers: 1}")
-    more += ("checkpoints.every=1", "phases.1.rl.steps=200")
+    more += ("checkpoints.every=1", "rl.steps=200")
     folder = tmp_path / "run"
     with started(tmp_path / "run.py", folder, *more) as process:
         wait_for_steps(process, folder, 2)
@@ -194,7 +194,7 @@ def test_a_killed_worker_is_an_error_within_a_minute_and_leaves_a_checkpoint(tmp
         start = time.monotonic()
         _, errors = process.communicate(timeout=60)
         assert time.monotonic() - start < 60 and process.returncode not in (0, None)
-    assert "EngineError: phases.1.rl.rollout.engine: vLLM failed while " in errors and "--resume continues" in errors
+    assert "EngineError: rl.rollout.engine: vLLM failed while " in errors and "--resume continues" in errors
     assert not any(worker.is_running() for worker in workers)
     assert 2 <= done <= len(rl_lines(folder)) < 200
     saved = sorted((folder / "checkpoints").iterdir())[-1]
@@ -204,7 +204,7 @@ def test_a_killed_worker_is_an_error_within_a_minute_and_leaves_a_checkpoint(tmp
 def test_two_processes_sample_as_one(tmp_path: Path) -> None:
     """Each has an engine and half of the prompts. The odd number of prompts is shared unevenly."""
     more = (*SHORT, f"{ROLLOUT}={{prompts: 3, group_size: 4, max_new_tokens: 12, engine: vllm}}", "data.options.test=2")
-    one = "phases.1.rl.minibatches=1"
+    one = "rl.minibatches=1"
     cases = {
         "grpo": (*more, one),
         "sharded": (*more, one, "distributed=fsdp2"),
@@ -235,19 +235,19 @@ ERRORS = {
     "keep_support: must be false with rollout.engine: vllm": (f"{ROLLOUT}.keep_support=true", f"{ROLLOUT}.top_k=4"),
     r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 0.005": (f"{ROLLOUT}.temperature=0.005",),
     r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 2.5": (f"{ROLLOUT}.temperature=2.5",),
-    "vllm.max_model_len: must be at least model.max_prompt_tokens .* 524": (f"{ROLLOUT}.vllm.max_model_len=60",),
+    "vllm.max_model_len: must be at least model.max_prompt_length .* 524": (f"{ROLLOUT}.vllm.max_model_len=60",),
     "vllm.max_model_len: must not exceed the model's context, 4096, got 5000": (f"{ROLLOUT}.vllm.max_model_len=5000",),
     "vllm.gpu_memory_utilization: must be in": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
     "model.lora.rank: must be at most 512": ("model.lora={rank: 600}",),
-    "algorithm.correction: CorrectionConfig: weights must be": ("phases.1.rl.algorithm.correction={weights: tokens}",),
+    "algorithm.correction: CorrectionConfig: weights must be": ("rl.algorithm.correction={weights: tokens}",),
     "correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment": (
-        "phases.1.rl.algorithm={name: group_ppo, correction: {weights: token}}",
+        "rl.algorithm={name: group_ppo, correction: {weights: token}}",
     ),
-    "algorithm.loss.correction: no such key": ("phases.1.rl.algorithm.loss={correction: token_truncate}",),
+    "algorithm.loss.correction: no such key": ("rl.algorithm.loss={correction: token_truncate}",),
     "vllm: requires rollout.engine: vllm": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
     "correction: requires rollout.engine: vllm": (
         f"{ROLLOUT}.engine=transformers",
-        "phases.1.rl.algorithm.correction={weights: none}",
+        "rl.algorithm.correction={weights: none}",
     ),
 }
 
@@ -261,10 +261,10 @@ def test_what_does_not_go_together_is_an_error_at_the_start(tmp_path: Path, mess
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, "phases.1.rl.rollout.engine: vllm must be installed, and is not; pip install"),
+        (None, "rl.rollout.engine: vllm must be installed, and is not; pip install"),
         (
             "0.30.4",
-            "phases.1.rl.rollout.engine: vllm must be of a tested version, at least 0.31 and below 0.32, got 0.30.4",
+            "rl.rollout.engine: vllm must be of a tested version, at least 0.31 and below 0.32, got 0.30.4",
         ),
         ("0.32.0", "tested version, .* got 0.32.0; install vllm 0.31.0"),
         ("1.2rc1", "tested version"),
@@ -289,7 +289,7 @@ def saved_model(folder: Path, lm: Any) -> str:
     tokenizer = Trainer(small.recipe(folder / "tokenizer", HEADS)).policy.tokenizer
     lm.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    return f"model={{path: '{folder / 'model'}', max_prompt_tokens: 40}}"
+    return f"model={{path: '{folder / 'model'}', max_prompt_length: 40}}"
 
 
 def test_too_many_banned_tokens_are_an_error_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_banned_tokens_are_scored_as_the_engine_scored_them(tmp_path: Path) -> N
     """The gap of log-probs stays that of rounding, with most of the probability on banned tokens."""
     banned = f"model.banned={[*'ABCDEFGHabcdefghiklmnoprstuvwy']}"
     recipe = small.recipe(tmp_path, *SHORT, banned)
-    Trainer(recipe).run()
+    train(recipe)
     steps = rl_lines(recipe.folder)
     assert len(steps) > 1 and max(line["sampling/gap_max"] for line in steps) < 1e-4
 
@@ -326,6 +326,6 @@ def test_models_that_vllm_cannot_load_are_an_error_at_the_start(tmp_path: Path) 
 
 def test_an_engine_that_cannot_start_names_the_key(tmp_path: Path) -> None:
     recipe: Recipe = small.recipe(tmp_path, *SHORT, f"{ROLLOUT}.vllm.cache_gib=1e-6")
-    with pytest.raises(EngineError, match=r"phases.1.rl.rollout.engine: vLLM failed while starting \(ValueError: "):
+    with pytest.raises(EngineError, match=r"rl.rollout.engine: vLLM failed while starting \(ValueError: "):
         train(recipe)
     assert rl_lines(tmp_path) == []

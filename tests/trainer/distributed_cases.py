@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from grpo_trainer import distributed
-from grpo_trainer.phases.base import PhaseRun
+from grpo_trainer import train as training
 from grpo_trainer.policy import Policy
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 
@@ -56,7 +57,7 @@ def main(cases: Path) -> None:
         PhaseRun._items = items  # type: ignore[method-assign]
         folder = Path(case["folder"])
         try:
-            trainer = Trainer(small.recipe(folder, *case.get("overrides", ())))
+            trainer = set_up(small.recipe(folder, *case.get("overrides", ())))
             trainer.run(case.get("resume", False))
             here, whole = 0, 0
             for parameter in trainer.policy.parameters():

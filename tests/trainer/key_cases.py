@@ -20,7 +20,8 @@ from grpo_trainer.recipe import Recipe, Similarity
 from grpo_trainer.report.evaluations import examples_section
 from grpo_trainer.report.run_folder import RunFolder
 from grpo_trainer.rewards import load_reward
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer.key_runs import Case, Run, Seen
 
@@ -48,7 +49,7 @@ def calls(name: str) -> Seen:
 
 
 def policy(seen: Callable[[Policy], Any]) -> Seen:
-    return lambda recipe: seen(Trainer(recipe).policy)
+    return lambda recipe: seen(set_up(recipe).policy)
 
 
 def in_config(name: str) -> Seen:
@@ -79,40 +80,40 @@ def asked_of_transformers(recipe: Recipe) -> list[Any]:
         return mock.patch.object(kind, "from_pretrained", noted)
 
     with spy(transformers.AutoTokenizer), spy(transformers.AutoConfig), spy(transformers.AutoModelForCausalLM):
-        Trainer(recipe)
+        set_up(recipe)
     assert len(asked) >= 3 and len(set(asked)) == 1
     return asked
 
 
 def construction_error(recipe: Recipe) -> str:
     try:
-        Trainer(recipe)
+        set_up(recipe)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""
 
 
 def splits(recipe: Recipe) -> Any:
-    trainer = Trainer(recipe)
+    trainer = set_up(recipe)
     names = ("sft", "train", "validation", "test")
     return {name: [item["prompt_ids"] for item in trainer.items(name)] for name in names}
 
 
 def similarity_of(recipe: Recipe) -> Similarity:
-    rl = recipe.phases[0].rl
+    rl = recipe.rl
     assert rl is not None and rl.algorithm.similarity is not None
     return rl.algorithm.similarity
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    rl = recipe.phases[0].rl
+    rl = recipe.rl
     assert rl is not None
-    return Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+    return Plan.of(rl.algorithm, rl.rollout.max_completion_length)
 
 
 def engine_options(recipe: Recipe) -> list[dict[str, Any]]:
     """Arguments of an engine on the CPU and of one on a GPU."""
-    rl = recipe.phases[0].rl
+    rl = recipe.rl
     assert rl is not None
     return [engine.options(recipe.model, rl.rollout, device, 4096) for device in ("cpu", "cuda")]
 
@@ -159,12 +160,12 @@ def clustering(recipe: Recipe) -> Any:
 
 
 def reward_of_evaluation(recipe: Recipe) -> Any:
-    function = Trainer(recipe).evaluation_rewards[1][0]
+    function = set_up(recipe).evaluation_rewards[1][0]
     return function(prompts=["?"], completions=["#### 3"], answer=["3"])
 
 
 def reward_of_right(recipe: Recipe) -> Any:
-    rl = recipe.phases[0].rl
+    rl = recipe.rl
     assert rl is not None
     return load_reward(rl.rewards[0])(prompts=["?"], completions=["#### 3"], answer=["3"])
 
@@ -198,7 +199,7 @@ def folders(run: Run) -> list[str]:
 
 def shared_out(recipe: Recipe) -> list[str]:
     """Modules whose weights would be sharded over two processes."""
-    trainer = Trainer(recipe)
+    trainer = set_up(recipe)
     trainer.is_sharded = trainer.shards(2)
     with (
         mock.patch("torch.distributed.fsdp.fully_shard") as fully_shard,
@@ -212,7 +213,7 @@ def shared_out(recipe: Recipe) -> list[str]:
 
 def recomputed_layers(recipe: Recipe) -> int:
     """Number of forward passes of a layer, one more if activations are recomputed."""
-    trainer = Trainer(recipe)
+    trainer = set_up(recipe)
     passes = Counter[bool]()
     layer = trainer.policy.inner.base_model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *_: passes.update([torch.is_grad_enabled()]))
@@ -243,10 +244,10 @@ FILES = ("data={{task: null, train: '{data}', test: '{data}'}}",)
 SAVED = ("model.path={saved}",)
 LORA = ("model.lora={{rank: 2, dropout: 0.5}}",)
 RL, SFT, ROLLOUT, ALGORITHM = "phases[].rl.", "phases[].sft.", "phases[].rl.rollout.", "phases[].rl.algorithm."
-CLUSTERS = ("phases.0.rl.algorithm={{name: similarity_group_grpo, similarity: {{embedder: hashed}}}}",)
-VLLM = "phases.0.rl.rollout.engine=vllm"
-SEGMENTS = ("phases.0.rl.algorithm={{name: group_ppo}}",)
-CRITIC = ("phases.0.rl.algorithm={{name: group_ppo, critic: {{}}}}",)
+CLUSTERS = ("rl.algorithm={{name: similarity_group_grpo, similarity: {{embedder: hashed}}}}",)
+VLLM = "rl.rollout.engine=vllm"
+SEGMENTS = ("rl.algorithm={{name: group_ppo}}",)
+CRITIC = ("rl.algorithm={{name: group_ppo, critic: {{}}}}",)
 SAMPLED = ("evaluation={{every: 0, samples: 2, embedder: hashed}}",)
 ALONE = ("phases=[{{sft: {{steps: 2, batch: 8, micro_batch: 8, optimizer: {{lr: 0.01}}}}}}]",)
 
@@ -299,11 +300,11 @@ CASES: dict[str, Case] = {
         ["q_proj"], policy(lambda policy: [n for n, p in policy.named_parameters() if p.requires_grad]), *LORA
     ),
     "model.four_bit": made(True, policy(dtypes), *SAVED, *LORA),
-    "model.gradient_checkpointing": made(True, recomputed_layers, "phases.0.rl.share_prompts=false"),
+    "model.gradient_checkpointing": made(True, recomputed_layers, "rl.share_prompts=false"),
     "model.chat_template": made(True, splits, *SAVED),
     "model.chat_template_options": made({"tone": "calmly"}, splits, *SAVED, "model.chat_template=true"),
     "model.banned": ran([7, "4"], weights),
-    "model.max_prompt_tokens": made(19, splits),
+    "model.max_prompt_length": made(19, splits),
     "model.reference_model_path": ran("{sibling}", metric("train/kl_rollout"), *SAVED),
     "data.task": made("strategies", splits, "data.options={{test: 4}}"),
     "data.options": made({"test": 4}, splits),
@@ -324,13 +325,13 @@ CASES: dict[str, Case] = {
     SFT + "batch": ran(4, weights, *ALONE),
     SFT + "micro_batch": ran(4, calls("forward"), *ALONE),
     SFT + "polychromic": ran({"embedder": "hashed"}, weights, *FILES, *ALONE),
-    SFT + "polychromic.weight": ran(0.3, weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"),
-    SFT + "polychromic.among": ran("batch", weights, *FILES, *ALONE, "phases.0.sft.polychromic={{embedder: hashed}}"),
+    SFT + "polychromic.weight": ran(0.3, weights, *FILES, *ALONE, "sft.polychromic={{embedder: hashed}}"),
+    SFT + "polychromic.among": ran("batch", weights, *FILES, *ALONE, "sft.polychromic={{embedder: hashed}}"),
     SFT + "polychromic.embedder": made(
         "minilm",
-        embedder_name(lambda recipe: recipe.phases[0].sft.polychromic.embedder),  # type: ignore[union-attr]
+        embedder_name(lambda recipe: recipe.sft.polychromic.embedder),  # type: ignore[union-attr]
         *ALONE,
-        "phases.0.sft.polychromic={{embedder: hashed}}",
+        "sft.polychromic={{embedder: hashed}}",
     ),
     RL + "steps": ran(1, lambda run: len(run.lines("rl"))),
     RL + "epochs": ran(2, metric("train/optimizer_steps")),
@@ -341,17 +342,17 @@ CASES: dict[str, Case] = {
     RL + "rewards": ran([{"name": f"{HERE}:not_a_number", "on_error": "skip"}], metric("rewards/max")),
     RL + "rewards[].name": ran(f"{HERE}:equal", metric("rewards/max")),
     RL + "rewards[].weight": ran(3.0, metric("rewards/max")),
-    RL + "rewards[].options": made({"format": 0.5}, reward_of_right, "phases.0.rl.rewards=[{{name: gsm8k}}]"),
+    RL + "rewards[].options": made({"format": 0.5}, reward_of_right, "rl.rewards=[{{name: gsm8k}}]"),
     RL + "rewards[].on_error": ran(
-        "skip", lambda run: run.error, f"phases.0.rl.rewards=[{{{{name: '{HERE}:not_a_number'}}}}]"
+        "skip", lambda run: run.error, f"rl.rewards=[{{{{name: '{HERE}:not_a_number'}}}}]"
     ),
-    RL + "rewards[].timeout": ran(0.05, lambda run: run.error, f"phases.0.rl.rewards=[{{{{name: '{HERE}:slow'}}}}]"),
+    RL + "rewards[].timeout": ran(0.05, lambda run: run.error, f"rl.rewards=[{{{{name: '{HERE}:slow'}}}}]"),
     ROLLOUT + "prompts": ran(2, metric("group_stats/num_groups")),
     ROLLOUT + "group_size": ran(3, metric("group_stats/avg_group_size")),
     ROLLOUT + "temperature": ran(0.3, weights),
     ROLLOUT + "top_p": ran(0.3, lambda run: run.lines(file="samples")),
     ROLLOUT + "top_k": ran(1, lambda run: run.lines(file="samples")),
-    ROLLOUT + "keep_support": ran(True, weights, "phases.0.rl.rollout.top_k=3"),
+    ROLLOUT + "keep_support": ran(True, weights, "rl.rollout.top_k=3"),
     ROLLOUT + "max_new_tokens": ran(3, metric("rollout/length_max")),
     ROLLOUT + "min_new_tokens": ran(6, metric("rollout/length_mean")),
     ROLLOUT + "batch": ran(4, calls("_sample")),
@@ -372,14 +373,14 @@ CASES: dict[str, Case] = {
     ALGORITHM + "similarity.embedder": made("minilm", embedder_name(lambda r: similarity_of(r).embedder), *CLUSTERS),
     ALGORITHM + "similarity.text": made("whole", embedded, *CLUSTERS),
     ALGORITHM + "similarity.unfinished": made("whole", embedded, *CLUSTERS),
-    ALGORITHM + "similarity.tail": made(4, embedded, *CLUSTERS, "phases.0.rl.algorithm.similarity.unfinished=tail"),
+    ALGORITHM + "similarity.tail": made(4, embedded, *CLUSTERS, "rl.algorithm.similarity.unfinished=tail"),
     ALGORITHM + "similarity.cache": made(1, times_embedded, *CLUSTERS),
     ALGORITHM + "similarity.batch_tokens": made(
-        64, batch_of_embedder, *CLUSTERS, "phases.0.rl.algorithm.similarity.embedder=minilm"
+        64, batch_of_embedder, *CLUSTERS, "rl.algorithm.similarity.embedder=minilm"
     ),
     ALGORITHM + "similarity.workers": made(2, type_of_embedder, *CLUSTERS),
     ALGORITHM + "similarity.gpus_per_worker": made(
-        0.5, asked_of_ray, *CLUSTERS, "phases.0.rl.algorithm.similarity.workers=2"
+        0.5, asked_of_ray, *CLUSTERS, "rl.algorithm.similarity.workers=2"
     ),
     ALGORITHM + "similarity.config": ran(
         {"linkage": "single", "min_silhouette": 0.9}, metric("similarity_groups/avg_groups_per_prompt"), *CLUSTERS
@@ -393,14 +394,14 @@ CASES: dict[str, Case] = {
     ALGORITHM + "critic.separate": ran(True, weights, *CRITIC),
     ALGORITHM + "critic.lr": ran(0.1, weights, *CRITIC),
     ALGORITHM + "critic.coef": ran(5.0, metric("train/total_loss"), *CRITIC),
-    ALGORITHM + "critic.clip": ran(1e-6, weights, *CRITIC, "phases.0.rl.epochs=2"),
+    ALGORITHM + "critic.clip": ran(1e-6, weights, *CRITIC, "rl.num_iterations=2"),
     ALGORITHM + "critic.warmup": ran(1, weights, *CRITIC),
     ALGORITHM + "top_k_ratio": ran(0.5, metric("train/tokens")),
-    ALGORITHM + "drop_flat": ran(False, metric("train/skipped"), f"phases.0.rl.rewards=[{{{{name: '{HERE}:equal'}}}}]"),
+    ALGORITHM + "drop_flat": ran(False, metric("train/skipped"), f"rl.rewards=[{{{{name: '{HERE}:equal'}}}}]"),
     ALGORITHM + "set_size": ran(
         3,
         metric("train/advantages_std"),
-        "phases.0.rl.algorithm={{name: polychromic, similarity: {{embedder: hashed}}}}",
+        "rl.algorithm={{name: polychromic, similarity: {{embedder: hashed}}}}",
     ),
     ALGORITHM + "correction": made({"weights": "none"}, lambda recipe: plan_of(recipe).correction, VLLM),
     "evaluation.every": ran(1, lambda run: len(run.lines("eval")), "data.options.validation=1"),
@@ -421,7 +422,7 @@ CASES: dict[str, Case] = {
         "data.validation={data}",
         f"evaluation.rewards=[{{{{name: '{HERE}:lengths'}}}}]",
     ),
-    "evaluation.max_new_tokens": ran(3, metric("eval/test_length", "eval")),
+    "evaluation.max_completion_length": ran(3, metric("eval/test_length", "eval")),
     "evaluation.rewards": ran([{"name": f"{HERE}:lengths"}], metric("eval/test_reward", "eval")),
     "evaluation.rewards[].name": ran(f"{HERE}:equal", metric("eval/test_reward", "eval"), *GRADED),
     "evaluation.rewards[].weight": ran(3.0, metric("eval/test_reward", "eval"), *GRADED),
@@ -441,7 +442,7 @@ CASES: dict[str, Case] = {
         1,
         lambda run: run.printed.count("tokens per segment"),
         "logging.progress=true",
-        "phases.0.rl.algorithm={{name: group_ppo}}",
+        "rl.algorithm={{name: group_ppo}}",
     ),
     "logging.watch": ran(1, calls("_weights_and_gradients"), "logging.to=[tensorboard]"),
     "logging.samples": ran(1, lambda run: len(run.lines(file="samples"))),

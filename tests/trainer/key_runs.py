@@ -16,7 +16,8 @@ from grpo_trainer import rollout
 from grpo_trainer.phases import base
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from grpo_kernels import backends
 
@@ -56,7 +57,7 @@ class Run:
             stack.enter_context(mock.patch("os.fsync"))
             stack.enter_context(contextlib.redirect_stderr(printed))
             try:
-                Trainer(recipe).run()
+                train(recipe)
             except Exception as error:
                 run.error = f"{type(error).__name__}: {error}"
         run.printed = printed.getvalue()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.settings import build, override
+from grpo_trainer.recipes import override, validated
 
 
 def values(folder: Path) -> dict[str, Any]:
@@ -20,20 +20,16 @@ def values(folder: Path) -> dict[str, Any]:
             "task": "arithmetic",
             "options": {"demonstrations": 64, "train": 24, "validation": 8, "test": 8, "boxes": 0.0},
         },
-        "phases": [
-            {"sft": {"steps": 4, "batch": 16, "micro_batch": 16, "optimizer": {"lr": 1e-2}}},
-            {
-                "rl": {
-                    "steps": 4,
-                    "epochs": 2,
-                    "minibatches": 2,
-                    "micro_batch": 16,
-                    "optimizer": {"lr": 1e-3},
-                    "rollout": {"prompts": 6, "group_size": 4, "max_new_tokens": 12},
-                    "rewards": [{"name": "tests.trainer.small:digits"}],
-                }
-            },
-        ],
+        "sft": {"steps": 4, "batch": 16, "micro_batch": 16, "optimizer": {"lr": 1e-2}},
+        "rl": {
+            "steps": 4,
+            "num_iterations": 2,
+            "minibatches": 2,
+            "micro_batch": 16,
+            "optimizer": {"lr": 1e-3},
+            "rollout": {"prompts": 6, "num_generations": 4, "max_completion_length": 12},
+            "rewards": [{"name": "tests.trainer.small:digits"}],
+        },
         "evaluation": {"every": 2, "batch": 8},
         "logging": {"progress": False},
     }
@@ -43,7 +39,8 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
     settings = values(folder)
     for assignment in overrides:
         override(settings, assignment)
-    return build(Recipe, settings)
+    made: Recipe = validated(Recipe, settings)
+    return made
 
 
 def digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:

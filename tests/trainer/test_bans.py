@@ -25,8 +25,9 @@ from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
-from grpo_trainer.settings import build
-from grpo_trainer.train import Trainer, evaluate_model
+from grpo_trainer.recipes import validated
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train, evaluate_model
 from grpo_trainer.vocabulary import banned_ids, refuse_banned
 
 import grpo_kernels as gk
@@ -75,7 +76,7 @@ def frequent(kind: str) -> tuple[int, ...]:
 def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[Tensor, Tensor]:
     """Logits in float64 of transformers' own forward pass over one response, and its tokens."""
     tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
-    prompt = torch.tensor([rollout.items[i // rollout.group_size]["prompt_ids"]])
+    prompt = torch.tensor([rollout.items[i // rollout.num_generations]["prompt_ids"]])
     if not policy.is_seq2seq:
         return policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1], tokens
     start = torch.tensor([[policy.lm.config.decoder_start_token_id]])
@@ -240,7 +241,7 @@ def test_a_dry_run_and_a_run_refuse_alike(tmp_path: Path, banned: str, message: 
     _, problems = dry_run(recipe)
     assert len(problems) == 1
     with pytest.raises(ValueError, match=f"^{message}") as error:
-        Trainer(recipe).run()
+        train(recipe)
     assert str(error.value) == problems[0]
     assert not (tmp_path / "small-0" / "metrics.jsonl").exists()
 
@@ -260,13 +261,13 @@ def test_runs_are_trained_resumed_and_evaluated_with_bans(tmp_path: Path) -> Non
     """No response, from the first step to the evaluation of a checkpoint, has a banned token."""
     settings = small.values(tmp_path)
     del settings["phases"][0]
-    tokens = Trainer(build(Recipe, settings)).policy.tokenizer.get_vocab()
+    tokens = set_up(validated(Recipe, settings)).policy.tokenizer.get_vocab()
     digits = [token for token in tokens if any(letter.isdigit() for letter in token)]
     settings["phases"][0]["rl"]["rewards"] = [{"name": f"{__name__}:length"}]
     settings["model"]["banned"] = digits
     settings |= {"checkpoints": {"every": 1, "keep": 9}, "logging": {"samples": 8, "progress": False}}
-    recipe = build(Recipe, settings)
-    Trainer(recipe).run()
+    recipe = validated(Recipe, settings)
+    train(recipe)
 
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (recipe.folder / name).read_text().splitlines()]
@@ -279,7 +280,7 @@ def test_runs_are_trained_resumed_and_evaluated_with_bans(tmp_path: Path) -> Non
     before = final.metrics
     for folder in (recipe.folder / "checkpoints").glob("0-00000[34]"):
         shutil.rmtree(folder)
-    assert Trainer(recipe).run(resume=True)["eval/test_reward"] == before["reward"]
+    assert train(recipe, resume=True)["eval/test_reward"] == before["reward"]
 
 
 def test_vllm_takes_a_limited_number() -> None:

@@ -17,7 +17,8 @@ from grpo_trainer.calibration import calibrate
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.recipe import Data, Recipe, Reward
 from grpo_trainer.report import write_report
-from grpo_trainer.train import Trainer, evaluate_model
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train, evaluate_model
 
 from tests.trainer import small
 from tests.trainer.test_train import lines, stopped_after
@@ -75,7 +76,7 @@ def test_what_cannot_be_calibrated_is_named(items: list[Any], reward: Any, messa
             "evaluation={solved: 0.3, solved_quantile: 0.5}",
             r"^evaluation.solved: cannot be combined with solved_quantile; set one of them, got 0.3",
         ),
-        ("evaluation.max_new_tokens=0", r"^evaluation.max_new_tokens: must be positive, got 0"),
+        ("evaluation.max_completion_length=0", r"^evaluation.max_completion_length: must be positive, got 0"),
     ],
 )
 def test_wrong_keys_are_named(tmp_path: Path, change: str, message: str) -> None:
@@ -92,8 +93,8 @@ def recipe(tmp_path: Path) -> Recipe:
         tmp_path / "run",
         f"data={{task: null, train: {file}, validation: {file}, test: {file}}}",
         "evaluation={every: 0, solved_quantile: 0.5, samples: 4, pass_k: [1, 3], embedder: hashed}",
-        "phases.0.sft.steps=2",
-        "phases.1.rl.steps=2",
+        "sft.steps=2",
+        "rl.steps=2",
     )
 
 
@@ -102,18 +103,18 @@ def evaluation(folder: Path, name: str) -> Any:
 
 
 def test_the_threshold_decides_in_every_evaluation_and_is_reported(recipe: Recipe) -> None:
-    Trainer(recipe).run()
+    train(recipe)
     folder = recipe.folder
     stored = json.loads((folder / "solved.json").read_text())
     # the digits of "0 0" to "8 80": one and one, from "1 10" on three, each worth 0.1
     assert stored == {"demonstrations": 9, "quantile": 0.5, "threshold": 0.3}
-    for name in ("validation-0-000000", "test-2-000000"):
+    for name in ("validation-0-000000", "test-rl-4"):
         content = evaluation(folder, name)
         assert content["solved"] == 0.3
         for line in content["prompts"]:
             assert line["correct"] == float(line["reward"] >= 0.3)
             assert line["right"] == [float(reward >= 0.3) for reward in line["rewards"]]
-    values = {value for line in evaluation(folder, "test-2-000000")["prompts"] for value in line["right"]}
+    values = {value for line in evaluation(folder, "test-rl-4")["prompts"] for value in line["right"]}
     assert values == {0.0, 1.0}  # else nothing was decided
     text = write_report(folder).read_text()
     assert (
@@ -122,7 +123,7 @@ def test_the_threshold_decides_in_every_evaluation_and_is_reported(recipe: Recip
     model = str(sorted((folder / "checkpoints").iterdir())[-1] / "model")
     result = evaluate_model(recipe, model, "test")
     assert result.solved == 0.3
-    assert result.metrics["pass@1"] == evaluation(folder, "test-2-000000")["metrics"]["pass@1"]
+    assert result.metrics["pass@1"] == evaluation(folder, "test-rl-4")["metrics"]["pass@1"]
 
 
 def test_a_resumed_run_keeps_its_threshold(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +135,8 @@ def test_a_resumed_run_keeps_its_threshold(recipe: Recipe, monkeypatch: pytest.M
         raise AssertionError("computed again")
 
     monkeypatch.setattr(calibration, "calibrate", refuse)
-    Trainer(recipe).run(resume=True)
-    assert evaluation(recipe.folder, "test-2-000000")["solved"] == 0.2
+    train(recipe, resume=True)
+    assert evaluation(recipe.folder, "test-rl-4")["solved"] == 0.2
     assert lines(recipe.folder, "events")[-1]["event"] == "checkpoint"
 
 
@@ -143,12 +144,12 @@ def test_another_quantile_and_a_damaged_file_are_refused(recipe: Recipe, monkeyp
     import dataclasses
 
     stopped_after(monkeypatch, recipe, 1, 1)
-    other = dataclasses.replace(recipe, evaluation=dataclasses.replace(recipe.evaluation, solved_quantile=0.6))
+    other = recipe.model_copy(update=dict(evaluation=recipe.evaluation.model_copy(update=dict(solved_quantile=0.6))
     with pytest.raises(CheckpointError, match=r"solved_quantile: must be 0.5 as in the original run.* got 0.6"):
-        Trainer(other).run(resume=True)
+        train(other, resume=True)
     (recipe.folder / calibration.FILE).write_text("{")
     with pytest.raises(CheckpointError, match=r"solved.json: cannot be read .*; delete it"):
-        Trainer(recipe).run(resume=True)
+        train(recipe, resume=True)
 
 
 def test_bundled_replies_can_be_correct_and_wrong() -> None:

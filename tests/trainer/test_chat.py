@@ -16,8 +16,10 @@ pytest.importorskip("matplotlib")
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.report import write_report
-from grpo_trainer.settings import build
-from grpo_trainer.train import Trainer, evaluate_model, train
+from grpo_trainer.recipes import validated
+from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 from tests.trainer.test_train import lines
@@ -39,7 +41,7 @@ def noting(prompts: list[Any], completions: list[Any], **columns: Any) -> list[f
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "model"
-    policy = Trainer(small.recipe(folder.parent / "run", "model.tiny.vocabulary=200")).policy
+    policy = set_up(small.recipe(folder.parent / "run", "model.tiny.vocabulary=200")).policy
     policy.tokenizer.chat_template = TEMPLATE
     save_policy(policy, folder)
     return folder
@@ -60,22 +62,22 @@ def recipe(folder: Path, model: Path | str, as_messages: bool, *rewards: str, ch
     values["phases"][0]["sft"]["steps"] = values["phases"][1]["rl"]["steps"] = 1
     values["phases"][1]["rl"]["algorithm"] = {"similarity": {"embedder": "hashed"}}
     values["phases"][1]["rl"]["rewards"] = [{"name": name} for name in rewards or ("tests.trainer.test_chat:noting",)]
-    return build(Recipe, values)
+    return validated(Recipe, values)
 
 
 def test_messages_and_templated_texts_are_the_same_prompts(tmp_path: Path, model: Path) -> None:
-    policy = Trainer(recipe(tmp_path, model, True)).policy
+    policy = set_up(recipe(tmp_path, model, True)).policy
     expected = policy.tokenizer(f"user: {TEXTS[0]}\nassistant:", add_special_tokens=False)["input_ids"]
     for as_messages in (True, False):
-        items = Trainer(recipe(tmp_path, model, as_messages)).items("train")
+        items = set_up(recipe(tmp_path, model, as_messages)).items("train")
         assert items[0]["prompt_ids"] == expected
-    assert Trainer(recipe(tmp_path, model, False, chat=False)).items("train")[0]["prompt_ids"] != expected
+    assert set_up(recipe(tmp_path, model, False, chat=False)).items("train")[0]["prompt_ids"] != expected
 
 
 def test_variables_of_the_template(tmp_path: Path, model: Path) -> None:
     def with_options(options: dict[str, Any], chat: bool = True) -> Trainer:
         values = recipe(tmp_path, model, False, chat=chat)
-        return Trainer(
+        return set_up(
             dataclasses.replace(values, model=dataclasses.replace(values.model, chat_template_options=options))
         )
 

@@ -34,7 +34,7 @@ from tests.trainer import small
 from tests.trainer.test_keys import keys
 from tests.trainer.test_train import lines, timeless, weights
 
-SHORT = ["phases.0.sft.steps=2", "phases.1.rl.steps=2", "evaluation.every=0", "phases.1.rl.rollout.prompts=3"]
+SHORT = ["sft.steps=2", "rl.steps=2", "evaluation.every=0", "rl.rollout.prompts=3"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,25 +59,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_and_its_overrides(finished: Path) -> None:
-    written = json.loads((finished / "run" / "recipe.json").read_text())
-    assert written["phases"][1]["rl"]["steps"] == 2 == len([e for e in lines(finished / "run") if e["phase"] == "rl"])
+    written = json.loads((finished / "run" / "recipe.yaml").read_text())
+    assert written["phases"][1]["rl"]["steps"] == 2 == len([e for e in lines(finished / "run") if e["kind"] == "train" and e["phase"] == "rl"])
     assert (finished / "run" / "report.html").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("phases.1.rl.rolout.batch=3", "phases.1.rl.rolout: no such key; the nearest is 'rollout'"),
+        ("rl.rolout.batch=3", "rl.rolout: no such key; the nearest is 'rollout'"),
         ("sead=3", "sead: no such key; the nearest is 'seed'"),
-        ("phases.1.rl.rewards=exact", "got str 'exact'; a list of one is written [{name: exact}]"),
+        ("rl.rewards=exact", "got str 'exact'; a list of one is written [{name: exact}]"),
         (
-            "phases.1.rl.rewards=[exact]",
-            "phases.1.rl.rewards.0: must be a mapping, got str 'exact'; it is written {name: exact}",
+            "rl.rewards=[exact]",
+            "rl.rewards.0: must be a mapping, got str 'exact'; it is written {name: exact}",
         ),
         ("data.template={prompt} {answer}", """; a text with braces or brackets needs quotes of its own: '"{...}"'"""),
         ("qqqq=3", "qqqq: no such key; all are backend"),
-        ("phases.1.rl.algorithm.loss={beta: 0.04}", "algorithm.loss.beta: no such key; TRL's beta is kl_coef"),
-        ("phases.1.rl.rewards=[{name: exact, weight: .nan}]", "rewards.0.weight: must be a finite number, got nan"),
+        ("rl.algorithm.loss={beta: 0.04}", "algorithm.loss.beta: no such key; TRL's beta is kl_coef"),
+        ("rl.rewards=[{name: exact, weight: .nan}]", "rewards.0.weight: must be a finite number, got nan"),
         ("seed=[3", "seed: must be YAML: "),
         ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
         ("seed", "override: must be key=value, got 'seed'"),
@@ -92,8 +92,8 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
         ("model.dtype=half", "model.dtype: must be one of"),
         ("logging.to=tensorboard", "got str 'tensorboard'; a list of one is written [tensorboard]"),
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
-        ("phases.1.rl.rewards=[{name: exat}]", "phases.1.rl.rewards.0.name: must be one of exact, gsm8k,"),
-        ("phases.1.rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
+        ("rl.rewards=[{name: exat}]", "rl.rewards.0.name: must be one of exact, gsm8k,"),
+        ("rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
         (
             "model.path=tinny",
             "a GGUF file or a hub name, got 'tinny'; the nearest is 'tiny'",
@@ -163,18 +163,18 @@ def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, caps
     assert cli.train([*command, "--resume", "--dry-run", "seed=3"]) == 2
     assert "belongs to another recipe: seed is 0 there and 3 here" in capsys.readouterr().err
     assert cli.train([*command, "--fresh", "seed=3"]) == 0
-    assert json.loads((folder / "recipe.json").read_text())["seed"] == 3
+    assert json.loads((folder / "recipe.yaml").read_text())["seed"] == 3
     assert "resumed" not in str(lines(folder, "events"))
     with pytest.raises(SystemExit, match="2"):
         cli.train([*command, "--fresh", "--resume"])
 
 
 def test_smoke_is_small_and_overrides_go_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["model.tiny={hidden: 32, layers: 1, heads: 2, intermediate: 64}", "phases.1.rl.steps=1", "threads=1"]
+    tiny = ["model.tiny={hidden: 32, layers: 1, heads: 2, intermediate: 64}", "rl.steps=1", "threads=1"]
     assert cli.train(["arithmetic", "--smoke", f"output={tmp_path / 'run'}", "logging.progress=false", *tiny]) == 0
     printed = capsys.readouterr().out
     assert "eval/test_reward" in printed and "report.html" in printed
-    assert [e["step"] for e in lines(tmp_path / "run") if e["phase"] == "rl"] == [1]
+    assert [e["step"] for e in lines(tmp_path / "run") if e["kind"] == "train" and e["phase"] == "rl"] == [1]
     whole, small = (load("arithmetic", smoke=smoke).folder for smoke in (False, True))
     assert small.name == f"{whole.name}-smoke"  # keeps the folder of the full run free
 
@@ -229,7 +229,7 @@ def test_keys_show_their_choices() -> None:
 def test_without_arguments_the_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.train([]) == 0
     usage, *printed = capsys.readouterr().out.split("recipes:\n")
-    assert usage.startswith("usage: grpo-train")
+    assert usage.startswith("usage: grpo train")
     described = dict(line.split(maxsplit=1) for line in printed[0].split("\n\n")[0].splitlines())
     assert described.keys() == bundled().keys() and described["reply-sft"] == "The supervised phase of reply alone"
     assert described["dialogue"] == "Replies that use the facts of the persona"
@@ -240,7 +240,7 @@ def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, mo
     (tmp_path / "my_module.py").write_text("def my_reward(prompts, **_):\n    return [1.0] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
-    assert cli.train([recipe, *SHORT, "phases.1.rl.rewards=[{name: 'my_module:my_reward'}]"]) == 0
+    assert cli.train([recipe, *SHORT, "rl.rewards=[{name: 'my_module:my_reward'}]"]) == 0
 
 
 def test_one_model_is_evaluated_and_two_are_compared(
@@ -249,7 +249,7 @@ def test_one_model_is_evaluated_and_two_are_compared(
     recipe, out = str(finished / "mine.yaml"), tmp_path / "out.json"
     before, after = (str(finished / "run" / "checkpoints" / name / "model") for name in ("0-000002", "1-000002"))
     # evaluations sample with the policy, so they need no engine
-    assert cli.evaluate([recipe, after, "evaluation.test_prompts=5", "phases.1.rl.rollout.engine=vllm"]) == 0
+    assert cli.evaluate([recipe, after, "evaluation.test_prompts=5", "rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
     assert after in printed and "reward" in printed and "p =" not in printed
     page = tmp_path / "page"

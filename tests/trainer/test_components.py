@@ -18,7 +18,7 @@ pytest.importorskip("rouge_score")
 from grpo_trainer.recipe import Recipe, Reward
 from grpo_trainer.report import write_report
 from grpo_trainer.rewards import RewardError, component_means, dialogue, score
-from grpo_trainer.settings import build
+from grpo_trainer.recipes import validated
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -89,10 +89,10 @@ def test_components_reach_metrics_evaluations_and_report(tmp_path: Path) -> None
     sizes = {"demonstrations": 32, "train": 12, "validation": 4, "test": 4}
     settings["data"] = {"task": "dialogue", "options": sizes}
     settings["phases"][1]["rl"] |= {"rewards": [{"name": "dialogue"}], "steps": 2}
-    train(build(Recipe, settings))
+    train(validated(Recipe, settings))
     folder = tmp_path / "run"
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["phase"] == "rl"]
+    steps = [line for line in lines if line["kind"] == "train" and e["phase"] == "rl"]
     assert len(steps) == 2
     for line in steps:
         parts = {name: line[f"rewards/components/{name}"] for name in DIALOGUE}

@@ -20,18 +20,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer.algorithm import ALGORITHMS, Credit, Plan, _keep_largest, assign_credit
-from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.recipe import Algorithm
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.settings import build
-from grpo_trainer.train import Trainer
+from grpo_trainer.recipes import validated
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 import grpo_kernels as gk
 from tests.trainer import small
 from tests.trainer.test_rollout import captured, ending, fake_rollout
 
 HERE = "tests.trainer.test_counting"
-RLOO = ("phases.1.rl.algorithm.name=rloo", f"phases.1.rl.rewards=[{{name: '{HERE}:best_if_truncated'}}]")
+RLOO = ("rl.algorithm.name=rloo", f"rl.rewards=[{{name: '{HERE}:best_if_truncated'}}]")
 SIZE, WIDTH = 6, 5
 LENGTHS = torch.tensor([3, 5, 1, 2, 4, 3, 5, 5, 2, 1, 3, 4])
 # a prompt with two such responses, and one with three
@@ -129,7 +129,7 @@ def rewards_of(arguments: dict[str, Any]) -> Tensor:
 
 
 def test_truncated_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(small.recipe(tmp_path, *RLOO, "phases.1.rl.rollout.truncated=leave_out"))
+    trainer = set_up(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
     ending(trainer.policy, 2.0)
     arguments = captured(trainer, monkeypatch)
     cut = arguments["rollout"].truncated
@@ -140,7 +140,7 @@ def test_truncated_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_truncated_responses_vote_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(small.recipe(tmp_path, *RLOO))
+    trainer = set_up(small.recipe(tmp_path, *RLOO))
     ending(trainer.policy, 2.0)
     arguments = captured(trainer, monkeypatch)
     cut = arguments["rollout"].truncated
@@ -150,9 +150,9 @@ def test_truncated_responses_vote_by_default(tmp_path: Path, monkeypatch: pytest
 
 
 def test_rewards_are_reported_of_all_responses(tmp_path: Path) -> None:
-    trainer = Trainer(small.recipe(tmp_path, *RLOO, "phases.1.rl.rollout.truncated=leave_out"))
+    trainer = set_up(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
     ending(trainer.policy, 2.0)
-    settings = trainer.recipe.phases[1].rl
+    settings = trainer.recipe.rl
     assert settings is not None
     metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
     assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0
@@ -172,7 +172,7 @@ def test_rejected_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.Monk
         return gk.sampling_correction(rollout.logprobs, by_engine, mask=mask, config=config)
 
     monkeypatch.setattr(RlRun, "_correct", correct)
-    trainer = Trainer(small.recipe(tmp_path, *RLOO, f"phases.1.rl.rollout.truncated={truncated}"))
+    trainer = set_up(small.recipe(tmp_path, *RLOO, f"rl.rollout.truncated={truncated}"))
     ending(trainer.policy, 2.0)
     arguments = captured(trainer, monkeypatch)
     rollout, credit = arguments["rollout"], arguments["credit"]
@@ -247,15 +247,15 @@ def test_a_step_divides_by_what_counts(
     loss = f"{{kl: k3, kl_coef: 0.3, entropy_coef: 0.2, aggregation: {aggregation}}}"
     recipe = small.recipe(
         tmp_path,
-        f"phases.1.rl.algorithm={{name: dr_grpo, loss: {loss}}}",
-        f"phases.1.rl.rewards=[{{name: '{HERE}:some_unscored_or_equal'}}]",
-        "phases.1.rl.rollout.truncated=leave_out",
-        "phases.1.rl.minibatches=1",
-        "phases.1.rl.epochs=1",
-        f"phases.1.rl.micro_batch={micro_batch}",
+        f"rl.algorithm={{name: dr_grpo, loss: {loss}}}",
+        f"rl.rewards=[{{name: '{HERE}:some_unscored_or_equal'}}]",
+        "rl.rollout.truncated=leave_out",
+        "rl.minibatches=1",
+        "rl.num_iterations=1",
+        f"rl.micro_batch={micro_batch}",
     )
-    trainer = Trainer(recipe)
-    settings = recipe.phases[1].rl
+    trainer = set_up(recipe)
+    settings = recipe.rl
     assert settings is not None
     run = RlRun(trainer, 1, settings, 0)
     lm, seen = trainer.policy.lm, dict[str, Any]()

@@ -32,12 +32,12 @@ from tests.trainer.test_train import lines, stopped_after, timeless
 HERE = "tests.trainer.distributed_cases"
 # 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
 ODD = (
-    "phases.1.rl.rollout={prompts: 3, group_size: 5, max_new_tokens: 12, batch: 10}",
-    "phases.1.rl.micro_batch=3",
-    "phases.0.sft.batch=15",
-    "phases.0.sft.micro_batch=4",
-    "phases.0.sft.steps=2",
-    "phases.1.rl.steps=2",
+    "rl.rollout={prompts: 3, group_size: 5, max_new_tokens: 12, batch: 10}",
+    "rl.micro_batch=3",
+    "sft.batch=15",
+    "sft.micro_batch=4",
+    "sft.steps=2",
+    "rl.steps=2",
     "model.tiny.layers=2",
     "data.options.validation=3",
     "data.options.test=3",
@@ -46,22 +46,22 @@ ODD = (
     "checkpoints.keep=9",
 )
 SAMPLES = ("evaluation.samples=3", "evaluation.embedder=hashed")
-SEGMENTS = "phases.1.rl.algorithm={name: group_ppo, segments: {threshold_lr: 0.5}}"
-CLUSTERS = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, sharing: 0.5}}"
-CRITIC = "phases.1.rl.algorithm={name: ppo, critic: {separate: true, warmup: 1}}"
+SEGMENTS = "rl.algorithm={name: group_ppo, segments: {threshold_lr: 0.5}}"
+CLUSTERS = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, sharing: 0.5}}"
+CRITIC = "rl.algorithm={name: ppo, critic: {separate: true, warmup: 1}}"
 SHARDED = "distributed=fsdp2"
-ONE = ("phases.0.sft.batch=1", "data.options.test=1")  # too few rows for the second process to have one
+ONE = ("sft.batch=1", "data.options.test=1")  # too few rows for the second process to have one
 RUNS = {
     "grpo": (*ODD, *SAMPLES),
-    "kept_tokens": (*ODD, *SAMPLES, "phases.1.rl.rollout.keep_support=true", "phases.1.rl.rollout.top_k=5"),
+    "kept_tokens": (*ODD, *SAMPLES, "rl.rollout.keep_support=true", "rl.rollout.top_k=5"),
     "group_ppo": (*ODD, SEGMENTS),
     "clusters": (*ODD, CLUSTERS),
     "critic": (*ODD, CRITIC),
     "one_prompt": (
         *ODD,
         *ONE,
-        "phases.1.rl.rollout={prompts: 1, group_size: 2, max_new_tokens: 6}",
-        "phases.1.rl.minibatches=1",
+        "rl.rollout={prompts: 1, group_size: 2, max_new_tokens: 6}",
+        "rl.minibatches=1",
     ),
     "sharded": (*ODD, SHARDED),
     "sharded_banned": (*ODD, "model.banned=[0, a, s, '#', Ġman, '=']", SHARDED),
@@ -84,10 +84,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     top = tmp_path_factory.mktemp("runs")
     torch.set_num_threads(1)
     cases: list[dict[str, Any]] = [
-        {"folder": f"{top}/two/failing", "overrides": [f"phases.1.rl.rewards.0.name='{HERE}:fails_in_the_second'"]},
+        {"folder": f"{top}/two/failing", "overrides": [f"rl.rewards.0.name='{HERE}:fails_in_the_second'"]},
         {
             "folder": f"{top}/two/moody",
-            "overrides": [*ODD, "phases.1.rl.steps=1", f"phases.1.rl.rewards.0.name='{HERE}:is_different_in_each'"],
+            "overrides": [*ODD, "rl.steps=1", f"rl.rewards.0.name='{HERE}:is_different_in_each'"],
         },
     ]
     names = defaultdict(set)

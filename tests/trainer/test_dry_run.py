@@ -23,7 +23,8 @@ from grpo_trainer.policy import Policy, cache_name, load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, Tiny, load
 from grpo_trainer.settings import plain
 from grpo_trainer.tiny import make_tiny
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 from transformers import AutoConfig, DynamicCache
 
 from tests.trainer import small
@@ -69,7 +70,7 @@ def test_activations_are_extrapolated_exactly() -> None:
 def test_gradients_and_optimizer_states_are_those_of_a_run(
     tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = small.recipe(tmp_path / "run", "phases.1.rl.steps=1", "evaluation.every=0", *overrides)
+    recipe = small.recipe(tmp_path / "run", "rl.steps=1", "evaluation.every=0", *overrides)
     seen: dict[str, int] = {}
     step = torch.optim.AdamW.step
 
@@ -83,7 +84,7 @@ def test_gradients_and_optimizer_states_are_those_of_a_run(
         return result
 
     monkeypatch.setattr(torch.optim.AdamW, "step", counting)
-    trainer = Trainer(recipe)
+    trainer = set_up(recipe)
     trainer.run()
     estimate = memory.estimate(recipe, memory.Skeleton(trainer.policy.lm, recipe.model))[1]
     assert seen == {name: estimate.held[name] for name in ("gradients", "AdamW")}
@@ -94,7 +95,7 @@ def test_gradients_and_optimizer_states_are_those_of_a_run(
 def test_keys_and_values_are_those_of_a_cache(name: str) -> None:
     recipe = load(name)
     short = CONFIGS[recipe.model.path](num_hidden_layers=2)
-    skeleton = memory.load_skeleton(dataclasses.replace(recipe.model, dtype="bfloat16", mixed_precision="no"), short)
+    skeleton = memory.load_skeleton(recipe.model.model_copy(update=dict(dtype="bfloat16", mixed_precision="no"), short)
     cache, ids = DynamicCache(), torch.zeros(3, 7, dtype=torch.int64, device="meta")
     mask = torch.ones(3, 1, 7, 7, dtype=torch.bool, device="meta")
     named = {cache_name(skeleton.lm): cache}
@@ -111,10 +112,10 @@ def test_published_sizes() -> None:
 
 def test_processes_share_rows_and_with_fsdp2_weights() -> None:
     sizes = "rollout={prompts: 128, group_size: 4, max_new_tokens: 1024}", "minibatches=4", "micro_batch=16"
-    recipe = load("group_ppo-gpu", [f"phases.0.rl.{size}" for size in sizes])
+    recipe = load("group_ppo-gpu", [f"rl.{size}" for size in sizes])
     skeleton = memory.load_skeleton(recipe.model, qwen2_half_billion())
     alone, replicated = (memory.estimate(recipe, skeleton, processes)[0] for processes in (1, 8))
-    sharded = memory.estimate(dataclasses.replace(recipe, distributed="fsdp2"), skeleton, 8)[0]
+    sharded = memory.estimate(recipe.model_copy(update=dict(distributed="fsdp2"), skeleton, 8)[0]
     assert replicated.held == alone.held == {name: 8 * size for name, size in sharded.held.items()}
     assert replicated.sampling == sharded.sampling == {name: size / 8 for name, size in alone.sampling.items()}
     assert alone.update == replicated.update  # a micro-batch of 16 is a process's share of a minibatch
@@ -168,8 +169,8 @@ def test_each_missing_thing_is_named_at_once(tmp_path: Path, monkeypatch: pytest
             "model.attention=flash_attention_2",
             f"data.train={tmp_path / 'train.jsonl'}",
             "data.test=null",
-            "phases.0.rl.rewards=[{name: 'no_such_module:reward'}]",
-            "phases.0.rl.algorithm.loss.clip_hihg=0.2",
+            "rl.rewards=[{name: 'no_such_module:reward'}]",
+            "rl.algorithm.loss.clip_hihg=0.2",
             "logging.to=[trackio]",
         ],
     )
@@ -185,12 +186,12 @@ def test_each_missing_thing_is_named_at_once(tmp_path: Path, monkeypatch: pytest
         "model.four_bit",
         "model.attention",
         "logging.to",
-        "phases.0.rl.algorithm.loss.clip_hihg",
-        "phases.0.rl.rewards.0.name",
+        "rl.algorithm.loss.clip_hihg",
+        "rl.rewards.0.name",
     ]
 
 
-@pytest.mark.parametrize("key", ["evaluation.max_new_tokens", "phases.1.rl.rollout.max_new_tokens"])
+@pytest.mark.parametrize("key", ["evaluation.max_completion_length", "rl.rollout.max_completion_length"])
 def test_responses_as_long_as_the_context_are_refused(tmp_path: Path, key: str) -> None:
     config = AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=32, max_position_embeddings=64)
     config.save_pretrained(tmp_path / "model")
@@ -242,7 +243,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         )
         assert column in capsys.readouterr().err
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.json").write_text(json.dumps(plain(load(recipe))))
+    (tmp_path / "run" / "recipe.yaml").write_text(json.dumps(plain(load(recipe))))
     for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
         assert cli.train([str(recipe), "--dry-run", *options]) == status
     assert "contains a run already" in capsys.readouterr().err
@@ -279,28 +280,28 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
         (["output={file}"], r"^output: must be a folder, got '.*', where '.*' is a file$"),
         (["output={file}/run"], r"^output: must be a folder, got "),
         (
-            ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:number'}}]"],
-            r"^phases\.1\.rl\.rewards\.0\.name: must name a function, got '.*:number', int$",
+            ["rl.rewards=[{{name: 'tests.trainer.test_dry_run:number'}}]"],
+            r"^rl\.rewards\.0\.name: must name a function, got '.*:number', int$",
         ),
         (
-            ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:without_columns'}}]"],
-            r"^phases\.1\.rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
+            ["rl.rewards=[{{name: 'tests.trainer.test_dry_run:without_columns'}}]"],
+            r"^rl\.rewards\.0: .* must take prompts, completions and the columns .* argument 'answer'$",
         ),
         (
-            ["phases.1.rl.rewards=[{{name: 'tests.trainer.test_dry_run:OfLength'}}]"],
-            r"^phases\.1\.rl\.rewards\.0\.name: must .*, got '.*', type; name an instance of the class$",
+            ["rl.rewards=[{{name: 'tests.trainer.test_dry_run:OfLength'}}]"],
+            r"^rl\.rewards\.0\.name: must .*, got '.*', type; name an instance of the class$",
         ),
         (
             ["evaluation.samples=2", "evaluation.embedder=./none"],
             r"^evaluation\.embedder: no such model './none': there is no 'none'$",
         ),
         (
-            ["phases.1.rl.algorithm.similarity={{embedder: '{folder}'}}"],
-            r"^phases\.1\.rl\.algorithm\.similarity\.embedder: must be a model, got the folder '.*' without modules\.",
+            ["rl.algorithm.similarity={{embedder: '{folder}'}}"],
+            r"^rl\.algorithm\.similarity\.embedder: must be a model, got the folder '.*' without modules\.",
         ),
         (
-            ["model.max_prompt_tokens=2"],
-            r"^data: phase 0 \(sft\) has no usable line; prompts left out: \d+ by model\.max_prompt_tokens, 2$",
+            ["model.max_prompt_length=2"],
+            r"^data: phase 0 \(sft\) has no usable line; prompts left out: \d+ by model\.max_prompt_length, 2$",
         ),
         (
             [
@@ -325,19 +326,19 @@ def test_runs_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str],
     _printed, problems = dry_run(recipe)
     assert len(problems) == 1 and re.search(message, problems[0]), problems
     with pytest.raises((TypeError, ValueError, OSError), match=message):
-        Trainer(recipe).run()
+        train(recipe)
 
 
 def test_the_reward_of_files_without_one_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i), "d": "2"}) + "\n" for i in range(8)))
     data = f"data={{task: null, train: '{path}', demonstration: d, test: '{path}'}}"
-    recipe = small.recipe(tmp_path / "run", data, "phases.1.rl.rewards=[]", "phases.1.rl.steps=1")
-    recipe = dataclasses.replace(recipe, logging=dataclasses.replace(recipe.logging, progress=True))
-    note = "phases.1.rl.rewards: none is named, so exact rewards the responses"
+    recipe = small.recipe(tmp_path / "run", data, "rl.rewards=[]", "rl.steps=1")
+    recipe = recipe.model_copy(update=dict(logging=recipe.logging.model_copy(update=dict(progress=True))
+    note = "rl.rewards: none is named, so exact rewards the responses"
     assert note in dry_run(recipe)[0]
     capsys.readouterr()
-    Trainer(recipe).run()
+    train(recipe)
     assert note in capsys.readouterr().err.splitlines()
 
 
@@ -347,12 +348,12 @@ def test_lines_without_a_column_that_a_reward_takes_are_counted(
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": i or None, "d": "2"}) + "\n" for i in range(8)))
     data = f"data={{task: null, train: '{path}', demonstration: d, test: '{path}'}}"
-    rewards = [f"phases.1.rl.rewards=[{{name: '{__name__}:if_answered'}}]", "phases.1.rl.steps=1"]
+    rewards = [f"rl.rewards=[{{name: '{__name__}:if_answered'}}]", "rl.steps=1"]
     recipe = small.recipe(tmp_path / "run", data, *rewards, "logging.progress=true")
-    gap = f"phases.1.rl.rewards.0: '{__name__}:if_answered' gets None for 'answer', which 1 of 8 lines lack"
+    gap = f"rl.rewards.0: '{__name__}:if_answered' gets None for 'answer', which 1 of 8 lines lack"
     assert gap in dry_run(recipe)[0]
     capsys.readouterr()
-    Trainer(recipe).run()
+    train(recipe)
     assert capsys.readouterr().err.splitlines().count(gap) == 1
 
 
@@ -362,7 +363,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
     expected = f"output: must be writable, got {str(recipe.folder)!r}, where {str(tmp_path)!r} is not"
     assert dry_run(recipe)[1] == [expected]
     with pytest.raises(PermissionError, match=re.escape(expected)):
-        Trainer(recipe).run()
+        train(recipe)
 
 
 def test_too_little_memory_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from tests.trainer import small
 from tests.trainer.test_rewards_edges import rollout
 from tests.trainer.test_train import stopped_after
 
-KL = ("phases.1.rl.algorithm.loss={kl: k3, kl_coef: 0.1}", "checkpoints.every=1", "evaluation.every=0")
+KL = ("rl.algorithm.loss={kl: k3, kl_coef: 0.1}", "checkpoints.every=1", "evaluation.every=0")
 
 
 def flip_a_bit(path: Path) -> None:
@@ -98,8 +98,8 @@ def test_a_reward_that_hangs_is_an_error_or_skipped() -> None:
         score(settings, [hangs], rollout(["a", "b"]))
     settings = [Reward(name="mine:hangs", timeout=0.05, on_error="skip")]
     assert score(settings, [hangs], rollout(["a", "b"])).skipped == 2
-    with pytest.raises(ValueError, match=r"phases.1.rl.rewards.0.timeout: must be positive, got -1"):
-        small.recipe(Path("run"), "phases.1.rl.rewards=[{name: exact, timeout: -1.0}]")
+    with pytest.raises(ValueError, match=r"rl.rewards.0.timeout: must be positive, got -1"):
+        small.recipe(Path("run"), "rl.rewards=[{name: exact, timeout: -1.0}]")
 
 
 def ends(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:

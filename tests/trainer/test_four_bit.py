@@ -18,7 +18,8 @@ import bitsandbytes
 from grpo_trainer import loading, memory
 from grpo_trainer.policy import Policy, load_policy
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.train import Trainer, evaluate_model
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train, evaluate_model
 from safetensors.torch import load_file
 
 from tests.trainer import small
@@ -30,7 +31,7 @@ SIZES = ("model.tiny.hidden=64", "model.tiny.intermediate=128")  # blocks of a s
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    policy = Trainer(small.recipe(folder / "run", "seed=5", *SIZES)).policy
+    policy = set_up(small.recipe(folder / "run", "seed=5", *SIZES)).policy
     policy.lm.save_pretrained(folder / "model")
     policy.tokenizer.save_pretrained(folder / "model")
     return folder / "model"
@@ -70,7 +71,7 @@ def test_linear_layers_are_stored_in_four_bits(saved: Path, tmp_path: Path) -> N
 def test_log_probs_are_those_of_the_dequantized_weights(saved: Path, tmp_path: Path) -> None:
     recipe = four_bit(saved, tmp_path)
     policy = load_policy(recipe.model, [], None)
-    plain = load_policy(dataclasses.replace(recipe.model, four_bit=False, lora=None), [], None)
+    plain = load_policy(recipe.model.model_copy(update=dict(four_bit=False, lora=None), [], None)
     modules = dict(plain.inner.named_modules())
     for name, module in quantized(policy).items():
         weight = bitsandbytes.functional.dequantize_4bit(module.weight, module.weight.quant_state)
@@ -87,7 +88,7 @@ def test_adapters_are_trained_resumed_and_compared_with_their_base(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = four_bit(saved, tmp_path / "whole")
-    trainer = Trainer(whole)
+    trainer = set_up(whole)
     before = {name: module.weight.clone() for name, module in quantized(trainer.policy).items()}
     trainer.run()
     assert all(torch.equal(before[name], module.weight) for name, module in quantized(trainer.policy).items())
@@ -95,7 +96,7 @@ def test_adapters_are_trained_resumed_and_compared_with_their_base(
     assert all("lora" in name for name in trained) and any(bool(value.any()) for value in trained.values())
     parts = four_bit(saved, tmp_path / "parts")
     stopped_after(monkeypatch, parts, 1, 2)
-    Trainer(parts).run(resume=True)
+    train(parts, resume=True)
     assert all(torch.equal(value, trained[name]) for name, value in adapters(parts.folder).items())
     assert timeless(lines(parts.folder)) == timeless(lines(whole.folder))
 

@@ -19,7 +19,8 @@ import gguf
 from grpo_trainer.policy import load_policy
 from grpo_trainer.pretrained import source
 from grpo_trainer.recipe import Model
-from grpo_trainer.train import evaluate_model, train
+from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.train import train
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.trainer import small

@@ -45,17 +45,17 @@ LINES = [
 # Replacements of keys that need a GPU, a server, a download or many rows.
 INSTEAD: dict[str, list[str]] = {
     "similarity_group-gpu": [
-        "phases.0.rl.rewards=[{name: gsm8k}]",
-        "phases.0.rl.rollout.engine=transformers",
-        "phases.0.rl.rollout.vllm={}",
-        "phases.0.rl.algorithm.similarity.embedder=hashed",
-        "phases.0.rl.algorithm.similarity.workers=0",
-        "phases.0.rl.algorithm.similarity.gpus_per_worker=0.0",
+        "rl.rewards=[{name: gsm8k}]",
+        "rl.rollout.engine=transformers",
+        "rl.rollout.vllm={}",
+        "rl.algorithm.similarity.embedder=hashed",
+        "rl.algorithm.similarity.workers=0",
+        "rl.algorithm.similarity.gpus_per_worker=0.0",
     ],
     # sizes of --smoke are for groups
-    "group_ppo-gpu": ["phases.0.rl.rollout.group_size=1"],
-    "group_ppo-paper-gpu": ["phases.0.rl.rollout.group_size=1"],
-    "reply-polychromic-gpu": ["phases.1.rl.algorithm.set_size=2"],
+    "group_ppo-gpu": ["rl.rollout.num_generations=1"],
+    "group_ppo-paper-gpu": ["rl.rollout.num_generations=1"],
+    "reply-polychromic-gpu": ["rl.algorithm.set_size=2"],
 }
 
 
@@ -86,36 +86,36 @@ def stand_in(name: str, folder: Path) -> Recipe:
 # Values on which a published document, script or configuration is definite.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "similarity_group-gpu": {
-        "phases.0.rl.rollout.prompts": 256,
-        "phases.0.rl.rollout.group_size": 8,
-        "phases.0.rl.rollout.max_new_tokens": 15000,
-        "phases.0.rl.minibatches": 2,
-        "phases.0.rl.algorithm.similarity.workers": 8,
-        "model.max_prompt_tokens": 1024,
+        "rl.rollout.prompts": 256,
+        "rl.rollout.num_generations": 8,
+        "rl.rollout.max_completion_length": 15000,
+        "rl.minibatches": 2,
+        "rl.algorithm.similarity.workers": 8,
+        "model.max_prompt_length": 1024,
     },
     "group_ppo-gpu": {
-        "phases.0.rl.rollout.prompts": 8,
-        "phases.0.rl.rollout.group_size": 1,
-        "phases.0.rl.algorithm.critic.separate": True,
-        "phases.0.rl.algorithm.segments.group_variance_threshold": 2.0,
-        "phases.0.rl.algorithm.segments.group_max_size": 8,
-        "phases.0.rl.algorithm.segments.adaptive_threshold": False,
+        "rl.rollout.prompts": 8,
+        "rl.rollout.num_generations": 1,
+        "rl.algorithm.critic.separate": True,
+        "rl.algorithm.segments.group_variance_threshold": 2.0,
+        "rl.algorithm.segments.group_max_size": 8,
+        "rl.algorithm.segments.adaptive_threshold": False,
     },
     "group_ppo-paper-gpu": {
-        "phases.0.rl.algorithm.segments.group_variance_threshold": 1.0,
-        "phases.0.rl.algorithm.segments.group_max_size": 16,
-        "phases.0.rl.algorithm.segments.adaptive_threshold": True,
+        "rl.algorithm.segments.group_variance_threshold": 1.0,
+        "rl.algorithm.segments.group_max_size": 16,
+        "rl.algorithm.segments.adaptive_threshold": True,
     },
-    "gsm8k-gpu": {"model.four_bit": True, "phases.0.rl.rollout.group_size": 4, "phases.0.rl.optimizer.lr": 5e-5},
-    "dialogue-gpu": {"phases.1.rl.rollout.group_size": 4, "phases.1.rl.algorithm.loss.kl_coef": 0.1},
+    "gsm8k-gpu": {"model.four_bit": True, "rl.rollout.num_generations": 4, "rl.optimizer.lr": 5e-5},
+    "dialogue-gpu": {"rl.rollout.num_generations": 4, "rl.algorithm.beta": 0.1},
     "reply-gpu": {
         "model.path": "Qwen/Qwen3-8B",
         "model.chat_template_options.enable_thinking": False,
         "model.lora.rank": 16,
         "model.lora.alpha": 16,
-        "phases.0.sft.optimizer.lr": 2e-4,
-        "phases.1.rl.optimizer.lr": 1e-5,
-        "phases.1.rl.algorithm.advantage.clip": 10.0,
+        "sft.optimizer.lr": 2e-4,
+        "rl.optimizer.lr": 1e-5,
+        "rl.algorithm.advantage.clip": 10.0,
     },
 }
 

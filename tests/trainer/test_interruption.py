@@ -24,7 +24,7 @@ from grpo_trainer.phases import rl, sft
 from tests.trainer import small
 from tests.trainer.test_train import lines, timeless, weights
 
-OVERRIDES = ("phases.0.sft.steps=2", "phases.1.rl.steps=3", "evaluation={every: 1, batch: 4}", "checkpoints.every=2")
+OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "checkpoints.every=2")
 
 
 @pytest.fixture(autouse=True)

@@ -393,7 +393,7 @@ def test_a_resumed_run_repeats_the_judgements_in_its_file(tmp_path: Path) -> Non
     with serve(changing) as stub:
         options = {"base_url": stub.url, "model": "m", "rubric": "r", "cache_file": str(tmp_path / "cache")}
         judge = json.dumps([{"name": "judge", "options": options}])
-        overrides = (f"phases.1.rl.rewards={judge}", "checkpoints.every=1", "checkpoints.keep=9", "evaluation.every=0")
+        overrides = (f"rl.rewards={judge}", "checkpoints.every=1", "checkpoints.keep=9", "evaluation.every=0")
         train(small.recipe(tmp_path / "run", *overrides))
         steps = [line for line in lines(tmp_path / "run") if line["phase"] == "rl"]
         assert steps[0]["rewards/judge_requests"] > 0 == steps[0]["rewards/judge_failed"]

@@ -17,8 +17,9 @@ pytest.importorskip("peft")
 
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.settings import build, fields_of, override, plain
-from grpo_trainer.train import Trainer
+from grpo_trainer.recipes import validated, fields_of, override, plain
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 from tests.trainer.key_cases import CASES, CHANGES, Run
@@ -65,7 +66,7 @@ def place(key: str) -> str:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("files")
-    policy = Trainer(small.recipe(folder / "run", "seed=5")).policy
+    policy = set_up(small.recipe(folder / "run", "seed=5")).policy
     policy.tokenizer.chat_template = "{% for message in messages %}said {{ tone }}: {{ message.content }}{% endfor %}"
     save_policy(policy, folder / "saved")
     with torch.no_grad():
@@ -91,10 +92,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory, files: dict[str, str]) -> Any
             if assignment.startswith("data="):
                 values["data"] = {}
             override(values, assignment.format(**files))
-        recipe = build(Recipe, values)
+        recipe = validated(Recipe, values)
         if not case.runs:
             return case.seen(recipe)
-        same = json.dumps(plain(dataclasses.replace(recipe, output="")))
+        same = json.dumps(plain(recipe.model_copy(update=dict(output="")))
         if same not in runs:
             runs[same] = Run.of(recipe)
         return case.seen(runs[same])

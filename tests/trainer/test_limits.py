@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer.tiny import train_tokenizer
-from grpo_trainer.train import Trainer, train
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 from tests.trainer.test_train import lines
@@ -48,13 +49,13 @@ def test_prompts_beyond_the_models_context_are_dropped(tmp_path: Path, gpt2: Pat
     data = f"data={{task: null, train: '{file}', test: '{file}'}}"
     recipe = small.recipe(
         tmp_path / "run",
-        f"model={{path: '{gpt2}', max_prompt_tokens: 100}}",
+        f"model={{path: '{gpt2}', max_prompt_length: 100}}",
         data,
-        "phases.0.sft.steps=1",
-        "phases.1.rl.steps=1",
-        "phases.1.rl.rollout.prompts=2",
+        "sft.steps=1",
+        "rl.steps=1",
+        "rl.rollout.prompts=2",
     )
-    trainer = Trainer(recipe)
+    trainer = set_up(recipe)
     trainer.run()
     kept = [(len(item["prompt"]), len(item["demonstration"])) for item in trainer.items("sft")]
     assert kept == [(3, 2), (3, 12), (3, 14), (10, 2), (10, 12), (12, 2)]
@@ -65,14 +66,14 @@ def test_prompts_beyond_the_models_context_are_dropped(tmp_path: Path, gpt2: Pat
 
 
 def test_responses_that_leave_no_room_for_a_prompt_are_refused(tmp_path: Path, gpt2: Path) -> None:
-    with pytest.raises(ValueError, match=r"^phases.1.rl.rollout.max_new_tokens: must be less than .* 24, got 24$"):
-        Trainer(small.recipe(tmp_path, f"model.path={gpt2}", "phases.1.rl.rollout.max_new_tokens=24"))
+    with pytest.raises(ValueError, match=r"^rl.rollout.max_completion_length: must be less than .* 24, got 24$"):
+        set_up(small.recipe(tmp_path, f"model.path={gpt2}", "rl.rollout.max_completion_length=24"))
 
 
 def test_a_launch_with_a_plugin_of_its_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.Accelerator.distributed_type", "FSDP")
     with pytest.raises(ValueError, match=r"^accelerate: processes must be launched without one of its .* got FSDP$"):
-        Trainer(small.recipe(tmp_path))
+        set_up(small.recipe(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,6 @@ def test_settings_that_cannot_be_sharded_are_refused(tmp_path: Path, key: str, v
 def test_too_many_demonstrations_of_a_prompt_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a", "demonstration": "b"}\n' * 257)
-    more = (f"data={{task: null, train: '{file}'}}", "phases.0.sft.polychromic={embedder: hashed}")
-    with pytest.raises(ValueError, match=r"^phases.0.sft.polychromic: must have at most 256 .* got 257 of 'a'$"):
+    more = (f"data={{task: null, train: '{file}'}}", "sft.polychromic={embedder: hashed}")
+    with pytest.raises(ValueError, match=r"^sft.polychromic: must have at most 256 .* got 257 of 'a'$"):
         train(small.recipe(tmp_path / "run", *more))

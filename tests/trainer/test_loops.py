@@ -33,7 +33,7 @@ def norms(folder: Path) -> list[float]:
 )
 def test_loops_take_the_same_steps(tmp_path: Path, algorithm: str) -> None:
     def recipe(name: str) -> small.Recipe:
-        return small.recipe(tmp_path / name, f"phases.1.rl.algorithm={algorithm}", "phases.1.rl.steps=2")
+        return small.recipe(tmp_path / name, f"rl.algorithm={algorithm}", "rl.steps=2")
 
     train(recipe("kernels"))
     with instead_of_kernels():

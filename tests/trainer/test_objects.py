@@ -18,7 +18,8 @@ from grpo_trainer import checkpoint
 from grpo_trainer.dry_run import dry_run
 from grpo_trainer.policy import load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, load
-from grpo_trainer.train import Trainer, evaluate_model
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train, evaluate_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.trainer import small
@@ -32,7 +33,7 @@ class MyModel(LlamaForCausalLM):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    policy = Trainer(small.recipe(folder / "run", "seed=5")).policy
+    policy = set_up(small.recipe(folder / "run", "seed=5")).policy
     policy.lm.save_pretrained(folder / "model")
     policy.tokenizer.save_pretrained(folder / "model")
     return folder / "model"
@@ -50,23 +51,23 @@ def object_recipe(folder: Path, *overrides: str) -> Recipe:
 def test_objects_of_another_type(tmp_path: Path) -> None:
     recipe = small.recipe(tmp_path)
     with pytest.raises(TypeError, match=r"^Trainer: recipe must be a Recipe, .* got dict \{\}"):
-        Trainer({})  # type: ignore[arg-type]
+        set_up({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^load: path must be a YAML file or the name of a recipe, got dict"):
         load({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^Trainer: reference must be a model of transformers, got str"):
-        Trainer(recipe, reference="gpt2")
-    policy = Trainer(recipe).policy
+        set_up(recipe, reference="gpt2")
+    policy = set_up(recipe).policy
     with pytest.raises(TypeError, match=r"^Trainer: tokenizer must be one of transformers, got str 'gpt2'"):
-        Trainer(recipe, model=policy.lm, tokenizer="gpt2")
+        set_up(recipe, model=policy.lm, tokenizer="gpt2")
     with pytest.raises(TypeError, match=r"^Trainer: model must have a language-modelling head, got \w+ without one"):
-        Trainer(recipe, model=policy.lm.base_model, tokenizer=policy.tokenizer)
+        set_up(recipe, model=policy.lm.base_model, tokenizer=policy.tokenizer)
 
 
 @pytest.mark.parametrize("adapters", [[], ["model.lora={rank: 4}"]], ids=["all weights", "adapters"])
 def test_an_object_trains_as_its_folder_does(saved: Path, tmp_path: Path, adapters: list[str]) -> None:
-    Trainer(small.recipe(tmp_path / "folder", f"model={{path: {saved}}}", *adapters)).run()
+    train(small.recipe(tmp_path / "folder", f"model={{path: {saved}}}", *adapters))
     objects = loaded(saved)
-    trainer = Trainer(object_recipe(tmp_path / "object", *adapters), **objects)
+    trainer = set_up(object_recipe(tmp_path / "object", *adapters), **objects)
     trainer.run()
     assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "folder"))
     assert next(trainer.policy.inner.parameters()) is next(objects["model"].parameters())
@@ -76,11 +77,11 @@ def test_a_resumed_run_keeps_the_class_of_the_object(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, broken = (object_recipe(tmp_path / name, "checkpoints.every=1") for name in ("whole", "broken"))
-    Trainer(whole, **loaded(saved, MyModel)).run()
+    train(whole, **loaded(saved, MyModel))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop(patch, broken)
-        Trainer(broken, **loaded(saved, MyModel)).run()
-    resumed = Trainer(broken, **loaded(saved, MyModel))
+        train(broken, **loaded(saved, MyModel))
+    resumed = set_up(broken, **loaded(saved, MyModel))
     resumed.run(resume=True)
     assert type(resumed.policy.lm) is MyModel and resumed.resumed is not None
     expected = weights(whole.folder)
@@ -107,9 +108,9 @@ def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(saved).save_pretrained(tmp_path / "other")
     named = small.recipe(tmp_path / "named", f"model={{path: {saved}, reference_model_path: {tmp_path / 'other'}}}")
-    Trainer(named).run()
+    train(named)
     before = [weight.clone() for weight in other.parameters()]
-    Trainer(object_recipe(tmp_path / "object"), **loaded(saved), reference=other).run()
+    train(object_recipe(tmp_path / "object"), **loaded(saved), reference=other)
     entries = lines(tmp_path / "object")
     assert timeless(entries) == timeless(lines(tmp_path / "named"))
     assert next(entry for entry in entries if entry["phase"] == "rl")["train/kl_mean"] > 1e-3
@@ -125,7 +126,7 @@ def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
         (["model.path=here"], [], "model.path: must be unset with a model object, which is loaded already, got 'here'"),
         (["model.dtype=bfloat16"], [], "model.dtype: must be unset"),
         (["model.tiny.hidden=64"], [], "model.tiny: must be unset"),
-        (["phases.1.rl.rollout.engine=vllm"], [], "phases.1.rl.rollout.engine: must be transformers with a model"),
+        (["rl.rollout.engine=vllm"], [], "rl.rollout.engine: must be transformers with a model"),
     ],
 )
 def test_objects_that_do_not_fit_are_refused(
@@ -134,19 +135,19 @@ def test_objects_that_do_not_fit_are_refused(
     monkeypatch.setattr("grpo_trainer.engine.check_installed", lambda key, sampling: None)
     objects = {name: value for name, value in loaded(saved).items() if name not in without}
     with pytest.raises(ValueError, match=message):
-        Trainer(object_recipe(tmp_path, *overrides), **objects)
+        set_up(object_recipe(tmp_path, *overrides), **objects)
 
 
 def test_a_reference_object_and_path_are_refused_together(saved: Path, tmp_path: Path) -> None:
     objects = loaded(saved)
     with pytest.raises(ValueError, match="must be null with a reference object"):
-        Trainer(object_recipe(tmp_path, "model.reference_model_path=x"), **objects, reference=objects["model"])
+        set_up(object_recipe(tmp_path, "model.reference_model_path=x"), **objects, reference=objects["model"])
 
 
 def test_models_with_adapters_are_refused(saved: Path, tmp_path: Path) -> None:
     adapted = load_policy(Model(path=str(saved), lora=Lora(rank=2)), [], None)
     with pytest.raises(TypeError, match="must be a model of transformers without adapters"):
-        Trainer(object_recipe(tmp_path), adapted.lm, adapted.tokenizer)
+        set_up(object_recipe(tmp_path), adapted.lm, adapted.tokenizer)
 
 
 def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: P
     def refused(path: Path) -> str:
         recipe = small.recipe(tmp_path / "run", f"model={{path: {saved}, reference_model_path: {path}}}")
         with pytest.raises(ValueError) as raised:
-            Trainer(recipe)
+            set_up(recipe)
         assert dry_run(recipe)[1] == [str(raised.value)]
         return str(raised.value)
 

@@ -30,7 +30,7 @@ def test_the_nearest_option_is_named(
     assert capsys.readouterr().err.endswith(f"; the nearest is {near!r}\n")
 
 
-@pytest.mark.parametrize("written", ["--seed=3", "--phases.1.rl.steps=3"])
+@pytest.mark.parametrize("written", ["--seed=3", "--rl.steps=3"])
 @pytest.mark.parametrize(("command", "more"), [(cli.train, []), (cli.evaluate, ["model"])])
 def test_a_key_written_as_an_option_is_explained(
     command: Callable[[list[str]], int], more: list[str], written: str, capsys: pytest.CaptureFixture[str]

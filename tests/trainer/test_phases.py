@@ -21,18 +21,19 @@ from grpo_trainer.algorithm import minibatch_counts
 from grpo_trainer.data import prompt_text
 from grpo_trainer.dry_run import dry_run
 from grpo_trainer.embed import load_embedder
-from grpo_trainer.phases.rl import RlRun
-from grpo_trainer.phases.sft import SftRun, diversity_weights
+from grpo_trainer.sft import diversity_weights
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Model, Recipe, Similarity
 from grpo_trainer.report.adapters import read_adapter
-from grpo_trainer.settings import build
-from grpo_trainer.train import Trainer, evaluate_model, train
+from grpo_trainer.recipes import validated
+from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 from tests.trainer.test_train import lines, stopped_after, timeless
 
-SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=3", "evaluation.every=0")
+SHORT = ("sft.steps=2", "rl.steps=3", "evaluation.every=0")
 LORA = (*SHORT, "model.lora={rank: 2, dropout: 0.1}")
 
 
@@ -44,7 +45,7 @@ def newest(folder: Path) -> Path:
 def test_adapters_that_were_trained_before_are_the_reference(tmp_path: Path, architecture: str) -> None:
     """Disabled adapters would be the model before the supervised phase, and KL would not start at 0."""
     train(small.recipe(tmp_path, *LORA, f"model.tiny.architecture={architecture}"))
-    first, *_, last = [e for e in lines(tmp_path) if e["phase"] == "rl"]
+    first, *_, last = [e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl"]
     # rounding differs between sampling token by token and scoring at once
     assert abs(first["train/kl_rollout"]) < 1e-9 < 1e-6 < last["train/kl_rollout"]
 
@@ -60,7 +61,7 @@ def test_a_resumed_run_with_adapters_keeps_its_reference(tmp_path: Path, monkeyp
 
 
 def test_samples_and_maps_are_written_once_by_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = (*SHORT, "checkpoints.every=2", "evaluation.every=1", "phases.1.rl.algorithm.similarity={embedder: hashed}")
+    more = (*SHORT, "checkpoints.every=2", "evaluation.every=1", "rl.algorithm.similarity={embedder: hashed}")
     train(small.recipe(tmp_path / "whole", *more))
     parts = small.recipe(tmp_path / "parts", *more)
     stopped_after(monkeypatch, parts, 1, 2)
@@ -72,12 +73,12 @@ def test_samples_and_maps_are_written_once_by_a_resumed_run(tmp_path: Path, monk
 
 
 def test_adapters_are_evaluated_on_the_recipes_own_model(tmp_path: Path) -> None:
-    recipe = small.recipe(tmp_path, *LORA, "model.max_prompt_tokens=19")
+    recipe = small.recipe(tmp_path, *LORA, "model.max_prompt_length=19")
     final = train(recipe)
     events = lines(tmp_path, "events")
     result = evaluate_model(recipe, str(newest(tmp_path)), "test")
     assert result.metrics["reward"] == final["eval/test_reward"]
-    assert result.lines == json.loads((tmp_path / "evaluations" / "test-2-000000.json").read_text())["prompts"]
+    assert result.lines == json.loads((tmp_path / "evaluations" / "test-rl-4.json").read_text())["prompts"]
     assert any(event["event"] == "prompts left out" for event in events)
     assert lines(tmp_path, "events") == events  # an evaluation is not logged with the run
 
@@ -94,9 +95,9 @@ def test_adapters_are_evaluated_on_the_model_they_were_trained_on(tmp_path: Path
     assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "run" / "base")
     shutil.move(tmp_path / "run", tmp_path / "moved")
     folder = newest(tmp_path / "moved")
-    other_seed = dataclasses.replace(recipe, seed=recipe.seed + 1)
+    other_seed = recipe.model_copy(update=dict(seed=recipe.seed + 1)
     assert evaluate_model(other_seed, str(folder), "test").metrics["reward"] == final["eval/test_reward"]
-    named = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path=str(tmp_path / "moved" / "base")))
+    named = recipe.model_copy(update=dict(model=recipe.model.model_copy(update=dict(path=str(tmp_path / "moved" / "base")))
     config = json.loads((folder / "adapter_config.json").read_text())
     for path, base, message in (
         (named.model.path, "other/model", "must be 'other/model', .* were trained on, got .*; if that is a copy"),
@@ -180,8 +181,8 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
         {"rl": values["phases"][1]["rl"] | {"steps": 1, "rewards": [{"name": name}]}}
         for name in ("tests.trainer.small:digits", "tests.trainer.test_train:equal")
     ]
-    train(build(Recipe, values))
-    first, second = (e for e in lines(tmp_path) if e["phase"] == "rl")
+    train(validated(Recipe, values))
+    first, second = (e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
     assert first["rewards/std"] > 0 and second["rewards/std"] == 0 and second["rewards/mean"] == 1
 
 
@@ -189,24 +190,24 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
     ("override_", "message"),
     [
         (
-            "phases.1.rl.algorithm.name=grppo",
-            r"^phases.1.rl.algorithm.name: must .* 'grppo'; the nearest is 'grpo'$",
+            "rl.algorithm.name=grppo",
+            r"^rl.algorithm.name: must .* 'grppo'; the nearest is 'grpo'$",
         ),
         (
-            "phases.1.rl.rollout.group_size=1",
-            r"^phases.1.rl.rollout.group_size: must be at least 2 for grpo, which compares .*, got 1$",
+            "rl.rollout.num_generations=1",
+            r"^rl.rollout.num_generations: must be at least 2 for grpo, which compares .*, got 1$",
         ),
         (
             "model.lora={rank: 2, targets: [q_prj]}",
             r"^model.lora.targets: must be names of layers, such as .*, got \['q_prj'\]; the nearest is 'q_proj'$",
         ),
-        ("phases.1.rl.rewards=[{name: gsm8k, options: {correct: -1}}]", r"^phases.1.rl.rewards.0.options: gsm8k"),
+        ("rl.rewards=[{name: gsm8k, options: {correct: -1}}]", r"^rl.rewards.0.options: gsm8k"),
         (
-            "phases.1.rl.rewards=[{name: gsm8k, options: {correct: a}}]",
-            r"^phases.1.rl.rewards.0.options.correct: must be float, got str 'a'$",
+            "rl.rewards=[{name: gsm8k, options: {correct: a}}]",
+            r"^rl.rewards.0.options.correct: must be float, got str 'a'$",
         ),
-        ("phases.1.rl.algorithm.name=gpro", r"'gpro'; the nearest is 'grpo'$"),
-        ("phases.1.rl.algorithm.loss={clip: 1}", r"^phases.1.rl.algorithm.loss.clip: no such key"),
+        ("rl.algorithm.name=gpro", r"'gpro'; the nearest is 'grpo'$"),
+        ("rl.algorithm.loss={clip: 1}", r"^rl.algorithm.loss.clip: no such key"),
         ("model.mixed_precision=fp16", r"^model.mixed_precision: fp16 needs a GPU, and there is none"),
         ("model.attention=flash_attention_2", r"^model.attention: 'flash_attention_2' cannot be used here: "),
     ],
@@ -214,14 +215,14 @@ def test_each_phase_learns_from_its_own_rewards(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two of them are right with a GPU")
 def test_errors_in_later_phases_are_raised_before_the_first(tmp_path: Path, override_: str, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        Trainer(small.recipe(tmp_path, override_))
+        set_up(small.recipe(tmp_path, override_))
 
 
 @pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
 def test_a_critic_warms_up_alone(tmp_path: Path, architecture: str) -> None:
-    critic = "phases.1.rl.algorithm={name: group_ppo, critic: {warmup: 1, lr: 0.1}}"
-    trainer = Trainer(small.recipe(tmp_path, critic, f"model.tiny.architecture={architecture}"))
-    settings = trainer.recipe.phases[1].rl
+    critic = "rl.algorithm={name: group_ppo, critic: {warmup: 1, lr: 0.1}}"
+    trainer = set_up(small.recipe(tmp_path, critic, f"model.tiny.architecture={architecture}"))
+    settings = trainer.recipe.rl
     assert settings is not None
     run = RlRun(trainer, 1, settings, 0)
     changed = []
@@ -237,22 +238,22 @@ def test_a_critic_warms_up_alone(tmp_path: Path, architecture: str) -> None:
 def test_checkpointing_is_on_in_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small.recipe(tmp_path, *SHORT, "model.gradient_checkpointing=true", "checkpoints.every=1")
     stopped_after(monkeypatch, recipe, 1, 1)
-    trainer = Trainer(recipe)
+    trainer = set_up(recipe)
     trainer.run(resume=True)
     assert trainer.policy.lm.is_gradient_checkpointing
 
 
 def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
     """The weights are the same bit for bit."""
-    more = ("model.tiny.architecture=seq2seq", "phases.1.rl.share_prompts=false", *SHORT)
+    more = ("model.tiny.architecture=seq2seq", "rl.share_prompts=false", *SHORT)
     runs = []
     for name, checkpointing in (("with", "true"), ("without", "false")):
         recipe = small.recipe(tmp_path / name, *more, f"model.gradient_checkpointing={checkpointing}")
-        trainer = Trainer(recipe)
+        trainer = set_up(recipe)
         for module in trainer.policy.lm.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.5
-        settings = recipe.phases[1].rl
+        settings = recipe.rl
         assert settings is not None
         run = RlRun(trainer, 1, settings, 0)
         run._set_lr(1)
@@ -298,27 +299,27 @@ def test_demonstrations_of_a_batch_are_compared_whatever_their_prompts(tmp_path:
         recipe = small.recipe(
             tmp_path / name,
             f"data={{task: null, train: {tmp_path / 'data.jsonl'}}}",
-            f"phases.0.sft.polychromic={polychromic}",
+            f"sft.polychromic={polychromic}",
         )
-        trainer = Trainer(recipe)
-        assert recipe.phases[0].sft is not None
-        run = SftRun(trainer, 0, recipe.phases[0].sft, 0)
+        trainer = set_up(recipe)
+        assert recipe.sft is not None
+        run = SftRun(trainer, 0, recipe.sft, 0)
         computed[name] = (run._weights(trainer.items("sft")), run.step(trainer.items("sft"), 1)["train/loss"])
     assert torch.equal(computed["plain"][0], computed["prompt"][0]) and computed["plain"][1] == computed["prompt"][1]
     weights, loss = computed["batch"]
     same = torch.tensor([i % 4 != 0 for i in range(16)])
     assert weights.mean() == pytest.approx(1) and weights[same].max() < 1 < weights[~same].min()
     assert loss != computed["plain"][1]
-    with pytest.raises(ValueError, match=r"^phases.0.sft.batch: must be in \[2, 256\] with polychromic.among: batch"):
-        small.recipe(tmp_path, "phases.0.sft.batch=257", "phases.0.sft.polychromic={among: batch}")
+    with pytest.raises(ValueError, match=r"^sft.batch: must be in \[2, 256\] with polychromic.among: batch"):
+        small.recipe(tmp_path, "sft.batch=257", "sft.polychromic={among: batch}")
 
 
 def test_weights_of_demonstrations_have_a_gradient(tmp_path: Path) -> None:
     """The step is that of the weighted mean of the tokens' log-probs, irrespective of micro-batches."""
-    recipe = small.recipe(tmp_path, "phases.0.sft.polychromic={embedder: hashed}", "phases.0.sft.micro_batch=5")
-    trainer = Trainer(recipe)
-    assert recipe.phases[0].sft is not None
-    run = SftRun(trainer, 0, recipe.phases[0].sft, 0)
+    recipe = small.recipe(tmp_path, "sft.polychromic={embedder: hashed}", "sft.micro_batch=5")
+    trainer = set_up(recipe)
+    assert recipe.sft is not None
+    run = SftRun(trainer, 0, recipe.sft, 0)
     items = [item | {"sft_weight": 0.5 + i % 3} for i, item in enumerate(trainer.items("sft")[:16])]
     losses: list[torch.Tensor] = []
     real = Policy._logprobs
@@ -347,8 +348,8 @@ def test_texts_of_prompts() -> None:
 def test_token_groups_are_summarised_every_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = small.recipe(
         tmp_path / "run",
-        "phases.1.rl.steps=5",
-        "phases.1.rl.algorithm.name=group_ppo",
+        "rl.steps=5",
+        "rl.algorithm.name=group_ppo",
         "logging.progress=true",
         "logging.summary=2",
         "evaluation.every=0",
@@ -357,7 +358,7 @@ def test_token_groups_are_summarised_every_few_steps(tmp_path: Path, capsys: pyt
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("steps ")]
     assert [line.split(":")[0] for line in printed] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 5"]
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    first = [line for line in steps if line["phase"] == "rl"][:2]
+    first = [line for line in steps if line["kind"] == "train" and e["phase"] == "rl"][:2]
     tokens, endpoints, rows = (
         sum(line[f"group/total_{name}"] for line in first) for name in ("tokens", "endpoints", "sequences")
     )

@@ -18,7 +18,8 @@ from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 
@@ -237,7 +238,7 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     monkeypatch.setattr("accelerate.Accelerator.device", torch.device("meta"))
     recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}")
     for path in (tmp_path / "model", "tiny"):
-        policy = Trainer(small.recipe(tmp_path / "run", f"model.path={path}")).policy
+        policy = set_up(small.recipe(tmp_path / "run", f"model.path={path}")).policy
     checkpoint.restore_policy(recipe, checkpoint.State(tmp_path, 0, 1, None, 1, {}), policy)
     Reference(policy, Model(reference_model_path=str(tmp_path / "model")))
     policy.add_critic()

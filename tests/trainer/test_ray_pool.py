@@ -153,12 +153,12 @@ def test_as_the_trainers_embedder(cluster: None, tmp_path: Path) -> None:
 
     def run(name: str, workers: int) -> list[dict[str, Any]]:
         algorithm = f"{{name: similarity_group_grpo, similarity: {{embedder: hashed, workers: {workers}}}}}"
-        short = ("phases.0.sft.steps=1", "phases.1.rl.steps=2", "evaluation.every=0")
-        train(small.recipe(tmp_path / name, *short, f"phases.1.rl.algorithm={algorithm}"))
+        short = ("sft.steps=1", "rl.steps=2", "evaluation.every=0")
+        train(small.recipe(tmp_path / name, *short, f"rl.algorithm={algorithm}"))
         return timeless(lines(tmp_path / name))
 
     alone, pooled, _ = run("alone", 0), run("pooled", 1), run("again", 2)
-    assert [entry.pop("embedder/restarts") for entry in pooled if entry["phase"] == "rl"] == [0.0, 0.0]
+    assert [entry.pop("embedder/restarts") for entry in pooled if entry["kind"] == "train" and e["phase"] == "rl"] == [0.0, 0.0]
     assert alone == pooled
     a, b = weights(tmp_path / "alone"), weights(tmp_path / "pooled")
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -210,8 +210,8 @@ def test_a_cluster_that_does_not_answer_is_an_error_at_once(monkeypatch: pytest.
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
         with pytest.raises(EmbedderError, match=r"^RayEmbedderPool: a Ray cluster must answer at '127.* got .*refused"):
             RayEmbedderPool(hashed, 1).start()
-        more = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
-        with pytest.raises(EmbedderError, match=r"^phases.1.rl.algorithm.similarity.workers: a Ray cluster must"):
+        more = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
+        with pytest.raises(EmbedderError, match=r"^rl.algorithm.similarity.workers: a Ray cluster must"):
             train(small.recipe(Path("run"), more))
         monkeypatch.setattr(ray, "is_initialized", lambda: True)  # by the caller, whose cluster is then used
         ray_pool.check_ray("here")
@@ -222,6 +222,6 @@ def test_without_ray_the_recipe_is_refused_before_anything_is_computed(
 ) -> None:
     real = ray_pool.importlib.util.find_spec
     monkeypatch.setattr(ray_pool.importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
-    more = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
-    with pytest.raises(ValueError, match=r"^phases.1.rl.algorithm.similarity.workers: needs the package ray, which"):
+    more = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
+    with pytest.raises(ValueError, match=r"^rl.algorithm.similarity.workers: needs the package ray, which"):
         train(small.recipe(tmp_path, more))

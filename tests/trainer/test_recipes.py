@@ -73,21 +73,21 @@ def test_experiments_with_dialogues_differ_in_their_rl_alone() -> None:
     assert base.phases[1].rl is not None
     for name in EXPERIMENTS:
         recipe = recipes.load(f"dialogue-{name}")
-        assert dataclasses.replace(recipe, name=base.name, phases=base.phases) == base
+        assert recipe.model_copy(update=dict(name=base.name, phases=base.phases) == base
         assert recipe.phases[0] == base.phases[0]
         if name == "sft":
             assert len(recipe.phases) == 1
             continue
-        rl = recipe.phases[1].rl
+        rl = recipe.rl
         assert rl is not None and (rl.steps, rl.rewards) == (base.phases[1].rl.steps, base.phases[1].rl.rewards)
-        assert rl.rollout.prompts * rl.rollout.group_size == 256
+        assert rl.rollout.prompts * rl.rollout.num_generations == 256
 
 
 def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:
     """The published loss has the other sign."""
     rl = recipes.load("dialogue-reinforce-single").phases[1].rl
-    assert rl is not None and (rl.epochs, rl.minibatches) == (1, 1)  # its loss has no ratio
-    plan = Plan.of(rl.algorithm, rl.rollout.max_new_tokens)
+    assert rl is not None and (rl.num_iterations, rl.minibatches) == (1, 1)  # its loss has no ratio
+    plan = Plan.of(rl.algorithm, rl.rollout.max_completion_length)
     mask = torch.ones(4, 3, dtype=torch.bool)
     batch = SimpleNamespace(mask=mask)
     rollout = cast(Rollout, SimpleNamespace(group_size=1, batch=batch, lengths=mask.sum(1)))

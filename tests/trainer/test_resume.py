@@ -21,14 +21,14 @@ from grpo_trainer.train import train
 from tests.trainer import small
 from tests.trainer.test_train import lines, stopped_after, timeless, weights
 
-SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=1", "evaluation.every=0")
-CLUSTERS = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: auto}}"
+SHORT = ("sft.steps=2", "rl.steps=1", "evaluation.every=0")
+CLUSTERS = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: auto}}"
 
 
 def test_resuming_without_a_checkpoint_starts_a_run(tmp_path: Path) -> None:
     recipe = small.recipe(tmp_path, *SHORT)
     train(recipe, resume=True)
-    assert json.loads((tmp_path / "recipe.json").read_text())["name"] == "small"
+    assert json.loads((tmp_path / "recipe.yaml").read_text())["name"] == "small"
     with pytest.raises(FileExistsError, match="contains a run already"):
         train(recipe)
 
@@ -45,12 +45,12 @@ def test_without_a_checkpoint_the_recipe_binds_and_no_reference_is_kept(
         train(small.recipe(tmp_path, rl_first, "seed=7", "model.tiny.hidden=64"), resume=True)
     left.write_text("{}")
     train(small.recipe(tmp_path, rl_first, "logging.every=2"), resume=True)
-    assert left.read_text() != "{}" and json.loads((tmp_path / "recipe.json").read_text())["logging"]["every"] == 2
+    assert left.read_text() != "{}" and json.loads((tmp_path / "recipe.yaml").read_text())["logging"]["every"] == 2
 
 
 def first_phase(folder: Path, *overrides: str) -> Recipe:
     recipe = small.recipe(folder, *SHORT, *overrides)
-    return dataclasses.replace(recipe, name="first", phases=recipe.phases[:1])
+    return recipe.model_copy(update=dict(name="first", phases=recipe.phases[:1])
 
 
 EVALUATION = "evaluation={every: 1, batch: 8, samples: 3, max_new_tokens: 12, rewards: [{name: exact}]}"
@@ -83,8 +83,8 @@ def test_a_branch_of_another_recipe_is_refused(tmp_path: Path, monkeypatch: pyte
     train(first_phase(tmp_path / "first", EVALUATION))
     for change, values in (
         (
-            ("seed=7", "phases.0.sft.optimizer.lr=0.5"),
-            r"phases\.0\.sft\.optimizer\.lr is .* here, seed is 0 there and 7",
+            ("seed=7", "sft.optimizer.lr=0.5"),
+            r"sft\.optimizer\.lr is .* here, seed is 0 there and 7",
         ),
         (("evaluation.batch=4",), r"evaluation\.batch is 8 there and 4"),
     ):
@@ -107,11 +107,11 @@ def test_a_branch_of_another_recipe_is_refused(tmp_path: Path, monkeypatch: pyte
 
 def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
     """A run that ended for lack of memory can go on with more."""
-    engine = "phases.1.rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
+    engine = "rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
     stored = plain(small.recipe(tmp_path, engine % (1, "float32")))
     same, other = (small.recipe(tmp_path, engine % (4, dtype)) for dtype in ("float32", "bfloat16"))
     _refuse_other_recipe(tmp_path, _binding(stored), same, "")
-    key = r"phases\.1\.rl\.rollout\.vllm\.dtype"
+    key = r"rl\.rollout\.vllm\.dtype"
     with pytest.raises(CheckpointError, match=rf': {key} is "float32" there and "bfloat16" here; $'):
         _refuse_other_recipe(tmp_path, _binding(stored), other, "")
     assert stored["phases"][1]["rl"]["rollout"]["vllm"]["cache_gib"] == 1
@@ -142,7 +142,7 @@ def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.Mo
     recipe = small.recipe(tmp_path, *SHORT, CLUSTERS)
     stopped_after(monkeypatch, recipe, 1, 0)
     there[0] = True
-    key = "phases.1.rl.algorithm.similarity.embedder"
+    key = "rl.algorithm.similarity.embedder"
     with pytest.raises(CheckpointError, match=f"{key}: auto must resolve to 'hashed' .*, got 'minilm'"):
         train(recipe, resume=True)
     there[0] = False

@@ -14,12 +14,12 @@ pytest.importorskip("peft")
 
 from grpo_trainer.algorithm import Credit, Plan, _keep_largest, rows_in_loss
 from grpo_trainer.data import Batch
-from grpo_trainer.phases.rl import RlRun
 from grpo_trainer.policy import Policy, evaluating, load_policy
 from grpo_trainer.recipe import Algorithm, Lora, Model, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 from tests.trainer.test_policy import CORPUS, PROMPTS
@@ -128,24 +128,24 @@ def test_the_end_is_scored_before_the_minimum_length() -> None:
 
 @pytest.mark.parametrize("minibatches", [1, 4, 6])
 def test_the_number_of_minibatches_is_that_of_the_recipe(tmp_path: Path, minibatches: int) -> None:
-    trainer = Trainer(
+    trainer = set_up(
         small.recipe(
             tmp_path,
-            f"phases.1.rl.minibatches={minibatches}",
-            "phases.1.rl.epochs=1",
-            "phases.1.rl.algorithm.drop_flat=false",
+            f"rl.minibatches={minibatches}",
+            "rl.num_iterations=1",
+            "rl.algorithm.drop_flat=false",
         )
     )
-    settings = trainer.recipe.phases[1].rl
+    settings = trainer.recipe.rl
     assert settings is not None
     metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
     assert metrics["train/optimizer_steps"] == minibatches
 
 
 def test_empty_responses_can_be_trained_on(tmp_path: Path) -> None:
-    trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.name=dr_grpo"))
+    trainer = set_up(small.recipe(tmp_path, "rl.algorithm.name=dr_grpo"))
     ending(trainer.policy, 50.0)
-    settings = trainer.recipe.phases[1].rl
+    settings = trainer.recipe.rl
     assert settings is not None
     metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
     assert metrics["rollout/length_max"] == 1 and metrics["train/skipped"] == 1
@@ -153,13 +153,13 @@ def test_empty_responses_can_be_trained_on(tmp_path: Path) -> None:
 
 def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Arguments that an RL step passes to its update."""
-    settings = trainer.recipe.phases[1].rl
+    settings = trainer.recipe.rl
     assert settings is not None
     arguments: dict[str, Any] = {}
 
     def update(self: RlRun, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
         mask = rollout.batch.mask
-        arguments.update(rollout=rollout, credit=credit, rows=rows_in_loss(self.plan, credit, mask, rollout.group_size))
+        arguments.update(rollout=rollout, credit=credit, rows=rows_in_loss(self.plan, credit, mask, rollout.num_generations))
         return {"train/skipped": 1.0}
 
     monkeypatch.setattr(RlRun, "_update", update)
@@ -171,8 +171,8 @@ def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any
 def test_truncated_responses_are_left_out_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
-    more = (f"phases.1.rl.algorithm.name={algorithm}", "phases.1.rl.rollout.truncated=leave_out")
-    trainer = Trainer(small.recipe(tmp_path, *more))
+    more = (f"rl.algorithm.name={algorithm}", "rl.rollout.truncated=leave_out")
+    trainer = set_up(small.recipe(tmp_path, *more))
     ending(trainer.policy, 2.0)
     arguments = captured(trainer, monkeypatch)
     cut, mask = arguments["rollout"].truncated, arguments["credit"].mask
@@ -236,7 +236,7 @@ def test_log_probs_over_the_kept_tokens(kind: str, batch: int) -> None:
 
 
 def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(small.recipe(tmp_path, "phases.1.rl.algorithm.similarity={embedder: hashed}"))
+    trainer = set_up(small.recipe(tmp_path, "rl.algorithm.similarity={embedder: hashed}"))
     items = trainer.items("train")[:6]
     tokenizer = trainer.policy.tokenizer
     sampling = Sampling(group_size=4, max_new_tokens=12)
@@ -247,7 +247,7 @@ def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pyte
     assert any(a != [t for t in b if t != trainer.policy.eos_id] for a, b in zip(again, tokens, strict=True))
     for name in ("__call__", "encode", "_encode_plus"):
         monkeypatch.setattr(type(tokenizer), name, lambda *_: pytest.fail("a text was read back"))
-    settings = trainer.recipe.phases[1].rl
+    settings = trainer.recipe.rl
     assert settings is not None
     RlRun(trainer, 1, settings, 0).step(items, 1)
 
@@ -289,6 +289,6 @@ def test_top_k_ratio_keeps_the_largest_advantages(per_token: bool, ratio: float,
 
 
 def test_a_ratio_of_one_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = captured(Trainer(small.recipe(tmp_path)), monkeypatch)
+    arguments = captured(set_up(small.recipe(tmp_path)), monkeypatch)
     assert arguments["credit"].mask is None
     assert Plan.of(Algorithm(), 8).settings.top_k_ratio == 1.0

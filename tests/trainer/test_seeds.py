@@ -34,7 +34,7 @@ def test_shared_phases_are_found() -> None:
         "reply-grpo-polychromic": "reply-sft-polychromic",
         "reply-polychromic": "reply-sft-polychromic",
     }
-    for change in ("seed=1", "evaluation.samples=2", "phases.0.sft.steps=2"):
+    for change in ("seed=1", "evaluation.samples=2", "sft.steps=2"):
         assert seeds.longest_start(load("reply", change), finished) is None
     whole = load("reply")
     third = dataclasses.replace(whole, name="third", phases=[*whole.phases, whole.phases[1]])

@@ -9,7 +9,7 @@ import pytest
 from grpo_trainer.algorithm import Plan
 from grpo_trainer.keys import explain
 from grpo_trainer.recipe import Algorithm, Recipe, Rl, bundled, load
-from grpo_trainer.settings import build, fields_of, override, plain, read_yaml
+from grpo_trainer.recipes import validated, fields_of, override, plain, read_yaml
 from grpo_trainer.train import plan_of
 
 from tests.trainer import small
@@ -20,7 +20,7 @@ from tests.trainer import small
     [
         ({"sead": 1}, r"^sead: no such key; the nearest is 'seed', all are backend, checkpoints, data"),
         ({"model": {"paht": "x"}}, r"^model.paht: no such key; the nearest is 'path'"),
-        ({"phases": [{"rl": {"rollout": {"tempratur": 1}}}]}, r"^phases.0.rl.rollout.tempratur: .* 'temperature'"),
+        ({"phases": [{"rl": {"rollout": {"tempratur": 1}}}]}, r"^rl.rollout.tempratur: .* 'temperature'"),
         ({"seed": "one"}, r"^seed: must be int, got str 'one'"),
         ({"seed": True}, r"^seed: must be int, got bool True"),
         ({"model": {"dtype": "float23"}}, r"^model.dtype: must be one of .*, got 'float23'; the nearest is 'float32'$"),
@@ -35,10 +35,10 @@ from tests.trainer import small
         ({"data": {"options": None}}, r"^data.options: must be a mapping, got NoneType None; \{\} leaves its keys at"),
         ({"data": {"task": None}}, r"^data.train: must be given without a task, got None"),
         ({"model": {"four_bit": True}}, r"^model.four_bit: requires lora, such as .*, got True"),
-        ({"phases": [{"sft": {"steps": 0}}]}, r"^phases.0.sft.steps: must be positive, got 0"),
+        ({"phases": [{"sft": {"steps": 0}}]}, r"^sft.steps: must be positive, got 0"),
         (
             {"phases": [{"rl": {"rollout": {"top_p": 1.5}}}]},
-            r"^phases.0.rl.rollout.top_p: must be in \(0, 1\], got 1.5",
+            r"^rl.rollout.top_p: must be in \(0, 1\], got 1.5",
         ),
         ({"output": "runs/{nmae}"}, r"^output: may contain .* and nothing else, got 'runs/\{nmae\}'"),
         ({"data": {"train": "mine.jsonl"}}, r"^data.train: requires task: null, which is 'arithmetic', got 'mine.js"),
@@ -48,42 +48,42 @@ from tests.trainer import small
         ({"model": {"tiny": {"heads": 3}}}, r"^model.tiny.heads: must divide hidden, 128, got 3"),
         (
             {"phases": [{"rl": {"rollout": {"vllm": {"sleep": False, "cache_gib": 2}}}}]},
-            r"^phases.0.rl.rollout.vllm: requires rollout.engine: vllm, got \{'cache_gib': 2.0, 'sleep': False\}$",
+            r"^rl.rollout.vllm: requires rollout.engine: vllm, got \{'cache_gib': 2.0, 'sleep': False\}$",
         ),
         ({"model": {"four_bit": True, "lora": {}}}, r"^model.four_bit: cannot be combined with path: tiny.*, got True"),
         ({"model": {"dtype": "bfloat16", "mixed_precision": "bf16"}}, r"^model.mixed_precision: requires dtype: float"),
         (
             {"phases": [{"sft": {"optimizer": {"betas": [0.9]}}}]},
-            r"^phases.0.sft.optimizer.betas: must be two numbers ",
+            r"^sft.optimizer.betas: must be two numbers ",
         ),
-        ({"phases": [{"rl": {"rollout": {"batch": 0}}}]}, r"^phases.0.rl.rollout.batch: must be positive, got 0"),
+        ({"phases": [{"rl": {"rollout": {"batch": 0}}}]}, r"^rl.rollout.batch: must be positive, got 0"),
         (
             {"phases": [{"rl": {"rollout": {"mask_truncated": True}}}]},
-            r"^phases.0.rl.rollout.mask_truncated: no such key; the nearest is 'truncated', all are batch, ",
+            r"^rl.rollout.mask_truncated: no such key; the nearest is 'truncated', all are batch, ",
         ),
         (
             {"phases": [{"rl": {"rollout": {"truncated": "leave-out"}}}]},
-            r"^phases.0.rl.rollout.truncated: must be one of 'vote', 'leave_out', got 'leave-out'; the nearest is ",
+            r"^rl.rollout.truncated: must be one of 'vote', 'leave_out', got 'leave-out'; the nearest is ",
         ),
         (
             {"phases": [{"rl": {"rollout": {"min_new_tokens": 40}}}]},
-            r"^phases.0.rl.rollout.min_new_tokens: must not exceed max_new_tokens, got 40",
+            r"^rl.rollout.min_completion_length: must not exceed max_new_tokens, got 40",
         ),
         (
             {"phases": [{"rl": {"minibatches": 65}}]},
-            r"^phases.0.rl.minibatches: must be in \[1, .*\], got 65",
+            r"^rl.minibatches: must be in \[1, .*\], got 65",
         ),
     ],
 )
 def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        build(Recipe, values)
+        validated(Recipe, values)
 
 
 def test_numbers_are_read_as_people_write_them() -> None:
-    recipe = build(Recipe, read_yaml("phases: [{sft: {optimizer: {lr: 1e-5, weight_decay: 0}}}]", "recipe"))
-    assert recipe.phases[0].sft is not None
-    optimizer = recipe.phases[0].sft.optimizer
+    recipe = validated(Recipe, read_yaml("phases: [{sft: {optimizer: {lr: 1e-5, weight_decay: 0}}}]", "recipe"))
+    assert recipe.sft is not None
+    optimizer = recipe.sft.optimizer
     assert (optimizer.lr, optimizer.weight_decay) == (1e-5, 0.0) and isinstance(optimizer.weight_decay, float)
 
 
@@ -118,16 +118,16 @@ def test_yaml_makes_numbers_but_no_objects() -> None:
 
 def test_overrides() -> None:
     values: dict[str, Any] = {"phases": [{"sft": {}}, {"rl": {"steps": 3}}]}
-    for assignment in ("phases.1.rl.steps=10", "model.tiny.hidden=64", "name=a b", "model.lora={rank: 4}"):
+    for assignment in ("rl.steps=10", "model.tiny.hidden=64", "name=a b", "model.lora={rank: 4}"):
         override(values, assignment)
-    recipe = build(Recipe, values)
-    assert recipe.phases[1].rl is not None and recipe.phases[1].rl.steps == 10
+    recipe = validated(Recipe, values)
+    assert recipe.rl is not None and recipe.rl.steps == 10
     assert recipe.model.tiny.hidden == 64 and recipe.name == "a b"
     assert recipe.model.lora is not None and recipe.model.lora.rank == 4
     override(values, "model.lora=null")  # removes a mapping, as null in a recipe with a base does
-    assert build(Recipe, values).model == build(Recipe, {"model": {"tiny": {"hidden": 64}}}).model
+    assert validated(Recipe, values).model == validated(Recipe, {"model": {"tiny": {"hidden": 64}}}).model
     override(values, "model.tiny=null")
-    assert build(Recipe, values).model.tiny == Recipe().model.tiny
+    assert validated(Recipe, values).model.tiny == Recipe().model.tiny
     for bad, message in (
         ("seed", "key=value"),
         ("phases.2.rl=1", "index below 2"),
@@ -163,25 +163,25 @@ def test_overrides() -> None:
     ],
 )
 def test_unused_settings_of_an_algorithm_are_named(algorithm: dict[str, Any], message: str) -> None:
-    recipe = build(Recipe, {"phases": [{"rl": {"algorithm": algorithm}}]})
-    assert recipe.phases[0].rl is not None
+    recipe = validated(Recipe, {"phases": [{"rl": {"algorithm": algorithm}}]})
+    assert recipe.rl is not None
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        Plan.of(recipe.phases[0].rl.algorithm, 8)
+        Plan.of(recipe.rl.algorithm, 8)
 
 
 def test_a_recipe_survives_being_written_down(tmp_path: Path) -> None:
     recipe = small.recipe(tmp_path)
-    assert build(Recipe, plain(recipe)) == recipe
+    assert validated(Recipe, plain(recipe)) == recipe
 
 
 def test_a_base_is_read_first(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("seed: 3\nphases: [{sft: {steps: 5}}, {rl: {steps: 7}}]\n")
     (tmp_path / "own.yaml").write_text("base: base.yaml\nname: own\nphases: [{sft: {steps: 1}}]\n")
-    recipe = load(tmp_path / "own.yaml", ["phases.1.rl.epochs=3"])
-    sft, rl = recipe.phases[0].sft, recipe.phases[1].rl
+    recipe = load(tmp_path / "own.yaml", ["rl.num_iterations=3"])
+    sft, rl = recipe.sft, recipe.rl
     assert sft is not None and rl is not None
-    assert (recipe.seed, recipe.name, sft.steps, rl.steps, rl.epochs) == (3, "own", 1, 7, 3)
-    alone = load(tmp_path / "own.yaml", ["phases.0=null", "phases.1.rl.epochs=3"])
+    assert (recipe.seed, recipe.name, sft.steps, rl.steps, rl.num_iterations) == (3, "own", 1, 7, 3)
+    alone = load(tmp_path / "own.yaml", ["sft=null", "rl.num_iterations=3"])
     assert [phase.rl for phase in alone.phases] == [rl]
     with pytest.raises(FileNotFoundError, match=r"recipe: no file 'arithmatic'; the nearest is 'arithmetic', and"):
         load("arithmatic")
@@ -203,7 +203,7 @@ def test_defaults_are_of_their_types() -> None:
                 check(type(field.default))
 
     check(Recipe)
-    assert build(Recipe, {}) == Recipe()
+    assert validated(Recipe, {}) == Recipe()
 
 
 @pytest.mark.parametrize("name", bundled())
@@ -213,17 +213,17 @@ def test_bundled_recipes_are_valid(name: str) -> None:
         assert recipe.phases or name == "reply-base"
         for phase in recipe.phases:
             if phase.rl is not None:
-                Plan.of(phase.rl.algorithm, phase.rl.rollout.max_new_tokens)
+                Plan.of(phase.rl.algorithm, phase.rl.rollout.max_completion_length)
 
 
 def test_all_problems_are_named_at_once() -> None:
     wrong = {"sead": 1, "thread": 2, "model": {"paht": "x"}, "phases": [{"rl": {"stps": 1}}, {"sft": {"steps": "a"}}]}
     with pytest.raises(ValueError, match="no such key") as error:
-        build(Recipe, wrong)
+        validated(Recipe, wrong)
     keys = [line.strip().partition(":")[0] for line in str(error.value).splitlines()]
-    assert keys == ["sead", "thread", "model.paht", "phases.0.rl.stps", "phases.1.sft.steps"]
+    assert keys == ["sead", "thread", "model.paht", "rl.stps", "sft.steps"]
     with pytest.raises(ValueError, match="top_p") as error:
-        load("arithmetic", ["phases.1.rl.rollout.temperature=-1", "phases.1.rl.rollout.top_p=1.5", "threads=0"])
+        load("arithmetic", ["rl.rollout.temperature=-1", "rl.rollout.top_p=1.5", "threads=0"])
     assert len(str(error.value).splitlines()) == 3
     with pytest.raises(
         ValueError, match=r"(?s)^phases.3.rl.algorithm.advantage.std_flor.*\n  phases.3.rl.algorithm.loss.x: "

@@ -43,7 +43,7 @@ def test_without_groups_there_is_no_warning() -> None:
 
 
 def test_each_kind_is_logged_once(tmp_path: Path) -> None:
-    algorithm = "phases.1.rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed}}"
+    algorithm = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed}}"
     train(small.recipe(tmp_path / "run", algorithm, "evaluation.every=0"))
     steps = [line for line in lines(tmp_path / "run") if line["phase"] == "rl"]
     outside = [set(similarity_warnings(step)) for step in steps]

@@ -20,7 +20,7 @@ from tools.soak import faults, kills, runs
 def run_folder(folder: Path, loss: float, seconds: float) -> Path:
     (folder / "checkpoints" / "1-000002").mkdir(parents=True)
     (folder / "checkpoints" / "1-000002" / "weights").write_bytes(b"weights")
-    (folder / "recipe.json").write_text(json.dumps({"output": str(folder), "seed": 1}))
+    (folder / "recipe.yaml").write_text(json.dumps({"output": str(folder), "seed": 1}))
     (folder / "metrics.jsonl").write_text(json.dumps({"loss": loss, "time/step": seconds}) + "\n")
     (folder / "events.jsonl").write_text(f"{seconds}\n")
     return folder

@@ -13,11 +13,12 @@ pytest.importorskip("accelerate")
 
 from grpo_trainer.data import encode_demonstration
 from grpo_trainer.recipe import Data, Recipe
-from grpo_trainer.settings import build
+from grpo_trainer.recipes import validated
 from grpo_trainer.splits import corpus_of, load_splits
 from grpo_trainer.templates import Template
 from grpo_trainer.tiny import train_tokenizer
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
 
@@ -131,7 +132,7 @@ def test_columns_that_do_not_fit_are_named(
 
 def test_an_unknown_column_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.template: no column 'promt'; the nearest is 'prompt'"):
-        Trainer(small.recipe(tmp_path, "data.template='{promt}'"))
+        set_up(small.recipe(tmp_path, "data.template='{promt}'"))
     with pytest.raises(ValueError, match=r"data.prompt: cannot be combined with template, .* got 'question'"):
         small.recipe(tmp_path, "data.template='{question}'", "data.prompt=question")
     with pytest.raises(ValueError, match=r"data.demonstration: cannot be combined with demonstration_template"):
@@ -143,7 +144,7 @@ def test_sft_trains_on_the_elements_and_never_on_the_text_of_a_list(tmp_path: Pa
     lines = [{"prompt": f"hello {i}", "answers": [f"hi {i}", f"hey {i}"]} for i in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings["data"] = {"task": None, "train": str(tmp_path / "train.jsonl"), "demonstration": "answers"}
-    trainer = Trainer(build(Recipe, settings))
+    trainer = set_up(validated(Recipe, settings))
     texts = [item["demonstration"] for item in trainer.items("sft")]
     assert texts == [f"{word} {i}" for i in range(8) for word in ("hi", "hey")]
     assert not any("[" in text for text in corpus_of(trainer.recipe.data, trainer.splits))

@@ -23,13 +23,14 @@ from accelerate.state import GradientState
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
 from grpo_trainer.checkpoint import CheckpointError
 from grpo_trainer.dry_run import dry_run
-from grpo_trainer.phases.base import PhaseRun, lr_factor
-from grpo_trainer.phases.rl import RlRun
+from grpo_trainer import train as training
+from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Reward
 from grpo_trainer.report import write_report
 from grpo_trainer.rewards import RewardError, require_columns
-from grpo_trainer.train import Trainer, train
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.harness import quick
 from tests.trainer import small
@@ -64,11 +65,11 @@ def weights(folder: Path, checkpoint: str | None = None) -> dict[str, torch.Tens
 def test_runs_write_their_logs(tmp_path: Path) -> None:
     final = train(small.recipe(tmp_path / "run"))
     entries = lines(tmp_path / "run")
-    assert [(e["phase"], e["step"]) for e in entries if e["phase"] != "eval"] == [
+    assert [(e["phase"], e["step"]) for e in entries if e["kind"] != "eval"] == [
         *(("sft", step) for step in range(1, 5)),
         *(("rl", step) for step in range(1, 5)),
     ]
-    rl = [e for e in entries if e["phase"] == "rl"]
+    rl = [e for e in entries if e["kind"] == "train" and e["phase"] == "rl"]
     assert final["eval/test_prompts"] == 8 and 0 <= final["eval/test_reward"] <= 1.2
     names = {name for e in rl for name in e}
     for name in (
@@ -92,7 +93,7 @@ def test_runs_write_their_logs(tmp_path: Path) -> None:
         *(f"time/{part}" for part in ("generate", "model", "advantage", "reward", "step")),
     ):
         assert name in names, name
-    evals = [e for e in entries if e["phase"] == "eval"]
+    evals = [e for e in entries if e["kind"] == "eval"]
     for name in ("avg_reward", "avg_reward_std", "avg_group_reward", "num_groups", "total_responses"):
         assert f"eval/{name}" in evals[0], name
     written = json.loads((tmp_path / "run" / "evaluations" / "validation-1-000004.json").read_text())["prompts"]
@@ -102,23 +103,23 @@ def test_runs_write_their_logs(tmp_path: Path) -> None:
     assert rl[-1]["train/ratio_std"] > 0
     assert rl[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6)
     assert all(math.isfinite(e["train/total_loss"]) for e in rl)
-    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["name"] == "small"
+    assert json.loads((tmp_path / "run" / "recipe.yaml").read_text())["name"] == "small"
 
 
 def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, "phases.1.rl.steps=1", "phases.1.rl.epochs=1", "phases.1.rl.minibatches=1"))
+    train(small.recipe(tmp_path, "rl.steps=1", "rl.num_iterations=1", "rl.minibatches=1"))
     first = lines(tmp_path)[-3]
     assert (
-        first["phase"] == "rl" and abs(first["train/ratio_max"] - 1) < 1e-4 and abs(first["train/ratio_min"] - 1) < 1e-4
+        first["kind"] == "train" and e["phase"] == "rl" and abs(first["train/ratio_max"] - 1) < 1e-4 and abs(first["train/ratio_min"] - 1) < 1e-4
     )
-    train(small.recipe(tmp_path / "more", "phases.1.rl.steps=1", "phases.1.rl.epochs=4"))
+    train(small.recipe(tmp_path / "more", "rl.steps=1", "rl.num_iterations=4"))
     later = lines(tmp_path / "more")[-3]
     assert later["train/ratio_max"] > 1.001
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        train(small.recipe(tmp_path / name, f"seed={seed}", "phases.1.rl.steps=2"))
+        train(small.recipe(tmp_path / name, f"seed={seed}", "rl.steps=2"))
     assert timeless(lines(tmp_path / "a")) == timeless(lines(tmp_path / "b"))
     assert timeless(lines(tmp_path / "a")) != timeless(lines(tmp_path / "c"))
 
@@ -151,7 +152,7 @@ def stopped_after(monkeypatch: pytest.MonkeyPatch, recipe: Any, phase: int, step
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: int, step: int, algorithm: str
 ) -> None:
-    more = (f"phases.1.rl.algorithm={algorithm}", "checkpoints.every=1")
+    more = (f"rl.algorithm={algorithm}", "checkpoints.every=1")
     train(small.recipe(tmp_path / "whole", *more))
     recipe = small.recipe(tmp_path / "parts", *more)
     stopped_after(monkeypatch, recipe, phase, step)
@@ -165,7 +166,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 @pytest.mark.parametrize("kills", quick((1, 5), 1))
 def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     """A run killed at several moments and resumed each time ends like an uninterrupted one."""
-    more = ["checkpoints.every=1", "phases.1.rl.steps=6"]
+    more = ["checkpoints.every=1", "rl.steps=6"]
     code = (
         "import sys; from pathlib import Path; from grpo_trainer.train import train; from tests.trainer import small\n"
         "torch = __import__('torch'); torch.set_num_threads(1)\n"
@@ -196,14 +197,14 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
 
 
 def test_checkpoints_that_are_damaged_or_foreign_are_refused(tmp_path: Path) -> None:
-    recipe = small.recipe(tmp_path, "phases.1.rl.steps=1")
+    recipe = small.recipe(tmp_path, "rl.steps=1")
     train(recipe)
     with pytest.raises(FileExistsError, match="contains a run already; continue it with --resume"):
         train(recipe)
-    other = small.recipe(tmp_path, "phases.1.rl.steps=1", "phases.1.rl.optimizer.lr=0.5", "seed=4")
-    with pytest.raises(CheckpointError, match=r": phases.1.rl.optimizer.lr is \S+ there and 0.5 here, seed is 0 "):
+    other = small.recipe(tmp_path, "rl.steps=1", "rl.optimizer.lr=0.5", "seed=4")
+    with pytest.raises(CheckpointError, match=r": rl.optimizer.lr is \S+ there and 0.5 here, seed is 0 "):
         train(other, resume=True)
-    train(small.recipe(tmp_path, "phases.1.rl.steps=1", "logging.every=2"), resume=True)
+    train(small.recipe(tmp_path, "rl.steps=1", "logging.every=2"), resume=True)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     path = newest / "model" / "model.safetensors"
     content = bytearray(path.read_bytes())
@@ -227,15 +228,15 @@ def test_checkpoints_hold_no_pickle_and_only_the_last_are_kept(tmp_path: Path) -
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
     algorithm = {"name": name} | ({"similarity": {"embedder": "hashed"}} if name in WITH_CLUSTERS else {})
-    train(small.recipe(tmp_path, "phases.1.rl.steps=2", f"phases.1.rl.algorithm={json.dumps(algorithm)}"))
-    entries = [e for e in lines(tmp_path) if e["phase"] == "rl"]
+    train(small.recipe(tmp_path, "rl.steps=2", f"rl.algorithm={json.dumps(algorithm)}"))
+    entries = [e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl"]
     assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in entries)
 
 
 def test_while_a_separate_critic_warms_up_the_policy_stays(tmp_path: Path) -> None:
-    critic = "phases.1.rl.algorithm={name: ppo, critic: {warmup: 2, separate: true}}"
+    critic = "rl.algorithm={name: ppo, critic: {warmup: 2, separate: true}}"
     for steps in (2, 3):
-        train(small.recipe(tmp_path / str(steps), critic, f"phases.1.rl.steps={steps}", "checkpoints.keep=9"))
+        train(small.recipe(tmp_path / str(steps), critic, f"rl.steps={steps}", "checkpoints.keep=9"))
     before, warm = (weights(tmp_path / "2", f"{place}") for place in ("0-000004", "1-000002"))
     assert all(torch.equal(before[name], warm[name]) for name in before)
     after = weights(tmp_path / "3", "1-000003")
@@ -245,8 +246,8 @@ def test_while_a_separate_critic_warms_up_the_policy_stays(tmp_path: Path) -> No
 def test_reward_rises(tmp_path: Path) -> None:
     """A dozen steps improve the reward."""
     more = ["steps=16", "optimizer.lr=5e-3", "rollout.prompts=12", "algorithm.loss={kl: none, kl_coef: 0.0}"]
-    train(small.recipe(tmp_path, "evaluation.every=0", *(f"phases.1.rl.{assignment}" for assignment in more)))
-    rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["phase"] == "rl"]
+    train(small.recipe(tmp_path, "evaluation.every=0", *(f"rl.{assignment}" for assignment in more)))
+    rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl"]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
@@ -303,27 +304,27 @@ HERE = "tests.trainer.test_train"
         ),
         ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
         ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
-        ("missing", r"phases.1.rl.rewards.0.name: cannot load '.*:missing': .* has no 'missing'$"),
-        ("notthing", r"phases.1.rl.rewards.0.name: cannot load .* has no 'notthing'; the nearest is 'nothing'$"),
+        ("missing", r"rl.rewards.0.name: cannot load '.*:missing': .* has no 'missing'$"),
+        ("notthing", r"rl.rewards.0.name: cannot load .* has no 'notthing'; the nearest is 'nothing'$"),
     ],
 )
 def test_a_reward_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:{name}'}}]"))
+        train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:{name}'}}]"))
 
 
 def test_columns_that_the_data_lacks_are_named_before_anything_is_computed(tmp_path: Path) -> None:
-    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:needs_a_column'%s}}]"
-    missing = r"^phases\.1\.rl\.rewards\.0: .* needs the column 'anwser'; the nearest is 'answer', all are answer, "
+    reward = f"rl.rewards=[{{name: '{HERE}:needs_a_column'%s}}]"
+    missing = r"^rl\.rewards\.0: .* needs the column 'anwser'; the nearest is 'answer', all are answer, "
     recipe = small.recipe(tmp_path, reward % "")
     with pytest.raises(ValueError, match=missing):
-        Trainer(recipe)
+        set_up(recipe)
     assert any(re.search(missing, problem) for problem in dry_run(recipe)[1])
-    Trainer(small.recipe(tmp_path, reward % ", on_error: skip"))  # its failures are counted
+    set_up(small.recipe(tmp_path, reward % ", on_error: skip"))  # its failures are counted
     own = f"evaluation.rewards=[{{name: '{HERE}:needs_a_column'}}]"
-    missing = missing.replace(r"phases\.1\.rl", "evaluation")
+    missing = missing.replace(r"rl", "evaluation")
     with pytest.raises(ValueError, match=missing):
-        Trainer(small.recipe(tmp_path, own))
+        set_up(small.recipe(tmp_path, own))
     assert any(re.search(missing, problem) for problem in dry_run(small.recipe(tmp_path, own))[1])
 
 
@@ -333,9 +334,9 @@ def scored_in_part(prompts: list[str], completions: list[str], **columns: Any) -
 
 
 def test_unscored_responses_are_left_out_of_the_spread_and_not_their_prompts(tmp_path: Path) -> None:
-    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:scored_in_part'}}]"
-    train(small.recipe(tmp_path, reward, "phases.1.rl.steps=1", "logging.samples=100"))
-    step = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    reward = f"rl.rewards=[{{name: '{HERE}:scored_in_part'}}]"
+    train(small.recipe(tmp_path, reward, "rl.steps=1", "logging.samples=100"))
+    step = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
     values = [sample["rewards"][0] for sample in lines(tmp_path, "samples")]
     scored = [[v for v in values[i : i + 4] if v is not None] for i in range(0, 24, 4)]
     assert [len(group) for group in scored] == [0, 2, 3, 3, 3, 3]
@@ -346,7 +347,7 @@ def test_unscored_responses_are_left_out_of_the_spread_and_not_their_prompts(tmp
 
 
 def test_results_are_json_for_every_parser(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:nothing'}}]", "phases.1.rl.steps=1"))
+    train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:nothing'}}]", "rl.steps=1"))
     assert {sample["rewards"][0] for sample in lines(tmp_path, "samples")} == {None}
     contents = [json_of(file.read_text()) for file in sorted(tmp_path.rglob("*.json"))]
     evaluations = [content for content in contents if "prompts" in content]
@@ -355,18 +356,18 @@ def test_results_are_json_for_every_parser(tmp_path: Path) -> None:
 
 
 def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
-    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:not_a_number', on_error: skip}}]"
-    train(small.recipe(tmp_path, reward, "phases.1.rl.steps=1"))
-    entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    reward = f"rl.rewards=[{{name: '{HERE}:not_a_number', on_error: skip}}]"
+    train(small.recipe(tmp_path, reward, "rl.steps=1"))
+    entry = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
     assert entry["rewards/skipped"] == 12 and math.isfinite(entry["train/total_loss"])
 
 
 def test_a_step_without_rewards_and_repeated_prompts_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = "phases.1.rl.steps=1", "phases.1.rl.rollout.prompts=50", "logging.progress=true"
-    train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:nothing'}}]", *changes))
-    entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    changes = "rl.steps=1", "rl.rollout.prompts=50", "logging.progress=true"
+    train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:nothing'}}]", *changes))
+    entry = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
     assert entry["rewards/unscored"] == entry["group_stats/num_groups"] * entry["group_stats/avg_group_size"] > 0
     events = [e["event"] for e in lines(tmp_path, "events")]
     assert "no response of a step has a reward" in events and "prompts occur more than once in a step" in events
@@ -375,9 +376,9 @@ def test_a_step_without_rewards_and_repeated_prompts_are_said(
 
 
 def test_a_first_step_without_advantages_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reward = f"phases.1.rl.rewards=[{{name: '{HERE}:equal'}}]"
-    train(small.recipe(tmp_path, reward, "phases.1.rl.steps=2", "logging.progress=true"))
-    assert all(e["train/skipped"] == 1 for e in lines(tmp_path) if e["phase"] == "rl")
+    reward = f"rl.rewards=[{{name: '{HERE}:equal'}}]"
+    train(small.recipe(tmp_path, reward, "rl.steps=2", "logging.progress=true"))
+    assert all(e["train/skipped"] == 1 for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
     text = "no response has an advantage, so the weights stay; mean reward 1"
     assert [line for line in capsys.readouterr().err.splitlines() if text in line] == [f"step 1: {text}"]
 
@@ -390,8 +391,8 @@ def test_columns_that_rewards_get_as_arguments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nothing", "equal"])
 def test_a_batch_without_any_advantage_is_skipped_and_said_so(tmp_path: Path, name: str) -> None:
-    train(small.recipe(tmp_path, f"phases.1.rl.rewards=[{{name: '{HERE}:{name}'}}]", "phases.1.rl.steps=1"))
-    entry = next(e for e in lines(tmp_path) if e["phase"] == "rl")
+    train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:{name}'}}]", "rl.steps=1"))
+    entry = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
     assert entry["train/skipped"] == 1 and "train/total_loss" not in entry
     assert any(e["event"].startswith("minibatch skipped") and e["phase"] == 1 for e in lines(tmp_path, "events"))
 
@@ -413,18 +414,18 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch:
 
 
 def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, "model.max_prompt_tokens=19", "phases.1.rl.steps=1"))
+    train(small.recipe(tmp_path, "model.max_prompt_length=19", "rl.steps=1"))
     dropped = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
     assert dropped and all(e["limit"] == 19 and e["count"] > 0 for e in dropped)
     no_line = r"^data: phase 0 \(sft\) has no usable line"
-    with pytest.raises(ValueError, match=rf"{no_line}; prompts left out: 64 by model\.max_prompt_tokens, 1$"):
-        train(small.recipe(tmp_path / "none", "model.max_prompt_tokens=1"))
+    with pytest.raises(ValueError, match=rf"{no_line}; prompts left out: 64 by model\.max_prompt_length, 1$"):
+        train(small.recipe(tmp_path / "none", "model.max_prompt_length=1"))
 
 
 def test_a_later_phase_without_a_usable_line_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(small.recipe(tmp_path))
+    trainer = set_up(small.recipe(tmp_path))
     items = trainer.items
     monkeypatch.setattr(trainer, "items", lambda split: [] if split == "train" else items(split))
     with pytest.raises(ValueError, match=r"^data: phase 1 \(rl\) has no usable line$"):
@@ -433,7 +434,7 @@ def test_a_later_phase_without_a_usable_line_is_refused_before_the_first_step(
 
 
 def test_demonstrations_are_read_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = Trainer(small.recipe(tmp_path))
+    trainer = set_up(small.recipe(tmp_path))
     monkeypatch.setattr("grpo_trainer.train.encode_demonstration", lambda *_: [0, 10**6])
     with pytest.raises(ValueError, match=r"model\.path: .* of every token of the demonstrations, got token 1000000"):
         trainer.items("sft")
@@ -441,8 +442,8 @@ def test_demonstrations_are_read_before_the_first_step(tmp_path: Path, monkeypat
 
 
 def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
-    trainer = Trainer(small.recipe(tmp_path))
-    settings = trainer.recipe.phases[1].rl
+    trainer = set_up(small.recipe(tmp_path))
+    settings = trainer.recipe.rl
     assert settings is not None
     run = RlRun(trainer, 1, settings, 0)
     data = [{"i": i} for i in range(24)]

@@ -241,7 +241,7 @@ BROKEN_RECIPES = {
 
 
 def unreadable_inputs(top: Path) -> list[Outcome]:
-    """Unreadable data and recipes; `grpo-train` must end with one line that names the file, or the key."""
+    """Unreadable data and recipes; `grpo train` must end with one line that names the file, or the key."""
     rows = []
     for title, broken, suffix in (("data", BROKEN_DATA, "jsonl"), ("recipe", BROKEN_RECIPES, "yaml")):
         row = Outcome("faults", f"a {title} file that cannot be read", 0, "one line with the file or key, and status 2")
@@ -264,7 +264,7 @@ def unreadable_inputs(top: Path) -> list[Outcome]:
 
 
 def command(*arguments: str) -> tuple[int | None, str]:
-    """Exit status and error output of grpo-train; status None if it raised, with the exception."""
+    """Exit status and error output of grpo train; status None if it raised, with the exception."""
     error = io.StringIO()
     try:
         with contextlib.redirect_stderr(error):
