@@ -84,7 +84,7 @@ class Plan:
         elif name != "polychromic":
             advantage = _config(gk.AdvantageConfig, advantage_fields, settings.advantage, "advantage")
         loss_fields = _with_coefficients(loss_fields, settings)
-        if (settings.loss | loss_fields).get("aggregation") == "seq-mean-token-sum-norm":
+        if (loss_fields | settings.loss).get("aggregation") == "seq-mean-token-sum-norm":
             loss_fields = {"max_length": rl.rollout.max_completion_length} | loss_fields
         loss = _config(gk.LossConfig, loss_fields, settings.loss, "loss")
         similarity, clustering = settings.similarity, None

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from grpo_trainer import distributed
-from grpo_trainer import train as training
 from grpo_trainer.policy import Policy
 from grpo_trainer.setup import set_up
-from grpo_trainer.train import train
 
 from tests.trainer import small
 

@@ -1,12 +1,18 @@
-"""A recipe that runs in a second."""
+"""A recipe that runs in a second, and what tests read of its runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from grpo_trainer import train as training
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.recipes import override, validated
+from grpo_trainer.setup import Run, set_up
+from grpo_trainer.train import prepare_rl
 
 
 def values(folder: Path) -> dict[str, Any]:
@@ -41,6 +47,71 @@ def recipe(folder: Path, *overrides: str) -> Recipe:
         override(settings, assignment)
     made: Recipe = validated(Recipe, settings)
     return made
+
+
+def ready(recipe: Recipe) -> Run:
+    """A run before its first step of RL."""
+    run = set_up(recipe)
+    prepare_rl(run, 0)
+    return run
+
+
+def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    return [json_of(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path, phase: str = "rl") -> list[dict[str, Any]]:
+    """The metrics of training steps."""
+    return [line for line in lines(folder) if line["kind"] == "train" and line["phase"] == phase]
+
+
+def json_of(text: str) -> Any:
+    """Reads JSON as parsers do that know no NaN and no Infinity."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in entry.items() if not k.startswith(("time", "speed/"))} for entry in entries]
+
+
+def newest(folder: Path) -> Path:
+    """The model of the last checkpoint of RL, or else of SFT."""
+    folders = [path for path in (folder / "checkpoints").iterdir() if not path.name.startswith(".")]
+    return max(folders, key=lambda path: (path.name.startswith("rl"), int(path.name.partition("-")[2]))) / "model"
+
+
+def weights(folder: Path, checkpoint: str | None = None) -> dict[str, torch.Tensor]:
+    """The policy's weights, of the last checkpoint unless it is named."""
+    from safetensors.torch import load_file
+
+    model = newest(folder) if checkpoint is None else folder / "checkpoints" / checkpoint / "model"
+    return load_file(model / "model.safetensors")
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Logs and weights of two runs are equal, bit for bit."""
+    expected = weights(one)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(other).items())
+    for name in ("metrics", "samples", "evaluations"):
+        assert timeless(lines(one, name)) == timeless(lines(other, name))
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, recipe: Recipe, phase: str, step: int) -> None:
+    """Trains until just before a step."""
+    real = training.items_of_step
+
+    def items(recipe: Recipe, of: str, data: Any, count: int, at: int) -> Any:
+        if (of, at) == (phase, step):
+            raise KeyboardInterrupt
+        return real(recipe, of, data, count, at)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "items_of_step", items)
+        training.train(recipe)
 
 
 def digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:

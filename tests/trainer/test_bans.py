@@ -20,14 +20,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from grpo_trainer import engine
-from grpo_trainer.dry_run import dry_run
+from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.policy import Policy, Reference, evaluating, load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
-from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.recipes import validated
+from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.setup import set_up
-from grpo_trainer.train import train, evaluate_model
+from grpo_trainer.train import train
 from grpo_trainer.vocabulary import banned_ids, refuse_banned
 
 import grpo_kernels as gk
@@ -59,7 +59,7 @@ def policy_of(kind: str, banned: tuple[int | str, ...] = (), adapters: bool = Fa
 
 def sampled(policy: Policy, **settings: Any) -> Rollout:
     items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    sampling = Sampling(**{"group_size": COPIES, "max_new_tokens": 9} | settings)
+    sampling = Sampling().model_copy(update={"num_generations": COPIES, "max_completion_length": 9} | settings)
     policy.temperature = sampling.temperature or 1.0
     return roll_out(policy, items, sampling, torch.Generator().manual_seed(0))
 
@@ -76,7 +76,7 @@ def frequent(kind: str) -> tuple[int, ...]:
 def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[Tensor, Tensor]:
     """Logits in float64 of transformers' own forward pass over one response, and its tokens."""
     tokens = rollout.batch.tokens[i][rollout.batch.mask[i]]
-    prompt = torch.tensor([rollout.items[i // rollout.num_generations]["prompt_ids"]])
+    prompt = torch.tensor([rollout.items[i // rollout.group_size]["prompt_ids"]])
     if not policy.is_seq2seq:
         return policy.lm(torch.cat((prompt, tokens[None]), 1)).logits[0, prompt.shape[1] - 1 : -1], tokens
     start = torch.tensor([[policy.lm.config.decoder_start_token_id]])
@@ -88,7 +88,7 @@ def logits_of(policy: Policy, rollout: Rollout, i: int) -> tuple[Tensor, Tensor]
     "settings",
     [
         {},
-        {"temperature": 0.6, "min_new_tokens": 3},
+        {"temperature": 0.6, "min_completion_length": 3},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "keep_support": True},
         {"top_k": 95},
     ],
@@ -124,8 +124,8 @@ def test_sampler_and_trainer_have_a_softmax_over_the_allowed_ids(kind: str, sett
 def test_the_most_probable_allowed_token_is_taken(kind: str) -> None:
     banned = frequent(kind)
     policy, free = policy_of(kind, banned), policy_of(kind)
-    rollout = sampled(policy, temperature=0.0, group_size=1)
-    assert rollout.texts != sampled(free, temperature=0.0, group_size=1).texts
+    rollout = sampled(policy, temperature=0.0, num_generations=1)
+    assert rollout.texts != sampled(free, temperature=0.0, num_generations=1).texts
     with torch.no_grad(), evaluating(policy):
         for i in range(len(rollout.texts)):
             logits, tokens = logits_of(policy, rollout, i)
@@ -236,14 +236,10 @@ def test_a_chats_end_of_turn_cannot_be_banned() -> None:
         ("[Ġ=]", r"model\.banned: must not hold a token of a demonstration, got 'Ġ=', token \d+ of '"),
     ],
 )
-def test_a_dry_run_and_a_run_refuse_alike(tmp_path: Path, banned: str, message: str) -> None:
-    recipe = small.recipe(tmp_path, f"model.banned={banned}")
-    _, problems = dry_run(recipe)
-    assert len(problems) == 1
-    with pytest.raises(ValueError, match=f"^{message}") as error:
-        train(recipe)
-    assert str(error.value) == problems[0]
-    assert not (tmp_path / "small-0" / "metrics.jsonl").exists()
+def test_bans_are_checked_before_the_first_step(tmp_path: Path, banned: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        train(small.recipe(tmp_path, f"model.banned={banned}"))
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_demonstration_without_bans_is_not_refused() -> None:
@@ -260,10 +256,10 @@ def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
 def test_runs_are_trained_resumed_and_evaluated_with_bans(tmp_path: Path) -> None:
     """No response, from the first step to the evaluation of a checkpoint, has a banned token."""
     settings = small.values(tmp_path)
-    del settings["phases"][0]
+    del settings["sft"]
     tokens = set_up(validated(Recipe, settings)).policy.tokenizer.get_vocab()
     digits = [token for token in tokens if any(letter.isdigit() for letter in token)]
-    settings["phases"][0]["rl"]["rewards"] = [{"name": f"{__name__}:length"}]
+    settings["rl"]["rewards"] = [{"name": f"{__name__}:length"}]
     settings["model"]["banned"] = digits
     settings |= {"checkpoints": {"every": 1, "keep": 9}, "logging": {"samples": 8, "progress": False}}
     recipe = validated(Recipe, settings)
@@ -272,13 +268,13 @@ def test_runs_are_trained_resumed_and_evaluated_with_bans(tmp_path: Path) -> Non
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (recipe.folder / name).read_text().splitlines()]
 
-    steps = [line for line in lines("metrics.jsonl") if line["phase"] == "rl"]
+    steps = [line for line in lines("metrics.jsonl") if line["kind"] == "train"]
     assert len(steps) == 4 and steps[0]["train/kl_rollout"] < 1e-9 and steps[-1]["train/grad_norm"] > 0
-    final = evaluate_model(recipe, str(recipe.folder / "checkpoints" / "0-000004" / "model"), "test")
+    final = evaluate_model(recipe, str(recipe.folder / "checkpoints" / "rl-4" / "model"), "test")
     responses = [line["response"] for line in lines("samples.jsonl")] + [line["greedy"] for line in final.lines]
     assert len(responses) > 30 and not any(letter.isdigit() for text in responses for letter in text)
     before = final.metrics
-    for folder in (recipe.folder / "checkpoints").glob("0-00000[34]"):
+    for folder in (recipe.folder / "checkpoints").glob("rl-[34]"):
         shutil.rmtree(folder)
     assert train(recipe, resume=True)["eval/test_reward"] == before["reward"]
 

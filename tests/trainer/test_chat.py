@@ -14,10 +14,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
 from grpo_trainer.checkpoint import save_policy
-from grpo_trainer.recipe import Recipe
-from grpo_trainer.report import write_report
-from grpo_trainer.recipes import validated
 from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.recipes import validated
+from grpo_trainer.report import write_report
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 

@@ -60,7 +60,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_and_its_overrides(finished: Path) -> None:
     written = json.loads((finished / "run" / "recipe.yaml").read_text())
-    assert written["phases"][1]["rl"]["steps"] == 2 == len([e for e in lines(finished / "run") if e["kind"] == "train" and e["phase"] == "rl"])
+    assert (
+        written["phases"][1]["rl"]["steps"]
+        == 2
+        == len([e for e in lines(finished / "run") if e["kind"] == "train" and e["phase"] == "rl"])
+    )
     assert (finished / "run" / "report.html").stat().st_size > 10_000
 
 

@@ -16,9 +16,9 @@ pytest.importorskip("sacrebleu")
 pytest.importorskip("rouge_score")
 
 from grpo_trainer.recipe import Recipe, Reward
+from grpo_trainer.recipes import validated
 from grpo_trainer.report import write_report
 from grpo_trainer.rewards import RewardError, component_means, dialogue, score
-from grpo_trainer.recipes import validated
 from grpo_trainer.train import train
 
 from tests.trainer import small

@@ -19,12 +19,13 @@ from torch import Tensor
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from grpo_trainer import train as training
 from grpo_trainer.algorithm import ALGORITHMS, Credit, Plan, _keep_largest, assign_credit
-from grpo_trainer.recipe import Algorithm
-from grpo_trainer.rollout import Rollout
+from grpo_trainer.recipe import Algorithm, Rl
+from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.recipes import validated
-from grpo_trainer.setup import set_up
-from grpo_trainer.train import train
+from grpo_trainer.rollout import Rollout
+from grpo_trainer.setup import Run
 
 import grpo_kernels as gk
 from tests.trainer import small
@@ -51,7 +52,8 @@ def credited(settings: dict[str, Any], rewards: Tensor, embeddings: Tensor, coun
     logprobs, values = (-torch.rand(len(LENGTHS), WIDTH, generator=random) for _ in range(2))
     batch = SimpleNamespace(mask=mask)
     rollout = cast(Rollout, SimpleNamespace(group_size=SIZE, batch=batch, lengths=mask.sum(1), logprobs=logprobs))
-    plan = Plan.of(build(Algorithm, settings), WIDTH)
+    sampling = Sampling(max_completion_length=WIDTH, num_generations=SIZE)
+    plan = Plan.of(Rl(algorithm=validated(Algorithm, settings), rollout=sampling))
     return assign_credit(plan, rollout, rewards[:, None], torch.ones(1), embeddings, values, counted)
 
 
@@ -129,9 +131,9 @@ def rewards_of(arguments: dict[str, Any]) -> Tensor:
 
 
 def test_truncated_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = set_up(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
-    ending(trainer.policy, 2.0)
-    arguments = captured(trainer, monkeypatch)
+    run = small.ready(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
+    ending(run.policy, 2.0)
+    arguments = captured(run, monkeypatch)
     cut = arguments["rollout"].truncated
     assert 0 < int(cut.sum()) < len(cut)
     want = expected_of(arguments, rewards_of(arguments), cut)
@@ -140,9 +142,9 @@ def test_truncated_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_truncated_responses_vote_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = set_up(small.recipe(tmp_path, *RLOO))
-    ending(trainer.policy, 2.0)
-    arguments = captured(trainer, monkeypatch)
+    run = small.ready(small.recipe(tmp_path, *RLOO))
+    ending(run.policy, 2.0)
+    arguments = captured(run, monkeypatch)
     cut = arguments["rollout"].truncated
     assert 0 < int(cut.sum()) < len(cut)
     want = expected_of(arguments, rewards_of(arguments), torch.zeros_like(cut))
@@ -150,11 +152,9 @@ def test_truncated_responses_vote_by_default(tmp_path: Path, monkeypatch: pytest
 
 
 def test_rewards_are_reported_of_all_responses(tmp_path: Path) -> None:
-    trainer = set_up(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
-    ending(trainer.policy, 2.0)
-    settings = trainer.recipe.rl
-    assert settings is not None
-    metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    run = small.ready(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
+    ending(run.policy, 2.0)
+    metrics = training.rl_step(run, run.items("train")[:6], 1)
     assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0
     assert 0 < metrics["rollout/truncated"] < 1
 
@@ -164,17 +164,17 @@ def test_rejected_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.Monk
     """The mismatch of every third response is large, and rejects all of its tokens."""
     masks: list[Tensor] = []
 
-    def correct(self: RlRun, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection:
+    def correct(run: Run, rollout: Rollout, mask: Tensor) -> gk.SamplingCorrection:
         masks.append(mask)
         by_engine = rollout.logprobs.clone()
         by_engine[::3] -= 5
         config = gk.CorrectionConfig(rejections=(("seq_mean_k1", -1.0, 1.0),))
         return gk.sampling_correction(rollout.logprobs, by_engine, mask=mask, config=config)
 
-    monkeypatch.setattr(RlRun, "_correct", correct)
-    trainer = set_up(small.recipe(tmp_path, *RLOO, f"rl.rollout.truncated={truncated}"))
-    ending(trainer.policy, 2.0)
-    arguments = captured(trainer, monkeypatch)
+    monkeypatch.setattr(training, "correct_sampling", correct)
+    run = small.ready(small.recipe(tmp_path, *RLOO, f"rl.rollout.truncated={truncated}"))
+    ending(run.policy, 2.0)
+    arguments = captured(run, monkeypatch)
     rollout, credit = arguments["rollout"], arguments["credit"]
     left_out = torch.arange(len(rollout.texts)) % 3 == 0
     if truncated == "leave_out":
@@ -244,39 +244,36 @@ def test_a_step_divides_by_what_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aggregation: str, micro_batch: int
 ) -> None:
     """Against a float64 gradient; a ratio is 1 in a step's first minibatch."""
-    loss = f"{{kl: k3, kl_coef: 0.3, entropy_coef: 0.2, aggregation: {aggregation}}}"
+    loss = f"{{entropy_coef: 0.2, aggregation: {aggregation}}}"
     recipe = small.recipe(
         tmp_path,
-        f"rl.algorithm={{name: dr_grpo, loss: {loss}}}",
+        f"rl.algorithm={{name: dr_grpo, beta: 0.3, loss: {loss}}}",
         f"rl.rewards=[{{name: '{HERE}:some_unscored_or_equal'}}]",
         "rl.rollout.truncated=leave_out",
         "rl.minibatches=1",
         "rl.num_iterations=1",
         f"rl.micro_batch={micro_batch}",
     )
-    trainer = set_up(recipe)
-    settings = recipe.rl
-    assert settings is not None
-    run = RlRun(trainer, 1, settings, 0)
-    lm, seen = trainer.policy.lm, dict[str, Any]()
+    run = small.ready(recipe)
+    lm, seen = run.policy.lm, dict[str, Any]()
     reference = copy.deepcopy(lm).double().eval()
     with torch.no_grad():
         for weight in lm.parameters():
             weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) / 10)
-        lm.get_output_embeddings().weight[trainer.policy.eos_id] *= 12  # some responses end, others are truncated
-    update = RlRun._update
+        lm.get_output_embeddings().weight[run.policy.eos_id] *= 12  # some responses end, others are truncated
+    update = training.update
 
-    def spy(self: RlRun, rollout: Rollout, credit: Credit, *more: Any) -> dict[str, float]:
+    def spy(run: Run, rollout: Rollout, credit: Credit, *more: Any) -> dict[str, float]:
         seen.update(rollout=rollout, policy=copy.deepcopy(lm).double().eval())
-        return update(self, rollout, credit, *more)
+        return update(run, rollout, credit, *more)
 
-    def keep(self: RlRun) -> float:
+    def keep(*_: Any) -> float:
         seen["gradients"] = {name: weight.grad for name, weight in lm.named_parameters()}
         return 1.0
 
-    monkeypatch.setattr(RlRun, "_update", spy)
-    monkeypatch.setattr(RlRun, "optimizer_step", keep)
-    metrics = run.step(trainer.items("train")[:6], 2)
+    monkeypatch.setattr(training, "update", spy)
+    monkeypatch.setattr(training, "optimizer_step", keep)
+    metrics = training.rl_step(run, run.items("train")[:6], 2)
     rollout, policy = seen["rollout"], seen["policy"]
     advantages = counted_rows(rollout)
     left_out = len(rollout.texts) - len(advantages)

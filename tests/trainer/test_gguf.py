@@ -16,10 +16,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("gguf")
 
 import gguf
+from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.policy import load_policy
 from grpo_trainer.pretrained import source
 from grpo_trainer.recipe import Model
-from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.train import train
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -19,7 +19,7 @@ from grpo_trainer.dry_run import dry_run
 from grpo_trainer.policy import load_policy
 from grpo_trainer.recipe import Lora, Model, Recipe, load
 from grpo_trainer.setup import set_up
-from grpo_trainer.train import train, evaluate_model
+from grpo_trainer.train import evaluate_model, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.trainer import small

@@ -19,7 +19,6 @@ from grpo_trainer.recipe import Lora, Model, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
 from grpo_trainer.setup import set_up
-from grpo_trainer.train import train
 
 from tests.trainer import small
 
@@ -36,8 +35,8 @@ def policy_of(kind: str, lora: Lora | None = None) -> Policy:
 
 def rolled(policy: Policy, **settings: float) -> Rollout:
     items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    kwargs = {"group_size": 3, "max_new_tokens": 9, "batch": 6} | settings
-    return roll_out(policy, items, Sampling(**kwargs), torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+    kwargs = {"num_generations": 3, "max_completion_length": 9, "batch": 6} | settings
+    return roll_out(policy, items, Sampling().model_copy(update=kwargs), torch.Generator().manual_seed(0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("cap", "is_plain"), [(None, True), (30.0, False)])
@@ -109,7 +108,7 @@ def test_log_probs_are_those_of_the_model_alone(kind: str) -> None:
 
 def test_responses_end_at_their_first_end_or_are_truncated() -> None:
     policy = policy_of("causal")
-    rollout = rolled(policy, max_new_tokens=40)
+    rollout = rolled(policy, max_completion_length=40)
     ends = 0
     for row, mask, cut in zip(rollout.batch.tokens, rollout.batch.mask, rollout.truncated.tolist(), strict=True):
         tokens = row[mask].tolist()
@@ -123,7 +122,7 @@ def test_sampling_follows_the_policys_probabilities() -> None:
     """Chi-squared of the first tokens of 6,000 responses against the softmax, within five sigma."""
     policy = policy_of("causal")
     items = select_usable(policy, [{"prompt": PROMPTS[3]}], "prompt", 100, False)
-    sampling = Sampling(group_size=6000, max_new_tokens=1, batch=6000)
+    sampling = Sampling(num_generations=6000, max_completion_length=1, batch=6000)
     rollout = roll_out(policy, items, sampling, torch.Generator().manual_seed(3))
     with torch.no_grad():
         chances = policy.lm(torch.tensor([items[0]["prompt_ids"]])).logits[0, -1].softmax(-1).double()
@@ -232,32 +231,33 @@ def test_a_model_is_on_its_device_before_a_policy_is_made_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A policy runs its model when it is created, and a reference is created before the first step."""
-    save_policy(policy_of("causal"), tmp_path / "model")
+    save_policy(policy_of("causal"), tmp_path / "checkpoints" / "rl-1" / "model")
     seen = []
     monkeypatch.setattr(Policy, "_head_is_plain", lambda self: bool(seen.append(self.device.type)))
-    monkeypatch.setattr("accelerate.Accelerator.device", torch.device("meta"))
-    recipe = small.recipe(tmp_path / "run", f"model.path={tmp_path / 'model'}")
-    for path in (tmp_path / "model", "tiny"):
+    monkeypatch.setattr("grpo_trainer.distributed.start", lambda: torch.device("meta"))
+    model = tmp_path / "checkpoints" / "rl-1" / "model"
+    recipe = small.recipe(tmp_path, f"model.path={model}")
+    for path in (model, "tiny"):
         policy = set_up(small.recipe(tmp_path / "run", f"model.path={path}")).policy
-    checkpoint.restore_policy(recipe, checkpoint.State(tmp_path, 0, 1, None, 1, {}), policy)
-    Reference(policy, Model(reference_model_path=str(tmp_path / "model")))
+    checkpoint.restore_policy(recipe, checkpoint.State("rl", 1, None, 1, {}), policy)
+    Reference(policy, Model(reference_model_path=str(model)))
     policy.add_critic()
     assert seen == ["meta"] * 5
 
 
 def test_responses_end_at_every_stop_token_of_the_generation_config(tmp_path: Path) -> None:
     policy = policy_of("causal")
-    before = rolled(policy, temperature=0.0, max_new_tokens=6)
+    before = rolled(policy, temperature=0.0, max_completion_length=6)
     other = int(before.batch.tokens[0, 2])
     policy.lm.generation_config.eos_token_id = [policy.eos_id, other]
     save_policy(policy, tmp_path)
     policy = load_policy(Model(path=str(tmp_path)), [], None)
     assert policy.stop_ids == sorted({policy.eos_id, other})
-    rollout = rolled(policy, temperature=0.0, max_new_tokens=6)
+    rollout = rolled(policy, temperature=0.0, max_completion_length=6)
     tokens = rollout.batch.tokens[0][rollout.batch.mask[0]].tolist()
     first = before.batch.tokens[0].tolist()
     assert tokens == first[: first.index(other) + 1] and not rollout.truncated[0]
-    rollout = rolled(policy, max_new_tokens=6, min_new_tokens=5)
+    rollout = rolled(policy, max_completion_length=6, min_completion_length=5)
     assert not torch.isin(rollout.batch.tokens[:, :5], torch.tensor(policy.stop_ids)).any()
 
 

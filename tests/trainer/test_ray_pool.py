@@ -158,7 +158,10 @@ def test_as_the_trainers_embedder(cluster: None, tmp_path: Path) -> None:
         return timeless(lines(tmp_path / name))
 
     alone, pooled, _ = run("alone", 0), run("pooled", 1), run("again", 2)
-    assert [entry.pop("embedder/restarts") for entry in pooled if entry["kind"] == "train" and e["phase"] == "rl"] == [0.0, 0.0]
+    assert [entry.pop("embedder/restarts") for entry in pooled if entry["kind"] == "train" and e["phase"] == "rl"] == [
+        0.0,
+        0.0,
+    ]
     assert alone == pooled
     a, b = weights(tmp_path / "alone"), weights(tmp_path / "pooled")
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -12,14 +12,14 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from grpo_trainer.algorithm import Credit, Plan, _keep_largest, rows_in_loss
+from grpo_trainer import train as training
+from grpo_trainer.algorithm import Credit, _keep_largest, rows_in_loss
 from grpo_trainer.data import Batch
 from grpo_trainer.policy import Policy, evaluating, load_policy
-from grpo_trainer.recipe import Algorithm, Lora, Model, Tiny
+from grpo_trainer.recipe import Lora, Model, Tiny
 from grpo_trainer.recipe import Rollout as Sampling
 from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
-from grpo_trainer.setup import set_up
-from grpo_trainer.train import train
+from grpo_trainer.setup import Run
 
 from tests.trainer import small
 from tests.trainer.test_policy import CORPUS, PROMPTS
@@ -38,7 +38,7 @@ def policy_of(kind: str = "causal", adapters: bool = False, **settings: Any) -> 
 
 def sampled(policy: Policy, copies: int = 3, **settings: Any) -> Rollout:
     items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    sampling = Sampling(**{"group_size": copies, "max_new_tokens": 9} | settings)
+    sampling = Sampling().model_copy(update={"num_generations": copies, "max_completion_length": 9} | settings)
     return roll_out(policy, items, sampling, torch.Generator().manual_seed(0))
 
 
@@ -113,14 +113,14 @@ def test_an_empty_response_is_its_end_alone() -> None:
 def test_the_end_is_not_sampled_before_the_minimum_length(least: int) -> None:
     policy = policy_of()
     ending(policy, 50.0)
-    rollout = sampled(policy, min_new_tokens=least)
+    rollout = sampled(policy, min_completion_length=least)
     assert rollout.lengths.tolist() == [least + 1] * len(rollout.texts)
 
 
 def test_the_end_is_scored_before_the_minimum_length() -> None:
     """The update has no such rule, and the ratio must start at 1."""
     policy = policy_of()
-    rollout = sampled(policy, min_new_tokens=4)
+    rollout = sampled(policy, min_completion_length=4)
     with torch.no_grad(), evaluating(policy):
         fresh = policy("logprobs", rollout.batch)
     torch.testing.assert_close(rollout.logprobs, fresh, rtol=1e-4, atol=1e-4)
@@ -128,7 +128,7 @@ def test_the_end_is_scored_before_the_minimum_length() -> None:
 
 @pytest.mark.parametrize("minibatches", [1, 4, 6])
 def test_the_number_of_minibatches_is_that_of_the_recipe(tmp_path: Path, minibatches: int) -> None:
-    trainer = set_up(
+    run = small.ready(
         small.recipe(
             tmp_path,
             f"rl.minibatches={minibatches}",
@@ -136,34 +136,28 @@ def test_the_number_of_minibatches_is_that_of_the_recipe(tmp_path: Path, minibat
             "rl.algorithm.drop_flat=false",
         )
     )
-    settings = trainer.recipe.rl
-    assert settings is not None
-    metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    metrics = training.rl_step(run, run.items("train")[:6], 1)
     assert metrics["train/optimizer_steps"] == minibatches
 
 
 def test_empty_responses_can_be_trained_on(tmp_path: Path) -> None:
-    trainer = set_up(small.recipe(tmp_path, "rl.algorithm.name=dr_grpo"))
-    ending(trainer.policy, 50.0)
-    settings = trainer.recipe.rl
-    assert settings is not None
-    metrics = RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    run = small.ready(small.recipe(tmp_path, "rl.algorithm.name=dr_grpo"))
+    ending(run.policy, 50.0)
+    metrics = training.rl_step(run, run.items("train")[:6], 1)
     assert metrics["rollout/length_max"] == 1 and metrics["train/skipped"] == 1
 
 
-def captured(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def captured(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Arguments that an RL step passes to its update."""
-    settings = trainer.recipe.rl
-    assert settings is not None
     arguments: dict[str, Any] = {}
 
-    def update(self: RlRun, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
+    def update(run: Run, rollout: Rollout, credit: Credit, *_: Any) -> dict[str, float]:
         mask = rollout.batch.mask
-        arguments.update(rollout=rollout, credit=credit, rows=rows_in_loss(self.plan, credit, mask, rollout.num_generations))
+        arguments.update(rollout=rollout, credit=credit, rows=rows_in_loss(run.plan, credit, mask, rollout.group_size))
         return {"train/skipped": 1.0}
 
-    monkeypatch.setattr(RlRun, "_update", update)
-    RlRun(trainer, 1, settings, 0).step(trainer.items("train")[:6], 1)
+    monkeypatch.setattr(training, "update", update)
+    training.rl_step(run, run.items("train")[:6], 1)
     return arguments
 
 
@@ -172,15 +166,15 @@ def test_truncated_responses_are_left_out_of_the_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     more = (f"rl.algorithm.name={algorithm}", "rl.rollout.truncated=leave_out")
-    trainer = set_up(small.recipe(tmp_path, *more))
-    ending(trainer.policy, 2.0)
-    arguments = captured(trainer, monkeypatch)
+    run = small.ready(small.recipe(tmp_path, *more))
+    ending(run.policy, 2.0)
+    arguments = captured(run, monkeypatch)
     cut, mask = arguments["rollout"].truncated, arguments["credit"].mask
     assert 0 < int(cut.sum()) < len(cut)
     assert not mask[cut].any() and torch.equal(mask[~cut], arguments["rollout"].batch.mask[~cut])
     assert not arguments["rows"][cut].any()
     last = arguments["rollout"].lengths - 1
-    ends = arguments["rollout"].batch.tokens[torch.arange(len(cut)), last] == trainer.policy.eos_id
+    ends = arguments["rollout"].batch.tokens[torch.arange(len(cut)), last] == run.policy.eos_id
     assert torch.equal(cut, ~ends)
 
 
@@ -213,7 +207,13 @@ def test_samples_pass_the_filters_at_the_temperature(top_k: int, top_p: float) -
 @pytest.mark.parametrize(("kind", "batch"), [("causal", 512), ("causal", 6), ("seq2seq", 512)])
 def test_log_probs_over_the_kept_tokens(kind: str, batch: int) -> None:
     policy = policy_of(kind)
-    settings: dict[str, Any] = {"top_k": 6, "top_p": 0.8, "temperature": 0.5, "min_new_tokens": 2, "batch": batch}
+    settings: dict[str, Any] = {
+        "top_k": 6,
+        "top_p": 0.8,
+        "temperature": 0.5,
+        "min_completion_length": 2,
+        "batch": batch,
+    }
     policy.temperature = 0.5
     rollout, whole = sampled(policy, keep_support=True, **settings), sampled(policy, **settings)
     assert torch.equal(rollout.batch.tokens, whole.batch.tokens) and whole.batch.kept is None
@@ -236,20 +236,18 @@ def test_log_probs_over_the_kept_tokens(kind: str, batch: int) -> None:
 
 
 def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = set_up(small.recipe(tmp_path, "rl.algorithm.similarity={embedder: hashed}"))
-    items = trainer.items("train")[:6]
-    tokenizer = trainer.policy.tokenizer
-    sampling = Sampling(group_size=4, max_new_tokens=12)
-    rollout = roll_out(trainer.policy, items, sampling, torch.Generator().manual_seed(0))
+    run = small.ready(small.recipe(tmp_path, "rl.algorithm.similarity={embedder: hashed}"))
+    items = run.items("train")[:6]
+    tokenizer = run.policy.tokenizer
+    sampling = Sampling(num_generations=4, max_completion_length=12)
+    rollout = roll_out(run.policy, items, sampling, torch.Generator().manual_seed(0))
     again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rollout.texts]
     tokens = [row[mask].tolist() for row, mask in zip(rollout.batch.tokens, rollout.batch.mask, strict=True)]
     # tokenizing the texts would differ, as a text has several tokenizations
-    assert any(a != [t for t in b if t != trainer.policy.eos_id] for a, b in zip(again, tokens, strict=True))
+    assert any(a != [t for t in b if t != run.policy.eos_id] for a, b in zip(again, tokens, strict=True))
     for name in ("__call__", "encode", "_encode_plus"):
         monkeypatch.setattr(type(tokenizer), name, lambda *_: pytest.fail("a text was read back"))
-    settings = trainer.recipe.rl
-    assert settings is not None
-    RlRun(trainer, 1, settings, 0).step(items, 1)
+    training.rl_step(run, items, 1)
 
 
 def test_batches_do_not_change_the_most_probable_response() -> None:
@@ -289,6 +287,5 @@ def test_top_k_ratio_keeps_the_largest_advantages(per_token: bool, ratio: float,
 
 
 def test_a_ratio_of_one_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = captured(set_up(small.recipe(tmp_path)), monkeypatch)
+    arguments = captured(small.ready(small.recipe(tmp_path)), monkeypatch)
     assert arguments["credit"].mask is None
-    assert Plan.of(Algorithm(), 8).settings.top_k_ratio == 1.0

