@@ -454,16 +454,16 @@ def take_policy(lm: Any, tokenizer: Any, settings: Model, backend: str | None, d
         device: device of the weights.
     """
     if tokenizer is None:
-        raise ValueError("Trainer: tokenizer must be given with a model, got None")
+        raise ValueError("train: tokenizer must be given with a model, got None")
     if not hasattr(lm, "get_output_embeddings") or hasattr(lm, "peft_config"):
         rule = "must be a model of transformers without adapters, which model.lora adds"
-        raise TypeError(f"Trainer: model {rule}, got {type(lm).__name__}")
+        raise TypeError(f"train: model {rule}, got {type(lm).__name__}")
     if lm.get_output_embeddings() is None:
-        raise TypeError(f"Trainer: model must have a language-modelling head, got {type(lm).__name__} without one")
+        raise TypeError(f"train: model must have a language-modelling head, got {type(lm).__name__} without one")
     if not hasattr(tokenizer, "eos_token_id"):
-        raise TypeError(f"Trainer: tokenizer must be one of transformers, got {type(tokenizer).__name__} {tokenizer!r}")
+        raise TypeError(f"train: tokenizer must be one of transformers, got {type(tokenizer).__name__} {tokenizer!r}")
     if tokenizer.eos_token_id is None:
-        raise ValueError("Trainer: tokenizer must have an end-of-sequence token, got none")
+        raise ValueError("train: tokenizer must have an end-of-sequence token, got none")
     for name in LOADING_KEYS:
         value, default = getattr(settings, name), getattr(Model(), name)
         if value != default:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from grpo_trainer import distributed
+from grpo_trainer import train as training
 from grpo_trainer.policy import Policy
-from grpo_trainer.setup import set_up
 
 from tests.trainer import small
 
@@ -43,22 +43,23 @@ def is_different_in_each(prompts: list[str], completions: list[str], **columns: 
 
 def main(cases: Path) -> None:
     torch.set_num_threads(1)
-    real = PhaseRun._items
+    real, set_up = training.items_of_step, training.set_up
+    runs: list[Any] = []
+    training.set_up = lambda *a: runs.append(set_up(*a)) or runs[-1]  # type: ignore[func-returns-value]
     for case in json.loads(cases.read_text()):
         stop = case.get("stop")
 
-        def items(self, data, step, stop=stop):  # type: ignore[no-untyped-def]
-            if stop is not None and [self.number, step] == stop:
+        def items(recipe, phase, data, count, step, stop=stop):  # type: ignore[no-untyped-def]
+            if stop is not None and [phase, step] == stop:
                 raise Stop
-            return real(self, data, step)
+            return real(recipe, phase, data, count, step)
 
-        PhaseRun._items = items  # type: ignore[method-assign]
+        training.items_of_step = items
         folder = Path(case["folder"])
         try:
-            trainer = set_up(small.recipe(folder, *case.get("overrides", ())))
-            trainer.run(case.get("resume", False))
+            training.train(small.recipe(folder, *case.get("overrides", ())), case.get("resume", False))
             here, whole = 0, 0
-            for parameter in trainer.policy.parameters():
+            for parameter in runs[-1].policy.parameters():
                 whole += parameter.numel()
                 here += (parameter.to_local() if distributed.is_sharded(parameter) else parameter).numel()  # type: ignore[attr-defined]
             parts = folder.parent / f"{folder.name}-parts-{distributed.rank()}"

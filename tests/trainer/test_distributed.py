@@ -27,12 +27,12 @@ from safetensors.torch import load_file
 
 from tests.harness import quick
 from tests.trainer import small
-from tests.trainer.test_train import lines, stopped_after, timeless
+from tests.trainer.small import lines, steps, stop_before, timeless
 
 HERE = "tests.trainer.distributed_cases"
 # 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
 ODD = (
-    "rl.rollout={prompts: 3, group_size: 5, max_new_tokens: 12, batch: 10}",
+    "rl.rollout={prompts: 3, num_generations: 5, max_completion_length: 12, batch: 10}",
     "rl.micro_batch=3",
     "sft.batch=15",
     "sft.micro_batch=4",
@@ -60,7 +60,7 @@ RUNS = {
     "one_prompt": (
         *ODD,
         *ONE,
-        "rl.rollout={prompts: 1, group_size: 2, max_new_tokens: 6}",
+        "rl.rollout={prompts: 1, num_generations: 2, max_completion_length: 6}",
         "rl.minibatches=1",
     ),
     "sharded": (*ODD, SHARDED),
@@ -70,7 +70,7 @@ RUNS = {
     "sharded_seq2seq": (*ODD, *ONE, "model.tiny.architecture=seq2seq", SHARDED),
 }
 # Stopped before this step of the RL phase, and resumed with the other number of processes.
-STOP = (1, 2)
+STOP = ("rl", 2)
 VALUE_HEAD = 32 + 1  # weights and bias; in every process whole
 RESUMED = ("group_ppo", "sharded_values", "sharded_critic")
 # Without --all.
@@ -103,7 +103,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             train(small.recipe(top / "one" / name, *overrides))
             cases.append({"folder": f"{top}/two/{name}", "overrides": overrides})
             if name in resumed:
-                stopped_after(patch, small.recipe(top / "one_then_two" / name, *overrides), STOP[0], STOP[1] - 1)
+                stop_before(patch, small.recipe(top / "one_then_two" / name, *overrides), *STOP)
                 cases += [
                     {"folder": f"{top}/one_then_two/{name}", "overrides": overrides, "resume": True},
                     {"folder": f"{top}/two_then_one/{name}", "overrides": overrides, "stop": STOP},
@@ -118,15 +118,7 @@ def launched(*command: str, limit: float = 400.0) -> subprocess.CompletedProcess
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = (
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes=2",
-        "--num_machines=1",
-        "--dynamo_backend=no",
-        "--mixed_precision=no",
-        f"--main_process_port={port}",
-    )
+    launch = ("torch.distributed.run", "--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}")
     return subprocess.run(
         [sys.executable, "-m", *launch, *command],
         capture_output=True,
@@ -208,14 +200,14 @@ def test_the_threshold_of_segments_moves_alike(folder: Path, name: str) -> None:
 def test_rewards_of_all_processes_are_gathered(folder: Path) -> None:
     """The first process scores one of three prompts, the second two."""
     expected = torch.tensor([0.1 * i for i in range(5)] + [1 + 0.1 * i for i in range(10)], dtype=torch.float32)
-    (step,) = [line for line in lines(folder / "two" / "moody") if line["phase"] == "rl"]
+    (step,) = steps(folder / "two" / "moody")
     assert step["rewards/mean"] == pytest.approx(float(expected.mean()), rel=1e-6)
     assert step["rewards/group_std"] == pytest.approx(float(expected.view(3, 5).std(1).mean()), rel=1e-6)
 
 
 def test_failures_in_one_process_end_all(folder: Path) -> None:
     said = "reward 'tests.trainer.distributed_cases:fails_in_the_second' raised ValueError: no reward today"
-    said += " (distributed_cases.py, line 25; GRPO_TRACEBACK=1 shows the rest)"
+    said += " (distributed_cases.py, line 24; GRPO_TRACEBACK=1 shows the rest)"
     errors = [(folder / "two" / f"failing-error-{rank}").read_text() for rank in range(2)]
     assert errors == [f"ProcessError: process 1: RewardError: {said}", f"RewardError: {said}"]
 
@@ -224,20 +216,12 @@ def test_failures_in_one_process_end_all(folder: Path) -> None:
 def test_a_process_that_breaks_ends_the_others(tmp_path: Path) -> None:
     """A forward pass fails while the other process waits for it."""
     recipe = tmp_path / "recipe.yaml"
-    values = small.values(tmp_path / "run") | {
-        "phases": [
-            {
-                "rl": {
-                    "steps": 1,
-                    "rollout": {"prompts": 2, "group_size": 4, "max_new_tokens": 4},
-                    "rewards": [{"name": f"{HERE}:breaks_the_second_model"}],
-                }
-            }
-        ]
-    }
+    values = small.values(tmp_path / "run")
+    del values["sft"]
+    values["rl"] |= {"steps": 1, "rewards": [{"name": f"{HERE}:breaks_the_second_model"}]}
     recipe.write_text(json.dumps(values))
     start = time.monotonic()
-    done = launched("-m", "grpo_trainer", str(recipe), limit=200)
+    done = launched("-m", "grpo_trainer", "train", str(recipe), limit=200)
     assert done.returncode != 0
     assert "RuntimeError: the second model is broken" in done.stderr
     assert time.monotonic() - start < 150, "an end is not waited for: gloo gives up after half an hour"

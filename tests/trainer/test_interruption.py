@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
-from grpo_trainer import checkpoint, cli, evaluate, interruption
-from grpo_trainer.phases import rl, sft
+from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft
+from grpo_trainer import train as training
 
 from tests.trainer import small
-from tests.trainer.test_train import lines, timeless, weights
+from tests.trainer.small import assert_equal_runs
 
 OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "checkpoints.every=2")
 
@@ -30,7 +29,8 @@ OVERRIDES = ("sft.steps=2", "rl.steps=3", "evaluation={every: 1, batch: 4}", "ch
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda handle: None)
-    monkeypatch.setattr("grpo_trainer.report.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("grpo_trainer.report.write_report", lambda folder, beside=(): folder / "report.html")
+    monkeypatch.setattr("grpo_trainer.report.summary", lambda folder: "")
 
 
 def command(folder: Path) -> list[str]:
@@ -43,18 +43,8 @@ def command(folder: Path) -> list[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
-    assert cli.train(command(folder)) == 0
+    assert cli.main(["train", *command(folder)]) == 0
     return folder / "run"
-
-
-def assert_equal_runs(run: Path, whole: Path) -> None:
-    assert timeless(lines(run)) == timeless(lines(whole))
-    expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(run).items())
-    for kind in ("samples.jsonl", "evaluations/*.json"):
-        found, known = ({file.name: file.read_text() for file in at.glob(kind)} for at in (run, whole))
-        assert found == known and known
-    assert not [*run.rglob(".new*")]
 
 
 def raising(real: Callable[..., Any], at_call: int, *numbers: int) -> Callable[..., Any]:
@@ -73,13 +63,13 @@ def raising(real: Callable[..., Any], at_call: int, *numbers: int) -> Callable[.
 
 # Place of the signal, number of the call, and the last checkpoint.
 MOMENTS = {
-    "sft": (sft, "encode_demonstration", 10, "0-000001"),
-    "sampling": (rl, "roll_out", 2, "1-000001"),
-    "reward": (rl, "score", 3, "1-000003"),
+    "sft": (sft, "encode_demonstration", 10, "sft-1"),
+    "sampling": (setup, "roll_out", 2, "rl-1"),
+    "reward": (training, "score", 3, "rl-3"),
     "first evaluation": (evaluate, "roll_out", 1, None),
-    "evaluation": (evaluate, "roll_out", 5, "1-000001"),
-    "last evaluation": (evaluate, "roll_out", 8, "1-000003"),
-    "checkpoint": (checkpoint, "save_policy", 2, "1-000002"),
+    "evaluation": (evaluate, "roll_out", 5, "rl-1"),
+    "last evaluation": (evaluate, "roll_out", 8, "rl-3"),
+    "checkpoint": (checkpoint, "save_policy", 3, "rl-2"),
 }
 
 
@@ -92,12 +82,12 @@ def test_a_run_stops_at_a_step_and_resumes_with_the_same_bits(
     number, status = (signal.SIGTERM, 143) if moment == "reward" else (signal.SIGINT, 130)
     with monkeypatch.context() as patch:
         patch.setattr(module, name, raising(getattr(module, name), call, number))
-        assert cli.train(command(tmp_path)) == status
+        assert cli.main(["train", *command(tmp_path)]) == status
     assert handlers == [signal.getsignal(number) for number in interruption.SIGNALS]
     where = "before the first" if last is None else f"the last checkpoint is {tmp_path}/run/checkpoints/{last};"
     stderr = capsys.readouterr().err
     assert f"stopped: {where}" in stderr and "the same command and --resume\n" in stderr and "Traceback" not in stderr
-    assert cli.train([*command(tmp_path), "--resume"]) == 0
+    assert cli.main(["train", *command(tmp_path), "--resume"]) == 0
     assert_equal_runs(tmp_path / "run", whole)
 
 
@@ -109,12 +99,12 @@ def test_a_second_signal_stops_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(interruption, "SAME_SECONDS", -1.0)
         patch.setattr(module, name, raising(getattr(module, name), call, signal.SIGINT, signal.SIGINT))
-        assert cli.train([*command(tmp_path), "--fresh"]) == 130
-    last = {"reward": "1-000002", "checkpoint": "0-000002"}[moment]
+        assert cli.main(["train", *command(tmp_path), "--fresh"]) == 130
+    last = {"reward": "rl-2", "checkpoint": "sft-2"}[moment]
     way_on = "continue with the same command and --resume in place of --fresh"
     assert f"checkpoints/{last}; {way_on}" in capsys.readouterr().err
     assert not [*(tmp_path / "run").rglob(".new*")]
-    assert cli.train([*command(tmp_path), "--resume"]) == 0
+    assert cli.main(["train", *command(tmp_path), "--resume"]) == 0
     assert_equal_runs(tmp_path / "run", whole)
 
 
@@ -122,10 +112,10 @@ def test_a_launcher_that_forwards_the_signal_does_not_count_twice(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(rl, "score", raising(rl.score, 3, signal.SIGINT, signal.SIGTERM))
-        assert cli.train(command(tmp_path)) == 130
+        patch.setattr(training, "score", raising(training.score, 3, signal.SIGINT, signal.SIGTERM))
+        assert cli.main(["train", *command(tmp_path)]) == 130
     stderr = capfd.readouterr().err
-    assert stderr.count("stopping after this step; once more stops at once") == 1 and "1-000003" in stderr
+    assert stderr.count("stopping after this step; once more stops at once") == 1 and "rl-3" in stderr
 
 
 def test_all_processes_stop_if_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,17 +138,13 @@ def default_handler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_handler")
-@pytest.mark.parametrize("name", ["train", "evaluate", "data", "report"])
+@pytest.mark.parametrize("arguments", [["train", "arithmetic"], ["eval", "arithmetic", "a"], ["report", "a"]])
 def test_commands_end_without_a_traceback(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = {"train": ["arithmetic"], "evaluate": ["arithmetic", "a"], "data": ["split", "a"], "report": ["a"]}
-    inner = {"train": "_train", "evaluate": "_evaluate", "data": "_split"}
-    if name == "report":
-        monkeypatch.setattr("grpo_trainer.report.write_report", raising(lambda *_: None, 1, signal.SIGINT))
-    else:
-        monkeypatch.setattr(cli, inner[name], raising(lambda *_: 0, 1, signal.SIGINT))
-    assert getattr(cli, name)(arguments[name]) == 130
+    inner = {"train": "_train", "eval": "_evaluate", "report": "_report"}[arguments[0]]
+    monkeypatch.setattr(cli, inner, raising(lambda *_: 0, 1, signal.SIGINT))
+    assert cli.main(arguments) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -167,11 +153,11 @@ from grpo_trainer.log import Log
 from tests.trainer import small
 from pathlib import Path
 log = Log(small.recipe(Path("run"), "logging.progress=true"))
-shown = {"loss": -0.0123, "reward": 0.4567, "KL": 0.0012, "tokens/s": 12345.6}
+shown = {"rewards/mean": 0.4567, "train/kl_mean": 0.0012, "speed/tokens_per_second": 12345.6}
 import time
 for step in (1, 2, 3):
     time.sleep(0.2)
-    log.progress("rl 1", step, 100, shown)
+    log.progress("rl", step, 100, shown)
 log.close()
 """
 
@@ -193,5 +179,5 @@ def test_the_progress_bar_fits_a_narrow_terminal() -> None:
     os.close(main)
     assert process.wait() == 0, printed.decode()
     line = [part for part in printed.decode().replace("\r", "\n").split("\n") if "3/100" in part][-1]
-    for text in ("0:00:", "reward", "0.457", "tokens/s", "12,346"):
+    for text in ("00:", "reward 0.457", "tokens/s 12,346"):
         assert text in line, line

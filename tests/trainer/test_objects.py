@@ -15,15 +15,16 @@ pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
 from grpo_trainer import checkpoint
-from grpo_trainer.dry_run import dry_run
+from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.policy import load_policy
-from grpo_trainer.recipe import Lora, Model, Recipe, load
+from grpo_trainer.recipe import Lora, Model, Recipe
+from grpo_trainer.recipes import load
 from grpo_trainer.setup import set_up
-from grpo_trainer.train import evaluate_model, train
+from grpo_trainer.train import train
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from tests.trainer import small
-from tests.trainer.test_train import lines, timeless, weights
+from tests.trainer.small import lines, timeless, weights
 
 
 class MyModel(LlamaForCausalLM):
@@ -50,16 +51,16 @@ def object_recipe(folder: Path, *overrides: str) -> Recipe:
 
 def test_objects_of_another_type(tmp_path: Path) -> None:
     recipe = small.recipe(tmp_path)
-    with pytest.raises(TypeError, match=r"^Trainer: recipe must be a Recipe, .* got dict \{\}"):
+    with pytest.raises(TypeError, match=r"^train: recipe must be a Recipe, .* got dict \{\}"):
         set_up({})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^load: path must be a YAML file or the name of a recipe, got dict"):
         load({})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^Trainer: reference must be a model of transformers, got str"):
+    with pytest.raises(TypeError, match=r"^train: reference must be a model of transformers, got str"):
         set_up(recipe, reference="gpt2")
     policy = set_up(recipe).policy
-    with pytest.raises(TypeError, match=r"^Trainer: tokenizer must be one of transformers, got str 'gpt2'"):
+    with pytest.raises(TypeError, match=r"^train: tokenizer must be one of transformers, got str 'gpt2'"):
         set_up(recipe, model=policy.lm, tokenizer="gpt2")
-    with pytest.raises(TypeError, match=r"^Trainer: model must have a language-modelling head, got \w+ without one"):
+    with pytest.raises(TypeError, match=r"^train: model must have a language-modelling head, got \w+ without one"):
         set_up(recipe, model=policy.lm.base_model, tokenizer=policy.tokenizer)
 
 
@@ -67,10 +68,11 @@ def test_objects_of_another_type(tmp_path: Path) -> None:
 def test_an_object_trains_as_its_folder_does(saved: Path, tmp_path: Path, adapters: list[str]) -> None:
     train(small.recipe(tmp_path / "folder", f"model={{path: {saved}}}", *adapters))
     objects = loaded(saved)
-    trainer = set_up(object_recipe(tmp_path / "object", *adapters), **objects)
-    trainer.run()
+    train(object_recipe(tmp_path / "object", *adapters), **objects)
     assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "folder"))
-    assert next(trainer.policy.inner.parameters()) is next(objects["model"].parameters())
+    before = loaded(saved)["model"].state_dict()
+    now = objects["model"].state_dict()
+    assert any(not torch.equal(value, before.get(name, value + 1)) for name, value in now.items()), "it is trained itself"
 
 
 def test_a_resumed_run_keeps_the_class_of_the_object(
@@ -81,9 +83,11 @@ def test_a_resumed_run_keeps_the_class_of_the_object(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop(patch, broken)
         train(broken, **loaded(saved, MyModel))
-    resumed = set_up(broken, **loaded(saved, MyModel))
-    resumed.run(resume=True)
-    assert type(resumed.policy.lm) is MyModel and resumed.resumed is not None
+    kinds: list[Any] = []
+    load_lm = checkpoint.load_lm
+    monkeypatch.setattr(checkpoint, "load_lm", lambda *a: kinds.append(type(load_lm(*a))) or load_lm(*a))
+    train(broken, resume=True, **loaded(saved, MyModel))
+    assert MyModel in kinds
     expected = weights(whole.folder)
     assert all(torch.equal(value, expected[name]) for name, value in weights(broken.folder).items())
 
@@ -94,7 +98,7 @@ def stop(patch: pytest.MonkeyPatch, recipe: Recipe) -> None:
 
     def saving(of: Recipe, policy: Any, optimizer: Any, state: checkpoint.State, log: Any) -> None:
         save(of, policy, optimizer, state, log)
-        if (state.phase, state.step) == (1, 2):
+        if (state.phase, state.step) == ("rl", 2):
             raise KeyboardInterrupt
 
     patch.setattr(checkpoint, "save", saving)
@@ -113,7 +117,9 @@ def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
     train(object_recipe(tmp_path / "object"), **loaded(saved), reference=other)
     entries = lines(tmp_path / "object")
     assert timeless(entries) == timeless(lines(tmp_path / "named"))
-    assert next(entry for entry in entries if entry["phase"] == "rl")["train/kl_mean"] > 1e-3
+    assert (
+        next(entry for entry in entries if entry["kind"] == "train" and entry["phase"] == "rl")["train/kl_mean"] > 1e-3
+    )
     assert all(torch.equal(*pair) for pair in zip(before, other.parameters(), strict=True))
     assert all(weight.requires_grad for weight in other.parameters())  # the caller's object is left as it was
 
@@ -121,8 +127,8 @@ def test_a_reference_is_that_of_its_path(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "without", "message"),
     [
-        ([], ["tokenizer"], "Trainer: tokenizer must be given with a model, got None"),
-        ([], ["model"], "Trainer: tokenizer needs a model object"),
+        ([], ["tokenizer"], "train: tokenizer must be given with a model, got None"),
+        ([], ["model"], "train: tokenizer must be given with a model, got a tokenizer alone"),
         (["model.path=here"], [], "model.path: must be unset with a model object, which is loaded already, got 'here'"),
         (["model.dtype=bfloat16"], [], "model.dtype: must be unset"),
         (["model.tiny.hidden=64"], [], "model.tiny: must be unset"),
@@ -158,7 +164,6 @@ def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: P
         recipe = small.recipe(tmp_path / "run", f"model={{path: {saved}, reference_model_path: {path}}}")
         with pytest.raises(ValueError) as raised:
             set_up(recipe)
-        assert dry_run(recipe)[1] == [str(raised.value)]
         return str(raised.value)
 
     assert refused(tmp_path / "none").startswith("model.reference_model_path: no such model")

@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("transformers")
 
 from grpo_trainer.algorithm import Plan, assign_credit, share_rewards
-from grpo_trainer.recipe import Algorithm
+from grpo_trainer.recipe import Algorithm, Rl
+from grpo_trainer.recipes import validated
 from grpo_trainer.rollout import Rollout
 
 import grpo_kernels as gk
@@ -69,11 +70,11 @@ EMBEDDINGS = torch.eye(5, dtype=torch.float32)[CLUSTERS]
 
 
 def advantages(name: str, embeddings: torch.Tensor = EMBEDDINGS, **similarity: object) -> torch.Tensor:
-    settings = build(Algorithm, {"name": name, "similarity": similarity or None})
+    settings = validated(Algorithm, {"name": name, "similarity": similarity or None})
     rollout = cast(Rollout, SimpleNamespace(group_size=6))
     rewards, weights = REWARDS.float(), torch.ones(1)
     return assign_credit(
-        Plan.of(settings, 8), rollout, rewards, weights, embeddings if similarity else None, None
+        Plan.of(Rl(algorithm=settings)), rollout, rewards, weights, embeddings if similarity else None, None
     ).advantages
 
 

@@ -16,14 +16,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from grpo_trainer.log import Log
-from grpo_trainer.setup import set_up
 from grpo_trainer.trackers import Histogram, Tensorboard
-from grpo_trainer.train import train
+from grpo_trainer.train import Trainer, train
 
 from tests.trainer import small
 from tests.trainer.test_train import lines, stopped_after
 
-SHORT = ("sft.steps=2", "rl.steps=2", "rl.rollout.prompts=2", "checkpoints.every=1")
+SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=2", "phases.1.rl.rollout.prompts=2", "checkpoints.every=1")
 
 
 class Fake(types.ModuleType):
@@ -127,7 +126,9 @@ def test_watching_sees_the_gradient_of_the_step(
                 weight.sub_(weight.grad)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", descend)
-    recipe = small.recipe(tmp_path, "sft.steps=3", "rl.steps=1", "logging.watch=1", "logging.to=[wandb]")
+    recipe = small.recipe(
+        tmp_path, "phases.0.sft.steps=3", "phases.1.rl.steps=1", "logging.watch=1", "logging.to=[wandb]"
+    )
     train(recipe)
     first, second = seen[:2]
     names = [name.removeprefix("weights/") for name in first if name.startswith("weights/")]
@@ -208,7 +209,7 @@ def test_missing_packages_are_reported_before_anything_is_computed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(ValueError, match=rf"^logging.to: '{name}' needs the package {name}, .*: pip install {name}$"):
-        set_up(small.recipe(tmp_path, f"logging.to=[{name}]"))
+        Trainer(small.recipe(tmp_path, f"logging.to=[{name}]"))
     assert not list(tmp_path.iterdir())
 
 
