@@ -66,7 +66,7 @@ __global__ void GRPO_BOUNDS(kThreads) rows_kernel(const __grid_constant__ Policy
     __syncthreads();
     const PolicySums sums = team_sums(walk_tokens<T, WalkKind::kAny>(tokens, in.plan, count, team), team, shared);
     __syncthreads();
-    // without order a segment may have no end, which is an error
+    // in a row whose ids do not ascend, an error, segment_ends is not complete
     if (in.plan.by_segment() && part.misplaced_segments == 0) spread_over_segments(arrays, in, row, team);
     if (in.plan.spreads_over_row()) {
       const double members = part.counts.tokens > 1 ? part.counts.tokens : 1;

@@ -7,8 +7,8 @@
 #include "common/cuda/team.cuh"
 #include "policy_loss/cuda.h"
 
-// Segments of a row as scans over its tokens. Segment ids ascend along a row, so that of any run of its tokens the last
-// segment is the highest one: a run is reduced to that segment, and a token that is in a higher one begins it.
+// Segments of a row as scans over its tokens. Ids ascend along a row, so the last segment of a run of tokens is its
+// highest. A run is reduced to that segment, and a token of a higher one begins a new segment.
 namespace grpo_kernels {
 namespace {
 
@@ -26,10 +26,10 @@ struct SegmentId {
   __device__ SegmentId then(const SegmentId& next) const { return next.id > id ? next : *this; }
 };
 
-// The same with sums over the run's tokens of that segment.
+// Sums over the tokens of a run that are in its highest segment.
 struct SegmentSums {
   double log_ratio = 0, score = 0;
-  int64_t last = 0;  // the last of those tokens, counted from the start of the row
+  int64_t last = 0;  // the last of these tokens, counted from the start of the row
   int32_t id = -1, size = 0;
 
   template <typename T>
