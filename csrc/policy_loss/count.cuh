@@ -4,6 +4,7 @@
 #include "common/cuda/pieces.cuh"
 #include "common/cuda/team.cuh"
 #include "policy_loss/cuda.h"
+#include "policy_loss/segments.cuh"
 
 // The first launch: tokens and rows, where the aggregation needs their number.
 namespace grpo_kernels {
@@ -24,32 +25,12 @@ __device__ PolicyBatch<T> batch_of(const PolicyArrays<T>& arrays) {
   return batch;
 }
 
-// The first valid token after t in its row, row_end if there is none.
+// Valid tokens among first, first + stride, ... below last.
 template <typename T>
-__device__ int64_t next_valid(const PolicyBatch<T>& in, int64_t t, int64_t row_end) {
-  int64_t next = t + 1;
-  while (next < row_end && !in.is_valid(next)) ++next;
-  return next;
-}
-
-// Whether token t is the last of its segment; `next` is its next_valid.
-template <typename T>
-__device__ bool ends_segment(const PolicyBatch<T>& in, int64_t t, int64_t next, int64_t row_end) {
-  return next == row_end || in.segments[next] != in.segments[t];
-}
-
-// Counts over tokens first, first + stride, ... below last.
-template <typename T>
-__device__ Counts count_tokens(const PolicyBatch<T>& in, int64_t first, int64_t last, int64_t stride, int64_t row_end) {
-  Counts counts;
-  for (int64_t t = first; t < last; t += stride) {
-    if (!in.is_valid(t)) continue;
-    counts.tokens += 1;
-    if (in.plan.by_segment()) {
-      counts.terms += ends_segment(in, t, next_valid(in, t, row_end), row_end) ? 1 : 0;
-    }
-  }
-  return counts;
+__device__ double count_valid(const PolicyBatch<T>& in, int64_t first, int64_t last, int64_t stride) {
+  double tokens = 0;
+  for (int64_t t = first; t < last; t += stride) tokens += in.is_valid(t) ? 1 : 0;
+  return tokens;
 }
 
 // Any byte other than 0 is true.
@@ -83,24 +64,16 @@ __device__ double count_mask(const bool* mask, int64_t count, const Team& team) 
 // Counts over a whole row, for every thread of the team.
 template <typename T>
 __device__ Counts count_row(const PolicyBatch<T>& in, int64_t row, const Team& team, double* shared) {
+  if (in.plan.by_segment()) return count_segments(in, row, team, shared);
   const int64_t first = in.start(row), count = in.length(row);
-  Counts counts;
+  double tokens = static_cast<double>(count);
   if (in.segments != nullptr) {
-    counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
-    counts.terms = team_sum(team, counts.terms, shared);
-    counts.tokens = team_sum(team, counts.tokens, shared);
-  } else {
-    counts.tokens = count;
-    if (in.mask != nullptr) counts.tokens = team_sum(team, count_mask(in.mask + first, count, team), shared);
+    tokens = team_sum(team, count_valid(in, first + team.rank, first + count, team.size), shared);
+  } else if (in.mask != nullptr) {
+    tokens = team_sum(team, count_mask(in.mask + first, count, team), shared);
   }
-  if (in.plan.loss == Loss::kGeoMean) {
-    counts.terms = counts.tokens > 0 ? 1 : 0;
-  } else if (!in.plan.by_segment()) {
-    counts.terms = counts.tokens;
-  }
-  counts.rows = 1;
-  counts.active_rows = counts.tokens > 0 ? 1 : 0;
-  return counts;
+  const bool has_term = tokens > 0;
+  return counts_of_row(tokens, in.plan.loss == Loss::kGeoMean ? has_term : tokens);
 }
 
 __device__ Counts team_counts(Counts counts, const Team& team, double* shared) {

@@ -41,8 +41,7 @@ __device__ PolicyPart part_of(const PolicyArrays<T>& arrays, const PolicyBatch<T
     part.sums =
         walk_quads<kKind>(tokens, arrays, static_cast<int>(first), static_cast<int>(count), team, part.counts.tokens);
   } else {
-    part.counts = count_tokens(in, first + team.rank, first + count, team.size, first + count);
-    part.counts.tokens = team_sum(team, part.counts.tokens, nullptr);
+    part.counts.tokens = team_sum(team, count_valid(in, first + team.rank, first + count, team.size), nullptr);
     part.sums = team_sums(walk_tokens<T, kKind>(tokens, in.plan, count, team), team, nullptr);
     for (int64_t k = team.rank; arrays.entropy_gradient != nullptr && k < count; k += team.size) {
       arrays.entropy_gradient[first + k] = in.entropy_gradient(first + k, shares);

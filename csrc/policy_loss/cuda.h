@@ -18,6 +18,11 @@ struct PolicyTotal {
   RowMetrics rows;
 };
 
+// The last token of a segment, counted from the start of its row, and the divisor of the segment's ratio.
+struct SegmentEnd {
+  int64_t token, divisor;
+};
+
 // The number of blocks that have written their total.
 struct alignas(8) DoneCounter {
   unsigned blocks;
@@ -39,6 +44,7 @@ struct PolicyArrays {
   bool is_aligned;                         // whether all arrays of tokens begin at a multiple of 16 bytes
   bool* terms;                             // [tokens], for segments and GMPO
   T *log_ratios, *scores, *term_gradient;  // [tokens], for segments
+  SegmentEnd* segment_ends;                // [tokens]: those of a row from its first token on, by segment id
   double* metrics;
   T* loss;
   bool* segments_ascend;  // [1]; null if nobody asks

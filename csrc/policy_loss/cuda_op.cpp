@@ -52,6 +52,7 @@ int64_t place(PolicyArrays<T>& arrays, std::byte* data) {
     arrays.log_ratios = memory.take<T>(batch.tokens);
     arrays.scores = memory.take<T>(batch.tokens);
     arrays.term_gradient = memory.take<T>(batch.tokens);
+    arrays.segment_ends = memory.take<SegmentEnd>(batch.tokens);
   }
   return memory.bytes();
 }

@@ -39,10 +39,10 @@ struct PolicyPlan {
   GRPO_HD bool by_sequence() const { return ratio == Ratio::kSequence || ratio == Ratio::kSequenceToken; }
   // Whether gradient through the ratio goes to every token of the row.
   GRPO_HD bool spreads_over_row() const { return ratio == Ratio::kSequence || loss == Loss::kGeoMean; }
+  // Whether a token's term depends on sums over its row.
+  GRPO_HD bool needs_row_statistics() const { return by_sequence() || loss == Loss::kVespo || loss == Loss::kGeoMean; }
   // Whether a token's term depends on other tokens of its row.
-  GRPO_HD bool couples_tokens() const {
-    return by_segment() || by_sequence() || loss == Loss::kVespo || loss == Loss::kGeoMean;
-  }
+  GRPO_HD bool couples_tokens() const { return by_segment() || needs_row_statistics(); }
 };
 
 // Counts of one row, or of the batch.
@@ -58,6 +58,15 @@ struct Counts {
     terms += row.terms;
   }
 };
+
+GRPO_HD Counts counts_of_row(double tokens, double terms) {
+  Counts counts;
+  counts.rows = 1;
+  counts.active_rows = tokens > 0 ? 1 : 0;
+  counts.tokens = tokens;
+  counts.terms = terms;
+  return counts;
+}
 
 // Counts over the whole batch from the caller, as this call may hold only a part of it; NaN: use this call's count.
 struct Normalizers {

@@ -83,11 +83,8 @@ __global__ void __launch_bounds__(kThreads, 3) sequences_kernel(const __grid_con
   if (row >= in.rows) return;  // of no rows there is one block
   const int first = static_cast<int>(in.start(row)), count = static_cast<int>(in.length(row));
   PolicyTokens<float> tokens = tokens_of(in, row, first, Shares{}, arrays.gradient);
-  Counts counts;
-  counts.tokens = measure_row(tokens, arrays.is_aligned, count, team, shared);
-  counts.terms = counts.tokens;
-  counts.rows = 1;
-  counts.active_rows = counts.tokens > 0 ? 1 : 0;
+  const double valid = measure_row(tokens, arrays.is_aligned, count, team, shared);
+  const Counts counts = counts_of_row(valid, valid);
   tokens.shares = in.shares(batch, counts);
   if (team.rank == 0) {
     arrays.parts[row].counts = counts;

@@ -148,6 +148,33 @@ def test_many_rows(backend: str, rows: int) -> None:
         assert_like_reference(batch, config, backend, F64)
 
 
+def long_segments() -> Inputs:
+    """Segments of whole rows, of half a row and of one token, with masked tokens inside them and at the ends."""
+    place = torch.arange(2500)
+    whole, half = 0 * place, place // 1250
+    rows = {
+        "a gap longer than a block": (whole, (place < 300) | (place >= 1900)),
+        "no tokens": (place, place < 0),
+        "padding on both sides": (half, (place >= 1100) & (place < 1400)),
+        "single tokens": (place, place % 7 > 0),
+        "half a row": (half, place % 3 == 0),
+        "a gap at the end of a block": (place // 2, (place < 1023) | (place > 1025)),
+    }
+    batch = cases.padded(5, len(rows), len(place), size=0.02)
+    batch["segments"], batch["mask"] = (torch.stack(values) for values in zip(*rows.values(), strict=True))
+    return batch
+
+
+@pytest.mark.parametrize("ratio", ["segment", "segment_mean"])
+@pytest.mark.parametrize("is_packed", [False, True])
+@on_kernels
+def test_segments_longer_than_a_block(backend: str, ratio: str, is_packed: bool) -> None:
+    """A CUDA block takes up to 1,024 tokens of a row at a time, and a warp that counts them 128."""
+    batch = long_segments()
+    batch = packed(batch, [2500, 0, 1399, 129, 1025, 2200]) if is_packed else batch
+    assert_like_reference(batch, gk.LossConfig(ratio=ratio), backend, F64)
+
+
 # Extremes
 
 
@@ -209,7 +236,7 @@ def test_segments_that_do_not_ascend_are_refused(backend: str, ratio: str) -> No
     batch["segments"] = torch.arange(70).div(7, rounding_mode="floor").repeat(3, 1)
     op = op_of(gk.LossConfig(ratio=ratio))
     want = run(op, batch, backend, F32)
-    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 64):  # one descends, one reaches the row's length
+    for wrong in (torch.arange(70).flip(0), torch.arange(70) // 7 + 61):  # one descends, one reaches the row's length
         segments = batch["segments"].clone()
         segments[2] = wrong
         with pytest.raises(RuntimeError, match="policy_loss: segments must ascend from 0 along each row"):
