@@ -19,16 +19,19 @@ from tests.harness import device_of
 from tests.ops.linear_head.heads import BF16, F32, NAN, OVER_SUPPORT
 
 PIECE = 256  # entries that one program of Triton adds up
-# How many rows keep each id, from few to several pieces; and rows that take no part but keep most ids.
+# Rows that keep each id, from few to several pieces; all rows, and more that take no part but keep most ids.
 COUNTS = {
-    "pieces": ([PIECE - 1, PIECE, PIECE + 1, 0, 2 * PIECE, 600, 1, 9, 3], 300),
-    "one id": ([2 * PIECE + 5], 0),
-    "several ids of one piece": ([PIECE, PIECE, PIECE, 2], 0),
-    "less than a piece": ([1, 40, 8, 0, 33], 5),
-    "no row takes part": ([0, 0], 2 * PIECE),
-    "no entries": ([0, 0, 0], 0),
+    "pieces": ([PIECE - 1, PIECE, PIECE + 1, 0, 2 * PIECE, 600, 1, 9, 3], 600, 300),
+    "one id": ([2 * PIECE + 5], 2 * PIECE + 5, 0),
+    "several ids of one piece": ([PIECE, PIECE, PIECE, 2], PIECE, 0),
+    "less than a piece": ([1, 40, 8, 0, 33], 50, 5),
+    "long rows": ([10, 18, 20] * 9, 20, 3),
+    "no row takes part": ([0, 0], 1, 2 * PIECE),
+    "no entries": ([0, 0, 0], 4, 0),
 }
-CASES = [(backend, name) for backend in OVER_SUPPORT if backend != "cpu" for name in COUNTS]
+BACKENDS = [backend for backend in OVER_SUPPORT if backend != "cpu"]
+CASES = [(backend, name) for backend in BACKENDS for name in COUNTS]
+WIDTHS = [(7, F32), (1040, BF16)]
 
 
 class Sums:
@@ -36,10 +39,10 @@ class Sums:
 
     def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
         torch.manual_seed(len(name))
-        counts, idle = COUNTS[name]
-        kept = torch.stack([torch.randperm(600) < count for count in counts], 1)
+        counts, live, idle = COUNTS[name]
+        kept = torch.stack([torch.randperm(live) < count for count in counts], 1)
         self.kept = torch.cat((kept, torch.rand(idle, len(counts)) < 0.8))
-        self.idle = torch.arange(len(self.kept)) >= 600
+        self.idle = torch.arange(len(self.kept)) >= live
         rows, self.token_ids = self.kept.nonzero().unbind(1)
         self.bounds = torch.cat((torch.zeros(1, dtype=torch.int64), self.kept.sum(1).cumsum(0)))
         self.rows = torch.where(self.idle[rows], -1, rows)
@@ -72,23 +75,25 @@ def assert_close(got: Tensor | None, terms: Tensor, matrix: Tensor, before: Tens
     assert ((got.double() - gold).abs() <= rounding + torch.finfo(got.dtype).eps * gold.abs()).all()
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(7, F32), (1040, BF16)], ids=str)
+@pytest.mark.pairs
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_sums_by_id(backend: str, name: str, width: int, dtype: torch.dtype) -> None:
     sums = Sums(name, width, dtype)
     weight, bias = sums.added(backend, sums.weight, sums.bias)
     terms = sums.by_pair[~sums.idle].T
     assert_close(weight, terms, sums.hidden[~sums.idle], sums.weight.double())
-    assert_close(bias, terms, torch.ones(600), sums.bias.double())
+    assert_close(bias, terms, torch.ones(terms.shape[1]), sums.bias.double())
     again = sums.added(backend, sums.weight, None)[0], sums.added(backend, None, sums.bias)[1]
     for first, second in zip((weight, bias), again, strict=True):
         assert first is not None and second is not None and torch.equal(first, second)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(7, F32), (1040, BF16)], ids=str)
-@pytest.mark.parametrize(("backend", "name"), CASES)
-def test_sums_by_row(backend: str, name: str, width: int, dtype: torch.dtype) -> None:
-    sums = Sums(name, width, dtype)
+@pytest.mark.pairs
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_by_row(backend: str, width: int, dtype: torch.dtype) -> None:
+    sums = Sums("long rows", width, dtype)
     inputs = [value.to(device_of(backend)) for value in (sums.by_logits, sums.weight, sums.token_ids, sums.bounds)]
     got = support_op.TO_HIDDEN(backend, support_op.ToHidden(*inputs)).cpu()
     assert_close(got, sums.by_pair, sums.weight, 0.0)
