@@ -67,11 +67,11 @@ class Sums:
         return [None if total is None else total.cpu() for total in totals]
 
 
-def assert_close(got: Tensor | None, terms: Tensor, matrix: Tensor, before: Tensor | float) -> None:
+def assert_close(got: Tensor | None, terms: Tensor, matrix: Tensor, before: Tensor) -> None:
     """Terms are rounded 64 times at most in a row, and the result once more, which Triton's interpreter cuts off."""
     assert got is not None
     gold = terms @ matrix.double() + before
-    rounding = 64 * 2**-24 * (terms.abs() @ matrix.double().abs() + abs(before))
+    rounding = 64 * 2**-24 * (terms.abs() @ matrix.double().abs() + before.abs())
     assert ((got.double() - gold).abs() <= rounding + torch.finfo(got.dtype).eps * gold.abs()).all()
 
 
@@ -96,25 +96,32 @@ def test_sums_by_row(backend: str, width: int, dtype: torch.dtype) -> None:
     sums = Sums("long rows", width, dtype)
     inputs = [value.to(device_of(backend)) for value in (sums.by_logits, sums.weight, sums.token_ids, sums.bounds)]
     got = support_op.TO_HIDDEN(backend, support_op.ToHidden(*inputs)).cpu()
-    assert_close(got, sums.by_pair, sums.weight, 0.0)
+    assert_close(got, sums.by_pair, sums.weight, torch.zeros(()))
 
 
 @pytest.mark.skipif("triton" not in OVER_SUPPORT, reason="needs Triton")
 def test_triton_has_a_program_for_each_id_and_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = importlib.import_module("grpo_kernels.ops.linear_head.triton")
     assert kernels.PIECE.value == PIECE
-    programs, kernel = [], kernels._sums_kernel
+    kernel, programs, sizes = kernels._sums_kernel, [], []
 
     class Recorded:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            programs.append(grid)
-            return kernel[grid]
+            def launch(*inputs: Any) -> None:
+                begins, ends = inputs[3:5]
+                programs.append(grid)
+                sizes.append((ends - begins).cpu())
+                kernel[grid](*inputs)
+
+            return launch
 
     monkeypatch.setattr(kernels, "_sums_kernel", Recorded())
     sums = Sums("pieces", 7, F32)
     sums.added("triton", sums.weight, None)
     ids = sums.kept.shape[1] + 1  # and the entries that take no part
     assert programs == [(len(sums.rows) // PIECE, 1), (ids, 1)]
+    whole = sums.kept[~sums.idle].sum(0) // PIECE
+    assert sizes[0].unique().tolist() == [0, PIECE] and sizes[0].sum() == PIECE * whole.sum()
     few = Sums("less than a piece", 7, F32)
     few.token_ids, few.rows, few.by_logits = few.token_ids[:3], few.rows[:3], few.by_logits[:3]
     few.order = few.token_ids.sort(stable=True).indices
