@@ -68,7 +68,7 @@ def linear_distillation_loss(
                 f"got {list(mask.shape)}"
             )
         takes_part = mask.reshape(-1) != 0
-    if isinstance(teacher, Teacher) and (teacher.hidden is not None or teacher.head is not None):
+    if isinstance(teacher, Teacher) and teacher.hidden is not None:
         inputs, whole = check_whole_teacher(_OP, teacher, shape, takes_part, inputs)
         loss, divergence = whole_op.apply(chosen, inputs, whole, size, weight_grad)
         mass = (whole.shares != 0).to(divergence.dtype)

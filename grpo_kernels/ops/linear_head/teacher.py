@@ -39,8 +39,8 @@ class Teacher:
         normalizer: what the sum of the divergences is divided by instead of the number of tokens, for example the count
             over all micro-batches and ranks
         hidden: [..., H'] of the teacher's last layer, for linear_distillation_loss; it gets no gradient
-        head: the teacher's LMHead, or its weight [V, H'], over the student's vocabulary, and of its temperature. An id
-            that either head bans has probability 0 in both
+        head: with `hidden` only, the teacher's LMHead, or its weight [V, H'], over the student's vocabulary, and of its
+            temperature. An id that either head bans has probability 0 in both
     """
 
     ids: Tensor | None = None
@@ -74,6 +74,11 @@ def check_teacher(op: str, teacher: object, shape: torch.Size, takes_part: Tenso
     """The teacher's ids, log-probs and shares of tokens of this shape; `takes_part` [N] may leave out some."""
     if not isinstance(teacher, Teacher):
         raise TypeError(f"{op}: teacher must be a Teacher, got {type(teacher).__name__}")
+    if teacher.head is not None:
+        raise ValueError(
+            f"{op}: teacher.head must be None without teacher.hidden, got {type(teacher.head).__name__}; give the "
+            "hidden states, or ids and log-probs alone"
+        )
     device, ids, logprobs = head.hidden.device, teacher.ids, teacher.logprobs
     checks.tensor(op, "teacher.ids", ids, checks.INTEGERS)
     assert ids is not None
@@ -104,6 +109,10 @@ def check_whole_teacher(
     op: str, teacher: Teacher, shape: torch.Size, takes_part: Tensor | None, head: Head
 ) -> tuple[Head, WholeTeacher]:
     """The student's head with the teacher's bans, and the teacher of tokens of this shape."""
+    if teacher.head is None:
+        raise ValueError(
+            f"{op}: teacher.head must be given with teacher.hidden, of which it computes the logits, got None"
+        )
     for name in ("ids", "logprobs"):
         if getattr(teacher, name) is not None:
             raise ValueError(f"{op}: teacher.{name} must be None beside teacher.hidden, got a tensor")

@@ -216,6 +216,8 @@ OF_TEACHER: dict[type[Exception], Rows] = {
         "teacher.logprobs must be finite ... -inf] of token 4": said(-torch.inf),
         "teacher.logprobs must be of probabilities that add up to at most 1, ... token 4": said(0.1),
         "teacher.logprobs must ... .detach()": taught(logprobs=LOGPROBS.clone().requires_grad_()),
+        "teacher.head must be None without teacher.hidden, got Tensor; give": taught(head=WEIGHT),
+        "teacher.head must be None without teacher.hidden, got LMHead; give": taught(head=gk.LMHead(WEIGHT)),
         "teacher.kind must be one of forward_kl, ... got 'forward'": taught(kind="forward"),
         "teacher.tail must be one of ... did you mean 'renormalise'?": taught(tail="renormalize"),
         "teacher.beta must be between 0 and 1, got 1.0": taught(kind="jsd", beta=1.0),
@@ -261,6 +263,8 @@ OF_POLICY: dict[type[Exception], Rows] = {
         "normalizer must be a positive number, got 0": {"normalizer": 0},
         "normalizer must have 'tokens', the ... got {'rows': 2.0}": REF | {"normalizer": {"rows": 2.0}},
         "teacher.normalizer must be given with ... got None; or": taught() | {"normalizer": 7.0},
+        "teacher must have ids and log-probs, got hidden states": {"teacher": gk.Teacher(hidden=HIDDEN, head=WEIGHT)},
+        "teacher must have ids ... linear_distillation_loss takes them": {"teacher": gk.Teacher(hidden=HIDDEN)},
         "weight_grad must be None where memory='low' runs": GRAD | LOW,
         "weight_grad must be None where memory='low' ... got a tensor": SEQUENCE | GRAD | {"chunk_size": 2},
         "weight_grad must be contiguous with support, got strides": SUPPORT | {"weight_grad": WIDE.T},
@@ -274,6 +278,8 @@ OF_POLICY: dict[type[Exception], Rows] = {
 }
 OF_DISTILLATION: dict[type[Exception], Rows] = {
     ValueError: {
+        "teacher.head must be given with teacher.hidden, ... got None": {"teacher": gk.Teacher(hidden=HIDDEN)},
+        "teacher.head must be None without teacher.hidden, got Tensor": {"teacher": gk.Teacher(head=WEIGHT)},
         "mask must have the shape of hidden ... [2, 3], got [3]": {"mask": TOKENS[0]},
         "mask must be on cpu like the first argument, got meta": {"mask": TOKENS.to("meta")},
     },
