@@ -37,7 +37,9 @@ def compare(args: argparse.Namespace) -> dict[str, list[float]]:
     )
     policy = load_policy(model, texts, None)
     items = select_usable(policy, [{"prompt": text} for text in texts], "prompt", model.max_prompt_length, False)
-    sampling = Sampling(prompts=args.prompts, group_size=args.group_size, max_new_tokens=args.tokens, engine="vllm")
+    sampling = Sampling(
+        prompts=args.prompts, num_generations=args.group_size, max_completion_length=args.tokens, engine="vllm"
+    )
     engine = Engine(policy, model, Rl(rollout=sampling), "rollout")
 
     def with_engine(generator: torch.Generator) -> Rollout:

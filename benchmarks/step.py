@@ -134,6 +134,7 @@ class Runner(Protocol):
 
 class Ours:
     def __init__(self, size: Size, folder: Path, device: str) -> None:
+        from grpo_trainer import train as training
         from grpo_trainer.recipe import Recipe
         from grpo_trainer.recipes import validated
 
@@ -141,20 +142,20 @@ class Ours:
 
         rl = {
             "steps": 10_000,
-            "epochs": 1,
+            "num_iterations": 1,
             "minibatches": 1,
             "micro_batch": size.micro_batch,
             "optimizer": {"lr": 1e-6, "schedule": "constant"},
             "rewards": [{"name": "benchmarks.step:reward"}],
             "rollout": {
                 "prompts": size.prompts,
-                "group_size": size.group,
-                "max_new_tokens": size.new_tokens,
-                "min_new_tokens": size.new_tokens,
+                "num_generations": size.group,
+                "max_completion_length": size.new_tokens,
+                "min_completion_length": size.new_tokens,
             },
-            "algorithm": {"loss": {"kl": "k3", "kl_coef": KL}, "drop_flat": False},
+            "algorithm": {"beta": KL, "drop_flat": False},
         }
-        recipe = build(
+        recipe = validated(
             Recipe,
             {
                 "name": "step",
@@ -162,31 +163,30 @@ class Ours:
                 "threads": torch.get_num_threads(),
                 "model": {"path": str(folder / "model"), "dtype": size.dtype},
                 "data": {"task": None, "train": str(folder / "prompts.jsonl")},
-                "phases": [{"rl": rl}],
+                "rl": rl,
                 "logging": {"progress": False, "samples": 0},
             },
         )
-        self.trainer, self.run = begin(recipe)
-        if self.trainer.policy.device.type != device:
-            raise RuntimeError(f"step: the policy must be on {device}, got {self.trainer.policy.device}")
+        self.run = begin(recipe)
+        if self.run.device.type != device:
+            raise RuntimeError(f"step: the policy must be on {device}, got {self.run.device}")
         self.take, self.number, self.tokens, self.clock = take_step, 0, 0, Clock(device)
         phases = {"generate": "generation", "model": "rest"}
         self.run.timed = lambda what: self.clock.phase(phases.get(what, "rewards and advantages"))
-        self.clock.wrap(self.run, "_roll_out", "generation", self._count)
-        self.clock.wrap(self.run, "_reference_logprobs", "log-probs")
-        self.clock.wrap(self.run, "_minibatch", "forward and backward")
-        self.clock.wrap(self.run, "optimizer_step", "optimizer")
+        self.clock.wrap(self.run, "roll_out", "generation", self._count)
+        self.clock.wrap(training, "reference_logprobs", "log-probs")
+        self.clock.wrap(training, "accumulate", "forward and backward")
+        self.clock.wrap(training, "optimizer_step", "optimizer")
 
     def _count(self, rollout: Any) -> None:
         self.tokens += int(rollout.batch.mask.sum())
 
     def step(self) -> None:
         self.number += 1
-        self.take(self.trainer, self.run, self.number)
+        self.take(self.run, self.number)
 
     def close(self) -> None:
         self.run.close()
-        self.trainer.log.close()
 
 
 class Theirs:

@@ -1,4 +1,4 @@
-"""Runs the reinforcement phase of the trainer step by step."""
+"""Runs the reinforcement learning of the trainer step by step."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import contextlib
 import time
 
 import torch
-from grpo_trainer.checkpoint import to_json
-from grpo_trainer.phases.rl import RlRun
+from grpo_trainer import checkpoint
+from grpo_trainer import train as training
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.settings import plain
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import Run, set_up
 
 import grpo_kernels as gk
 
 
-def begin(recipe: Recipe) -> tuple[Trainer, RlRun]:
-    """Creates a run with one reinforcement phase, before its first step."""
-    trainer, rl = Trainer(recipe), recipe.phases[0].rl
-    assert rl is not None
-    recipe.folder.mkdir(parents=True)
-    (recipe.folder / "recipe.json").write_text(to_json(plain(recipe)))
-    return trainer, RlRun(trainer, 0, rl, 0)
+def begin(recipe: Recipe) -> Run:
+    """A run before its first step of RL."""
+    run = set_up(recipe)
+    checkpoint.start_run(recipe)
+    training.prepare_rl(run, 0)
+    return run
 
 
-def take_step(trainer: Trainer, run: RlRun, step: int) -> dict[str, float]:
+def take_step(run: Run, step: int) -> dict[str, float]:
     """Metrics of one step, with its times in seconds."""
-    with contextlib.nullcontext() if trainer.backend is None else gk.use_backend(trainer.backend):
-        torch.manual_seed(trainer.seed_of("step", step))
-        trainer.seconds.clear()
+    recipe = run.recipe
+    with contextlib.nullcontext() if recipe.backend == "auto" else gk.use_backend(recipe.backend):
+        torch.manual_seed(recipe.seed_of("step", step))
+        run.seconds.clear()
         began = time.perf_counter()
-        metrics = run.step(run._items(trainer.items("train"), step), step)
+        items = training.items_of_step(recipe, "rl", run.items("train"), run.rl.rollout.prompts, step)
+        metrics = training.rl_step(run, items, step)
         metrics["time/step"] = time.perf_counter() - began
-    return metrics | {f"time/{part}": seconds for part, seconds in trainer.seconds.items()}
+    return metrics | {f"time/{part}": seconds for part, seconds in run.seconds.items()}

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import shutil
 import statistics
 from pathlib import Path
 
 import torch
-from grpo_trainer import recipe as recipes
-from grpo_trainer.phases.rl import RlRun
-from grpo_trainer.recipe import Phase, Recipe
+from grpo_trainer import recipes
+from grpo_trainer.recipe import Recipe
 from grpo_trainer.report import write_report
 from grpo_trainer.report.run_folder import INSIDE
-from grpo_trainer.train import Trainer
+from grpo_trainer.setup import Run
+from grpo_trainer.train import train
 
 from benchmarks.loops import instead_of_kernels
 from benchmarks.run import usable
@@ -30,19 +29,20 @@ from benchmarks.trainer_run import begin, take_step
 NAMES = ("kernels", "reference", "loops")
 
 
-def variant(name: str, base: Recipe, folder: Path, start: Path) -> tuple[Trainer, RlRun]:
-    rl = next(phase.rl for phase in base.phases if phase.rl is not None)
+def variant(name: str, base: Recipe, folder: Path, start: Path) -> Run:
+    rl = base.rl
+    assert rl is not None
     if name == "loops" and rl.algorithm.name == "group_ppo":
-        rl = dataclasses.replace(rl, algorithm=dataclasses.replace(rl.algorithm, sparse=True))
-    recipe = dataclasses.replace(
-        base,
-        name=name,
-        output=str(folder / name),
-        backend="reference" if name == "reference" else "auto",
-        model=dataclasses.replace(base.model, path=str(start)),
-        phases=[Phase(rl=rl)],
-    )
-    return begin(recipe)
+        rl = rl.model_copy(update={"algorithm": rl.algorithm.model_copy(update={"sparse": True})})
+    changes = {
+        "name": name,
+        "output": str(folder / name),
+        "backend": "reference" if name == "reference" else "auto",
+        "model": base.model.model_copy(update={"path": str(start)}),
+        "sft": None,
+        "rl": rl,
+    }
+    return begin(base.model_copy(update=changes))
 
 
 def main() -> None:
@@ -66,17 +66,16 @@ def main() -> None:
         "logging.progress=false",
     ]
     base = recipes.load(options.recipe, sft)
-    before = dataclasses.replace(base, output=str(options.out / "before"), phases=base.phases[:1])
-    train(before)
+    train(base.model_copy(update={"output": str(options.out / "before"), "rl": None}))
     start = next((options.out / "before" / "checkpoints").iterdir()) / "model"
 
     runs = {name: variant(name, base, options.out, start) for name in NAMES}
     for step in range(1, options.steps + 1):
-        for name, (trainer, run) in runs.items():
+        for name, run in runs.items():
             with instead_of_kernels() if name == "loops" else contextlib.nullcontext():
-                metrics = take_step(trainer, run, step)
+                metrics = take_step(run, step)
             if step > 1:
-                trainer.log.metrics("rl", 0, step, metrics)
+                run.log.metrics("rl", step, metrics)
                 report_line(name, step, metrics)
     write_report(options.out / NAMES[0], [options.out / name for name in NAMES[1:]])
     print_table(options.out)

@@ -28,7 +28,6 @@ import torch
 from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import Algorithm, Recipe
 from grpo_trainer.report.compare import compare_files
-from grpo_trainer.recipes import validated
 from grpo_trainer.tasks.dialogue import EVASIONS
 from grpo_trainer.tasks.strategies import strategy
 from grpo_trainer.train import Trainer

@@ -42,7 +42,9 @@ def change(policy: Policy, part: str, by: float) -> None:
 @contextmanager
 def started(model: Model, **settings: Any) -> Iterator[tuple[Policy, Engine]]:
     policy = policy_of(model)
-    sampling = Sampling(**{"group_size": 3, "max_new_tokens": 9, "engine": "vllm"} | settings)
+    sampling = Sampling().model_copy(
+        update={"num_generations": 3, "max_completion_length": 9, "engine": "vllm"} | settings
+    )
     engine = Engine(policy, model, Rl(rollout=sampling), "rl.rollout")
     try:
         yield policy, engine
@@ -85,7 +87,7 @@ def assert_scored_alike(policy: Policy, rollout: Rollout, sampling: Sampling) ->
 def test_log_probs_are_those_of_the_policy_before_and_after_it_changes(lora: Lora | None) -> None:
     """Prompts share more than a block of the cache, 128 tokens, whose keys and values must not outlive the weights."""
     shared = " ".join(CORPUS[:8])
-    with started(Model(tiny=TINY, lora=lora), temperature=0.7, group_size=8) as (policy, engine):
+    with started(Model(tiny=TINY, lora=lora), temperature=0.7, num_generations=8) as (policy, engine):
         first = sampled(policy, engine, before=shared)
         assert first.batch.prompt_mask.sum(1).min() > 140
         assert_scored_alike(policy, first, engine.sampling)
@@ -108,7 +110,7 @@ def test_filters_keep_the_tokens_that_the_trainers_own_keep(settings: dict[str, 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["weights", "adapters"])
 def test_greedy_tokens_are_those_of_transformers(lora: Lora | None) -> None:
-    with started(Model(tiny=TINY, lora=lora), top_k=1, max_new_tokens=24) as (policy, engine):
+    with started(Model(tiny=TINY, lora=lora), top_k=1, max_completion_length=24) as (policy, engine):
         ours = sampled(policy, engine)
         theirs = roll_out(policy, items_of(policy), engine.sampling, torch.Generator())
         assert ours.batch.tokens.tolist() == theirs.batch.tokens.tolist()
@@ -158,7 +160,7 @@ def test_banned_tokens_are_not_sampled_whatever_their_logits() -> None:
 def test_the_end_is_not_sampled_before_the_minimum_length() -> None:
     shortest = []
     for least in (0, 6):
-        with started(Model(tiny=TINY), min_new_tokens=least, group_size=64) as (policy, engine):
+        with started(Model(tiny=TINY), min_completion_length=least, num_generations=64) as (policy, engine):
             shortest.append(int(sampled(policy, engine).lengths.min()))
     assert shortest[0] < 7 and shortest[1] == 7, "six tokens and the end"
 

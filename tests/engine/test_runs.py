@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,23 +18,19 @@ import psutil
 import pytest
 import torch
 from grpo_trainer import cli, distributed, engine
-from grpo_trainer.dry_run import dry_run
 from grpo_trainer.engine import EngineError
 from grpo_trainer.recipe import Recipe, Rollout, Vllm
-from grpo_trainer.train import Trainer, train
+from grpo_trainer.setup import set_up
+from grpo_trainer.train import train
 
 from tests.trainer import small
+from tests.trainer.small import lines, newest, steps, stop_before, timeless, weights
 from tests.trainer.test_distributed import launched
-from tests.trainer.test_train import lines, stopped_after, timeless, weights
 
 ROLLOUT = "rl.rollout"
 HEADS = "model.tiny.heads=1"  # of size 32, the smallest that vLLM has code for
 VLLM = (f"{ROLLOUT}.engine=vllm", HEADS, "evaluation.every=0")
 SHORT = (*VLLM, "sft.steps=2", "rl.steps=2")
-
-
-def rl_lines(folder: Path) -> list[dict[str, Any]]:
-    return [line for line in lines(folder) if line["phase"] == "rl"]
 
 
 RECIPES = ("arithmetic", "similarity_group", "group_ppo", "gsm8k", "dialogue", "reply", "reply-polychromic")
@@ -45,9 +40,9 @@ RECIPES = ("arithmetic", "similarity_group", "group_ppo", "gsm8k", "dialogue", "
 def test_recipes_take_two_steps(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """With top_p of p, the engine's probabilities are those of the trainer divided by at least p."""
     overrides = [f"output={tmp_path / 'run'}", "threads=1", f"{ROLLOUT}.engine=vllm"]
-    assert cli.train([name, "--smoke", *overrides]) == 0
+    assert cli.main(["train", name, "--smoke", *overrides]) == 0
     kept = {"reply": 0.9, "reply-polychromic": 0.9}.get(name, 1.0)
-    entries = rl_lines(tmp_path / "run")
+    entries = steps(tmp_path / "run")
     assert [entry["step"] for entry in entries] == [1, 2]
     for entry in entries:
         assert entry["sampling/gap_max"] < 1e-4 - math.log(kept) and entry["sampling/truncated"] == 0
@@ -60,9 +55,7 @@ def test_recipes_take_two_steps(tmp_path: Path, name: str, capfd: pytest.Capture
 def test_a_coarser_engine_is_weighed_and_rejected(tmp_path: Path) -> None:
     """A bfloat16 engine for a float32 policy: half a unit in the last place is 2^-9 of each weight and activation."""
     coarse = (*SHORT, f"{ROLLOUT}.vllm.dtype=bfloat16", "rl.steps=1")
-    rejecting = (
-        "rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
-    )
+    rejecting = "rl.algorithm.correction={weights: token, weight_max: 1.0, rejections: [[token_k1, -0.001, 0.001]]}"
     runs = {}
     for name, more in {
         "weighed": (),
@@ -70,7 +63,7 @@ def test_a_coarser_engine_is_weighed_and_rejected(tmp_path: Path) -> None:
         "cut": (rejecting,),
     }.items():
         train(small.recipe(tmp_path / name, *coarse, *more))
-        (runs[name],) = rl_lines(tmp_path / name)
+        (runs[name],) = steps(tmp_path / name)
     weighed, bare, cut = runs["weighed"], runs["bare"], runs["cut"]
     assert 1e-4 < weighed["sampling/gap_mean"] < weighed["sampling/gap_max"] < 0.1
     assert 0.99 < weighed["sampling/effective_sample_size"] < 1 and weighed["sampling/truncated"] == 0
@@ -95,7 +88,7 @@ def test_the_correction_is_that_of_the_trainers_log_probs(tmp_path: Path, monkey
     train(small.recipe(tmp_path / "as_it_is", *plain))
     monkeypatch.setattr(engine, "_response", shifted)
     train(small.recipe(tmp_path / "shifted", *plain))
-    (before,), (after,) = rl_lines(tmp_path / "as_it_is"), rl_lines(tmp_path / "shifted")
+    (before,), (after,) = steps(tmp_path / "as_it_is"), steps(tmp_path / "shifted")
     assert after["sampling/gap_mean"] == pytest.approx(0.6931472, abs=1e-5)
     assert after["train/policy_loss"] == pytest.approx(before["train/policy_loss"] / 2, rel=1e-4)
     assert after["train/ratio_mean"] == pytest.approx(1, abs=1e-6), "ratios are those of the trainer's own log-probs"
@@ -112,7 +105,7 @@ def test_a_stopped_run_resumes_with_the_same_bits(
     more = (*VLLM, *more, "checkpoints.every=1", "rl.steps=3")
     train(small.recipe(tmp_path / "whole", *more))
     recipe = small.recipe(tmp_path / "parts", *more)
-    stopped_after(monkeypatch, recipe, 1, 1)
+    stop_before(monkeypatch, recipe, "rl", 2)
     train(recipe, resume=True)
     assert timeless(lines(tmp_path / "whole")) == timeless(lines(tmp_path / "parts"))
     assert timeless(lines(tmp_path / "whole", "samples")) == timeless(lines(tmp_path / "parts", "samples"))
@@ -120,9 +113,9 @@ def test_a_stopped_run_resumes_with_the_same_bits(
 
 
 def assert_same_files(whole: Path, parts: Path) -> None:
-    newest = [sorted((folder / "checkpoints").iterdir())[-1] for folder in (whole, parts)]
-    names = sorted(path.relative_to(newest[0]) for path in newest[0].rglob("*.safetensors"))
-    assert names and all((newest[0] / name).read_bytes() == (newest[1] / name).read_bytes() for name in names)
+    last = [newest(folder).parent for folder in (whole, parts)]
+    names = sorted(path.relative_to(last[0]) for path in last[0].rglob("*.safetensors"))
+    assert names and all((last[0] / name).read_bytes() == (last[1] / name).read_bytes() for name in names)
 
 
 CODE = """
@@ -136,7 +129,7 @@ from tests.trainer import small
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    train(small.recipe(folder, *sys.argv[2:]), resume=(folder / "recipe.json").exists())
+    train(small.recipe(folder, *sys.argv[2:]), resume=(folder / "recipe.yaml").exists())
 """
 
 
@@ -159,7 +152,7 @@ def started(script: Path, folder: Path, *overrides: str) -> Iterator[subprocess.
 
 def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int, limit: float = 400.0) -> None:
     end = time.monotonic() + limit
-    while not (folder / "metrics.jsonl").exists() or len(rl_lines(folder)) < count:
+    while not (folder / "metrics.jsonl").exists() or len(steps(folder)) < count:
         assert process.poll() is None and time.monotonic() < end, process.stderr and process.stderr.read()[-2000:]
         time.sleep(0.02)
 
@@ -170,7 +163,7 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     with started(script, tmp_path / "parts", *more) as killed:
         wait_for_steps(killed, tmp_path / "parts", 2)
-    assert killed.returncode == -signal.SIGKILL and len(rl_lines(tmp_path / "parts")) < 12
+    assert killed.returncode == -signal.SIGKILL and len(steps(tmp_path / "parts")) < 12
     for name in ("parts", "whole"):
         with started(script, tmp_path / name, *more) as process:
             _, errors = process.communicate(timeout=400)
@@ -189,21 +182,25 @@ def test_a_killed_worker_is_an_error_within_a_minute_and_leaves_a_checkpoint(tmp
         children = psutil.Process(process.pid).children(recursive=True)
         workers = [child for child in children if "VLLM" in child.name()]
         assert len(workers) == 2, [child.name() for child in children]
-        done = len(rl_lines(folder))
+        done = len(steps(folder))
         workers[0].kill()
         start = time.monotonic()
         _, errors = process.communicate(timeout=60)
         assert time.monotonic() - start < 60 and process.returncode not in (0, None)
     assert "EngineError: rl.rollout.engine: vLLM failed while " in errors and "--resume continues" in errors
     assert not any(worker.is_running() for worker in workers)
-    assert 2 <= done <= len(rl_lines(folder)) < 200
-    saved = sorted((folder / "checkpoints").iterdir())[-1]
-    assert json.loads((saved / "state.json").read_text())["step"] == len(rl_lines(folder))
+    assert 2 <= done <= len(steps(folder)) < 200
+    saved = newest(folder).parent
+    assert json.loads((saved / "state.json").read_text())["step"] == len(steps(folder))
 
 
 def test_two_processes_sample_as_one(tmp_path: Path) -> None:
     """Each has an engine and half of the prompts. The odd number of prompts is shared unevenly."""
-    more = (*SHORT, f"{ROLLOUT}={{prompts: 3, group_size: 4, max_new_tokens: 12, engine: vllm}}", "data.options.test=2")
+    more = (
+        *SHORT,
+        f"{ROLLOUT}={{prompts: 3, num_generations: 4, max_completion_length: 12, engine: vllm}}",
+        "data.options.test=2",
+    )
     one = "rl.minibatches=1"
     cases = {
         "grpo": (*more, one),
@@ -221,7 +218,7 @@ def test_two_processes_sample_as_one(tmp_path: Path) -> None:
         one_run, two_run = tmp_path / "one" / name, tmp_path / "two" / name
         for a, b in zip(lines(one_run, "samples"), lines(two_run, "samples"), strict=True):
             assert (a["prompt"], a["response"], a["rewards"]) == (b["prompt"], b["response"], b["rewards"])
-        for a, b in zip(rl_lines(one_run), rl_lines(two_run), strict=True):
+        for a, b in zip(steps(one_run), steps(two_run), strict=True):
             assert a["rewards/mean"] == b["rewards/mean"] and a["rollout/length_mean"] == b["rollout/length_mean"]
             assert a["train/grad_norm"] == pytest.approx(b["train/grad_norm"], rel=1e-4)
             assert b["sampling/gap_max"] < 1e-4
@@ -232,20 +229,20 @@ def test_two_processes_sample_as_one(tmp_path: Path) -> None:
 ERRORS = {
     "model.tiny.architecture: must be causal": ("model.tiny.architecture=seq2seq",),
     "model.tiny.heads: heads must have one of the sizes 32, .*, got 2 heads of size 16": ("model.tiny.heads=2",),
-    "keep_support: must be false with rollout.engine: vllm": (f"{ROLLOUT}.keep_support=true", f"{ROLLOUT}.top_k=4"),
-    r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 0.005": (f"{ROLLOUT}.temperature=0.005",),
-    r"temperature: must be in \[0.01, 2\] with rollout.engine: vllm.*got 2.5": (f"{ROLLOUT}.temperature=2.5",),
+    "keep_support: must be false with engine: vllm": (f"{ROLLOUT}.keep_support=true", f"{ROLLOUT}.top_k=4"),
+    r"temperature: must be in \[0.01, 2\] with engine: vllm.*got 0.005": (f"{ROLLOUT}.temperature=0.005",),
+    r"temperature: must be in \[0.01, 2\] with engine: vllm.*got 2.5": (f"{ROLLOUT}.temperature=2.5",),
     "vllm.max_model_len: must be at least model.max_prompt_length .* 524": (f"{ROLLOUT}.vllm.max_model_len=60",),
     "vllm.max_model_len: must not exceed the model's context, 4096, got 5000": (f"{ROLLOUT}.vllm.max_model_len=5000",),
-    "vllm.gpu_memory_utilization: must be in": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
+    "vllm.gpu_memory_utilization: must be less than or equal to 1": (f"{ROLLOUT}.vllm.gpu_memory_utilization=1.5",),
     "model.lora.rank: must be at most 512": ("model.lora={rank: 600}",),
     "algorithm.correction: CorrectionConfig: weights must be": ("rl.algorithm.correction={weights: tokens}",),
     "correction: weights must be 'sequence', 'geometric' or 'none' with ratio: segment": (
         "rl.algorithm={name: group_ppo, correction: {weights: token}}",
     ),
     "algorithm.loss.correction: no such key": ("rl.algorithm.loss={correction: token_truncate}",),
-    "vllm: requires rollout.engine: vllm": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
-    "correction: requires rollout.engine: vllm": (
+    "rollout.vllm: must be left out with engine: transformers": (f"{ROLLOUT}={{vllm: {{sleep: false}}}}",),
+    "correction: must be left out without an engine": (
         f"{ROLLOUT}.engine=transformers",
         "rl.algorithm.correction={weights: none}",
     ),
@@ -255,7 +252,7 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_what_does_not_go_together_is_an_error_at_the_start(tmp_path: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Trainer(small.recipe(tmp_path, *SHORT, *ERRORS[message]))
+        set_up(small.recipe(tmp_path, *SHORT, *ERRORS[message]))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +272,7 @@ def test_a_missing_or_untested_vllm_is_an_error_at_the_start(
 ) -> None:
     monkeypatch.setattr(engine, "_installed_version", lambda: version)
     with pytest.raises(EngineError, match=message):
-        Trainer(small.recipe(tmp_path, *SHORT))
+        set_up(small.recipe(tmp_path, *SHORT))
 
 
 def test_tensor_parallelism_with_several_processes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +283,7 @@ def test_tensor_parallelism_with_several_processes_is_an_error(monkeypatch: pyte
 
 
 def saved_model(folder: Path, lm: Any) -> str:
-    tokenizer = Trainer(small.recipe(folder / "tokenizer", HEADS)).policy.tokenizer
+    tokenizer = set_up(small.recipe(folder / "tokenizer", HEADS)).policy.tokenizer
     lm.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return f"model={{path: '{folder / 'model'}', max_prompt_length: 40}}"
@@ -297,8 +294,7 @@ def test_too_many_banned_tokens_are_an_error_at_the_start(tmp_path: Path, monkey
     recipe = small.recipe(tmp_path, *SHORT, "model.banned=['<pad>', '<start>']")
     message = "model.banned: must have at most 1 tokens with rollout.engine: vllm, got 2; ban fewer, or use"
     with pytest.raises(ValueError, match=message):
-        Trainer(recipe)
-    assert [problem for problem in dry_run(recipe)[1] if re.match(message, problem)]
+        set_up(recipe)
 
 
 def test_banned_tokens_are_scored_as_the_engine_scored_them(tmp_path: Path) -> None:
@@ -306,7 +302,7 @@ def test_banned_tokens_are_scored_as_the_engine_scored_them(tmp_path: Path) -> N
     banned = f"model.banned={[*'ABCDEFGHabcdefghiklmnoprstuvwy']}"
     recipe = small.recipe(tmp_path, *SHORT, banned)
     train(recipe)
-    steps = rl_lines(recipe.folder)
+    steps = steps(recipe.folder)
     assert len(steps) > 1 and max(line["sampling/gap_max"] for line in steps) < 1e-4
 
 
@@ -321,11 +317,11 @@ def test_models_that_vllm_cannot_load_are_an_error_at_the_start(tmp_path: Path) 
     ):
         model = saved_model(tmp_path, lm)
         with pytest.raises(ValueError, match=message):
-            Trainer(small.recipe(tmp_path / "run", *SHORT, model))
+            set_up(small.recipe(tmp_path / "run", *SHORT, model))
 
 
 def test_an_engine_that_cannot_start_names_the_key(tmp_path: Path) -> None:
     recipe: Recipe = small.recipe(tmp_path, *SHORT, f"{ROLLOUT}.vllm.cache_gib=1e-6")
     with pytest.raises(EngineError, match=r"rl.rollout.engine: vLLM failed while starting \(ValueError: "):
         train(recipe)
-    assert rl_lines(tmp_path) == []
+    assert steps(tmp_path) == []

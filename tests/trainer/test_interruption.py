@@ -100,7 +100,7 @@ def test_a_second_signal_stops_at_once(
         patch.setattr(interruption, "SAME_SECONDS", -1.0)
         patch.setattr(module, name, raising(getattr(module, name), call, signal.SIGINT, signal.SIGINT))
         assert cli.main(["train", *command(tmp_path), "--fresh"]) == 130
-    last = {"reward": "rl-2", "checkpoint": "sft-2"}[moment]
+    last = {"reward": "rl-2", "checkpoint": "rl-0"}[moment]
     way_on = "continue with the same command and --resume in place of --fresh"
     assert f"checkpoints/{last}; {way_on}" in capsys.readouterr().err
     assert not [*(tmp_path / "run").rglob(".new*")]

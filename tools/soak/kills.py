@@ -121,20 +121,18 @@ def doing(folder: Path, before: tuple[int, int]) -> str:
     """Activity of a run when it was killed, inferred from the files that it left."""
     if any((folder / "checkpoints").glob(".new-*")):
         return "while a checkpoint is written"
-    if any(folder.glob(".new-reference-*")):
-        return "while the reference is written"
     if any(folder.rglob(".new-*")):
-        return "while a log or an evaluation is replaced"
-    if not (folder / "recipe.json").exists() or marks(folder)[1] <= before[1]:
+        return "while a log is replaced"
+    if not (folder / "recipe.yaml").exists() or marks(folder)[1] <= before[1]:
         return "before the run has started or is resumed"
     lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
     for line in reversed(lines):
         try:
-            kind = json.loads(line)["phase"]
+            entry = json.loads(line)
         except ValueError:
             return "while a line of a log is written"
-        if kind != "eval":
-            return {"sft": "in the supervised phase", "rl": "in a reinforcement phase"}[kind]
+        if entry["kind"] == "train":
+            return {"sft": "in SFT", "rl": "in RL"}[entry["phase"]]
     return "in the first step or evaluation"
 
 
@@ -174,7 +172,7 @@ def start_pair(folder: Path) -> list[runs.Child]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    resume = (folder / "recipe.json").exists()
+    resume = (folder / "recipe.yaml").exists()
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
     return [
         runs.Child(

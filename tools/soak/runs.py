@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,23 +32,14 @@ KEPT = Path(__file__).parent.parent.parent / "build" / "soak" / "kept"  # runs t
 REWARD = "tools.soak.runs:moody"
 PATIENCE = 120.0  # seconds until a run counts as hanging
 
-# Two supervised and four reinforcement steps with similarity groups, then segments with a critic; a checkpoint after
-# each step, a reference, samples, maps and evaluations: every kind of file that a run writes.
-SIMILARITY = "{name: similarity_group_grpo, similarity: {embedder: hashed}, loss: {kl: k3, kl_coef: 0.01}}"
-SEGMENTS = "{name: group_ppo, critic: {separate: true}}"
-
-
-def rl_phase(steps: int, algorithm: str) -> str:
-    return (
-        f"{{rl: {{steps: {steps}, minibatches: 2, micro_batch: 16, optimizer: {{lr: 0.001}}, "
-        "rollout: {prompts: 4, group_size: 4, max_new_tokens: 8}, "
-        f"rewards: [{{name: '{REWARD}'}}], algorithm: {algorithm}}}}}"
-    )
-
-
-SFT = "{sft: {steps: 2, batch: 8, micro_batch: 8, optimizer: {lr: 0.01}}}"
+# Supervised and reinforcement steps with similarity groups; a checkpoint after each step, a reference, samples and
+# evaluations with maps: every kind of file that a run writes.
 OVERRIDES = (
-    f"phases=[{SFT}, {rl_phase(3, SIMILARITY)}, {rl_phase(2, SEGMENTS)}]",
+    "sft={steps: 2, batch: 8, micro_batch: 8, optimizer: {lr: 0.01}}",
+    "rl={steps: 4, minibatches: 2, micro_batch: 16, optimizer: {lr: 0.001}, "
+    "rollout: {prompts: 4, num_generations: 4, max_completion_length: 8}, "
+    f"rewards: [{{name: '{REWARD}'}}], "
+    "algorithm: {name: similarity_group_grpo, beta: 0.01, similarity: {embedder: hashed}}}",
     "checkpoints.every=1",
     f"evaluation={{every: 2, batch: 8, samples: 2, embedder: hashed, rewards: [{{name: '{REWARD}'}}]}}",
     "logging.samples=2",
@@ -93,13 +85,10 @@ def moody(prompts: list[str], completions: list[str], **columns: Any) -> list[fl
 
 def warm_up() -> None:
     """Imports everything that a run needs, by running one. Without it each child takes ten times as long."""
-    from accelerate.state import AcceleratorState
-
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread beside the main one, as a fork copies what others hold locked
     with scratch("warm-up") as folder:
         train(recipe(folder))
-    AcceleratorState._reset_state(reset_partial_state=True)  # a child may be one of two processes
 
 
 class Child:
@@ -194,7 +183,7 @@ def start(folder: Path, *overrides: str, before: Callable[[], object] | None = N
     def work() -> None:
         if before is not None:
             before()
-        train(recipe(folder, *overrides), resume=(folder / "recipe.json").exists())
+        train(recipe(folder, *overrides), resume=(folder / "recipe.yaml").exists())
 
     return Child(work)
 
@@ -211,8 +200,8 @@ def contents(folder: Path) -> dict[str, Any]:
             continue
         if path.suffix == ".jsonl":
             found[name] = [_timeless(json.loads(line)) for line in path.read_text().splitlines()]
-        elif name == "recipe.json":
-            found[name] = json.loads(path.read_text()) | {"output": ""}
+        elif name == "recipe.yaml":
+            found[name] = re.sub("^output: .*$", "", path.read_text(), flags=re.MULTILINE)
         else:
             found[name] = path.read_bytes()
     return found
