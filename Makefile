@@ -48,7 +48,7 @@ DOCS := .venv-docs
 	bench-quick bench-commits wheel docs dist gpu-check size clean
 
 train: $(VENV)/built
-	$(BIN)/python -m grpo_trainer arithmetic --fresh
+	$(BIN)/python -m grpo_trainer train arithmetic --fresh
 
 # One thread per worker, as there is a worker per core. Tests of several threads set their number. A file stays with one
 # worker, so that what its tests share is made once.

@@ -15,7 +15,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.settings import build
 from grpo_trainer.train import train
 
 import grpo_kernels as gk
@@ -111,7 +110,7 @@ for loss in (whole, chunked):
 #
 # ## 4. A few steps of the trainer
 #
-# The trainer takes a recipe: a model, data and phases. Ours counts on: after "three four" a good
+# The trainer takes a recipe: a model, data, SFT and RL. Ours counts on: after "three four" a good
 # completion is "five six seven eight". The reward is a function with TRL's signature in a module of
 # its own, as a recipe names it `module:function`. A tiny transformer first learns from a few noisy
 # demonstrations, and then from the reward.
@@ -141,33 +140,23 @@ def share_of_words(prompts, completions, answer, **columns):
 
 # %%
 sys.path.append(str(folder))
-recipe = build(
-    Recipe,
-    {
-        "output": str(folder / "run"),
-        "threads": 1,
-        "model": {
-            "path": "tiny",
-            "tiny": {"hidden": 64, "layers": 2, "heads": 2, "intermediate": 128, "vocabulary": 60},
-        },
-        "data": {"task": None, "train": str(folder / "counting.jsonl"), "test": str(folder / "counting.jsonl")},
-        "phases": [
-            {"sft": {"steps": 80, "batch": 16, "micro_batch": 16, "optimizer": {"lr": 4e-3}}},
-            {
-                "rl": {
-                    "steps": 25,
-                    "epochs": 2,
-                    "micro_batch": 80,
-                    "optimizer": {"lr": 1e-3},
-                    "rollout": {"prompts": 10, "group_size": 8, "max_new_tokens": 12},
-                    "rewards": [{"name": "counting_reward:share_of_words"}],
-                    "algorithm": {"name": "grpo", "loss": {"clip_high": 0.28}},
-                }
-            },
-        ],
-        "evaluation": {"every": 0, "samples": 0},
-        "logging": {"progress": False},
+recipe = Recipe(
+    output=str(folder / "run"),
+    threads=1,
+    model={"path": "tiny", "tiny": {"hidden": 64, "layers": 2, "heads": 2, "intermediate": 128, "vocabulary": 60}},
+    data={"task": None, "train": str(folder / "counting.jsonl"), "test": str(folder / "counting.jsonl")},
+    sft={"steps": 80, "batch": 16, "micro_batch": 16, "optimizer": {"lr": 4e-3}},
+    rl={
+        "steps": 25,
+        "num_iterations": 2,
+        "micro_batch": 80,
+        "optimizer": {"lr": 1e-3},
+        "rollout": {"prompts": 10, "num_generations": 8, "max_completion_length": 12},
+        "rewards": [{"name": "counting_reward:share_of_words"}],
+        "algorithm": {"name": "grpo", "epsilon_high": 0.28},
     },
+    evaluation={"every": 0, "samples": 0},
+    logging={"progress": False},
 )
 results = train(recipe)
 print(f"reward of greedy answers after training: {results['eval/test_reward']:.2f}")
@@ -177,7 +166,7 @@ print(f"reward of greedy answers after training: {results['eval/test_reward']:.2
 
 # %%
 lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-steps = [line for line in lines if line["phase"] == "rl"]
+steps = [line for line in lines if line["kind"] == "train" and line["phase"] == "rl"]
 shown = {
     "mean reward": [step["rewards/mean"] for step in steps],
     "prompts without a signal": [step["group_stats/flat_groups"] / step["group_stats/num_groups"] for step in steps],

@@ -19,7 +19,7 @@ SCRIPTS = sorted(
     for path in (ROOT / folder).glob("*.py")
     if "ArgumentParser(" in path.read_text()
 )
-COMMANDS = ("train", "evaluate", "data", "report")
+COMMANDS = ("train", "evaluate", "report")
 
 
 class Parsed(Exception):
@@ -65,7 +65,7 @@ def assert_complete(parser: argparse.ArgumentParser) -> None:
         text = one.format_help()  # fails at a % that argparse takes for a format
         assert not [*gaps(one)], one.prog
         examples = f"{one.description}\n{one.epilog}"
-        assert re.search(r"^ *(python |grpo-|make |compute-sanitizer )", examples, re.MULTILINE), (
+        assert re.search(r"^ *(python |grpo |make |compute-sanitizer )", examples, re.MULTILINE), (
             f"{one.prog}: no example"
         )
         assert text.startswith("usage:")

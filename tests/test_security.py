@@ -60,9 +60,9 @@ def test_code_of_models_runs_only_on_request() -> None:
 
 def test_yaml_makes_no_objects() -> None:
     pytest.importorskip("yaml")
-    from grpo_trainer.settings import read_yaml
+    from grpo_trainer.recipes import read_yaml
 
-    with pytest.raises(ValueError, match=r"^key: must be YAML: .*python/object"):
+    with pytest.raises(ValueError, match=r"^key: must be YAML, .*python/object"):
         read_yaml("!!python/object/apply:os.getcwd []", "key")
 
 
@@ -71,7 +71,7 @@ def test_a_recipe_imports_only_functions_that_it_names() -> None:
     from grpo_trainer.recipe import Reward
     from grpo_trainer.rewards import load_reward
 
-    assert load_reward(Reward(name="posixpath:basename")) is __import__("posixpath").basename
+    assert load_reward(Reward(name="posixpath:basename")).function is __import__("posixpath").basename
     with pytest.raises(ValueError, match=r"rewards\.name"):
         load_reward(Reward(name="posixpath"))
     with pytest.raises(ValueError, match=r"data\.task"):

@@ -142,7 +142,7 @@ def chains(part: str, machine: dict[str, Any], against: Path | None) -> list[lis
         turns = (("head_1", ROOT), ("other_1", other), ("other_2", other), ("head_2", ROOT))
         return [[benchmark(part, *turn) for turn in turns]] if against else []
     if part == "trainer":
-        recipe = ["-m", "grpo_trainer", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
+        recipe = ["-m", "grpo_trainer", "train", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
         return [[Step(part, "recipe", [sys.executable, *recipe])]]
     if part == "sanitizer":
         # without torch's caching allocator, memory after a tensor is unallocated

@@ -119,7 +119,7 @@ def test_greedy_tokens_are_those_of_transformers(lora: Lora | None) -> None:
         assert torch.equal(ours.batch.prompt_of, theirs.batch.prompt_of) and ours.texts == theirs.texts
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 9, "top_p": 0.9, "min_new_tokens": 3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"top_k": 9, "top_p": 0.9, "min_completion_length": 3}], ids=str)
 def test_banned_tokens_have_no_share_of_the_probability(settings: dict[str, Any]) -> None:
     with started(Model(tiny=TINY), **settings) as (policy, engine):
         rollout = sampled(policy, engine)
@@ -134,7 +134,7 @@ def test_banned_tokens_have_no_share_of_the_probability(settings: dict[str, Any]
             logits, tokens = logits_of(policy, rollout, i)
             lost = max(lost, float(logits.softmax(-1)[:, banned].sum(1).max()))
             allowed = logits.index_fill(1, torch.tensor(banned), -math.inf)
-            allowed[: engine.sampling.min_new_tokens, policy.stop_ids] = -math.inf
+            allowed[: engine.sampling.min_completion_length, policy.stop_ids] = -math.inf
             allowed = _filtered(allowed, engine.sampling.top_p, engine.sampling.top_k)
             expected = allowed.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
             torch.testing.assert_close(stored[: len(tokens)].double(), expected, rtol=1e-5, atol=1e-5)

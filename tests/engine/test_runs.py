@@ -302,8 +302,8 @@ def test_banned_tokens_are_scored_as_the_engine_scored_them(tmp_path: Path) -> N
     banned = f"model.banned={[*'ABCDEFGHabcdefghiklmnoprstuvwy']}"
     recipe = small.recipe(tmp_path, *SHORT, banned)
     train(recipe)
-    steps = steps(recipe.folder)
-    assert len(steps) > 1 and max(line["sampling/gap_max"] for line in steps) < 1e-4
+    taken = steps(recipe.folder)
+    assert len(taken) > 1 and max(line["sampling/gap_max"] for line in taken) < 1e-4
 
 
 def test_models_that_vllm_cannot_load_are_an_error_at_the_start(tmp_path: Path) -> None:

@@ -271,4 +271,4 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         cli.report([str(folder), "--output", "x"])
     with pytest.raises(SystemExit, match="2"):
         cli.report(["one", "other"])
-    assert "a page is of one run; for several: grpo-report --compare one other\n" in capsys.readouterr().err
+    assert "a page is of one run; for several: grpo report --compare one other\n" in capsys.readouterr().err

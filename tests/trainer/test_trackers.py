@@ -22,7 +22,7 @@ from grpo_trainer.train import Trainer, train
 from tests.trainer import small
 from tests.trainer.test_train import lines, stopped_after
 
-SHORT = ("phases.0.sft.steps=2", "phases.1.rl.steps=2", "phases.1.rl.rollout.prompts=2", "checkpoints.every=1")
+SHORT = ("sft.steps=2", "rl.steps=2", "rl.rollout.prompts=2", "checkpoints.every=1")
 
 
 class Fake(types.ModuleType):
@@ -127,7 +127,7 @@ def test_watching_sees_the_gradient_of_the_step(
 
     monkeypatch.setattr(torch.optim.AdamW, "step", descend)
     recipe = small.recipe(
-        tmp_path, "phases.0.sft.steps=3", "phases.1.rl.steps=1", "logging.watch=1", "logging.to=[wandb]"
+        tmp_path, "sft.steps=3", "rl.steps=1", "logging.watch=1", "logging.to=[wandb]"
     )
     train(recipe)
     first, second = seen[:2]
