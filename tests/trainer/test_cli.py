@@ -23,7 +23,7 @@ from grpo_trainer import checkpoint, cli, log
 from grpo_trainer.algorithm import ALGORITHMS
 from grpo_trainer.dry_run import dry_run
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.recipes import bundled
+from grpo_trainer.recipes import bundled, validated
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 
@@ -328,7 +328,10 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
             ["rl.algorithm.similarity={{embedder: '{folder}'}}"],
             r"^rl\.algorithm\.similarity\.embedder: must be a model",
         ),
-        (["model.max_prompt_length=2"], r"^data: sft has no usable line; prompts left out: .* model\.max_prompt_length, 2$"),
+        (
+            ["model.max_prompt_length=2"],
+            r"^data: sft has no usable line; prompts left out: .* model\.max_prompt_length, 2$",
+        ),
         (
             ["rl=null", "data={{task: null, train: '{lines}', demonstration: d, test: '{lines}'}}"],
             r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'; .*; set evaluation\.rewards for others$",
@@ -382,6 +385,11 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch:
     assert dry_run(recipe)[1] == [expected]
     with pytest.raises(PermissionError, match=re.escape(expected)):
         train(recipe)
+
+
+def test_names_of_folders() -> None:
+    recipe = validated(Recipe, {"name": "a", "seed": 3, "output": "x/{name}-{seed}"})
+    assert str(recipe.folder) == "x/a-3"
 
 
 def test_threads_are_set_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ def test_an_object_trains_as_its_folder_does(saved: Path, tmp_path: Path, adapte
     assert timeless(lines(tmp_path / "object")) == timeless(lines(tmp_path / "folder"))
     before = loaded(saved)["model"].state_dict()
     now = objects["model"].state_dict()
-    assert any(not torch.equal(value, before.get(name, value + 1)) for name, value in now.items()), "it is trained itself"
+    assert any(not torch.equal(value, before.get(name, value + 1)) for name, value in now.items()), (
+        "it is trained itself"
+    )
 
 
 def test_a_resumed_run_keeps_the_class_of_the_object(

@@ -126,9 +126,7 @@ def test_watching_sees_the_gradient_of_the_step(
                 weight.sub_(weight.grad)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", descend)
-    recipe = small.recipe(
-        tmp_path, "sft.steps=3", "rl.steps=1", "logging.watch=1", "logging.to=[wandb]"
-    )
+    recipe = small.recipe(tmp_path, "sft.steps=3", "rl.steps=1", "logging.watch=1", "logging.to=[wandb]")
     train(recipe)
     first, second = seen[:2]
     names = [name.removeprefix("weights/") for name in first if name.startswith("weights/")]
