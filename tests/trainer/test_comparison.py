@@ -96,7 +96,7 @@ def test_what_is_left_out_is_named_with_a_reason(tmp_path: Path, capsys: pytest.
         folders[4]: "other data: split is 'validation', not 'test'",
         folders[5]: "no evaluation after its last step",
         folders[6]: "another run has its recipe and its seed, 0",
-        folders[7]: "folder must have recipe.yaml",
+        folders[7]: "folder must have a recipe.yaml",
     }
     rows, left_out = select(folders)
     assert [row.runs[0].path for row in rows] == folders[:1] and left_out.keys() == reasons.keys()

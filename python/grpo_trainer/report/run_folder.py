@@ -59,10 +59,6 @@ class Evaluated:
         table.index = pd.MultiIndex.from_arrays([prompts, prompts.groupby(prompts).cumcount()])
         return table
 
-    def mean(self, name: str) -> float:
-        """Mean of a measure over the prompts where it is defined."""
-        return float(self.table[name].mean()) if name in self.table else math.nan
-
     def _measures(self, line: Line) -> dict[str, float]:
         reward = number(line.get("reward"))
         correct = number(line["correct"]) if "correct" in line else self._is_correct(reward)
@@ -92,16 +88,12 @@ class RunFolder:
         if not (self.path / "recipe.yaml").exists() and not (self.path / "metrics.jsonl").exists():
             inside = sorted(str(file.parent) for file in self.path.glob("*/recipe.yaml"))
             way_out = f"; there are {', '.join(inside)}" if inside else ""
-            raise FileNotFoundError(
-                f"report: folder must have recipe.yaml or metrics.jsonl, got {str(path)!r}{way_out}"
-            )
+            raise FileNotFoundError(f"report: folder must have a recipe.yaml or metrics.jsonl, got {path}{way_out}")
         self.unreadable: list[str] = []
         self.recipe = self._read_recipe()
         self.metrics, self.events = self._read_lines("metrics"), self._read_lines("events")
-        solved = number(self.setting("evaluation.solved"))
-        evaluations = (
-            Evaluated(line, 1.0 if math.isnan(solved) else solved) for line in self._read_lines("evaluations")
-        )
+        solved = self.setting("evaluation.solved") or 1.0
+        evaluations = (Evaluated(line, number(solved)) for line in self._read_lines("evaluations"))
         known = (e for e in evaluations if e.phase in PHASES and math.isfinite(e.step))
         self.evaluations = sorted(known, key=lambda e: (PHASES.index(e.phase), e.step))
 

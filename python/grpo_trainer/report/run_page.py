@@ -68,7 +68,8 @@ def summary(folder: Path) -> str:
 def _lead(run: RunFolder) -> tuple[Comparison | None, str]:
     """The sentence that opens the page, and the comparison that it reports."""
     pair, final = run.before_and_after(), run.final_evaluation()
-    done, *_ = *reversed(run.frame(run.phase).index), 0
+    logged = run.frame(run.phase).index
+    done = logged.max() if len(logged) else 0
     total = "" if math.isnan(run.steps) else f" of {run.steps:.0f}"
     unfinished = "" if final else f"; {done:.0f}{total} {run.phase.upper()} steps are done"
     before, after = pair or (final, final)
@@ -124,21 +125,23 @@ def _learning(run: RunFolder) -> list[Figure]:
     for name in ("exact", "reward"):
         band = pd.DataFrame([bootstrap_interval(table[name]) for table in tables.values()], index=list(tables))
         curves[name] = Curve(run.series("validation", name), band if tables else None)
+    if curves["reward"].y.equals(curves["exact"].y):
+        del curves["reward"]
     training = {"reward": Curve(run.series("rl", "rewards/mean"))}
     return draw_curves("Greedy responses to validation prompts", curves) + draw_curves("Reward in training", training)
 
 
 def _metrics(run: RunFolder) -> list[Section]:
     """Every metric; names that differ after the last _ or @ alone, such as kl_mean and kl_rollout, share a figure."""
-    figures: dict[str, list[Figure]] = {}
-    for source in ("validation", "rl", "sft"):
-        frame = run.frame(source)
+    sections = []
+    for source, title in (("validation", "Validation"), ("rl", "RL"), ("sft", "SFT")):
+        frame, figures = run.frame(source), list[Figure]()
         stems = {name: re.sub(r"(?<=^time)/.*|[_@][^_@]*$", "", name) for name in in_order(frame)}
         for stem in dict.fromkeys(stems.values()):
             curves = {name: Curve(frame[name]) for name in stems if stems[name] == stem}
-            title = f"{source}: {stem.partition('/')[0]}" if "/" in stem else source
-            figures.setdefault(title, []).extend(draw_curves(", ".join(curves), curves))
-    return [Section(title, figures=of_title) for title, of_title in figures.items()]
+            figures += draw_curves(stem if len(curves) > 1 else next(iter(curves)), curves)
+        sections.append(Section(f"{title}, all metrics", figures=figures))
+    return sections
 
 
 def _examples(run: RunFolder) -> Section:
