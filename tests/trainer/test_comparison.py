@@ -21,7 +21,7 @@ from grpo_trainer.report.run_folder import Evaluated
 
 from tests.trainer import run_folders
 from tests.trainer.run_folders import change, change_recipe
-from tests.trainer.test_report import HOSTILE, Reader, is_test, keep
+from tests.trainer.test_report import Reader, keep
 
 
 def final(quality: float, diversity: float) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_named_with_a_reason(tmp_path: Path, capsys: pytest.
         change_recipe(folders[2], key, value)
     change(folders[2], lambda e: e["prompts"][0].update(prompt="another"))
     change(folders[3], lambda e: e["prompts"].pop())
-    keep(lambda e: not is_test(e))(folders[4])
+    keep(lambda e: e["split"] != "test")(folders[4])
     folders += [run(tmp_path / "unfinished", "a", 7, finished=False), run(tmp_path / "twin", "a", 0), tmp_path / "none"]
     reasons = {
         folders[1]: "other data: data.task is 'gsm8k', not 'arithmetic' as in 1 a",
@@ -129,7 +129,10 @@ def test_settings_that_differ_between_evaluations_are_named(tmp_path: Path) -> N
 def test_page_and_front(tmp_path: Path) -> None:
     values = {"best": (0.9, 0.2), "poor": (0.5, 0.1), "wide": (0.3, 0.8), "<b>{{7*7}}": (0.2, 0.7)}
     folders = [run(tmp_path / f"r{i}", name, 0, *value) for i, (name, value) in enumerate(values.items())]
-    change(folders[2], lambda e: e["metrics"].update(semantic_diversity=0.8 if is_test(e) else 0.9 - 0.1 * e["step"]))
+    change(
+        folders[2],
+        lambda e: e["metrics"].update(semantic_diversity=0.8 if e["split"] == "test" else 0.9 - 0.1 * e["step"]),
+    )
     reader = Reader(write_comparison(folders, tmp_path / "out"))
     assert reader.text.startswith(
         "Comparison Comparison 4 runs of 4 recipes, evaluated on 20 test prompts of arithmetic."
@@ -142,7 +145,7 @@ def test_page_and_front(tmp_path: Path) -> None:
         in reader.labels
     )
     assert any(label.startswith("train/kl_mean, rl: 1 best from") for label in reader.labels)
-    assert "<b>{{7*7}}" in reader.text and HOSTILE not in reader.text
+    assert "<b>{{7*7}}" in reader.text
     content = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert content["front"] == ["1 best", "3 wide"] and content["measures"]["1 best"]["sampled_reward"]["mean"] == 0.9
 
@@ -166,7 +169,7 @@ def test_evaluated_models_stand_beside_each_other(tmp_path: Path) -> None:
     }
     recipe: Any = SimpleNamespace(name="mine")
     text = Reader(write_evaluation(results, recipe, "test", tmp_path / "out")).text
-    assert "20 prompts of the test split, evaluated with the recipe mine." in text
+    assert "20 prompts of the test split, evaluated with the recipe mine." in text and "Learning curves" not in text
     assert "2 trained \u2212 1 base +0.000 +0.000 to +0.000 +0.100 +0.100 to +0.100 semantic_diversity" in text
     assert (
         json.loads((tmp_path / "out" / "evaluation.json").read_text())["measures"]["2 trained"]["reward"]["mean"] == 0.5

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import pytest
@@ -79,24 +79,25 @@ def keep(condition: Callable[[Any], bool]) -> Callable[[Path], None]:
     return edit
 
 
-def append(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).open("a").write(text) and None
+def is_final_test(evaluation: Any) -> bool:
+    return evaluation["split"] == "test" and evaluation["step"] == 45
 
 
-def each_prompt(edit: Callable[[Any, int], object]) -> Callable[[Path], None]:
+def append(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text((folder / name).read_text() + text)
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).unlink()
+
+
+def each_line(name: str, edit: Callable[[Any], object]) -> Callable[[Path], object]:
+    return lambda folder: change(folder, edit, name)
+
+
+def each_prompt(edit: Callable[[Any, int], object]) -> Callable[[Path], object]:
     """Edits each prompt of each evaluation, given the step of the evaluation."""
     return lambda folder: change(folder, lambda e: [edit(line, e["step"]) for line in e["prompts"]])
-
-
-def set_metrics(value: object) -> Callable[[Path], None]:
-    return lambda folder: change(
-        folder, lambda line: line.update(dict.fromkeys(line.keys() - {"kind", "phase"}, value)), "metrics"
-    )
-
-
-def other_prompt(evaluation: Any) -> None:
-    if evaluation["step"]:
-        evaluation["prompts"][1]["prompt"] = "another"
 
 
 def hostile(folder: Path) -> None:
@@ -131,132 +132,123 @@ def odd(folder: Path) -> None:
 
 
 START = "Exact match .30 to .80 on 20 unseen prompts, 95 % interval of the gain +.30 to +.70, in 45 steps of grpo"
-is_test: Callable[[Any], bool] = lambda e: e["split"] == "test"  # noqa: E731
-nothing: Callable[[Path], None] = lambda folder: None  # noqa: E731
+AFTER = "Exact match .80 on 20 unseen prompts after {}; nothing was evaluated before."
 
-# case: how the run differs from a finished one, the start of its sentence, and texts of its page
-CASES: dict[str, tuple[dict[str, Any], Callable[[Path], object], str, tuple[str, ...]]] = {
-    "finished": (
-        {},
-        nothing,
-        f"{START}.",
-        ("Responses before and after", "Map of one prompt", "similarity_groups/share"),
-    ),
-    "plain": ({"rich": False}, nothing, f"{START}.", ("train/entropy",)),
-    "worse": (
-        {"shares": (0.8, 0.5, 0.3)},
-        nothing,
+
+class Case(NamedTuple):
+    """A run that differs from a finished one, the start of its page's sentence, and texts of the page."""
+
+    sentence: str
+    texts: tuple[str, ...]
+    edits: tuple[Callable[[Path], object], ...]
+    arguments: dict[str, Any]
+
+
+def case(sentence: str, *texts: str, edits: tuple[Callable[[Path], object], ...] = (), **arguments: Any) -> Case:
+    return Case(sentence, texts, edits, arguments)
+
+
+CASES = {
+    "finished": case(f"{START}.", "Responses before and after", "Map of one prompt", "similarity_groups/share"),
+    "plain": case(f"{START}.", "train/entropy", rich=False),
+    "worse": case(
         "Exact match .80 to .30 on 20 unseen prompts, 95 % interval of the gain \u2212.70 to \u2212.30, in",
-        (),
+        shares=(0.8, 0.5, 0.3),
     ),
-    "no change": (
-        {"shares": (0.3, 0.5, 0.35)},
-        nothing,
+    "no change": case(
         "Exact match .30 to .35 on 20 unseen prompts, 95 % interval of the gain +.00 to +.15 (no significant change)",
-        (),
+        shares=(0.3, 0.5, 0.35),
     ),
-    "few prompts differ": ({"shares": (0.3, 0.5, 0.5)}, nothing, "Exact match .30 to .50", ("too few prompts differ",)),
-    "killed": (
-        {"steps": 25, "finished": False},
-        lambda f: [append("metrics.jsonl", '{"kind": "tr')(f), append("evaluations.jsonl", '{"metrics": {"exa')(f)],
+    "few prompts differ": case("Exact match .30 to .50", "too few prompts differ", shares=(0.3, 0.5, 0.5)),
+    "killed": case(
         "Exact match .30 to .50 on 20 validation prompts, 95 % interval of the gain +.05 to +.40 (p = 0.12: too few "
         "prompts differ), in 20 steps of grpo; 25 of 30 RL steps are done.",
-        ("Could not be read: metrics.jsonl line 28, evaluations.jsonl line 4.",),
+        "Could not be read: metrics.jsonl line 28, evaluations.jsonl line 4.",
+        edits=(append("metrics.jsonl", '{"kind": "tr'), append("evaluations.jsonl", '{"metrics": {"exa')),
+        steps=25,
+        finished=False,
     ),
-    "killed before its first step": (
-        {},
-        lambda f: [(f / f"{name}.jsonl").unlink() for name in ("metrics", "evaluations", "events")],
+    "killed before its first step": case(
         "There are no evaluations before and after training; 0 of 45 RL steps are done.",
-        ("path: tiny",),
+        "path: tiny",
+        edits=tuple(remove(f"{name}.jsonl") for name in ("metrics", "evaluations", "events")),
     ),
-    "resumed": (
-        {},
-        lambda f: change(f, lambda line: line.update(time=line["time"] - 20 * (line["step"] > 30)), "metrics"),
+    "resumed": case(
         START,
-        ("duration 0:00:59",),
+        "duration 0:00:59",
+        edits=(each_line("metrics", lambda line: line.update(time=line["time"] - 20 * (line["step"] > 30))),),
     ),
-    "without evaluations": ({}, lambda f: (f / "evaluations.jsonl").unlink(), "There are no", ("train/entropy",)),
-    "without a recipe": ({}, lambda f: (f / "recipe.yaml").write_text("{"), "Exact match", ("recipe.yaml",)),
-    "validation alone": ({}, keep(lambda e: not is_test(e)), START.replace("unseen", "validation"), ()),
-    "evaluated after training alone": (
-        {},
-        keep(lambda e: is_test(e) and e["step"] == 45),
-        "Exact match .80 on 20 unseen prompts after 45 steps of grpo; nothing was evaluated before.",
-        (),
+    "without evaluations": case("There are no", "train/entropy", edits=(remove("evaluations.jsonl"),)),
+    "without a recipe": case(
+        "Exact match .30 to .80", "not be read: recipe.yaml", edits=(lambda f: (f / "recipe.yaml").write_text("{"),)
     ),
-    "sft alone": (
-        {},
-        lambda f: [
-            change_recipe(f, "rl", None),
-            keep(lambda e: is_test(e) and e["step"] == 45)(f),
-            change(f, lambda e: e.update(phase="sft", step=3)),
-        ],
-        "Exact match .80 on 20 unseen prompts after 3 steps of SFT; nothing was evaluated before.",
-        ("SFT, all metrics train/loss",),
+    "validation alone": case(START.replace("unseen", "validation"), edits=(keep(lambda e: e["split"] != "test"),)),
+    "evaluated after training alone": case(AFTER.format("45 steps of grpo"), edits=(keep(is_final_test),)),
+    "sft alone": case(
+        AFTER.format("3 steps of SFT"),
+        "SFT, all metrics train/loss",
+        edits=(
+            lambda f: change_recipe(f, "rl", None),
+            keep(is_final_test),
+            each_line("evaluations", lambda e: e.update(phase="sft", step=3)),
+        ),
     ),
-    "one prompt": (
-        {},
-        lambda f: change(f, lambda e: e.update(prompts=e["prompts"][10:11])),
+    "one prompt": case(
         "Exact match .00 to 1.00 on 1 unseen prompts, too few for an interval, in 45 steps of grpo.",
-        (),
+        edits=(each_line("evaluations", lambda e: e.update(prompts=e["prompts"][10:11])),),
     ),
-    "half of the rewards NaN": (
-        {},
-        each_prompt(lambda line, step: line.update(reward=None) if step and "1" in line["prompt"] else None),
+    "half of the rewards NaN": case(
         "Exact match .56 to 1.00 on 9 unseen prompts",
-        ("11 of 20 prompts have no reward on one side and are excluded.",),
+        "11 of 20 prompts have no reward on one side and are excluded.",
+        edits=(each_prompt(lambda line, step: line.update(reward=None) if step and "1" in line["prompt"] else None),),
     ),
-    "NaN everywhere": (
-        {},
-        lambda f: [set_metrics(None)(f), each_prompt(lambda line, _: line.update(reward=None, rewards=[None] * 2))(f)],
+    "NaN everywhere": case(
         "No prompt has a reward before and after 45 steps of grpo.",
-        (),
+        edits=(
+            each_line("metrics", lambda line: line.update(dict.fromkeys(line.keys() - {"kind", "phase"}))),
+            each_prompt(lambda line, _: line.update(reward=None, rewards=[None] * 2)),
+        ),
     ),
-    "continuous reward": (
-        {},
-        lambda f: [
-            each_prompt(lambda line, step: line.update(reward=0.25 + step / 100 + line["reward"] / 10))(f),
-            change(f, lambda e: e["metrics"].update(reward=0.25)),
-        ],
+    "continuous reward": case(
         "Mean reward .28 to .78 on 20 unseen prompts",
-        ("Greedy responses to validation prompts exact reward",),
+        "Greedy responses to validation prompts exact reward",
+        edits=(
+            each_prompt(lambda line, step: line.update(reward=0.25 + step / 100 + line["reward"] / 10)),
+            each_line("evaluations", lambda e: e["metrics"].update(reward=0.25)),
+        ),
     ),
-    "calibrated": (
-        {},
-        lambda f: [
-            change(f, lambda e: e.update(solved=0.3)),
-            change_recipe(f, "evaluation.solved_quantile", 0.75),
-            each_prompt(lambda line, step: line.update(reward=0.4 * line["reward"]))(f),
-        ],
+    "calibrated": case(
         START,
-        ("correct from a reward of 0.300000 on: the quantile 0.75",),
+        "correct from a reward of 0.300000 on: the quantile 0.75",
+        edits=(
+            each_line("evaluations", lambda e: e.update(solved=0.3)),
+            lambda f: change_recipe(f, "evaluation.solved_quantile", 0.75),
+            each_prompt(lambda line, step: line.update(reward=0.4 * line["reward"])),
+        ),
     ),
-    "other prompts": (
-        {},
-        lambda f: change(f, other_prompt),
-        "The evaluations before and after 45 steps of grpo do not",
-        (),
+    "other prompts": case(
+        "The evaluations before and after 45 steps of grpo do not compare: compare: before must have each prompt of",
+        edits=(each_prompt(lambda line, step: line.update(prompt=f"{step} {line['prompt']}")),),
     ),
-    "chat": (
-        {},
-        each_prompt(lambda line, _: line.update(prompt=[{"role": "user", "content": line["prompt"]}])),
+    "chat": case(
         START,
-        ("user: Ann has 0 shells",),
+        "user: Ann has 0 shells",
+        edits=(each_prompt(lambda line, _: line.update(prompt=[{"role": "user", "content": line["prompt"]}])),),
     ),
-    "hostile": ({}, hostile, "Exact match", ("<script>alert(1)</script>\"'&amp;<img", "{{7*7}}", "\u241b[31m")),
-    "odd": ({}, odd, "No prompt has a reward", ("Could not be read: metrics.jsonl line 48.",)),
+    "hostile": case("Exact match", "<script>alert(1)</script>\"'&amp;<img", "{{7*7}}", "\u241b[31m", edits=(hostile,)),
+    "odd": case("No prompt has a reward", "Could not be read: metrics.jsonl line 48.", edits=(odd,)),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_run_has_a_page_that_opens_with_its_result(case: str, tmp_path: Path) -> None:
-    arguments, edit, sentence, texts = CASES[case]
+@pytest.mark.parametrize("name", CASES)
+def test_every_run_has_a_page_that_opens_with_its_result(name: str, tmp_path: Path) -> None:
+    sentence, texts, edits, arguments = CASES[name]
     folder = write(tmp_path / "run", **arguments)
-    edit(folder)
+    for edit in edits:
+        edit(folder)
     reader = Reader(write_report(folder))
     assert summary(folder).splitlines()[0].startswith(sentence)
-    title = RunFolder(folder).name
-    assert reader.text.partition(sentence)[0].endswith(f"{page._visible(title)} ")
+    assert reader.text.partition(sentence)[0].endswith(f"{page._visible(RunFolder(folder).name)} ")
     for text in texts:
         assert text in reader.text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f\u202e\ud800]|nan", "".join(reader.texts))

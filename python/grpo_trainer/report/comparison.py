@@ -133,7 +133,7 @@ def write_evaluation(results: Mapping[str, Result], recipe: Recipe, split: str, 
         Path of the page.
     """
     models = {name: Evaluated(result.to_json()) for name, result in results.items()}
-    rows = [Row(f"{i} {name}", {None: evaluated}, []) for i, (name, evaluated) in enumerate(models.items(), 1)]
+    rows = [Row(f"{i} {name}", {"": evaluated}, []) for i, (name, evaluated) in enumerate(models.items(), 1)]
     lead = f"{len(rows[0].first.prompts)} prompts of the {split} split, evaluated with the recipe {recipe.name}."
     return _write(output, "evaluation", lead, rows, [])
 
@@ -195,7 +195,6 @@ def _write(output: Path, name: str, lead: str, rows: Sequence[Row], sections: Se
     axes = [name for choices in _AXES for name in [name for name in choices if name in names][:1]]
     places = [tuple(of_row[name].mean for name in axes) for of_row in estimates.values()]
     front = [rows[i].label for i in pareto_front(places)] if len(axes) == 2 else []  # type: ignore[arg-type]
-    curves = _learning_curves(rows) if rows[0].runs else []
     samples = samples_figures({row.label: list(row.evaluated.values()) for row in rows})
     sections = [
         *sections,
@@ -203,7 +202,7 @@ def _write(output: Path, name: str, lead: str, rows: Sequence[Row], sections: Se
         _pairs(rows, axes),
         _scatter(axes, estimates, front),
         Section("More samples", figures=samples),
-        Section("Learning curves", ["Means over seeds, with a band from the lowest to the highest."], curves),
+        Section("Learning curves, means over seeds with a band from the lowest to the highest", (), _curves(rows)),
     ]
     content = {label: {k: v._asdict() for k, v in of_row.items()} for label, of_row in estimates.items()}
     page = write_page(output / f"{name}.html", name.capitalize(), lead, sections)
@@ -240,7 +239,7 @@ def _measures(rows: Sequence[Row], estimates: dict[str, dict[str, Estimate]], fr
 
 def _pairs(rows: Sequence[Row], axes: Sequence[str]) -> Section:
     table = []
-    for row, other in itertools.combinations(rows, 2):
+    for row, other in itertools.combinations(rows if axes else (), 2):
         gaps = {name: other.minus(row, name) for name in axes}
         unclear = [name for name, gap in gaps.items() if not (gap.low > 0 or gap.high < 0)]
         cells = [gap.cell("+") for gap in gaps.values()]
@@ -269,10 +268,10 @@ def _scatter(axes: Sequence[str], estimates: dict[str, dict[str, Estimate]], fro
     return Section("Diversity against quality", figures=[draw_points("", points, axes, line)._replace(caption=caption)])
 
 
-def _learning_curves(rows: Sequence[Row]) -> list[Figure]:
+def _curves(rows: Sequence[Row]) -> list[Figure]:
     """Means over the seeds of each recipe at the steps that all of them have, with a band from lowest to highest."""
     figures = []
-    for source, name in _CURVES:
+    for source, name in _CURVES if rows[0].runs else ():
         curves = {}
         for row in rows:
             seeds = pd.concat([run.series(source, name) for run in row.runs], axis=1, join="inner").dropna()
