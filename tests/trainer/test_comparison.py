@@ -36,7 +36,7 @@ def final(quality: float, diversity: float) -> dict[str, Any]:
 
 
 def run(folder: Path, name: str, seed: int = 0, quality: float = 0.5, diversity: float = 0.5, **more: Any) -> Path:
-    run_folders.write(folder, name=name, seed=seed, steps=6, rich=False, **more)
+    run_folders.write(folder, name=name, seed=seed, rich=False, **{"steps": 6, **more})
     change(folder, lambda e: e.update(final(quality, diversity)))
     return folder
 
@@ -128,17 +128,18 @@ def test_settings_that_differ_between_evaluations_are_named(tmp_path: Path) -> N
 
 def test_page_and_front(tmp_path: Path) -> None:
     values = {"best": (0.9, 0.2), "poor": (0.5, 0.1), "wide": (0.3, 0.8), "<b>{{7*7}}": (0.2, 0.7)}
-    folders = [run(tmp_path / f"r{i}", name, 0, *value) for i, (name, value) in enumerate(values.items())]
+    folders = [run(tmp_path / f"r{i}", name, 0, *value, steps=25) for i, (name, value) in enumerate(values.items())]
+    validation = {0: 0.9, 20: 0.5, 25: 0.4}
     change(
         folders[2],
-        lambda e: e["metrics"].update(semantic_diversity=0.8 if e["split"] == "test" else 0.9 - 0.1 * e["step"]),
+        lambda e: e["metrics"].update(semantic_diversity=0.8 if e["split"] == "test" else validation[e["step"]]),
     )
     reader = Reader(write_comparison(folders, tmp_path / "out"))
     assert reader.text.startswith(
         "Comparison Comparison 4 runs of 4 recipes, evaluated on 20 test prompts of arithmetic."
     )
     assert "on the Pareto front yes no yes no" in reader.text and "aside: 1 best, 3 wide." in reader.text
-    assert "collapse of semantic_diversity none none 6 none" in reader.text
+    assert "collapse of semantic_diversity none none 25 none" in reader.text
     assert reader.text.index("pass@5") < reader.text.index("pass@10") < reader.text.index("semantic_diversity")
     assert (
         "sampled_reward over semantic_diversity: 1 at 0.2, 0.9; 2 at 0.1, 0.5; 3 at 0.8, 0.3; 4 at 0.7, 0.2"
