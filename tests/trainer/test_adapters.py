@@ -13,8 +13,10 @@ import torch
 pytest.importorskip("safetensors")
 pytest.importorskip("matplotlib")
 
-from grpo_trainer.report.adapters import Update, _labels, effective_rank, measure, read_adapter, write_adapters
+from grpo_trainer.report.adapters import Update, measure, read_adapter, write_adapters
 from safetensors.torch import save_file
+
+from tests.trainer.test_report import Reader
 
 
 def drawn(seed: int, outputs: int, inputs: int, rank: int, scale: float = 0.5) -> Update:
@@ -34,31 +36,29 @@ def test_measures_are_those_of_the_dense_product(outputs: int, inputs: int, rank
     measured = measure(x, y)
     values = torch.linalg.svdvals(product)
     shares = values[values > 1e-12] / values.sum()
-    assert measured.norm == pytest.approx(float(product.norm()), rel=1e-12)
-    assert measured.effective_rank == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-9)
+    assert measured["norm"] == pytest.approx(float(product.norm()), rel=1e-12)
+    assert measured["effective rank"] == pytest.approx(math.exp(-float((shares * shares.log()).sum())), rel=1e-9)
     expected = float((product * other).sum() / product.norm() / other.norm())
-    assert measured.cosine == pytest.approx(expected, abs=1e-12)
-    assert measure(y, x).cosine == pytest.approx(expected, abs=1e-12)
+    assert measured["cosine"] == pytest.approx(expected, abs=1e-12)
+    assert measure(y, x)["cosine"] == pytest.approx(expected, abs=1e-12)
 
 
-def test_effective_rank_by_hand() -> None:
-    assert effective_rank(torch.tensor([3.0, 0.0, 0.0])) == 1
-    assert effective_rank(torch.tensor([2.0, 2.0, 2.0, 2.0])) == pytest.approx(4)
-    # shares 3/4 and 1/4
-    assert effective_rank(torch.tensor([3.0, 1.0])) == pytest.approx(4 / 3**0.75)
-    assert math.isnan(effective_rank(torch.zeros(3)))
+@pytest.mark.parametrize(("values", "rank"), [([3.0, 0, 0], 1), ([2.0] * 4, 4), ([3.0, 1.0], 4 / 3**0.75)])
+def test_effective_rank_by_hand(values: list[float], rank: float) -> None:
+    diagonal = torch.diag(torch.tensor(values, dtype=torch.float64))
+    assert measure(Update(diagonal, torch.eye(len(values), dtype=torch.float64), 1.0))[
+        "effective rank"
+    ] == pytest.approx(rank)
 
 
 def test_an_update_of_zero_has_neither_rank_nor_direction() -> None:
     x = drawn(0, 6, 5, 2)
     zero = Update(x.a, torch.zeros_like(x.b), x.scale)
-    assert measure(zero).norm == 0 and math.isnan(measure(zero).effective_rank)
-    assert math.isnan(measure(zero, x).cosine) and math.isnan(measure(x, zero).cosine)
-    assert math.isnan(measure(x).cosine)
-    assert measure(x, Update(2 * x.a, x.b, 3.0)).cosine == pytest.approx(1)
-    assert measure(x, Update(x.a, -x.b, x.scale)).cosine == pytest.approx(-1)
-    with pytest.raises(ValueError, match=r"^adapters: updates must have one shape, got \(6, 5\) and \(5, 6\)"):
-        measure(x, drawn(1, 5, 6, 2))
+    assert measure(zero)["norm"] == 0 and math.isnan(measure(zero)["effective rank"])
+    assert math.isnan(measure(zero, x)["cosine"]) and math.isnan(measure(x, zero)["cosine"])
+    assert "cosine" not in measure(x)
+    assert measure(x, Update(2 * x.a, x.b, 3.0))["cosine"] == pytest.approx(1)
+    assert measure(x, Update(x.a, -x.b, x.scale))["cosine"] == pytest.approx(-1)
 
 
 def write(folder: Path, changes: dict[str, Any] | None = None, kinds: tuple[str, ...] = ("mlp.up", "attn.q")) -> Path:
@@ -100,9 +100,9 @@ def test_adapters_saved_by_peft_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"use_dora": True}, r"^adapters: use_dora of .* must be unset, got True"),
-        ({"alpha_pattern": {"q": 3}}, r"^adapters: alpha_pattern of .* must be unset"),
-        ({"rank_pattern": {"q": 3}}, r"^adapters: rank_pattern of .* must be unset"),
+        ({"use_dora": True}, r"^write_adapters: use_dora of .* must be unset, got True"),
+        ({"alpha_pattern": {"q": 3}}, r"^write_adapters: alpha_pattern of .* must be unset"),
+        ({"rank_pattern": {"q": 3}}, r"^write_adapters: rank_pattern of .* must be unset"),
     ],
 )
 def test_other_kinds_of_adapters_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -112,27 +112,22 @@ def test_other_kinds_of_adapters_are_refused(tmp_path: Path, changes: dict[str, 
 
 def test_the_page_of_two_adapters(tmp_path: Path) -> None:
     folders = [write(tmp_path / "a"), write(tmp_path / "b", {"lora_alpha": 2})]
-    target = write_adapters(folders, tmp_path / "out")
-    text, content = target.read_text(), json.loads((tmp_path / "out" / "adapters.json").read_text())
-    assert "model.layers.10.mlp.up" in text and "1.000" in text and "effective rank" in text
-    first, second = (one["modules"]["model.layers.0.mlp.up"] for one in content)
+    reader = Reader(write_adapters(folders, tmp_path / "out"))
+    assert "model.layers.10.mlp.up" in reader.text and "module norm effective rank cosine" in reader.text
+    first, second = json.loads((tmp_path / "out" / "adapters.json").read_text()).values()
+    first, second = first["model.layers.0.mlp.up"], second["model.layers.0.mlp.up"]
     assert first["norm"] == pytest.approx(4 * second["norm"]) and first["cosine"] == pytest.approx(1)
-    assert len(list((tmp_path / "out" / "plots").glob("*.png"))) == 4
-    write_adapters(folders[:1], tmp_path / "one")
-    assert "cosine" not in (tmp_path / "one" / "adapters.html").read_text().partition("<body>")[2]
+    # a curve for each kind of module, over the layers 0, 2 and 10
+    assert sum(label.startswith("norm: model.layers.*.attn.q from ") for label in reader.labels) == 2
+    assert "effective rank cosine" not in Reader(write_adapters(folders[:1], tmp_path / "one")).text
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     a, other = write(tmp_path / "a"), write(tmp_path / "b", kinds=("mlp.up",))
-    with pytest.raises(ValueError, match=r"^adapters: both must adapt the same modules.*attn.q"):
+    with pytest.raises(ValueError, match=r"^write_adapters: folders must adapt the same weights.*attn.q"):
         write_adapters([a, other], tmp_path / "out")
-    with pytest.raises(ValueError, match=r"^adapters: must be one or two folders, got 3"):
+    with pytest.raises(ValueError, match=r"^write_adapters: folders must be one or two, got 3"):
         write_adapters([a, a, a], tmp_path / "out")
-    message = rf"^adapters: must be a folder with adapters, .* got '{tmp_path}', which has no adapter_config\.json$"
+    message = rf"^write_adapters: folders must have adapters, .* got '{tmp_path}', which has no adapter_config\.json$"
     with pytest.raises(ValueError, match=message):
         write_adapters([tmp_path], tmp_path / "out")
-
-
-def test_modules_of_one_name_have_curves_of_their_own() -> None:
-    assert _labels(["m.*.mlp.up", "m.*.attn.q"]) == ["up", "q"]
-    assert len(set(_labels(["encoder.*.Self.q", "decoder.*.Self.q", "decoder.*.Cross.q", "decoder.*.Self.k"]))) == 4

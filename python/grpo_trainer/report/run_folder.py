@@ -1,167 +1,22 @@
-"""Reading a run's folder, also of a run that was killed or is still running."""
+"""Reads a run's folder, also of a run that was killed or is still running; anything in it may be missing or damaged."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
+import functools
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import yaml
+
+from grpo_trainer.evaluate import estimate_pass_at_k
+
 Line = dict[str, Any]
 
-INSIDE = ("generate", "model")  # the parts of a step that the algorithm does not add to
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """An evaluation written by a run."""
-
-    split: str
-    phase: int
-    step: int
-    content: Line
-
-    @property
-    def metrics(self) -> Line:
-        metrics = self.content.get("metrics")
-        return metrics if isinstance(metrics, dict) else {}
-
-    @property
-    def prompts(self) -> list[Line]:
-        prompts = self.content.get("prompts")
-        return [line for line in prompts if isinstance(line, dict)] if isinstance(prompts, list) else []
-
-
-@dataclasses.dataclass
-class RunFolder:
-    """Contents of a run's folder. Everything in it may be missing or damaged."""
-
-    path: Path
-    recipe: Line
-    metrics: list[Line]
-    events: list[Line]
-    maps: list[Line]
-    evaluations: list[Evaluated]  # in chronological order
-    unreadable: list[str]  # damaged files, with the number of their damaged lines
-    solved: Line = dataclasses.field(default_factory=dict)  # calibration of correctness; empty without one
-
-    @classmethod
-    def read(cls, path: Path) -> RunFolder:
-        if not (path / "recipe.json").exists() and not (path / "metrics.jsonl").exists():
-            inside = sorted(str(file.parent) for file in path.glob("*/recipe.json"))
-            way_out = f"; there are {', '.join(inside)}" if inside else ""
-            raise FileNotFoundError(f"{path}: contains no run: neither recipe.json nor metrics.jsonl{way_out}")
-        unreadable: list[str] = []
-        metrics, events, maps = (_lines(path / f"{name}.jsonl", unreadable) for name in ("metrics", "events", "maps"))
-        evaluations = []
-        for file in sorted((path / "evaluations").glob("*.json")):
-            name = re.fullmatch(r"(.+)-(\d+)-(\d+)", file.stem)
-            content = _content(file, unreadable)
-            if name is not None and content:
-                evaluations.append(Evaluated(name[1], int(name[2]), int(name[3]), content))
-        evaluations.sort(key=lambda evaluated: (evaluated.phase, evaluated.step))
-        recipe = _content(path / "recipe.json", unreadable)
-        file = path / "solved.json"
-        solved = _content(file, unreadable) if file.exists() else {}
-        return cls(path, recipe, metrics, events, maps, evaluations, unreadable, solved)
-
-    def setting(self, *names: str | int) -> Any:
-        """A value of the recipe by its path; None if it does not exist."""
-        value: Any = self.recipe
-        for name in names:
-            if isinstance(name, int) and isinstance(value, list):
-                value = value[name] if name < len(value) else None
-            else:
-                value = value.get(name) if isinstance(value, dict) else None
-        return value
-
-    @property
-    def phases(self) -> list[str]:
-        """Kind of each phase of the recipe, sft or rl."""
-        phases = self.setting("phases")
-        phases = [phase if isinstance(phase, dict) else {} for phase in phases] if isinstance(phases, list) else []
-        return ["rl" if phase.get("rl") else "sft" for phase in phases]
-
-    def rl_offset(self, phase: int) -> float:
-        """Number of steps of earlier RL phases, as phases are drawn one after another."""
-        earlier = [i for i, kind in enumerate(self.phases[:phase]) if kind == "rl"]
-        return sum(number(self.setting("phases", i, "rl", "steps")) for i in earlier)
-
-    def lines(self, phase: str) -> list[Line]:
-        return [line for line in self.metrics if line.get("phase") == phase and math.isfinite(number(line.get("step")))]
-
-    def steps(self, lines: Sequence[Line]) -> list[float]:
-        """Steps of lines of one kind, counted over all its phases: a step that does not increase starts another."""
-        steps: list[float] = []
-        offset, last = 0.0, -math.inf
-        for line in lines:
-            step = number(line.get("step"))
-            if step <= last:
-                offset = steps[-1]
-            steps.append(offset + step)
-            last = step
-        return steps
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the run; the logged time starts again at 0 when a run is resumed."""
-        total, last = 0.0, 0.0
-        for line in self.metrics:
-            time = number(line.get("time"))
-            if time < last:
-                total += last
-            last = time if math.isfinite(time) else last
-        return total + last
-
-    @property
-    def share_outside(self) -> float:
-        """Share of the RL steps' time outside generation and the model's passes; NaN without timings."""
-        steps = [line for line in self.lines("rl") if math.isfinite(number(line.get("time/step")))]
-        whole = sum(number(line["time/step"]) for line in steps)
-        inside = sum(v for line in steps for name in INSIDE if math.isfinite(v := number(line.get(f"time/{name}"))))
-        return 1 - inside / whole if whole > 0 else math.nan
-
-    @property
-    def times(self) -> dict[str, list[float]]:
-        """Seconds of each part of every RL step, and under "step" of the whole; those that were logged."""
-        rl = self.lines("rl")
-        parts = {name.removeprefix("time/"): series(rl, name) for line in rl for name in line if name[:5] == "time/"}
-        return {name: values for name, values in parts.items() if has_value(values)}
-
-    @property
-    def seconds_of_parts(self) -> dict[str, float]:
-        """Mean seconds of each part of an RL step; the whole step last."""
-        means = {name: mean(values) for name, values in self.times.items()}
-        whole = means.pop("step", math.nan)
-        return means | {"step": whole}
-
-    @property
-    def algorithms(self) -> dict[str, str]:
-        """The fields that were set in the configs of advantages and loss, by phase."""
-        known = [event["algorithms"] for event in self.events if isinstance(event.get("algorithms"), dict)]
-        return {str(phase): str(text) for phase, text in (known[-1] if known else {}).items()}
-
-    @property
-    def date(self) -> str:
-        dates = [event["date"] for event in self.events if event.get("event") == "started" and "date" in event]
-        if dates and dates[0] is not None:
-            return str(dates[0])
-        file = next(file for file in (self.path / "recipe.json", self.path / "metrics.jsonl") if file.exists())
-        written = datetime.datetime.fromtimestamp(file.stat().st_mtime, datetime.timezone.utc)
-        return f"{written:%Y-%m-%d %H:%M} UTC"
-
-    def before_and_after(self) -> tuple[Evaluated, Evaluated] | None:
-        """Evaluations at the start of RL, or of training without RL, and at the end; of the test split if possible."""
-        first_rl = self.phases.index("rl") if "rl" in self.phases else 0
-        for split in ("test", "validation"):
-            evaluations = [e for e in self.evaluations if e.split == split and e.phase >= first_rl]
-            if len(evaluations) > 1 and evaluations[0].step == 0 and evaluations[0].phase == first_rl:
-                return evaluations[0], evaluations[-1]
-        return None
+PHASES = ("sft", "rl")
 
 
 def number(value: object) -> float:
@@ -170,43 +25,152 @@ def number(value: object) -> float:
     return float(value) if is_number and -1e300 < value < 1e300 else math.nan  # type: ignore[operator,arg-type]
 
 
-def series(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    return [number(line.get(key)) for line in lines]
+def list_of(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
-def has_value(values: Sequence[float]) -> bool:
-    return any(math.isfinite(value) for value in values)
+def mapping_of(value: object) -> Line:
+    return value if isinstance(value, dict) else {}
 
 
-def mean(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan
+class Evaluated:
+    """An evaluation.
+
+    Args:
+        content: a line of evaluations.jsonl, or the JSON of a result.
+        solved: reward from which a response is correct, unless the content says so itself.
+    """
+
+    def __init__(self, content: Mapping[str, Any], solved: float = 1.0) -> None:
+        self.content = content
+        self.split, self.phase = str(content.get("split")), str(content.get("phase"))
+        self.step = number(content.get("step"))
+        self.metrics = {name: number(value) for name, value in mapping_of(content.get("metrics")).items()}
+        self.prompts = [line for line in list_of(content.get("prompts")) if isinstance(line, dict)]
+        calibrated = number(content.get("solved"))
+        self.solved = solved if math.isnan(calibrated) else calibrated
+
+    @functools.cached_property
+    def table(self) -> pd.DataFrame:
+        """Measures of each prompt; rows are named by the prompt and its place among equal prompts."""
+        prompts = pd.Series([str(line.get("prompt")) for line in self.prompts], dtype=object)
+        rows = [self._measures(line) for line in self.prompts]
+        table = pd.DataFrame(rows, columns=None if rows else ["reward", "exact"], dtype=float)
+        table.index = pd.MultiIndex.from_arrays([prompts, prompts.groupby(prompts).cumcount()])
+        return table
+
+    def _measures(self, line: Line) -> dict[str, float]:
+        reward = number(line.get("reward"))
+        correct = number(line["correct"]) if "correct" in line else self._is_correct(reward)
+        measures = {"reward": reward, "exact": correct}
+        if rewards := [number(value) for value in list_of(line.get("rewards"))]:
+            marks = [number(mark) for mark in list_of(line.get("right"))] or [*map(self._is_correct, rewards)]
+            measures |= {"sampled_reward": pd.Series(rewards).mean(), "sampled_exact": pd.Series(marks).mean()}
+            measures |= {f"pass@{k}": estimate_pass_at_k(marks, k) for k in range(1, len(marks) + 1)}
+        return measures | {name: number(value) for name, value in mapping_of(line.get("measures")).items()}
+
+    def _is_correct(self, reward: float) -> float:
+        return math.nan if math.isnan(reward) else float(reward >= self.solved)
 
 
-def _lines(file: Path, unreadable: list[str]) -> list[Line]:
-    if not file.exists():
-        return []
-    lines, damaged = [], 0
-    for text in file.read_text(errors="replace").split("\n"):
+class RunFolder:
+    """Contents of a run's folder.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        FileNotFoundError: if it has neither recipe.yaml nor metrics.jsonl.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "recipe.yaml").exists() and not (self.path / "metrics.jsonl").exists():
+            inside = sorted(str(file.parent) for file in self.path.glob("*/recipe.yaml"))
+            way_out = f"; there are {', '.join(inside)}" if inside else ""
+            raise FileNotFoundError(f"report: folder must have a recipe.yaml or metrics.jsonl, got {path}{way_out}")
+        self.unreadable: list[str] = []
+        self.recipe = self._read_recipe()
+        self.metrics, self.events = self._read_lines("metrics"), self._read_lines("events")
+        solved = self.setting("evaluation.solved") or 1.0
+        evaluations = (Evaluated(line, number(solved)) for line in self._read_lines("evaluations"))
+        known = (e for e in evaluations if e.phase in PHASES and math.isfinite(e.step))
+        self.evaluations = sorted(known, key=lambda e: (PHASES.index(e.phase), e.step))
+
+    def _read_recipe(self) -> Line:
         try:
-            line = json.loads(text) if text.strip() else {}
-        except json.JSONDecodeError:
-            line = None
-        if isinstance(line, dict):
-            lines.extend([line] if line else [])
+            recipe = yaml.safe_load((self.path / "recipe.yaml").read_text("utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            recipe = None
+        if not isinstance(recipe, dict):
+            self.unreadable.append("recipe.yaml")
+        return recipe if isinstance(recipe, dict) else {}
+
+    def _read_lines(self, name: str) -> list[Line]:
+        file = self.path / f"{name}.jsonl"
+        lines = []
+        for i, text in enumerate(file.read_text("utf-8", "replace").split("\n") if file.exists() else [], 1):
+            try:
+                # the detour replaces lone surrogates, which no page can hold
+                line = json.loads(json.dumps(json.loads(text or "{}"), ensure_ascii=False).encode("utf-8", "replace"))
+                lines += [dict(line)] if line else []
+            except (TypeError, ValueError):
+                self.unreadable.append(f"{file.name} line {i}")
+        return lines
+
+    def setting(self, key: str) -> Any:
+        """A value of the recipe by its key, such as rl.steps; None if it does not exist."""
+        value: Any = self.recipe
+        for name in key.split("."):
+            value = mapping_of(value).get(name)
+        return value
+
+    @property
+    def name(self) -> str:
+        return str(self.setting("name") or self.path.name)
+
+    @property
+    def phase(self) -> str:
+        """The last phase."""
+        return "sft" if isinstance(self.setting("sft"), dict) and not self.setting("rl") else "rl"
+
+    @property
+    def steps(self) -> float:
+        """Number of steps of the last phase."""
+        return number(self.setting(f"{self.phase}.steps"))
+
+    def training(self, phase: str, step: float) -> str:
+        return f"{step:.0f} steps of {'SFT' if phase == 'sft' else self.setting('rl.algorithm.name') or 'RL'}"
+
+    def frame(self, source: str) -> pd.DataFrame:
+        """Numbers by step: those logged in the phase sft or rl, or the evaluations of validation in the last phase."""
+        if source == "validation":
+            rows = [{"step": e.step} | e.metrics for e in self.evaluations_of(source)]
         else:
-            damaged += 1
-    if damaged:
-        unreadable.append(f"{file.name}: {damaged} line{'s' if damaged > 1 else ''}")
-    return lines
+            lines = [line for line in self.metrics if (line.get("kind"), line.get("phase")) == ("train", source)]
+            rows = [{name: number(line[name]) for name in line if "/" in name or name == "step"} for line in lines]
+        frame = pd.DataFrame(
+            [{"step": math.nan} | row for row in rows], columns=None if rows else ["step"], dtype=float
+        )
+        return frame.dropna(subset=["step"]).drop_duplicates("step", keep="last").set_index("step")
 
+    def series(self, source: str, name: str) -> pd.Series:
+        """One of these numbers; NaN where it is missing."""
+        return self.frame(source).reindex(columns=[name])[name]
 
-def _content(file: Path, unreadable: list[str]) -> Line:
-    try:
-        content = json.loads(file.read_text(errors="replace"))
-    except (OSError, json.JSONDecodeError):
-        content = None
-    if isinstance(content, dict):
-        return content
-    unreadable.append(file.name)
-    return {}
+    def evaluations_of(self, split: str) -> list[Evaluated]:
+        """Evaluations of a split in the last phase."""
+        return [e for e in self.evaluations if (e.split, e.phase) == (split, self.phase)]
+
+    def before_and_after(self) -> tuple[Evaluated, Evaluated] | None:
+        """First and last evaluation of the last phase, of the test split if possible; None without a step between."""
+        for split in ("test", "validation"):
+            evaluations = self.evaluations_of(split)
+            if evaluations and evaluations[0].step == 0 < evaluations[-1].step:
+                return evaluations[0], evaluations[-1]
+        return None
+
+    def final_evaluation(self) -> Evaluated | None:
+        """Evaluation after the last step, of the validation split only if no test split was evaluated."""
+        split = "test" if any(e.split == "test" for e in self.evaluations) else "validation"
+        return next((e for e in reversed(self.evaluations_of(split)) if e.step == self.steps), None)
