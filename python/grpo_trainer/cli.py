@@ -272,7 +272,8 @@ def _evaluate(options: argparse.Namespace, overrides: list[str], models: list[st
         for key, value in result.metrics.items():
             print(f"  {key:<28} {value:.4f}")
     if len(results) == 2:
-        comparison = compare(*(result.to_json() for result in results.values()), solved=recipe.evaluation.solved)
+        before, after = results.values()
+        comparison = compare(before, after, recipe.evaluation.solved)
         print(f"\nbefore: the first model; after: the second\n{comparison.table()}")
         content["comparison"] = comparison.to_json()
     if options.json is not None:

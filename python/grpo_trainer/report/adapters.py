@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from grpo_trainer import strict_json
+from grpo_trainer.log import to_json
 from grpo_trainer.report.page import Curve, Section, draw_curves, table_of, write_page
 
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
@@ -121,7 +121,7 @@ def write_adapters(folders: Sequence[Path], output: Path) -> Path:
         "Frobenius norm and effective rank of the update s B A of each adapted weight, and the cosine of two updates."
     )
     page = write_page(output / "adapters.html", "LoRA adapters", lead, sections)
-    (output / "adapters.json").write_text(strict_json.to_text(content, indent=1) + "\n")
+    (output / "adapters.json").write_text(to_json(content, indent=1) + "\n")
     return page
 
 

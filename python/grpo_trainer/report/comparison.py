@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from grpo_trainer import strict_json
 from grpo_trainer.diversity_measures import collapse_point, pareto_front
+from grpo_trainer.log import to_json
 from grpo_trainer.report.compare import Result, bootstrap_interval, in_order, paired, t_interval
 from grpo_trainer.report.page import (
     Curve,
@@ -207,7 +207,7 @@ def _write(output: Path, name: str, lead: str, rows: Sequence[Row], sections: Se
     content = {label: {k: v._asdict() for k, v in of_row.items()} for label, of_row in estimates.items()}
     page = write_page(output / f"{name}.html", name.capitalize(), lead, sections)
     (output / f"{name}.json").write_text(
-        strict_json.to_text({"measures": content, "front": front, "notes": differences(rows)}, indent=1) + "\n"
+        to_json({"measures": content, "front": front, "notes": differences(rows)}, indent=1) + "\n"
     )
     return page
 

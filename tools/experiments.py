@@ -1,0 +1,213 @@
+"""Trains recipes or variants of one on several seeds, and prints what they learned, with confidence intervals.
+
+    python tools/experiments.py arithmetic --seeds 0 1 2
+    python tools/experiments.py reply-sft reply reply-polychromic --seeds 0 1 2   # recipes side by side
+    python tools/experiments.py strategies            # similarity groups against plain GRPO
+    python tools/experiments.py segments              # GROUP-PPO against PPO
+    python tools/experiments.py dialogue-algorithms   # REINFORCE against GRPO
+    python tools/experiments.py dialogue-settings     # published settings of GRPO
+
+Figures are for the test split, after the last step; gains are paired over the prompts. The variants of an experiment
+share SFT, which is trained once a seed. Runs that exist are resumed or read. Several recipes are also compared on the
+page of `grpo report --compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # must be set before torch is imported, as in grpo_trainer.cli
+
+import pandas as pd
+import torch
+from grpo_trainer import recipes
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.report import compare, write_comparison
+from grpo_trainer.report.run_folder import Evaluated, RunFolder
+from grpo_trainer.tasks import load_task
+from grpo_trainer.train import train
+
+QUALITY = ("reward", "sampled_reward", "exact", "pass@10")
+MEASURES = (*QUALITY, "semantic_diversity", "distinct_2", "vendi", "cluster_entropy", "usq")
+SFT = "SFT"
+
+
+class Experiment(NamedTuple):
+    """Variants of a recipe: overrides, or the name of a recipe with the RL to take."""
+
+    recipe: str
+    variants: Mapping[str, Sequence[str] | str]  # the first is the one that others are compared with
+    measure: Callable[[Evaluated], Mapping[str, float]]
+    overrides: Sequence[str] = ()
+
+
+def strategies_of(evaluated: Evaluated) -> Mapping[str, float]:
+    """Diversity of strategies among the correct responses to a prompt, averaged over prompts with enough of them."""
+    strategy = load_task("strategies").strategy
+    entropies, differences = [], []
+    for line in evaluated.prompts:
+        correct = [text for text, is_right in zip(line["samples"], line["right"], strict=True) if is_right == 1]
+        counts, n = list(Counter(map(strategy, correct)).values()), len(correct)
+        if n >= 1:
+            entropies.append(-sum(count / n * math.log(count / n) for count in counts))
+        if n >= 2:
+            differences.append(1 - sum(count * (count - 1) for count in counts) / (n * (n - 1)))
+    return {"entropy": mean(entropies), "two differ": mean(differences)}
+
+
+def similarities_of(evaluated: Evaluated) -> Mapping[str, float]:
+    """Components of the reward of greedy replies, and the share that evade."""
+    evasions = load_task("dialogue").EVASIONS
+    parts = {name: evaluated.metrics[f"components/{name}"] for name in ("f1", "rouge_l", "bleu")}
+    return parts | {"evasive": mean([float(line["greedy"].strip() in evasions) for line in evaluated.prompts])}
+
+
+# advantages within clusters alone, as published
+PUBLISHED = (
+    "rl.algorithm={name: similarity_group_grpo, advantage: {shrinkage: 0.0, singleton: zero}, "
+    "similarity: {embedder: hashed, config: {linkage: average, k_max: 7}}}"
+)
+# as in group_ppo, except for the segments
+PPO = "rl.algorithm={name: ppo, critic: {lr: 0.001, coef: 0.5, warmup: 3}, segments: {lam: 0.95}}"
+PLAIN = "rl.algorithm={name: grpo}"
+EXPERIMENTS = {
+    "strategies": Experiment(
+        "similarity_group",
+        {"plain GRPO": [PLAIN], "similarity groups": [], "published rule": [PUBLISHED]},
+        strategies_of,
+        ("evaluation.samples=16", "evaluation.test_prompts=256"),
+    ),
+    "segments": Experiment(
+        "group_ppo", {"PPO": [PPO], "GRPO": [PLAIN], "GROUP-PPO": []}, lambda _: {}, ("evaluation.samples=16",)
+    ),
+    "dialogue-algorithms": Experiment(
+        "dialogue",
+        {"GRPO": [], "REINFORCE": "dialogue-reinforce", "one response": "dialogue-reinforce-single"},
+        similarities_of,
+        ("evaluation.samples=4",),
+    ),
+    "dialogue-settings": Experiment(
+        "dialogue",
+        {"GRPO": [], **{name: f"dialogue-{name}" for name in ("conservative", "exploratory", "reference")}},
+        similarities_of,
+        ("evaluation.samples=4",),
+    ),
+    "dialogue-encoder-decoder": Experiment(
+        "dialogue-seq2seq", {"GRPO": []}, similarities_of, ("evaluation.samples=4", "evaluation.test_prompts=256")
+    ),
+}
+
+
+def finished(recipe: Recipe) -> RunFolder:
+    """The run of a recipe, trained to its end."""
+    exists = (recipe.folder / "recipe.yaml").exists()
+    if not exists or RunFolder(recipe.folder).final_evaluation() is None:
+        train(recipe, resume=exists)
+    return RunFolder(recipe.folder)
+
+
+def run_experiment(name: str, seed: int, folder: Path, overrides: Sequence[str]) -> dict[str, RunFolder]:
+    """Runs of SFT and of each variant, which continues from its checkpoint."""
+    experiment = EXPERIMENTS[name]
+    shared = [f"seed={seed}", "evaluation.every=0", *experiment.overrides, *overrides]
+
+    def load(recipe: str, place: str, *more: str) -> Recipe:
+        output = folder / experiment.recipe / f"{place.replace(' ', '-')}-{seed}"
+        return recipes.load(recipe, [*shared, f"output={output}", f"name={place}", *more])
+
+    runs = {SFT: finished(load(experiment.recipe, SFT, "rl=null"))}
+    (model,) = runs[SFT].path.glob("checkpoints/sft-*/model")
+    for variant, change in experiment.variants.items():
+        base, more = (change, ()) if isinstance(change, str) else (experiment.recipe, tuple(change))
+        runs[variant] = finished(load(base, variant, "sft=null", f"model.path={model}", *more))
+    return runs
+
+
+def figures(run: RunFolder, measure: Callable[[Evaluated], Mapping[str, float]] | None = None) -> dict[str, float]:
+    evaluated = run.final_evaluation()
+    assert evaluated is not None, run.path
+    own = {name: evaluated.metrics[name] for name in MEASURES if name in evaluated.metrics}
+    endpoints = 1 - run.series("rl", "group/compression_ratio").mean()  # share of tokens that are endpoints
+    more = {} if math.isnan(endpoints) else {"endpoints": endpoints}
+    return own | more | dict(measure(evaluated) if measure is not None else {})
+
+
+def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any]]:
+    """Paired gains in the measures of quality."""
+    measures = compare(before.content, after.content, before.solved).measures
+    return [
+        {
+            "": title,
+            "measure": name,
+            "before": f"{d.before:.3f}",
+            "after": f"{d.after:.3f}",
+            "gain": f"{d.change:+.3f}",
+            "95 % interval": "{:+.3f} to {:+.3f}".format(*d.interval),
+            "p": f"{d.p_value:.4f}",
+        }
+        for name in QUALITY
+        if (d := measures.get(name)) is not None
+    ]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    table = pd.DataFrame(rows).fillna("")
+    lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(f'{v:.3f}' if isinstance(v, float) else str(v) for v in line)} |" for line in lines)
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = f"recipes, or one of {', '.join(EXPERIMENTS)}; and keys that are set in all of them"
+    parser.add_argument("names", nargs="+", metavar="NAME | KEY=VALUE", help=names)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds; default: 0 1 2")
+    folder_help = "folder of the runs; default: %(default)s"
+    parser.add_argument("--folder", type=Path, default=Path("runs/experiments"), help=folder_help)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; default: %(default)s")
+    options = parser.parse_intermixed_args()
+    names = [name for name in options.names if "=" not in name]
+    overrides = [name for name in options.names if "=" in name]
+    if not names or (len(names) > 1 and {*names} & {*EXPERIMENTS}):
+        parser.error("recipes, or one experiment, are needed")
+    torch.set_num_threads(options.threads)
+    sys.path.insert(0, os.getcwd())  # own rewards, as with grpo train
+    table, changes = list[dict[str, Any]](), list[dict[str, Any]]()
+    folders = []
+    for seed in options.seeds:
+        if names[0] in EXPERIMENTS:
+            experiment = EXPERIMENTS[names[0]]
+            runs, measure = run_experiment(names[0], seed, options.folder, overrides), experiment.measure
+            baseline = next(iter(experiment.variants))
+            pairs = [(start, name) for name in experiment.variants for start in (SFT, baseline) if start != name]
+            for start, name in pairs:
+                before, after = (runs[of].final_evaluation() for of in (start, name))
+                changes += gains(f"{name} over {start}, seed {seed}", before, after)
+        else:
+            outputs = {name: f"output={options.folder / name}-{seed}" for name in names}
+            runs = {n: finished(recipes.load(n, [f"seed={seed}", outputs[n], *overrides])) for n in names}
+            measure = None
+            for name, run in runs.items():
+                if (pair := run.before_and_after()) is not None:
+                    changes += gains(f"{name}, seed {seed}", *pair)
+        table += [{"": name, "seed": seed} | figures(run, measure) for name, run in runs.items()]
+        folders += [run.path for run in runs.values()]
+    means = pd.DataFrame(table).groupby("", sort=False).mean(numeric_only=True).reset_index()
+    print(markdown([*table, *means.assign(seed="mean").to_dict("records")]))
+    print(f"\n{markdown(changes)}")
+    if len(names) > 1:
+        print(f"\npage: {write_comparison(folders, options.folder / 'comparison')}")
+
+
+if __name__ == "__main__":
+    main()
