@@ -54,22 +54,13 @@ class Figure(NamedTuple):
 
 @dataclasses.dataclass
 class Section:
-    """A section, which is left out if it has nothing but a title.
-
-    Args:
-        title: its title.
-        notes: paragraphs.
-        figures: figures in a grid.
-        table: rows of cells, titles first; a cell's second line is a remark.
-        examples: prompts with responses side by side.
-        folded: a long text.
-    """
+    """A section, which is left out if it has nothing but a title."""
 
     title: str
     notes: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    table: Sequence[Sequence[str]] = ()
-    examples: Sequence[tuple[str, Sequence[Response]]] = ()
+    table: Sequence[Sequence[str]] = ()  # titles first; the second line of a cell is a remark
+    examples: Sequence[tuple[str, Sequence[Response]]] = ()  # prompts with responses side by side
     folded: str = ""
 
 
