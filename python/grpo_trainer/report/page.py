@@ -6,7 +6,6 @@ template escapes every text of a model, of data or of a recipe.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import re
@@ -34,14 +33,13 @@ _INVISIBLE = re.compile(
 )
 
 
-@dataclasses.dataclass
-class Response:
+class Response(NamedTuple):
     """A text with a line about it, and others that are folded away."""
 
     about: str
     text: str
     colour: int | None = None
-    samples: list[Response] = dataclasses.field(default_factory=list)
+    samples: Sequence[Response] = ()
 
 
 class Figure(NamedTuple):
@@ -52,24 +50,14 @@ class Figure(NamedTuple):
     responses: Sequence[Response] = ()
 
 
-@dataclasses.dataclass
-class Section:
-    """A section, which is left out if it has nothing but a title.
-
-    Args:
-        title: its title.
-        notes: paragraphs.
-        figures: figures in a grid.
-        table: rows of cells, titles first; a cell's second line is a remark.
-        examples: prompts with responses side by side.
-        folded: a long text.
-    """
+class Section(NamedTuple):
+    """A section, which is left out if it has nothing but a title."""
 
     title: str
     notes: Sequence[str] = ()
     figures: Sequence[Figure] = ()
-    table: Sequence[Sequence[str]] = ()
-    examples: Sequence[tuple[str, Sequence[Response]]] = ()
+    table: Sequence[Sequence[str]] = ()  # titles first; the second line of a cell is a remark
+    examples: Sequence[tuple[str, Sequence[Response]]] = ()  # prompts with responses side by side
     folded: str = ""
 
 

@@ -65,7 +65,9 @@ class Evaluated:
         measures = {"reward": reward, "exact": correct}
         if rewards := [number(value) for value in list_of(line.get("rewards"))]:
             marks = [number(mark) for mark in list_of(line.get("right"))] or [*map(self._is_correct, rewards)]
-            measures |= {"sampled_reward": pd.Series(rewards).mean(), "sampled_exact": pd.Series(marks).mean()}
+            known = [value for value in rewards if math.isfinite(value)]
+            measures["sampled_reward"] = sum(known) / len(known) if known else math.nan
+            measures["sampled_exact"] = estimate_pass_at_k(marks, 1)
             measures |= {f"pass@{k}": estimate_pass_at_k(marks, k) for k in range(1, len(marks) + 1)}
         return measures | {name: number(value) for name, value in mapping_of(line.get("measures")).items()}
 
