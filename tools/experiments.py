@@ -160,7 +160,9 @@ def gains(title: str, before: Evaluated, after: Evaluated) -> list[dict[str, Any
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     table = pd.DataFrame(rows).fillna("")
     lines = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    return "\n".join(f"| {' | '.join(f'{v:.3f}' if isinstance(v, float) else str(v) for v in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(f'{v:.3f}' if isinstance(v, float) else str(v) for v in line)} |" for line in lines
+    )
 
 
 def mean(values: Sequence[float]) -> float:

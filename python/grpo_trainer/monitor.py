@@ -113,14 +113,29 @@ def response_map(run: Any) -> dict[str, Any] | None:
     embeddings = embed_all(run.embedder, rollout.texts, rollout.group_size)
     clusters = gk.similarity_groups(embeddings, rollout.group_size, config=run.plan.clustering)
     totals = total_rewards(rewards, run.reward_weights)
+    return map_of(prompt_text(items[0]["prompt"]), rollout.texts, embeddings, clusters.labels, totals)
+
+
+def map_of(prompt: str, texts: Sequence[str], embeddings: Tensor, labels: Tensor, rewards: Tensor) -> dict[str, Any]:
+    """A map of the responses to a prompt.
+
+    Args:
+        prompt: the prompt.
+        texts: K responses.
+        embeddings: [K, D], rows of NaN for excluded responses.
+        labels: [K] clusters, -1 for excluded responses.
+        rewards: [K], NaN for unscored responses.
+
+    Returns:
+        The responses, each with its point xy, which is None without an embedding; `explained` is the share of variance
+        of each axis.
+    """
     points, explained = principal_plane(embeddings)
     responses = [
         {"text": text, "cluster": int(label), "reward": None if math.isnan(reward) else reward, "xy": xy}
-        for text, label, reward, xy in zip(
-            rollout.texts, clusters.labels.tolist(), totals.tolist(), points, strict=True
-        )
+        for text, label, reward, xy in zip(texts, labels.tolist(), rewards.tolist(), points, strict=True)
     ]
-    return {"prompt": prompt_text(items[0]["prompt"]), "explained": explained, "responses": responses}
+    return {"prompt": prompt, "explained": explained, "responses": responses}
 
 
 def principal_plane(embeddings: Tensor) -> tuple[list[list[float] | None], list[float]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import yaml
-from grpo_trainer.report.projection import map_line
+from grpo_trainer.monitor import map_of
 
 Line = dict[str, Any]
 
@@ -113,7 +113,7 @@ def made_map(step: int, prompt: str = "Ann has 3 shells, wins 4. How many?") -> 
     embeddings = torch.eye(3)[labels.clamp(min=0)] + 0.2 * torch.randn(8, 3, generator=generator)
     embeddings[5] = math.nan
     texts = [f"3 + 4 = {6 + int(label)}" + " so" * (i % 2) for i, label in enumerate(labels)]
-    return map_line(step, prompt, texts, embeddings, labels, torch.tensor([1.0, 0, 0, 1, 0, math.nan, 1, 0]))
+    return map_of(prompt, texts, embeddings, labels, torch.tensor([1.0, 0, 0, 1, 0, math.nan, 1, 0]))
 
 
 def change(folder: Path, edit: Callable[[Line], object], name: str = "evaluations") -> None:

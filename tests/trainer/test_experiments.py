@@ -27,7 +27,9 @@ def test_recipes_on_seeds_with_a_reward_of_the_current_folder(
     (tmp_path / "reward_of_experiments.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["experiments.py", "own.yaml", "other.yaml", "--seeds", "0", "1", "--folder", "made"])
+    monkeypatch.setattr(
+        sys, "argv", ["experiments.py", "own.yaml", "other.yaml", "--seeds", "0", "1", "--folder", "made"]
+    )
     experiments.main()
     printed = capsys.readouterr().out
     table = [line.split(" | ") for line in printed.splitlines() if line.startswith("| own.yaml")]

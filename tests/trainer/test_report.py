@@ -17,9 +17,9 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from grpo_trainer.monitor import map_of
 from grpo_trainer.report import page, summary, write_report
 from grpo_trainer.report.page import format_number, shorten, smoothed
-from grpo_trainer.report.projection import map_line
 from grpo_trainer.report.run_folder import RunFolder
 
 from tests.trainer import run_folders
@@ -332,11 +332,11 @@ def test_map_keeps_distances_and_does_not_depend_on_signs_or_lengths() -> None:
     flat = torch.nn.functional.normalize(torch.randn(6, 2, generator=generator, dtype=torch.float64), dim=1)
     turned = flat @ torch.linalg.qr(torch.randn(5, 5, generator=generator, dtype=torch.float64)).Q[:2]
     labels, rewards = torch.arange(6), torch.ones(6)
-    line = map_line(3, "p", ["t"] * 6, turned * 7, labels, rewards)
+    line = map_of("p", ["t"] * 6, turned * 7, labels, rewards)
     places = torch.tensor([response["xy"] for response in line["responses"]], dtype=torch.float64)
     torch.testing.assert_close(torch.cdist(places, places), torch.cdist(flat, flat), rtol=0, atol=1e-6)
     assert sum(line["explained"]) == pytest.approx(1) and line["explained"][0] >= line["explained"][1]
-    again = map_line(3, "p", ["t"] * 6, turned.float(), labels, rewards)
+    again = map_of("p", ["t"] * 6, turned.float(), labels, rewards)
     other = torch.tensor([response["xy"] for response in again["responses"]], dtype=torch.float64)
     torch.testing.assert_close(other, places, rtol=0, atol=1e-5)
 
@@ -346,24 +346,24 @@ def test_axes_of_a_map_have_a_positive_largest_component(axis: int) -> None:
     pair = torch.full((2, 3), 0.1)
     pair[:, axis] = torch.tensor([0.8, -0.8])
     for rows, first in ((pair, 0), (pair.flip(0), 1)):
-        line = map_line(1, "p", ["a", "b"], rows, torch.zeros(2), torch.zeros(2))
+        line = map_of("p", ["a", "b"], rows, torch.zeros(2), torch.zeros(2))
         assert line["responses"][first]["xy"][0] > 0.9
 
 
 def test_map_of_few_or_equal_responses() -> None:
     nan = math.nan
     rows = torch.tensor([[1.0, 0.0], [nan, 0.0], [2.0, 0.0]])
-    line = map_line(1, "p", ["a", "b", "c"], rows, torch.tensor([0, -1, 0]), torch.tensor([1.0, nan, 0.5]))
+    line = map_of("p", ["a", "b", "c"], rows, torch.tensor([0, -1, 0]), torch.tensor([1.0, nan, 0.5]))
     assert [response["xy"] for response in line["responses"]] == [[0, 0], None, [0, 0]]
     assert [response["reward"] for response in line["responses"]] == [1.0, None, 0.5] and line["explained"] == [0, 0]
     json.dumps(line, allow_nan=False)
-    nobody = map_line(1, "p", ["a"], torch.full((1, 3), nan), torch.tensor([-1]), torch.tensor([nan]))
+    nobody = map_of("p", ["a"], torch.full((1, 3), nan), torch.tensor([-1]), torch.tensor([nan]))
     assert nobody["responses"] == [{"text": "a", "cluster": -1, "reward": None, "xy": None}]
 
 
 def test_equal_responses_are_listed_once_and_drawn_as_one(tmp_path: Path) -> None:
     rows = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.6, 0.8]])
-    line = map_line(1, "p", ["a", "a", "b"], rows, torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5]))
+    line = map_of("p", ["a", "a", "b"], rows, torch.tensor([0, 0, 1]), torch.tensor([1.0, 0.0, 0.5]))
     folder = write(tmp_path / "run", steps=2)
     change(folder, lambda e: e.update(map=line))
     reader = Reader(write_report(folder))
