@@ -18,7 +18,6 @@ import torch
 from grpo_trainer import recipes
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.report import write_report
-from grpo_trainer.report.run_folder import INSIDE
 from grpo_trainer.setup import Run
 from grpo_trainer.train import train
 
@@ -70,40 +69,39 @@ def main() -> None:
     start = next((options.out / "before" / "checkpoints").iterdir()) / "model"
 
     runs = {name: variant(name, base, options.out, start) for name in NAMES}
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in NAMES}
     for step in range(1, options.steps + 1):
         for name, run in runs.items():
             with instead_of_kernels() if name == "loops" else contextlib.nullcontext():
                 metrics = take_step(run, step)
             if step > 1:
                 run.log.metrics("rl", step, metrics)
-                report_line(name, step, metrics)
+                taken[name].append(metrics)
+                print(
+                    f"{step:3} {name:<10} {metrics['time/step']:7.3f} s, outside the model {outside(metrics):6.2%}",
+                    flush=True,
+                )
     write_report(options.out / NAMES[0], [options.out / name for name in NAMES[1:]])
-    print_table(options.out)
+    print_table(taken)
 
 
-def report_line(name: str, step: int, metrics: dict[str, float]) -> None:
-    outside = 1 - sum(metrics.get(f"time/{part}", 0.0) for part in INSIDE) / metrics["time/step"]
-    print(f"{step:3} {name:<10} {metrics['time/step']:7.3f} s, outside the model {outside:6.2%}", flush=True)
+def outside(metrics: dict[str, float], *more: str) -> float:
+    """Share of a step's time outside generation and the model's passes, and outside of more parts."""
+    inside = sum(metrics.get(f"time/{part}", 0.0) for part in ("generate", "model", *more))
+    return 1 - inside / metrics["time/step"]
 
 
-def print_table(out: Path) -> None:
-    from grpo_trainer.report.run_folder import RunFolder, series
-
-    runs = {name: RunFolder.read(out / name) for name in NAMES}
-    parts = list(dict.fromkeys(part for run in runs.values() for part in run.seconds_of_parts))
-    print("\n| ms a step, median | " + " | ".join(runs) + " |\n|---|" + "---|" * len(runs))
-    for part in parts:
-        columns = [series(run.lines("rl"), f"time/{part}") for run in runs.values()]
-        print(f"| {part} | " + " | ".join(f"{statistics.median(times) * 1e3:.1f}" for times in columns) + " |")
-    outside = {name: run.share_outside for name, run in runs.items()}
-    row("outside generation and the model", outside)
-    seconds = {name: run.seconds_of_parts for name, run in runs.items()}
-    embedding = {name: parts.get("embed", 0.0) / parts["step"] for name, parts in seconds.items()}
-    row("the same without the embedding model", {name: outside[name] - embedding[name] for name in runs})
-
-
-def row(title: str, shares: dict[str, float]) -> None:
-    print(f"| {title} | " + " | ".join(f"{share:.2%}" for share in shares.values()) + " |")
+def print_table(taken: dict[str, list[dict[str, float]]]) -> None:
+    print("\n| ms a step, median | " + " | ".join(taken) + " |\n|---|" + "---|" * len(taken))
+    for part in ("generate", "reward", "embed", "model", "advantage", "step"):
+        medians = [statistics.median(metrics.get(f"time/{part}", 0.0) for metrics in steps) for steps in taken.values()]
+        print(f"| {part} | " + " | ".join(f"{median * 1e3:.1f}" for median in medians) + " |")
+    for title, parts in (
+        ("outside generation and the model", ()),
+        ("the same without the embedding model", ("embed",)),
+    ):
+        shares = [statistics.mean(outside(metrics, *parts) for metrics in steps) for steps in taken.values()]
+        print(f"| {title} | " + " | ".join(f"{share:.2%}" for share in shares) + " |")
 
 
 if __name__ == "__main__":
