@@ -141,7 +141,7 @@ setup(
         "grpo_trainer": "python/grpo_trainer",
         "grpo_trainer.recipes": "recipes",
     },
-    package_data={"grpo_kernels": ["py.typed"], "grpo_trainer.recipes": ["*.yaml"]},
+    package_data={"grpo_kernels": ["py.typed"], "grpo_trainer.recipes": ["*/*.yaml", "*/*.py"]},
     ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

@@ -29,8 +29,7 @@ from grpo_trainer import recipe as recipes
 from grpo_trainer.recipe import Algorithm, Recipe
 from grpo_trainer.report.compare import compare_files
 from grpo_trainer.recipes import validated
-from grpo_trainer.tasks.dialogue import EVASIONS
-from grpo_trainer.tasks.strategies import strategy
+from grpo_trainer.tasks import load_task
 from grpo_trainer.train import Trainer
 from seeds import cells  # beside this script
 
@@ -57,7 +56,7 @@ def strategies_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
     entropies, differences = [], []
     for line in evaluation["prompts"]:
         correct = [text for text, is_right in zip(line["samples"], line["right"], strict=True) if is_right == 1]
-        counts = list(Counter(map(strategy, correct)).values())
+        counts = list(Counter(map(load_task("strategies").strategy, correct)).values())
         n = len(correct)
         if n >= 1:
             entropies.append(-sum(count / n * math.log(count / n) for count in counts))
@@ -77,7 +76,7 @@ def similarities_of(folder: Path, evaluation: dict[str, Any]) -> Figures:
     """Components of the reward of greedy replies, and the shares that equal the reference and that evade."""
     metrics = evaluation["metrics"]
     components = {name.replace("_", "-"): metrics[f"components/{name}"] for name in ("f1", "rouge_l", "bleu")}
-    is_evasive = [float(line["greedy"].strip() in EVASIONS) for line in evaluation["prompts"]]
+    is_evasive = [float(line["greedy"].strip() in load_task("dialogue").EVASIONS) for line in evaluation["prompts"]]
     return components | {"exact": metrics["exact"], "evasive": mean(is_evasive)}
 
 

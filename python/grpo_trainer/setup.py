@@ -30,7 +30,7 @@ from grpo_trainer.references import check_reference
 from grpo_trainer.rewards import LoadedReward, gaps, load_reward, require_columns
 from grpo_trainer.rollout import Rollout, roll_out, select_usable
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
-from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.tasks import Item, Splits
 from grpo_trainer.vocabulary import refuse_banned
 
 

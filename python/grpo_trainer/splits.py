@@ -11,7 +11,7 @@ from grpo_trainer import tasks
 from grpo_trainer.data import check_prompt, prompt_text, read_jsonl
 from grpo_trainer.messages import known_columns, nearest_file
 from grpo_trainer.recipe import Data, Recipe
-from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.tasks import Item, Splits
 from grpo_trainer.templates import Template, texts_of
 
 
