@@ -170,7 +170,7 @@ def _read(data: Data) -> Splits:
     of_sft = (
         columns if data.demonstration_template is not None else columns | {"data.demonstration": data.demonstration}
     )
-    splits = {}
+    splits: dict[str, Any] = {}
     for name, split, needed in (
         ("train", "train", columns),
         ("sft", "train", of_sft),
