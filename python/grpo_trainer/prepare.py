@@ -83,7 +83,8 @@ def divide(
     rng, rows_of = random.Random(seed), {name: list[int]() for name in shares}
     for start, end in itertools.pairwise(bounds):
         stratum = rng.sample(members[start:end], end - start)
-        ends = [round(share * len(stratum)) for share in itertools.accumulate(shares.values())]
+        # rounded over all strata before, so that errors of rounding do not add up
+        ends = [round(share * end) - round(share * start) for share in itertools.accumulate(shares.values())]
         for name, low, high in zip(shares, [0, *ends], ends, strict=False):
             rows_of[name] += [row for rows in stratum[low:high] for row in rows]
     for name, rows in rows_of.items():
