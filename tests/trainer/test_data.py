@@ -111,7 +111,7 @@ def test_names_of_the_hub(
         ("a.csv", "", ValueError, "No columns to parse"),
         ("a.parquet", "nothing", ValueError, "'a.parquet' cannot be read: .*arquet"),
         ("a.txt", "x", ValueError, "must be a file that ends in .jsonl, .json, .csv, .parquet, or a hub name, got 'a."),
-        ("a.jsonn", None, FileNotFoundError, "must be an existing file, got 'a.jsonn'; the nearest is 'there.jsonl'"),
+        ("a.jsonn", None, FileNotFoundError, "must be an existing file, got 'a.jsonn'; the nearest is 'a.jsonl'"),
         ("./owner/name", None, FileNotFoundError, "must be an existing file, got './owner/name'"),
         ("folder/name", None, FileNotFoundError, "must be an existing file, got 'folder/name'"),
         ("folder", None, FileNotFoundError, "must be an existing file, got the folder 'folder'"),
@@ -126,7 +126,7 @@ def test_files_that_cannot_be_read_are_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     if text is None:
-        (tmp_path / "there.jsonl").touch()
+        (tmp_path / "a.jsonl").touch()
     else:
         (tmp_path / name).write_text(text)
     with pytest.raises(error, match=f"^data.test: .*{message}"):
@@ -331,7 +331,7 @@ def test_parts_share_no_post_and_have_equal_likes(tmp_path: Path) -> None:
     ]
     prepare("reply", written(tmp_path / "in.jsonl", lines), "--output", str(tmp_path / "out"))
     divided = parts(tmp_path / "out")
-    assert {name: len(part) for name, part in divided.items()} == {"phase1": 184, "phase2": 176, "validation": 40}
+    assert {name: len(part) for name, part in divided.items()} == {"phase1": 180, "phase2": 180, "validation": 40}
     assert sum(len({line["post"] for line in part}) for part in divided.values()) == 200
     likes = sorted(line["reply_likes"] for line in lines)
     for part in divided.values():
