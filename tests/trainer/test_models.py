@@ -125,13 +125,14 @@ def test_adapters_belong_to_their_base(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_targets_of_adapters_are_linear_layers() -> None:
-    lm = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=8))
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
+    lm = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
     for targets, near in ((["c_attn", "c_prj"], "; the nearest is 'c_proj'"), (["wte"], "")):
         message = rf"^model.lora.targets: must be names of linear layers, such as c_attn, .*, got \[.*\]{near}$"
         with pytest.raises(ValueError, match=message):
             with_adapters(lm, Model(lora=Lora(rank=1, targets=targets)))
     adapted = with_adapters(lm, Model(lora=Lora(rank=1, targets=["c_attn"])))
-    assert {name.split(".")[-3] for name, weight in adapted.named_parameters() if weight.requires_grad} == {"c_attn"}
+    assert {name.split(".")[-4] for name, weight in adapted.named_parameters() if weight.requires_grad} == {"c_attn"}
 
 
 # GGUF files
