@@ -143,7 +143,7 @@ setup(
     },
     package_data={
         "grpo_kernels": ["py.typed"],
-        "grpo_trainer.recipes": ["*.yaml"],
+        "grpo_trainer.recipes": ["*/*.yaml", "*/*.py"],
         "grpo_trainer.report": ["template.html"],
     },
     ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],

@@ -19,7 +19,7 @@ from grpo_trainer.recipe import Data
 from grpo_trainer.rewards import LoadedReward, score
 from grpo_trainer.rollout import Rollout
 from grpo_trainer.splits import demonstrated, with_demonstration
-from grpo_trainer.tasks.base import Item
+from grpo_trainer.tasks import Item
 
 DIGITS = 6
 

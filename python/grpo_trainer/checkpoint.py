@@ -20,10 +20,9 @@ from torch import Tensor
 
 from grpo_trainer import distributed
 from grpo_trainer.adapters import BASE, load_adapter, save_without_adapters
-from grpo_trainer.loading import load_lm
 from grpo_trainer.log import PHASES, Log, to_json
 from grpo_trainer.policy import Policy, Reference, adapters_of, make_policy, set_adapters
-from grpo_trainer.pretrained import without_bars
+from grpo_trainer.pretrained import load_lm, without_bars
 from grpo_trainer.recipe import MEMORY_KEYS, Recipe
 from grpo_trainer.recipes import flat
 

@@ -14,7 +14,7 @@ from grpo_trainer.pretrained import load_tokenizer
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.setup import check_backend, check_packages, load_rewards
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
-from grpo_trainer.tasks.base import Splits
+from grpo_trainer.tasks import Splits
 from grpo_trainer.tiny import train_tokenizer
 from grpo_trainer.trackers import TRACKERS
 

@@ -25,7 +25,7 @@ from grpo_trainer.rewards import LoadedReward, component_means, score
 from grpo_trainer.rollout import Rollout, roll_out
 from grpo_trainer.setup import Run, distribute_weights, set_up
 from grpo_trainer.splits import no_usable_line
-from grpo_trainer.tasks.base import Item
+from grpo_trainer.tasks import Item
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.trackers import TRACKERS, Histogram, Tracker
+from grpo_trainer.trackers import TRACKERS, Tracker
 
 PHASES = ("sft", "rl")  # in their order
 SHOWN = {  # in the progress line
@@ -75,8 +75,9 @@ class Log:
         """Sends the distributions of tensors to the trackers."""
         if not (self.is_main and self.trackers):
             return
-        known = {name: of for name, tensor in values.items() if (of := Histogram.of(tensor)) is not None}
-        for tracker in self.trackers:
+        vectors = {name: tensor.detach().double().flatten().cpu() for name, tensor in values.items()}
+        known = {name: finite for name, vector in vectors.items() if len(finite := vector[vector.isfinite()])}
+        for tracker in self.trackers if known else []:
             tracker.histograms(known, self._step_of_trackers(phase, step))
 
     def event(self, kind: str, **facts: Any) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 import grpo_kernels as gk
 from grpo_trainer import distributed, pretrained
+from grpo_trainer.adapters import with_adapters
 from grpo_trainer.data import Batch, positions_of
-from grpo_trainer.loading import attention_of, explaining_attention, keep_layout_of_four_bits, load_lm, with_adapters
+from grpo_trainer.pretrained import attention_of, explaining_attention, keep_layout_of_four_bits, load_lm
 from grpo_trainer.recipe import LOADING_KEYS, Model
 from grpo_trainer.tiny import make_tiny, train_tokenizer
 from grpo_trainer.vocabulary import banned_ids, count_logits, stop_ids
@@ -419,7 +420,6 @@ def load_policy(
         device: device of the weights.
     """
     if settings.path == "tiny":
-        pretrained.note_unread_folder(settings.path)
         tokenizer = train_tokenizer(corpus, settings.tiny.vocabulary, settings.tiny.architecture == "seq2seq")
         with explaining_attention(settings.attention):
             lm = make_tiny(settings.tiny, tokenizer, attention_of(settings.attention))

@@ -93,7 +93,8 @@ class Data(Section):
     options: dict[str, Any] = {}
     """arguments of the bundled task"""
     train: str | None = None
-    """data for RL, one prompt a line; its demonstrations are for SFT"""
+    """data for RL, one prompt a line: a JSONL, JSON, CSV or parquet file, or a hub name such as
+    openai/gsm8k:main:train; its demonstrations are for SFT"""
     sft: str | None = None
     """demonstrations; null: those in train"""
     validation: str | None = None

@@ -14,6 +14,9 @@ from grpo_trainer.messages import nearest, unknown_key
 from grpo_trainer.recipe import Recipe
 from grpo_trainer.section import Section
 
+_PACKAGE = Path(__file__).parent
+FOLDERS = (_PACKAGE / "recipes", _PACKAGE.parent.parent / "recipes")  # in an installation, or in a checkout
+
 
 def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = False) -> Recipe:
     """Reads a recipe.
@@ -40,10 +43,7 @@ def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = Fal
 
 def bundled() -> dict[str, Path]:
     """Bundled recipes by name."""
-    package = Path(__file__).parent
-    # in an installation, or in a checkout
-    folders = [package / "recipes", package.parent.parent / "recipes"]
-    return {path.stem: path for folder in folders for path in sorted(folder.rglob("*.yaml"))}
+    return {path.stem: path for folder in FOLDERS for path in sorted(folder.rglob("*.yaml"))}
 
 
 def description(path: Path) -> str:

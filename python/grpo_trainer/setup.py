@@ -21,16 +21,15 @@ from grpo_trainer.algorithm import Plan
 from grpo_trainer.calibration import calibrate
 from grpo_trainer.data import encode_demonstration
 from grpo_trainer.embed import Embedder, require_embedder, resolve
-from grpo_trainer.loading import check_four_bit
 from grpo_trainer.log import Log
 from grpo_trainer.policy import Policy, Reference, load_policy, take_policy
+from grpo_trainer.pretrained import check_four_bit, check_reference
 from grpo_trainer.ray_pool import check_ray
 from grpo_trainer.recipe import Recipe, Reward, Rl
-from grpo_trainer.references import check_reference
 from grpo_trainer.rewards import LoadedReward, gaps, load_reward, require_columns
 from grpo_trainer.rollout import Rollout, roll_out, select_usable
 from grpo_trainer.splits import corpus_of, load_splits, no_usable_line, require_lines
-from grpo_trainer.tasks.base import Item, Splits
+from grpo_trainer.tasks import Item, Splits
 from grpo_trainer.vocabulary import refuse_banned
 
 

@@ -12,7 +12,7 @@ from grpo_trainer.data import Batch, encode_demonstration, pad, prompt_text
 from grpo_trainer.embed import Embedder, embed_all, load_embedder
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.setup import Run
-from grpo_trainer.tasks.base import Item
+from grpo_trainer.tasks import Item
 
 
 def prepare(run: Run) -> None:

@@ -1,51 +1,44 @@
-"""The splits of a recipe: lines of files or of a bundled task, with their prompts and demonstrations."""
+"""The splits of a recipe: lines of files, of a data set of the hub or of a bundled task, with prompts and
+demonstrations."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_trainer import tasks
-from grpo_trainer.data import check_prompt, prompt_text, read_jsonl
+from grpo_trainer.data import check_prompt, prompt_text
 from grpo_trainer.messages import known_columns, nearest_file
 from grpo_trainer.recipe import Data, Recipe
-from grpo_trainer.tasks.base import Item, Splits
-from grpo_trainer.templates import Template, texts_of
+from grpo_trainer.recipes import read_text
+from grpo_trainer.tasks import Item, Splits
 
 
 def load_splits(data: Data, seed: int) -> Splits:
-    """Generates the splits of the bundled task, or reads them from files, and fills the templates.
+    """Generates the splits of the bundled task, or reads them, and fills the templates.
 
     Lines for SFT have the text to train on in "demonstration"; a line whose demonstration is a list becomes one for
     each element.
     """
     splits = _read(data) if data.task is None else tasks.make(data.task, seed, data.options)
-    sft = demonstrated(data, "sft", splits.sft)
-    if data.template is not None:
-        template = Template("data.template", data.template)
-        filled: dict[str, Any] = {
-            name: _prompted(template, name, getattr(splits, name)) for name in ("train", "validation", "test")
-        }
-        splits = dataclasses.replace(splits, **filled)
-        sft = _prompted(template, "sft", sft)
-    elif data.task is None:
-        for name in ("train", "validation", "test", "sft"):  # last, as its lines may be some of train's
-            for i, line in enumerate(sft if name == "sft" else getattr(splits, name), 1):
+    splits = dataclasses.replace(splits, sft=demonstrated(data, "sft", splits.sft))
+    for name in ("train", "validation", "test", "sft"):  # sft last, as its lines may be some of train's
+        lines = getattr(splits, name)
+        if data.template is not None:
+            template = Template("data.template", data.template)
+            texts = [template.fill(f"example {i} of {name}", line) for i, line in enumerate(lines, 1)]
+            changes: Any = {name: [line | {"prompt": text} for line, text in zip(lines, texts, strict=True)]}
+            splits = dataclasses.replace(splits, **changes)
+        elif data.task is None:
+            for i, line in enumerate(lines, 1):
                 check_prompt("data.prompt", f"example {i} of {name}", line[data.prompt])
     limit = slice(data.limit)
-    return dataclasses.replace(splits, sft=sft[limit], train=splits.train[limit])
-
-
-def missing_files(data: Data) -> list[str]:
-    """Errors about files that are not there."""
-    paths = {name: getattr(data, name) for name in ("train", "sft", "validation", "test")}
-    return [
-        f"data.{name}: must be an existing file, got {'the folder ' * Path(path).is_dir()}{path!r}{nearest_file(path)}"
-        for name, path in paths.items()
-        if path is not None and not Path(path).is_file()
-    ]
+    return dataclasses.replace(splits, sft=splits.sft[limit], train=splits.train[limit])
 
 
 def require_lines(recipe: Recipe, splits: Splits) -> None:
@@ -54,13 +47,12 @@ def require_lines(recipe: Recipe, splits: Splits) -> None:
     if not splits.train and recipe.rl is not None:
         raise ValueError(f"data.train: must have at least one line, got none in {data.train!r}")
     if not splits.sft and recipe.sft is not None:
-        if data.demonstration_template is not None:
-            template = Template("data.demonstration_template", data.demonstration_template)
-            raise ValueError(
-                f"{template.key}: must have columns that are not null on some line, got {', '.join(template.columns)}"
-            )
-        columns = known_columns(data.demonstration, sorted({name for line in splits.train for name in line}))
-        raise ValueError(f"data.demonstration: must be a column of some line, got {data.demonstration!r}{columns}")
+        names = demonstration_columns(data)
+        key = "data.demonstration" if data.demonstration_template is None else "data.demonstration_template"
+        known = sorted({name for line in splits.train for name in line})
+        missing = next((name for name in names if name not in known), None)
+        columns = known_columns(missing, known) if missing is not None else ", which are null on every line"
+        raise ValueError(f"{key}: must have a column of some line, got {', '.join(map(repr, names))}{columns}")
 
 
 def no_usable_line(of: str, left_out: Sequence[str]) -> str:
@@ -74,49 +66,206 @@ def no_usable_line(of: str, left_out: Sequence[str]) -> str:
     return f"data: {of} has no usable line{reasons}"
 
 
-def _read(data: Data) -> Splits:
-    if missing := missing_files(data):
-        raise FileNotFoundError("; ".join(missing))
-    columns = {} if data.template is not None else {"data.prompt": data.prompt}
-    train, validation, test = (
-        [] if path is None else read_jsonl(path, columns) for path in (data.train, data.validation, data.test)
-    )
-    if data.sft is not None:
-        if data.demonstration_template is None:
-            columns["data.demonstration"] = data.demonstration
-        return Splits(read_jsonl(data.sft, columns), train, validation, test)
-    sft = with_demonstration(data, train)
-    if not sft and data.demonstration_template is not None:
-        Template("data.demonstration_template", data.demonstration_template).check("train", train)
-    return Splits(sft, train, validation, test)
+def corpus_of(data: Data, splits: Splits) -> list[str]:
+    """Texts that a tiny model's tokenizer is trained on."""
+    texts = [prompt_text(item[data.prompt]) for item in splits.sft + splits.train]
+    return texts + [item["demonstration"] for item in splits.sft]
+
+
+# Demonstrations and templates
+
+
+def demonstration_columns(data: Data) -> list[str]:
+    if data.demonstration_template is None:
+        return [data.demonstration]
+    return Template("data.demonstration_template", data.demonstration_template).columns
 
 
 def with_demonstration(data: Data, lines: Sequence[Item]) -> list[Item]:
     """Those of the lines that have a demonstration, as the lines of `train` need not."""
-    names = [data.demonstration]
-    if data.demonstration_template is not None:
-        names = Template("data.demonstration_template", data.demonstration_template).columns
+    names = demonstration_columns(data)
     return [line for line in lines if all(line.get(name) is not None for name in names)]
 
 
 def demonstrated(data: Data, split: str, lines: Sequence[Item]) -> list[Item]:
     """A line for each demonstration of the lines, with its text in the column "demonstration"."""
-    if data.demonstration_template is not None:
-        template = Template("data.demonstration_template", data.demonstration_template)
-        template.check(split, lines)
-        each = [template.fill_each(f"example {i} of {split}", line) for i, line in enumerate(lines, 1)]
-    else:
-        key, column = "data.demonstration", data.demonstration
-        each = [texts_of(key, f"example {i} of {split}", line[column]) for i, line in enumerate(lines, 1)]
-    return [line | {"demonstration": text} for line, texts in zip(lines, each, strict=True) for text in texts]
+    result = []
+    for i, line in enumerate(lines, 1):
+        where = f"example {i} of {split}"
+        if data.demonstration_template is None:
+            texts = _texts_of("data.demonstration", where, line[data.demonstration])
+        else:
+            texts = Template("data.demonstration_template", data.demonstration_template).fill_each(where, line)
+        result += [line | {"demonstration": text} for text in texts]
+    return result
 
 
-def _prompted(template: Template, split: str, lines: list[Item]) -> list[Item]:
-    template.check(split, lines)
-    return [line | {"prompt": template.fill(f"example {i} of {split}", line)} for i, line in enumerate(lines, 1)]
+class Template:
+    """A text with columns in braces; {{ and }} are literal braces.
+
+    Args:
+        key: recipe key of the text, for errors.
+        text: the text.
+    """
+
+    def __init__(self, key: str, text: str) -> None:
+        self.key, self.text = key, text
+        try:
+            fields = [part for part in string.Formatter().parse(text) if part[1] is not None]
+        except ValueError as error:
+            raise ValueError(f"{key}: must have columns in braces, with {{{{ and }}}} for a brace: {error}") from None
+        for _, column, form, conversion in fields:
+            if form or conversion or not column or column.isdigit() or set(column) & set(".[]"):
+                written = f"{{{column}" + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "") + "}"
+                raise ValueError(f"{key}: must have nothing but the name of a column in braces, got {written!r}")
+        if not fields:
+            raise ValueError(f"{key}: must have a column in braces, got {text!r}")
+        self.columns: list[str] = list(dict.fromkeys(str(column) for _, column, *_ in fields))
+
+    def fill(self, where: str, line: Item) -> str:
+        """The text with the columns of a line."""
+        self._require(where, line)
+        for column in self.columns:
+            value = line[column]
+            if not _is_text_or_number(value):
+                way_out = "; the messages of a chat need no template" if isinstance(value, list) else ""
+                rule = f"column {column!r} must hold a text or a number"
+                raise ValueError(f"{self.key}: {rule}, got {value!r:.80} ({where}){way_out}")
+        return self.text.format_map(line)
+
+    def fill_each(self, where: str, line: Item) -> list[str]:
+        """One text for each element of the column that holds a list; one text if no column does."""
+        self._require(where, line)
+        lists = [column for column in self.columns if isinstance(line[column], list)]
+        if len(lists) > 1:
+            raise ValueError(f"{self.key}: at most one column may hold a list, got {lists} ({where})")
+        if not lists:
+            return [self.fill(where, line)]
+        return [self.fill(where, line | {lists[0]: text}) for text in _texts_of(self.key, where, line[lists[0]])]
+
+    def _require(self, where: str, line: Item) -> None:
+        for column in self.columns:
+            if column not in line:
+                raise ValueError(f"{self.key}: no column {column!r}{known_columns(column, sorted(line))} ({where})")
 
 
-def corpus_of(data: Data, splits: Splits) -> list[str]:
-    """Texts that a tiny model's tokenizer is trained on."""
-    texts = [prompt_text(item[data.prompt]) for item in splits.sft + splits.train]
-    return texts + [item["demonstration"] for item in splits.sft]
+def _is_text_or_number(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number or isinstance(value, str)
+
+
+def _texts_of(key: str, where: str, value: object) -> list[str]:
+    """The texts of a column with a text, a number or a list of them; raises if one is empty or something else."""
+    values = value if isinstance(value, list) else [value]
+    if not values or not all(_is_text_or_number(one) and str(one).strip() for one in values):
+        raise ValueError(f"{key}: must be a text or a list of texts, none of them empty, got {value!r:.80} ({where})")
+    return [str(one) for one in values]
+
+
+# Reading
+
+
+def _read(data: Data) -> Splits:
+    columns = {} if data.template is not None else {"data.prompt": data.prompt}
+    of_sft = (
+        columns if data.demonstration_template is not None else columns | {"data.demonstration": data.demonstration}
+    )
+    splits: dict[str, Any] = {}
+    for name, split, needed in (
+        ("train", "train", columns),
+        ("sft", "train", of_sft),
+        ("validation", "validation", columns),
+        ("test", "test", columns),
+    ):
+        source = getattr(data, name)
+        splits[name] = [] if source is None else read_lines(f"data.{name}", source, split)
+        for number, line in enumerate(splits[name], 1):
+            for key, column in needed.items():
+                if column not in line:
+                    known = known_columns(column, sorted(line))
+                    rule = f"must be a column of every line, got {column!r}{known}"
+                    raise ValueError(f"{key}: {rule} ({source}, example {number})")
+    if data.sft is None:
+        splits["sft"] = with_demonstration(data, splits["train"])
+    return Splits(**splits)
+
+
+def read_lines(key: str, source: str, split: str) -> list[Item]:
+    """Reads a JSONL, JSON, CSV or parquet file, or a data set of the hub.
+
+    Args:
+        key: recipe key of the data, for errors.
+        source: the file; or owner/name, owner/name:config or owner/name:config:split on the hub.
+        split: split on the hub unless `source` names it.
+    """
+    path = Path(source)
+    readers = {".jsonl": _read_json, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    if path.is_file() and path.suffix in readers:
+        try:
+            return readers[path.suffix](path)
+        except ValueError as error:  # of which pandas' and pyarrow's are subclasses
+            raise ValueError(f"{key}: {source!r} cannot be read: {' '.join(str(error).split())}") from error
+    if path.is_file():
+        raise ValueError(f"{key}: must be a file that ends in {', '.join(readers)}, or a hub name, got {source!r}")
+    if source.count("/") != 1 or source.startswith((".", "~", "/")) or path.suffix in readers or path.parent.is_dir():
+        kind = "the folder " if path.is_dir() else ""
+        raise FileNotFoundError(f"{key}: must be an existing file, got {kind}{source!r}{nearest_file(source)}")
+    return _read_hub(key, source, split)
+
+
+def _read_json(path: Path) -> list[Item]:
+    """Objects, one on each line or in a list.
+
+    `datasets` would read a text with a date as a date, and "1" as 1 in a column that holds 2 on another line.
+    """
+    text = read_text(path, encoding="utf-8-sig")
+    is_list = text.lstrip().startswith("[")
+    # not splitlines(), which also splits at characters that JSON allows within texts, such as U+2028
+    parts = [(1, text)] if is_list else [part for part in enumerate(text.split("\n"), 1) if part[1].strip()]
+    lines: list[Any] = []
+    for number, part in parts:
+        try:
+            value = json.loads(part)
+        except json.JSONDecodeError as error:
+            rule = "must be JSON, an object on each line or one list of objects"
+            place = f"line {number + error.lineno - 1}"
+            raise ValueError(f"{place} {rule}, got {part.strip()[:80]!r} ({error.msg}, column {error.colno})") from None
+        lines += value if is_list else [value]
+    for i, line in enumerate(lines, 1):
+        if not isinstance(line, dict):
+            raise ValueError(f"example {i} must be an object, got {type(line).__name__} {line!r:.80}")
+    return lines
+
+
+def _read_csv(path: Path) -> list[Item]:
+    """Rows of a file with a header; a column holds numbers if all its values are, and an empty value is None."""
+    import pandas  # comes with datasets, as pyarrow does
+
+    frame = pandas.read_csv(path, keep_default_na=False, encoding="utf-8-sig")
+    if not isinstance(frame.index, pandas.RangeIndex):  # pandas takes the first values as names of the rows
+        raise ValueError("rows must have as many values as the header, got more; texts with a comma need quotes")
+    rows = frame.to_dict("records")
+    return [{str(name): None if value == "" else value for name, value in row.items()} for row in rows]
+
+
+def _read_parquet(path: Path) -> list[Item]:
+    import pyarrow.parquet
+
+    lines: list[Item] = pyarrow.parquet.read_table(path).to_pylist()
+    return lines
+
+
+def _read_hub(key: str, source: str, split: str) -> list[Item]:
+    try:
+        import datasets
+    except ImportError:
+        way_out = 'pip install "grpo-kernels[trainer]"'
+        raise ValueError(f"{key}: {source!r} of the hub needs the package datasets: {way_out}") from None
+    name, config, named_split = (*source.split(":", 2), "", "")[:3]
+    try:
+        lines: list[Item] = datasets.load_dataset(name, config or None, split=named_split or split).to_list()
+    except Exception as error:  # of any of the libraries that it uses
+        text = " ".join(str(error.__cause__ or error).split())
+        rule = f"is no file here{nearest_file(source)}, and was not loaded from the Hugging Face hub"
+        raise ValueError(f"{key}: {source!r} {rule}: {text}") from error
+    return lines

@@ -1,7 +1,7 @@
 """Trackers that receive metrics, tables of samples and histograms in addition to the run's own files.
 
-Steps are counted over all phases, as a tracker draws a single axis and wandb drops values of earlier steps. NaN is
-not passed on, so that a chart shows a gap.
+Steps are counted over SFT and RL, as a tracker draws a single axis and wandb drops values of earlier steps. NaN is not
+passed on, so that a chart shows a gap. accelerate's trackers have neither histograms nor, for two of the three, tables.
 """
 
 from __future__ import annotations
@@ -9,36 +9,13 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from grpo_trainer.recipe import Recipe
 
-BINS = 64
-
-
-class Histogram(NamedTuple):
-    """Counts of the finite values in bins of equal width."""
-
-    counts: list[int]
-    edges: list[float]  # one more than counts
-    total: float
-    squares: float  # sum of the squared values
-
-    @classmethod
-    def of(cls, values: Tensor) -> Histogram | None:
-        """The histogram of a tensor; None if it has no finite value."""
-        known = values.detach().double().flatten().cpu()
-        known = known[known.isfinite()]
-        if not len(known):
-            return None
-        low, high = float(known.min()), float(known.max())
-        if low == high:  # one bin has no width
-            low, high = low - 0.5, high + 0.5
-        counts, edges = torch.histogram(known, BINS, range=(low, high))
-        return cls(counts.long().tolist(), edges.tolist(), float(known.sum()), float(known.square().sum()))
+BINS = 64  # of a histogram
 
 
 class Tracker(Protocol):
@@ -50,7 +27,8 @@ class Tracker(Protocol):
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None: ...
 
-    def histograms(self, values: Mapping[str, Histogram], step: int) -> None: ...
+    def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
+        """Counts the values of vectors on the CPU, which are finite."""
 
     def close(self) -> None: ...
 
@@ -71,12 +49,9 @@ class Tensorboard:
         lines = [columns, ["---"] * len(columns), *([_cell(value) for value in row] for row in rows)]
         self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
-    def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
-        for name, of in values.items():
-            # a bucket is described by its upper limit
-            self.writer.add_histogram_raw(
-                name, of.edges[0], of.edges[-1], sum(of.counts), of.total, of.squares, of.edges[1:], of.counts, step
-            )
+    def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_histogram(name, value, step, bins=BINS)
 
     def close(self) -> None:
         self.writer.close()
@@ -90,13 +65,9 @@ class Wandb:
 
     def open(self) -> None:
         recipe, refusals = self.recipe, getattr(self.module, "Error", ())
+        run = {"project": recipe.logging.project, "config": recipe.model_dump(), "resume": "allow"}
         try:
-            self.module.init(
-                project=recipe.logging.project,
-                config=recipe.model_dump(),
-                resume="allow",
-                **self.identity(_run_id(recipe)),
-            )
+            self.module.init(**run, **self.identity(_run_id(recipe)))
         except refusals as error:  # such as that nobody has logged in
             raise ValueError(f"logging.to: {self.name} refuses the run: {' '.join(str(error).split())}") from error
 
@@ -107,15 +78,14 @@ class Wandb:
         self.module.log(dict(values), step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        texts = [[value if isinstance(value, int | float) else str(value) for value in row] for row in rows]
-        self.module.log({name: self.make_table(list(columns), texts)}, step=step)
+        self.module.log({name: self.make_table(list(columns), [list(row) for row in rows])}, step=step)
 
     def make_table(self, columns: list[str], rows: list[list[Any]]) -> Any:
         return self.module.Table(columns=columns, data=rows)
 
-    def histograms(self, values: Mapping[str, Histogram], step: int) -> None:
+    def histograms(self, values: Mapping[str, Tensor], step: int) -> None:
         kind = self.module.Histogram
-        self.module.log({name: kind(np_histogram=(of.counts, of.edges)) for name, of in values.items()}, step=step)
+        self.module.log({name: kind(value.numpy(), num_bins=BINS) for name, value in values.items()}, step=step)
 
     def close(self) -> None:
         self.module.finish()

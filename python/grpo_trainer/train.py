@@ -31,7 +31,7 @@ from grpo_trainer.recipe import Critic, Optimizer, Recipe, Rl, Sft
 from grpo_trainer.rewards import component_means, score
 from grpo_trainer.rollout import Rollout
 from grpo_trainer.setup import Run, begin, set_up
-from grpo_trainer.tasks.base import Item
+from grpo_trainer.tasks import Item
 
 TakeStep = Callable[[Run, list[Item], int], dict[str, float]]
 

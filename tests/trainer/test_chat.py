@@ -1,8 +1,11 @@
-"""Chat prompts: lists of messages, and texts through a chat template, from the data to the report."""
+"""Chat prompts: lists of messages, and texts through a chat template, from the data to the evaluations.
+
+Faults they are there for: a prompt that training and evaluation encode differently; a template's variable that is
+misspelt and ignored; a reward that gets texts for messages.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,18 +14,16 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-pytest.importorskip("matplotlib")
 
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.recipe import Recipe
-from grpo_trainer.recipes import validated
-from grpo_trainer.report import write_report
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
+from transformers import AutoTokenizer
 
 from tests.trainer import small
-from tests.trainer.test_train import lines
+from tests.trainer.small import lines, newest
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -30,6 +31,7 @@ TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %} and so{% endif %}"
 )
 TEXTS = [f"How many is {i} and {i + 1}?" for i in range(6)]
+NOTING = "{name: 'tests.trainer.test_chat:noting'}"
 seen: list[dict[str, Any]] = []
 
 
@@ -47,8 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe(folder: Path, model: Path | str, as_messages: bool, *rewards: str, chat: bool = True) -> Recipe:
-    folder.mkdir(parents=True, exist_ok=True)
+def recipe(folder: Path, model: Path | str, as_messages: bool, *overrides: str) -> Recipe:
     prompts: list[Any] = [[{"role": "user", "content": text}] for text in TEXTS] if as_messages else TEXTS
     data = [
         {"prompt": prompt, "demonstration": f"#### {i}", "answer": str(i), "post": text}
@@ -56,68 +57,51 @@ def recipe(folder: Path, model: Path | str, as_messages: bool, *rewards: str, ch
     ]
     file = folder / "data.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in data))
-    values = small.values(folder / "run")
-    values["model"] = {"path": str(model), "chat_template": chat}
-    values["data"] = {"task": None, "train": str(file), "validation": str(file), "test": str(file)}
-    values["phases"][0]["sft"]["steps"] = values["phases"][1]["rl"]["steps"] = 1
-    values["phases"][1]["rl"]["algorithm"] = {"similarity": {"embedder": "hashed"}}
-    values["phases"][1]["rl"]["rewards"] = [{"name": name} for name in rewards or ("tests.trainer.test_chat:noting",)]
-    return validated(Recipe, values)
+    files = f"{{task: null, train: {file}, validation: {file}, test: {file}}}"
+    settings = (f"model={{path: {model}, chat_template: true}}", f"data={files}", f"rl.rewards=[{NOTING}]")
+    return small.recipe(folder / "run", *settings, "sft.steps=1", "rl.steps=1", *overrides)
 
 
 def test_messages_and_templated_texts_are_the_same_prompts(tmp_path: Path, model: Path) -> None:
-    policy = set_up(recipe(tmp_path, model, True)).policy
-    expected = policy.tokenizer(f"user: {TEXTS[0]}\nassistant:", add_special_tokens=False)["input_ids"]
-    for as_messages in (True, False):
-        items = set_up(recipe(tmp_path, model, as_messages)).items("train")
-        assert items[0]["prompt_ids"] == expected
-    assert set_up(recipe(tmp_path, model, False, chat=False)).items("train")[0]["prompt_ids"] != expected
+    def first(as_messages: bool, *overrides: str, split: str = "train") -> Any:
+        return set_up(recipe(tmp_path, model, as_messages, *overrides)).items(split)[0]["prompt_ids"]
 
-
-def test_variables_of_the_template(tmp_path: Path, model: Path) -> None:
-    def with_options(options: dict[str, Any], chat: bool = True) -> Trainer:
-        values = recipe(tmp_path, model, False, chat=chat)
-        return set_up(
-            dataclasses.replace(values, model=dataclasses.replace(values.model, chat_template_options=options))
-        )
-
-    trainer = with_options({"enable_thinking": False})
-    expected = trainer.policy.tokenizer(f"user: {TEXTS[0]}\nassistant: and so", add_special_tokens=False)["input_ids"]
-    assert trainer.items("train")[0]["prompt_ids"] == trainer.items("validation")[0]["prompt_ids"] == expected
-    for options, rule in (
-        ({"enable_thinkng": False}, "must be variables of the tokenizer's chat template, got 'enable_thinkng'"),
-        ({"messages": []}, "must be variables of the tokenizer's chat template, got 'messages'"),
-    ):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    expected = tokenizer(f"user: {TEXTS[0]}\nassistant:", add_special_tokens=False)["input_ids"]
+    assert first(True) == first(False) == expected
+    assert first(False, "model.chat_template=false") == tokenizer(TEXTS[0])["input_ids"]
+    thinking = "model.chat_template_options={enable_thinking: false}"
+    expected = tokenizer(f"user: {TEXTS[0]}\nassistant: and so", add_special_tokens=False)["input_ids"]
+    for split in ("train", "validation", "sft"):
+        assert first(False, thinking, split=split) == expected
+    for name in ("enable_thinkng", "messages"):
+        rule = f"must be variables of the tokenizer's chat template, got '{name}'"
         with pytest.raises(ValueError, match=f"^model.chat_template_options: {rule}"):
-            with_options(options).items("train")
+            first(False, f"model.chat_template_options={{{name}: 1}}")
     with pytest.raises(ValueError, match=r"^model.chat_template_options: need model.chat_template: true"):
-        with_options({"enable_thinking": False}, chat=False).items("train")
+        first(False, thinking, "model.chat_template=false")
 
 
-def test_a_chat_from_the_data_to_the_report(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("as_messages", [True, False])
+def test_a_chat_from_the_data_to_the_evaluations(tmp_path: Path, model: Path, as_messages: bool) -> None:
     seen.clear()
-    chat_recipe = recipe(tmp_path, model, True, "tests.trainer.test_chat:noting", "reply", "exact")
-    train(chat_recipe)
-    for call in seen:
-        assert all(prompt[0]["role"] == "user" and prompt[0]["content"] in TEXTS for prompt in call["prompts"])
-        assert all(
-            [*answer[0]] == ["role", "content"] and answer[0]["role"] == "assistant" for answer in call["completions"]
-        )
-    sample = lines(chat_recipe.folder, "samples")[0]
-    assert sample["prompt"][0]["content"] in TEXTS and isinstance(sample["response"], str)
-    assert lines(chat_recipe.folder, "maps")[0]["prompt"] in TEXTS
-    page = write_report(chat_recipe.folder).read_text()
-    assert f"user: {TEXTS[0]}" in page and "&#x27;content&#x27;" not in page.split("all settings of this run")[0]
-    result = evaluate_model(
-        chat_recipe, str(sorted((chat_recipe.folder / "checkpoints").iterdir())[-1] / "model"), "test"
-    )
-    assert result.lines[0]["prompt"] == [{"role": "user", "content": TEXTS[0]}]
-
-
-def test_functions_get_texts_where_the_data_has_texts(tmp_path: Path, model: Path) -> None:
-    seen.clear()
-    train(recipe(tmp_path, model, False))
-    assert all(isinstance(text, str) for call in seen for text in (*call["prompts"], *call["completions"]))
+    clusters = "rl.algorithm.similarity.embedder=hashed"
+    chat = recipe(tmp_path, model, as_messages, f"rl.rewards=[{NOTING}, {{name: reply}}, {{name: exact}}]", clusters)
+    train(chat)
+    values = [value for call in seen for value in (*call["prompts"], *call["completions"])]
+    if as_messages:
+        assert all([*value[0]] == ["role", "content"] for value in values)
+        assert {value[0]["role"] for call in seen for value in call["completions"]} == {"assistant"}
+        assert all(call["prompts"][0][0]["content"] in TEXTS for call in seen)
+    else:
+        assert all(isinstance(value, str) for value in values)
+    sample = lines(chat.folder, "samples")[0]
+    prompt = sample["prompt"][0]["content"] if as_messages else sample["prompt"]
+    assert prompt in TEXTS and isinstance(sample["response"], str)
+    maps = [line["map"] for line in lines(chat.folder, "evaluations") if "map" in line]
+    assert maps and maps[0]["prompt"] in TEXTS
+    result = evaluate_model(chat, str(newest(chat.folder)), "test")
+    assert result.lines[0]["prompt"] == ([{"role": "user", "content": TEXTS[0]}] if as_messages else TEXTS[0])
 
 
 @pytest.mark.parametrize(

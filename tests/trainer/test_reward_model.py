@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from grpo_trainer.loading import load_lm
+from grpo_trainer.pretrained import load_lm
 from grpo_trainer.recipe import Model, Reward
 from grpo_trainer.rewards import load_reward
 from grpo_trainer.rewards.reward_model import RewardModel

@@ -1,13 +1,15 @@
-"""Data of the bundled tasks."""
+"""Data of the bundled tasks.
+
+Faults they are there for: a test problem that is trained on; an answer that is wrong; a mixture of demonstrations that
+is not the one asked for.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 import statistics
-import time
 from collections.abc import Iterator
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,15 +20,13 @@ from grpo_trainer import tasks
 from grpo_trainer.recipe import Reward
 from grpo_trainer.rewards import load_reward
 from grpo_trainer.rewards.numbers import final_number
-from grpo_trainer.tasks.base import Item, Mixture, Splits
-from grpo_trainer.tasks.dialogue import EVASIONS, TOPICS
-from grpo_trainer.tasks.word_problems import EXAMPLES, INSTRUCTION
+from grpo_trainer.tasks import Item, Splits, load_task
 
-NAMES = ("gsm8k", "word_problems", "dialogue", "reply")
+NAMES = tuple(tasks.SYSTEMS)
 TINY = ("gsm8k", "dialogue", "reply")  # for a model that is created, and learns from mixed demonstrations first
 SIZES = {"demonstrations": 601, "train": 300, "validation": 40, "test": 80}
-EQUATION = re.compile(r"([\d,]+) ([-+*/]) ([\d,]+) = ([\d,]+)\.")
-OPTIONS = {"reply": {"embedder": "hashed"}}
+EQUATION = re.compile(r"(-?[\d,]+) ([-+*/]) ([\d,]+) = (-?[\d,]+)\.")
+REWARDS = {"gsm8k": "gsm8k", "word_problems": "gsm8k", "dialogue": "dialogue", "reply": "reply"}
 
 
 def small(name: str, seed: int = 0, **options: Any) -> Splits:
@@ -35,6 +35,9 @@ def small(name: str, seed: int = 0, **options: Any) -> Splits:
 
 def what_it_is_about(name: str, item: Item) -> object:
     """Content that must not be in two splits: numbers, persona with question, or post."""
+    if name in ("arithmetic", "strategies"):
+        is_gain = [verb in load_task("arithmetic").GAINS for verb in re.findall(r", (\w+) \d", item["prompt"])]
+        return tuple(re.findall(r"\d+", item["prompt"])), tuple(is_gain)
     if name in ("gsm8k", "word_problems"):
         return tuple(EQUATION.findall(item["answer"]))
     if name == "reply":
@@ -43,53 +46,31 @@ def what_it_is_about(name: str, item: Item) -> object:
     return frozenset(facts.split(".")), question
 
 
-def equations(texts: list[str]) -> Iterator[tuple[int, str, int, int]]:
-    for text in texts:
-        for left, operator, right, result in EQUATION.findall(text):
-            yield int(left.replace(",", "")), operator, int(right.replace(",", "")), int(result.replace(",", ""))
+def equations(text: str) -> Iterator[tuple[int, str, int, int]]:
+    for left, operator, right, result in EQUATION.findall(text.replace(",", "")):
+        yield int(left), operator, int(right), int(result)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_makes_the_same_data(name: str) -> None:
-    assert small(name) == small(name)
-    assert small(name).train != small(name, seed=1).train
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sizes_and_columns(name: str) -> None:
+def test_splits(name: str) -> None:
     splits = small(name)
+    assert splits == small(name) and splits.train != small(name, seed=1).train
     assert [len(split) for split in (splits.sft, splits.train, splits.validation, splits.test)] == [601, 300, 40, 80]
-    assert splits.rewards == ("gsm8k" if name == "word_problems" else name,)
+    assert splits.rewards == (REWARDS.get(name, "exact"),)
     assert all("demonstration" in item for item in splits.sft)
     assert not any("demonstration" in item for item in splits.train)
     # those of reply calibrate correctness
     assert all(("demonstration" in item) == (name == "reply") for item in splits.validation + splits.test)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_held_out_content_is_in_no_other_split(name: str) -> None:
-    splits = small(name)
-    about = [[what_it_is_about(name, item) for item in split] for split in (splits.validation, splits.test)]
+    held_out = [what_it_is_about(name, item) for item in splits.validation + splits.test]
     trained = {what_it_is_about(name, item) for item in splits.sft + splits.train}
-    assert len(set(about[0] + about[1])) == len(about[0]) + len(about[1])
-    assert trained.isdisjoint(about[0] + about[1])
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_full_size_is_made_fast_for_a_small_model(name: str) -> None:
-    start = time.process_time()
-    splits = tasks.make(name, 0, {})
-    assert time.process_time() - start < 3
-    texts = [item["prompt"] + item["demonstration"] for item in splits.sft]
-    assert len({word for text in texts for word in re.findall(r"[a-z]+", text.lower())}) < 130
-    assert max(len(text) for text in texts) < 260
+    assert len(set(held_out)) == len(held_out) or name in ("arithmetic", "strategies")
+    assert trained.isdisjoint(held_out)
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
-    """Some but not all demonstrations are correct."""
     sft = small(name).sft
-    function = load_reward(Reward(name=name, options=OPTIONS.get(name, {})))
+    function = load_reward(Reward(name=name, options={"embedder": "hashed"} if name == "reply" else {})).function
     columns = {key: [item[key] for item in sft] for key in sft[0]}
     values = [value or 0.0 for value in function([item["prompt"] for item in sft], columns["demonstration"], **columns)]
     best = statistics.quantiles(values, n=10)[-1]
@@ -97,114 +78,90 @@ def test_the_reward_prefers_a_part_of_the_demonstrations(name: str) -> None:
     assert 0.1 < sum(value > best - 0.1 for value in values) / len(values) < 0.7
 
 
-def test_the_arithmetic_of_word_problems_is_true() -> None:
-    splits = small("gsm8k")
-    all_equations = list(
-        equations([item["demonstration"] for item in splits.sft] + [item["answer"] for item in splits.test])
-    )
-    assert len(all_equations) > 800
-    for left, operator, right, result in all_equations:
-        values = {"+": left + right, "-": left - right, "*": left * right, "/": Fraction(left, right)}
-        assert values[operator] == result
-
-
-def test_answers_of_word_problems_are_right() -> None:
-    items = small("gsm8k").sft
-    for item in items:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gsm8k", {"three_steps": 0.0}),
+        ("gsm8k", {"three_steps": 1.0}),
+        *(
+            ("word_problems", {"steps": steps, "products": products, "largest": 50, "examples": 0})
+            for steps, products in itertools.product((1, 2, 3), (0.0, 1.0))
+        ),
+    ],
+)
+def test_answers_are_right(name: str, options: dict[str, Any]) -> None:
+    """Each number of the problem is used once, in order, and each step continues from the result before."""
+    steps = options["steps"] if "steps" in options else 2 + round(options["three_steps"])
+    splits = small(name, **options, train=20, demonstrations=20, validation=5, test=5)
+    for item in splits.sft + splits.test:
         numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
-        steps = list(equations([item["answer"]]))
-        # every number of the problem is used once, in order, and each step continues from the result before
-        assert [steps[0][0], *(step[2] for step in steps)] == numbers
-        assert all(before[3] == after[0] for before, after in itertools.pairwise(steps))
-        assert final_number(item["answer"]) == steps[-1][3]
-    assert any("#### " in item["answer"] and "," in item["answer"].split("#### ")[1] for item in items)
-    assert {len(EQUATION.findall(item["answer"])) for item in items} == {2, 3}
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3])
-@pytest.mark.parametrize("products", [0.0, 1.0])
-def test_answers_for_a_pretrained_model_are_right(steps: int, products: float) -> None:
-    splits = small(
-        "word_problems",
-        steps=steps,
-        products=products,
-        largest=50,
-        examples=0,
-        train=20,
-        test=5,
-        validation=5,
-        demonstrations=5,
-    )
-    for item in splits.train + splits.test:
-        numbers = [int(number) for number in re.findall(r"\d+", item["prompt"])]
-        calculations = list(equations([item["answer"]]))
-        assert [calculations[0][0], *(step[2] for step in calculations)] == numbers and len(calculations) == steps
-        assert all(before[3] == after[0] for before, after in itertools.pairwise(calculations))
+        calculations = list(equations(item["answer"]))
+        assert len(calculations) == steps and [calculations[0][0], *(step[2] for step in calculations)] == numbers
         for left, operator, right, result in calculations:
-            assert result == {"+": left + right, "-": left - right, "*": left * right}[operator] and 0 <= result <= 50
-        assert (calculations[0][1] == "*") == bool(products) and item["answer"].endswith(f"#### {calculations[-1][3]}")
+            assert left * right == result if operator == "*" else right * result == left if operator == "/" else True
+            assert result == {"+": left + right, "-": left - right}.get(operator, result) and result >= 0
+        assert all(before[3] == after[0] for before, after in itertools.pairwise(calculations))
+        assert final_number(item["answer"]) == calculations[-1][3]
+        assert name == "gsm8k" or (max(map(max, ((a, b, c) for a, _, b, c in calculations))) <= 50)
+        assert name == "gsm8k" or (calculations[0][1] == "*") == bool(options["products"])
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "strategies"])
+def test_worked_solutions_are_right_unless_verbs_are_misread(name: str) -> None:
+    options = {"misread": 0.0} if name == "arithmetic" else {}
+    for item in small(name, **options).sft:
+        for left, operator, right, result in equations(item["demonstration"]):
+            assert result == {"+": left + right, "-": left - right, "*": left * right}[operator]
+        assert item["demonstration"].endswith(f"#### {item['answer']}")
+    orders = {load_task("strategies").strategy(item["demonstration"]) is None for item in small("strategies").sft}
+    assert orders == {False}
+    misread = [item["demonstration"].split()[-1] != item["answer"] for item in small("arithmetic", misread=0.8).sft]
+    assert 0.4 < sum(misread) / len(misread) < 0.8  # some problems have no verb that is misread
 
 
 def test_solved_examples_are_turns_of_the_chat() -> None:
     (item, *_) = small("word_problems", steps=2).test
+    task = load_task("word_problems")
     assert [turn["role"] for turn in item["prompt"]] == ["user", "assistant"] * 2 + ["user"]
     assert item["prompt"][1]["content"] == "9 - 4 = 5. 5 + 7 = 12. #### 12"
-    answers = {example.solution() for example in EXAMPLES}
+    answers = {example.solution() for example in task.EXAMPLES}
     splits = small("word_problems", largest=14, train=1000, validation=10, test=10)
     assert answers.isdisjoint(item["answer"] for item in splits.train + splits.validation + splits.test)
-    assert (
-        small("word_problems", steps=2, examples=0).test[0]["prompt"]
-        == f"{item['prompt'][-1]['content']}\n{INSTRUCTION}"
-    )
+    without = small("word_problems", steps=2, examples=0).test[0]["prompt"]
+    assert without == f"{item['prompt'][-1]['content']}\n{task.INSTRUCTION}"
 
 
 @pytest.mark.parametrize(
-    ("options", "right", "marked"),
-    [
-        ({"skipped": 0.0, "terse": 0.0, "unmarked": 0.0}, 1, 1),
-        ({"skipped": 1.0, "terse": 0.0, "unmarked": 0.0}, 0, 1),
-        ({"skipped": 0.0, "terse": 1.0, "unmarked": 0.0}, 1, 1),
-        ({"skipped": 0.0, "terse": 0.0, "unmarked": 1.0}, 1, 0),
-    ],
+    ("shares", "is_right", "is_marked"),
+    [((0, 0, 0), True, True), ((1, 0, 0), False, True), ((0, 1, 0), True, True), ((0, 0, 1), True, False)],
 )
-def test_kinds_of_demonstrations(options: dict[str, float], right: int, marked: int) -> None:
-    items = small("gsm8k", **options).sft
-    assert {final_number(item["demonstration"]) == final_number(item["answer"]) for item in items} == {bool(right)}
-    assert {"####" in item["demonstration"] for item in items} == {bool(marked)}
-    if options["terse"]:
-        assert not any(EQUATION.search(item["demonstration"]) for item in items)
-
-
-def test_three_steps() -> None:
-    for share, lengths in ((0.0, {2}), (1.0, {3})):
-        items = small("gsm8k", three_steps=share).train
-        assert {len(EQUATION.findall(item["answer"])) for item in items} == lengths
+def test_kinds_of_demonstrations(shares: tuple[int, int, int], is_right: bool, is_marked: bool) -> None:
+    items = small("gsm8k", **dict(zip(("skipped", "terse", "unmarked"), map(float, shares), strict=True))).sft
+    assert {final_number(item["demonstration"]) == final_number(item["answer"]) for item in items} == {is_right}
+    assert {"####" in item["demonstration"] for item in items} == {is_marked}
+    assert any(EQUATION.search(item["demonstration"]) for item in items) == (shares[1] == 0)
 
 
 def test_a_dialogue_is_answered_from_the_persona() -> None:
+    task = load_task("dialogue")
     for item in small("dialogue").test:
         facts = item["prompt"].split(" context:")[0]
         question = re.findall(r"Q: ([^?]*\?) R:$", item["prompt"])[0].split("R:")[-1].split("Q: ")[-1]
-        topic = next(topic for topic in TOPICS if topic.question == question)
+        topic = next(topic for topic in task.TOPICS if topic.question == question)
         stated = [value for value in topic.values if topic.fact.format(value) in facts]
         assert [topic.reply.format(value) for value in stated] == [item["answer"]]
-
-
-def test_mistaken_and_evasive_replies() -> None:
-    assert all(item["demonstration"] == item["answer"] for item in small("dialogue", mistaken=0.0, evasive=0.0).sft)
-    assert all(item["demonstration"] in EVASIONS for item in small("dialogue", mistaken=0.0, evasive=1.0).sft)
-    for item in small("dialogue", mistaken=1.0, evasive=0.0).sft:
-        assert item["demonstration"] != item["answer"] and item["demonstration"] not in EVASIONS
+    for mistaken, evasive in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
+        for item in small("dialogue", mistaken=mistaken, evasive=evasive).sft:
+            assert (item["demonstration"] == item["answer"]) == (mistaken == evasive)
+            assert (item["demonstration"] in task.EVASIONS) == (evasive == 1)
 
 
 def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
     items = tasks.make("reply", 0, {}).sft
-    first = items[:4]
-    assert len({item["prompt"] for item in first}) == 1 and len({item["demonstration"] for item in items[:40]}) > 10
-    assert len({item["prompt"] for item in small("reply", replies=1).sft}) > len(
-        {i["prompt"] for i in small("reply").sft}
-    )
-    share = {True: [], False: []}  # type: dict[bool, list[float]]
+    assert len({item["prompt"] for item in items[:4]}) == 1
+    assert len({item["demonstration"] for item in items[:40]}) > 10
+    assert len({item["prompt"] for item in small("reply", replies=1).sft}) > 300
+    share: dict[bool, list[float]] = {True: [], False: []}
     for item in items:
         assert item["likes"] >= 0 and item["post_likes"] > 0
         share[len(item["demonstration"]) > 30].append(item["likes"] / item["post_likes"])
@@ -214,6 +171,8 @@ def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("base", {}, "data.task: must be one of arithmetic, strategies, .* got 'base'"),
+        ("replly", {}, "data.task: .* the nearest is 'reply'"),
         ("gsm8k", {"skiped": 0.1}, "data.options.skiped: .* nearest is 'skipped'"),
         ("gsm8k", {"skipped": 0.9, "terse": 0.2}, "data.options: shares must be 0 or more and sum to at most 1"),
         ("dialogue", {"evasive": -0.1}, "data.options: shares must be 0 or more"),
@@ -229,7 +188,3 @@ def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
 def test_bad_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tasks.make(name, 0, options)
-
-
-def test_a_mixture_may_leave_nothing_for_the_rest() -> None:
-    assert Mixture("rest", a=0.1, b=0.2, c=0.7).shares[-1] == pytest.approx(0, abs=1e-12)

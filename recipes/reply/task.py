@@ -4,9 +4,8 @@
     Reply:    That sounds great, i am happy for you! What did you like most about the movie?
 
 Good replies ask about the subject in the mood of the post. The others are short, generic, off topic or shouted, and get
-fewer likes on average: `likes` / `post_likes` is meant for `grpo-data split --by`. The reward `reply` prefers the good
-replies, which are a minority of the demonstrations. Posts of validation and test have one reply each, with which
-`evaluation.solved_quantile` decides what counts as correct.
+fewer likes on average. The reward `reply` prefers the good replies, which are a minority of the demonstrations. Posts
+of validation and test have one reply each, with which `evaluation.solved_quantile` decides what counts as correct.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from grpo_trainer.tasks.base import Item, Mixture, Sizes, Splits, held_out
+from grpo_trainer.tasks import Item, Mixture, Sizes, Splits, held_out
 
 SIZES = Sizes(train=2000, validation=128, test=256)
 SUBJECTS = (

@@ -8,15 +8,17 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from grpo_trainer.tasks.arithmetic import LARGEST, Problem, equation, held_out, item
-from grpo_trainer.tasks.base import DEFAULT_SIZES, Sizes, Splits, to_lines
+from grpo_trainer.tasks import DEFAULT_SIZES, Sizes, Splits, load_task, to_lines
 
+arithmetic = load_task("arithmetic")
+equation = arithmetic.equation
 ORDERS = ("forward", "reverse", "net")
 
 
-def solve(problem: Problem, order: str) -> str | None:
-    """Solution in this order; None if an intermediate value would be out of range."""
+def solve(problem: Any, order: str) -> str | None:
+    """Solution of an arithmetic problem in this order; None if an intermediate value would be out of range."""
     first, second = problem.changes()
     start, answer = problem.start, problem.answer
     if order == "net":
@@ -28,7 +30,7 @@ def solve(problem: Problem, order: str) -> str | None:
         return " ".join([*problem.opening(), *steps, f"#### {answer}"])
     changes = (first, second) if order == "forward" else (second, first)
     intermediate = start + changes[0]
-    if not 0 <= intermediate <= LARGEST:
+    if not 0 <= intermediate <= arithmetic.LARGEST:
         return None
     steps = [equation(start, changes[0], intermediate), equation(intermediate, changes[1], answer)]
     return " ".join([*problem.opening(), *steps, f"#### {answer}"])
@@ -57,11 +59,11 @@ def make(
         reverse: share of demonstrations in the reverse order; the rest combines both changes first.
         boxes: share of problems that start with a product.
     """
-    rng, *examples = held_out(seed, sizes, boxes)
+    rng, *examples = arithmetic.held_out(seed, sizes, boxes)
     shares = (forward, reverse, 1 - forward - reverse)
 
-    def demonstrate(problem: Problem) -> str:
+    def demonstrate(problem: Any) -> str:
         orders = [*rng.choices(ORDERS, shares, k=3), "forward"]
         return next(text for order in orders if (text := solve(problem, order)) is not None)
 
-    return to_lines(examples, item, demonstrate)
+    return to_lines(examples, arithmetic.item, demonstrate)

@@ -13,7 +13,7 @@ import dataclasses
 import random
 from collections.abc import Hashable
 
-from grpo_trainer.tasks.base import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, to_lines
+from grpo_trainer.tasks import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, to_lines
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,12 @@ The model knows arithmetic from its pretraining, so that RL can start without de
 from __future__ import annotations
 
 import random
+from typing import Any
 
-from grpo_trainer.tasks.arithmetic import NAMES
-from grpo_trainer.tasks.base import Item, Sizes, Splits, held_out, to_lines
-from grpo_trainer.tasks.gsm8k import Problem, Story
+from grpo_trainer.tasks import Item, Sizes, Splits, held_out, load_task, to_lines
 
+gsm8k = load_task("gsm8k")
+Problem, Story = gsm8k.Problem, gsm8k.Story
 THINGS = ("apples", "books", "cards", "coins", "cookies", "eggs", "marbles", "pens", "shells", "stamps")
 QUESTION = "How many {things} does {name} have now?"
 INSTRUCTION = "Show each step, then write #### and the answer."
@@ -38,7 +39,7 @@ EXAMPLES = tuple(
 DEFAULT_SIZES = Sizes(demonstrations=500, train=2000, validation=32, test=100)
 
 
-def draw_story(steps: int, products: float, rng: random.Random) -> Story:
+def draw_story(steps: int, products: float, rng: random.Random) -> Any:
     """Draws the text and operators of a problem; a product, if there is one, is the first step."""
     operators = "*" if rng.random() < products else ""
     operators += "".join(rng.choices("+-", k=steps - len(operators)))
@@ -50,12 +51,12 @@ def draw_story(steps: int, products: float, rng: random.Random) -> Story:
     return Story(". ".join([*sentences, QUESTION]), operators, ())
 
 
-def draw_problem(steps: int, largest: int, products: float, rng: random.Random) -> Problem:
+def draw_problem(steps: int, largest: int, products: float, rng: random.Random) -> Any:
     while True:
         story = draw_story(steps, products, rng)
         factors = (rng.randint(2, 9), rng.randint(2, 9)) if "*" in story.operators else (rng.randint(2, largest),)
         rest = [rng.randint(2, largest) for _ in range(len(story.operators) + 1 - len(factors))]
-        problem = Problem(story, rng.choice(NAMES), rng.choice(THINGS), (*factors, *rest))
+        problem = Problem(story, rng.choice(gsm8k.NAMES), rng.choice(THINGS), (*factors, *rest))
         values = problem.values()
         is_shown = problem.expression in {example.expression for example in EXAMPLES}
         if values is not None and max(values) <= largest and not is_shown:
@@ -97,7 +98,7 @@ def make(
         for role, content in (("user", example.question), ("assistant", example.solution()))
     ]
 
-    def item(problem: Problem) -> Item:
+    def item(problem: Any) -> Item:
         if not shown:
             return {"prompt": f"{problem.question}\n{INSTRUCTION}", "answer": problem.solution()}
         return {"prompt": [*shown, {"role": "user", "content": problem.question}], "answer": problem.solution()}

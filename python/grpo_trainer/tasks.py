@@ -1,13 +1,31 @@
-"""Parts of tasks: splits of data, held-out examples, mixtures of demonstrations."""
+"""Bundled tasks, which generate their data from a seed, and the parts that they share.
+
+A task is the file task.py beside its recipe: a function `make` that returns `Splits`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
+import inspect
 import math
 import random
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+from grpo_trainer.messages import unknown_key, unknown_name
+from grpo_trainer.recipes import FOLDERS
+
+SYSTEMS = {  # folder of each task
+    "arithmetic": "arithmetic",
+    "strategies": "similarity_group",
+    "gsm8k": "gsm8k",
+    "word_problems": "smollm2",
+    "dialogue": "dialogue",
+    "reply": "reply",
+}
 Item = dict[str, Any]
 T = TypeVar("T")
 
@@ -34,6 +52,41 @@ class Splits:
     validation: list[Item]
     test: list[Item]
     rewards: tuple[str, ...] = ("exact",)  # unless the recipe names others
+
+
+def make(name: str, seed: int, options: dict[str, Any]) -> Splits:
+    """Generates the data of a task.
+
+    Args:
+        name: name of the task.
+        seed: seed of the data.
+        options: fields of `Sizes`, and arguments of the task's `make`.
+    """
+    make_splits = load_task(name).make
+    parameters = inspect.signature(make_splits).parameters
+    size_names = [field.name for field in dataclasses.fields(Sizes)]
+    known = [*size_names, *(name for name in parameters if name not in ("seed", "sizes"))]
+    for option in options:
+        if option not in known:
+            raise ValueError(unknown_key("data.options", option, known))
+    sizes = {name: value for name, value in options.items() if name in size_names}
+    others = {name: value for name, value in options.items() if name not in size_names}
+    splits: Splits = make_splits(seed=seed, sizes=dataclasses.replace(parameters["sizes"].default, **sizes), **others)
+    return splits
+
+
+@functools.cache
+def load_task(name: str) -> Any:
+    """Imports the file of a task, which is in no package; a task takes parts of another one from it, too."""
+    if name not in SYSTEMS:
+        raise ValueError(unknown_name("data.task", name, list(SYSTEMS)))
+    path = next(path for folder in FOLDERS if (path := folder / SYSTEMS[name] / "task.py").is_file())
+    spec = importlib.util.spec_from_file_location(f"grpo_trainer_task_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def held_out(

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import random
 
-from grpo_trainer.tasks.base import DEFAULT_SIZES, Item, Sizes, Splits, to_lines
+from grpo_trainer.tasks import DEFAULT_SIZES, Item, Sizes, Splits, to_lines
 
 NAMES = ("Ann", "Bob", "Cy", "Dan", "Eve", "Flo", "Gus", "Hal")
 THINGS = ("shells", "stamps", "coins", "cards", "pens", "books", "nuts", "beads")

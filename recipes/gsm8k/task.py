@@ -13,9 +13,9 @@ import dataclasses
 import random
 from collections.abc import Hashable
 
-from grpo_trainer.tasks.arithmetic import NAMES
-from grpo_trainer.tasks.base import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, to_lines
+from grpo_trainer.tasks import DEFAULT_SIZES, Item, Mixture, Sizes, Splits, held_out, load_task, to_lines
 
+NAMES = load_task("arithmetic").NAMES
 THINGS = ("pens", "coins", "cards", "books", "nuts", "beads")
 HUNDREDS = range(100, 1000, 100)
 SMALL = range(2, 10)

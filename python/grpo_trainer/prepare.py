@@ -1,0 +1,133 @@
+"""Parts of the scripts recipes/<system>/prepare.py, which convert published data to the files that recipes read."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.messages import known_columns
+from grpo_trainer.splits import read_lines
+from grpo_trainer.tasks import Item
+
+STRATA = 4  # quartiles
+
+
+def run(
+    description: str,
+    convert: Callable[[Item], Item],
+    group: Callable[[Item], str],
+    shares: Mapping[str, float],
+    by: Callable[[Item], float] | None = None,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Converts files and divides their lines into parts, as the command line says.
+
+    Args:
+        description: what the script does.
+        convert: turns a line of the files into one of the parts; a `ValueError` says what is wrong with it.
+        group: lines of the same group, such as the replies to a post, are in one part.
+        shares: the parts and their shares, unless the command line names others.
+        by: number by whose quartiles the parts are stratified.
+        arguments: those of the command line.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSONL, JSON, CSV or parquet file, or a hub name")
+    parser.add_argument("--output", required=True, metavar="PREFIX", help="the parts are written to PREFIX-PART.jsonl")
+    default = [f"{name}={share}" for name, share in shares.items()]
+    parser.add_argument(
+        "--into", nargs="+", default=default, metavar="PART=SHARE", help=f"default: {' '.join(default)}"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random division")
+    parser.add_argument("--leave-out", action="store_true", help="leave out lines that break a rule, and report them")
+    options = parser.parse_args(arguments)
+    try:
+        lines = []
+        for file in options.files:
+            for number, line in enumerate(read_lines("FILE", file, "train"), 1):
+                try:
+                    lines.append(convert(line))
+                except ValueError as error:
+                    message = f"{file}, example {number}: {error}"
+                    if not options.leave_out:
+                        raise ValueError(f"{message}; correct it, or give --leave-out") from None
+                    print(f"left out: {message}", file=sys.stderr)
+        _write(options.output, divide(lines, _shares(options.into), group, by, options.seed))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def divide(
+    lines: Sequence[Item],
+    shares: Mapping[str, float],
+    group: Callable[[Item], str],
+    by: Callable[[Item], float] | None,
+    seed: int,
+) -> dict[str, list[Item]]:
+    """Divides lines into parts, each in the original order; every quartile of the groups has the same shares."""
+    groups: dict[str, list[int]] = {}
+    for row, line in enumerate(lines):
+        groups.setdefault(" ".join(group(line).lower().split()), []).append(row)
+    members = list(groups.values())
+    if by is not None:
+        numbers = [by(line) for line in lines]
+        members.sort(key=lambda rows: statistics.fmean(numbers[row] for row in rows))
+    bounds = [len(members) * i // STRATA for i in range(STRATA + 1)] if by is not None else [0, len(members)]
+    rng, rows_of = random.Random(seed), {name: list[int]() for name in shares}
+    for start, end in itertools.pairwise(bounds):
+        stratum = rng.sample(members[start:end], end - start)
+        # rounded over all strata before, so that errors of rounding do not add up
+        ends = [round(share * end) - round(share * start) for share in itertools.accumulate(shares.values())]
+        for name, low, high in zip(shares, [0, *ends], ends, strict=False):
+            rows_of[name] += [row for rows in stratum[low:high] for row in rows]
+    for name, rows in rows_of.items():
+        if not rows:
+            rule = "must leave lines to every part"
+            raise ValueError(f"--into: {rule}, got {name}={shares[name]:g} of {len(lines)} usable lines")
+    return {name: [lines[row] for row in sorted(rows)] for name, rows in rows_of.items()}
+
+
+def value_of(line: Item, column: str) -> Any:
+    if column not in line:
+        raise ValueError(f"{column}: must be a column of every line{known_columns(column, line)}")
+    return line[column]
+
+
+def text_of(line: Item, column: str) -> str:
+    """The text in a column, which must not be empty."""
+    value = value_of(line, column)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{column}: must be a text that is not empty, got {value!r}")
+    return value.strip()
+
+
+def _shares(assignments: Sequence[str]) -> dict[str, float]:
+    shares = {}
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        share = float(text) if text.replace(".", "", 1).isdigit() else 0.0
+        if not name or "/" in name or name in shares or not 0 < share <= 1:
+            raise ValueError(f"--into: must be PART=SHARE, each part once and a share in (0, 1], got {assignment!r}")
+        shares[name] = share
+    if abs(math.fsum(shares.values()) - 1) > 1e-6:
+        raise ValueError(f"--into: the shares must sum to 1, got {' '.join(assignments)}")
+    return shares
+
+
+def _write(prefix: str, parts: Mapping[str, Sequence[Item]]) -> None:
+    paths = {name: Path(f"{prefix}-{name}.jsonl") for name in parts}
+    for path in paths.values():
+        if path.exists():
+            raise FileExistsError(f"--output: must not replace a file, got {str(path)!r}; remove it, or give another")
+    for name, path in paths.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in parts[name])
+        path.write_text(text, encoding="utf-8")
+        print(f"{path}: {len(parts[name])} lines")
