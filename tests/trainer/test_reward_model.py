@@ -70,7 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def made(path: str, **options: Any) -> RewardModel:
-    function = load_reward(Reward(name="reward_model", options={"path": path, **options}))
+    function = load_reward(Reward(name="reward_model", options={"path": path, **options})).function
     assert isinstance(function, RewardModel)
     return function
 
@@ -143,10 +143,10 @@ def test_braces_are_left_alone(folders: dict[str, str]) -> None:
             r"reward_model.label: must be one of \['trait 0', .*number, got None",
         ),
         ("several", {"template": PLAIN, "label": 3}, r"reward_model.label: .* got 3"),
-        ("plain", {"dtype": "fp8"}, r"reward_model.dtype: must be one of float32, bfloat16, float16, got 'fp8'"),
-        ("plain", {"on_long": "cut"}, r"reward_model.on_long: must be 'raise' or 'truncate', got 'cut'"),
-        ("plain", {"batch_tokens": 0}, r"reward_model.batch_tokens: must be a positive int, got 0"),
-        ("plain", {"path": None}, r"options.path: must be str, got NoneType None"),
+        ("plain", {"dtype": "fp8"}, r"options.dtype: must be 'float32', 'bfloat16' or 'float16', got 'fp8'"),
+        ("plain", {"on_long": "cut"}, r"options.on_long: must be 'raise' or 'truncate', got 'cut'"),
+        ("plain", {"batch_tokens": 0}, r"options.batch_tokens: must be greater than 0, got 0"),
+        ("plain", {"path": None}, r"options.path: must be of type string, got None"),
     ],
 )
 def test_bad_options_are_named(folders: dict[str, str], kind: str, options: dict[str, Any], message: str) -> None:
