@@ -40,6 +40,7 @@ FINAL = {
     "The answer is: **18**": 18, "The answer to the question is -7.": -7,
     # marks without a number
     "#### Step 1: add\nThe answer is 7": 7, "#### 1. Add\n#### 2. Halve\nSo we have 12": 12, "\\boxed{x}, 4": 4,
+    "\\boxed{\\boxed{42}} of 7": 42,
     "The answer is clear. We have 3": 3, "#### none\n5 or 6": 6, "\\boxed{18": 18,
     # equations
     "The answer is 3 apples * 6 = 18 apples.": 18, "#### 16 - 4 = 12": 12, "\\boxed{x = 2 + 3 = 5}": 5,
@@ -212,16 +213,15 @@ def test_shaping_must_stay_below_correctness_unless_asked_otherwise(name: str) -
     assert gsm8k.make(**{**others, name: 1.0}, dominant=False).weights[name] == 1.0
 
 
-def test_the_sum_of_the_parts_counts() -> None:
+def test_the_published_weights_need_to_be_asked_for() -> None:
     with pytest.raises(ValueError, match=r"gsm8k.format \+ length \+ steps: must be less than correct = 1.0, got 1.0"):
         gsm8k.make(format=0.5, length=0.25, steps=0.25)
     # as published: 0.6 for a correct answer, and 1.15 for boilerplate
     published = {"correct": 0.6, "answered": 0.1, "length": 0.2, "vocabulary": 0.5, "steps": 0.3, "format": 0.15}
     with pytest.raises(ValueError, match=r"got 1.25"):
         gsm8k.make(**published)
-    wrong, right = gsm8k.make(**published, dominant=False)(
-        ["p"] * 2, [SOLUTION.replace("#### 72", "#### 7"), "72"], answer=["72"] * 2
-    )
+    texts = [SOLUTION.replace("#### 72", "#### 7"), "72"]
+    wrong, right = gsm8k.make(**published, dominant=False)(["p"] * 2, texts, answer=["72"] * 2)
     assert wrong is not None and right is not None and wrong > right
 
 

@@ -36,51 +36,51 @@ class Reply(NamedTuple):
     status: int = 200
     payload: bytes | None = None  # in place of a choice with the text
     wait: float = 0.0  # seconds before the reply
-    headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
+    headers: dict[str, str] = {}  # noqa: RUF012 # never changed
+
+
+Answer = Callable[[dict[str, Any], int], Reply | float | str]
 
 
 class Stub:
-    """An endpoint that notes its requests; `reply` gets what the judge is shown and how often it was asked before."""
+    """An endpoint that notes its requests; `answer` gets what the judge is shown and how often it was before."""
 
-    def __init__(self, reply: Callable[[dict[str, Any], int], Reply | float | str]) -> None:
-        self.reply, self.requests, self.lock = reply, list[dict[str, Any]](), threading.Lock()
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.lock, self.stopped = answer, threading.Lock(), threading.Event()
+        self.requests: list[dict[str, Any]] = []
         self.running = self.most_running = 0
         self.url = ""
 
-    def answer(self, body: dict[str, Any], headers: dict[str, str], path: str) -> Reply:
+    def reply(self, body: dict[str, Any], headers: dict[str, str], path: str) -> Reply:
         shown = json.loads(body["messages"][-1]["content"])
         with self.lock:
             before = sum(request["shown"] == shown for request in self.requests)
-            self.requests.append(
-                {"shown": shown, "body": body, "headers": headers, "path": path, "time": time.monotonic()}
-            )
-        reply = self.reply(shown, before)
-        if isinstance(reply, Reply):
-            return reply
-        return Reply(reply if isinstance(reply, str) else json.dumps({"score": reply}))
+            now = time.monotonic()
+            self.requests.append({"shown": shown, "body": body, "headers": headers, "path": path, "time": now})
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        reply = self.answer(shown, before)
+        if not isinstance(reply, Reply):
+            reply = Reply(reply if isinstance(reply, str) else json.dumps({"score": reply}))
+        self.stopped.wait(reply.wait)
+        with self.lock:
+            self.running -= 1
+        return reply
 
 
 @contextmanager
-def serve(reply: Callable[[dict[str, Any], int], Reply | float | str]) -> Iterator[Stub]:
-    stub, stopped = Stub(reply), threading.Event()
+def serve(answer: Answer) -> Iterator[Stub]:
+    stub = Stub(answer)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            with stub.lock:
-                stub.running += 1
-                stub.most_running = max(stub.most_running, stub.running)
-            try:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                sent = stub.answer(body, headers, self.path)
-                stopped.wait(sent.wait)
-            finally:
-                with stub.lock:
-                    stub.running -= 1
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            sent = stub.reply(body, {name.lower(): value for name, value in self.headers.items()}, self.path)
             content = json.dumps({"choices": [{"message": {"role": "assistant", "content": sent.text}}]})
             payload = content.encode() if sent.payload is None else sent.payload
             self.send_response(sent.status)
-            for name, value in (*sent.headers, ("Content-Length", str(len(payload)))):
+            headers = {"Content-Type": "application/json", "Content-Length": str(len(payload))} | sent.headers
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(payload)
@@ -96,7 +96,7 @@ def serve(reply: Callable[[dict[str, Any], int], Reply | float | str]) -> Iterat
     try:
         yield stub
     finally:
-        stopped.set()
+        stub.stopped.set()
         server.shutdown()
         thread.join()
         server.server_close()
@@ -139,18 +139,11 @@ def test_the_request_has_rubric_prompt_response_columns_and_key(monkeypatch: pyt
     assert "another endpoint" not in str(second["headers"])
 
 
-@pytest.mark.parametrize(
-    ("options", "score", "reward"),
-    [
-        ({}, 1, 0.0),
-        ({}, 4, 1 / 3),
-        ({"scores": [0, 100], "rewards": [-1, 1]}, 75, 0.5),
-        ({"rewards": [1, 0]}, 10, 0.0),
-    ],
-)
-def test_scores_are_mapped_to_rewards(options: dict[str, Any], score: float, reward: float) -> None:
-    with serve(lambda *_: score) as stub:
-        assert judged(made(stub.url, **options), "a") == [pytest.approx(reward, abs=1e-15)]
+def test_scores_are_mapped_to_rewards() -> None:
+    cases = (({}, 4, 1 / 3), ({"scores": [0, 100], "rewards": [-1, 1]}, 75, 0.5), ({"rewards": [1, 0]}, 10, 0.0))
+    for options, given, reward in cases:
+        with serve(lambda *_, given=given: given) as stub:
+            assert judged(made(stub.url, **options), "a") == [pytest.approx(reward, abs=1e-15)]
 
 
 def test_rewards_are_those_of_their_responses_whatever_the_order_of_the_replies() -> None:
@@ -187,7 +180,7 @@ BAD = [
     Reply(payload=b"not json"),
     Reply(payload=b'{"choices": []}'),
     Reply(payload=b'{"choices": [{"message": {"content": null}}]}'),
-    Reply(payload=b"<html>7</html>", headers=(("Content-Type", "text/html"),)),
+    Reply(payload=b"<html>7</html>", headers={"Content-Type": "text/html"}),
     Reply(status=404),
 ]
 
@@ -203,7 +196,7 @@ def test_a_bad_reply_is_not_scored_and_counted(bad: Reply) -> None:
 
 
 def test_a_busy_endpoint_is_asked_again_when_it_says() -> None:
-    busy = Reply(status=429, headers=(("Retry-After", "0.4"),))
+    busy = Reply(status=429, headers={"Retry-After": "0.4"})
     with serve(lambda _, before: 10 if before else busy) as stub:
         assert judged(made(stub.url, retries=1), "a") == [1.0]
         first, second = (request["time"] for request in stub.requests)

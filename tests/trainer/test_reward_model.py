@@ -90,6 +90,8 @@ def test_scores_are_those_of_transformers(folders: dict[str, str], batch_tokens:
     allowed = 2 * 32 * torch.finfo(torch.float32).eps * max(1.0, *map(abs, want))
     assert len({round(value, 3) for value in want}) == 6, "the texts have different scores"
     assert plain(PROMPTS, RESPONSES) == pytest.approx(want, abs=allowed, rel=0)
+    half = made(folders["plain"], template=PLAIN, dtype="bfloat16")
+    assert half.model.dtype == torch.bfloat16 and half.__name__ == "reward_model"
     several = made(folders["several"], template=PLAIN, label="trait 2")
     want = [logits_of(several, text)[2] for text in texts]
     assert several(PROMPTS, RESPONSES) == pytest.approx(want, abs=2 * allowed, rel=0)
@@ -165,8 +167,3 @@ def test_a_model_of_another_kind_is_refused(folders: dict[str, str], tmp_path: P
     rule = r"every weight of a LlamaForCausalLM, got '.*' without lm_head\.weight$"
     with pytest.raises(ValueError, match=rf"^model\.path: must have {rule}"):
         load_lm(Model(path=folders["plain"]), "cpu")
-
-
-def test_dtype_and_name(folders: dict[str, str]) -> None:
-    reward = made(folders["plain"], template=PLAIN, dtype="bfloat16")
-    assert reward.model.dtype == torch.bfloat16 and reward.__name__ == "reward_model"

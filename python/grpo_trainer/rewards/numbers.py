@@ -22,7 +22,7 @@ _BEFORE = re.compile(r"\W*(?:[A-Za-z] ?= ?\W*)?")  # signs, brackets, "x ="
 _AFTER = re.compile(r"\W*(?:[^\W\d]+\W*){0,3}")  # signs, brackets, up to three words of a unit
 _HEADING = re.compile(r"[.:)]+\**\s+[A-Za-z]")  # "#### 1. Add the apples"
 _HASHES = re.compile(r"####\s*([^\n#]*)")
-_BOX = re.compile(r"\\boxed\s?\{([^{}\n]*)")
+_BOX = re.compile(r"\\boxed\s?\{(?=([^{}\n]*))")
 _PHRASE = re.compile(r"\banswer\b[^.:=\n]{0,60}?(?:\bis\b|:|=)\W*?([^\n]*?)(?=[.!?]\s|\n|$)", re.IGNORECASE)
 _REWRITTEN = (
     (re.compile("[\u2212\u2010-\u2013]"), "-"),
