@@ -278,6 +278,8 @@ class Similarity(Section):
 
     def rules(self) -> Iterator[Rule]:
         yield embedder_rule(self.embedder)
+        has_batches = self.embedder != "hashed" or self.batch_size == type(self).model_fields["batch_size"].default
+        yield "batch_size", has_batches, "must be left out with embedder: hashed"
         yield "gpus_per_worker", self.gpus_per_worker == 0 or self.workers > 0, "must be 0 without workers"
 
 

@@ -47,7 +47,7 @@ FINAL = {
     # no mark
     "first 3, then 4": 4, "It takes 9-10": 10, "It takes 9\u201310 days": 10, "5 - 3": 3, "5 -3": 3, "left: -3": -3,
     "a gain of $5-$3": 3, "- 18 apples": 18, "H2O, 5 m2": 5, "She has 1,234.": 1234, "no number": None, "": None,
-    "5, or rather 1/0": None, "(1,2,3)": 3,
+    "5, or rather 1/0": None, "(1,2,3)": 3, "1,2345": 2345,
 }  # fmt: skip
 SHAPING = ("format", "answered", "length", "vocabulary", "steps", "numbers", "calculation")
 ALL = {"format": 0.1, "answered": 0.1, **dict.fromkeys(SHAPING[2:], 0.15)}

