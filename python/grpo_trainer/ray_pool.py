@@ -9,19 +9,18 @@ In a recipe: `algorithm: {similarity: {workers: 4, gpus_per_worker: 0.25}}`.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_log = logging.getLogger(__name__)
+from grpo_trainer.messages import require_package
+
 _OP = "RayEmbedderPool"
 
 
@@ -36,8 +35,7 @@ def check_ray(where: str, address: str | None = None) -> None:
         where: key or class that needs it.
         address: as in RayEmbedderPool.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise ValueError(f'{where}: needs the package ray, which is not installed: pip install "grpo-kernels[ray]"')
+    require_package(where, "ray", "ray")
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         return  # the caller has chosen a cluster
     address = address or os.environ.get("RAY_ADDRESS", "")
@@ -55,7 +53,8 @@ def check_ray(where: str, address: str | None = None) -> None:
 class RayEmbedderPool:
     """A callable texts -> [N, D] that runs in Ray actors, which start at the first call or with `start()`.
 
-    The batches follow from the texts alone, not from the number of workers or from which of them is idle.
+    The batches follow from the texts alone, not from the number of workers or from which of them is idle. Ray restarts
+    an actor that dies and repeats its batch.
 
     Args:
         encode: picklable callable texts -> [N, D]; models that it loads lazily are loaded in each actor.
@@ -64,7 +63,7 @@ class RayEmbedderPool:
         cpus_per_worker: CPUs per actor.
         batch: texts per call of `encode`; a prompt with more texts is not split.
         retries: how often a batch is repeated after its actor died.
-        timeout: seconds that the cluster has to place an actor.
+        timeout: seconds that the cluster has to place the actors.
         address: cluster address for `ray.init`; None uses RAY_ADDRESS, or starts Ray on this machine.
     """
 
@@ -82,9 +81,9 @@ class RayEmbedderPool:
     ) -> None:
         for name, value, is_valid, rule in (
             ("encode", encode, callable(encode), "be callable"),
-            ("workers", workers, _is_int(workers) and workers > 0, "be a positive int"),
-            ("batch", batch, _is_int(batch) and batch > 0, "be a positive int"),
-            ("retries", retries, _is_int(retries) and retries >= 0, "be a non-negative int"),
+            ("workers", workers, workers > 0, "be positive"),
+            ("batch", batch, batch > 0, "be positive"),
+            ("retries", retries, retries >= 0, "not be negative"),
             ("gpus_per_worker", gpus_per_worker, gpus_per_worker >= 0, "not be negative"),
             ("cpus_per_worker", cpus_per_worker, cpus_per_worker >= 0, "not be negative"),
             ("timeout", timeout, timeout > 0, "be positive"),
@@ -94,9 +93,14 @@ class RayEmbedderPool:
         self.encode, self.workers, self.batch, self.retries = encode, workers, batch, retries
         self.timeout, self.address = timeout, address
         self.resources = {"num_cpus": cpus_per_worker, "num_gpus": gpus_per_worker}  # per actor
-        self.restarts = 0  # actors that died and were replaced
         self.actors: list[Any] = []
+        self._processes: set[str] = set()
         self._started_ray = False
+
+    @property
+    def restarts(self) -> int:
+        """Number of actors that died and returned vectors again."""
+        return max(0, len(self._processes) - self.workers)
 
     def start(self) -> None:
         """Places the actors; if that fails, the error names the requested and the available resources."""
@@ -108,15 +112,21 @@ class RayEmbedderPool:
 
         if not ray.is_initialized():
             options: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
-            try:
-                ray.init(address=self.address, **options)
-            except ConnectionError as error:
-                where = f"at {self.address or os.environ.get('RAY_ADDRESS')!r}, the address or RAY_ADDRESS"
-                raise EmbedderError(f"{_OP}: a Ray cluster must answer {where}: {error}") from error
+            ray.init(address=self.address, **options)
             self._started_ray = True
+        remote: Any = ray.remote(max_restarts=-1, max_task_retries=self.retries, **self.resources)  # type: ignore[call-overload]
         try:
-            self.actors = [self._create_actor() for _ in range(self.workers)]
-            self._wait_until_ready(self.actors)
+            self.actors = [remote(_Worker).remote(self.encode) for _ in range(self.workers)]
+            pending = [actor.process.remote() for actor in self.actors]
+            placed, missing = ray.wait(pending, num_returns=len(pending), timeout=self.timeout)
+            if missing:
+                total, free = ray.cluster_resources(), ray.available_resources()
+                there = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+                raise EmbedderError(
+                    f"{_OP}: the cluster must place {len(pending)} actors of {self.resources} within "
+                    f"{self.timeout:g} s, got {len(placed)}; {there} are free"
+                )
+            self._processes = set(ray.get(placed))
         except BaseException:
             self.close()
             raise
@@ -155,77 +165,32 @@ class RayEmbedderPool:
         if not ranges:
             raise ValueError(f"{_OP}: texts must not be empty")
         self.start()
-        embeddings = self._run([list(texts[start:end]) for start, end in ranges])
-        widths = {part.shape[1] for part in embeddings}
-        if len(widths) > 1:
-            raise EmbedderError(f"{_OP}: encode must return one width, got {sorted(widths)}")
-        return torch.cat(embeddings)
+        from ray.util import ActorPool
 
-    def _run(self, batches: list[list[str]]) -> list[Tensor]:
+        batches = [list(texts[start:end]) for start, end in ranges]
+        results = ActorPool(self.actors).map(lambda actor, batch: actor.encode.remote(batch), batches)
+        return torch.cat([self._next(results, batch) for batch in batches])
+
+    def _next(self, results: Any, batch: list[str]) -> Tensor:
+        """The embeddings of the next batch; errors name its texts."""
         import ray
 
-        waiting = deque(range(len(batches)))
-        attempts = [0] * len(batches)
-        results: dict[int, Tensor] = {}
-        idle = deque(range(len(self.actors)))
-        running: dict[Any, tuple[int, int]] = {}
-        while waiting or running:
-            while waiting and idle:
-                batch, actor = waiting.popleft(), idle.popleft()
-                running[self.actors[actor].encode.remote(batches[batch])] = (batch, actor)
-            (ready, *_), _ = ray.wait(list(running))
-            batch, actor = running.pop(ready)
-            try:
-                results[batch] = _checked(ray.get(ready), len(batches[batch]))
-            except ray.exceptions.RayActorError as error:
-                attempts[batch] += 1
-                self._replace(actor, attempts[batch], error)
-                waiting.appendleft(batch)
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause if error.cause is not None else error
-                raise EmbedderError(
-                    f"{_OP}: encode raised {type(cause).__name__} on worker {actor} for {len(batches[batch])} texts, "
-                    f"the first {batches[batch][0][:80]!r}: {cause}"
-                ) from error
-            idle.append(actor)
-        return [results[batch] for batch in range(len(batches))]
-
-    def _replace(self, number: int, attempt: int, error: Exception) -> None:
-        import ray
-
-        reason = str(error).strip().splitlines()[0]
-        if attempt > self.retries:
-            raise EmbedderError(
-                f"{_OP}: the batch of worker {number} must succeed within {self.retries} retries, and its actor died "
-                f"{attempt} times: {reason}"
-            ) from error
-        self.restarts += 1
-        _log.warning("%s: worker %d died (%s); restart %d, its batch is repeated", _OP, number, reason, self.restarts)
-        ray.kill(self.actors[number])  # an actor that is only unreachable might return
-        self.actors[number] = self._create_actor()
-        self._wait_until_ready([self.actors[number]])
-
-    def _create_actor(self) -> Any:
-        import ray
-
-        remote: Any = ray.remote(max_restarts=0, **self.resources)  # type: ignore[call-overload]
-        return remote(_Worker).remote(self.encode)
-
-    def _wait_until_ready(self, actors: list[Any]) -> None:
-        import ray
-
-        pending = [actor.ready.remote() for actor in actors]
-        placed, missing = ray.wait(pending, num_returns=len(pending), timeout=self.timeout)
-        if missing:
-            total, free = _cpus_and_gpus(ray.cluster_resources()), _cpus_and_gpus(ray.available_resources())
-            raise EmbedderError(
-                f"{_OP}: the cluster must place {len(pending)} actors of {self.resources} within {self.timeout:g} s, "
-                f"and placed {len(placed)}; it has {total}, of which {free} are free"
-            )
+        where = f"for {len(batch)} texts, the first {batch[0][:80]!r}"
         try:
-            ray.get(placed)
-        except ray.exceptions.RayError as error:
-            raise EmbedderError(f"{_OP}: an actor failed to start: {error}") from error
+            process, result = next(results)
+        except ray.exceptions.RayActorError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise EmbedderError(
+                f"{_OP}: an actor must live for one of {self.retries + 1} tries, got none {where}: {reason}"
+            ) from error
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if error.cause is not None else error
+            raise EmbedderError(f"{_OP}: encode raised {type(cause).__name__} {where}: {cause}") from error
+        self._processes.add(process)
+        embeddings = torch.as_tensor(result)
+        if embeddings.dim() != 2 or len(embeddings) != len(batch):
+            raise EmbedderError(f"{_OP}: encode must return [{len(batch)}, D] {where}, got {list(embeddings.shape)}")
+        return embeddings
 
 
 class _Worker:
@@ -234,12 +199,13 @@ class _Worker:
     def __init__(self, encode: Callable[[Sequence[str]], Any]) -> None:
         self._encode = encode
 
-    def ready(self) -> None:
-        pass
+    def process(self) -> str:
+        """The process on its machine, another one after each restart."""
+        return f"{socket.gethostname()} {os.getpid()}"
 
-    def encode(self, texts: list[str]) -> Any:
+    def encode(self, texts: list[str]) -> tuple[str, Any]:
         embeddings = self._encode(texts)
-        return embeddings.detach().cpu() if isinstance(embeddings, Tensor) else embeddings
+        return self.process(), embeddings.detach().cpu() if isinstance(embeddings, Tensor) else embeddings
 
 
 def batch_ranges(count: int, groups: int | Sequence[int], size: int) -> list[tuple[int, int]]:
@@ -258,18 +224,3 @@ def batch_ranges(count: int, groups: int | Sequence[int], size: int) -> list[tup
             start = end
         end += group_size
     return [*ranges, (start, end)] if end > start else ranges
-
-
-def _checked(result: Any, count: int) -> Tensor:
-    embeddings = torch.as_tensor(result)
-    if embeddings.dim() != 2 or len(embeddings) != count:
-        raise EmbedderError(f"{_OP}: encode must return [{count}, D] for {count} texts, got {list(embeddings.shape)}")
-    return embeddings
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _cpus_and_gpus(resources: dict[str, float]) -> dict[str, float]:
-    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}

@@ -262,10 +262,8 @@ class Similarity(Section):
     """text to embed for text: answer if the response has an unclosed <think>"""
     tail: PositiveInt = 256
     """number of characters for unfinished: tail"""
-    cache: NonNegativeInt = 4096
-    """number of cached embeddings"""
-    batch_tokens: PositiveInt | None = None
-    """tokens of a batch of texts to embed, padding included; null: 256, on a GPU 16384; 1: one by one"""
+    batch_size: PositiveInt = 32
+    """texts per forward pass of the embedder"""
     workers: NonNegativeInt = 0
     """number of Ray actors that compute embeddings; 0: computed by the trainer"""
     gpus_per_worker: NonNegativeFloat = 0.0
@@ -281,8 +279,8 @@ class Similarity(Section):
 
     def rules(self) -> Iterator[Rule]:
         yield embedder_rule(self.embedder)
-        has_batches = self.batch_tokens is None or self.embedder != "hashed"
-        yield "batch_tokens", has_batches, "must be left out with embedder: hashed"
+        has_batches = self.embedder != "hashed" or self.batch_size == type(self).model_fields["batch_size"].default
+        yield "batch_size", has_batches, "must be left out with embedder: hashed"
         yield "gpus_per_worker", self.gpus_per_worker == 0 or self.workers > 0, "must be 0 without workers"
 
 

@@ -194,6 +194,8 @@ def _sentence(problem: Mapping[str, Any], where: str, keys_at: Callable[[Sequenc
     if what == "value_error":  # of a rule over several keys, whose text begins with the last part of its own
         text = str(problem["ctx"]["error"])
         return f"{path}.{text}" if path else text
+    if what.startswith("missing"):
+        return f"{path}: must be given"
     if what == "model_type":
         return f"{path or 'recipe'}: must be a mapping, got {type(value).__name__} {value!r}"
     rule = problem["msg"].replace("Input should be", "must be").replace("a valid ", "of type ")

@@ -22,7 +22,7 @@ def prepare(run: Run) -> None:
     if polychromic is None:
         return
     items = run.items("sft")
-    run.embedder = load_embedder(Similarity(embedder=polychromic.embedder, text="whole", cache=len(items)))
+    run.embedder = load_embedder(Similarity(embedder=polychromic.embedder, text="whole"))
     if polychromic.among == "batch":
         return
     prompts, texts = [prompt_text(item["prompt"]) for item in items], [item["demonstration"] for item in items]

@@ -70,7 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def made(path: str, **options: Any) -> RewardModel:
-    function = load_reward(Reward(name="reward_model", options={"path": path, **options}))
+    function = load_reward(Reward(name="reward_model", options={"path": path, **options})).function
     assert isinstance(function, RewardModel)
     return function
 
@@ -90,6 +90,8 @@ def test_scores_are_those_of_transformers(folders: dict[str, str], batch_tokens:
     allowed = 2 * 32 * torch.finfo(torch.float32).eps * max(1.0, *map(abs, want))
     assert len({round(value, 3) for value in want}) == 6, "the texts have different scores"
     assert plain(PROMPTS, RESPONSES) == pytest.approx(want, abs=allowed, rel=0)
+    half = made(folders["plain"], template=PLAIN, dtype="bfloat16")
+    assert half.model.dtype == torch.bfloat16 and half.__name__ == "reward_model"
     several = made(folders["several"], template=PLAIN, label="trait 2")
     want = [logits_of(several, text)[2] for text in texts]
     assert several(PROMPTS, RESPONSES) == pytest.approx(want, abs=2 * allowed, rel=0)
@@ -143,10 +145,10 @@ def test_braces_are_left_alone(folders: dict[str, str]) -> None:
             r"reward_model.label: must be one of \['trait 0', .*number, got None",
         ),
         ("several", {"template": PLAIN, "label": 3}, r"reward_model.label: .* got 3"),
-        ("plain", {"dtype": "fp8"}, r"reward_model.dtype: must be one of float32, bfloat16, float16, got 'fp8'"),
-        ("plain", {"on_long": "cut"}, r"reward_model.on_long: must be 'raise' or 'truncate', got 'cut'"),
-        ("plain", {"batch_tokens": 0}, r"reward_model.batch_tokens: must be a positive int, got 0"),
-        ("plain", {"path": None}, r"options.path: must be str, got NoneType None"),
+        ("plain", {"dtype": "fp8"}, r"options.dtype: must be 'float32', 'bfloat16' or 'float16', got 'fp8'"),
+        ("plain", {"on_long": "cut"}, r"options.on_long: must be 'raise' or 'truncate', got 'cut'"),
+        ("plain", {"batch_tokens": 0}, r"options.batch_tokens: must be greater than 0, got 0"),
+        ("plain", {"path": None}, r"options.path: must be of type string, got None"),
     ],
 )
 def test_bad_options_are_named(folders: dict[str, str], kind: str, options: dict[str, Any], message: str) -> None:
@@ -165,8 +167,3 @@ def test_a_model_of_another_kind_is_refused(folders: dict[str, str], tmp_path: P
     rule = r"every weight of a LlamaForCausalLM, got '.*' without lm_head\.weight$"
     with pytest.raises(ValueError, match=rf"^model\.path: must have {rule}"):
         load_lm(Model(path=folders["plain"]), "cpu")
-
-
-def test_dtype_and_name(folders: dict[str, str]) -> None:
-    reward = made(folders["plain"], template=PLAIN, dtype="bfloat16")
-    assert reward.model.dtype == torch.bfloat16 and reward.__name__ == "reward_model"

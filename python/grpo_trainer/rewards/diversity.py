@@ -20,7 +20,7 @@ from grpo_trainer.rewards.weighted import Parts, WeightedReward
 
 
 def make(**options: Any) -> Diversity:
-    """Creates the reward with options of `algorithm.similarity`: embedder, text, unfinished, tail, cache."""
+    """Creates the reward with options of `algorithm.similarity`: embedder, text, unfinished, tail, batch_size."""
     return Diversity(load_embedder(validated(Similarity, options)))
 
 

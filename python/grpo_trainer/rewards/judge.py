@@ -11,24 +11,24 @@ import hashlib
 import json
 import math
 import os
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from grpo_trainer.embed import embedded_text
+from grpo_trainer.messages import require_package
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards import RewardError
-from grpo_trainer.rewards.chat_client import Answer, ChatClient, RequestError
-from grpo_trainer.rewards.judgement_cache import JudgementCache
 
 BODY = {"temperature": 0, "seed": 0, "max_tokens": 1024}
 OWN_FIELDS = ("messages", "model", "stream", "n")  # of the request, not to be set by `body`
 FORMAT = 'Answer with a JSON object {{"score": s}}, where s is a number from {low:g} to {high:g}.'
+
+Judgement = tuple[float | None, str]  # the score, or None and the cause
 
 
 class JudgeError(RewardError):
@@ -37,23 +37,20 @@ class JudgeError(RewardError):
 
 def make(
     *,
-    base_url: str | None = None,
-    model: str | None = None,
+    base_url: str,
+    model: str,
     rubric: str | None = None,
     rubric_file: str | None = None,
     key_env: str | None = None,
     columns: Sequence[str] = (),
-    text: str = "answer",
+    text: Literal["answer", "whole"] = "answer",
     scores: Sequence[float] = (1, 10),
     rewards: Sequence[float] = (0, 1),
-    body: Mapping[str, Any] | None = None,
-    timeout: float = 60.0,
-    batch_seconds: float = 600.0,
-    retries: int = 4,
-    backoff: float = 1.0,
-    concurrency: int = 16,
-    max_failures: float = 0.1,
-    cache: int = 65536,
+    body: dict[str, Any] | None = None,
+    timeout: PositiveFloat = 60.0,
+    retries: NonNegativeInt = 4,
+    concurrency: PositiveInt = 16,
+    max_failures: Annotated[float, Field(ge=0, le=1)] = 0.1,
     cache_file: str | None = None,
 ) -> Judge:
     """Creates the reward.
@@ -69,53 +66,53 @@ def make(
         scores: lowest and highest score.
         rewards: rewards of these two scores.
         body: further fields of the request; they replace those of BODY, and None removes one.
-        timeout: seconds for one request.
-        batch_seconds: seconds for all responses of a call, with their retries.
-        retries: how often a failed request is repeated.
-        backoff: largest delay in seconds before the first retry, which doubles with each further one.
+        timeout: seconds that a request waits for the endpoint.
+        retries: how often the client repeats a request that failed for a reason that may pass.
         concurrency: largest number of simultaneous requests of a process.
         max_failures: largest fraction of a call's responses whose judgement may fail.
-        cache: number of judgements kept in memory.
-        cache_file: file that keeps them, too, for resumed runs.
+        cache_file: file that keeps judgements for resumed and further runs.
     """
-    _check(
-        ("text", text, text in ("answer", "whole"), "be 'answer' or 'whole'"),
-        ("model", model, isinstance(model, str) and bool(model), "be the name of a model"),
-        ("scores", scores, _is_pair(scores) and scores[0] < scores[1], "be two numbers in ascending order"),
-        ("rewards", rewards, _is_pair(rewards) and rewards[0] != rewards[1], "be two different numbers"),
-        ("timeout", timeout, _is_number(timeout) and timeout > 0, "be positive"),
-        ("batch_seconds", batch_seconds, _is_number(batch_seconds) and batch_seconds > 0, "be positive"),
-        ("retries", retries, _is_int(retries) and retries >= 0, "be a non-negative int"),
-        ("backoff", backoff, _is_number(backoff) and backoff >= 0, "not be negative"),
-        ("concurrency", concurrency, _is_int(concurrency) and concurrency > 0, "be a positive int"),
-        ("max_failures", max_failures, _is_number(max_failures) and 0 <= max_failures <= 1, "be in [0, 1]"),
-        ("cache", cache, _is_int(cache) and cache >= 0, "be a non-negative int"),
-        ("cache", cache, cache > 0 or cache_file is None, "be positive with a cache_file"),
-    )
+    require_package("judge", "openai", "judge")
+    from openai import OpenAI
+
     own = [name for name in body or {} if name in OWN_FIELDS]
-    _check(("body", own, not own, f"not set {', '.join(OWN_FIELDS)}"))
+    _check(
+        ("base_url", "one with a user", "@" not in base_url, "have no user or password; use key_env"),
+        ("base_url", base_url, base_url.startswith(("http://", "https://")), "be an address like http://host:8000/v1"),
+        ("scores", scores, len(scores) == 2 and scores[0] < scores[-1], "be two numbers in ascending order"),
+        ("rewards", rewards, len(rewards) == 2 and rewards[0] != rewards[-1], "be two different numbers"),
+        ("body", own, not own, f"not set {', '.join(OWN_FIELDS)}"),
+    )
+    key = _key(key_env)
+    # OpenAI's own variables are meant for another endpoint
+    client = OpenAI(
+        base_url=base_url, api_key=key or "none", organization="", project="", timeout=timeout, max_retries=retries
+    )
     request = {name: value for name, value in {**BODY, **(body or {})}.items() if value is not None}
-    client = ChatClient(_checked_url(base_url), _key(key_env), timeout=timeout, retries=retries, backoff=backoff)
-    judge = Judge(client, {"model": model, **request}, _rubric(rubric, rubric_file), JudgementCache(cache, cache_file))
-    judge.columns, judge.text = tuple(columns), Similarity(text=text, unfinished="whole")  # type: ignore[arg-type]
+    judge = Judge(client, model, request, _rubric(rubric, rubric_file), cache_file)
+    judge.key, judge.columns, judge.text = key, tuple(columns), Similarity(text=text, unfinished="whole")
     judge.scores, judge.rewards = (scores[0], scores[1]), (rewards[0], rewards[1])
-    judge.batch_seconds, judge.concurrency, judge.max_failures = batch_seconds, concurrency, max_failures
+    judge.concurrency, judge.max_failures = concurrency, max_failures
     return judge
 
 
 class Judge:
     """The reward; `counters` describe its last call."""
 
+    key: str | None = None  # of the endpoint; no error shows it
     columns: tuple[str, ...] = ()
     text = Similarity(unfinished="whole")
     scores: tuple[float, float] = (1, 10)
     rewards: tuple[float, float] = (0, 1)
-    batch_seconds, concurrency, max_failures = 600.0, 16, 0.1
+    concurrency, max_failures = 16, 0.1
 
-    def __init__(self, client: ChatClient, request: Mapping[str, Any], rubric: str, cache: JudgementCache) -> None:
+    def __init__(
+        self, client: Any, model: str, request: Mapping[str, Any], rubric: str, cache_file: str | None
+    ) -> None:
         self.__name__ = "judge"  # TRL logs a reward under its function's name
-        self.client, self.request, self.rubric, self.cache = client, dict(request), rubric, cache
-        self.counters = {"failed": 0, "cached": 0, "requests": 0, "retries": 0}
+        self.client, self.model, self.request, self.rubric = client, model, dict(request), rubric
+        self.known, self.cache_file = _open_cache(cache_file)
+        self.counters = {"failed": 0, "cached": 0, "requests": 0}
 
     @property
     def needs(self) -> list[tuple[str, ...]]:
@@ -126,74 +123,65 @@ class Judge:
         for name in self.columns:
             if name not in columns:
                 raise ValueError(f"judge.columns: must be columns of the data, {sorted(columns)}, got {name!r}")
-        bodies = [
-            self._body(prompt, response, {name: columns[name][i] for name in self.columns})
+        requests = [
+            self._request(prompt, response, {name: columns[name][i] for name in self.columns})
             for i, (prompt, response) in enumerate(zip(prompts, completions, strict=True))
         ]
-        keys = [self._key(body) for body in bodies]
-        answers: dict[str, Answer[float]] = {}
-        for key in keys:
-            score = self.cache.get(key)
-            if score is not None:
-                answers[key] = Answer(score)
-        cached = sum(key in answers for key in keys)
-        answers |= self._ask({key: body for key, body in zip(keys, bodies, strict=True) if key not in answers})
-        asked = [answer for answer in answers.values() if answer.requests]
-        causes = Counter(answers[key].cause for key in keys if answers[key].value is None)
-        self.counters = {
-            "failed": causes.total(),
-            "cached": cached,
-            "requests": sum(answer.requests for answer in asked),
-            "retries": sum(answer.requests - 1 for answer in asked),
-        }
-        self._check_failures(causes, len(keys))
-        return [self._reward(answers[key].value) for key in keys]
+        keys = [self._cache_key(request) for request in requests]
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.known}
+        cached = sum(key in self.known for key in keys)
+        causes = self._judge(missing)
+        failures = Counter(causes[key] for key in keys if key in causes)
+        self.counters = {"failed": failures.total(), "cached": cached, "requests": len(missing)}
+        self._check_failures(failures, len(keys))
+        return [None if key in causes else self._reward(self.known[key]) for key in keys]
 
-    def _body(self, prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _request(self, prompt: str, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
         low, high = self.scores
         shown = {"prompt": prompt, **row, "response": embedded_text(response, self.text)}
-        return self.request | {
-            "messages": [
-                {"role": "system", "content": f"{self.rubric}\n\n{FORMAT.format(low=low, high=high)}"},
-                {"role": "user", "content": json.dumps(shown, ensure_ascii=False)},
-            ]
-        }
+        messages = [
+            {"role": "system", "content": f"{self.rubric}\n\n{FORMAT.format(low=low, high=high)}"},
+            {"role": "user", "content": json.dumps(shown, ensure_ascii=False)},
+        ]
+        return {"model": self.model, "messages": messages, "extra_body": self.request}
 
-    def _key(self, body: Mapping[str, Any]) -> str:
-        content = {"url": self.client.url.geturl(), "scores": self.scores, "body": body}
+    def _cache_key(self, request: Mapping[str, Any]) -> str:
+        content = {"url": str(self.client.base_url), "scores": self.scores, "request": request}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _ask(self, bodies: Mapping[str, Mapping[str, Any]]) -> dict[str, Answer[float]]:
-        """Answers by key, each cached as soon as it is there, so that a run killed in between keeps it."""
-        if not bodies:
-            return {}
-        deadline, stop = time.monotonic() + self.batch_seconds, threading.Event()
-        answers: dict[str, Answer[float]] = {}
-        pool = ThreadPoolExecutor(min(self.concurrency, len(bodies)))
+    def _judge(self, requests: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Asks for judgements and keeps each as soon as it is there; returns the causes of those that failed."""
+        causes = {}
+        pool = ThreadPoolExecutor(self.concurrency)
         try:
-            futures = {
-                pool.submit(self.client.ask, body, self._score, deadline, stop): key for key, body in bodies.items()
-            }
-            for future in as_completed(futures):
-                key, answer = futures[future], future.result()
-                answers[key] = answer
-                if answer.value is not None:
-                    self.cache.put(key, answer.value)
+            keys = {pool.submit(self._ask, request): key for key, request in requests.items()}
+            for future in as_completed(keys):
+                key, (score, cause) = keys[future], future.result()
+                if score is None:
+                    causes[key] = cause
+                    continue
+                self.known[key] = score
+                if self.cache_file is not None:
+                    self.cache_file.write(json.dumps({"key": key, "score": score}) + "\n")
         finally:
-            stop.set()
             pool.shutdown(cancel_futures=True)
-        return answers
+        return causes
 
-    def _score(self, text: str) -> float:
+    def _ask(self, request: Mapping[str, Any]) -> Judgement:
+        from openai import OpenAIError
+
+        try:
+            score = read_score(self.client.chat.completions.create(**request).choices[0].message.content)
+        # the client does not check a reply, which may have other content in any place
+        except (OpenAIError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            return None, (text if self.key is None else text.replace(self.key, "[key]"))[:300]
         low, high = self.scores
-        score = read_score(text)
         if not low <= score <= high:
-            raise RequestError(f"the score must be within {low:g} and {high:g}, got {score!r}")
-        return score
+            return None, f"the score must be within {low:g} and {high:g}, got {score!r}"
+        return score, ""
 
-    def _reward(self, score: float | None) -> float | None:
-        if score is None:
-            return None
+    def _reward(self, score: float) -> float:
         (low, high), (worst, best) = self.scores, self.rewards
         return worst + (best - worst) * (score - low) / (high - low)
 
@@ -201,10 +189,10 @@ class Judge:
         if causes.total() <= self.max_failures * count:
             return
         cause, times = causes.most_common(1)[0]
-        judge = f"{self.request['model']!r} at {self.client.url.geturl()}"
         raise JudgeError(
             f"reward 'judge': max_failures allows {self.max_failures:g} of the judgements to fail, and "
-            f"{causes.total()} of {count} did; the most frequent cause, {times} times, is: {cause}. Judge: {judge}"
+            f"{causes.total()} of {count} did; the most frequent cause, {times} times, is: {cause}. Judge: "
+            f"{self.model!r} at {self.client.base_url}"
         )
 
 
@@ -215,8 +203,6 @@ def read_score(text: str) -> float:
     while start >= 0:
         try:
             value, end = decoder.raw_decode(text, start)
-        except RecursionError:  # trying each of the nested braces would take quadratic time
-            raise RequestError("the judge's answer must not be nested deeply") from None
         except ValueError:
             end = start + 1
         else:
@@ -225,29 +211,39 @@ def read_score(text: str) -> float:
     if isinstance(score, str):
         with contextlib.suppress(ValueError):
             score = float(score)
-    if not _is_number(score):
-        raise RequestError(f"the judge must answer with a JSON object that has a number 'score', got {text[-80:]!r}")
+    if not isinstance(score, int | float) or isinstance(score, bool) or not math.isfinite(score):
+        raise ValueError(f"the judge must answer with a JSON object that has a number 'score', got {text[-80:]!r}")
     return float(score)
 
 
-def _checked_url(base_url: str | None) -> str:
-    url = urlsplit(base_url if isinstance(base_url, str) else "")
-    is_plain = url.scheme in ("http", "https") and bool(url.hostname) and not (url.query or url.fragment)
-    # not shown, as it may hold a password
-    _check(("base_url", "one with a user", "@" not in url.netloc, "have no user or password; use key_env"))
-    _check(("base_url", base_url, is_plain, "be an address such as http://127.0.0.1:8000/v1"))
-    return url.geturl()
+def _open_cache(path: str | None) -> tuple[dict[str, float], Any]:
+    """Scores in a file of judgements, and the file, to which lines are appended; a cut-off line is skipped."""
+    if path is None:
+        return {}, None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    content = Path(path).read_text(encoding="utf-8") if Path(path).exists() else ""
+    scores = {}
+    for line in content.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        try:
+            scores[entry["key"]] = float(entry["score"])
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(f"judge.cache_file: must hold judgements alone, got {path!r} with {line:.80}") from None
+    file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 # stays open; a line is one write
+    if content and not content.endswith("\n"):
+        file.write("\n")  # ends the line that was cut off, so that the next one can be read
+    return scores, file
 
 
 def _key(name: str | None) -> str | None:
-    """The key in an environment variable; no message shows it."""
+    """The key in an environment variable."""
     if name is None:
         return None
-    key = os.environ.get(name)
-    _check(("key_env", name, key is not None, "name an environment variable that is set"))
-    assert key is not None
-    is_token = key.isascii() and key.isprintable() and " " not in key and key != ""
-    _check(("key_env", name, is_token, "name a variable that holds printable ASCII without spaces"))
+    key = os.environ.get(name, "")
+    _check(("key_env", name, key.isascii() and key.isprintable() and key != "", "name a variable that holds a key"))
     return key
 
 
@@ -265,15 +261,3 @@ def _check(*rules: tuple[str, object, bool, str]) -> None:
     for name, value, is_met, rule in rules:
         if not is_met:
             raise ValueError(f"judge.{name}: must {rule}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_pair(value: Sequence[float]) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_number, value))

@@ -15,6 +15,7 @@ from typing import Any
 from torch.nn.functional import cosine_similarity
 
 from grpo_trainer.embed import Embedder, load_embedder
+from grpo_trainer.messages import require_package
 from grpo_trainer.recipe import Similarity
 from grpo_trainer.rewards.weighted import Parts, WeightedReward, checked_weights
 from grpo_trainer.rewards.words import contains, words_of
@@ -33,42 +34,41 @@ PUNCTUATION = ((0.0, 0.7), (0.02, 1.0), (0.08, 1.0), (0.15, 0.8), (0.30, 0.3))  
 GENERIC = frozenset(words_of("agree agreed cool exactly facts great lol nice no ok okay same thanks this true wow yes"))
 
 
-def make(*, weights: Mapping[str, float] | None = None, embedder: str = "auto", cache: int = 4096) -> Reply:
+def make(*, weights: Mapping[str, float] | None = None, embedder: str = "auto") -> Reply:
     """Creates the reward.
 
     Args:
         weights: weights of the components, with sum 1.
         embedder: embedder of `relevance`, by its name in `algorithm.similarity`.
-        cache: number of cached embeddings.
     """
     # embeds thoughts, too: a reader would see them
-    settings = Similarity(embedder=embedder, text="whole", cache=cache)
-    return Reply(checked_weights("reply.weights", weights, WEIGHTS), load_embedder(settings))
+    embedder_of_texts = load_embedder(Similarity(embedder=embedder, text="whole"))
+    return Reply(checked_weights("reply.weights", weights, WEIGHTS), embedder_of_texts)
 
 
 class Reply(WeightedReward):
     def __init__(self, weights: Mapping[str, float], embedder: Embedder) -> None:
         super().__init__("reply", weights)
         self.embedder = embedder
-        polarity("")  # raises now if a package is missing
+        require_package("reply", "vaderSentiment", "text")
 
     def _rows(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Any]
     ) -> list[Parts | None]:
-        # embeds two batches, which `parts` finds in the cache
-        self.embedder([post for post in columns.get("post") or prompts if post is not None])
-        self.embedder(completions)
-        return super()._rows(prompts, completions, columns)
+        posts = columns.get("post") or [None] * len(prompts)
+        posts = [prompt if post is None else post for post, prompt in zip(posts, prompts, strict=True)]
+        vectors = self.embedder([*posts, *completions]).double()
+        cosines = cosine_similarity(vectors[: len(posts)], vectors[len(posts) :], dim=1).tolist()
+        return super()._rows(prompts, completions, {"post": posts, "cosine": cosines})
 
     def parts(self, prompt: str, response: str, row: Mapping[str, Any]) -> Parts:
-        reply, post = response.strip(), row.get("post")
+        reply, post = response.strip(), row["post"]
         if len(reply) < SHORTEST:
             return dict.fromkeys(self.weights, 0.0)
         if len(reply) > LONGEST:
             return dict.fromkeys(self.weights, TOO_LONG)
-        post = prompt if post is None else post
         return {
-            "relevance": relevance(post, response, self.embedder),
+            "relevance": relevance(post, response, row["cosine"]),
             "length": length(reply),
             "sentiment": sentiment(post, reply),
             "lexical_diversity": lexical_diversity(reply),
@@ -77,13 +77,12 @@ class Reply(WeightedReward):
         }
 
 
-def relevance(post: str, reply: str, embedder: Embedder) -> float:
+def relevance(post: str, reply: str, cosine: float) -> float:
     """Cosine similarity of post and reply, clipped at 0; 0 for a reply that repeats the post."""
     reply_words, post_words = words_of(reply), words_of(post)
     if contains(reply_words, post_words) or (len(reply_words) > 3 and contains(post_words, reply_words)):
         return 0.0
-    vectors = embedder([post, reply]).double()
-    return min(1.0, max(0.0, float(cosine_similarity(vectors[0], vectors[1], dim=0))))
+    return min(1.0, max(0.0, cosine))
 
 
 def length(reply: str) -> float:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+from pydantic import NonNegativeInt, PositiveInt
 
 from grpo_trainer.data import equal_length_batches
 from grpo_trainer.pretrained import loading, whole
@@ -19,21 +20,20 @@ from grpo_trainer.pretrained import loading, whole
 # Pad token of models without one, which refuse batches otherwise. No batch has padding, and an id that occurs would
 # hide the last token.
 NO_TOKEN = -1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def make(
     *,
-    path: str = "",
+    path: str,
     template: str | None = None,
     label: str | int | None = None,
-    batch_tokens: int = 16384,
-    max_length: int | None = None,
-    on_long: str = "raise",
-    dtype: str = "float32",
+    batch_tokens: PositiveInt = 16384,
+    max_length: PositiveInt | None = None,
+    on_long: Literal["raise", "truncate"] = "raise",
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     device: str | None = None,
     trust_remote_code: bool = False,
-    cache: int = 65536,
+    cache: NonNegativeInt = 65536,
 ) -> RewardModel:
     """Creates the reward.
 
@@ -50,17 +50,8 @@ def make(
         trust_remote_code: run code that comes with the model.
         cache: number of scores kept in memory.
     """
-    for name, value, is_met, rule in (
-        ("path", path, isinstance(path, str) and path, "be a folder or a name on the hub"),
-        ("dtype", dtype, dtype in DTYPES, f"be one of {', '.join(DTYPES)}"),
-        ("on_long", on_long, on_long in ("raise", "truncate"), "be 'raise' or 'truncate'"),
-        ("batch_tokens", batch_tokens, type(batch_tokens) is int and batch_tokens > 0, "be a positive int"),
-        ("max_length", max_length, max_length is None or (type(max_length) is int and max_length > 0), "be positive"),
-        ("cache", cache, type(cache) is int and cache >= 0, "be a non-negative int"),
-        ("template", template, template is None or "{response}" in template, "contain {response}"),
-    ):
-        if not is_met:
-            raise ValueError(f"reward_model.{name}: must {rule}, got {value!r}")
+    if template is not None and "{response}" not in template:
+        raise ValueError(f"reward_model.template: must contain {{response}}, got {template!r}")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     with loading("reward_model.path", path):
@@ -69,9 +60,7 @@ def make(
         raise ValueError(f"reward_model.template: must be given for a tokenizer without a chat template, {path!r}")
     loaded: Any = AutoModelForSequenceClassification
     with loading("reward_model.path", path):
-        model = loaded.from_pretrained(
-            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        model = loaded.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True)
     model = whole("reward_model.path", path, model)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval().requires_grad_(False)
     config = model.config.get_text_config()
@@ -106,7 +95,7 @@ class RewardModel:
             if is_long and not self.truncates:
                 raise ValueError(
                     f"reward_model.max_length: texts must have at most {self.max_length} tokens, got {len(ids)} for "
-                    f"response {i}; shorten rollout.max_completion_length or set on_long: truncate"
+                    f"response {i}; shorten rl.rollout.max_completion_length or set on_long: truncate"
                 )
             truncated += is_long
             rows.append(tuple(ids[-self.max_length :] if is_long and self.max_length else ids))
