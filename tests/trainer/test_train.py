@@ -64,7 +64,7 @@ def test_metrics_of_steps_and_evaluations(run: Path) -> None:
     assert taken == [*(("sft", step) for step in range(1, 5)), *(("rl", step) for step in range(1, 5))]
     names = {name for entry in steps(run) for name in entry}
     for part, wanted in {
-        "train": "total_loss policy_loss kl_mean kl_penalty kl_std ratio_mean ratio_std entropy advantages_mean lr grad_norm",
+        "train": "total_loss policy_loss kl_mean kl_penalty kl_std ratio_mean ratio_std entropy lr grad_norm",
         "rewards": "mean std min max median q25 q75",
         "group_stats": "num_groups avg_group_size flat_groups",
         "rollout": "truncated length_mean",
