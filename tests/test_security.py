@@ -71,7 +71,7 @@ def test_a_recipe_imports_only_functions_that_it_names() -> None:
     from grpo_trainer.recipe import Reward
     from grpo_trainer.rewards import load_reward
 
-    assert load_reward(Reward(name="posixpath:basename")) is __import__("posixpath").basename
+    assert load_reward(Reward(name="posixpath:basename")).function is __import__("posixpath").basename
     with pytest.raises(ValueError, match=r"rewards\.name"):
         load_reward(Reward(name="posixpath"))
     with pytest.raises(ValueError, match=r"data\.task"):
