@@ -140,8 +140,8 @@ def test_any_text_has_a_number_or_none(text: str) -> None:
     assert isinstance(final_number(text), Fraction | None)
 
 
-LONG = ("1", "a1", "1,", "1,111", "(", "1 ", "\\boxed{", "answer is ", "answer: \n", "#### ", "-", "1/", "1 + ", "= 1",
-        "\\frac{", "\\text{", "5 ab.", "1 = ", "\\", "1 + 1 ")  # fmt: skip
+MARKED = ["\\boxed{", "\\frac{", "\\text{", "answer is ", "answer: \n", "#### ", "5 ab."]
+LONG = [*MARKED, "1", "a1", "1,", "1,111", "(", "1 ", "-", "1/", "1 + ", "= 1", "1 = ", "\\", "1 + 1 "]
 
 
 @pytest.mark.parametrize("repeated", LONG)
