@@ -94,14 +94,14 @@ format: $(VENV)/built
 	$(BIN)/clang-format -i $(CPP)
 
 results: $(VENV)/built
-	$(BIN)/python tools/seeds.py arithmetic --seeds 0 1 2
-	$(BIN)/python tools/seeds.py gsm8k evaluation.samples=0 evaluation.every=0 --seeds 0 1 2
-	$(BIN)/python tools/learning.py strategies --seeds 4 5 6
-	$(BIN)/python tools/learning.py segments --seeds 0 1 2
-	$(BIN)/python tools/learning.py dialogue --seeds 0 1 2
-	$(BIN)/python tools/learning.py dialogue-experiments --seeds 0 1 2
-	$(BIN)/python tools/learning.py dialogue-seq2seq --seeds 0 1 2
-	$(BIN)/python tools/seeds.py reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply \
+	$(BIN)/python tools/experiments.py arithmetic --seeds 0 1 2
+	$(BIN)/python tools/experiments.py gsm8k evaluation.samples=0 evaluation.every=0 --seeds 0 1 2
+	$(BIN)/python tools/experiments.py strategies --seeds 4 5 6
+	$(BIN)/python tools/experiments.py segments --seeds 0 1 2
+	$(BIN)/python tools/experiments.py dialogue-algorithms --seeds 0 1 2
+	$(BIN)/python tools/experiments.py dialogue-settings --seeds 0 1 2
+	$(BIN)/python tools/experiments.py dialogue-encoder-decoder --seeds 0 1 2
+	$(BIN)/python tools/experiments.py reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply \
 		reply-grpo-polychromic reply-polychromic --seeds 0 1 2 --folder runs/replies
 	$(BIN)/python -m benchmarks.trainer_step arithmetic --steps 5
 	$(BIN)/python -m benchmarks.trainer_step similarity_group --steps 5
