@@ -119,7 +119,7 @@ def run_experiment(name: str, seed: int, folder: Path, overrides: Sequence[str])
     shared = [f"seed={seed}", "evaluation.every=0", *experiment.overrides, *overrides]
 
     def load(recipe: str, place: str, *more: str) -> Recipe:
-        output = folder / experiment.recipe / f"{place.replace(' ', '-')}-{seed}"
+        output = folder / Path(experiment.recipe).stem / f"{place.replace(' ', '-')}-{seed}"
         return recipes.load(recipe, [*shared, f"output={output}", f"name={place}", *more])
 
     runs = {SFT: finished(load(experiment.recipe, SFT, "rl=null"))}

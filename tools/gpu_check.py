@@ -64,7 +64,7 @@ NEEDS = {
     "build": ("torch>=2.11", "setuptools>=77", "cmake>=3.25", "ninja", *TESTS),
     "tests": TESTS,
     "sanitizer": ("compute-sanitizer",),
-    "trainer": ("transformers>=5.5", "accelerate", "matplotlib", "peft", "rich", "tokenizers", "PyYAML"),
+    "trainer": ("transformers>=5.5", "datasets>=4", "pydantic>=2.7", "scipy>=1.15", "matplotlib", "peft"),
     "step": ("datasets", "transformers>=5.5", "trl"),
 }
 REPORT = r"========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 )[^\n]*"

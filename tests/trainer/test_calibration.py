@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 from grpo_trainer import recipes
 from grpo_trainer.calibration import calibrate

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import ALGORITHMS, Credit, Plan, _keep_largest, assign_credit

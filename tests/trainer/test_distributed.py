@@ -19,7 +19,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 from grpo_trainer import distributed
 from grpo_trainer.train import train

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 from grpo_trainer import embed, messages
 from grpo_trainer.embed import Embedder, distinct_texts, hashed, load_embedder

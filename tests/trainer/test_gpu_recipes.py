@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 from grpo_trainer.recipe import Recipe

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
 
 from grpo_trainer import checkpoint, cli, evaluate, interruption, setup, sft

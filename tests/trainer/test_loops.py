@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 pytest.importorskip("fastcluster")
 
 from grpo_trainer.train import train

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 from grpo_trainer import checkpoint
 from grpo_trainer.adapters import load_adapter

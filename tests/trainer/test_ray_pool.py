@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 pytest.importorskip("ray")
 
 import ray

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 from grpo_trainer import distributed
 from grpo_trainer.data import Batch

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from tools.soak import faults, kills, runs
 
 
 def run_folder(folder: Path, loss: float, seconds: float) -> Path:
-    (folder / "checkpoints" / "1-000002").mkdir(parents=True)
-    (folder / "checkpoints" / "1-000002" / "weights").write_bytes(b"weights")
-    (folder / "recipe.yaml").write_text(json.dumps({"output": str(folder), "seed": 1}))
+    (folder / "checkpoints" / "rl-2").mkdir(parents=True)
+    (folder / "checkpoints" / "rl-2" / "weights").write_bytes(b"weights")
+    (folder / "recipe.yaml").write_text(f"output: {folder}\nseed: 1\n")
     (folder / "metrics.jsonl").write_text(json.dumps({"loss": loss, "time/step": seconds}) + "\n")
     (folder / "events.jsonl").write_text(f"{seconds}\n")
     return folder
@@ -31,11 +30,11 @@ def test_every_difference_but_times_is_seen(tmp_path: Path, monkeypatch: pytest.
     expected = runs.contents(run_folder(tmp_path / "a", 0.5, 1.0))
     same = run_folder(tmp_path / "b", 0.5, 2.0)
     assert runs.differences(expected, same) == "" and not runs.KEPT.exists()
-    (same / "checkpoints" / "1-000002" / "weights").write_bytes(b"Weights")
+    (same / "checkpoints" / "rl-2" / "weights").write_bytes(b"Weights")
     (same / "more").write_text("")
     found, _, kept = runs.differences(expected, same).partition("; kept in ")
-    assert found == "checkpoints/1-000002/weights (1 of 7 bytes, from 0 to 0), more (new)"
-    assert (Path(kept) / "checkpoints" / "1-000002" / "weights").read_bytes() == b"Weights"
+    assert found == "checkpoints/rl-2/weights (1 of 7 bytes, from 0 to 0), more (new)"
+    assert (Path(kept) / "checkpoints" / "rl-2" / "weights").read_bytes() == b"Weights"
     assert runs.differences(expected, run_folder(tmp_path / "c", 0.25, 1.0)).startswith("metrics.jsonl; kept in ")
     (same / "metrics.jsonl").write_text('{"loss": 0.5, "time')
     assert runs.differences(expected, same).startswith("cannot be read")
@@ -69,9 +68,9 @@ def test_the_moment_of_a_kill_is_told_from_what_is_left(tmp_path: Path) -> None:
     nothing = (0, 0)
     assert kills.doing(tmp_path, nothing) == "before the run has started or is resumed"
     run_folder(tmp_path, 0.5, 1.0)
-    (tmp_path / "metrics.jsonl").write_text('{"phase": "sft"}\n{"phase": "eval"}\n')
-    assert kills.doing(tmp_path, nothing) == "in the supervised phase"
-    (tmp_path / "metrics.jsonl").write_text('{"phase": "sft"}\n{"pha')
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "phase": "sft"}\n{"kind": "eval", "phase": "sft"}\n')
+    assert kills.doing(tmp_path, nothing) == "in SFT"
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "phase": "sft"}\n{"kin')
     assert kills.doing(tmp_path, nothing) == "while a line of a log is written"
-    (tmp_path / "checkpoints" / ".new-1-000003").mkdir()
+    (tmp_path / "checkpoints" / ".new-rl-3").mkdir()
     assert kills.doing(tmp_path, nothing) == "while a checkpoint is written"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")  # imported before the stand-ins for packages that it looks for
+pytest.importorskip("datasets")  # imported before the stand-ins for packages that it looks for
 
 from grpo_trainer.log import Log
 from grpo_trainer.setup import set_up
