@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
 
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
