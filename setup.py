@@ -134,14 +134,18 @@ class PlatformWheel(bdist_wheel):
 
 backends = {"none": [], "cpu": ["cpu"], "cuda": ["cpu", "cuda"]}[build_mode()]
 
+recipes = [
+    f"grpo_trainer.recipes.{name}" for name in sorted({path.parent.name for path in ROOT.glob("recipes/*/*.yaml")})
+]
+
 setup(
-    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes"],
+    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes", *recipes],
     package_dir={
         "grpo_conformance": "python/grpo_conformance",
         "grpo_trainer": "python/grpo_trainer",
         "grpo_trainer.recipes": "recipes",
     },
-    package_data={"grpo_kernels": ["py.typed"], "grpo_trainer.recipes": ["*/*.yaml", "*/*.py"]},
+    package_data={"grpo_kernels": ["py.typed"], **{name: ["*.yaml"] for name in recipes}},
     ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )
