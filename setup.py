@@ -145,7 +145,11 @@ setup(
         "grpo_trainer": "python/grpo_trainer",
         "grpo_trainer.recipes": "recipes",
     },
-    package_data={"grpo_kernels": ["py.typed"], **{name: ["*.yaml"] for name in recipes}},
+    package_data={
+        "grpo_kernels": ["py.typed"],
+        "grpo_trainer.recipes": ["*/*.yaml", "*/*.py"],
+        "grpo_trainer.report": ["template.html"],
+    },
     ext_modules=[Extension(f"grpo_kernels.libgrpo_kernels_{name}", sources=[]) for name in backends],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )

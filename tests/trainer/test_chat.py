@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("datasets")
 
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
