@@ -134,8 +134,12 @@ class PlatformWheel(bdist_wheel):
 
 backends = {"none": [], "cpu": ["cpu"], "cuda": ["cpu", "cuda"]}[build_mode()]
 
+recipes = [
+    f"grpo_trainer.recipes.{name}" for name in sorted({path.parent.name for path in ROOT.glob("recipes/*/*.yaml")})
+]
+
 setup(
-    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes"],
+    packages=find_packages(include=["grpo_kernels*"]) + find_packages("python") + ["grpo_trainer.recipes", *recipes],
     package_dir={
         "grpo_conformance": "python/grpo_conformance",
         "grpo_trainer": "python/grpo_trainer",

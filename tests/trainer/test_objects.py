@@ -164,7 +164,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(saved: Path, tmp_path: P
 
     def refused(path: Path) -> str:
         recipe = small.recipe(tmp_path / "run", f"model={{path: {saved}, reference_model_path: {path}}}")
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises((ValueError, FileNotFoundError)) as raised:
             set_up(recipe)
         return str(raised.value)
 

@@ -7,9 +7,13 @@ is not the one asked for.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,6 +175,25 @@ def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
         assert item["likes"] >= 0 and item["post_likes"] > 0
         share[len(item["demonstration"]) > 30].append(item["likes"] / item["post_likes"])
     assert statistics.mean(share[True]) > 1.5 * statistics.mean(share[False])
+
+
+@pytest.mark.slow
+def test_an_installation_has_the_tasks_beside_its_recipes(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(build, cwd=root, env=os.environ | {"GRPO_KERNELS_BUILD": "none"}, check=True)
+    installed = tmp_path / "grpo_trainer" / "recipes"
+    wanted = {
+        path.relative_to(root / "recipes") for kind in ("yaml", "py") for path in root.glob(f"recipes/*/*.{kind}")
+    }
+    assert {path.relative_to(installed) for path in installed.rglob("*.*")} == wanted
+    code = (
+        "from grpo_trainer import tasks; print(len(tasks.make('word_problems', 0, {'test': 7}).test), tasks.__file__)"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command, env = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["7", str(tmp_path / "grpo_trainer" / "tasks.py")]
 
 
 @pytest.mark.parametrize(
