@@ -24,7 +24,7 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
     Args:
         settings: the model settings.
         device: device of the weights.
-        like: a model whose class, dtype and attention replace those of the settings.
+        like: a model whose class, dtype, attention and buffers outside the file replace those of the settings.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -52,7 +52,13 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
     with pretrained.loading("model.path", settings.path), explaining_attention(settings.attention):
         loaded = kind.from_pretrained(**where, **options, output_loading_info=True)
     lm = pretrained.whole("model.path", settings.path, loaded)
-    return lm if settings.four_bit else lm.to(device)
+    lm = lm if settings.four_bit else lm.to(device)
+    if like is not None:  # casting a whole model rounds its rotary frequencies, too, which loading computes anew
+        in_file = lm.state_dict().keys()
+        for name, buffer in like.named_buffers():
+            if name not in in_file:
+                lm.get_buffer(name).data = buffer.to(device)
+    return lm
 
 
 def keep_layout_of_four_bits(lm: Any) -> None:

@@ -128,7 +128,8 @@ def items_of_step(recipe: Recipe, phase: str, data: list[Item], count: int, step
 
 def save(run: Run, phase: str, step: int) -> None:
     threshold = None if run.plan is None or run.plan.threshold is None else run.plan.threshold.value
-    state = checkpoint.State(phase, step, threshold, torch.get_num_threads(), run.embedders)
+    scaler = run.scaler.state_dict()
+    state = checkpoint.State(phase, step, threshold, scaler, torch.get_num_threads(), run.embedders)
     checkpoint.save(run.recipe, run.policy, run.optimizer, state, run.log)
 
 

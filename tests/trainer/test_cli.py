@@ -336,6 +336,13 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
             ["rl=null", "data={{task: null, train: '{lines}', demonstration: d, test: '{lines}'}}"],
             r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'; .*; set evaluation\.rewards for others$",
         ),
+        (
+            [
+                *("rl=null", "evaluation.every=0"),  # it is evaluated before and after all the same
+                "data={{task: null, train: '{lines}', demonstration: d, validation: '{lines}'}}",
+            ],
+            r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'",
+        ),
         (["model.chat_template=true"], r"^model\.chat_template: true needs a tokenizer with a chat template"),
     ],
 )

@@ -28,11 +28,12 @@ from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS, minibatch_counts
 from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe
 from grpo_trainer.embed import load_embedder
 from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.log import Log
 from grpo_trainer.metrics import similarity_warnings
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy
 from grpo_trainer.recipe import Optimizer, Similarity
-from grpo_trainer.setup import set_up
+from grpo_trainer.setup import Run, set_up
 from grpo_trainer.train import train
 
 from tests.harness import quick
@@ -145,8 +146,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(run: Path, t
         LORA,
         ("model.lora={rank: 2, targets: [q_proj, lm_head]}",),  # peft adds the head's own weight to the file
         ("model.gradient_checkpointing=true", "model.tiny.architecture=seq2seq"),
+        ("model.dtype=bfloat16",),
     ],
-    ids=["grpo", "group_ppo", "critic", "similarity", "lora", "head", "checkpointing"],
+    ids=["grpo", "group_ppo", "critic", "similarity", "lora", "head", "checkpointing", "bfloat16"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
@@ -160,10 +162,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         if number:
             monkeypatch.setattr(training, "train", lambda recipe: real(recipe, resume=True))
         stop_before(monkeypatch, recipe, *place)
-        for name in ("samples", "metrics") if number == 2 else ():
-            with (tmp_path / "parts" / f"{name}.jsonl").open("a") as file:
-                file.write('{"phase": "rl", "st')  # killed while writing
+        for name in ("samples", "metrics", "events") if number == 2 else ():
+            with (tmp_path / "parts" / f"{name}.jsonl").open("ab") as file:
+                file.write('{"phase": "rl", "é'.encode()[:-1])  # killed while writing
     assert real(recipe, resume=True) == final
+    assert sum(event["event"] == "resumed" for event in lines(tmp_path / "parts", "events")) == 4
     for name in ("metrics", "samples", "evaluations"):
         assert small.timeless(lines(tmp_path / "whole", name)) == small.timeless(lines(tmp_path / "parts", name))
     for file in newest(tmp_path / "whole").glob("*.safetensors"):
@@ -216,8 +219,21 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     (newest(tmp_path).parent / "state.json").write_text('{"phase": ')
     with pytest.raises(CheckpointError, match=r"rl-3: must be a whole checkpoint, got JSONDecodeError"):
         train(recipe, resume=True)
+
+
+def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
+    """Once it can start; files and checkpoints of other names are the user's."""
+    recipe = small.recipe(tmp_path, "sft=null", "rl.steps=1", "evaluation.every=0")
+    train(recipe)
+    (tmp_path / "checkpoints" / "rl-1").rename(tmp_path / "checkpoints" / "best-of-1")
+    train(recipe, resume=True)
+    (tmp_path / "mine.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"^data: rl has no usable line"):
+        train(small.recipe(tmp_path, "sft=null", "model.max_prompt_length=1"), fresh=True)
+    assert len(steps(tmp_path)) == 1
     train(recipe, fresh=True)
-    assert len(steps(tmp_path)) == 3
+    assert len(steps(tmp_path)) == 1 and (tmp_path / "mine.jsonl").exists()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"rl-0", "rl-1"}
 
 
 def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
@@ -231,11 +247,34 @@ def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
         _refuse_other_recipe(tmp_path, stored, other)
 
 
+def test_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:
+    log = Log(small.recipe(tmp_path))
+    for step in (1, 2):
+        log.samples("rl", step, [{"response": "separators \u2028, \x85 and \x0c"}])
+    log.truncate("rl", 1)
+    assert [sample["step"] for sample in lines(tmp_path, "samples")] == [1]
+
+
+def test_the_scale_of_fp16_losses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run that began with the first scale would skip steps that the uninterrupted one takes."""
+    scaler, real, scales = torch.amp.GradScaler, training.optimizer_step, list[float]()
+
+    def noted(run: Run, *more: Any) -> float:
+        scales.append(run.scaler.get_scale())
+        return real(run, *more)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda enabled: scaler("cpu", init_scale=2.0, growth_interval=1))
+    monkeypatch.setattr(training, "optimizer_step", noted)
+    recipe = small.recipe(tmp_path, *SHORT, "rl.num_iterations=1", "rl.minibatches=1", "checkpoints.every=1")
+    stop_before(monkeypatch, recipe, "rl", 3)
+    train(recipe, resume=True)
+    assert scales == [2.0, 4.0, *(2.0, 4.0, 8.0)]
+
+
 def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unset number of threads depends on the load of the machine."""
     recipe = small.recipe(tmp_path, *SHORT, "threads=null")
     stop_before(monkeypatch, recipe, "rl", 1)
-    torch.set_num_threads(2)
     with pytest.raises(CheckpointError, match=r"threads: must be 1 as in the original run, or unset, .* got 2$"):
         train(small.recipe(tmp_path, *SHORT, "threads=2"), resume=True)
     train(recipe, resume=True)
