@@ -113,7 +113,7 @@ def folder_of(recipe: Recipe, phase: str, step: int) -> Path:
 def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
     """Writes a checkpoint from the main process and removes old ones; all processes must call it."""
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
-    of_critic = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
+    critic_weights = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
     moments, steps = _moments(optimizer)
     with distributed.fail_together():
         if not distributed.is_main_process():
@@ -121,7 +121,7 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
         from safetensors.torch import save_file
 
         with _atomic_folder(folder_of(recipe, state.phase, state.step)) as folder:
-            save_policy(policy, folder / "model", weights, of_critic)
+            save_policy(policy, folder / "model", weights, critic_weights)
             save_file(moments, folder / "optimizer.safetensors")
             content = dataclasses.asdict(state) | {"optimizer_steps": steps, "recipe": _binding(recipe)}
             (folder / "state.json").write_text(to_json(content, indent=1) + "\n")
@@ -214,7 +214,7 @@ def save_policy(
     policy: Policy,
     folder: Path,
     weights: dict[str, Tensor] | None = None,
-    of_critic: dict[str, Tensor] | None = None,
+    critic_weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Saves a model for transformers and peft, with value head and critic beside it.
 
@@ -222,7 +222,7 @@ def save_policy(
         policy: the policy.
         folder: folder for safetensors, config and tokenizer.
         weights: weights of the language model, where this process holds only part of them.
-        of_critic: weights of a separate critic, if there is one.
+        critic_weights: weights of a separate critic, if there is one.
     """
     from safetensors.torch import save_file
 
@@ -232,8 +232,8 @@ def save_policy(
     head = (policy.critic or policy).value_head
     if head is not None:
         save_file(dict(head.state_dict()), folder / "value_head.safetensors")
-    if of_critic is not None:
-        save_file({name: value.contiguous() for name, value in of_critic.items()}, folder / "critic.safetensors")
+    if critic_weights is not None:
+        save_file({name: value.contiguous() for name, value in critic_weights.items()}, folder / "critic.safetensors")
 
 
 def keep_base(recipe: Recipe, policy: Policy) -> None:

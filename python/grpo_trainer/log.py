@@ -147,7 +147,7 @@ class Log:
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(to_json(entry) + "\n")
-        except OSError as error:  # of a full disk has no file name
+        except OSError as error:  # a full disk's error names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 

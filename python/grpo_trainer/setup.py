@@ -175,8 +175,20 @@ def set_up(recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: 
         policy = _load_policy(recipe, splits, device, model, tokenizer, reference)
         check_policy(recipe, policy)
         embedders = _resolve_embedders(recipe, plan, rewards, evaluation_rewards)
-    given = (model is not None, reference)
-    return Run(recipe, device, log, splits, rewards, evaluation_rewards, plan, embedders, policy, *given, notes)
+    return Run(
+        recipe,
+        device,
+        log,
+        splits,
+        rewards,
+        evaluation_rewards,
+        plan,
+        embedders,
+        policy,
+        given_model=model is not None,
+        given_reference=reference,
+        notes=notes,
+    )
 
 
 def check_backend(name: str) -> None:
