@@ -26,6 +26,11 @@ from grpo_trainer.pretrained import load_lm, without_bars
 from grpo_trainer.recipe import MEMORY_KEYS, Recipe
 from grpo_trainer.recipes import flat
 
+# what a run writes into its folder, in which a user may have other files
+_WRITTEN = (
+    *("recipe.yaml", "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "events.jsonl", "report.html"),
+    *("checkpoints", BASE, "tensorboard", "tracker-id"),
+)
 _LISTED = 8  # differences that an error lists
 # what may change when a run is resumed
 _MAY_CHANGE = (
@@ -45,6 +50,7 @@ class State:
     phase: str
     step: int
     threshold: float | None  # of group_ppo's segments
+    scaler: dict[str, float]  # of the losses with fp16, else empty
     threads: int
     embedders: dict[str, str]  # resolved names by recipe key
 
@@ -53,11 +59,14 @@ class State:
 
 
 def start_run(recipe: Recipe) -> None:
-    """Prepares the folder of a new run, from which an earlier one is removed."""
+    """Prepares the folder of a new run, from which an earlier one is removed; other files stay."""
     import yaml
 
-    if is_used(recipe):
-        shutil.rmtree(recipe.folder)
+    for path in [recipe.folder / name for name in _WRITTEN] if is_used(recipe) else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     recipe.folder.mkdir(parents=True, exist_ok=True)
     text = yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
     (recipe.folder / "recipe.yaml").write_text(text, encoding="utf-8")
@@ -103,7 +112,7 @@ def folder_of(recipe: Recipe, phase: str, step: int) -> Path:
 def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state: State, log: Log) -> None:
     """Writes a checkpoint from the main process and removes old ones; all processes must call it."""
     weights = distributed.full_state_dict(policy.lm) if policy.is_sharded else None
-    of_critic = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
+    critic_weights = None if policy.critic is None else distributed.full_state_dict(policy.critic.lm)
     moments, steps = _moments(optimizer)
     with distributed.fail_together():
         if not distributed.is_main_process():
@@ -111,7 +120,7 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
         from safetensors.torch import save_file
 
         with _atomic_folder(folder_of(recipe, state.phase, state.step)) as folder:
-            save_policy(policy, folder / "model", weights, of_critic)
+            save_policy(policy, folder / "model", weights, critic_weights)
             save_file(moments, folder / "optimizer.safetensors")
             content = dataclasses.asdict(state) | {"optimizer_steps": steps, "recipe": _binding(recipe)}
             (folder / "state.json").write_text(to_json(content, indent=1) + "\n")
@@ -121,14 +130,13 @@ def save(recipe: Recipe, policy: Policy, optimizer: torch.optim.Optimizer, state
                 shutil.rmtree(old)
 
 
-def restore_policy(recipe: Recipe, state: State, initial: Policy, is_given: bool = False) -> Policy:
+def restore_policy(recipe: Recipe, state: State, initial: Policy) -> Policy:
     """Loads the policy of a checkpoint.
 
     Args:
         recipe: the recipe.
         state: the checkpoint.
-        initial: the recipe's own policy, which adapters are loaded onto.
-        is_given: whether its model was an object of the caller's, so that the recipe does not describe it.
+        initial: the policy that the run began with: adapters are loaded onto it, and other models are of its kind.
     """
     from safetensors.torch import load_file, load_model
 
@@ -136,8 +144,7 @@ def restore_policy(recipe: Recipe, state: State, initial: Policy, is_given: bool
     policy = initial
     with _explaining_damage(folder):
         if recipe.model.lora is None:
-            like = initial.lm if is_given else None
-            lm = load_lm(recipe.model.model_copy(update={"path": str(folder)}), initial.device, like)
+            lm = load_lm(recipe.model.model_copy(update={"path": str(folder)}), initial.device, initial.lm)
             policy = make_policy(lm, initial.tokenizer, recipe.model, initial.backend)
         else:
             load_adapter(initial, recipe.model, folder)
@@ -187,7 +194,8 @@ def load_reference(recipe: Recipe, policy: Policy, step: int, lm: Any = None) ->
     folder = folder_of(recipe, "rl", 0) / "model"
     if settings.lora is None and (step or policy.is_sharded):
         with _explaining_damage(folder):
-            return Reference(policy, settings.model_copy(update={"reference_model_path": str(folder)}))
+            own = settings.model_copy(update={"reference_model_path": str(folder)})
+            return Reference(policy, own, like=policy.lm)
     if not step:
         return Reference(policy, settings)
     current = {name: value.clone() for name, value in adapters_of(policy).items()}
@@ -205,7 +213,7 @@ def save_policy(
     policy: Policy,
     folder: Path,
     weights: dict[str, Tensor] | None = None,
-    of_critic: dict[str, Tensor] | None = None,
+    critic_weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Saves a model for transformers and peft, with value head and critic beside it.
 
@@ -213,7 +221,7 @@ def save_policy(
         policy: the policy.
         folder: folder for safetensors, config and tokenizer.
         weights: weights of the language model, where this process holds only part of them.
-        of_critic: weights of a separate critic, if there is one.
+        critic_weights: weights of a separate critic, if there is one.
     """
     from safetensors.torch import save_file
 
@@ -223,8 +231,8 @@ def save_policy(
     head = (policy.critic or policy).value_head
     if head is not None:
         save_file(dict(head.state_dict()), folder / "value_head.safetensors")
-    if of_critic is not None:
-        save_file({name: value.contiguous() for name, value in of_critic.items()}, folder / "critic.safetensors")
+    if critic_weights is not None:
+        save_file({name: value.contiguous() for name, value in critic_weights.items()}, folder / "critic.safetensors")
 
 
 def keep_base(recipe: Recipe, policy: Policy) -> None:
@@ -243,10 +251,10 @@ def keep_base(recipe: Recipe, policy: Policy) -> None:
 
 
 def _checkpoints(recipe: Recipe) -> list[Path]:
-    """Folders of all checkpoints, oldest first."""
-    folders = [(path.name.partition("-"), path) for path in (recipe.folder / "checkpoints").glob("[!.]*-*")]
-    ordered = sorted((PHASES.index(phase), int(step), path) for (phase, _, step), path in folders)
-    return [path for _, _, path in ordered]
+    """Folders of all checkpoints, oldest first; those with other names are the user's."""
+    names = [(path.name.partition("-"), path) for path in (recipe.folder / "checkpoints").glob("*-*")]
+    folders = [(phase, int(step), path) for (phase, _, step), path in names if phase in PHASES and step.isdecimal()]
+    return [path for _, _, path in sorted(folders, key=lambda folder: (PHASES.index(folder[0]), folder[1]))]
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

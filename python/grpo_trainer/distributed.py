@@ -143,7 +143,7 @@ class MicroBatches:
         self.equal_count = equal_count
 
     def __iter__(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yields rows and whether they count; rows that do not count only keep the other processes company."""
+        """Yields rows and whether they count; others are computed since another process waits for the forward pass."""
         for i in range(rank(), len(self.all), world_size()):
             yield self.all[i], True
         if self.equal_count and 0 < len(self.all) % world_size() <= rank():

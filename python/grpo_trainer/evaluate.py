@@ -192,6 +192,7 @@ def evaluate_and_log(run: Run, split: str, phase: str, step: int) -> dict[str, f
     if split == "validation" and phase == "rl" and (drawn := response_map(run)) is not None:
         content["map"] = drawn
     with distributed.fail_together():
+        run.log_left_out()
         run.log.evaluation(phase, step, split, metrics, content)
     return metrics
 

@@ -116,22 +116,27 @@ class Log:
             self.open_trackers.pop().close()
 
     def truncate(self, phase: str, step: int) -> None:
-        """Removes the lines after a checkpoint, and the evaluations at it, which a resumed run repeats."""
-        for name in ("metrics", "evaluations", "samples") if self.is_main else ():
+        """Removes the lines after a checkpoint, and the evaluations at it, which a resumed run repeats.
+
+        Events stay. A line that was cut off when the run was killed goes from every file.
+        """
+        last = (PHASES.index(phase), step)
+        for name in ("metrics", "evaluations", "samples", "events") if self.is_main else ():
             path = self.folder / f"{name}.jsonl"
             if not path.exists():
                 continue
             kept = []
-            for line in path.read_text().splitlines():
+            # not splitlines(), which also splits at characters that JSON allows within texts, such as U+2028
+            for line in path.read_text("utf-8", "replace").split("\n"):
                 try:
                     entry = json.loads(line)
                 except json.JSONDecodeError:
-                    continue  # cut off when the run was killed
-                position, last = (PHASES.index(entry["phase"]), entry["step"]), (PHASES.index(phase), step)
+                    continue
+                position = last if name == "events" else (PHASES.index(entry["phase"]), entry["step"])
                 if position < last or (position == last and "split" not in entry):
                     kept.append(line)
             temporary = path.with_name(f".new-{path.name}")
-            temporary.write_text("".join(line + "\n" for line in kept))
+            temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
             temporary.replace(path)
 
     def _step_of_trackers(self, phase: str, step: int) -> int:
@@ -141,9 +146,9 @@ class Log:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{name}.jsonl"
         try:
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(to_json(entry) + "\n")
-        except OSError as error:  # of a full disk has no file name
+        except OSError as error:  # a full disk's error names no file
             raise OSError(error.errno, error.strerror, str(path)) from error
 
 

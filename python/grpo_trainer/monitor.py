@@ -1,4 +1,4 @@
-"""What a run tells beside its metrics: sampled responses, histograms, warnings, and a map of one prompt's responses."""
+"""Samples, histograms and warnings of a run, and a map of one prompt's responses."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ def make_optimizer(run: Run, settings: Optimizer, critic_lr: float, start: int) 
     if start:
         assert run.resumed is not None
         checkpoint.restore_optimizer(run.recipe, run.resumed, run.optimizer)
+        run.scaler.load_state_dict(run.resumed.scaler)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, settings: Optimizer, step: int, steps: int) -> None:

@@ -324,16 +324,17 @@ class Reference:
         policy: the policy that is trained.
         settings: the model settings; `reference_model_path` names another model.
         lm: another model, already loaded.
+        like: a model that the named one has the class, dtype, attention and buffers of; see `load_lm`.
     """
 
-    def __init__(self, policy: Policy, settings: Model, lm: Any = None) -> None:
+    def __init__(self, policy: Policy, settings: Model, lm: Any = None, like: Any = None) -> None:
         self.policy = policy
         self.other: Policy | None = None
         self.adapters: dict[str, Tensor] = {}
         if settings.reference_model_path is not None or lm is not None:
             path, device = settings.reference_model_path or "", "cpu" if policy.is_sharded else policy.device
             other = settings.model_copy(update={"path": path, "lora": None})
-            self.other = self._frozen(load_lm(other, device) if lm is None else copy.deepcopy(lm).to(device))
+            self.other = self._frozen(load_lm(other, device, like) if lm is None else copy.deepcopy(lm).to(device))
             if policy.is_sharded:
                 distributed.shard(self.other, policy.device)
         elif settings.lora is None:

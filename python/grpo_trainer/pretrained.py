@@ -164,7 +164,7 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
     Args:
         settings: the model settings.
         device: device of the weights.
-        like: a model whose class, dtype and attention replace those of the settings.
+        like: a model whose class, dtype, attention and buffers outside the file replace those of the settings.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -185,7 +185,13 @@ def load_lm(settings: Model, device: torch.device | str, like: Any = None) -> An
             kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         loaded = kind.from_pretrained(**where, **options, output_loading_info=True)
     lm = whole("model.path", settings.path, loaded)
-    return lm if settings.four_bit else lm.to(device)
+    lm = lm if settings.four_bit else lm.to(device)
+    if like is not None:  # casting a whole model rounds its rotary frequencies, too, which loading computes anew
+        in_file = lm.state_dict().keys()
+        for name, buffer in like.named_buffers():
+            if name not in in_file:
+                lm.get_buffer(name).data = buffer.to(device)
+    return lm
 
 
 def check_four_bit() -> None:

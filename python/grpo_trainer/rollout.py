@@ -24,7 +24,7 @@ class Rollout:
     items: list[dict[str, Any]]  # one line of data per prompt
     batch: Batch
     logprobs: Tensor  # [N, T] of the tempered policy when it sampled, over the support if the batch has one
-    truncated: Tensor  # [N] bool: cut off by max_new_tokens
+    truncated: Tensor  # [N] bool: cut off by max_completion_length
     texts: list[str]
 
     @property
@@ -201,7 +201,7 @@ class _LocalRows:
         return value if self.is_alone else value[self.rows]
 
     def embed(self, value: Tensor) -> Tensor:
-        """Tensor of all rows with the local ones in their places and ones elsewhere."""
+        """Tensor of all rows: the local rows in their places, and the number 1 elsewhere."""
         if self.is_alone:
             return value
         whole = value.new_ones((self.count, *value.shape[1:]))

@@ -61,6 +61,7 @@ class Run:
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # of a step's parts
     usable: dict[str, list[Item]] = dataclasses.field(default_factory=dict)  # by split
     left_out: dict[str, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))  # by split
+    unlogged: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # facts about lines that are left out
 
     @property
     def is_sharded(self) -> bool:
@@ -97,7 +98,7 @@ class Run:
             raise interruption.Stopped from error  # Ctrl-C in a terminal reaches the engine's processes, too
 
     def items(self, split: str) -> list[Item]:
-        """Lines of a split whose prompts fit the model; how many were dropped is logged."""
+        """Lines of a split whose prompts fit the model; `log_left_out` logs how many do not."""
         if split in self.usable:
             return self.usable[split]
         lines, data, model = getattr(self.splits, split), self.recipe.data, self.recipe.model
@@ -109,10 +110,15 @@ class Run:
             ("the model's context", self.policy.context_length, len(fitting) - len(usable)),
         ):
             if dropped:
-                self.log.event("prompts left out", split=split, count=dropped, limit=limit, of=of)
+                self.unlogged.append({"split": split, "count": dropped, "limit": limit, "of": of})
                 self.left_out[split].append(f"{dropped} by {of}, {limit}")
         self.usable[split] = usable
         return usable
+
+    def log_left_out(self) -> None:
+        for facts in self.unlogged:
+            self.log.event("prompts left out", **facts)
+        self.unlogged.clear()
 
     def _fits_context(self, split: str, item: Item) -> bool:
         """Whether the model can read the prompt together with the longest response."""
@@ -157,7 +163,7 @@ def set_up(recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: 
         raise ValueError("model.mixed_precision: must be no or bf16 without a GPU, got 'fp16'")
     check_backend(recipe.backend)
     device = distributed.start()
-    torch.set_num_threads(distributed.broadcast(torch.get_num_threads()))
+    torch.set_num_threads(distributed.broadcast(recipe.threads or torch.get_num_threads()))
     with distributed.fail_together():
         log = Log(recipe, distributed.is_main_process())
         splits = load_splits(recipe.data, recipe.seed)
@@ -168,8 +174,20 @@ def set_up(recipe: Recipe, model: Any = None, tokenizer: Any = None, reference: 
         policy = _load_policy(recipe, splits, device, model, tokenizer, reference)
         check_policy(recipe, policy)
         embedders = _resolve_embedders(recipe, plan, rewards, evaluation_rewards)
-    given = (model is not None, reference)
-    return Run(recipe, device, log, splits, rewards, evaluation_rewards, plan, embedders, policy, *given, notes)
+    return Run(
+        recipe,
+        device,
+        log,
+        splits,
+        rewards,
+        evaluation_rewards,
+        plan,
+        embedders,
+        policy,
+        given_model=model is not None,
+        given_reference=reference,
+        notes=notes,
+    )
 
 
 def check_backend(name: str) -> None:
@@ -221,7 +239,7 @@ def load_rewards(recipe: Recipe, splits: Splits) -> tuple[list[LoadedReward], li
         where = "evaluation.rewards"
         evaluation_rewards = [load_reward(reward, f"{where}.{i}") for i, reward in enumerate(named)]
     used.append((where, evaluation_rewards, splits.test))
-    used.append((where, evaluation_rewards, splits.validation if recipe.evaluation.every else []))
+    used.append((where, evaluation_rewards, splits.validation))
     for key, loaded, lines in used:
         for i, reward in enumerate(loaded):
             require_columns(reward, f"{key}.{i}", lines)
@@ -293,15 +311,15 @@ def begin(run: Run, resume: bool, fresh: bool) -> tuple[str, int]:
             checkpoint.refuse_used_folder(recipe, may_hold_run=fresh)
         elif (state := checkpoint.load_last(recipe)) is not None:
             _restore_environment(run, state)
-            run.policy = checkpoint.restore_policy(recipe, state, run.policy, run.given_model)
+            run.policy = checkpoint.restore_policy(recipe, state, run.policy)
             run.resumed, phase, step = state, state.phase, state.step
+    for name, split, settings in (("sft", "sft", recipe.sft), ("rl", "train", recipe.rl)):
+        if settings is not None and not run.items(split):  # before an earlier run is deleted
+            raise ValueError(no_usable_line(name, run.left_out[split]))
     with distributed.fail_together():
-        _start_logs(run, phase, step, resume)
+        _start_logs(run, phase, step)
         if not run.given_model:
             checkpoint.keep_base(recipe, run.policy)
-    for name, split, settings in (("sft", "sft", recipe.sft), ("rl", "train", recipe.rl)):
-        if settings is not None and not run.items(split):
-            raise ValueError(no_usable_line(name, run.left_out[split]))
     distribute_weights(run)
     return phase, step
 
@@ -313,7 +331,7 @@ def distribute_weights(run: Run) -> None:
     distributed.assert_identical("weights at the start", *([] if run.is_sharded else run.policy.parameters()))
 
 
-def _start_logs(run: Run, phase: str, step: int, resume: bool) -> None:
+def _start_logs(run: Run, phase: str, step: int) -> None:
     log, recipe = run.log, run.recipe
     if not log.is_main:
         return
@@ -337,6 +355,7 @@ def _start_logs(run: Run, phase: str, step: int, resume: bool) -> None:
         embedders=run.embedders,
         algorithm=None if run.plan is None else run.plan.described(),
     )
+    run.log_left_out()
 
 
 def _restore_environment(run: Run, state: checkpoint.State) -> None:

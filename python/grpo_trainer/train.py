@@ -59,8 +59,8 @@ def train(
         Metrics of the final evaluation.
     """
     run = set_up(recipe, model, tokenizer, reference)
-    chosen = contextlib.nullcontext() if recipe.backend == "auto" else gk.use_backend(recipe.backend)
-    with contextlib.closing(run), chosen:
+    backend = contextlib.nullcontext() if recipe.backend == "auto" else gk.use_backend(recipe.backend)
+    with contextlib.closing(run), backend:
         phase, step = begin(run, resume, fresh)
         if recipe.sft is not None and phase == "sft":
             fine_tune(run, recipe.sft, step)
@@ -128,7 +128,8 @@ def items_of_step(recipe: Recipe, phase: str, data: list[Item], count: int, step
 
 def save(run: Run, phase: str, step: int) -> None:
     threshold = None if run.plan is None or run.plan.threshold is None else run.plan.threshold.value
-    state = checkpoint.State(phase, step, threshold, torch.get_num_threads(), run.embedders)
+    scaler = run.scaler.state_dict()
+    state = checkpoint.State(phase, step, threshold, scaler, torch.get_num_threads(), run.embedders)
     checkpoint.save(run.recipe, run.policy, run.optimizer, state, run.log)
 
 
@@ -140,9 +141,11 @@ def reinforce(run: Run, rl: Rl, start: int) -> None:
     if start == 0:
         evaluate_and_log(run, "test", "rl", 0)  # compared with the final evaluation
     prepare_rl(run, start)
-    if rl.rollout.prompts > (there := len(run.items("train"))):
-        run.log.event("prompts occur more than once in a step", prompts=there)
-        run.log.line(f"rl.rollout.prompts: {rl.rollout.prompts} of {there} prompts, so that some occur twice in a step")
+    if rl.rollout.prompts > (available := len(run.items("train"))):
+        run.log.event("prompts occur more than once in a step", prompts=available)
+        run.log.line(
+            f"rl.rollout.prompts: {rl.rollout.prompts} of {available} prompts, so that some occur twice in a step"
+        )
     take_steps(run, "rl", rl, start, rl_step)
 
 

@@ -57,7 +57,7 @@ def ready(recipe: Recipe) -> Run:
 
 
 def lines(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
-    return [json_of(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return [json_of(line) for line in (folder / f"{name}.jsonl").read_text().rstrip("\n").split("\n")]
 
 
 def steps(folder: Path, phase: str = "rl") -> list[dict[str, Any]]:

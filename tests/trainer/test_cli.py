@@ -214,9 +214,11 @@ def test_one_model_is_evaluated_and_two_are_compared(
     recipe, out, page = str(finished / "mine.yaml"), tmp_path / "made" / "out.json", tmp_path / "page"
     before, after = str(finished / "run" / "checkpoints" / "sft-2" / "model"), str(newest(finished / "run"))
     # evaluations sample with the policy, so they need no engine
-    assert cli.main(["eval", recipe, after, "evaluation.test_prompts=5", "rl.rollout.engine=vllm"]) == 0
+    rewards = f"evaluation.rewards=[{{name: '{HERE}:ones'}}]"
+    assert cli.main(["eval", recipe, after, "evaluation.test_prompts=5", rewards, "rl.rollout.engine=vllm"]) == 0
     printed = capsys.readouterr().out
-    assert after in printed and "reward" in printed and "p =" not in printed
+    assert after in printed and "p =" not in printed
+    assert re.search(r"  reward +1\.0000\n", printed) and re.search(r"  prompts +5\.0000\n", printed)
     reported = ["--json", str(out), "--report", str(page), "evaluation.samples=3", "evaluation.embedder=hashed"]
     assert cli.main(["eval", recipe, before, after, *reported, "--split", "validation"]) == 0
     printed = capsys.readouterr().out
@@ -228,6 +230,10 @@ def test_one_model_is_evaluated_and_two_are_compared(
     assert cli.main(["eval", recipe, after, "--json", str(tmp_path)]) == 2
     refused = capsys.readouterr()
     assert "--json: must be a file, got the folder" in refused.err and "reward" not in refused.out
+
+
+def ones(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [1.0] * len(completions)
 
 
 def full(*_: Any, **__: Any) -> None:
@@ -283,6 +289,10 @@ def test_a_dry_run_describes_a_run_and_starts_nothing(
     assert "small: 4 supervised steps of 16 demonstrations, 4 steps of grpo with 6 x 4 responses" in printed
     assert "grpo: advantages: the defaults; loss: kl=k3" in printed and re.search(r"rl: 24 lines; .* tokens", printed)
     assert printed.endswith("nothing is missing\n") and not (tmp_path / "run").exists()
+    shortest = [int(least) for least in re.findall(r"prompts have (\d+) to", printed)]
+    for length, status in ((max(shortest), 0), (min(shortest) - 1, 2)):  # one prompt that fits is enough
+        assert cli.main(["train", recipe, "--dry-run", f"model.max_prompt_length={length}"]) == status
+        capsys.readouterr()
     assert cli.main(["train", recipe, "--dry-run", "data={task: null, train: /no/such.jsonl}"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: this run cannot start:") and "/no/such.jsonl" in error
@@ -335,6 +345,13 @@ def without_columns(prompts: list[str], completions: list[str]) -> list[float]:
         (
             ["rl=null", "data={{task: null, train: '{lines}', demonstration: d, test: '{lines}'}}"],
             r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'; .*; set evaluation\.rewards for others$",
+        ),
+        (
+            [
+                *("rl=null", "evaluation.every=0"),  # it is evaluated before and after all the same
+                "data={{task: null, train: '{lines}', demonstration: d, validation: '{lines}'}}",
+            ],
+            r"^evaluation\.rewards\.0: 'exact' needs the column 'answer'",
         ),
         (["model.chat_template=true"], r"^model\.chat_template: true needs a tokenizer with a chat template"),
     ],

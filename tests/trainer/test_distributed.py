@@ -33,9 +33,9 @@ HERE = "tests.trainer.distributed_cases"
 # 15 responses, 8 and 7 per process, so that a group spans both; uneven micro-batches; several lengths.
 ODD = (
     "rl.rollout={prompts: 3, num_generations: 5, max_completion_length: 12, batch: 10}",
-    "rl.micro_batch=3",
+    "rl.micro_batch=4",
     "sft.batch=15",
-    "sft.micro_batch=4",
+    "sft.micro_batch=6",
     "sft.steps=2",
     "rl.steps=2",
     "model.tiny.layers=2",

@@ -108,8 +108,10 @@ def test_unscored_responses_are_left_out_of_the_spread_and_not_their_prompts(tmp
 
 
 def test_failures_are_counted_where_they_may_be_skipped(tmp_path: Path) -> None:
-    train(small.recipe(tmp_path, rewarded_by("not_a_number", ", on_error: skip"), "rl.steps=1"))
+    samples = "evaluation={samples: 2, embedder: hashed}"
+    train(small.recipe(tmp_path, rewarded_by("not_a_number", ", on_error: skip"), "rl.steps=1", samples))
     (step,) = steps(tmp_path)
+    assert lines(tmp_path, "evaluations")[-1]["metrics"]["skipped"] == 8 / 2 + 2 * 8 / 2  # greedy and sampled
     assert step["rewards/skipped"] == 12 and math.isfinite(step["train/total_loss"])
 
 
@@ -215,6 +217,9 @@ def test_prompts_beyond_the_models_context_are_dropped_and_counted(tmp_path: Pat
     kept = [(len(item["prompt"]), len(item["demonstration"])) for item in run.items("sft")]
     assert kept == [(3, 2), (3, 12), (3, 14), (10, 2), (10, 12), (12, 2)]
     assert {len(item["prompt"]) for item in run.items("train")} == {3, 10}
+    longer = "evaluation.max_completion_length=20"
+    evaluated = set_up(small.recipe(tmp_path, model, data, longer, "rl.rollout.max_completion_length=12"))
+    assert {len(item["prompt"]) for item in evaluated.items("test")} == {3}
     train(recipe)
     dropped = [e for e in lines(tmp_path / "run", "events") if e["event"] == "prompts left out"]
     assert {e["split"]: e["count"] for e in dropped} == {"sft": 3, "train": 3, "test": 3}

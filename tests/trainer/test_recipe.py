@@ -78,6 +78,14 @@ from tests.trainer.small import lines, steps
             r"^rl.algorithm.similarity.embedder: .* 'hashd'$",
         ),
         ({"rl": {"rollout": {"engine": "vllm"}}, "model": {"tiny": {"architecture": "seq2seq"}}}, r"^model.tiny.archi"),
+        (
+            {"rl": {"algorithm": {"similarity": {"gpus_per_worker": 0.5}}}},
+            r"^rl.algorithm.similarity.gpus_per_worker: must be 0 without workers, got 0.5$",
+        ),
+        (
+            {"rl": {"rollout": {"engine": "vllm", "vllm": {"max_model_len": 543}}}},
+            r"^rl.rollout.vllm.max_model_len: must be at least model.max_prompt_length \+ .*, 544, got 543$",
+        ),
         ({"distributed": "fsdp2", "model": {"lora": {}}}, r"^model.lora: must be null with distributed: fsdp2, got "),
         ({"distributed": "fsdp2", "model": {"mixed_precision": "fp16"}}, r"^model.mixed_precision: must be no or bf16"),
         ({"evaluation": {"solved": 0.5, "solved_quantile": 0.5}}, r"^evaluation.solved: must be left out with solved_"),
@@ -87,6 +95,13 @@ from tests.trainer.small import lines, steps
 def test_wrong_values_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         validated(Recipe, values)
+
+
+def test_values_at_the_edge_of_a_rule() -> None:
+    validated(Recipe, {"rl": {"rollout": {"engine": "vllm", "vllm": {"max_model_len": 544}}}})
+    validated(Recipe, {"rl": {"algorithm": {"similarity": {"gpus_per_worker": 0.5, "workers": 1}}}})
+    recipe = validated(Recipe, {"rl": {}, "evaluation": {"max_completion_length": 3}})
+    assert recipe.max_completion_length == 3
 
 
 def test_all_mistakes_are_named_at_once() -> None:
@@ -285,5 +300,6 @@ def test_bundled_recipes_are_valid(name: str) -> None:
     for recipe in (whole, smoke):
         if recipe.rl is not None:
             Plan.of(recipe.rl)
+    assert smoke.evaluation.samples == min(whole.evaluation.samples, 4)
     assert smoke.folder.name == f"{whole.folder.name}-smoke"  # keeps the folder of the full run free
     assert validated(Recipe, small.values(Path("x"))).name == "small"

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,14 +26,16 @@ pytest.importorskip("peft")
 from grpo_trainer import embed, sft
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import ALGORITHMS, WITH_CLUSTERS, minibatch_counts
-from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe
+from grpo_trainer.checkpoint import CheckpointError, _binding, _refuse_other_recipe, last_folder
 from grpo_trainer.embed import load_embedder
 from grpo_trainer.evaluate import evaluate_model
+from grpo_trainer.log import Log
 from grpo_trainer.metrics import similarity_warnings
 from grpo_trainer.optimizer import lr_factor
 from grpo_trainer.policy import Policy
-from grpo_trainer.recipe import Optimizer, Similarity
-from grpo_trainer.setup import set_up
+from grpo_trainer.recipe import Critic, Optimizer, Recipe, Similarity
+from grpo_trainer.rollout import Rollout, roll_out
+from grpo_trainer.setup import Run, set_up
 from grpo_trainer.train import train
 
 from tests.harness import quick
@@ -73,7 +76,10 @@ def test_metrics_of_steps_and_evaluations(run: Path) -> None:
         "speed": "tokens_per_second",
     }.items():
         assert {f"{part}/{name}" for name in wanted.split()} <= names, part
-    assert all(math.isfinite(e["train/total_loss"]) for e in steps(run))
+    for step in steps(run):
+        assert step["train/total_loss"] == pytest.approx(step["train/policy_loss"] + step["train/kl_penalty"], abs=1e-6)
+        quantiles = [step[f"rewards/{name}"] for name in ("min", "q25", "median", "q75", "max")]
+        assert quantiles == sorted(quantiles) and quantiles[1] < quantiles[3]
     assert steps(run)[0]["train/kl_rollout"] == pytest.approx(0, abs=1e-6) and steps(run)[-1]["train/ratio_std"] > 0
     evaluations = [(e["split"], e["phase"], e["step"]) for e in entries if e["kind"] == "eval"]
     validations = [("validation", "sft", 0), ("validation", "sft", 4), *(("validation", "rl", i) for i in (0, 2, 4))]
@@ -96,6 +102,7 @@ def test_responses_of_evaluations_and_steps(run: Path) -> None:
     assert len(last["map"]["responses"]) == 4 and all(len(r["xy"]) == 2 for r in last["map"]["responses"])
     samples = [sample for sample in lines(run, "samples") if sample["step"] == 1]
     assert len(samples) == 24 and {"prompt", "response", "rewards", "advantage"} <= samples[0].keys()
+    assert all(samples[i]["prompt"] == samples[i - i % 4]["prompt"] for i in range(24))
 
 
 def test_events_recipe_and_checkpoints(run: Path) -> None:
@@ -145,8 +152,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(run: Path, t
         LORA,
         ("model.lora={rank: 2, targets: [q_proj, lm_head]}",),  # peft adds the head's own weight to the file
         ("model.gradient_checkpointing=true", "model.tiny.architecture=seq2seq"),
+        ("model.dtype=bfloat16",),
     ],
-    ids=["grpo", "group_ppo", "critic", "similarity", "lora", "head", "checkpointing"],
+    ids=["grpo", "group_ppo", "critic", "similarity", "lora", "head", "checkpointing", "bfloat16"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
@@ -160,10 +168,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         if number:
             monkeypatch.setattr(training, "train", lambda recipe: real(recipe, resume=True))
         stop_before(monkeypatch, recipe, *place)
-        for name in ("samples", "metrics") if number == 2 else ():
-            with (tmp_path / "parts" / f"{name}.jsonl").open("a") as file:
-                file.write('{"phase": "rl", "st')  # killed while writing
+        for name in ("samples", "metrics", "events") if number == 2 else ():
+            with (tmp_path / "parts" / f"{name}.jsonl").open("ab") as file:
+                file.write('{"phase": "rl", "é'.encode()[:-1])  # killed while writing
     assert real(recipe, resume=True) == final
+    assert sum(event["event"] == "resumed" for event in lines(tmp_path / "parts", "events")) == 4
     for name in ("metrics", "samples", "evaluations"):
         assert small.timeless(lines(tmp_path / "whole", name)) == small.timeless(lines(tmp_path / "parts", name))
     for file in newest(tmp_path / "whole").glob("*.safetensors"):
@@ -216,8 +225,24 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
     (newest(tmp_path).parent / "state.json").write_text('{"phase": ')
     with pytest.raises(CheckpointError, match=r"rl-3: must be a whole checkpoint, got JSONDecodeError"):
         train(recipe, resume=True)
+
+
+def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
+    """Once it can start; files and checkpoints of other names are the user's."""
+    recipe = small.recipe(tmp_path, "sft=null", "rl.steps=1", "evaluation.every=0")
+    train(recipe)
+    (tmp_path / "checkpoints" / "rl-1").rename(tmp_path / "checkpoints" / "best-of-1")
+    train(recipe, resume=True)
+    (tmp_path / "mine.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"^data: rl has no usable line"):
+        train(small.recipe(tmp_path, "sft=null", "model.max_prompt_length=1"), fresh=True)
+    assert len(steps(tmp_path)) == 1
     train(recipe, fresh=True)
-    assert len(steps(tmp_path)) == 3
+    assert len(steps(tmp_path)) == 1 and (tmp_path / "mine.jsonl").exists()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"rl-0", "rl-1"}
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"rl-{step}").mkdir()
+    assert last_folder(recipe) == tmp_path / "checkpoints" / "rl-10"
 
 
 def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
@@ -231,11 +256,34 @@ def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
         _refuse_other_recipe(tmp_path, stored, other)
 
 
+def test_lines_are_kept_whatever_their_texts_hold(tmp_path: Path) -> None:
+    log = Log(small.recipe(tmp_path))
+    for step in (1, 2):
+        log.samples("rl", step, [{"response": "separators \u2028, \x85 and \x0c"}])
+    log.truncate("rl", 1)
+    assert [sample["step"] for sample in lines(tmp_path, "samples")] == [1]
+
+
+def test_the_scale_of_fp16_losses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run that began with the first scale would skip steps that the uninterrupted one takes."""
+    scaler, real, scales = torch.amp.GradScaler, training.optimizer_step, list[float]()
+
+    def noted(run: Run, *more: Any) -> float:
+        scales.append(run.scaler.get_scale())
+        return real(run, *more)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda enabled: scaler("cpu", init_scale=2.0, growth_interval=1))
+    monkeypatch.setattr(training, "optimizer_step", noted)
+    recipe = small.recipe(tmp_path, *SHORT, "rl.num_iterations=1", "rl.minibatches=1", "checkpoints.every=1")
+    stop_before(monkeypatch, recipe, "rl", 3)
+    train(recipe, resume=True)
+    assert scales == [2.0, 4.0, *(2.0, 4.0, 8.0)]
+
+
 def test_the_number_of_threads_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unset number of threads depends on the load of the machine."""
     recipe = small.recipe(tmp_path, *SHORT, "threads=null")
     stop_before(monkeypatch, recipe, "rl", 1)
-    torch.set_num_threads(2)
     with pytest.raises(CheckpointError, match=r"threads: must be 1 as in the original run, or unset, .* got 2$"):
         train(small.recipe(tmp_path, *SHORT, "threads=2"), resume=True)
     train(recipe, resume=True)
@@ -269,7 +317,7 @@ def test_every_algorithm_trains(tmp_path: Path, name: str) -> None:
 
 def test_reward_rises(tmp_path: Path) -> None:
     """A dozen steps improve the reward."""
-    more = ["steps=16", "optimizer.lr=5e-3", "rollout.prompts=12", "algorithm.beta=0.0"]
+    more = ["steps=16", "optimizer={lr: 5e-3, grad_clip: 0}", "rollout.prompts=12", "algorithm.beta=0.0"]
     train(small.recipe(tmp_path, "evaluation.every=0", *(f"rl.{assignment}" for assignment in more)))
     rewards = [e["rewards/mean"] for e in steps(tmp_path)]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
@@ -277,10 +325,18 @@ def test_reward_rises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_the_first_ratio_is_one_and_later_ones_are_not(tmp_path: Path, iterations: int) -> None:
-    recipe = small.recipe(tmp_path, f"rl.num_iterations={iterations}", "rl.minibatches=1")
-    run = small.ready(recipe)
-    ratio = training.rl_step(run, run.items("train")[:6], 1)["train/ratio_max"]
+    clip = "rl.algorithm={epsilon: 0.9, epsilon_high: 0.001, drop_flat: false}"
+    run = small.ready(small.recipe(tmp_path, f"rl.num_iterations={iterations}", "rl.minibatches=1", clip))
+    with torch.no_grad():
+        for weight in run.policy.lm.parameters():
+            weight.mul_(1.1)
+    metrics = training.rl_step(run, run.items("train")[:6], 2)
+    ratio = metrics["train/ratio_max"]
     assert (abs(ratio - 1) < 1e-4) == (iterations == 1) and (ratio > 1.001) == (iterations == 4)
+    assert metrics["train/clip_low"] == 0 and (metrics["train/clip_high"] > 0) == (iterations == 4)
+    if iterations == 1:  # both are k3, before the weights change
+        assert metrics["train/kl_rollout"] == pytest.approx(metrics["train/kl_mean"], rel=1e-3)
+        assert metrics["train/kl_rollout"] > 1e-5
 
 
 def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
@@ -292,6 +348,31 @@ def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
     assert across == first + second
 
 
+def test_no_two_steps_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, real = list[tuple[object, ...]](), Recipe.seed_of
+    monkeypatch.setattr(Recipe, "seed_of", lambda self, *parts: seeds.append(parts) or real(self, *parts))
+    train(small.recipe(tmp_path, *SHORT, "logging.every=2"))
+    assert [step["step"] for step in steps(tmp_path)] == [2]
+    drawn = [parts for parts in seeds if parts[0] in ("step", "sampling", "minibatches")]
+    assert len(drawn) == len({*drawn}) == 2 + 3 * 3
+
+
+def test_a_step_sampled_by_an_engine(tmp_path: Path) -> None:
+    """The policy's own log-probs are the old ones of the loss, and the engine's enter the correction."""
+    run = small.ready(small.recipe(tmp_path, "rl.num_iterations=1", "rl.minibatches=1"))
+
+    def by_engine(items: Any, generator: Any) -> Rollout:
+        rollout = roll_out(run.policy, items, run.rl.rollout, generator)
+        rollout.logprobs = rollout.logprobs - 0.5
+        return rollout
+
+    engine = SimpleNamespace(roll_out=by_engine, is_current=True)
+    run.engine = cast(Any, engine)
+    metrics = training.rl_step(run, run.items("train")[:6], 1)
+    assert metrics["train/ratio_max"] == pytest.approx(1) and metrics["sampling/gap_mean"] == pytest.approx(0.5)
+    assert not engine.is_current
+
+
 def test_learning_rates() -> None:
     warm = Optimizer(warmup=3, schedule="linear", final=0.1)
     factors = [lr_factor(warm, step, 13) for step in range(1, 14)]
@@ -300,6 +381,29 @@ def test_learning_rates() -> None:
     assert {lr_factor(Optimizer(schedule="constant"), step, 9) for step in range(1, 10)} == {1.0}
     cosine = Optimizer(schedule="cosine", final=0.0)
     assert lr_factor(cosine, 1, 10) == 1.0 and lr_factor(cosine, 6, 10) == pytest.approx(0.5)
+
+
+def test_groups_of_the_optimizer(tmp_path: Path) -> None:
+    """The critic has its own learning rate and no decay; rates are those of the step that is taken."""
+    more = ("rl.algorithm={name: ppo, critic: {lr: 0.5}}", "rl.optimizer={lr: 0.25, weight_decay: 0.1, warmup: 1}")
+    run = small.ready(small.recipe(tmp_path, *more, "rl.steps=2"))
+    groups = [
+        (group["full_lr"], group["weight_decay"], group["params"][0].dim()) for group in run.optimizer.param_groups
+    ]
+    assert groups == [(0.25, 0.1, 2), (0.25, 0.0, 1), (0.5, 0.0, 2)]
+    train(run.recipe)
+    assert [step["train/lr"] for step in steps(tmp_path)] == [0.125, 0.25]
+
+
+def test_errors_of_values_are_clipped_and_divided_by_the_tokens_of_their_minibatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predicted, old, returns = torch.tensor([2.0, 2.0, 0.1]), torch.zeros(3), torch.tensor([3.0, 0.0, 1.0])
+    errors = training.value_error(predicted, old, returns, Critic(clip=0.5))
+    torch.testing.assert_close(errors, torch.tensor([2.5**2, 2.0**2, 0.9**2]) / 2)
+    run = small.ready(small.recipe(tmp_path, "rl.algorithm={name: ppo, critic: {warmup: 1}}", "rl.micro_batch=5"))
+    monkeypatch.setattr(training, "value_error", lambda predicted, *_: 0 * predicted + 3)
+    assert training.rl_step(run, run.items("train")[:6], 1)["train/total_loss"] == pytest.approx(3)
 
 
 @pytest.mark.parametrize("architecture", ["causal", "seq2seq"])
@@ -320,16 +424,16 @@ def test_a_critic_warms_up_alone(tmp_path: Path, architecture: str, separate: bo
 def test_checkpointing_does_not_turn_dropout_on(tmp_path: Path) -> None:
     """The weights are the same bit for bit."""
     runs = []
-    for checkpointing in ("true", "false"):
+    for checkpointing, rate in (("true", 0.5), ("false", 0.5), ("false", 0.0)):
         more = ("model.tiny.architecture=seq2seq", "rl.share_prompts=false", "rl.algorithm.beta=0.0")
         run = set_up(small.recipe(tmp_path, *more, f"model.gradient_checkpointing={checkpointing}"))
         for module in run.policy.lm.modules():
             if isinstance(module, torch.nn.Dropout):
-                module.p = 0.5
+                module.p = rate
         training.prepare_rl(run, 0)
         training.rl_step(run, run.items("train")[:6], 1)
         runs.append(run.policy.state_dict())
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[1])
+    assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in other)
 
 
 def test_segments_that_a_mask_empties_do_not_count() -> None:
@@ -347,11 +451,13 @@ def test_adapters_after_sft_are_the_reference(tmp_path: Path, architecture: str)
 
 
 def test_token_groups_are_summarised_every_few_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logging = ("logging.progress=true", "logging.summary=2", "evaluation.every=0")
+    logging = ("logging={progress: true, summary: 2, samples: 100}", "evaluation.every=0")
     train(small.recipe(tmp_path, "rl.steps=5", "rl.algorithm.name=group_ppo", *logging))
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("steps ")]
     assert [line.split(":")[0] for line in printed] == ["steps 1 to 2", "steps 3 to 4", "steps 5 to 5"]
     first = steps(tmp_path)[:2]
+    advantages = [sample["advantage"] for sample in lines(tmp_path, "samples") if sample["step"] == 1]
+    assert first[0]["train/advantages_mean"] == pytest.approx(sum(advantages) / 24, rel=1e-4)
     tokens, endpoints, rows = (
         sum(line[f"group/total_{name}"] for line in first) for name in ("tokens", "endpoints", "sequences")
     )
