@@ -137,6 +137,10 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(run: Path, t
     assert_equal_runs(run, tmp_path / "same")
     train(small.recipe(tmp_path / "other", *more, "seed=1"))
     assert [s["rewards/mean"] for s in steps(tmp_path / "other")] != [s["rewards/mean"] for s in steps(run)]
+    one, other = (
+        set_up(small.recipe(tmp_path, seed)).policy.lm.get_input_embeddings() for seed in ("seed=0", "seed=1")
+    )
+    assert not torch.equal(one.weight, other.weight)
 
 
 # Resuming
@@ -229,8 +233,10 @@ def test_runs_that_cannot_be_resumed_are_refused(tmp_path: Path) -> None:
 
 def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
     """Once it can start; files and checkpoints of other names are the user's."""
-    recipe = small.recipe(tmp_path, "sft=null", "rl.steps=1", "evaluation.every=0")
+    recipe, page = small.recipe(tmp_path, "sft=null", "rl.steps=1", "evaluation.every=0"), tmp_path / "report.html"
+    page.write_text("")
     train(recipe)
+    assert page.exists()
     (tmp_path / "checkpoints" / "rl-1").rename(tmp_path / "checkpoints" / "best-of-1")
     train(recipe, resume=True)
     (tmp_path / "mine.jsonl").write_text("")
@@ -238,7 +244,7 @@ def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
         train(small.recipe(tmp_path, "sft=null", "model.max_prompt_length=1"), fresh=True)
     assert len(steps(tmp_path)) == 1
     train(recipe, fresh=True)
-    assert len(steps(tmp_path)) == 1 and (tmp_path / "mine.jsonl").exists()
+    assert len(steps(tmp_path)) == 1 and (tmp_path / "mine.jsonl").exists() and not page.exists()
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"rl-0", "rl-1"}
     for step in (9, 10):
         (tmp_path / "checkpoints" / f"rl-{step}").mkdir()
@@ -249,6 +255,7 @@ def test_memory_of_an_engine_does_not_bind(tmp_path: Path) -> None:
     """A run that ended for lack of memory can go on with more."""
     engine = "rl.rollout={engine: vllm, vllm: {cache_gib: %s, dtype: %s}}"
     stored = _binding(small.recipe(tmp_path, engine % (1.0, "float32")))
+    assert {path.partition(".")[0] for path in stored} == {"seed", "backend", "model", "data", "sft", "rl"}
     same, other = (small.recipe(tmp_path, engine % (4.0, dtype)) for dtype in ("float32", "bfloat16"))
     _refuse_other_recipe(tmp_path, stored, same)
     key = r"rl\.rollout\.vllm\.dtype"
