@@ -359,7 +359,8 @@ def test_every_epoch_walks_over_all_the_data(tmp_path: Path) -> None:
 def test_no_two_steps_draw_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds, real = list[tuple[object, ...]](), Recipe.seed_of
     monkeypatch.setattr(Recipe, "seed_of", lambda self, *parts: seeds.append(parts) or real(self, *parts))
-    train(small.recipe(tmp_path, *SHORT, "logging.every=2"))
+    # at another temperature, at which the reference must be the policy, too
+    train(small.recipe(tmp_path, *SHORT, "logging.every=2", "rl.rollout.temperature=0.7"))
     assert [step["step"] for step in steps(tmp_path)] == [2]
     drawn = [parts for parts in seeds if parts[0] in ("step", "sampling", "minibatches")]
     assert len(drawn) == len({*drawn}) == 2 + 3 * 3
