@@ -86,6 +86,13 @@ def test_what_is_left_out_decides_nothing(settings: dict[str, Any]) -> None:
     assert not first.advantages[LEFT_OUT].any()
 
 
+def test_the_reward_arrives_at_the_last_token() -> None:
+    rewards = torch.arange(12.0)
+    returns = credited({"name": "ppo"}, rewards, torch.zeros(12, 4), None).returns
+    assert returns is not None
+    torch.testing.assert_close(returns[torch.arange(12), LENGTHS - 1], rewards)
+
+
 def test_statistics_are_those_of_the_others() -> None:
     rewards = torch.tensor([1.0, 9, 2, 4, 9, 1, 9, 0, 9, 9, 3, 0])
     counted = (torch.arange(WIDTH) < LENGTHS[:, None]) & ~LEFT_OUT[:, None]
