@@ -6,6 +6,7 @@ steps that outlive the command, an old version found out only after minutes.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import json
@@ -284,8 +285,14 @@ def test_a_hanging_step_is_stopped_with_its_children(machine: Machine, part: str
 
 
 def is_running(process: int) -> bool:
+    """Whether a process goes on; one that is killed may need a moment to end."""
     status = Path("/proc") / str(process) / "status"
-    return status.exists() and "State:\tZ" not in status.read_text()
+    for _ in range(50):
+        with contextlib.suppress(OSError):  # it ended after exists()
+            if not status.exists() or "State:\tZ" in status.read_text():
+                return False
+        time.sleep(0.1)
+    return True
 
 
 @pytest.mark.full

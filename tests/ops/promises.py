@@ -64,6 +64,7 @@ class Op:
         rewrites: the batch written in other ways, by the name of the promise: permuted rows, packed, in micro-batches
         working: dtype of numbers in the tests that compare with float64
         adds_in_any_order: memory layouts and torch.compile may change the order of sums, as in matrix products
+        multiplies: consists of torch's matrix products, whose bits depend on the number of threads on some CPUs
     """
 
     draw: Callable[[], Inputs]
@@ -74,6 +75,7 @@ class Op:
     rewrites: dict[str, Callable[[Inputs], Same]] = dataclasses.field(default_factory=dict)
     working: torch.dtype = torch.float32
     adds_in_any_order: bool = False
+    multiplies: bool = False
 
 
 def placed(op: Op, inputs: Inputs, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> Inputs:

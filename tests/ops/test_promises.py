@@ -52,11 +52,28 @@ def assert_same(op: Op, results: Results, inputs: Inputs, backend: str) -> None:
         assert_same_bits(results, run(op, inputs, backend, op.working))
 
 
+def off_by_the_last_bit(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float64:
+            return value
+        signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+        return value * (1 + torch.finfo(dtype).eps * signs)
+
+    return {
+        key: tuple(map(moved, value)) if isinstance(value, tuple) else moved(value) for key, value in inputs.items()
+    }
+
+
 def assert_within_budgets(op: Op, results: Results, inputs: Inputs) -> None:
+    """Compares with float64. A product may be as wrong as if its inputs were off by their last bit, in any order."""
     gold, working = (run(op, inputs, "reference", dtype) for dtype in (torch.float64, op.working))
+    moved = run(op, off_by_the_last_bit(inputs, op.working), "reference", torch.float64) if op.multiplies else gold
     for name, result in results.items():
         if result.is_floating_point():  # also float64 sums have terms of the working dtype
-            assert_within_budget(result.to(op.working), working[name].to(op.working), gold[name], name)
+            inherited = float((moved[name] - gold[name]).nan_to_num(0, 0, 0).abs().max()) if result.numel() else 0.0
+            assert_within_budget(result.to(op.working), working[name].to(op.working), gold[name], name, inherited)
         else:
             torch.testing.assert_close(result, working[name], rtol=0, atol=0, msg=lambda text, of=name: f"{of}: {text}")
 
@@ -77,6 +94,18 @@ def test_results_repeat_bit_for_bit(name: str, backend: str, unordered: None) ->
         assert_same_bits(run(op, inputs, backend, op.working), first)
 
 
+@functools.cache
+def threads_change_products() -> bool:
+    """Whether torch's own products have other bits with more threads, as MKL's have on some CPUs of AMD."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(rows, 6, generator=generator) for rows in (20, 37))
+    products = []
+    for threads in (1, 2, 5):
+        with cpu_threads(threads):
+            products.append(left @ right.T)
+    return not all(torch.equal(products[0], product) for product in products)
+
+
 @pytest.mark.parametrize("name", [name for name, backend in EACH if backend == "cpu"])
 def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     op, inputs = drawn(name)
@@ -84,7 +113,11 @@ def test_the_number_of_threads_changes_no_bit(name: str) -> None:
         expected = run(op, inputs, "cpu", op.working)
     for threads in (2, 5):
         with cpu_threads(threads):
-            assert_same_bits(run(op, inputs, "cpu", op.working), expected)
+            results = run(op, inputs, "cpu", op.working)
+        if op.multiplies and threads_change_products():
+            assert_within_budgets(op, results, inputs)
+        else:
+            assert_same_bits(results, expected)
 
 
 @pytest.mark.parametrize("filler", [NAN, INF, -3e38], ids=str)

@@ -210,7 +210,8 @@ def described(rewrites: dict[str, Callable[[Inputs], Same]], *features: str, **o
     op = op_of(drawn(*features, **others))
     draw_again = functools.partial(drawn, *features, **others)
     is_any_order = op.supports is SUPPORTS
-    return dataclasses.replace(op, draw=draw_again, ignored=unread, rewrites=rewrites, adds_in_any_order=is_any_order)
+    changes: dict[str, Any] = {"rewrites": rewrites, "adds_in_any_order": is_any_order, "multiplies": True}
+    return dataclasses.replace(op, draw=draw_again, ignored=unread, **changes)
 
 
 TOKENS = {"permuted tokens": heads.permuted, "micro-batches": heads.in_micro_batches}

@@ -179,5 +179,6 @@ OPS = {
             "micro-batches": in_micro_batches,
         },
         adds_in_any_order=True,
+        multiplies=True,
     ),
 }

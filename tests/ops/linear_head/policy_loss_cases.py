@@ -368,7 +368,7 @@ def described(config: str, *features: str, lost: tuple[str, ...] = (), **options
     op, supports = Problem(draw(), CONFIGS[config]).op, {name: SUPPORTS[name] for name in names}
     rewrites = {name: change for name, change in ROWS.items() if name not in lost}
     return dataclasses.replace(
-        op, draw=draw, supports=supports, ignored=unread, rewrites=rewrites, adds_in_any_order=True
+        op, draw=draw, supports=supports, ignored=unread, rewrites=rewrites, adds_in_any_order=True, multiplies=True
     )
 
 
