@@ -30,7 +30,8 @@ def load(path: str | Path, overrides: list[str] | None = None, smoke: bool = Fal
         raise TypeError(f"load: path must be a YAML file or the name of a recipe, got {type(path).__name__} {path!r}")
     values = _read(_find(path))
     if smoke:
-        values = merge(values, _smoke_sizes(values))
+        sizes = _smoke_sizes(values)
+        values = merge(values, {name: sizes[name] for name in sizes if values.get(name, {}) is not None})
         # keeps the folder of the full run free
         values["output"] = f"{values.get('output', Recipe.model_fields['output'].default)}-smoke"
     for assignment in overrides or []:
@@ -70,9 +71,9 @@ def _smoke_sizes(values: dict[str, Any]) -> dict[str, Any]:
         "data": {"limit": 32},
         "evaluation": {"every": 1, "prompts": 6, "test_prompts": 6, "tracked": 2},
     }
-    if values.get("data", {}).get("task", "arithmetic") is not None:
+    if (values.get("data") or {}).get("task", "arithmetic") is not None:
         sizes["data"] = {"options": {"demonstrations": 96, "train": 32, "validation": 6, "test": 6}}
-    sizes["evaluation"]["samples"] = min(values.get("evaluation", {}).get("samples", 0), 4)
+    sizes["evaluation"]["samples"] = min((values.get("evaluation") or {}).get("samples", 0), 4)
     if values.get("sft") is not None:
         sizes["sft"] = {"steps": 4, "batch": 16, "micro_batch": 8}
     if values.get("rl") is not None:

@@ -293,6 +293,13 @@ def test_bundled_recipes_run(tmp_path: Path, name: str, capsys: pytest.CaptureFi
     assert lines(tmp_path / "run", "evaluations")[-1]["split"] == "test"
 
 
+@pytest.mark.parametrize("smoke", [False, True])
+def test_empty_sections_are_refused(tmp_path: Path, smoke: bool) -> None:
+    (tmp_path / "empty.yaml").write_text("data:\nevaluation:\n")
+    with pytest.raises(ValueError, match=r"^data: must be a mapping, .*\n  evaluation: must be a mapping, .* None$"):
+        load(tmp_path / "empty.yaml", smoke=smoke)
+
+
 @pytest.mark.parametrize("name", bundled())
 def test_bundled_recipes_are_valid(name: str) -> None:
     whole, smoke = load(name), load(name, smoke=True)

@@ -238,6 +238,8 @@ def test_a_fresh_run_removes_the_earlier_one_alone(tmp_path: Path) -> None:
     assert page.exists()
     (tmp_path / "checkpoints" / "rl-1").rename(tmp_path / "checkpoints" / "best-of-1")
     train(recipe, resume=True)
+    with pytest.raises(ValueError, match=r"^train: resume and fresh must not both be True"):
+        train(recipe, resume=True, fresh=True)
     (tmp_path / "mine.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"^data: rl has no usable line"):
         train(small.recipe(tmp_path, "sft=null", "model.max_prompt_length=1"), fresh=True)
