@@ -59,7 +59,7 @@ def train(
         Metrics of the final evaluation.
     """
     if resume and fresh:
-        raise ValueError("train: resume and fresh must not both be True, as fresh deletes the run that resume continues")
+        raise ValueError("train: resume and fresh must not both be True, as fresh deletes the run to resume")
     run = set_up(recipe, model, tokenizer, reference)
     backend = contextlib.nullcontext() if recipe.backend == "auto" else gk.use_backend(recipe.backend)
     with contextlib.closing(run), backend:
