@@ -124,9 +124,16 @@ class Policy(nn.Module):
         return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
     def forward(self, what: str, batch: Batch | None, **kwargs: Any) -> Any:
-        """Runs one of "next", "encoded", "logprobs", "values" and "loss"."""
+        """Runs one of the passes, all by `forward`, as FSDP gathers the weights for that call alone."""
+        passes: dict[str, Callable[..., Any]] = {
+            "next": self._next,
+            "encoded": self._encoded,
+            "logprobs": self._logprobs,
+            "values": self._values,
+            "loss": self._loss,
+        }
         with self.autocast():
-            return getattr(self, f"_{what}")(batch, **kwargs)
+            return passes[what](batch, **kwargs)
 
     def _next(self, _: None, **kwargs: Any) -> Any:
         """One step of sampling."""

@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What there is
+# Commands without arguments
 
 
 def test_without_arguments_each_command_says_what_there_is(

@@ -1,4 +1,4 @@
-"""What keeps a run from starting, ends it, or is said and counted while it goes on.
+"""Errors before the first step and during a run, and counts of everything that is left out.
 
 Faults they are there for: a failure that is not named, or changes a result without a word; a line, a response or a
 reward that is left out and not counted.

@@ -304,7 +304,7 @@ TEXTS = ("<think> a", "<think> b </think> the answer is 3", "<think> no end of a
 
 
 def prepared_by(recipe: Recipe) -> Any:
-    """What a run sets up: the model, its inputs, the engine's options, the embedded texts; or its error."""
+    """Everything a run sets up: the model, its inputs, the engine's options, the embedded texts; or its error."""
     try:
         run = set_up(recipe)
     except (ValueError, RuntimeError) as error:

@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What a run writes
+# Files of a run
 
 
 def test_metrics_of_steps_and_evaluations(run: Path) -> None:

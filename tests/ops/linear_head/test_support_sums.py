@@ -56,7 +56,7 @@ class Sums:
         self.by_pair[self.kept] = self.by_logits.double()
 
     def added(self, backend: str, *results: Tensor | None) -> list[Tensor | None]:
-        """What weight and bias become."""
+        """The tensors of weight and bias after the gradients are added to them."""
         self.by_logits[self.rows < 0] = NAN
         indices = self.token_ids, self.rows, self.order
         totals = [None if result is None else result.clone() for result in results]
