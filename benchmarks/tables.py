@@ -80,6 +80,8 @@ def timing_rows(result: Result) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for timing in result["timings"]:
+        if "is not implemented for this op" in timing.get("missing", ""):
+            continue
         case = f"| {timing['op']}, {timing['name']}, {timing['dtype']} | {timing['backend']} |"
         if "missing" in timing:
             lines.append(f"{case} {timing['missing']} | | | | | | | |")

@@ -184,12 +184,12 @@ def test_two_commits_take_turns(machine: Machine) -> None:
 
 
 def test_parts_and_seconds_are_listed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu_check.main(["--list", "--parts", "build", "step", "--seconds", "270"])
+    gpu_check.main(["--list", "--parts", "build", "step", "--seconds", "260"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines] == [
-        ["build", "build", "240"],
-        ["build", "triton", "240"],
-        ["step", "step", "30"],
+        ["build", "build", "180"],
+        ["build", "triton", "180"],
+        ["step", "step", "80"],
     ]
     assert list(machine.out.iterdir()) == []
 

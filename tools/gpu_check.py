@@ -4,10 +4,10 @@
 
 build      the libraries for this GPU, in place; beside it, Triton's kernels are compiled and checked with low priority
 tests      a small call of each op, values and gradients of every kernel's cases against float64, and tests/ops
+sanitizer  the CUDA kernels' cases under the tools of compute-sanitizer, beside the tests
 timings    every op on each backend, host and device, beside a copy of the same bytes
 commits    the timings of this checkout and of --against in turns, each in processes of its own
 peers      ratios to the installed peers
-sanitizer  the CUDA kernels' cases under the tools of compute-sanitizer
 trainer    the trainer's default recipe
 step       a whole GRPO step beside TRL's
 scaling    each op over decades of size
@@ -43,20 +43,20 @@ WORK = ROOT / "build" / "gpu_check"
 WHEELS = ROOT / ".wheels"
 # Seconds of the parts that run together.
 STAGES = (
-    (240, ("build",)),
-    (80, ("tests",)),
+    (180, ("build",)),
+    (130, ("tests", "sanitizer")),
     (70, ("timings",)),
     (120, ("commits",)),  # with --against
     (40, ("peers",)),
-    (50, ("sanitizer", "trainer")),
-    (30, ("step",)),
+    (45, ("trainer",)),
+    (80, ("step",)),
     (20, ("scaling",)),
 )
 PARTS = [part for _, parts in STAGES for part in parts]
 BENCHMARKS = {
     **dict.fromkeys(("timings", "commits"), ("timings", "--lines", "{}.lines")),
     "peers": ("run", "--rounds", "5", "--budget", "1000", "--lines", "{}.lines"),
-    "step": ("step", "--steps", "4"),
+    "step": ("step", "--steps", "2"),
     "scaling": ("scaling",),
 }
 TESTS = ("pytest>=9", "pytest-xdist>=3.5", "hypothesis", "numpy")

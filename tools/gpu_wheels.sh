@@ -8,7 +8,8 @@ version=${1:-3.12}
 packages=("${@:2}")
 [ ${#packages[@]} -gt 0 ] || packages=(setuptools cmake ninja packaging pytest pluggy iniconfig pytest-xdist execnet
   hypothesis sortedcontainers trl datasets dill multiprocess liger-kernel cut-cross-entropy fastcluster pytest-benchmark
-  py-cpuinfo rouge-score nltk vaderSentiment peft rich)
+  py-cpuinfo rouge-score nltk vaderSentiment peft rich pydantic pydantic-core annotated-types typing-inspection
+  typing-extensions)
 platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 for glibc in 39 35 34 31 28 27 24 17; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
 

@@ -84,6 +84,8 @@ def placed(op: Op, inputs: Inputs, dtype: torch.dtype, place: Callable[[Tensor],
     def moved(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(moved, value))
+        if isinstance(value, dict):
+            return {name: moved(part) for name, part in value.items()}
         if not isinstance(value, Tensor):
             return value
         return place(value.to(dtype) if value.dtype == torch.float64 else value)

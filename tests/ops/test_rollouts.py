@@ -162,6 +162,8 @@ def assert_must_agree(backend: str, name: str, order: list[int]) -> None:
     }
     if name == "rewards":
         wrong, right = wrong.float(), right.float()
+    given |= {key: value.to(device_of(backend)) for key, value in given.items() if key != "config"}
+    wrong, right = (values.to(device_of(backend)) for values in (wrong, right))
     gk.group_advantages(**given | {name: right}, backend=backend)
     rule = f"^group_advantages: {name} must be equal in all rows of a rollout, got .* in row .* after .* in rollout 7$"
     if torch.cuda.is_available():

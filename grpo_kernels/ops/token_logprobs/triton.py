@@ -21,7 +21,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 # Loads of 16 bytes per thread at a time; rows within bounds have few columns.
-_WARPS, _LOADS, _LOADS_BACKWARD = 8, 4, 2
+_WARPS, _LOADS, _LOADS_BACKWARD = 8, 2, 2
 _SHORT_WARPS, _SHORT_LOADS = 1, 2
 # Arguments of which no value or alignment is compiled in.
 _ROWS = ["logits_ptr", "targets_ptr", "temperatures_ptr", "bounds_ptr", "normalizer_ptr", "entropy_ptr"]

@@ -18,7 +18,7 @@ from torch import Tensor
 import grpo_kernels as gk
 from tests import emulation
 from tests.emulation import launches
-from tests.harness import cpu_threads, examples, needs_cpu_kernels
+from tests.harness import cpu_threads, device_of, examples, needs_cpu_kernels
 from tests.ops.group_advantages import cases
 from tests.ops.group_advantages.cases import F64, NAN, PRESETS, assert_like_reference, call
 from tests.ops.promises import Inputs
@@ -60,7 +60,7 @@ def test_any_settings(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", cases.BACKENDS)
 def test_half_rewards_are_computed_in_float32(backend: str, dtype: torch.dtype) -> None:
-    half = torch.randn(24).to(dtype)
+    half = torch.randn(24).to(device_of(backend), dtype)
     half[8:16] = 0.7
     got, want = (call({"rewards": rewards, "groups": 8}, backend) for rewards in (half, half.float()))
     for name, value in got.items():

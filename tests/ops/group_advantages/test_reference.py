@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
+from tests.harness import device_of
 from tests.ops.group_advantages import cases
 from tests.ops.group_advantages.cases import F64, INF, NAN, PRESETS, call
 
@@ -163,8 +164,8 @@ def test_an_infinite_reward_shows_in_its_group_alone(name: str) -> None:
 @pytest.mark.parametrize("backend", cases.BACKENDS)
 def test_a_batch_without_spread_gives_exact_zeros(backend: str, size: int, reward: float) -> None:
     for dtype in (torch.float32, F64):
-        inputs = {"rewards": torch.full((3 * size,), reward, dtype=dtype), "groups": size}
-        inputs |= {"lengths": torch.arange(1, 3 * size + 1)}
+        rewards = torch.full((3 * size,), reward, dtype=dtype, device=device_of(backend))
+        inputs = {"rewards": rewards, "groups": size, "lengths": torch.arange(1, 3 * size + 1, device=rewards.device)}
         for name in ("batch_std", "gdpo", "reinforce_plus_plus_baseline", "trl-rloo-normalized"):
             centers = ("mean", "none") if name == "batch_std" else (PRESETS[name].center,)
             for config in [gk.AdvantageConfig(name, center=center, singleton="raw") for center in centers]:

@@ -28,7 +28,7 @@ from tests.ops.linear_head.heads import (
     noise,
     with_changes,
 )
-from tests.ops.promises import Inputs, Op, Results, Same, run
+from tests.ops.promises import Inputs, Op, Results, Same, evaluated, placed, run
 
 # Configs whose gradient of a token depends on the token alone, on its row, on its segment or on the whole batch.
 CONFIGS: dict[str, gk.LossConfig] = {
@@ -69,10 +69,10 @@ class Problem(NamedTuple):
     def rounded(self, dtype: torch.dtype) -> Problem:
         return Problem(heads.rounded(self.inputs, dtype), self.config)
 
-    def defined(self) -> Results:
-        """The definition with its gradients."""
-        op = dataclasses.replace(self.op, call=lambda inputs, _: by_definition(inputs, self.config))
-        return run(op, self.inputs, "reference", F64)
+    def defined(self, offsets: Tensor | float = 0.0) -> Results:
+        """The definition with its gradients, on the host; the offsets are added to the log-probs."""
+        op = dataclasses.replace(self.op, call=lambda inputs, _: by_definition(inputs, self.config, offsets))
+        return evaluated(op, placed(op, self.inputs, F64, lambda value: value), None)
 
 
 def problem(config: str, *features: str, rows: int = 4, width: int = 7, columns: int = 31, **options: Any) -> Problem:
@@ -292,8 +292,7 @@ def inherited_errors(case: Problem, backend: str) -> dict[str, float]:
         return heads.distribution(inputs, read).gather(1, torch.where(read, inputs["targets"], 0).view(-1, 1))
 
     def moved(offsets: Tensor) -> Results:
-        op = dataclasses.replace(case.op, call=lambda inputs, _: by_definition(inputs, case.config, offsets[:, 0]))
-        results = run(op, case.inputs, "reference", F64)
+        results = case.defined(offsets[:, 0])
         return {name: results[name] for name in ("loss", *(f"d_{leaf}" for leaf in leaves))}
 
     error = logprob_error(backend, logprobs(F32), logprobs(F64), case.inputs.get("softcap", 0.0))

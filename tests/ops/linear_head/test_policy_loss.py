@@ -18,12 +18,13 @@ from torch import Tensor
 
 import grpo_kernels as gk
 from grpo_kernels import backends
-from tests.harness import assert_within_budget, examples, needs_cpu_kernels
+from tests.harness import assert_within_budget, device_of, examples, needs_cpu_kernels
 from tests.ops.linear_head import distillation_cases as distillation
 from tests.ops.linear_head import heads
 from tests.ops.linear_head import policy_loss_cases as cases
 from tests.ops.linear_head.heads import BACKENDS, BF16, EXACT, F32, F64, INF, KERNELS, assert_close
 from tests.ops.linear_head.policy_loss_cases import Problem, problem
+from tests.ops.promises import placed
 
 on_exact = pytest.mark.parametrize("backend", EXACT)
 on_kernels = pytest.mark.parametrize("backend", KERNELS)
@@ -114,7 +115,7 @@ def test_float32_without_the_cuda_kernel_of_the_loss(
 def test_a_reference_head_is_its_log_probs(backend: str, dtype: torch.dtype) -> None:
     """Both calls run the same kernels on the same chunks; only the products may add in another order."""
     case = problem("dapo", "ref_head", "scaled", rows=2, chunk_size=8).rounded(dtype)
-    own = heads.cast(case.inputs, dtype)
+    own = placed(case.op, case.inputs, dtype, lambda value: value.to(device_of(backend)))
     scaling = {"temperature": own["temperature"], "backend": backend}
     of_reference = gk.linear_logprobs(own["ref_hidden"], heads.head_of(own, "ref_"), own["targets"], **scaling).logprobs
     plain = {name: value for name, value in own.items() if not name.startswith("ref_")}
