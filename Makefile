@@ -12,7 +12,6 @@
 #   make results           measure the results of docs/results again; hours
 #   make bench             time the CPU against the installed peers and check every bar; a quarter of an hour
 #   make bench-quick       compare the steady ratios with benchmarks/baseline.json; a minute
-#   make bench-commits     time HEAD and the commit BASE alternately and fail if a call is slower; minutes and builds
 #   make wheel             build the wheel of mode GRPO_KERNELS_BUILD (auto, none, cpu, cuda) into dist/
 #   make dist              build the sdist and the wheels of every build mode into dist/, and check them
 #   make docs              build the documentation into site/
@@ -45,7 +44,7 @@ DIST := .venv-dist
 DOCS := .venv-docs
 
 .PHONY: train test test-all test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
-	bench-quick bench-commits wheel docs dist gpu-check size clean
+	bench-quick wheel docs dist gpu-check size clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer train arithmetic --fresh
@@ -103,21 +102,16 @@ results: $(VENV)/built
 	$(BIN)/python tools/experiments.py dialogue-encoder-decoder --seeds 0 1 2
 	$(BIN)/python tools/experiments.py reply-base reply-sft reply-sft-polychromic reply-sft-conservative reply \
 		reply-grpo-polychromic reply-polychromic --seeds 0 1 2 --folder runs/replies
-	$(BIN)/python -m benchmarks.trainer_step arithmetic --steps 5
-	$(BIN)/python -m benchmarks.trainer_step similarity_group --steps 5
 	$(BIN)/python -m benchmarks.step --steps 9
 
 bench: $(VENV)/built
 	mkdir -p .benchmarks
-	$(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-json=.benchmarks/bench.json
+	$(BIN)/python -m pytest benchmarks --save .benchmarks/bench.json
 
 # Ratios of one run on one thread hold on a shared machine. The best of three tries is compared: other load lowers a
 # ratio once, a slower kernel every time.
 bench-quick: $(VENV)/built
-	$(BIN)/python -m benchmarks.compare benchmarks/baseline.json --tries 3
-
-bench-commits: $(VENV)/built
-	$(BIN)/python -m benchmarks.commits $(or $(BASE),$(error BASE must name a commit: make bench-commits BASE=main))
+	$(BIN)/python -m pytest benchmarks --quick
 
 wheel: $(VENV)/packages
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps -w dist .

@@ -1,12 +1,180 @@
-"""Makes pytest-benchmark describe the machine as our results do, without the name of the host."""
+"""Options, the document of results, and the table at the end of `pytest benchmarks`."""
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+import pytest
+import torch
+
+from benchmarks import measure
+from benchmarks.case import Case, Sweep
+from benchmarks.cases import OPS
+
+Result = dict[str, Any]
+BASELINE = Path(__file__).parent / "baseline.json"
+KEPT, KEPT_ELSEWHERE = 0.7, 0.4  # share of a baseline's ratio that is enough, on its CPU and on another
+TRIES, PAIRS = 3, 5  # of a ratio that is compared with the baseline
+SUITE = pytest.StashKey["Suite"]()
 
 
-def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("benchmarks")
+    group.addoption("--op", choices=OPS, help="only the cases of this op")
+    group.addoption("--save", type=Path, help="the results as JSON, written after each; for tables and plots")
+    group.addoption("--quick", action="store_true", help="compare the steady ratios with benchmarks/baseline.json")
+    group.addoption("--new-baseline", action="store_true", help="with --quick: write the ratios as the baseline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--new-baseline") and not config.getoption("--quick"):
+        raise pytest.UsageError("--new-baseline must be given with --quick")
+    config.stash[SUITE] = Suite(config.getoption("--save"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the tests marked quick with --quick, and the others without."""
+    wanted = bool(config.getoption("--quick"))
+    other = [item for item in items if (item.get_closest_marker("quick") is not None) != wanted]
+    if op := config.getoption("--op"):
+        params = {item: getattr(item, "callspec").params for item in items}  # noqa: B009
+        other += [item for item in items if next(iter(params[item].values())).op != op]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if item not in other]
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: Result) -> None:
+    """Describes the machine as our results do, without the name of the host."""
     machine_info.clear()
-    machine_info.update(machine.describe())
+    machine_info.update(measure.machine())
+
+
+@pytest.fixture(scope="session")
+def suite(request: pytest.FixtureRequest) -> Suite:
+    return request.config.stash[SUITE]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    suite = config.stash[SUITE]
+    if config.getoption("--new-baseline"):
+        ratios = {name: round(ratio, 3) for name, ratio in suite.ratios().items()}
+        BASELINE.write_text(json.dumps({"cpu": measure.machine()["cpu"], "ratios": ratios}, indent=1) + "\n")
+    if lines := list(suite.lines()):
+        terminalreporter.section("ours and peers, measured alternately")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+class Suite:
+    """The results of a run, as plain numbers.
+
+    Args:
+        path: file that gets them after each; None for none.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.cases: dict[tuple[str, str], Result] = {}
+        self.sweeps: list[Result] = []
+        self._inputs: tuple[Case | None, list[Any]] = None, []
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return measure.usable_device()
+
+    @functools.cached_property
+    def limits(self) -> dict[str, float]:
+        return measure.ceiling(self.device)
+
+    def inputs(self, case: Case) -> list[Any]:
+        """Those of one case at a time."""
+        if self._inputs[0] is not case:
+            self._inputs = None, []
+            self._inputs = case, measure.sets_of(case, self.device)
+        return self._inputs[1]
+
+    def measure(self, case: Case, who: str) -> Result:
+        """Measures a row: "ours" or a provider, after ours; the bars that it decides are in "bars"."""
+        key, sets = (case.op, case.name), self.inputs(case)
+        if key not in self.cases:
+            facts = {"op": case.op, "name": case.name, "shape": case.shape, "dtype": case.dtype}
+            facts["floor"] = {"bytes": case.floor.bytes, "flops": case.floor.flops}
+            ours = measure.measure_ours(case, sets, self.device, self.limits)
+            self.cases[key] = facts | {"ours": ours, "providers": {}, "bars": []}
+        entry = self.cases[key]
+        row = entry["ours"]
+        if who != "ours":
+            row = entry["providers"][who] = measure.measure_provider(case, case.provider(who), sets, self.device)
+        own = [bar for bar in case.bars if (bar.of == who) or (who == "ours" and (not bar.of or bar.of in case.arrays))]
+        bars = [measure.judged(bar, case, entry, sets[0]) for bar in own]
+        entry["bars"] += bars
+        self.save()
+        return row | {"bars": bars}
+
+    def scale(self, sweep: Sweep) -> Result:
+        self.sweeps.append(measure.measure_sweep(sweep, self.device, self.limits))
+        self.save()
+        return self.sweeps[-1]
+
+    def compare_with_baseline(self, case: Case, who: str) -> tuple[float, float]:
+        """The best ratio of several tries, and the least that the baseline allows.
+
+        Other load lowers a ratio once, a slower kernel every time. On a busy machine two threads wait for each other,
+        so that one is used.
+        """
+        baseline = json.loads(BASELINE.read_text())
+        share = KEPT if baseline["cpu"] == measure.machine()["cpu"] else KEPT_ELSEWHERE
+        least = share * baseline["ratios"].get(f"{case.op}, {case.name}: {who}", 0.0)
+        key, best, threads = (case.op, case.name), 0.0, torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for _ in range(TRIES):
+                row = measure.measure_provider(case, case.provider(who), self.inputs(case), self.device, PAIRS)
+                best = max(best, row.get("ratio", 0.0))
+                if best >= least:
+                    break
+        finally:
+            torch.set_num_threads(threads)
+        self.cases.setdefault(key, {"ours": {}, "providers": {}})["providers"][who] = row | {"ratio": best}
+        return best, least
+
+    def document(self) -> Result:
+        result = {"machine": measure.machine(), "device": self.device.type, "ceiling": self.limits}
+        return result | {"cases": [*self.cases.values()], "sweeps": self.sweeps}
+
+    def save(self) -> None:
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.document(), indent=1) + "\n")
+
+    def ratios(self) -> dict[str, float]:
+        rows = ((key, name, row) for key, entry in self.cases.items() for name, row in entry["providers"].items())
+        return {f"{op}, {name}: {who}": row["ratio"] for (op, name), who, row in rows if "ratio" in row}
+
+    def lines(self) -> Iterator[str]:
+        """A line a row: the time, the ratio with its range, and for ours the speed and its share of the ceiling."""
+        for (op, name), entry in self.cases.items():
+            ours = entry["ours"]
+            yield f"{op}, {name}"
+            if ours:
+                yield f"  {'ours':34} {ours['us']:12.1f} us  {speed(entry)}, {ours['of_ceiling']:.0%} of the ceiling"
+            for who, row in entry["providers"].items():
+                told = row.get("missing") or row.get("refused")
+                if told is None:
+                    told = f"{row['us']:12.1f} us  {row['ratio']:.2f}x ours ({row['low']:.2f} .. {row['high']:.2f})"
+                yield f"  {who:34} {told}"
+            yield from (f"  {measure.verdict_of(bar)}" for bar in entry.get("bars", ()))
+        for sweep in self.sweeps:
+            yield f"{sweep['op']}, {sweep['name']}: time grows like n^{sweep['exponent']:.3f} in {sweep['unit']}"
+            yield from (f"  {measure.verdict_of(bar)}" for bar in sweep["bars"])
+
+
+def speed(entry: Result) -> str:
+    """Bytes or flops of the floor over our time, on a GPU that of its events with cold caches."""
+    us = entry["ours"].get("cold_us", entry["ours"]["us"])
+    if entry["floor"]["flops"]:
+        return f"{entry['floor']['flops'] / us / 1e6:.3g} Tflop/s"
+    return f"{entry['floor']['bytes'] / us / 1e3:.3g} GB/s"

@@ -1,21 +1,92 @@
-"""Times, ratios and memory of one case. A peer is timed only if its results match ours."""
+"""Times, ratios, memory and bars of cases, and the machine that they are measured on.
+
+A peer is timed only if its results match ours.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib.metadata
 import itertools
 import math
+import os
+import platform
+import shutil
 import statistics
-from collections.abc import Callable, Iterable
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu
+import grpo_kernels as gk
 from benchmarks.case import Bar, Call, Case, Provider, Sweep
-from benchmarks.memory import peak_memory
 from benchmarks.paired import least, paired, repeats_for, seconds
 
 Result = dict[str, Any]
+SETS = 4  # inputs in rotation on a GPU, so that no call finds its own in the cache
+FLUSHED = 256 * 2**20  # bytes written between cold calls, several times any second-level cache
+MOST_AHEAD = 0.2  # seconds, the longest sleep of the GPU while a call is queued
+PACKAGES = ("torch", "triton", "trl", "verl", "liger-kernel", "cut-cross-entropy", "scikit-learn", "fastcluster")
+
+# The machine
+
+
+def usable_device() -> torch.device:
+    """The GPU if there is one. Raises where no kernel runs, as the reference would be timed as ours."""
+    name = "cuda" if torch.cuda.is_available() else "cpu"
+    kernels = gk.available_kernels()
+    wanted = ("cuda", "triton") if name == "cuda" else ("cpu",)
+    if all(kernels[kernel] != "ok" for kernel in wanted):
+        reasons = "; ".join(f"{kernel}: {kernels[kernel]}" for kernel in wanted)
+        build = "pip install --no-build-isolation -e ."
+        raise RuntimeError(f"benchmarks: kernels must run on {name}, got {reasons}; build them in place: {build}")
+    return torch.device(name)
+
+
+def machine() -> Result:
+    """Facts about the machine, without names of hosts or users."""
+    facts: Result = {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "grpo_kernels": gk.__version__,
+        "kernels": gk.available_kernels(),
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+    }
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
+        facts["cuda"] = torch.version.cuda
+        facts["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    return facts
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _output(*command: str) -> str | None:
+    """Output of a command, or None if there is no such program, it fails or it prints nothing."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> dict[str, float]:
@@ -32,73 +103,116 @@ def ceiling(device: torch.device, copied: int = 64 * 2**20, side: int = 0) -> di
     return result
 
 
-def measure(
-    case: Case, device: torch.device, limits: dict[str, float], only: Iterable[str] | None = None, pairs: int = 0
+# Cases
+
+
+def sets_of(case: Case, device: torch.device) -> list[Any]:
+    torch.manual_seed(0)
+    return [case.inputs(device, seed) for seed in range(SETS if device.type == "cuda" else 1)]
+
+
+def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
+    turns = itertools.cycle(sets)
+    return lambda: call(next(turns))
+
+
+def measure_ours(case: Case, sets: list[Any], device: torch.device, limits: dict[str, float]) -> Result:
+    """Times of our call, the floor at the ceiling of the machine, and the peak memory in bytes."""
+    result = timing(in_turn(case.ours, sets), _target(case, device))
+    if device.type == "cuda":
+        timer = EventTimer(lambda: case.ours(sets[0]))
+        result |= {"warm_us": timer.warm(20), "cold_us": timer.cold(20), "is_gapless": timer.is_gapless}
+    floor = case.floor.seconds(limits, case.dtype) * 1e6
+    result |= {"floor_us": floor, "of_ceiling": floor / result.get("cold_us", result["us"])}
+    return result | memory_of(case, case.ours, sets[0], device)
+
+
+def measure_provider(
+    case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int = 0, one_thread: bool = False
 ) -> Result:
-    """Measures a case, as plain numbers for JSON.
+    """Alternating times of ours and a provider, or the reason why there are none.
 
     Args:
-        case: The case.
-        device: Where it runs.
-        limits: The measured ceiling.
-        only: Names of the providers to time, without memory and bars; None for all.
-        pairs: Pairs of times in place of the case's own number; 0 for that number.
+        case: the case.
+        provider: one of its providers.
+        sets: inputs of the case, in rotation.
+        device: where it runs.
+        pairs: pairs of times in place of the case's own number; 0 for that number.
+        one_thread: compare the shortest processor times on one thread, as for cases that ask for it.
     """
-    torch.manual_seed(0)
-    sets = [case.inputs(device, seed) for seed in range(gpu.SETS if device.type == "cuda" else 1)]
-    inputs = sets[0]
-    result: Result = {"op": case.op, "name": case.name, "shape": case.shape, "dtype": case.dtype}
-    result["floor"] = {"bytes": case.floor.bytes, "flops": case.floor.flops}
-    wanted = [provider for provider in case.providers if only is None or provider.name in only]
-    # all results are compared before anything is timed, so that an error shows early
-    judged = {provider.name: verdict(case, provider, device) for provider in wanted}
-    result["ours"] = timing(in_turn(case.ours, sets), target_of(case, device), 10 if only is None else 3)
-    floor = case.floor.seconds(limits, case.dtype) * 1e6 if limits else 0.0
-    result["ours"] |= {"floor_us": floor, "of_ceiling": floor / result["ours"]["us"]}
-    result["providers"] = {}
-    for provider in wanted:
-        name = provider.name
-        result["providers"][name] = judged[name] or or_error(lambda p=provider: compared(case, p, sets, device, pairs))
-    if device.type == "cuda":
-        result["gpu"] = or_error(lambda: {"warm_us": gpu.event_time(lambda: case.ours(inputs), 20)})
-    memory = {} if only is not None else memory_of(case, inputs, judged, device)
-    result["memory"] = memory
-    result["bars"] = [judge(bar, bar_value(bar, result, case, inputs)) for bar in case.bars if only is None]
+    if reason := verdict(case, provider, device):
+        return reason
+    ours = in_turn(provider.ours or case.ours, sets)
+    theirs = in_turn(provider.call, sets if provider.few is None else [provider.few(device, 0)])
+    if case.one_thread or one_thread:
+        ratio = least(ours, theirs, pairs or case.pairs)
+    else:
+        ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=_target(case, device))
+    share = provider.share
+    result: Result = {"us": ratio.theirs / share, "ours_us": ratio.ours, "ratio": ratio.ratio / share}
+    result |= {"low": ratio.low / share, "high": ratio.high / share, "agrees": provider.agrees}
+    if provider.agrees and provider.few is None:
+        result |= memory_of(case, provider.call, sets[0], device)
     return result
-
-
-def or_error(measurement: Callable[[], Result]) -> Result:
-    """Result of a measurement, or its error, which must not cost the rest of the case."""
-    try:
-        return measurement()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-
-
-def target_of(case: Case, device: torch.device) -> float:
-    """Seconds per side of a pair; a single launch is too short to time on a GPU."""
-    return case.target if device.type == "cpu" else max(case.target, 0.02)
 
 
 def verdict(case: Case, provider: Provider, device: torch.device) -> Result:
     """Reason why a provider is not timed, or {}."""
-    missing = provider.missing(device)
-    if missing:
+    if missing := provider.missing(device):
         return {"missing": missing}
     if not provider.agrees:
         return {}
     inputs = (case.checked or case.inputs)(device, 0)
     gold = (provider.ours or case.ours)(inputs)
+    got = provider.call(inputs)
+    try:
+        case.same(got, gold)
+    except AssertionError as error:
+        return {"refused": f"the results of {provider.name} differ from ours: {' '.join(str(error).split())}"}
+    return {}
 
-    def compare() -> Result:
-        got = provider.call(inputs)
-        try:
-            case.same(got, gold)
-        except AssertionError as error:
-            return {"refused": f"the results of {provider.name} differ from ours: {' '.join(str(error).split())}"}
-        return {}
 
-    return or_error(compare)
+def judged(bar: Bar, case: Case, entry: Result, inputs: Any) -> Result:
+    """The value of a bar, None if it could not be measured, and whether it is met.
+
+    Args:
+        bar: a bar of the case.
+        case: the case.
+        entry: what was measured: "ours", and "providers" by name.
+        inputs: of the case, for arrays that memory is compared with.
+    """
+    ours, provider = entry["ours"], entry["providers"].get(bar.of, {})
+    value: float | None
+    if bar.kind == "microseconds at most":
+        value = ours.get("warm_us", ours["best"])
+    elif bar.kind == "memory below":
+        whole = case.arrays[bar.of](inputs) if bar.of in case.arrays else provider.get("memory")
+        value = None if whole is None or "memory" not in ours else ours["memory"] / whole
+    else:
+        value = provider.get("ratio")
+        value = 1 / value if value is not None and bar.kind == "cost at most" else value
+    return _judged(bar, value)
+
+
+def _judged(bar: Bar, value: float | None) -> Result:
+    held = None if value is None else bar.held(value)
+    return {"kind": bar.kind, "of": bar.of, "limit": bar.limit, "value": value, "held": held, "text": str(bar)}
+
+
+def verdict_of(bar: Result) -> str:
+    if bar["value"] is None:
+        return f"bar not measured: {bar['text']}"
+    return f"bar {'met' if bar['held'] else 'NOT MET'}: {short(bar['value'])} {bar['text']}"
+
+
+def short(number: float) -> str:
+    """Four digits, so that a near miss does not look like the limit."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
+
+
+def _target(case: Case, device: torch.device) -> float:
+    """Seconds per side of a pair; a single launch is too short to time on a GPU."""
+    return case.target if device.type == "cpu" else max(case.target, 0.02)
 
 
 def timing(call: Callable[[], Any], target: float, samples: int = 10) -> Result:
@@ -107,73 +221,118 @@ def timing(call: Callable[[], Any], target: float, samples: int = 10) -> Result:
     if repeats == 1 and seconds(call, 1) > 0.5:
         samples = 3
     times = sorted(seconds(call, repeats) * 1e6 for _ in range(samples))
-    return {
-        "us": statistics.median(times),
-        "low": times[samples // 10],
-        "high": times[-1 - samples // 10],
-        "best": times[0],
-    }
+    low, high = times[samples // 10], times[-1 - samples // 10]
+    return {"us": statistics.median(times), "low": low, "high": high, "best": times[0]}
 
 
-def in_turn(call: Call, sets: list[Any]) -> Callable[[], Any]:
-    turns = itertools.cycle(sets)
-    return lambda: call(next(turns))
+# A GPU's events
 
 
-def compared(case: Case, provider: Provider, sets: list[Any], device: torch.device, pairs: int) -> Result:
-    ours = in_turn(provider.ours or case.ours, sets)
-    theirs = in_turn(provider.call, sets if provider.few is None else [provider.few(device, 0)])
-    if case.one_thread:
-        ratio = least(ours, theirs, pairs or case.pairs)
-    else:
-        ratio = paired(ours, theirs, pairs=pairs or case.pairs, target=target_of(case, device))
-    share = provider.share
-    return {
-        "us": ratio.theirs / share,
-        "ours_us": ratio.ours,
-        "ratio": ratio.ratio / share,
-        "low": ratio.low / share,
-        "high": ratio.high / share,
-        "agrees": provider.agrees,
-    }
+class EventTimer:
+    """Times a call by CUDA events, with the GPU asleep until the whole call is in its queue.
+
+    The sleep lasts as long as the host takes to queue the call, and is extended if the GPU wakes before the host is
+    done: a linear head queues dozens of kernels, and the gaps between them would be timed. A call that synchronises
+    cannot be queued ahead; `is_gapless` is then False.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.is_gapless = call, True
+        call()
+        self.ahead = min(2 * _host_seconds(call) + 100e-6, MOST_AHEAD)
+
+    def warm(self, rounds: int) -> float:
+        """Median in microseconds, with the caches as the call before left them."""
+        return statistics.median(self._sample() for _ in range(rounds))
+
+    def cold(self, rounds: int) -> float:
+        """Median in microseconds, after other memory was written."""
+        flushed, times = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda"), list[float]()
+        for _ in range(rounds):
+            flushed.fill_(1)
+            times.append(self._sample())
+        return statistics.median(times)
+
+    def _sample(self) -> float:
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(int(self.ahead * _cycles_per_second()))
+            begin.record()
+            self.call()
+            end.record()
+            was_asleep = not begin.query()
+            end.synchronize()
+            if was_asleep or not self.is_gapless:
+                return float(begin.elapsed_time(end)) * 1e3
+            self.is_gapless = self.ahead < MOST_AHEAD
+            self.ahead = min(2 * self.ahead, MOST_AHEAD)
 
 
-def memory_of(case: Case, inputs: Any, judged: dict[str, Result], device: torch.device) -> Result:
-    """Peak bytes beside inputs and results, of ours and of peers on the same inputs. All have run once before, so
-    one-time allocations do not count."""
-    calls = {"ours": case.ours}
-    calls |= {p.name: p.call for p in case.providers if p.agrees and p.few is None and judged.get(p.name) == {}}
-    result: Result = {}
-    for name, call in calls.items():
-        try:
-            result[name] = peak_memory(lambda call=call: call(inputs), device) - case.returned(inputs)
-        except NotImplementedError as error:
-            return {"missing": str(error)}
-    return result
+def _host_seconds(call: Callable[[], Any]) -> float:
+    """Seconds until the call returns, which may be before the GPU has ended."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    taken = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return taken
 
 
-def bar_value(bar: Bar, result: Result, case: Case, inputs: Any) -> float | None:
-    """Value of a bar, or None if it could not be measured."""
-    if bar.kind == "microseconds at most":
-        by_events: float | None = result.get("gpu", {}).get("warm_us")
-        return by_events if "gpu" in result else float(result["ours"]["best"])
-    if bar.kind == "memory below":
-        whole = case.arrays[bar.of](inputs) if bar.of in case.arrays else result["memory"].get(bar.of)
-        own = result["memory"].get("ours")
-        return None if whole is None or own is None else own / whole
-    ratio = result["providers"][bar.of].get("ratio")
-    if ratio is None:
+@functools.cache
+def _cycles_per_second() -> float:
+    """Cycles of torch.cuda._sleep in a second."""
+    cycles = 10_000_000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)  # the first call loads the kernel, and the clock rises
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (float(begin.elapsed_time(end)) * 1e-3)
+
+
+# Memory
+
+
+def memory_of(case: Case, call: Call, inputs: Any, device: torch.device) -> Result:
+    """Peak bytes of a call beside its inputs and results; nothing where it cannot be measured.
+
+    The call has run before, so that one-time allocations do not count.
+    """
+    peak = peak_memory(lambda: call(inputs), device)
+    return {} if peak is None else {"memory": peak - case.returned(inputs)}
+
+
+def peak_memory(call: Callable[[], Any], device: torch.device) -> int | None:
+    """Peak beyond the memory in use before: as torch counts it on a GPU, else of the process, on Linux alone."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
         return None
-    return 1 / ratio if bar.kind == "cost at most" else float(ratio)
+
+    def kilobytes(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # free memory of the allocator would hide that of the call
+    reset.write_text("5")
+    before = kilobytes("VmRSS:")
+    call()
+    return (kilobytes("VmHWM:") - before) * 1024
 
 
-def judge(bar: Bar, value: float | None) -> Result:
-    held = None if value is None else bar.held(value)
-    return {"kind": bar.kind, "of": bar.of, "limit": bar.limit, "value": value, "held": held, "text": str(bar)}
+# Scaling
 
 
-def scale(sweep: Sweep, device: torch.device, limits: dict[str, float]) -> Result:
-    points = []
+def measure_sweep(sweep: Sweep, device: torch.device, limits: dict[str, float]) -> Result:
+    """Times over the sizes, the power of the size that they grow with, and the bars."""
+    points: list[Result] = []
     for size in sweep.sizes:
         inputs = sweep.inputs(device, size)
         call = lambda inputs=inputs: sweep.ours(inputs)  # noqa: E731
@@ -183,15 +342,11 @@ def scale(sweep: Sweep, device: torch.device, limits: dict[str, float]) -> Resul
         floor = size * sweep.floor.seconds(limits, "float32")
         points.append({"size": size, "us": taken * 1e6, "floor_us": floor * 1e6})
     result: Result = {"op": sweep.op, "name": sweep.name, "unit": sweep.unit, "points": points}
-    result["fit_from"] = sweep.fit_from
-    result["exponent"] = exponent([(p["size"], p["us"]) for p in points if p["size"] >= sweep.fit_from])
-    first, last = next(p for p in points if p["size"] >= sweep.fit_from), points[-1]
-    values = {
-        "exponent below": result["exponent"],
-        "growth at most": (last["us"] / last["size"]) / (first["us"] / first["size"]),
-    }
-    result["bars"] = [judge(bar, values[bar.kind]) for bar in sweep.bars]
-    return result
+    fitted = [point for point in points if point["size"] >= sweep.fit_from]
+    growth = (points[-1]["us"] / points[-1]["size"]) / (fitted[0]["us"] / fitted[0]["size"])
+    result["exponent"] = exponent([(point["size"], point["us"]) for point in fitted])
+    values = {"exponent below": result["exponent"], "growth at most": growth}
+    return result | {"fit_from": sweep.fit_from, "bars": [_judged(bar, values[bar.kind]) for bar in sweep.bars]}
 
 
 def exponent(points: list[tuple[float, float]]) -> float:

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from benchmarks.run import short
+from benchmarks.measure import short
 
 THEMES = {
     "light": {"background": "#ffffff", "ink": "#1f2328", "faint": "#d1d9e0"},
@@ -28,6 +28,15 @@ COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8
 MARKERS = "osD^vP*X"
 WIDTH = 8.3  # inches; at 200 dots an inch, twice the 830 pixels, for high-density screens
 FAMILIES = ("trl", "verl", "torch")
+# What a trainer would use instead, for the README: op, case, provider, and the words for it
+SUMMARY = (
+    ("group_advantages", "groups of 8", "verl-grpo-vectorized", "group_advantages: verl's vectorised estimator"),
+    ("token_advantages", "gae", "verl", "token_advantages: verl's GAE"),
+    ("policy_loss", "clip and k3", "torch.compile", "policy_loss: torch.compile"),
+    ("policy_loss", "clip and k3", "trl", "policy_loss: TRL"),
+    ("linear_policy_loss", "N=2048 H=512 V=50304", "trl", "linear_policy_loss: TRL, from hidden states"),
+    ("similarity_groups", "K=16", "fastcluster", "similarity_groups: SciPy and fastcluster"),
+)
 Result = dict[str, Any]
 
 
@@ -48,9 +57,20 @@ def with_peers(results: list[Result]) -> list[Result]:
 
 
 def write_summary(results: list[Result], theme: str, path: Path) -> None:
-    """Draw the first case of each op, for the README."""
-    firsts = {case["op"]: case for case in reversed(with_peers(results))}
-    draw_ratios([case for _, case in sorted(firsts.items())], theme, path)
+    """Draw a bar for each row of SUMMARY, for the README: the peer's time divided by ours."""
+    cases = {(case["op"], case["name"]): case for case in with_peers(results)}
+    ratios = {words: cases[op, name]["providers"][who]["ratio"] for op, name, who, words in SUMMARY}
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.42 * len(ratios) + 0.7), layout="constrained")
+    axes.barh([*ratios], [ratio - 1 for ratio in ratios.values()], left=1, height=0.6, color=COLOURS[0])
+    axes.axvline(1, color=THEMES[theme]["ink"], linewidth=0.8)
+    for words, ratio in ratios.items():
+        axes.text(max(ratio, 1) * 1.06, words, f"{ratio:.3g}x", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(0.9 * min(1, *ratios.values()), 1.8 * max(ratios.values()))
+    axes.tick_params(labelsize=9)
+    axes.set_xlabel("time of the other, divided by that of grpo-kernels; the line is equal speed", fontsize=9)
+    finish(figure, theme, path)
 
 
 def write_ratios(results: list[Result], theme: str, path: Path) -> None:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks import machine
+from benchmarks import measure as measuring
 
 PHASES = ("generation", "rewards and advantages", "log-probs", "forward and backward", "optimizer", "rest")
 KL = 0.04
@@ -134,11 +134,11 @@ class Runner(Protocol):
 
 class Ours:
     def __init__(self, size: Size, folder: Path, device: str) -> None:
+        from grpo_trainer import checkpoint
         from grpo_trainer import train as training
         from grpo_trainer.recipe import Recipe
         from grpo_trainer.recipes import validated
-
-        from benchmarks.trainer_run import begin, take_step
+        from grpo_trainer.setup import set_up
 
         rl = {
             "steps": 10_000,
@@ -167,10 +167,12 @@ class Ours:
                 "logging": {"progress": False, "samples": 0},
             },
         )
-        self.run = begin(recipe)
+        self.run = set_up(recipe)
+        checkpoint.start_run(recipe)
+        training.prepare_rl(self.run, 0)
         if self.run.device.type != device:
             raise RuntimeError(f"step: the policy must be on {device}, got {self.run.device}")
-        self.take, self.number, self.tokens, self.clock = take_step, 0, 0, Clock(device)
+        self.number, self.tokens, self.clock = 0, 0, Clock(device)
         phases = {"generate": "generation", "model": "rest"}
         self.run.timed = lambda what: self.clock.phase(phases.get(what, "rewards and advantages"))
         self.clock.wrap(self.run, "roll_out", "generation", self._count)
@@ -182,8 +184,13 @@ class Ours:
         self.tokens += int(rollout.batch.mask.sum())
 
     def step(self) -> None:
+        from grpo_trainer import train as training
+
         self.number += 1
-        self.take(self.run, self.number)
+        torch.manual_seed(self.number)
+        data = self.run.items("train")
+        items = training.items_of_step(self.run.recipe, "rl", data, self.run.rl.rollout.prompts, self.number)
+        training.rl_step(self.run, items, self.number)
 
     def close(self) -> None:
         self.run.close()
@@ -376,7 +383,7 @@ def measure(size: Size, device: str, steps: int) -> dict[str, Any]:
         for who, steps_of in seconds.items()
     ]
     return {
-        "machine": machine.describe(),
+        "machine": measuring.machine(),
         "device": device,
         "model": dataclasses.asdict(size),
         "steps": steps - 1,

@@ -1,50 +1,78 @@
-"""Runs every case and sweep of `benchmarks/cases` and checks every bar: `make bench`.
+"""Times our ops and their peers: `pytest benchmarks -k policy_loss`.
 
-The table of pytest-benchmark holds only our calls, for a sweep at its largest size. The other measurements are in its
-JSON as extra_info, and on the screen with -s.
+A case is a group of rows: ours, and each provider. A provider's row fails if its results differ from ours, or if the
+ratio of the two, measured alternately, misses a bar. `--save FILE` writes what benchmarks.tables and benchmarks.plot
+read; pytest-benchmark's own options, such as --benchmark-compare, see the times of the rows.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import scaling
+from benchmarks import measure
 from benchmarks.case import Case, Sweep
 from benchmarks.cases import cases, sweeps
-from benchmarks.measure import ceiling, measure, scale
-from benchmarks.run import broken, default_device, show, verdict
+from benchmarks.conftest import Suite
+from benchmarks.paired import repeats_for, seconds
 
-DEVICE = torch.device(default_device())
-limits = functools.cache(ceiling)
-
-
-def name_of(case: Case | Sweep) -> str:
-    return f"{case.op}: {case.name}"
-
-
-@pytest.mark.parametrize("case", cases(device=DEVICE.type), ids=name_of)
-def test_case(benchmark: Any, case: Case) -> None:
-    result = measure(case, DEVICE, limits(DEVICE))
-    show(result)
-    benchmark.extra_info.update(result)
-    benchmark.pedantic(case.ours, (case.inputs(DEVICE, 0),), rounds=5, warmup_rounds=1)
-    assert not broken(result), broken(result)
-    assert_held(result)
+ROWS = [
+    pytest.param(case, who, id=f"{case.op}: {case.name}, {who}")
+    for case in cases(device="cuda" if torch.cuda.is_available() else "cpu")
+    for who in ("ours", *(provider.name for provider in case.providers))
+]
+ROUNDS, TARGET = 5, 0.02  # seconds of a round, but at least one call
 
 
-@pytest.mark.parametrize("sweep", sweeps(), ids=name_of)
-def test_sweep(benchmark: Any, sweep: Sweep) -> None:
-    result = scale(sweep, DEVICE, limits(DEVICE))
-    scaling.show(result)
-    benchmark.extra_info.update(result)
-    benchmark.pedantic(sweep.ours, (sweep.inputs(DEVICE, sweep.sizes[-1]),), rounds=5, warmup_rounds=1)
-    assert_held(result)
+@pytest.mark.parametrize(("case", "who"), ROWS)
+def test_case(benchmark: Any, suite: Suite, case: Case, who: str) -> None:
+    benchmark.group = f"{case.op}: {case.name}"
+    row = suite.measure(case, who)
+    if "missing" in row:
+        pytest.skip(row["missing"])
+    assert "refused" not in row, row["refused"]
+    benchmark.extra_info.update({name: value for name, value in row.items() if name != "bars"})
+    time(benchmark, suite, in_case(suite, case, who))
+    assert_met(row)
 
 
-def assert_held(result: dict[str, Any]) -> None:
-    missed = [verdict(bar) for bar in result["bars"] if bar["held"] is False]
+@pytest.mark.parametrize("sweep", sweeps(), ids=lambda sweep: f"{sweep.op}: {sweep.name}, scaling")
+def test_scaling(benchmark: Any, suite: Suite, sweep: Sweep) -> None:
+    """The time at the largest size; growth over all of them is judged by bars."""
+    benchmark.group = f"{sweep.op}: {sweep.name}, scaling"
+    result = suite.scale(sweep)
+    benchmark.extra_info["exponent"] = result["exponent"]
+    inputs = sweep.inputs(suite.device, sweep.sizes[-1])
+    time(benchmark, suite, lambda: sweep.ours(inputs))
+    assert_met(result)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("case", "who"), [row for row in ROWS if row.values[1] in row.values[0].quick])
+def test_a_steady_ratio_is_near_the_baseline(suite: Suite, case: Case, who: str) -> None:
+    ratio, least = suite.compare_with_baseline(case, who)
+    assert ratio >= least, f"{who} takes {ratio:.2f} times our time; the baseline allows {least:.2f}"
+
+
+def in_case(suite: Suite, case: Case, who: str) -> Callable[[], Any]:
+    """The call of a row; a provider that has smaller inputs is timed on these."""
+    if who == "ours":
+        return measure.in_turn(case.ours, suite.inputs(case))
+    provider = case.provider(who)
+    sets = suite.inputs(case) if provider.few is None else [provider.few(suite.device, 0)]
+    return measure.in_turn(provider.call, sets)
+
+
+def time(benchmark: Any, suite: Suite, call: Callable[[], Any]) -> None:
+    """Rounds of calls for pytest-benchmark's table; on a GPU each call waits for the device."""
+    wait = torch.cuda.synchronize if suite.device.type == "cuda" else (lambda: None)
+    iterations, rounds = repeats_for(call, TARGET), max(1, min(ROUNDS, int(1 / seconds(call, 1))))
+    benchmark.pedantic(lambda: (call(), wait()), rounds=rounds, iterations=iterations)
+
+
+def assert_met(result: dict[str, Any]) -> None:
+    missed = [measure.verdict_of(bar) for bar in result["bars"] if bar["held"] is False]
     assert not missed, missed

@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 
 from grpo_kernels import backends, registry
-from tests import interpreter, thinning
+from tests import harness, interpreter, thinning
 from tests.emulation import build
 
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
@@ -85,12 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Ends a worker whose GPU reports an error, as it would in every later test; xdist starts another one."""
     result = yield
-    if hasattr(item.config, "workerinput") and importlib.util.find_spec("benchmarks") is not None:
-        from benchmarks import gpu_lines  # which tests outside the checkout do not have
-
-        if error := gpu_lines.device_error():
-            print(f"{item.nodeid}: {error}", file=sys.__stderr__, flush=True)
-            os._exit(gpu_lines.START_AGAIN)
+    if hasattr(item.config, "workerinput") and (error := harness.device_error()):
+        print(f"{item.nodeid}: {error}", file=sys.__stderr__, flush=True)
+        os._exit(75)
     return result
 
 

@@ -45,6 +45,18 @@ def device_of(backend: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and backend != "cpu" else "cpu")
 
 
+def device_error() -> str:
+    """The sticky error of this process's GPU, or "". Synchronises."""
+    if not torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device="cuda").add_(1).item()
+    except Exception as error:  # torch.AcceleratorError and its predecessors
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ""
+
+
 def assert_raises(error: type[Exception], start: str, parts: Iterable[str], call: Callable[[], object]) -> None:
     """Checks that the call raises exactly this type, with a message that begins with `start` and contains each part."""
     with pytest.raises(error) as caught:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_lines, tables
+from benchmarks.cases import OPS
 from tests.emulation import build
 from tests.test_help import parser_of
 from tools import gpu_check
@@ -36,31 +36,23 @@ MACHINE = {
     "grpo_kernels": "0.1",
     "packages": {"torch": "2.11.0"},
 }
-TIMED = {
-    "op": "sum",
-    "name": "of ten",
-    "dtype": "float32",
-    "backend": "cuda",
-    "bytes": 4e6,
-    "flops": 0,
-    "floor_us": 1.0,
-    "host_us": 30.0,
-    "warm_us": 10.0,
-    "cold_us": 20.0,
-    "graph_us": 9.0,
-    "copy_us": 15.0,
-    "launches": 3,
-    "synchronisations": 1,
-    "is_gapless": True,
-}
-TIMINGS = {
+RESULT = {
     "machine": MACHINE,
     "device": "cuda",
     "ceiling": {"copy": 3e12},
-    "cases": [],
-    "timings": [TIMED, TIMED | {"backend": "triton", "missing": "it takes less"}],
+    "cases": [
+        {
+            "op": "sum",
+            "name": "of ten",
+            "dtype": "float32",
+            "floor": {"bytes": 4e6, "flops": 0},
+            "ours": {"warm_us": 10.0, "cold_us": 20.0, "is_gapless": True, "of_ceiling": 0.75},
+            "providers": {},
+            "bars": [],
+        }
+    ],
 }
-# $PLAN controls its behaviour: facts of the machine; modules that hang, fail or die once.
+# $PLAN controls its behaviour: facts of the machine; modules that hang or fail.
 PYTHON = """
 import json, os, pathlib, signal, subprocess, sys, time
 plan, out = json.loads(os.environ["PLAN"]), pathlib.Path(os.environ["OUT"])
@@ -71,17 +63,12 @@ if arguments[0] == "-c":
 module = arguments[1] if arguments[0] == "-m" else arguments[0]
 print("this is", module, os.environ.get("CMAKE_ARGS"), os.environ["PYTHONPATH"], os.getcwd())
 value = lambda name: next((b for a, b in zip(arguments, arguments[1:]) if a == name), None)
-if module == "pytest":
+if module == "pytest" and value("--save"):
+    module = "benchmarks"
+    pathlib.Path(value("--save")).write_text(json.dumps(plan["result"]))
+elif module == "pytest":
     line = {"item": "test_of", "state": plan.get("state", "passed"), "why": plan.get("why", "")}
     pathlib.Path(value("--results")).write_text(json.dumps(line) + "\\n")
-if module == "benchmarks.timings":
-    timings = plan["timings"]
-    if "other" in os.getcwd():
-        timings["timings"][0]["cold_us"] *= 2
-    pathlib.Path(value("--json")).write_text(json.dumps(timings))
-if module in plan.get("dies", []) and not (out / "died").exists():
-    (out / "died").touch()
-    os.kill(os.getpid(), signal.SIGSEGV)
 if module in plan.get("hang", []):
     child = subprocess.Popen(["sleep", "1000"])
     (out / "child").write_text(str(child.pid))
@@ -116,7 +103,7 @@ class Machine:
         self.prepare()
 
     def prepare(self, **plan: Any) -> None:
-        self.patch.setenv("PLAN", json.dumps({"machine": MACHINE, "timings": TIMINGS} | plan))
+        self.patch.setenv("PLAN", json.dumps({"machine": MACHINE, "result": RESULT} | plan))
 
     def run(self, *arguments: str, **plan: Any) -> tuple[int, dict[str, dict[str, Any]]]:
         """Runs the tool; returns its exit status and its steps by part and name."""
@@ -153,34 +140,20 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_all_parts(machine: Machine) -> None:
     status, steps = machine.run()
     assert status == 0 and {row["state"] for row in steps.values()} == {"ok"}
-    assert {row["part"] for row in steps.values()} == {*gpu_check.PARTS} - {"commits"}
+    assert {row["part"] for row in steps.values()} == {*gpu_check.PARTS}
     assert {f"sanitizer {tool}" for tool in ("memcheck", "racecheck", "synccheck", "initcheck")} < steps.keys()
     files, page = machine.archive(), machine.page()
     assert "-DGRPO_CUDA_ARCHITECTURES=90-real" in files["build_build.log"]
     assert "kernel_substring=grpo_kernels" in files["sanitizer_initcheck.log"]
     assert page.startswith("# GPU check: A GPU\n") and page == files["summary.md"] and "Tests: 1 passed" in page
-    assert "| sum, of ten, float32 | cuda | 30 us | 20 us | 10 us | 9 us | 4.0 | 75% | 3 | 1 |" in page
-    assert "it takes less" in page and "What failed" not in page
-    document = machine.folder / "performance.md"
-    document.write_text("<!-- measured on cuda -->\noutdated\n<!-- end of cuda -->\n")
-    tables.main([str(machine.out / "gpu_check.tar.gz"), "--into", str(document)])
-    assert "| cuda | 30 us | 20 us |" in document.read_text() and "outdated" not in document.read_text()
+    assert page.count("| `sum`, of ten, float32 | 20 us | 10 us | 200 GB/s | 75% |  |  |") == len(OPS)
+    assert "What failed" not in page
 
 
 def test_the_most_valuable_comes_first_and_nothing_runs_beside_timings(machine: Machine) -> None:
     order = list(dict.fromkeys(row["part"] for row in machine.run()[1].values()))
-    assert order.index("tests") < order.index("timings") < order.index("peers") < order.index("step")
-    assert all(len(parts) == 1 for _, parts in gpu_check.STAGES if {*parts} & gpu_check.BENCHMARKS.keys())
-
-
-def test_two_commits_take_turns(machine: Machine) -> None:
-    (machine.folder / "setup.py").touch()
-    with tarfile.open(machine.folder / "other.tar", "w") as archive:
-        archive.add(machine.folder / "setup.py", "setup.py")
-    status, steps = machine.run("--parts", "build", "commits", "--against", str(machine.folder / "other.tar"))
-    assert status == 0 and [name.split()[1] for name in steps][-4:] == ["head_1", "other_1", "other_2", "head_2"]
-    assert f"{machine.work / 'other'}\n" in machine.archive()["build_other.log"]
-    assert "| sum, of ten, float32 | cuda | 2.000 | 1.000 | 1.000 |" in machine.page()
+    assert order.index("tests") < order.index("benchmarks") < order.index("trainer") < order.index("step")
+    assert all(len(parts) == 1 for _, parts in gpu_check.STAGES if {*parts} & {"benchmarks", "step"})
 
 
 def test_parts_and_seconds_are_listed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,11 +176,13 @@ def test_the_tools_take_the_options_they_are_given(machine: Machine) -> None:
                 parser = parser_of(importlib.import_module(name).main, patch)
             parser.parse_args(options)
             checked.add(name)
-    assert checked == {"tools.kernel_cases", *(f"benchmarks.{name}" for name in ("timings", "run", "step", "scaling"))}
+    assert checked == {"tools.kernel_cases", "benchmarks.step"}
+    benchmarks = [step.command[-4:] for chain in chains("benchmarks") for step in chain]
+    assert [(op, value) for op, value, *_ in benchmarks] == [("--op", op) for op in OPS]
 
 
 def chains(part: str) -> list[list[gpu_check.Step]]:
-    return gpu_check.chains(part, MACHINE, Path("other.tar"))
+    return gpu_check.chains(part, MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -260,19 +235,13 @@ def test_results_of_an_earlier_run_do_not_count(machine: Machine) -> None:
     assert "1 failed" not in (machine.run("--parts", "build"), machine.page())[1]
 
 
-def test_a_benchmark_that_dies_is_restarted(machine: Machine) -> None:
-    status, steps = machine.run("--parts", "timings", dies=["benchmarks.timings"])
-    assert status == 0 and steps["timings timings"]["state"] == "ok"
-    assert machine.archive()["timings_timings.log"].count("this is benchmarks.timings") == 2
-
-
 def test_wheels_come_first(machine: Machine) -> None:
     (machine.folder / "wheels").mkdir()
     (machine.folder / "wheels" / "a-1-py3-none-any.whl").touch()
     machine.patch.setattr(sys, "path", [*sys.path])
-    machine.run("--parts", "scaling")
+    machine.run("--parts", "step")
     assert sys.path[0] == str(machine.work / "site")
-    assert sys.path[0] in machine.archive()["scaling_scaling.log"]
+    assert sys.path[0] in machine.archive()["step_step.log"]
 
 
 @pytest.mark.parametrize(("part", "module", "state"), [("build", "setup.py", "FAILED"), ("tests", "pytest", "stopped")])
@@ -298,7 +267,7 @@ def is_running(process: int) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL])
 def test_the_archive_survives_a_signal(machine: Machine, kind: signal.Signals) -> None:
-    machine.prepare(hang=["benchmarks.timings"])
+    machine.prepare(hang=["benchmarks"])
     code = "import sys; from pathlib import Path; from tools import gpu_check; gpu_check.WORK = Path(sys.argv.pop()); "
     code += "python, sys.executable = sys.executable, sys.argv.pop(); gpu_check.main()"
     command = [os.path.realpath("/proc/self/exe"), "-c", code, sys.executable, str(machine.work)]
@@ -310,7 +279,7 @@ def test_the_archive_survives_a_signal(machine: Machine, kind: signal.Signals) -
     steps = json.loads(machine.archive()["gpu_check.json"])["steps"]
     assert {row["part"] for row in steps} == {"build", "tests"} and "| build | build | ok |" in machine.page()
     if kind == signal.SIGTERM:
-        assert json.loads(machine.archive()["timings.json"]) == TIMINGS  # results of the interrupted step
+        assert json.loads(machine.archive()[f"{OPS[0]}.json"]) == RESULT  # results of the interrupted step
         assert not is_running(child)
     else:  # a killed process cannot stop its children
         os.killpg(os.getpgid(child), signal.SIGKILL)
@@ -318,7 +287,7 @@ def test_the_archive_survives_a_signal(machine: Machine, kind: signal.Signals) -
 
 TESTS = """
 import os, pytest, time
-from benchmarks import gpu_lines
+from tests import harness
 @pytest.mark.parametrize("backend", ["cpu", "cuda", "triton"])
 def test_backend(backend): pass
 @pytest.mark.gpu
@@ -329,7 +298,7 @@ def test_dies(): os._exit(134)
 def test_hangs(): time.sleep(1000)
 @pytest.mark.gpu
 def test_breaks_the_gpu():
-    gpu_lines.device_error = lambda: "an illegal memory access"
+    harness.device_error = lambda: "an illegal memory access"
 @pytest.mark.gpu
 def test_next(): pass
 """
@@ -346,7 +315,7 @@ def test_the_command_of_the_tests(tmp_path: Path) -> None:
     where = ["-c", str(build.ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(build.ROOT)}
     done = subprocess.run([*command, *where], cwd=build.ROOT, env=environment, capture_output=True, text=True)
-    results = gpu_lines.read(lines)
+    results = gpu_check.lines_of(lines)
     assert done.returncode == 1, done.stdout + done.stderr
     states = {(line["item"].partition("::")[2], line["state"]) for line in results}
     assert states == {

@@ -5,17 +5,14 @@
 build      the libraries for this GPU, in place; beside it, Triton's kernels are compiled and checked with low priority
 tests      a small call of each op, values and gradients of every kernel's cases against float64, and tests/ops
 sanitizer  the CUDA kernels' cases under the tools of compute-sanitizer, beside the tests
-timings    every op on each backend, host and device, beside a copy of the same bytes
-commits    the timings of this checkout and of --against in turns, each in processes of its own
-peers      ratios to the installed peers
+benchmarks times of every op and of the installed peers, and the bars, in a process for each op
 trainer    the trainer's default recipe
 step       a whole GRPO step beside TRL's
-scaling    each op over decades of size
 
---against takes an archive of another commit (git archive COMMIT > other.tar). Packages in .wheels, which
-tools/gpu_wheels.sh fills, are imported first; without its packages a part is refused or left out in the first second.
-Each line of STAGES has its share of the seconds and the time that earlier ones left, and is then stopped. Results are
-written line by line, and summary.md and gpu_check.tar.gz in $OUT (benchmarks/results/gpu) after every step.
+Packages in .wheels, which tools/gpu_wheels.sh fills, are imported first; without its packages a part is refused or left
+out in the first second. Each line of STAGES has its share of the seconds and the time that earlier ones left, and is
+then stopped. Results are written one by one, and summary.md and gpu_check.tar.gz in $OUT (benchmarks/results/gpu) after
+every step.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ import sys
 import tarfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,31 +43,22 @@ WHEELS = ROOT / ".wheels"
 STAGES = (
     (180, ("build",)),
     (130, ("tests", "sanitizer")),
-    (70, ("timings",)),
-    (120, ("commits",)),  # with --against
-    (40, ("peers",)),
+    (120, ("benchmarks",)),
     (45, ("trainer",)),
     (80, ("step",)),
-    (20, ("scaling",)),
 )
 PARTS = [part for _, parts in STAGES for part in parts]
-BENCHMARKS = {
-    **dict.fromkeys(("timings", "commits"), ("timings", "--lines", "{}.lines")),
-    "peers": ("run", "--rounds", "5", "--budget", "1000", "--lines", "{}.lines"),
-    "step": ("step", "--steps", "2"),
-    "scaling": ("scaling",),
-}
 TESTS = ("pytest>=9", "pytest-xdist>=3.5", "hypothesis", "numpy")
 NEEDS = {
     "build": ("torch>=2.11", "setuptools>=77", "cmake>=3.25", "ninja", *TESTS),
     "tests": TESTS,
+    "benchmarks": ("pytest-benchmark>=5", *TESTS),
     "sanitizer": ("compute-sanitizer",),
     "trainer": ("transformers>=5.5", "datasets>=4", "pydantic>=2.7", "scipy>=1.15", "matplotlib", "peft"),
     "step": ("datasets", "transformers>=5.5", "trl"),
 }
 REPORT = r"========= (?!COMPUTE-SANITIZER|(?:ERROR|RACECHECK) SUMMARY: 0 )[^\n]*"
-# Repeats a benchmark that a crash or an error of the GPU ended: it resumes after the lines it has written.
-RESUMED = 'for _ in 1 2 3 4 5 6 7 8 9; do "$@"; status=$?; [ $status -le 1 ] && break; done; exit $status'
+MOST_FAILURES = 40  # shown on the page
 
 
 class Step(NamedTuple):
@@ -106,11 +95,11 @@ def lacking(part: str) -> str:
     return " and ".join(wrong)
 
 
-def build(name: str, folder: Path, capability: str) -> Step:
+def build(capability: str) -> Step:
     flags = ["GRPO_KERNELS_BUILD=cuda", f"CMAKE_ARGS=-DGRPO_CUDA_ARCHITECTURES={capability}-real"]
     check = "import grpo_kernels as gk; k = gk.available_kernels(); print(k); assert k['cuda'] == k['cpu'] == 'ok'"
     command = f'"$0" setup.py build_ext --inplace && PYTHONPATH=.:$PYTHONPATH "$0" -c "{check}"'
-    return Step("build", name, ["env", "-C", str(folder), *flags, "bash", "-c", command, sys.executable], False)
+    return Step("build", "build", ["env", *flags, "bash", "-c", command, sys.executable], False)
 
 
 def tests(part: str, name: str, machine: dict[str, Any], *selection: str) -> Step:
@@ -123,27 +112,12 @@ def tests(part: str, name: str, machine: dict[str, Any], *selection: str) -> Ste
     return Step(part, name, command, fills_time=part == "tests")
 
 
-def benchmark(part: str, name: str, folder: Path = ROOT) -> Step:
-    path = f"{WORK}/results/{name}"
-    module, *options = (option.format(path) for option in BENCHMARKS[part])
-    command = [sys.executable, "-m", f"benchmarks.{module}", "--device", "cuda", *options, "--json", f"{path}.json"]
-    where = ["env", "-C", str(folder), f"PYTHONPATH={folder}:{folder}/python:{os.environ['PYTHONPATH']}"]
-    return Step(part, name, [*where, "bash", "-c", RESUMED, "resumed", *command])
-
-
-def chains(part: str, machine: dict[str, Any], against: Path | None) -> list[list[Step]]:
+def chains(part: str, machine: dict[str, Any]) -> list[list[Step]]:
     """Steps of a part: the chains run together, the steps of a chain one after the other."""
-    cases, other = "tests/test_kernel_cases.py", WORK / "other"
+    cases, results = "tests/test_kernel_cases.py", WORK / "results"
     if part == "build":
         capability = "".join(map(str, machine["capability"]))
-        others = [[build("other", other, capability)]] if against else []
-        return [[build("build", ROOT, capability)], *others, [tests(part, "triton", machine, "-k", "triton", cases)]]
-    if part == "commits":
-        turns = (("head_1", ROOT), ("other_1", other), ("other_2", other), ("head_2", ROOT))
-        return [[benchmark(part, *turn) for turn in turns]] if against else []
-    if part == "trainer":
-        recipe = ["-m", "grpo_trainer", "train", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
-        return [[Step(part, "recipe", [sys.executable, *recipe])]]
+        return [[build(capability)], [tests(part, "triton", machine, "-k", "triton", cases)]]
     if part == "sanitizer":
         # without torch's caching allocator, memory after a tensor is unallocated
         check = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "1"]
@@ -152,10 +126,52 @@ def chains(part: str, machine: dict[str, Any], against: Path | None) -> list[lis
         module = [sys.executable, "-m", "tools.kernel_cases"]
         pairs = (("memcheck", "synccheck"), ("racecheck", "initcheck"))
         return [[Step(part, tool, [*check, tool, *module]) for tool in pair] for pair in pairs]
-    if part in BENCHMARKS:
-        return [[benchmark(part, part)]]
+    if part == "benchmarks":
+        command = [sys.executable, "-m", "pytest", "benchmarks", "-q", "-p", "no:cacheprovider"]
+        ops = sorted(path.stem for path in (ROOT / "benchmarks" / "cases").glob("[a-z]*.py"))
+        return [[Step(part, op, [*command, "--op", op, "--save", str(results / f"{op}.json")]) for op in ops]]
+    if part == "trainer":
+        recipe = ["-m", "grpo_trainer", "train", "arithmetic", "--fresh", f"output={WORK / 'run'}"]
+        return [[Step(part, "recipe", [sys.executable, *recipe])]]
+    if part == "step":
+        command = ["-m", "benchmarks.step", "--device", "cuda", "--steps", "2", "--json", str(results / "step.json")]
+        return [[Step(part, "step", [sys.executable, *command])]]
     # the tests of peers and of process groups are on the CPU
     return [[tests(part, part, machine, cases, "tests/ops", "--ignore-glob=*peers*", "--ignore-glob=*sharded*")]]
+
+
+def summary(machine: dict[str, Any], rows: list[dict[str, Any]], results: Path) -> str:
+    """The page: the machine, the steps, the tests that failed, and the tables of the benchmarks."""
+    from benchmarks import tables  # imports torch
+
+    facts = ", ".join(f"{name} {value}" for name, value in machine.items())
+    steps = ["| part | step | state | seconds | |", "|---|---|---|---|---|"]
+    for row in rows:
+        state = f"**{row['state']}**" if row["state"] == "FAILED" else row["state"]
+        steps.append(f"| {row['part']} | {row['step']} | {state} | {row['seconds']:.1f} | {row['why']} |")
+    lines = [line for path in sorted(results.glob("*.jsonl")) for line in lines_of(path)]
+    states = {line["item"]: line for line in lines}
+    counts = Counter(line["state"] for line in states.values())
+    parts = [f"# GPU check: {machine['gpu']}", facts, "## Steps", "\n".join(steps)]
+    parts.append("Tests: " + ", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
+    failed = [f"- `{name}`: {line['why']}" for name, line in states.items() if line["state"] == "failed"]
+    parts += ["## What failed", "\n".join(failed[:MOST_FAILURES])] if failed else []
+    parts += [f"and {len(failed) - MOST_FAILURES} more"] if len(failed) > MOST_FAILURES else []
+    found = []
+    for path in sorted(results.glob("*.json")):
+        if path.stem not in ("gpu_check", "step"):
+            with contextlib.suppress(json.JSONDecodeError):  # cut off while it was written
+                found.append(json.loads(path.read_text()))
+    return "\n\n".join([*parts, tables.text(found)] if found else parts) + "\n"
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Lines of a file of results, without one that was cut off while it was written."""
+    lines = []
+    for text in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            lines.append(json.loads(text))
+    return lines
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -222,10 +238,8 @@ class Check:
 
     def write(self) -> None:
         """Writes summary.md and gpu_check.tar.gz, which is renamed once it is complete."""
-        from benchmarks import tables  # imports torch
-
         (self.results / "gpu_check.json").write_text(json.dumps({"machine": self.machine, "steps": self.rows}))
-        (self.results / "summary.md").write_text(tables.page(self.results))
+        (self.results / "summary.md").write_text(summary(self.machine, self.rows, self.results))
         shutil.copy(self.results / "summary.md", self.out)
         with tarfile.open(self.out / "partial", "w:gz") as archive:
             for path in sorted(self.results.iterdir()):
@@ -237,7 +251,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="parts to run; default: all")
     parser.add_argument("--seconds", type=float, default=530, help="time for all parts; default: %(default)s")
-    parser.add_argument("--against", type=Path, help="a tar archive of another commit to time beside this checkout")
     parser.add_argument("--list", action="store_true", help="print the commands, and run nothing")
     options = parser.parse_args(arguments)
     deadline, results = time.monotonic(), WORK / "results"
@@ -245,11 +258,11 @@ def main(arguments: list[str] | None = None) -> None:
     missing = {part: lacking(part) for part in options.parts}
     if refused := [f"{part} needs {what}" for part, what in missing.items() if what and part in ("build", "tests")]:
         raise SystemExit(f"gpu-check: {'; '.join(refused)} (tools/gpu_wheels.sh)")
-    code = "import json; from benchmarks import machine; print(json.dumps(machine.describe()))"
+    code = "import json; from benchmarks import measure; print(json.dumps(measure.machine()))"
     machine = json.loads(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT).splitlines()[-1])
     if "gpu" not in machine:
         raise SystemExit(f"gpu-check: needs an NVIDIA GPU, and torch {machine['packages']['torch']} sees none")
-    steps = {part: chains(part, machine, options.against) if part in options.parts else [] for part in PARTS}
+    steps = {part: chains(part, machine) if part in options.parts else [] for part in PARTS}
     plan = [(seconds, [chain for part in parts for chain in steps[part]]) for seconds, parts in STAGES]
     scale = options.seconds / sum(seconds for seconds, todo in plan if todo)
     if options.list:
@@ -258,10 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"{step.part:<11}{step.name:<11}{seconds * scale:4.0f} s  {' '.join(step.command)}")
         return
     if "build" in options.parts:
-        shutil.rmtree(WORK / "other", ignore_errors=True)
         shutil.rmtree(results, ignore_errors=True)  # results of another run would count
-        if options.against:
-            shutil.unpack_archive(options.against, WORK / "other", "tar", filter="data")
     out = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results" / "gpu").resolve()
     results.mkdir(parents=True, exist_ok=True)
     check = Check(machine, missing, results, out)

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import grpo_kernels as gk
-from benchmarks import gpu_lines
 from grpo_kernels import backends, registry
 from grpo_kernels.ops.policy_loss.registration import scaled_in_place
 from grpo_kernels.ops.similarity_groups import reference, registration
+from tests.harness import device_error
 from tools import row_cases, support_cases
 from tools.row_cases import WRONG_BOUNDS, Put, Results
 
@@ -404,7 +404,7 @@ def main() -> None:
     for name in options.cases or CASES:
         if CASES[name].backend in options.backend:
             print(f"{name} on {CASES[name].backend}: {check(name, device)} results", flush=True)
-    if error := gpu_lines.device_error():
+    if error := device_error():
         raise SystemExit(f"kernel_cases: {error}")
     print("all cases ran")
 
