@@ -39,12 +39,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the tests marked quick with --quick, and the others without."""
     wanted = bool(config.getoption("--quick"))
-    other = [item for item in items if (item.get_closest_marker("quick") is not None) != wanted]
-    if op := config.getoption("--op"):
-        params = {item: getattr(item, "callspec").params for item in items}  # noqa: B009
-        other += [item for item in items if next(iter(params[item].values())).op != op]
-    config.hook.pytest_deselected(items=other)
-    items[:] = [item for item in items if item not in other]
+    op = config.getoption("--op")
+    kept, others = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        one = item.callspec.params.get("case", item.callspec.params.get("sweep"))
+        is_kept = (item.get_closest_marker("quick") is not None) == wanted and (op is None or one.op == op)
+        (kept if is_kept else others).append(item)
+    config.hook.pytest_deselected(items=others)
+    items[:] = kept
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: Result) -> None:

@@ -31,7 +31,6 @@ FAMILIES = ("trl", "verl", "torch")
 # What a trainer would use instead, for the README: op, case, provider, and the words for it
 SUMMARY = (
     ("group_advantages", "groups of 8", "verl-grpo-vectorized", "group_advantages: verl's vectorised estimator"),
-    ("token_advantages", "gae", "verl", "token_advantages: verl's GAE"),
     ("policy_loss", "clip and k3", "torch.compile", "policy_loss: torch.compile"),
     ("policy_loss", "clip and k3", "trl", "policy_loss: TRL"),
     ("linear_policy_loss", "N=2048 H=512 V=50304", "trl", "linear_policy_loss: TRL, from hidden states"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -371,7 +372,9 @@ def test_a_group_has_ours_and_every_peer() -> None:
 
 def pytest_benchmarks(*options: str) -> str:
     command = [sys.executable, "-m", "pytest", "benchmarks", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    # with the name of a worker of xdist in its environment, pytest-benchmark shows nothing
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
 
 
 def test_pytest_benchmarks(tmp_path: Path) -> None:
