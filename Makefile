@@ -3,9 +3,9 @@
 #   make test              run a selection of the tests on the CPU, about ten minutes
 #   make test-all          run all tests on the CPU, hours
 #   make lint              run ruff, mypy and clang-format
+#   make test-ops          test the CPU kernels alone, without the peers, into PYTHON's own packages
 #   make test-floor        test wheels of every build mode and every Triton kernel with the oldest torch and Triton
 #   make test-floor-quick  run the part of it that CI runs
-#   make test-arm64        cross-compile the CPU kernels for arm64, test them under an emulator, and link them for macOS
 #   make test-engine       test the trainer, TRL and verl with vLLM on the CPU; twenty minutes
 #   make soak              kill runs, break their surroundings, fuzz the ops, look for leaks; an hour and a half
 #   make nightly           run everything slower than .ci/run: test-all, floor, engine, soak, benchmarks, results
@@ -16,7 +16,6 @@
 #   make dist              build the sdist and the wheels of every build mode into dist/, and check them
 #   make docs              build the documentation into site/
 #   make gpu-check         with an NVIDIA GPU: build, test, time, sanitize; nine minutes, without a network
-#   make size              count lines per folder
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,8 +42,8 @@ ENGINE_PIP_FLAGS ?=
 DIST := .venv-dist
 DOCS := .venv-docs
 
-.PHONY: train test test-all test-floor test-floor-quick test-arm64 test-engine soak nightly lint format results bench \
-	bench-quick wheel docs dist gpu-check size clean
+.PHONY: train test test-all test-ops test-floor test-floor-quick test-engine soak nightly lint format results bench \
+	bench-quick wheel docs dist gpu-check clean
 
 train: $(VENV)/built
 	$(BIN)/python -m grpo_trainer train arithmetic --fresh
@@ -57,6 +56,11 @@ test: $(VENV)/built
 test-all: $(VENV)/built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --all tests
 
+test-ops:
+	$(PYTHON) -m pip install -c tools/constraints.txt torch setuptools wheel cmake ninja numpy pytest hypothesis
+	GRPO_KERNELS_BUILD=cpu $(PYTHON) -m pip install --no-build-isolation --no-deps -e .
+	$(PYTHON) -m pytest tests/ops -k "cpu and not compile and not opcheck"
+
 # Register budgets hold for the pinned Triton; with an older one spills are reported but allowed.
 test-floor: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills
@@ -65,9 +69,6 @@ test-floor: $(VENV)/built $(FLOOR)/packages
 test-floor-quick: $(VENV)/built $(FLOOR)/packages
 	$(FLOOR_BIN)/python tools/aot_compile.py --allow-spills --target sm_90
 	bash tools/check_wheels.sh quick
-
-test-arm64: $(VENV)/built
-	bash tools/check_arm64.sh
 
 # The extension is that of .venv, which has the same Python and torch.
 test-engine: $(VENV)/built $(ENGINE)/packages
@@ -78,8 +79,13 @@ PARTS ?=
 soak: $(VENV)/built
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.soak $(if $(PARTS),--parts $(PARTS))
 
+# A part that fails stops no other; a table comes last.
+NIGHTLY := test-all test-floor test-engine soak bench results
 nightly: $(VENV)/built
-	$(BIN)/python tools/nightly.py $(if $(PARTS),--parts $(PARTS))
+	@table=; for part in $(or $(PARTS),$(NIGHTLY)); do \
+	  began=$$(date +%s); state=ok; $(MAKE) $$part PARTS= || state=failed; \
+	  table="$$table$$(printf '%-12s %-6s %6d s' $$part $$state $$(($$(date +%s) - began)))\n"; \
+	done; printf "\n$$table"; case "$$table" in *" failed "*) exit 1;; esac
 
 lint: $(VENV)/built
 	$(BIN)/ruff check .
@@ -127,9 +133,6 @@ dist: $(DIST)/packages
 
 gpu-check:
 	$(PYTHON) -m tools.gpu_check
-
-size:
-	@$(PYTHON) tools/size.py
 
 clean:
 	rm -rf $(VENV) $(FLOOR) $(ENGINE) $(DIST) $(DOCS) build dist site *.egg-info grpo_kernels/*.so

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.ptx import contractions, widest_load
+from tools.aot_compile import contractions, widest_load
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*/*.cu"))

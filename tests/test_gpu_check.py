@@ -171,12 +171,12 @@ def test_the_tools_take_the_options_they_are_given(machine: Machine) -> None:
     checked = set()
     for command in (step.command for part in gpu_check.PARTS for chain in chains(part) for step in chain):
         name, *options = command[command.index("-m") + 1 :] if "-m" in command else [""]
-        if name.startswith(("tools.", "benchmarks.")):
+        if name.startswith(("tests.", "benchmarks.")):
             with machine.patch.context() as patch:
                 parser = parser_of(importlib.import_module(name).main, patch)
             parser.parse_args(options)
             checked.add(name)
-    assert checked == {"tools.kernel_cases", "benchmarks.step"}
+    assert checked == {"tests.kernel_cases", "benchmarks.step"}
     benchmarks = [step.command[-4:] for chain in chains("benchmarks") for step in chain]
     assert [(op, value) for op, value, *_ in benchmarks] == [("--op", op) for op in OPS]
 

@@ -1,4 +1,4 @@
-"""tools/kernel_cases.py on a GPU, or on kernels compiled for the host: every op and every kernel has a case, and every
+"""tests/kernel_cases.py on a GPU, or on kernels compiled for the host: every op and every kernel has a case, and every
 result is correct. `make gpu-check` runs the tests marked gpu first, in this order."""
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from grpo_kernels import registry
-from tests import emulation
+from tests import emulation, kernel_cases
 from tests.emulation import build
 from tests.harness import quick
-from tools import kernel_cases
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()

@@ -1,48 +1,34 @@
-"""The nightly run continues after a failure, reports every part, and fails if any part failed."""
+"""`make nightly` continues after a failure, ends with a table of all parts, and fails if one failed."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
-from tools import nightly
+ROOT = Path(__file__).parent.parent
+PARTS = """
+good: ; @echo of the first part, with parts $(PARTS)
+bad: ; @exit 3
+last: ; @sleep 1.1
+"""
 
 
-def table(text: str) -> dict[str, str]:
-    lines = text.partition("part ")[2].splitlines()[1:]
-    return {line.split()[0]: line.split(maxsplit=1)[1].rpartition(" ")[0].strip() for line in lines}
-
-
-def test_a_failure_stops_nothing_and_shows(capfd: pytest.CaptureFixture[str]) -> None:
-    parts = {"good": "echo of the first part", "bad": "exit 3", "missing": "/does/not/exist", "last": "sleep 1.1"}
-    assert nightly.nightly(parts) == 1
-    output = capfd.readouterr().out
-    assert "of the first part" in output
-    assert table(output) == {"good": "ok", "bad": "failed (3)", "missing": "failed (127)", "last": "ok"}
-    assert output.splitlines()[-1].split()[-1] == "1"  # seconds
-
-
-def test_all_good_is_a_success(capfd: pytest.CaptureFixture[str]) -> None:
-    assert nightly.nightly({"one": "true", "two": "true"}) == 0
-    assert table(capfd.readouterr().out) == {"one": "ok", "two": "ok"}
-
-
-def test_an_interrupted_run_reports_what_ran(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run_part(command: str) -> tuple[str, float]:
-        if command == "second":
-            raise KeyboardInterrupt
-        return "ok", 2.0
-
-    monkeypatch.setattr(nightly, "run_part", run_part)
-    with pytest.raises(KeyboardInterrupt):
-        nightly.nightly({"one": "first", "two": "second", "three": "third"})
-    assert table(capfd.readouterr().out) == {"one": "ok", "two": "not run", "three": "not run"}
-
-
-def test_parts_run_in_order_and_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert nightly.main(["--list"]) == 0
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == list(nightly.PARTS)
-    assert {"test-floor", "test-engine", "test-all", "results"} <= set(nightly.PARTS)
-    assert nightly.main(["--list", "--parts", "results", "test-floor"]) == 0
-    assert capsys.readouterr().out == "test-floor: make test-floor\nresults: make results\n"
+@pytest.mark.parametrize(("parts", "is_good"), [("good bad missing last", False), ("good last", True)])
+def test_every_part_runs_and_is_in_the_table(tmp_path: Path, parts: str, is_good: bool) -> None:
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    for name in ("packages", "built"):  # done, and so not made
+        (venv / name).touch()
+    (tmp_path / "parts.mk").write_text(PARTS)
+    command = ["make", "--no-print-directory", f"VENV={venv}", "SOURCES=", "nightly", f"PARTS={parts}"]
+    environment = os.environ | {"MAKEFILES": str(tmp_path / "parts.mk")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == is_good, done.stderr
+    assert "of the first part, with parts \n" in done.stdout
+    table = [line.split() for line in done.stdout.rpartition("\n\n")[2].splitlines()]
+    assert [row[0] for row in table] == parts.split()
+    assert [row[1] for row in table] == ["ok" if part in ("good", "last") else "failed" for part in parts.split()]
+    assert int(table[-1][2]) >= 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import grpo_kernels as gk
-from tools import published, variants
+from tools import variants
 
 README = Path(__file__).parent.parent / "README.md"
 pytestmark = pytest.mark.skipif(not README.exists(), reason="tests are run from outside the checkout")
@@ -73,10 +73,10 @@ def test_an_outdated_table_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    [*published.LOSSES, *published.COMPOSED, *published.CORRECTIONS, *published.ADVANTAGES],
+    [*variants.LOSSES, *variants.COMPOSED, *variants.CORRECTIONS, *variants.ADVANTAGES],
     ids=lambda v: v.name,
 )
-def test_every_published_variant_has_a_setting_and_a_test(variant: published.Variant) -> None:
+def test_every_published_variant_has_a_setting_and_a_test(variant: variants.Variant) -> None:
     shape = (4, 6)
     logprobs, old, advantages, mask = -torch.rand(shape), -torch.rand(shape), torch.rand(4), torch.ones(shape).bool()
     scope = {

@@ -16,7 +16,7 @@ from tests.emulation import build
 CASES = """
 import ctypes, sys, torch, grpo_kernels as gk
 from grpo_kernels import registry
-from tools import kernel_cases
+from tests import kernel_cases
 torch.ops.load_library(sys.argv[1])
 registry.enable_emulated_cuda()
 if len(sys.argv) > 2:  # an op whose order points outside its rows

@@ -9,8 +9,8 @@ import numpy
 import pytest
 import torch
 
+from tests import kernel_cases
 from tests.harness import quick
-from tools import kernel_cases
 
 WATCHED = ("outside_token_advantages", "outside_logprobs", "logprobs", "outside_kept")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")

@@ -123,7 +123,7 @@ def chains(part: str, machine: dict[str, Any]) -> list[list[Step]]:
         check = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "1"]
         # torch's kernels have hazards of their own; without what they write, reports of initcheck are to be read
         check += ["--kernel-name", "kernel_substring=grpo_kernels", "--tool"]
-        module = [sys.executable, "-m", "tools.kernel_cases"]
+        module = [sys.executable, "-m", "tests.kernel_cases"]
         pairs = (("memcheck", "synccheck"), ("racecheck", "initcheck"))
         return [[Step(part, tool, [*check, tool, *module]) for tool in pair] for pair in pairs]
     if part == "benchmarks":

@@ -9,12 +9,12 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from grpo_kernels import AdvantageConfig, LossConfig
 from grpo_kernels.ops.policy_loss import config as loss
 from grpo_kernels.ops.policy_loss.trl_fields import TRL_LOSS_TYPES
 from grpo_kernels.ops.policy_loss.verl_fields import VERL_LOSSES, VERL_REFUSED
-from tools import published as known
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARKS = ("<!-- variants, written by tools/variants.py -->", "<!-- end of variants -->")
@@ -30,6 +30,254 @@ REQUIRED = {"dro": {"dro_beta": 1.0}}
 HIDDEN = {"modes", "coefficients", "weight_list", "estimator", "loss", "ratio", "aggregation"}
 
 Fields = dict[str, object]
+
+
+# Published variants, each with its setting here, its source and its test
+
+
+class Variant(NamedTuple):
+    name: str
+    setting: str  # an expression of `gk` and the names of arguments
+    source: str
+    test: str  # below tests, with its function
+
+
+LOSSES = (
+    Variant(
+        "IPO",
+        "gk.LossConfig(loss='ipo', clip_low=0.3, clip_high=0.3)",
+        "prime-rl#3418, #3526",
+        "variants/test_losses.py::test_loss_gradient_and_clipped_tokens",
+    ),
+    Variant(
+        "IcePop",
+        "gk.LossConfig(loss='icepop', clip_low=0.8, clip_high=4.0)",
+        "prime-rl#3418, #3526",
+        "variants/test_losses.py::test_loss_gradient_and_clipped_tokens",
+    ),
+    Variant(
+        "TOPR",
+        "gk.LossConfig(loss='topr')",
+        "arXiv 2503.14286, Trinity-RFT, ROLL",
+        "variants/test_losses.py::test_loss_gradient_and_clipped_tokens",
+    ),
+    Variant(
+        "on-policy distillation",
+        "gk.policy_loss(logprobs, old_logprobs, teacher_logprobs - old_logprobs, config=gk.LossConfig('reinforce'))",
+        "NeMo-RL, ROLL",
+        "variants/test_mixtures.py::test_on_policy_distillation",
+    ),
+    Variant(
+        "ROLL's `tis`",
+        "gk.LossConfig('cispo', clip_low=1.0, clip_high=0.0)",
+        "ROLL",
+        "ops/policy_loss/test_which_loss.py::test_row_is_the_systems_loss",
+    ),
+    Variant(
+        "ROLL's `kimi15`",
+        "gk.LossConfig('dro', dro_beta=0.1)",
+        "arXiv 2501.12599, ROLL",
+        "ops/policy_loss/test_which_loss.py::test_row_is_the_systems_loss",
+    ),
+    Variant(
+        "cosmos-rl's `aipo_rho`",
+        "gk.LossConfig(clip_low=None, clip_high=1.0, delta=2.0)",
+        "arXiv 2505.24034, cosmos-rl",
+        "ops/policy_loss/test_which_loss.py::test_row_is_the_systems_loss",
+    ),
+)
+COMPOSED = (
+    Variant(
+        "Clip-Cov",
+        "gk.variants.clip_cov_weights(logprobs, old_logprobs, advantages)",
+        "arXiv 2505.22617, verl, SkyRL",
+        "variants/test_tokens.py::test_clip_cov_drops_tokens_within_the_bounds",
+    ),
+    Variant(
+        "KL-Cov",
+        "gk.variants.kl_cov_penalty(logprobs, old_logprobs, advantages, gk.token_shares(mask))",
+        "arXiv 2505.22617, verl, SkyRL",
+        "variants/test_tokens.py::test_kl_cov_takes_the_highest_covariances",
+    ),
+    Variant(
+        "OPSM",
+        "gk.variants.off_policy_mask(logprobs, sampling_logprobs, advantages, threshold=0.1)",
+        "DeepSeek-V3.2, TRL, cosmos-rl",
+        "variants/test_tokens.py::test_off_policy_rows_of_negative_advantage_are_dropped",
+    ),
+    Variant(
+        "tokens of high entropy",
+        "gk.variants.high_entropy_mask(entropy, mask, 0.2)",
+        "arXiv 2506.01939, TRL",
+        "variants/test_tokens.py::test_high_entropies_are_those_of_a_quantile",
+    ),
+    Variant(
+        "FIPO",
+        "gk.variants.future_kl_weights(logprobs, old_logprobs, advantages, cap=10.0)",
+        "arXiv 2603.19835, ms-swift",
+        "variants/test_tokens.py::test_future_kl_weights_are_the_published_ones",
+    ),
+    Variant(
+        "GVPO",
+        "gk.variants.gvpo_loss(logprobs, old_logprobs, rewards, groups)",
+        "arXiv 2504.19599 and its verl recipe",
+        "variants/test_rows.py::test_published_formula",
+    ),
+    Variant(
+        "REAL",
+        "gk.variants.real_loss(logprobs, old_logprobs, rewards, groups)",
+        "arXiv 2602.05630, ms-swift",
+        "variants/test_rows.py::test_published_formula",
+    ),
+    Variant(
+        "FlowRL",
+        "gk.variants.flowrl_loss(logprobs, old_logprobs, ref_logprobs, rewards, log_z, clip_high=0.28)",
+        "arXiv 2509.15207 and its verl recipe",
+        "variants/test_rows.py::test_published_formula",
+    ),
+    Variant(
+        "ratio level `average`",
+        "gk.variants.average_logprobs(logprobs, old_logprobs)",
+        "OpenPipe ART",
+        "variants/test_tokens.py::test_ratio_levels_of_art",
+    ),
+    Variant(
+        "ratio level `geometric_average`",
+        "gk.variants.geometric_average_logprobs(logprobs, old_logprobs)",
+        "OpenPipe ART",
+        "variants/test_tokens.py::test_ratio_levels_of_art",
+    ),
+    Variant(
+        "positive-example NLL",
+        "loss - 0.1 * logprobs[rewarded].mean()",
+        "VAPO (arXiv 2504.05118), cosmos-rl, NeMo-RL",
+        "variants/test_mixtures.py::test_cross_entropy_of_positive_examples",
+    ),
+    Variant(
+        "policy gradient and cross-entropy with counts of their own",
+        "loss - logprobs[imitated].mean()",
+        "prime-rl",
+        "variants/test_mixtures.py::test_components_with_counts_of_their_own",
+    ),
+    Variant(
+        "CHORD",
+        "(1 - mu) * loss - mu * (probs * (1 - probs) * logprobs)[expert].mean()",
+        "arXiv 2508.11408, Trinity-RFT, ms-swift",
+        "variants/test_mixtures.py::test_chord",
+    ),
+    Variant(
+        "LUFFY's shaping",
+        "loss - (gk.token_shares(mask) * advantages * probs / (probs + 0.1))[expert].sum()",
+        "arXiv 2504.14945",
+        "variants/test_mixtures.py::test_shaping_of_luffy",
+    ),
+    Variant(
+        "score centering",
+        "gk.Teacher(ids, mu_logprobs, tail='bucket', weights=-advantages * is_weights * gk.token_shares(mask))",
+        "arXiv 2609.20807, SkyRL#2244, miles#3317",
+        "variants/test_mixtures.py::test_score_centering",
+    ),
+)
+CORRECTIONS = (
+    Variant(
+        "truncated and masked weights of tokens, rows and their geometric means",
+        "gk.CorrectionConfig(weights='geometric', weight_max=2.0, outside='mask')",
+        "TRL, verl, SkyRL",
+        "ops/sampling_correction/test_reference.py::test_weights_and_mask_are_their_formulas",
+    ),
+    Variant(
+        "the eleven rejections of verl",
+        "gk.CorrectionConfig.verl(rollout_rs='seq_mean_k1', rollout_rs_threshold='0.5_2.0')",
+        "verl",
+        "ops/sampling_correction/test_peers.py::test_equals_verl",
+    ),
+    Variant(
+        "TRL's corrections",
+        "gk.CorrectionConfig.trl()",
+        "TRL",
+        "ops/sampling_correction/test_peers.py::test_equals_trl",
+    ),
+    Variant(
+        "SkyRL's masks and veto",
+        "gk.CorrectionConfig(rejections=(('seq_max_k1', None, 9.2),))",
+        "SkyRL#1665",
+        "ops/sampling_correction/test_reference.py::test_equals_skyrl",
+    ),
+    Variant(
+        "KPop",
+        "gk.CorrectionConfig(rejections=(('token_binary_kl', None, 0.05),))",
+        "verl#6800",
+        "ops/sampling_correction/test_reference.py::test_a_rejection_drops_what_is_outside_of_its_bounds",
+    ),
+    Variant(
+        "M2PO",
+        "gk.CorrectionConfig(m2_threshold=0.04)",
+        "arXiv 2510.01161, AReaL",
+        "ops/sampling_correction/test_reference.py::test_m2po_drops_the_largest_squares",
+    ),
+)
+ADVANTAGES = (
+    Variant(
+        "GAE", "gk.TokenAdvantageConfig('gae')", "verl, SkyRL", "ops/token_advantages/test_peers.py::test_verl_gae"
+    ),
+    Variant(
+        "REINFORCE++ of tokens",
+        "gk.TokenAdvantageConfig('reinforce_plus_plus')",
+        "verl, SkyRL",
+        "ops/token_advantages/test_peers.py::test_verl_reinforce_plus_plus",
+    ),
+    Variant(
+        "advantages of turns",
+        "gk.token_advantages(rewards, values, mask=mask, turns=turns)",
+        "verl#7244, ROLL",
+        "ops/token_advantages/test_reference.py::test_turns_as_roll_agentic_reinforce",
+    ),
+    Variant(
+        "step REINFORCE",
+        "gk.TokenAdvantageConfig('reinforce')",
+        "ROLL",
+        "ops/token_advantages/test_reference.py::test_step_rewards_as_roll_step_reinforce",
+    ),
+    Variant(
+        "GiGPO",
+        "gk.gigpo_advantages(rewards, returns, 4, states)",
+        "arXiv 2505.10978, ROLL",
+        "ops/group_advantages/test_reference.py::test_steps_have_the_advantages_of_their_episode_and_of_their_state",
+    ),
+    Variant(
+        "optimal token baseline and its TIR variant",
+        "gk.optimal_token_baseline(*tokens, groups, places='rank')",
+        "verl",
+        "ops/token_advantages/test_peers.py::test_verl_optimal_token_baseline",
+    ),
+    Variant(
+        "moving average of an agent's rewards (RAE)",
+        "gk.EmaBaseline(decay=0.95)",
+        "SPIRAL, prime-rl",
+        "ops/group_advantages/test_running.py::test_as_a_loop_over_the_rows",
+    ),
+    Variant(
+        "running norms",
+        "gk.RunningNorm()",
+        "ROLL",
+        "ops/group_advantages/test_running.py::test_as_a_loop_over_the_rows",
+    ),
+    Variant(
+        "SPO",
+        "gk.ValueTracker(half_life=0.06, rho_min=0.875, rho_max=0.96)",
+        "arXiv 2509.13232",
+        "ops/group_advantages/test_running.py::test_as_a_loop_over_the_rows",
+    ),
+    Variant(
+        "leave-one-out standard deviation",
+        "gk.AdvantageConfig('nemo-grpo')",
+        "NeMo-RL",
+        "ops/group_advantages/test_reference.py::test_estimators_are_the_formulas_of_the_papers",
+    ),
+)
+
+
+# Tables
 
 
 def changed(config: LossConfig | AdvantageConfig, default: LossConfig | AdvantageConfig) -> Fields:
@@ -86,20 +334,20 @@ def group_advantages() -> str:
 
 
 def published() -> str:
-    def rows(variants: tuple[known.Variant, ...]) -> str:
+    def rows(variants: tuple[Variant, ...]) -> str:
         cells = [(v.name, f"`{v.setting}`", v.source, f"`{v.test}`") for v in variants]
         return table(("variant", "here", "source", "test below `tests`"), cells)
 
     return "\n\n".join(
         [
             "## Losses",
-            rows(known.LOSSES),
+            rows(LOSSES),
             "## Masks, weights and terms beside a loss",
-            rows(known.COMPOSED),
+            rows(COMPOSED),
             "## Mismatch between sampler and trainer",
-            rows(known.CORRECTIONS),
+            rows(CORRECTIONS),
             "## Advantages",
-            rows(known.ADVANTAGES),
+            rows(ADVANTAGES),
         ]
     )
 

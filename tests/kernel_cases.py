@@ -1,8 +1,8 @@
 """Checks small cases of every GPU kernel: values and gradients on a backend against the float64 reference.
 
-    python -m tools.kernel_cases                           # the CUDA kernels' cases
-    python -m tools.kernel_cases logprobs --backend triton
-    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tools.kernel_cases
+    python -m tests.kernel_cases                           # the CUDA kernels' cases
+    python -m tests.kernel_cases logprobs --backend triton
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.kernel_cases
 
 The error against float64 must be at most twice that of the reference in the working dtype. tests/test_kernel_cases.py
 runs the cases and a small call of each op, on a GPU or emulated, and checks that the cases launch the kernels they name
@@ -26,9 +26,9 @@ import grpo_kernels as gk
 from grpo_kernels import backends, registry
 from grpo_kernels.ops.policy_loss.registration import scaled_in_place
 from grpo_kernels.ops.similarity_groups import reference, registration
+from tests import row_cases, support_cases
 from tests.harness import device_error
-from tools import row_cases, support_cases
-from tools.row_cases import WRONG_BOUNDS, Put, Results
+from tests.row_cases import WRONG_BOUNDS, Put, Results
 
 backends.name_implementations()
 

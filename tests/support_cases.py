@@ -1,4 +1,4 @@
-"""Cases of tools/kernel_cases.py over the token ids that sampling kept."""
+"""Cases of tests/kernel_cases.py over the token ids that sampling kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 import grpo_kernels as gk
-from tools.row_cases import Put, Results
+from tests.row_cases import Put, Results
 
 
 def kept(backend: str, put: Put) -> Results:

@@ -1,4 +1,4 @@
-"""Cases of tools/kernel_cases.py for the ops that walk along rows of tokens."""
+"""Cases of tests/kernel_cases.py for the ops that walk along rows of tokens."""
 
 from __future__ import annotations
 
