@@ -27,7 +27,7 @@ def test_every_part_runs_and_is_in_the_table(tmp_path: Path, parts: str, is_good
     environment = os.environ | {"MAKEFILES": str(tmp_path / "parts.mk")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode == 0) == is_good, done.stderr
-    assert "of the first part, with parts \n" in done.stdout
+    assert "of the first part, with parts\n" in done.stdout
     table = [line.split() for line in done.stdout.rpartition("\n\n")[2].splitlines()]
     assert [row[0] for row in table] == parts.split()
     assert [row[1] for row in table] == ["ok" if part in ("good", "last") else "failed" for part in parts.split()]
