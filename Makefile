@@ -74,10 +74,12 @@ test-floor-quick: $(VENV)/built $(FLOOR)/packages
 test-engine: $(VENV)/built $(ENGINE)/packages
 	PYTHONPATH="$(CURDIR):$(CURDIR)/python" OMP_NUM_THREADS=1 $(ENGINE_BIN)/python -m pytest --confcutdir=tests/engine tests/engine
 
-# PARTS="bench results" runs those parts only, of soak and of nightly.
-PARTS ?=
+# SEED=N repeats the random choices of a run.
 soak: $(VENV)/built
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tools.soak $(if $(PARTS),--parts $(PARTS))
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --nightly tests/nightly
+
+# PARTS="bench results" runs those parts only.
+PARTS ?=
 
 # A part that fails stops no other; a table comes last.
 NIGHTLY := test-all test-floor test-engine soak bench results

@@ -27,6 +27,8 @@ from tests.emulation import build
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True, max_examples=60)
 # without --all
 hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("project"), max_examples=20)
+# other examples each time, or those of --hypothesis-seed
+hypothesis.settings.register_profile("nightly", deadline=None, max_examples=600)
 # for machines on which the first draw, which imports much, takes a minute
 hypothesis.settings.register_profile(
     "slow", hypothesis.settings.get_profile("project"), suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -47,12 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
     backends.name_implementations()
     emulate = build.compiler() is not None and (build.ROOT / "csrc").exists()
     if not torch.cuda.is_available() and emulate:
-        torch.ops.load_library(str(build.library()))
+        torch.ops.load_library(str(build.library(os.environ.get("EMULATION", "plain"))))
         registry.enable_emulated_cuda()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", type=Path, help="a file that gets a line of JSON for each test as it ends")
+    parser.addoption("--nightly", action="store_true", help="run the tests of tests/nightly")
     parser.addoption("--all", action="store_true", help="run all cases of parametrized tests, and tests marked full")
 
 
@@ -63,7 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if getattr(getattr(item, "callspec", None), "params", {}).get("backend") in ("cuda", "triton"):
             item.add_marker("gpu")
-    if config.getoption("--all"):
+    if not config.getoption("--nightly"):
+        nightly = [item for item in items if item.get_closest_marker("nightly") is not None]
+        config.hook.pytest_deselected(items=nightly)
+        items[:] = [item for item in items if item not in nightly]
+    if config.getoption("--all") or config.getoption("--nightly"):
         return
     left_out = {item.nodeid for item in items if item.get_closest_marker("full") is not None}
     grids: dict[tuple[str, Hashable, int], dict[str, thinning.Case]] = defaultdict(dict)

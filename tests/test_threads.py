@@ -5,7 +5,10 @@ That the number of threads changes no bit is tested with each op.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tests.harness import cpu_threads, needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
 Call = Callable[[], object]
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +103,29 @@ def test_long_work_is_divided(name: str) -> None:
     assert forks_of(LONG[name]) > 0
     torch.set_num_threads(1)
     assert forks_of(LONG[name]) == 0
+
+
+# Forks
+
+# A child of a process whose OpenMP pool has started would wait for its threads forever.
+FORK = """
+import os, signal, torch
+import grpo_kernels as gk
+from grpo_kernels.backends import cpu_library
+from tests.harness import cpu_threads
+rewards = torch.randn(64)
+with cpu_threads(2):
+    expected = gk.group_advantages(rewards, 8).advantages
+    before = cpu_library.forks()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        is_same = torch.equal(gk.group_advantages(rewards, 8).advantages, expected)
+        os._exit(0 if is_same and cpu_library.forks() == before > 0 else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_kernels_run_on_one_thread_in_a_forked_child() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "0", done.stdout + done.stderr

@@ -29,7 +29,7 @@ def compiler() -> str | None:
 VARIANTS = {
     "plain": [],
     "address": ["-fsanitize=address", "-fno-omit-frame-pointer"],
-    # for tools/soak, as it takes longer to compile; undefined behaviour ends the process, as an access outside does
+    # for tests/nightly, as it takes longer to compile; undefined behaviour ends the process, as an access outside does
     "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"],
     # ThreadSanitizer's instrumentation without its runtime, which cuda_emulator_races.cpp replaces
     "races": [

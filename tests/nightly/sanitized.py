@@ -1,12 +1,8 @@
-"""Builds the CPU kernels with AddressSanitizer and UBSan, and fuzzes them in place of the installed ones.
-
-python -m tools.soak.sanitized FOLDER --backend cpu --seconds 60     # with the environment of `environment()`
-"""
+"""Builds the CPU kernels with AddressSanitizer and UBSan, for test_random_calls.py."""
 
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +11,7 @@ from pathlib import Path
 from tests.emulation import build
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / "build" / "soak" / "cpu"
+FOLDER = ROOT / "build" / "nightly" / "cpu"
 # UBSan's checks of pointers are left out where AddressSanitizer has its own: in the kernels of policy_loss, which are
 # instances of one template for every setting, they triple the time to compile.
 POINTERS = "null,alignment,object-size,vptr,pointer-overflow,bounds,nonnull-attribute"
@@ -57,11 +53,3 @@ def environment() -> dict[str, str]:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONMALLOC": "malloc",
     }
-
-
-if __name__ == "__main__":
-    del os.environ["LD_PRELOAD"]  # not for the processes that this one starts
-    sys.path.insert(0, sys.argv[1])
-    from tools.soak import fuzz
-
-    sys.exit(fuzz.main(sys.argv[2:]))

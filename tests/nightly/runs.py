@@ -6,16 +6,15 @@ never uses a second thread, as a forked child could not use the parent's.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from tqdm import tqdm
 
 from tests.trainer import small
 
-KEPT = Path(__file__).parent.parent.parent / "build" / "soak" / "kept"  # runs that ended otherwise than they must
-REWARD = "tools.soak.runs:moody"
+KEPT = Path(__file__).parent.parent.parent / "build" / "nightly" / "kept"  # runs that ended otherwise than they must
+REWARD = "tests.nightly.runs:moody"
 PATIENCE = 120.0  # seconds until a run counts as hanging
 
 # Supervised and reinforcement steps with similarity groups; a checkpoint after each step, a reference, samples and
@@ -87,8 +86,8 @@ def warm_up() -> None:
     """Imports everything that a run needs, by running one. Without it each child takes ten times as long."""
     torch.set_num_threads(1)
     tqdm.monitor_interval = 0  # no thread beside the main one, as a fork copies what others hold locked
-    with scratch("warm-up") as folder:
-        train(recipe(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        train(recipe(Path(folder)))
 
 
 class Child:
@@ -165,8 +164,6 @@ def _run_and_exit(work: Callable[[], object], writer: int, environment: Mapping[
     except BaseException as error:
         with os.fdopen(writer, "w") as file:
             file.write(f"{type(error).__name__}: {error}\n")
-            if os.environ.get("SOAK_TRACEBACKS"):
-                traceback.print_exc(file=file)
     finally:
         os._exit(status)
 
@@ -252,10 +249,11 @@ def finish_and_compare(folder: Path, expected: dict[str, Any], *overrides: str) 
     return f"differs in {wrong}" if wrong else ""
 
 
-@contextlib.contextmanager
-def scratch(prefix: str):  # type: ignore[no-untyped-def]
-    """A temporary folder."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix=f"soak-{prefix}-") as folder:
-        yield Path(folder)
+def undisturbed(top: Path) -> tuple[dict[str, Any], float]:
+    """The files of the undisturbed run, and its seconds. Two runs, as they must agree before anything is compared."""
+    warm_up()
+    children = [start(top / name).wait() for name in ("first", "second")]
+    assert [child.status for child in children] == [0, 0], [child.error for child in children]
+    expected = contents(top / "first")
+    assert not (wrong := differences(expected, top / "second")), f"two undisturbed runs differ in {wrong}"
+    return expected, children[1].seconds

@@ -1,64 +1,40 @@
 """Runs killed with SIGKILL at random moments and resumed until they end.
 
-Every file must equal that of the undisturbed run: weights, optimizer, logs, samples and evaluations.
-
-Half of the moments are drawn over the whole run, the others within a checkpoint that is being written: from the moment
-its temporary folder appears. A resumed run is sometimes killed again. A run of two processes loses one of them.
+Every file must equal that of the undisturbed run: weights, optimizer, logs, samples and evaluations. Half of the
+moments are drawn over the whole run, the others within a checkpoint that is being written: from the moment its
+temporary folder appears. A resumed run is sometimes killed again. A run of two processes loses one of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import random
 import shutil
+import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
 
 from grpo_trainer.train import train
 
-from tools.soak import runs
-from tools.soak.outcome import Outcome
+from tests.nightly import runs
 
+KILLS, KILLS_OF_TWO = 50, 5
 AGAIN = 0.4  # share of resumed runs that are killed again
 NOTICE = 60.0  # seconds that a process has to notice that the other one died
 
 
-def run(options: argparse.Namespace) -> Iterator[Outcome]:
-    chance = random.Random(options.seed)
-    with runs.scratch("kills") as top:
-        expected, seconds = undisturbed(top)
-        yield from kill_single(top, expected, seconds, options.kills, chance)
-        yield kill_one_of_two(top, max(1, options.kills // 10), chance)
-
-
-def undisturbed(top: Path) -> tuple[dict[str, Any], float]:
-    """The files of the undisturbed run, and its seconds. Two runs, as they must agree before anything is compared."""
-    runs.warm_up()
-    children = [runs.start(top / name).wait() for name in ("first", "second")]
-    for child in children:
-        if child.status != 0:
-            raise RuntimeError(f"the undisturbed run must end well, got {child.error}")
-    expected = runs.contents(top / "first")
-    if wrong := runs.differences(expected, top / "second"):
-        raise RuntimeError(f"two undisturbed runs must be equal, they differ in {wrong}")
-    return expected, children[1].seconds
-
-
-def kill_single(
-    top: Path, expected: dict[str, Any], seconds: float, kills: int, chance: random.Random
-) -> list[Outcome]:
-    """Runs of one process. Returns a row for each kind of moment, and one for the comparisons."""
+def test_killed_runs_end_as_the_undisturbed_one(tmp_path: Path, chance: random.Random) -> None:
+    expected, seconds = runs.undisturbed(tmp_path)
     moments: Counter[str] = Counter()
-    compared = Outcome(
-        "kills", "killed runs, resumed until they end", 0, "every file is the undisturbed run's, bit by bit"
-    )  # fmt: skip
-    while sum(moments.values()) < kills:
-        folder, history = top / "run", []
+    while sum(moments.values()) < KILLS:
+        folder, history = tmp_path / "run", list[str]()
         shutil.rmtree(folder, ignore_errors=True)
         while True:
             child = runs.start(folder)
@@ -67,16 +43,11 @@ def kill_single(
                 break  # it ended before the moment came
             moments[moment] += 1
             history.append(moment)
-            print(f"           {sum(moments.values())}: killed {moment}", flush=True)
-            if sum(moments.values()) >= kills or chance.random() > AGAIN:
+            if sum(moments.values()) >= KILLS or chance.random() > AGAIN:
                 break
         problem = runs.finish_and_compare(folder, expected)
-        compared.check(not problem, f"killed {', then '.join(history) or 'never'}: {problem}")
-    rows = [
-        Outcome("kills", f"SIGKILL {moment}", count, "the run resumes") for moment, count in sorted(moments.items())
-    ]
-    compared.note = f"{sum(moments.values())} moments"
-    return [*rows, compared]
+        assert not problem, f"killed {', then '.join(history) or 'never'}: {problem}"
+    print(dict(moments))
 
 
 def kill_at_random(child: runs.Child, folder: Path, seconds: float, chance: random.Random) -> str | None:
@@ -88,8 +59,7 @@ def kill_at_random(child: runs.Child, folder: Path, seconds: float, chance: rand
     else:
         time.sleep(chance.random() * seconds)
     if child.poll():
-        if child.status != 0:
-            raise RuntimeError(f"the run must not end by itself with an error, got {child.error}")
+        assert child.status == 0, f"the run must not end by itself with an error, got {child.error}"
         return None
     child.kill()
     child.wait()
@@ -139,32 +109,23 @@ def doing(folder: Path, before: tuple[int, int]) -> str:
 # Two processes
 
 
-def kill_one_of_two(top: Path, kills: int, chance: random.Random) -> Outcome:
-    """Kills one of two processes; the other one must end, and the run must resume."""
-    outcome = Outcome(
-        "kills", "SIGKILL of one of two processes", 0, f"the other ends within {NOTICE:g} s; resumed bit by bit"
-    )  # fmt: skip
+def test_one_of_two_processes_is_killed(tmp_path: Path, chance: random.Random) -> None:
+    """The other one must end, and the run must resume."""
+    runs.warm_up()
     began = time.monotonic()
-    error = finish_pair(start_pair(top / "pair"))
+    assert not (error := finish_pair(start_pair(tmp_path / "pair"))), error
     seconds = time.monotonic() - began
-    if error:
-        raise RuntimeError(f"the undisturbed run of two processes must end well, got {error}")
-    expected = runs.contents(top / "pair")
-    for number in range(kills):
-        folder = top / f"pair-{number}"
+    expected = runs.contents(tmp_path / "pair")
+    for number in range(KILLS_OF_TWO):
+        folder = tmp_path / f"pair-{number}"
         pair = start_pair(folder)
         time.sleep(seconds * chance.uniform(0.2, 0.95))
         victim = chance.randrange(2)
         pair[victim].kill()
-        other = pair[1 - victim].wait(NOTICE)
-        problem = "the other process hung" if "still running" in other.error else ""
+        assert "still running" not in pair[1 - victim].wait(NOTICE).error, "the other process hangs"
         pair[victim].wait()
-        error = finish_pair(start_pair(folder))
-        wrong = f"the resumed run ended with: {error}" if error else runs.differences(expected, folder)
-        problem = problem or (wrong and f"process {victim} killed: {wrong}")
-        outcome.check(not problem, problem)
-        shutil.rmtree(folder)
-    return outcome
+        assert not (error := finish_pair(start_pair(folder))), f"process {victim} killed, the resumed run: {error}"
+        assert not (wrong := runs.differences(expected, folder)), f"process {victim} killed: differs in {wrong}"
 
 
 def start_pair(folder: Path) -> list[runs.Child]:
@@ -185,3 +146,38 @@ def start_pair(folder: Path) -> list[runs.Child]:
 def finish_pair(pair: list[runs.Child]) -> str:
     """Waits for both processes and returns what they raised."""
     return "; ".join(child.error.strip() for child in pair if child.wait().status != 0)
+
+
+# The tests above see a file that differs, and what a child came to
+
+
+def run_folder(folder: Path, loss: float, seconds: float) -> Path:
+    (folder / "checkpoints" / "rl-2").mkdir(parents=True)
+    (folder / "checkpoints" / "rl-2" / "weights").write_bytes(b"weights")
+    (folder / "recipe.yaml").write_text(f"output: {folder}\nseed: 1\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"loss": loss, "time/step": seconds}) + "\n")
+    (folder / "events.jsonl").write_text(f"{seconds}\n")
+    return folder
+
+
+def test_every_difference_but_times_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "KEPT", tmp_path / "kept")
+    expected = runs.contents(run_folder(tmp_path / "a", 0.5, 1.0))
+    same = run_folder(tmp_path / "b", 0.5, 2.0)
+    assert runs.differences(expected, same) == "" and not runs.KEPT.exists()
+    (same / "checkpoints" / "rl-2" / "weights").write_bytes(b"Weights")
+    (same / "more").write_text("")
+    found, _, kept = runs.differences(expected, same).partition("; kept in ")
+    assert found == "checkpoints/rl-2/weights (1 of 7 bytes, from 0 to 0), more (new)"
+    assert (Path(kept) / "checkpoints" / "rl-2" / "weights").read_bytes() == b"Weights"
+    assert runs.differences(expected, run_folder(tmp_path / "c", 0.25, 1.0)).startswith("metrics.jsonl; kept in ")
+    (same / "metrics.jsonl").write_text('{"loss": 0.5, "time')
+    assert runs.differences(expected, same).startswith("cannot be read")
+
+
+def test_children_report_errors_kills_and_hanging() -> None:
+    assert runs.Child(lambda: None).wait().status == 0
+    failed = runs.Child(lambda: json.loads("{")).wait()
+    assert failed.status != 0 and failed.error.startswith("JSONDecodeError: ")
+    assert runs.Child(lambda: os.kill(os.getpid(), signal.SIGKILL)).wait().was_killed
+    assert runs.Child(lambda: time.sleep(60)).wait(0.2).error == "still running after 0.2 s"
