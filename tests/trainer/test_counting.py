@@ -137,33 +137,21 @@ def rewards_of(arguments: dict[str, Any]) -> Tensor:
     return torch.tensor(best_if_truncated([], rollout.texts, rollout.truncated.tolist()))
 
 
-def test_truncated_responses_do_not_vote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = small.ready(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
+@pytest.mark.parametrize("truncated", ["vote", "leave_out"])
+def test_truncated_responses_vote_unless_they_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncated: str
+) -> None:
+    """Their rewards are reported either way."""
+    run = small.ready(small.recipe(tmp_path, *RLOO, f"rl.rollout.truncated={truncated}"))
     ending(run.policy, 2.0)
     arguments = captured(run, monkeypatch)
-    cut = arguments["rollout"].truncated
+    cut, credit, metrics = arguments["rollout"].truncated, arguments["credit"], arguments["metrics"]
     assert 0 < int(cut.sum()) < len(cut)
-    want = expected_of(arguments, rewards_of(arguments), cut)
+    want = expected_of(arguments, rewards_of(arguments), cut if truncated == "leave_out" else torch.zeros_like(cut))
     assert want.any()
-    torch.testing.assert_close(arguments["credit"].advantages, want, rtol=1e-5, atol=1e-6)
-
-
-def test_truncated_responses_vote_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = small.ready(small.recipe(tmp_path, *RLOO))
-    ending(run.policy, 2.0)
-    arguments = captured(run, monkeypatch)
-    cut = arguments["rollout"].truncated
-    assert 0 < int(cut.sum()) < len(cut)
-    want = expected_of(arguments, rewards_of(arguments), torch.zeros_like(cut))
-    torch.testing.assert_close(arguments["credit"].advantages, want, rtol=1e-5, atol=1e-4)
-
-
-def test_rewards_are_reported_of_all_responses(tmp_path: Path) -> None:
-    run = small.ready(small.recipe(tmp_path, *RLOO, "rl.rollout.truncated=leave_out"))
-    ending(run.policy, 2.0)
-    metrics = training.rl_step(run, run.items("train")[:6], 1)
-    assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0
-    assert 0 < metrics["rollout/truncated"] < 1
+    torch.testing.assert_close(credit.advantages, want, rtol=1e-5, atol=1e-4)
+    assert (credit.mask is None) == (truncated == "vote")
+    assert metrics["rewards/max"] == 100 and metrics["rewards/unscored"] == 0 < metrics["rollout/truncated"] < 1
 
 
 @pytest.mark.parametrize("truncated", ["vote", "leave_out"])

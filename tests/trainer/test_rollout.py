@@ -15,31 +15,14 @@ pytest.importorskip("peft")
 from grpo_trainer import train as training
 from grpo_trainer.algorithm import Credit, _keep_largest, rows_in_loss
 from grpo_trainer.data import Batch
-from grpo_trainer.policy import Policy, evaluating, load_policy
-from grpo_trainer.recipe import Lora, Model, Tiny
+from grpo_trainer.policy import Policy, evaluating
+from grpo_trainer.recipe import Lora
 from grpo_trainer.recipe import Rollout as Sampling
-from grpo_trainer.rollout import Rollout, _filtered, roll_out, select_usable
+from grpo_trainer.rollout import Rollout, _filtered, roll_out
 from grpo_trainer.setup import Run
 
 from tests.trainer import small
-from tests.trainer.test_policy import CORPUS, PROMPTS
-
-
-def policy_of(kind: str = "causal", adapters: bool = False, **settings: Any) -> Policy:
-    torch.manual_seed(1)
-    tiny = Tiny(architecture=kind, hidden=32, layers=2, heads=2, intermediate=64, vocabulary=100)  # type: ignore[arg-type]
-    policy = load_policy(Model(tiny=tiny, lora=Lora(rank=4) if adapters else None, **settings), CORPUS, None)
-    with torch.no_grad():
-        for name, parameter in policy.lm.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
-    return policy
-
-
-def sampled(policy: Policy, copies: int = 3, **settings: Any) -> Rollout:
-    items = select_usable(policy, [{"prompt": text} for text in PROMPTS], "prompt", 100, False)
-    sampling = Sampling().model_copy(update={"num_generations": copies, "max_completion_length": 9} | settings)
-    return roll_out(policy, items, sampling, torch.Generator().manual_seed(0))
+from tests.trainer.test_policy import policy_of, rolled
 
 
 def ending(policy: Policy, by: float) -> None:
@@ -63,8 +46,11 @@ def test_log_probs_are_those_of_a_fresh_pass_over_each_response_alone(
 
     The float32 error is about eps times the length of the sums, a hundred terms here: 1e-5.
     """
-    policy = policy_of(kind, adapters)
-    rollout = sampled(policy, temperature=temperature, batch=6)
+    policy = policy_of(kind, Lora(rank=4) if adapters else None)
+    for name, parameter in policy.lm.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    rollout = rolled(policy, temperature=temperature)
     policy.lm.double()
     ends = 0
     for i, stored in enumerate(rollout.logprobs):
@@ -89,7 +75,7 @@ def test_log_probs_are_those_of_a_fresh_pass_over_each_response_alone(
 def test_mixed_precision_applies_to_scoring_too(kind: str) -> None:
     """Sampling and scoring round alike, so they are closer to each other than to float32."""
     policy, exact = policy_of(kind, mixed_precision="bf16"), policy_of(kind)
-    rollout = sampled(policy, copies=8)
+    rollout = rolled(policy, num_generations=8)
     assert rollout.logprobs.dtype == torch.float32
     with torch.no_grad(), evaluating(policy), evaluating(exact):
         scored, in_float = policy("logprobs", rollout.batch), exact("logprobs", rollout.batch)
@@ -98,29 +84,22 @@ def test_mixed_precision_applies_to_scoring_too(kind: str) -> None:
     assert apart < of_precision and of_precision > 1e-4
 
 
-def test_an_empty_response_is_its_end_alone() -> None:
-    policy = policy_of()
-    ending(policy, 50.0)
-    rollout = sampled(policy)
-    assert set(rollout.texts) == {""} and rollout.lengths.tolist() == [1] * len(rollout.texts)
-    assert not rollout.truncated.any() and (rollout.batch.tokens == policy.eos_id).all()
-    torch.testing.assert_close(rollout.logprobs, torch.zeros_like(rollout.logprobs), rtol=0, atol=1e-6)
-    # the end token is part of the response
-    assert rollout.batch.mask.all() and rollout.batch.mask.shape[1] == 1
-
-
 @pytest.mark.parametrize("least", [0, 3])
-def test_the_end_is_not_sampled_before_the_minimum_length(least: int) -> None:
+def test_the_end_is_sampled_from_the_minimum_length_on(least: int) -> None:
     policy = policy_of()
     ending(policy, 50.0)
-    rollout = sampled(policy, min_completion_length=least)
-    assert rollout.lengths.tolist() == [least + 1] * len(rollout.texts)
+    rollout = rolled(policy, min_completion_length=least)
+    assert rollout.lengths.tolist() == [least + 1] * len(rollout.texts) and not rollout.truncated.any()
+    if least == 0:  # the end token is part of the empty response
+        assert set(rollout.texts) == {""} and (rollout.batch.tokens == policy.eos_id).all()
+        assert rollout.batch.mask.all() and rollout.batch.mask.shape[1] == 1
+        torch.testing.assert_close(rollout.logprobs, torch.zeros_like(rollout.logprobs), rtol=0, atol=1e-6)
 
 
 def test_the_end_is_scored_before_the_minimum_length() -> None:
     """The update has no such rule, and the ratio must start at 1."""
     policy = policy_of()
-    rollout = sampled(policy, min_completion_length=4)
+    rollout = rolled(policy, min_completion_length=4)
     with torch.no_grad(), evaluating(policy):
         fresh = policy("logprobs", rollout.batch)
     torch.testing.assert_close(rollout.logprobs, fresh, rtol=1e-4, atol=1e-4)
@@ -128,14 +107,8 @@ def test_the_end_is_scored_before_the_minimum_length() -> None:
 
 @pytest.mark.parametrize("minibatches", [1, 4, 6])
 def test_the_number_of_minibatches_is_that_of_the_recipe(tmp_path: Path, minibatches: int) -> None:
-    run = small.ready(
-        small.recipe(
-            tmp_path,
-            f"rl.minibatches={minibatches}",
-            "rl.num_iterations=1",
-            "rl.algorithm.drop_flat=false",
-        )
-    )
+    more = (f"rl.minibatches={minibatches}", "rl.num_iterations=1", "rl.algorithm.drop_flat=false")
+    run = small.ready(small.recipe(tmp_path, *more))
     metrics = training.rl_step(run, run.items("train")[:6], 1)
     assert metrics["train/optimizer_steps"] == minibatches
 
@@ -157,7 +130,7 @@ def captured(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return {"train/skipped": 1.0}
 
     monkeypatch.setattr(training, "update", update)
-    training.rl_step(run, run.items("train")[:6], 1)
+    arguments["metrics"] = training.rl_step(run, run.items("train")[:6], 1)
     return arguments
 
 
@@ -178,7 +151,9 @@ def test_truncated_responses_are_left_out_of_the_loss(
     assert torch.equal(cut, ~ends)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.3), (0, 0.9), (5, 1.0), (1, 1.0), (20, 0.7), (500, 0.999)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1e-9), (0, 0.3), (0, 0.9), (5, 1.0), (1, 1.0), (20, 0.7), (500, 0.999)]
+)
 def test_filters_are_those_of_transformers(top_k: int, top_p: float) -> None:
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 
@@ -191,7 +166,7 @@ def test_filters_are_those_of_transformers(top_k: int, top_p: float) -> None:
 @pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.5), (4, 0.6)])
 def test_samples_pass_the_filters_at_the_temperature(top_k: int, top_p: float) -> None:
     policy = policy_of()
-    rollout = sampled(policy, copies=8, top_k=top_k, top_p=top_p, temperature=0.5)
+    rollout = rolled(policy, num_generations=8, top_k=top_k, top_p=top_p, temperature=0.5)
     was_left = 0
     for i, tokens in enumerate(rollout.batch.tokens):
         prompt = rollout.items[i // 8]["prompt_ids"]
@@ -215,7 +190,7 @@ def test_log_probs_over_the_kept_tokens(kind: str, batch: int) -> None:
         "batch": batch,
     }
     policy.temperature = 0.5
-    rollout, whole = sampled(policy, keep_support=True, **settings), sampled(policy, **settings)
+    rollout, whole = rolled(policy, keep_support=True, **settings), rolled(policy, **settings)
     assert torch.equal(rollout.batch.tokens, whole.batch.tokens) and whole.batch.kept is None
     kept, mask = rollout.batch.kept, rollout.batch.mask
     assert kept is not None and ((kept >= 0).any(-1) == mask).all()
@@ -252,7 +227,7 @@ def test_tokens_are_never_read_back_from_texts(tmp_path: Path, monkeypatch: pyte
 
 def test_batches_do_not_change_the_most_probable_response() -> None:
     policy = policy_of()
-    texts = [sampled(policy, copies=1, temperature=0.0, batch=batch).texts for batch in (1, 3, 100)]
+    texts = [rolled(policy, num_generations=1, temperature=0.0, batch=batch).texts for batch in (1, 3, 100)]
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -284,8 +259,3 @@ def test_top_k_ratio_keeps_the_largest_advantages(per_token: bool, ratio: float,
     within = dataclasses.replace(credit, mask=before)
     _keep_largest(within, rollout, ratio)
     assert within.mask is not None and not within.mask[:, 3:].any() and within.mask[:, :3].any(1).sum() == 5 * kept
-
-
-def test_a_ratio_of_one_keeps_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = captured(small.ready(small.recipe(tmp_path)), monkeypatch)
-    assert arguments["credit"].mask is None
