@@ -26,6 +26,12 @@ THEMES = {
 # distinguishable on both backgrounds, and without telling red from green
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a8a00", "#8c6bb1")
 MARKERS = "osD^vP*X"
+# Bars of the README: in its first case, each op beside what a user would otherwise run.
+SUMMARY = {
+    "group_advantages": ("verl-grpo", "verl-grpo-vectorized", "torch.compile"),
+    "policy_loss": ("trl", "torch.compile"),
+    "linear_policy_loss": ("trl", "F.linear_cross_entropy"),
+}
 WIDTH = 8.3  # inches; at 200 dots an inch, twice the 830 pixels, for high-density screens
 FAMILIES = ("trl", "verl", "torch")
 Result = dict[str, Any]
@@ -48,9 +54,14 @@ def with_peers(results: list[Result]) -> list[Result]:
 
 
 def write_summary(results: list[Result], theme: str, path: Path) -> None:
-    """Draw the first case of each op, for the README."""
+    """Draw the bars of SUMMARY, for the README."""
     firsts = {case["op"]: case for case in reversed(with_peers(results))}
-    draw_ratios([case for _, case in sorted(firsts.items())], theme, path)
+    cases = []
+    for op, names in SUMMARY.items():
+        if op in firsts:
+            peers = peers_of(firsts[op])
+            cases.append(firsts[op] | {"providers": {name: peers[name] for name in names if name in peers}})
+    draw_ratios(cases, theme, path)
 
 
 def write_ratios(results: list[Result], theme: str, path: Path) -> None:

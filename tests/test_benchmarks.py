@@ -426,7 +426,10 @@ def results() -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_plots_are_light_and_dark(results: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_plots_are_light_and_dark(
+    results: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot, "SUMMARY", {"sum": ("mean",)})
     total = {"seconds_median": 0.2}
     rows = [{"who": who, "phase": phase, "seconds_median": 0.1} for who in "ab" for phase in ("model", "rest")]
     step = {"device": "cpu", "model": {"name": "tiny"}, "rows": rows, "totals": [total | {"who": who} for who in "ab"]}
