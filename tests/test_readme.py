@@ -109,7 +109,7 @@ def test_every_published_variant_has_a_setting_and_a_test(variant: published.Var
 def test_the_readme_says_what_the_page_of_variants_says() -> None:
     page = (variants.DOCS / "variants.md").read_text()
     unlinked = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", README.read_text())
-    assert page.split("\n\n")[1].replace("\n", " ") in unlinked.replace("\n  ", " ")
+    assert " ".join(page.split("\n\n")[1].split()) in " ".join(unlinked.split())
 
 
 def test_every_loss_of_the_peers_is_listed_or_refused() -> None:
