@@ -1,6 +1,6 @@
 """Plots of benchmark results, in light and dark, made to be read 830 pixels wide.
 
-python -m benchmarks.plot cpu.json scaling.json step.json --out docs/images
+python -m benchmarks.plot cpu.json scaling.json step.json runs/arithmetic-0/metrics.jsonl --out docs/images
 """
 
 from __future__ import annotations
@@ -150,6 +150,24 @@ def write_step(results: list[Result], theme: str, path: Path) -> None:
     finish(figure, theme, path)
 
 
+def write_curve(results: list[Result], theme: str, path: Path) -> None:
+    """Draw the exact match of a run's evaluations, and the mean reward of its samples, over the steps of its RL."""
+    (lines, *_) = [result["run"] for result in results if "run" in result]
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.4), layout="constrained")
+    for kind, name, label, width in (
+        ("train", "rewards/mean", "mean reward of the sampled responses", 0.8),
+        ("eval", "eval/validation_exact", "exact match of greedy answers to the validation split", 2.0),
+    ):
+        points = [(line["step"], line[name]) for line in lines if line["phase"] == "rl" and line.get(name) is not None]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[kind == "train"], linewidth=width, label=label)
+    axes.set_ylim(0, 1)
+    axes.grid(True, axis="y", color=THEMES[theme]["faint"], linewidth=0.5)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("step of reinforcement learning", fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=2)
+    finish(figure, theme, path)
+
+
 def finish(figure: Figure, theme: str, path: Path) -> None:
     """Colour every part of the figure, and save it."""
     colours = THEMES[theme]
@@ -178,8 +196,10 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
         figures["scaling"] = write_scaling
     if any("rows" in result for result in results):
         figures["step"] = write_step
+    if any("run" in result for result in results):
+        figures["curve"] = write_curve
     if not figures:
-        raise SystemExit("plot: results must hold cases, sweeps or the rows of a step, got none of them")
+        raise SystemExit("plot: results must hold cases, sweeps, the rows of a step or a run, got none of them")
     written = []
     for name, write in figures.items():
         for theme in THEMES:
@@ -188,12 +208,23 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
     return written
 
 
+def load(path: Path) -> Result:
+    """Results of a JSON file, or under "run" the lines of a run's metrics.jsonl."""
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return {"run": [json.loads(line) for line in text.splitlines()]}
+    content: Result = json.loads(text)
+    return content
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks.run, scaling and step")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="JSON files of benchmarks.run, scaling and step, or metrics.jsonl"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the plots")
     options = parser.parse_args(arguments)
-    for path in write_all([json.loads(path.read_text()) for path in options.results], options.out):
+    for path in write_all([load(path) for path in options.results], options.out):
         print(path)
 
 
