@@ -1,6 +1,6 @@
 """Plots of benchmark results, in light and dark, made to be read 830 pixels wide.
 
-python -m benchmarks.plot cpu.json scaling.json step.json --out docs/images
+python -m benchmarks.plot cpu.json scaling.json step.json runs/arithmetic-0/metrics.jsonl --out docs/images
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ THEMES = {
 # distinguishable on both backgrounds, and without telling red from green
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a8a00", "#8c6bb1")
 MARKERS = "osD^vP*X"
+# Bars of the README: in its first case, each op beside what a user would otherwise run.
+SUMMARY = {
+    "group_advantages": ("verl-grpo", "verl-grpo-vectorized", "torch.compile"),
+    "policy_loss": ("trl", "torch.compile"),
+    "linear_policy_loss": ("trl", "F.linear_cross_entropy"),
+}
 WIDTH = 8.3  # inches; at 200 dots an inch, twice the 830 pixels, for high-density screens
 FAMILIES = ("trl", "verl", "torch")
-# What a trainer would use instead, for the README: op, case, provider, and the words for it
-SUMMARY = (
-    ("group_advantages", "groups of 8", "verl-grpo-vectorized", "group_advantages: verl's vectorised estimator"),
-    ("policy_loss", "clip and k3", "torch.compile", "policy_loss: torch.compile"),
-    ("policy_loss", "clip and k3", "trl", "policy_loss: TRL"),
-    ("linear_policy_loss", "N=2048 H=512 V=50304", "trl", "linear_policy_loss: TRL, from hidden states"),
-    ("similarity_groups", "K=16", "fastcluster", "similarity_groups: SciPy and fastcluster"),
-)
 Result = dict[str, Any]
 
 
@@ -56,20 +54,14 @@ def with_peers(results: list[Result]) -> list[Result]:
 
 
 def write_summary(results: list[Result], theme: str, path: Path) -> None:
-    """Draw a bar for each row of SUMMARY, for the README: the peer's time divided by ours."""
-    cases = {(case["op"], case["name"]): case for case in with_peers(results)}
-    ratios = {words: cases[op, name]["providers"][who]["ratio"] for op, name, who, words in SUMMARY}
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.42 * len(ratios) + 0.7), layout="constrained")
-    axes.barh([*ratios], [ratio - 1 for ratio in ratios.values()], left=1, height=0.6, color=COLOURS[0])
-    axes.axvline(1, color=THEMES[theme]["ink"], linewidth=0.8)
-    for words, ratio in ratios.items():
-        axes.text(max(ratio, 1) * 1.06, words, f"{ratio:.3g}x", va="center", fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlim(0.9 * min(1, *ratios.values()), 1.8 * max(ratios.values()))
-    axes.tick_params(labelsize=9)
-    axes.set_xlabel("time of the other, divided by that of grpo-kernels; the line is equal speed", fontsize=9)
-    finish(figure, theme, path)
+    """Draw the bars of SUMMARY, for the README."""
+    firsts = {case["op"]: case for case in reversed(with_peers(results))}
+    cases = []
+    for op, names in SUMMARY.items():
+        if op in firsts:
+            peers = peers_of(firsts[op])
+            cases.append(firsts[op] | {"providers": {name: peers[name] for name in names if name in peers}})
+    draw_ratios(cases, theme, path)
 
 
 def write_ratios(results: list[Result], theme: str, path: Path) -> None:
@@ -158,6 +150,24 @@ def write_step(results: list[Result], theme: str, path: Path) -> None:
     finish(figure, theme, path)
 
 
+def write_curve(results: list[Result], theme: str, path: Path) -> None:
+    """Draw the exact match of a run's evaluations, and the mean reward of its samples, over the steps of its RL."""
+    (lines, *_) = [result["run"] for result in results if "run" in result]
+    figure, axes = plt.subplots(figsize=(WIDTH, 2.4), layout="constrained")
+    for kind, name, label, width in (
+        ("train", "rewards/mean", "mean reward of the sampled responses", 0.8),
+        ("eval", "eval/validation_exact", "exact match of greedy answers to the validation split", 2.0),
+    ):
+        points = [(line["step"], line[name]) for line in lines if line["phase"] == "rl" and line.get(name) is not None]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[kind == "train"], linewidth=width, label=label)
+    axes.set_ylim(0, 1)
+    axes.grid(True, axis="y", color=THEMES[theme]["faint"], linewidth=0.5)
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("step of reinforcement learning", fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=2)
+    finish(figure, theme, path)
+
+
 def finish(figure: Figure, theme: str, path: Path) -> None:
     """Colour every part of the figure, and save it."""
     colours = THEMES[theme]
@@ -186,8 +196,10 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
         figures["scaling"] = write_scaling
     if any("rows" in result for result in results):
         figures["step"] = write_step
+    if any("run" in result for result in results):
+        figures["curve"] = write_curve
     if not figures:
-        raise SystemExit("plot: results must hold cases, sweeps or the rows of a step, got none of them")
+        raise SystemExit("plot: results must hold cases, sweeps, the rows of a step or a run, got none of them")
     written = []
     for name, write in figures.items():
         for theme in THEMES:
@@ -196,12 +208,26 @@ def write_all(results: list[Result], out: Path) -> list[Path]:
     return written
 
 
+def load(path: Path) -> Result:
+    """Results of a JSON file, or under "run" the lines of a run's metrics.jsonl."""
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return {"run": [json.loads(line) for line in text.splitlines()]}
+    content: Result = json.loads(text)
+    return content
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="JSON files of benchmarks.run, scaling and step")
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="+",
+        help="results of `pytest benchmarks --save` and of benchmarks.step, or metrics.jsonl",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the plots")
     options = parser.parse_args(arguments)
-    for path in write_all([json.loads(path.read_text()) for path in options.results], options.out):
+    for path in write_all([load(path) for path in options.results], options.out):
         print(path)
 
 

@@ -383,7 +383,7 @@ def test_pytest_benchmarks(tmp_path: Path) -> None:
     assert "policy_loss, one token in 16, packed\n  ours" in out and "GB/s" in out and "x ours (" in out
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert case["ours"]["us"] > 0 and case["providers"]["all tokens"]["ratio"] > 0
-    listed = pytest_benchmarks("--collect-only", "-q", "--quick", "--op", "similarity_groups")
+    listed = pytest_benchmarks("--collect-only", "--quick", "--op", "similarity_groups")
     assert listed.count("test_a_steady_ratio_is_near_the_baseline[") == 2 and "test_case[" not in listed
     assert (
         "--new-baseline must be given with --quick"
@@ -418,13 +418,19 @@ def results() -> list[dict[str, Any]]:
 def test_plots_are_light_and_dark(
     results: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plot, "SUMMARY", (("sum", "of ten", "mean", "the mean"),))
+    monkeypatch.setattr(plot, "SUMMARY", {"sum": ("mean",)})
     total = {"seconds_median": 0.2}
     rows = [{"who": who, "phase": phase, "seconds_median": 0.1} for who in "ab" for phase in ("model", "rest")]
     step = {"device": "cpu", "model": {"name": "tiny"}, "rows": rows, "totals": [total | {"who": who} for who in "ab"]}
-    written = plot.write_all([*results, step], tmp_path)
+    lines = tmp_path / "metrics.jsonl"
+    train = [{"kind": "train", "phase": phase, "step": 1, "rewards/mean": 0.5} for phase in ("sft", "rl")]
+    evals = [{"kind": "eval", "phase": "rl", "step": step, "eval/validation_exact": 0.4 + step / 9} for step in (0, 1)]
+    lines.write_text("\n".join(map(json.dumps, [*train, *evals])))
+    written = plot.write_all([*results, step, plot.load(lines)], tmp_path)
     assert [path.name for path in written] == [
-        f"{name}_{theme}.png" for name in ("summary", "ratios", "scaling", "step") for theme in ("light", "dark")
+        f"{name}_{theme}.png"
+        for name in ("summary", "ratios", "scaling", "step", "curve")
+        for theme in ("light", "dark")
     ]
     for path in written:
         image = matplotlib.image.imread(path)

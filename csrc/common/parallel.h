@@ -9,8 +9,8 @@
 // Divides work among threads where one thread would take long. A parallel region ends when its last thread has run its
 // part. Beside as many busy processes as cores that thread first waits milliseconds for a core, which made calls of
 // 0.1 ms 10 to 40 times as slow. Below a millisecond the gain is not worth that risk. Callers state the time of an item
-// on one thread, measured on an AMD EPYC with AVX-512 and warm caches (docs/performance.md); a factor of two in it
-// moves the size from which a call is divided by as much and changes no result.
+// on one thread, measured on an AMD EPYC with AVX-512 and warm caches; a factor of two in it moves the size from which
+// a call is divided by as much and changes no result.
 namespace grpo_kernels {
 
 // The shortest time of one thread that is divided. Tests set 0, so that small inputs run on several threads.

@@ -25,7 +25,7 @@ import grpo_kernels as gk
 
 _missing = [name for name in ("vllm", "verl", "transfer_queue") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_missing), reason=f"not installed: {', '.join(_missing)}")
-ROOT = Path(__file__).parents[2]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/integrations/verl.md").read_text()
 STEPS, PROMPTS, GROUP, LENGTH = 3, 4, 4, 16
 # Means over a step's tokens, of terms near 1: a sum of n float32 terms is off by n / 2 ulps at most, times two runs.
@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "reward.py").write_text(REWARD)
     patches = "from grpo_kernels.integrations.verl import patch_verl\n\npatch_verl()\n"
     (folder / "my_patches.py").write_text("import tests.engine.verl_on_cpu\n" + patches)
-    (folder / "loops.yaml").write_text(block("yaml", "SeededAgentLoop"))
+    (folder / "loops.yaml").write_text((HERE / "verl_loops.yaml").read_text())
     line = next(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "verl_plugin" in line)
     info = folder / "grpo_kernels_here-1.dist-info"
     info.mkdir()
@@ -99,7 +99,7 @@ def train(folder: Path, *words: str, more: str = "") -> Run:
         [
             "set -e",
             block("bash", "data.train_files"),
-            block("bash", "ray_kwargs.ray_init.num_cpus"),
+            (HERE / "verl_on_cpu.sh").read_text(),
             f"{command} trainer.rollout_data_dir={folder / name} {more}",
         ]
     )
