@@ -383,14 +383,15 @@ def test_pytest_benchmarks(tmp_path: Path) -> None:
     assert "policy_loss, one token in 16, packed\n  ours" in out and "GB/s" in out and "x ours (" in out
     (case,) = json.loads((tmp_path / "a.json").read_text())["cases"]
     assert case["ours"]["us"] > 0 and case["providers"]["all tokens"]["ratio"] > 0
+
+
+@pytest.mark.full
+def test_quick_ones_are_apart() -> None:
     listed = pytest_benchmarks("--collect-only", "--quick", "--op", "similarity_groups")
     assert listed.count("test_a_steady_ratio_is_near_the_baseline[") == 2 and "test_case[" not in listed
-    assert (
-        "--new-baseline must be given with --quick"
-        in subprocess.run(
-            [sys.executable, "-m", "pytest", "benchmarks", "--new-baseline"], cwd=ROOT, capture_output=True, text=True
-        ).stderr
-    )
+    usage = [sys.executable, "-m", "pytest", "benchmarks", "--new-baseline"]
+    refused = subprocess.run(usage, cwd=ROOT, capture_output=True, text=True).stderr
+    assert "--new-baseline must be given with --quick" in refused
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
