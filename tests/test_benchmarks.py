@@ -451,6 +451,14 @@ def test_plots_are_light_and_dark(
         assert math.isclose(float(image.std()), 0, abs_tol=1e-3) is False
 
 
+def test_the_summary_has_its_peers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "SUMMARY", {"sum": ("mean", "absent"), "unmeasured": ("mean",)})
+    peers = {name: {"agrees": name != "twice", "ratio": 2.0} for name in ("mean", "other", "twice")}
+    cases = [{"op": "sum", "name": name, "providers": peers} for name in ("first", "second")]
+    (case,) = plot.summary_cases([{"cases": cases}])
+    assert case["name"] == "first" and list(case["providers"]) == ["mean"]
+
+
 def test_tables_go_between_the_marks(results: list[dict[str, Any]], tmp_path: Path) -> None:
     document = tmp_path / "performance.md"
     document.write_text("before\n<!-- measured on cpu -->\nold\n<!-- end of cpu -->\nafter\n")
