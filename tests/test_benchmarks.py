@@ -433,15 +433,9 @@ def test_plots_are_light_and_dark(
     total = {"seconds_median": 0.2}
     rows = [{"who": who, "phase": phase, "seconds_median": 0.1} for who in "ab" for phase in ("model", "rest")]
     step = {"device": "cpu", "model": {"name": "tiny"}, "rows": rows, "totals": [total | {"who": who} for who in "ab"]}
-    lines = tmp_path / "metrics.jsonl"
-    train = [{"kind": "train", "phase": phase, "step": 1, "rewards/mean": 0.5} for phase in ("sft", "rl")]
-    evals = [{"kind": "eval", "phase": "rl", "step": step, "eval/validation_exact": 0.4 + step / 9} for step in (0, 1)]
-    lines.write_text("\n".join(map(json.dumps, [*train, *evals])))
-    written = plot.write_all([*results, step, plot.load(lines)], tmp_path)
+    written = plot.write_all([*results, step], tmp_path)
     assert [path.name for path in written] == [
-        f"{name}_{theme}.png"
-        for name in ("summary", "ratios", "scaling", "step", "curve")
-        for theme in ("light", "dark")
+        f"{name}_{theme}.png" for name in ("summary", "ratios", "scaling", "step") for theme in ("light", "dark")
     ]
     for path in written:
         image = matplotlib.image.imread(path)
@@ -449,14 +443,6 @@ def test_plots_are_light_and_dark(
         corner = float(image[0, 0, :3].mean())
         assert corner > 0.9 if "light" in path.name else corner < 0.1
         assert math.isclose(float(image.std()), 0, abs_tol=1e-3) is False
-
-
-def test_the_summary_has_its_peers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "SUMMARY", {"sum": ("mean", "absent"), "unmeasured": ("mean",)})
-    peers = {name: {"agrees": name != "twice", "ratio": 2.0} for name in ("mean", "other", "twice")}
-    cases = [{"op": "sum", "name": name, "providers": peers} for name in ("first", "second")]
-    (case,) = plot.summary_cases([{"cases": cases}])
-    assert case["name"] == "first" and list(case["providers"]) == ["mean"]
 
 
 def test_tables_go_between_the_marks(results: list[dict[str, Any]], tmp_path: Path) -> None:
