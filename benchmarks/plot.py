@@ -54,14 +54,18 @@ def with_peers(results: list[Result]) -> list[Result]:
 
 
 def write_summary(results: list[Result], theme: str, path: Path) -> None:
-    """Draw the bars of SUMMARY, for the README."""
+    draw_ratios(summary_cases(results), theme, path)
+
+
+def summary_cases(results: list[Result]) -> list[Result]:
+    """The first case of each op of SUMMARY, with its peers there, for the README."""
     firsts = {case["op"]: case for case in reversed(with_peers(results))}
     cases = []
     for op, names in SUMMARY.items():
         if op in firsts:
             peers = peers_of(firsts[op])
             cases.append(firsts[op] | {"providers": {name: peers[name] for name in names if name in peers}})
-    draw_ratios(cases, theme, path)
+    return cases
 
 
 def write_ratios(results: list[Result], theme: str, path: Path) -> None:
