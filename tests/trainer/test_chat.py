@@ -18,6 +18,7 @@ pytest.importorskip("datasets")
 from grpo_trainer.checkpoint import save_policy
 from grpo_trainer.evaluate import evaluate_model
 from grpo_trainer.recipe import Recipe
+from grpo_trainer.rewards.reply import Weights
 from grpo_trainer.setup import set_up
 from grpo_trainer.train import train
 from transformers import AutoTokenizer
@@ -95,6 +96,12 @@ def test_a_chat_from_the_data_to_the_evaluations(tmp_path: Path, model: Path, as
 
     assert seen and all(text_of(prompt, "user") in TEXTS for call in seen for prompt in call["prompts"])
     answers = {text_of(value, "assistant") for call in seen for value in call["completions"]}
+    (step,) = small.steps(chat.folder)
+    parts = {name: step[f"rewards/components/{name}"] for name in Weights.model_fields}
+    total = sum(weight * parts[name] for name, weight in Weights())
+    assert step["rewards/reply"] == pytest.approx(total, abs=1e-6) and total > 0
+    evaluated = {name for line in lines(chat.folder) for name in line}
+    assert {f"eval/{split}_components/relevance" for split in ("validation", "test")} <= evaluated
     sample = lines(chat.folder, "samples")[0]
     assert text_of(sample["prompt"], "user") in TEXTS and sample["response"] in answers
     maps = [line["map"] for line in lines(chat.folder, "evaluations") if "map" in line]

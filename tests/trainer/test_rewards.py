@@ -18,13 +18,9 @@ pytest.importorskip("vaderSentiment")
 
 from grpo_trainer import messages
 from grpo_trainer.recipe import Reward
-from grpo_trainer.recipes import override, validated
 from grpo_trainer.rewards import BUNDLED, LoadedReward, RewardError, component_means, gaps, load_reward, reply, score
 from grpo_trainer.rewards.base import WeightedReward
 from grpo_trainer.rollout import Rollout
-from grpo_trainer.train import train
-
-from tests.trainer import small
 
 POST = "Just tried the new ramen place downtown, so good!"
 GOOD = "The broth there is amazing, I could eat ramen every week. What did you order?"
@@ -76,11 +72,6 @@ def test_totals_are_weighted_sums_and_do_not_depend_on_other_responses(name: str
     assert alone == [together[i] for i in order]
 
 
-def test_every_bundled_reward_has_the_name_that_trl_logs_it_under() -> None:
-    for name in set(BUNDLED) - {"reward_model"}:  # needs a model: test_reward_model.py
-        assert made(name).__name__ == name
-
-
 def test_without_a_reference_there_is_no_reward() -> None:
     function = made("dialogue")
     values, parts = function.graded(["p"] * 3, ["18"] * 3, answer=["so it is", None, " "])
@@ -115,10 +106,13 @@ def test_bad_options_are_named(name: str, options: dict[str, Any], message: str)
         load_reward(Reward(name=name, options=options))
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_for_trl_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in set(BUNDLED) - {"reward_model"}:  # needs a model: test_reward_model.py
+        assert made(name).__name__ == name
     monkeypatch.setattr(messages.importlib.util, "find_spec", lambda name: None)
-    for name, package in (("dialogue", "rouge-score"), ("reply", "vaderSentiment")):
-        with pytest.raises(ValueError, match=rf'{name}: needs the package {package}, .* "grpo-kernels\[text\]"'):
+    missing = (("dialogue", "rouge-score", "text"), ("reply", "vaderSentiment", "text"), ("judge", "openai", "judge"))
+    for name, package, extra in missing:
+        with pytest.raises(ValueError, match=rf'{name}: needs the package {package}, .* "grpo-kernels\[{extra}\]"'):
             made(name)
 
 
@@ -192,19 +186,19 @@ def test_dialogue_components() -> None:
     assert only(["p"], ["i have two cats"], answer=["yes i have two dogs"]) == [pytest.approx(4 / 7)]
 
 
-def test_the_nearest_of_several_references_counts() -> None:
+def test_the_nearest_of_several_references_counts_and_other_lengths_are_penalized() -> None:
     function = made("dialogue")
     assert function(["p"], ["i have cats"], answers=[["no.", "i have cats"]], answer=["never"]) == pytest.approx([1.0])
     with pytest.raises(TypeError, match="'answers' must hold lists of texts, and 'answer' a text, got 'cats'"):
         function(["p"], ["cats"], answers=["cats"])
-
-
-@pytest.mark.parametrize(("words", "factor"), [(4, 1), (2, math.exp(-2 * 0.5)), (6, math.exp(-0.5))])
-def test_the_length_penalty_is_a_factor_twice_as_fast_below_the_reference(words: int, factor: float) -> None:
-    parts = made("dialogue", length_penalty=1.0).graded(["p"], ["one " * words], answer=["one two three four"])
-    assert parts[1]["length"] == [pytest.approx(factor)]
-    plain = made("dialogue")(["p"], ["one " * words], answer=["one two three four"])
-    assert parts[0] == [pytest.approx(plain[0] * factor)] and plain[0] > 0
+    texts, columns = ["one " * words for words in (4, 2, 6)], {"answer": ["one two three four"] * 3}
+    totals, parts = made("dialogue", length_penalty=1.0).graded(["p"] * 3, texts, **columns)
+    factors = [1, math.exp(-2 * 0.5), math.exp(-0.5)]  # twice as fast below the reference
+    assert parts["length"] == pytest.approx(factors)
+    plain = function(["p"] * 3, texts, **columns)
+    assert totals == pytest.approx([value * factor for value, factor in zip(plain, factors, strict=True)]) and all(
+        plain
+    )
 
 
 # Diversity
@@ -275,22 +269,3 @@ def test_nonsense_names_the_reward_or_is_skipped(function: Any, message: str) ->
         skipping = LoadedReward(Reward(name=name, timeout=0.05, on_error="skip"), function)
         values, skipped, _ = score([skipping], rollout(["a", "b"]))
         assert skipped == 2 and bool(values.isnan().all())
-
-
-def test_components_reach_metrics_and_evaluations(tmp_path: Any) -> None:
-    settings = small.values(tmp_path / "run")
-    sizes = {"demonstrations": 32, "train": 12, "validation": 4, "test": 4}
-    settings["data"] = {"task": "dialogue", "options": sizes}
-    for change in ("rl.rewards=[{name: dialogue}]", "rl.steps=2"):
-        override(settings, change)
-    train(validated(type(small.recipe(tmp_path)), settings))
-    content = small.lines(tmp_path / "run")
-    places = [("rewards/components/", "rewards/mean")]
-    places += [(f"eval/{split}_components/", f"eval/{split}_reward") for split in ("validation", "test")]
-    for prefix, total in places:
-        reported = [line for line in content if total in line and f"{prefix}f1" in line]
-        assert len(reported) >= 2
-        for line in reported:
-            parts = {name: line[f"{prefix}{name}"] for name in DIALOGUE}
-            assert parts["length"] == 1.0  # no penalty
-            assert line[total] == pytest.approx((parts["f1"] + parts["rouge_l"] + parts["bleu"]) / 3, abs=1e-6)

@@ -171,21 +171,16 @@ def test_posts_have_several_replies_and_better_ones_more_likes() -> None:
 
 @pytest.mark.slow
 def test_an_installation_has_the_tasks_beside_its_recipes(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+    root, env = Path(__file__).parents[2], os.environ | {"GRPO_KERNELS_BUILD": "none"}
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
-    subprocess.run(build, cwd=root, env=os.environ | {"GRPO_KERNELS_BUILD": "none"}, check=True)
-    installed = tmp_path / "grpo_trainer" / "recipes"
-    wanted = {
-        path.relative_to(root / "recipes") for kind in ("yaml", "py") for path in root.glob(f"recipes/*/*.{kind}")
-    }
-    assert {path.relative_to(installed) for path in installed.rglob("*.*")} == wanted
-    code = (
-        "from grpo_trainer import tasks; print(len(tasks.make('word_problems', 0, {'test': 7}).test), tasks.__file__)"
-    )
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command, env = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["7", str(tmp_path / "grpo_trainer" / "tasks.py")]
+    subprocess.run(build, cwd=root, env=env, check=True)
+    wanted = {file.relative_to(root) for end in ("yaml", "py") for file in root.glob(f"recipes/*/*.{end}")}
+    installed = tmp_path / "grpo_trainer"
+    assert {path.relative_to(installed) for path in (installed / "recipes").rglob("*.*")} == wanted
+    code = "from grpo_trainer import tasks as t; print(len(t.make('word_problems', 0, {'test': 7}).test), t.__file__)"
+    env |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True)
+    assert printed.split() == ["7", str(installed / "tasks.py")]
 
 
 @pytest.mark.parametrize(
