@@ -65,26 +65,20 @@ def test_values_are_read_as_they_are_written(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4  # no cache beside the data
 
 
-@pytest.mark.parametrize(
-    ("source", "split", "expected"),
-    [
-        ("openai/gsm8k", "test", ("openai/gsm8k", None, "test")),
-        ("openai/gsm8k:main:train[:90%]", "validation", ("openai/gsm8k", "main", "train[:90%]")),
-        ("owner/name::dev", "sft", ("owner/name", None, "dev")),
-        ("owner/name", "sft", ("owner/name", None, "train")),
-    ],
-)
-def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch, source: str, split: str, expected: tuple[Any, ...]) -> None:
+def test_names_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    calls, line = [], {"question": "a", "demonstration": "b", "n": 1}
+    calls, line = list[Any](), {"question": "a", "demonstration": "b", "n": 1}
 
     def load_dataset(name: str, config: str | None, split: str) -> Any:
         calls.append((name, config, split))
         return datasets.Dataset.from_list([line])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    splits = load_splits(validated(Data, {"task": None, "train": source, split: source, "prompt": "question"}), 0)
-    assert getattr(splits, split) == [line] and calls[-1] == expected
+    sources = {"sft": "owner/name::dev", "validation": "openai/gsm8k:main:train[:90%]", "test": "openai/gsm8k"}
+    splits = load_splits(validated(Data, {"task": None, "train": "a/b", **sources, "prompt": "question"}), 0)
+    assert [splits.train, splits.sft, splits.validation, splits.test] == [[line]] * 4
+    gsm8k = [("openai/gsm8k", "main", "train[:90%]"), ("openai/gsm8k", None, "test")]
+    assert calls == [("a/b", None, "train"), ("owner/name", None, "dev"), *gsm8k]
 
 
 @pytest.mark.parametrize(

