@@ -140,10 +140,9 @@ class Template(NamedTuple):
             raise ValueError(f"{self.key}: at most one column may hold a list, got {lists} ({where})")
         column = lists[0] if lists else self.columns[0]
         values = line[column] if lists else [line[column]]
-        if not values or not all(str(value).strip() for value in values):
-            raise ValueError(
-                f"{self.key}: no text of column {column!r} may be empty, got {line[column]!r:.80} ({where})"
-            )
+        if (lists or self.text is None) and not (values and all(str(value).strip() for value in values)):
+            rule = f"no text of column {column!r} may be empty"
+            raise ValueError(f"{self.key}: {rule}, got {line[column]!r:.80} ({where})")
         return [self.fill(where, line | {column: value}) for value in values]
 
 

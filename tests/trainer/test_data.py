@@ -140,6 +140,8 @@ def test_templates_of_prompt_and_demonstration(tmp_path: Path) -> None:
         assert pairs(settings) == expected
     splits = load_splits(settings, 0)
     assert splits.train[:1] == splits.validation == splits.test == [TALKS[0] | {"prompt": "hello? {R}:"}]
+    some_empty = [{"question": "q", "a": "", "n": 1}]
+    assert pairs(data(tmp_path, some_empty, prompt="question", demonstration_template="{a}{n}")) == [("q", "1")]
     task = {"task": "arithmetic", "options": {"demonstrations": 3, "train": 3, "validation": 2, "test": 2}}
     plain, filled = (load_splits(validated(Data, task | more), 0) for more in ({}, {"template": "<{prompt}>"}))
     for name in ("sft", "train", "validation", "test"):

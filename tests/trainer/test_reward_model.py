@@ -100,8 +100,6 @@ def test_the_text_that_is_read(folder: Path) -> None:
         ("plain", {"template": "{prompt}"}, r"options.template: must contain \{response\}, got '\{prompt\}'"),
         ("several", {"template": PLAIN}, r"options.label: must be one of \['trait 0', .*number, got None"),
         ("several", {"template": PLAIN, "label": 3}, r"options.label: .* got 3"),
-        ("plain", {"dtype": "fp8"}, r"options.dtype: must be 'float32', 'bfloat16' or 'float16', got 'fp8'"),
-        ("plain", {"path": None}, r"options.path: must be of type string, got None"),
         # its head would be drawn at random
         ("language", {"template": PLAIN}, r"must have every weight of a LlamaForSequence.* without score\.weight$"),
     ],

@@ -189,12 +189,10 @@ def test_an_installation_has_the_tasks_beside_its_recipes(tmp_path: Path) -> Non
         ("replly", {}, "task: .* the nearest is 'reply'"),
         ("gsm8k", {"skiped": 0.1}, "options.skiped: .* nearest is 'skipped'"),
         ("gsm8k", {"skipped": 0.9, "terse": 0.2}, "options.skipped: must sum to at most 1 with terse and unmarked"),
-        ("dialogue", {"evasive": -0.1}, "options.evasive: must be greater than or equal to 0, got -0.1"),
         ("word_problems", {"steps": 4}, "options.steps: must be less than or equal to 3, got 4"),
         ("word_problems", {"largest": 9}, "options.largest: must be greater than or equal to 10, got 9"),
         ("word_problems", {"examples": 3}, "options.examples: must be at most 2 with 1 steps, got 3"),
         ("word_problems", {"largest": 10}, "options: there are too few different problems for 100"),
-        ("reply", {"replies": 0}, "options.replies: must be greater than 0, got 0"),
         ("reply", {"test": 5000}, "options: there are too few different problems for 5000 lines"),
     ],
 )
