@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,8 @@ def divide(
 
 
 def _shares(assignments: Sequence[str]) -> dict[str, float]:
-    shares = {name: float(text) for name, _, text in (assignment.partition("=") for assignment in assignments) if text}
+    matches = [re.fullmatch(r"([^/=]+)=(\d*\.?\d+)", assignment) for assignment in assignments]
+    shares = {match[1]: float(match[2]) for match in matches if match is not None}
     is_share = all(0 < share <= 1 for share in shares.values()) and abs(math.fsum(shares.values()) - 1) <= 1e-6
     if len(shares) < len(assignments) or not is_share:
         rule = "must be PART=SHARE, each part once, and the shares must sum to 1"
