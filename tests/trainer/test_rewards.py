@@ -16,9 +16,9 @@ pytest.importorskip("sacrebleu")
 pytest.importorskip("rouge_score")
 pytest.importorskip("vaderSentiment")
 
-from grpo_trainer import messages
+from grpo_trainer import messages, rewards
 from grpo_trainer.recipe import Reward
-from grpo_trainer.rewards import BUNDLED, LoadedReward, RewardError, component_means, gaps, load_reward, reply, score
+from grpo_trainer.rewards import LoadedReward, RewardError, load_reward, reply, score
 from grpo_trainer.rewards.base import WeightedReward
 from grpo_trainer.rollout import Rollout
 
@@ -81,7 +81,12 @@ def test_without_a_reference_there_is_no_reward() -> None:
         function(prompts=["p"], completions=["18"], gold=["18"])
     some = [{"prompt": "p", "answer": "4"}, {"prompt": "p", "answer": None}, {"prompt": "p"}]
     rule = "key: 'exact' gets None for 'answer', which 2 of 3 lines lack"
-    assert list(gaps(load_reward(Reward()), "key", some)) == [rule] and not list(gaps(MINE, "key", some))
+    assert list(rewards.gaps(load_reward(Reward()), "key", some)) == [rule] and not list(
+        rewards.gaps(MINE, "key", some)
+    )
+    narrow = MINE._replace(function=lambda prompts, completions: [])
+    with pytest.raises(ValueError, match=r"^key: .*mine' must take prompts, completions and the columns of the data"):
+        rewards.require_columns(narrow, "key", some)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_bad_options_are_named(name: str, options: dict[str, Any], message: str)
 
 
 def test_names_for_trl_and_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in set(BUNDLED) - {"reward_model"}:  # needs a model: test_reward_model.py
+    for name in set(rewards.BUNDLED) - {"reward_model"}:  # needs a model: test_reward_model.py
         assert made(name).__name__ == name
     monkeypatch.setattr(messages.importlib.util, "find_spec", lambda name: None)
     missing = (("dialogue", "rouge-score", "text"), ("reply", "vaderSentiment", "text"), ("judge", "openai", "judge"))
@@ -241,9 +246,9 @@ MINE = LoadedReward(Reward(name=f"{__name__}:mine"), Reporting())
 def test_means_are_those_of_the_scored_responses_and_rewards_are_told_apart() -> None:
     scores = score([MINE], rollout(["a", "bb", "?", "c"]))
     assert scores.values[:, 0].tolist() == [1, 2, 1, 1] and scores.components[0]["short"][:2].tolist() == [1.0, 0.0]
-    assert component_means([MINE], scores.components) == {"short": pytest.approx(2 / 3)}
-    rewards, name = [MINE, load_reward(Reward(name="dialogue")), MINE], MINE.settings.name
-    means = component_means(rewards, score(rewards, rollout(["a"], answer="a")).components)
+    assert rewards.component_means([MINE], scores.components) == {"short": pytest.approx(2 / 3)}
+    several, name = [MINE, load_reward(Reward(name="dialogue")), MINE], MINE.settings.name
+    means = rewards.component_means(several, score(several, rollout(["a"], answer="a")).components)
     assert set(means) == {f"{name}.0.short", f"{name}.2.short", *(f"dialogue.{part}" for part in DIALOGUE)}
 
 
