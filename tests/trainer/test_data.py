@@ -289,7 +289,7 @@ def test_parts_share_no_post_and_no_persona_and_have_equal_likes(
     personas = [{line["prompt"].split("context")[0] for line in part} for part in parts(tmp_path / "talks").values()]
     assert [len(names) for names in personas] == [27, 3] and len(set.union(*personas)) == 30
     assert parts(tmp_path / "again") == parts(tmp_path / "talks") != parts(tmp_path / "other")
-    for into in ("a", "a=x", "a/b=1", "a=0.5 a=0.5", "a=0.5 b=0.4", "a=0.999 b=0.001"):
+    for into in ("a=1 b", "a=x", "a/b=1", "a=0.5 a=0.5", "a=0.5 b=0.4", "a=0.999 b=0.001"):
         with pytest.raises(SystemExit, match="2"):
             prepare("dialogue", file, "--output", str(tmp_path / "bad"), "--into", *into.split())
         rule = "PART=SHARE, each part once, and the shares must sum to 1, got " + into
